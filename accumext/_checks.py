@@ -1,0 +1,223 @@
+"""What arguments must be, and the one sentence each error says (api: `<op>: <argument> must <contract>, got <value>`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def message(op: str, argument: str, contract: str, got: object, advice: str | None = None) -> str:
+    """`<op>: <argument> must <contract>, got <got>`, and what to type where that is known."""
+    text = f"{op}: {argument} must {contract}, got {got}"
+    return f"{text}. {advice}" if advice else text
+
+
+def fail_value(
+    op: str, argument: str, contract: str, got: object, advice: str | None = None
+) -> NoReturn:
+    """Raise the ValueError of a wrong value or shape."""
+    raise ValueError(message(op, argument, contract, got, advice))
+
+
+def fail_type(
+    op: str, argument: str, contract: str, got: object, advice: str | None = None
+) -> NoReturn:
+    """Raise the TypeError of a wrong type."""
+    raise TypeError(message(op, argument, contract, got, advice))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def type_name(value: object) -> str:
+    """The name of a value's type, with the dtype where it is a tensor."""
+    if isinstance(value, Tensor):
+        return f"a {dtype_name(value.dtype)} tensor"
+    return type(value).__name__
+
+
+def positive_int(op: str, argument: str, value: Any) -> int:
+    """An int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        fail_type(op, argument, "be an int", type_name(value))
+    if value < 1:
+        fail_value(op, argument, "be at least 1", value)
+    return value
+
+
+def number(op: str, argument: str, value: Any, low: float = -math.inf) -> float:
+    """A real number of at least `low`; never NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fail_type(op, argument, "be a number", type_name(value))
+    if math.isnan(value) or value < low:
+        bound = "not be NaN" if low == -math.inf else f"be at least {low:g}"
+        fail_value(op, argument, bound, value)
+    return float(value)
+
+
+def one_of(op: str, argument: str, value: Any, choices: Iterable[str]) -> str:
+    """One of a few words."""
+    choices = tuple(choices)
+    if not isinstance(value, str):
+        fail_type(op, argument, f"be one of {', '.join(map(repr, choices))}", type_name(value))
+    if value not in choices:
+        fail_value(op, argument, f"be one of {', '.join(map(repr, choices))}", repr(value))
+    return value
+
+
+# --- the gradient operations of ops.py -----------------------------------------------------------
+
+def accumulate_(main_grads: Any, grads: Any, inv_scale: Any, found_inf: Any) -> None:
+    """The contract of `accumext.accumulate_`."""
+    op = "accumulate_"
+    tensors = _pairs(op, main_grads, grads)
+    _one_device(op, tensors | _scalars(op, "inv_scale", inv_scale, found_inf))
+
+
+def unscale_check_clip_accumulate_(
+    main_grads: Any, grads: Any, inv_scale: Any, max_norm: Any, norm_type: Any, found_inf: Any
+) -> None:
+    """The contract of `accumext.unscale_check_clip_accumulate_`."""
+    op = "unscale_check_clip_accumulate_"
+    tensors = _pairs(op, main_grads, grads)
+    _one_device(op, tensors | _scalars(op, "inv_scale", inv_scale, found_inf))
+    number(op, "max_norm", max_norm, low=0.0)
+    _norm_type(op, norm_type)
+
+
+def total_norm(grads: Any, norm_type: Any, inv_scale: Any, found_inf: Any) -> None:
+    """The contract of `accumext.total_norm`."""
+    op = "total_norm"
+    tensors = _dense_floats(op, "grads", grads)
+    _one_device(op, tensors | _scalars(op, "inv_scale", inv_scale, found_inf))
+    _norm_type(op, norm_type)
+
+
+def scale_(grads: Any, factor: Any) -> None:
+    """The contract of `accumext.scale_`."""
+    op = "scale_"
+    tensors = _dense_floats(op, "grads", grads, written=True)
+    _one_device(op, tensors | _scalars(op, "factor", factor, None))
+
+
+def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any, foreach: Any) -> None:
+    """The contract of `accumext.clip_grad_norm_`, gradients included."""
+    op = "clip_grad_norm_"
+    for i, parameter in enumerate(parameters):
+        if not isinstance(parameter, Tensor):
+            fail_type(op, f"parameters[{i}]", "be a tensor", type_name(parameter))
+        if parameter.grad is not None:
+            grad = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+            _dense_float(op, f"parameters[{i}].grad", grad, written=True)
+    number(op, "max_norm", max_norm, low=0.0)
+    _norm_type(op, norm_type)
+    if not (foreach is None or isinstance(foreach, bool)):
+        fail_type(op, "foreach", "be a bool or None", type_name(foreach))
+
+
+def broken_contract(error: Exception, check: Callable[..., None], *args: Any) -> Exception:
+    """What to raise for a failed call: the sentence of `check`, or `error` if no contract is broken."""
+    try:
+        check(*args)
+    except (ValueError, TypeError) as sentence:
+        return sentence
+    return error
+
+
+def _dense_floats(
+    op: str, argument: str, tensors: Any, written: bool = False
+) -> dict[str, Tensor]:
+    """A list of dense floating-point tensors, by name."""
+    if not isinstance(tensors, (list, tuple)):
+        fail_type(op, argument, "be a list of tensors", type_name(tensors))
+    named = {f"{argument}[{i}]": tensor for i, tensor in enumerate(tensors)}
+    for name, tensor in named.items():
+        _dense_float(op, name, tensor, written)
+    return named
+
+
+def _dense_float(op: str, name: str, tensor: Any, written: bool) -> None:
+    """A dense floating-point tensor; free of overlap where it is written."""
+    contract = "be a dense float16, bfloat16, float32 or float64 tensor"
+    if not isinstance(tensor, Tensor):
+        fail_type(op, name, contract, type_name(tensor))
+    if tensor.layout != torch.strided:
+        fail_type(op, name, contract, f"a {str(tensor.layout).removeprefix('torch.')} tensor")
+    if tensor.dtype not in FLOAT_DTYPES:
+        fail_type(op, name, contract, type_name(tensor))
+    if written and _overlaps_itself(tensor):
+        got = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+        advice = f"Give it memory of its own: {name}.contiguous()"
+        fail_value(op, name, "not overlap itself in memory", got, advice)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may share an address: dimensions, by stride, must step over all smaller ones."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return False
+    reach = 0
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _pairs(op: str, main_grads: Any, grads: Any) -> dict[str, Tensor]:
+    """Main gradients and gradients, one for one and of equal shapes."""
+    mains = _dense_floats(op, "main_grads", main_grads, written=True)
+    incoming = _dense_floats(op, "grads", grads)
+    if len(mains) != len(incoming):
+        entries = f"have one entry per main gradient, {len(mains)}"
+        fail_value(op, "grads", entries, len(incoming))
+    for main_name, name in zip(mains, incoming, strict=True):
+        shape, got = list(mains[main_name].shape), list(incoming[name].shape)
+        if got != shape:
+            fail_value(op, name, f"have the shape of {main_name}, {shape}", got)
+    return mains | incoming
+
+
+def _scalars(op: str, argument: str, factor: Any, found_inf: Any) -> dict[str, Tensor]:
+    """A factor (a number or a 0-dim tensor) and found_inf (0-dim float32, or None): those that are tensors."""
+    scalars: dict[str, Tensor] = {}
+    if isinstance(factor, Tensor):
+        if factor.layout != torch.strided or factor.dtype not in FLOAT_DTYPES:
+            fail_type(op, argument, "be a float or a 0-dim float tensor", type_name(factor))
+        _zero_dim(op, argument, factor)
+        scalars[argument] = factor
+    else:
+        number(op, argument, factor)
+    if found_inf is not None:
+        if not isinstance(found_inf, Tensor) or found_inf.dtype != torch.float32:
+            fail_type(op, "found_inf", "be a 0-dim float32 tensor", type_name(found_inf))
+        _zero_dim(op, "found_inf", found_inf)
+        scalars["found_inf"] = found_inf
+    return scalars
+
+
+def _zero_dim(op: str, argument: str, tensor: Tensor) -> None:
+    if tensor.dim() != 0:
+        fail_value(op, argument, "be 0-dim", f"shape {list(tensor.shape)}")
+
+
+def _one_device(op: str, tensors: dict[str, Tensor]) -> None:
+    """Every tensor on the device of the first."""
+    first_name, first = next(iter(tensors.items()), ("", None))
+    for name, tensor in tensors.items():
+        if first is not None and tensor.device != first.device:
+            device = f"be on the device of {first_name}, {first.device}"
+            fail_value(op, name, device, tensor.device)
+
+
+def _norm_type(op: str, norm_type: Any) -> None:
+    if number(op, "norm_type", norm_type) == 0:
+        fail_value(op, "norm_type", "be nonzero", norm_type)

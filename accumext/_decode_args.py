@@ -1,0 +1,308 @@
+"""The arguments of `decode_loss`: checked before anything has changed, time-major from here on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accumext._cells import Cell, adapt
+from accumext._checks import (
+    FLOAT_DTYPES,
+    fail_type,
+    fail_value,
+    number,
+    one_of,
+    positive_int,
+    type_name,
+)
+from accumext._feedback import Feedback, feedback_plan
+from accumext._head import Criterion, logit_row_bytes
+from accumext._lookup import Table, table
+from accumext._state import State, tensors
+
+OP = "decode_loss"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of `decode_loss`, checked; every [T, B] tensor is time-major."""
+
+    table: Table
+    cell: Cell
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    targets: Tensor  # int64 [T, B]
+    counted: Tensor  # bool [T, B]: within its length and not ignored
+    within: Tensor | None  # bool [T, B]: within its length; None without `lengths`
+    state: State
+    context: tuple[Tensor, ...]
+    feedback: Feedback
+    criterion: Criterion
+    reduction: str
+    num_items: int | Tensor | None
+    k1: int | None
+    k2: int | None
+    eos: int | None
+    memory_budget: int | None
+    batch_first: bool
+
+    @property
+    def steps(self) -> int:
+        return self.targets.shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.targets.shape[1]
+
+
+def check_arguments(
+    embedding: Any,
+    cell: Any,
+    head: Any,
+    targets: Any,
+    state: State,
+    *,
+    feedback: Any,
+    start: Any,
+    inputs: Any,
+    teacher_forcing: Any,
+    k1: Any,
+    k2: Any,
+    lengths: Any,
+    eos: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+    z_loss: Any,
+    class_weight: Any,
+    reduction: Any,
+    num_items: Any,
+    temperature: Any,
+    generator: Any,
+    context: Any,
+    memory_budget: Any,
+    batch_first: Any,
+) -> Job:
+    """The call as a `Job`, or the error that says what is wrong with it."""
+    lookup = table(OP, embedding)
+    adapted = adapt(OP, cell)
+    weight, bias = _head(head)
+    _fit(lookup, adapted, weight)
+    vocabulary = weight.shape[0]
+    device = weight.device
+
+    targets = _tokens("targets", targets, None, device)
+    if batch_first:
+        targets = targets.t()
+        inputs = inputs.t() if isinstance(inputs, Tensor) and inputs.dim() == 2 else inputs
+        if isinstance(feedback, Tensor) and feedback.dim() == 2:
+            feedback = feedback.t()
+    steps, batch = targets.shape
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        fail_type(OP, "ignore_index", "be an int", type_name(ignore_index))
+    within = _within(lengths, steps, batch, device)
+    counted = targets != ignore_index
+    if within is not None:
+        counted = counted & within
+    _in_range("targets", targets, vocabulary, where=counted)
+
+    if state is not None:
+        adapted.check_state(OP, state, batch)
+    _same_device("state", tensors(state), device)
+    k1, k2 = _truncation(k1, k2)
+    if eos is not None:
+        _token("eos", eos, vocabulary)
+    one_of(OP, "reduction", reduction, ("mean", "sum", "none"))
+    if number(OP, "label_smoothing", label_smoothing, 0) > 1:
+        fail_value(OP, "label_smoothing", "be at most 1", label_smoothing)
+    criterion = Criterion(
+        float(label_smoothing),
+        number(OP, "z_loss", z_loss, 0),
+        _class_weight(class_weight, vocabulary, device),
+    )
+    context = _context(context, adapted, device)
+    num_items = _num_items(num_items, reduction)
+    row_bytes = logit_row_bytes(weight)
+    if memory_budget is not None:
+        positive_int(OP, "memory_budget", memory_budget)
+        if memory_budget < row_bytes:
+            contract = f"hold one row of logits, {row_bytes} bytes"
+            fail_value(OP, "memory_budget", contract, memory_budget)
+    # last, because it draws the coins of scheduled sampling
+    plan = feedback_plan(
+        OP,
+        feedback,
+        targets,
+        fed=_fed(targets, counted, within, lookup.pad),
+        start=start,
+        inputs=inputs,
+        teacher_forcing=teacher_forcing,
+        temperature=temperature,
+        generator=generator,
+        rows=lookup.weight.shape[0],
+    )
+    if plan.predicts and lookup.weight.shape[0] < vocabulary:
+        contract = f"have a row for each of the {vocabulary} words that can be fed back"
+        fail_value(OP, "embedding", contract, f"{lookup.weight.shape[0]} rows")
+
+    return Job(
+        table=lookup,
+        cell=adapted,
+        weight=weight,
+        bias=bias,
+        targets=targets,
+        counted=counted,
+        within=within,
+        state=state,
+        context=context,
+        feedback=plan,
+        criterion=criterion,
+        reduction=reduction,
+        num_items=num_items,
+        k1=k1,
+        k2=k2,
+        eos=eos,
+        memory_budget=memory_budget,
+        batch_first=batch_first,
+    )
+
+
+def _head(head: Any) -> tuple[Tensor, Tensor | None]:
+    if isinstance(head, nn.Linear):
+        weight, bias = head.weight, head.bias
+    elif isinstance(head, (tuple, list)) and len(head) == 2:
+        weight, bias = head
+    else:
+        fail_type(OP, "head", "be an nn.Linear or a pair (weight, bias)", type_name(head))
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_DTYPES:
+        fail_type(OP, "head weight", "be a floating-point tensor [V, H]", type_name(weight))
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        fail_value(OP, "head weight", "have shape [V, H] with V >= 1", list(weight.shape))
+    if bias is not None:
+        if not isinstance(bias, Tensor) or bias.dtype not in FLOAT_DTYPES:
+            fail_type(OP, "head bias", "be a floating-point tensor [V] or None", type_name(bias))
+        if list(bias.shape) != [weight.shape[0]]:
+            fail_value(OP, "head bias", f"have shape {[weight.shape[0]]}", list(bias.shape))
+        _same_device("head bias", [bias], weight.device)
+    return weight, bias
+
+
+def _fit(lookup: Table, cell: Cell, weight: Tensor) -> None:
+    """Embedding, cell and head must fit together."""
+    _same_device("embedding", [lookup.weight], weight.device)
+    width = lookup.weight.shape[1]
+    if cell.input_size is not None and cell.input_size != width:
+        fail_value(OP, "embedding", f"have the cell's input size, {cell.input_size}", width)
+    if cell.output_size is not None and cell.output_size != weight.shape[1]:
+        contract = f"take the cell's output, {cell.output_size} wide"
+        fail_value(OP, "head", contract, list(weight.shape))
+    if cell.module is not None:
+        _same_device("cell", list(cell.module.parameters()), weight.device)
+
+
+def _same_device(name: str, given: list[Tensor], device: torch.device) -> None:
+    for tensor in given:
+        if tensor.device != device:
+            fail_value(OP, name, f"be on the head's device, {device}", tensor.device)
+
+
+def _tokens(
+    name: str, value: Any, shape: tuple[int, int] | None, device: torch.device
+) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype != torch.int64:
+        fail_type(OP, name, "be an int64 tensor [T, B]", type_name(value))
+    if value.dim() != 2 or (shape is not None and value.shape != shape):
+        expected = "[T, B]" if shape is None else list(shape)
+        fail_value(OP, name, f"have shape {expected}", list(value.shape))
+    _same_device(name, [value], device)
+    return value
+
+
+def _in_range(name: str, tokens: Tensor, size: int, where: Tensor | None = None) -> None:
+    """Read on the CPU only; on a GPU the lookups themselves assert."""
+    if tokens.device.type != "cpu":
+        return
+    wrong = (tokens < 0) | (tokens >= size)
+    if where is not None:
+        wrong &= where
+    if wrong.any():
+        fail_value(OP, name, f"be in [0, {size})", int(tokens[wrong][0]))
+
+
+def _token(name: str, value: Any, size: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        fail_type(OP, name, "be an int", type_name(value))
+    if not 0 <= value < size:
+        fail_value(OP, name, f"be in [0, {size})", value)
+
+
+def _within(lengths: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
+    if lengths is None:
+        return None
+    if not isinstance(lengths, Tensor) or lengths.dtype != torch.int64:
+        fail_type(OP, "lengths", "be an int64 tensor [B]", type_name(lengths))
+    if list(lengths.shape) != [batch]:
+        fail_value(OP, "lengths", f"have shape {[batch]}", list(lengths.shape))
+    _same_device("lengths", [lengths], device)
+    if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
+        fail_value(OP, "lengths", f"be in [0, {steps}]", lengths.tolist())
+    return torch.arange(steps, device=device)[:, None] < lengths
+
+
+def _fed(targets: Tensor, counted: Tensor, within: Tensor | None, pad: int) -> Tensor:
+    """The targets as inputs: `pad` where the target is ignored or past its row's length."""
+    return torch.where(counted, targets, pad)
+
+
+def _truncation(k1: Any, k2: Any) -> tuple[int | None, int | None]:
+    if k1 is not None:
+        positive_int(OP, "k1", k1)
+    if k2 is None:
+        return k1, None
+    positive_int(OP, "k2", k2)
+    k1 = k2 if k1 is None else k1
+    if k2 < k1:
+        fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
+    return k1, k2
+
+
+def _class_weight(value: Any, vocabulary: int, device: torch.device) -> Tensor | None:
+    if value is None:
+        return None
+    if not isinstance(value, Tensor) or value.dtype not in FLOAT_DTYPES:
+        fail_type(OP, "class_weight", "be a floating-point tensor [V]", type_name(value))
+    if list(value.shape) != [vocabulary]:
+        fail_value(OP, "class_weight", f"have shape {[vocabulary]}", list(value.shape))
+    _same_device("class_weight", [value], device)
+    return value
+
+
+def _num_items(value: Any, reduction: str) -> int | Tensor | None:
+    if value is None:
+        return None
+    if reduction != "mean":
+        fail_value(OP, "num_items", "be None unless reduction is 'mean'", value)
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            fail_value(OP, "num_items", "be a number or a 0-dim tensor", list(value.shape))
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fail_type(OP, "num_items", "be a number or a 0-dim tensor", type_name(value))
+    if not value >= 0:
+        fail_value(OP, "num_items", "be at least 0", value)
+    return value  # type: ignore[return-value]
+
+
+def _context(value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]:
+    if isinstance(value, Tensor) or not isinstance(value, (tuple, list)):
+        fail_type(OP, "context", "be a tuple of tensors", type_name(value))
+    for index, tensor in enumerate(value):
+        if not isinstance(tensor, Tensor):
+            fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
+    if value and cell.state_shapes is not None:
+        advice = "Wrap the cell: lambda x, state, memory: ..."
+        fail_value(OP, "context", "be empty for one of torch's cells", f"{len(value)} tensors", advice)
+    _same_device("context", list(value), device)
+    return tuple(value)

@@ -1,0 +1,134 @@
+"""What a decoder is fed at each step: the target, its own argmax or sample, or a mixture drawn per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumext._checks import fail_type, fail_value, number, one_of, type_name
+from accumext._state import own_generator
+
+MODES = ("teacher", "greedy", "sample", "scheduled")
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """The plan of one call's inputs."""
+
+    teacher: Tensor  # int64 [T, B]: what is fed where the mask is true
+    mask: Tensor | None  # bool [T, B]: True feeds the teacher; None feeds it everywhere
+    temperature: float | None  # of the sample; None takes the argmax
+    generator: torch.Generator | None  # of the sample
+
+    @property
+    def predicts(self) -> bool:
+        """Is any prediction fed back?"""
+        return self.mask is not None
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The token [B] that logits [B, V] predict: the argmax in at least fp32, or a sample."""
+        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        if self.temperature is None:
+            return wide.max(-1).indices
+        return sample(wide, self.temperature, self.generator)
+
+    def first(self) -> Tensor:
+        """The input of step 0, [B]."""
+        return self.teacher[0]
+
+    def next(self, step: int, predicted: Tensor) -> Tensor:
+        """The input of `step` >= 1, [B], after `predicted` [B] at the step before."""
+        if self.mask is None:
+            return self.teacher[step]
+        return torch.where(self.mask[step], self.teacher[step], predicted)
+
+
+def sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """A sample [B] of softmax(logits / temperature) by Gumbel-max: the argmax after adding -log(Exp(1)) noise."""
+    noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
+    return noise.add_(logits, alpha=1 / temperature).max(-1).indices
+
+
+def feedback_plan(
+    op: str,
+    feedback: Any,
+    targets: Tensor,  # int64 [T, B]
+    *,
+    fed: Tensor,  # int64 [T, B]: the targets, with what is to be fed where a target is ignored
+    start: Any,
+    inputs: Any,
+    teacher_forcing: Any,
+    temperature: Any,
+    generator: Any,
+    rows: int | None,  # words that can be fed; None: unknown
+) -> Feedback:
+    """Check the arguments that choose the inputs, and draw the coins of scheduled sampling."""
+    shape, device = targets.shape, targets.device
+    if isinstance(feedback, Tensor):
+        if feedback.dtype != torch.bool:
+            fail_type(op, "feedback", "be a word or a bool mask [T, B]", type_name(feedback))
+        if feedback.shape != shape:
+            fail_value(op, "feedback", f"have shape {list(shape)}", list(feedback.shape))
+        if feedback.device != device:
+            fail_value(op, "feedback", f"be on the device of targets, {device}", feedback.device)
+    else:
+        one_of(op, "feedback", feedback, MODES)
+    probability = number(op, "teacher_forcing", teacher_forcing, 0)
+    if probability > 1:
+        fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
+    if number(op, "temperature", temperature) <= 0:
+        fail_value(op, "temperature", "be greater than 0", temperature)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        fail_type(op, "generator", "be a torch.Generator or None", type_name(generator))
+
+    teacher = _teacher_inputs(op, start, inputs, fed, rows)
+    if isinstance(feedback, Tensor):
+        return Feedback(teacher, feedback, None, None)
+    if feedback == "teacher":
+        return Feedback(teacher, None, None, None)
+    if feedback == "greedy":
+        return Feedback(teacher, torch.zeros(shape, dtype=torch.bool, device=device), None, None)
+    generator = own_generator(generator, device)
+    if feedback == "sample":
+        never = torch.zeros(shape, dtype=torch.bool, device=device)
+        return Feedback(teacher, never, float(temperature), generator)
+    coins = torch.rand(shape, device=device, generator=generator) < probability
+    return Feedback(teacher, coins, None, None)
+
+
+def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | None) -> Tensor:
+    steps, batch = fed.shape
+    if inputs is not None:
+        if not isinstance(inputs, Tensor) or inputs.dtype != torch.int64:
+            fail_type(op, "inputs", "be an int64 tensor [T, B]", type_name(inputs))
+        if inputs.shape != fed.shape:
+            fail_value(op, "inputs", f"have shape {[steps, batch]}", list(inputs.shape))
+        _fits(op, "inputs", inputs, fed, rows)
+        return inputs
+    if isinstance(start, Tensor):
+        if start.dtype != torch.int64:
+            fail_type(op, "start", "be an int or an int64 tensor [B]", type_name(start))
+        if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
+            fail_value(op, "start", f"have shape {[batch]}", list(start.shape))
+        _fits(op, "start", start, fed, rows)
+    elif isinstance(start, bool) or not isinstance(start, int):
+        fail_type(op, "start", "be an int or an int64 tensor [B]", type_name(start))
+    elif start < 0 or (rows is not None and start >= rows):
+        fail_value(op, "start", f"be in [0, {rows})" if rows else "be at least 0", start)
+    first = torch.empty(1, batch, dtype=torch.int64, device=fed.device)
+    first[:] = start
+    return torch.cat([first, fed[:-1]])[:steps]
+
+
+def _fits(op: str, name: str, tokens: Tensor, fed: Tensor, rows: int | None) -> None:
+    """Device, and on the CPU values: on a GPU the lookup itself asserts."""
+    if tokens.device != fed.device:
+        fail_value(op, name, f"be on the device of targets, {fed.device}", tokens.device)
+    if rows is None or tokens.device.type != "cpu":
+        return
+    wrong = (tokens < 0) | (tokens >= rows)
+    if wrong.any():
+        fail_value(op, name, f"be in [0, {rows})", int(tokens[wrong].flatten()[0]))

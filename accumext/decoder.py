@@ -1,0 +1,174 @@
+"""`decode_loss`: an autoregressive decoder's loss and exact gradients in memory that does not grow with T x B x V."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accumext._cells import Step
+from accumext._decode_args import check_arguments
+from accumext._decode_plan import predicted_peak
+from accumext._decode_run import Run
+from accumext._state import State
+
+
+class DecodeOutput(NamedTuple):
+    """What `decode_loss` returns; [B, T] in place of [T, B] with `batch_first`."""
+
+    loss: Tensor  # 0-dim, or [T, B] with reduction="none"; fp32, fp64 in double precision
+    tokens: Tensor  # int64 [T, B]: predicted at each step, also where the target was fed
+    inputs: Tensor  # int64 [T, B]: the tokens really fed; replays the run with feedback="teacher"
+    token_losses: Tensor  # [T, B] detached, 0 where ignored; fp32, fp64 in double precision
+    state: State  # after the last step; detached where k2 cut it
+
+
+def decode_loss(
+    embedding: nn.Embedding | Tensor,
+    cell: nn.Module | Step,
+    head: nn.Linear | tuple[Tensor, Tensor | None],
+    targets: Tensor,  # int64 [T, B]
+    state: State = None,
+    *,
+    feedback: str | Tensor,
+    start: int | Tensor = 0,
+    inputs: Tensor | None = None,  # int64 [T, B]
+    teacher_forcing: float = 1.0,
+    k1: int | None = None,
+    k2: int | None = None,
+    lengths: Tensor | None = None,  # int64 [B]
+    eos: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weight: Tensor | None = None,  # [V]
+    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    context: tuple[Tensor, ...] = (),
+    memory_budget: int | None = None,
+    batch_first: bool = False,
+) -> DecodeOutput:
+    """Run a decoder over T steps on its own predictions (or the targets) and return a loss with exact gradients.
+
+    At step t the cell maps the embedded input and the state to an output [B, H], the head maps that to V logits, the loss is
+    that of `F.cross_entropy` against `targets[t]`, plus `z_loss * logsumexp**2` per counted token, and the next input is the
+    target or the prediction. Each step's logits are turned into gradients at once and overwritten, so no more than
+    `memory_budget` bytes of them exist; what grows with T are the outputs of the cell, T x B x H, and the tokens.
+    `out.loss.backward()` brings every parameter, the state and the context the gradient of plain autograd on the same tokens.
+
+    Args:
+        embedding: `nn.Embedding`, or a [V, E] tensor.
+        cell: `nn.GRUCell`, `LSTMCell` or `RNNCell`; `nn.GRU`, `LSTM` or `RNN` with one direction, any layers, dropout; or any
+            callable `(x [B, E], state, *context) -> (output [B, H], state)`.
+        head: `nn.Linear(H, V)`, or `(weight [V, H], bias [V] or None)`; may share the embedding's weight.
+        targets: int64 [T, B].
+        state: initial state, a tensor or any nesting of tuples, lists and dicts; None starts torch's cells at zero and is
+            handed to a callable as it is. Gradients reach it.
+        feedback: "teacher" feeds the target, "greedy" the argmax, "sample" a sample, "scheduled" the target with probability
+            `teacher_forcing`, drawn per token, and the argmax otherwise; a bool mask [T, B] feeds the target where it is True.
+        start: the first input token, an int or int64 [B].
+        inputs: int64 [T, B], the tokens fed where a target would be; by default `start` followed by `targets[:-1]`, with
+            `embedding.padding_idx` (or 0) where that target is ignored.
+        teacher_forcing: probability of feeding the target under "scheduled".
+        k1: steps between two backward passes of truncated BPTT; k2 if only that is given. Of no effect when k2 is None.
+        k2: steps a gradient flows back, at least k1 (Williams & Peng 1990): the losses of the last k1 steps before every
+            multiple of k1, and before T, flow back k2 steps from there. None: all the way, exact BPTT.
+        lengths: int64 [B]. A row past its length keeps its state, counts nowhere, and reads the padding token.
+        eos: a row that predicted this token stops after that step, as if its length ended there.
+        ignore_index, label_smoothing, class_weight [V], reduction ("mean", "sum" or "none"): as in `F.cross_entropy`.
+        z_loss: coefficient of `logsumexp**2` per counted token, under the same divisor.
+        num_items: divisor of "mean" instead of this call's token count (or sum of class weights), for windows of several calls.
+        temperature: of "sample".
+        generator: of "sample" and "scheduled"; by default one seeded from torch's global generator.
+        context: tensors handed to the cell at every step, such as attention memory. Gradients reach them.
+        memory_budget: bytes of logits that may exist at once, at least one row's; None chooses.
+        batch_first: targets, inputs, a feedback mask and the results are [B, T]. The state is as the cell has it.
+
+    Returns:
+        A `DecodeOutput`. A call in which nothing counts has loss 0 and zero gradients. Ties of the argmax go to the lowest index.
+
+    Raises:
+        ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.
+        TypeError: a type is wrong.
+
+    Example:
+        >>> embedding, cell, head = nn.Embedding(100, 8), nn.GRUCell(8, 16), nn.Linear(16, 100)
+        >>> targets = torch.randint(100, (5, 3))
+        >>> out = accumext.decode_loss(embedding, cell, head, targets, feedback="greedy")
+        >>> out.loss.backward()
+
+    Sources: Williams & Peng 1990 (k1, k2); Bengio et al. 2015 (scheduled sampling); the derivation is in docs/decoder.md.
+    """
+    job = check_arguments(
+        embedding,
+        cell,
+        head,
+        targets,
+        state,
+        feedback=feedback,
+        start=start,
+        inputs=inputs,
+        teacher_forcing=teacher_forcing,
+        k1=k1,
+        k2=k2,
+        lengths=lengths,
+        eos=eos,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        class_weight=class_weight,
+        reduction=reduction,
+        num_items=num_items,
+        temperature=temperature,
+        generator=generator,
+        context=context,
+        memory_budget=memory_budget,
+        batch_first=batch_first,
+    )
+    run = Run(job)
+    loss, last = run()
+
+    def laid_out(time_major: Tensor) -> Any:
+        return time_major.t() if batch_first and time_major.dim() == 2 else time_major
+
+    return DecodeOutput(
+        laid_out(loss), laid_out(run.tokens), laid_out(run.inputs), laid_out(run.losses), last
+    )
+
+
+def decode_memory(*args: Any, **kwargs: Any) -> int:
+    """The peak memory, in bytes, that `decode_loss` with these arguments and its backward pass would add.
+
+    Takes what `decode_loss` takes, and looks at shapes and dtypes only: `targets` may also be a shape (T, B) or a tensor on the
+    meta device. Counts the gradients of the parameters, not the parameters; the graph of a callable cell is taken to be that
+    of a GRU.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ValueError, TypeError: as `decode_loss`.
+
+    Example:
+        >>> accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy") / 2**20  # MiB
+    """
+    bound = inspect.signature(decode_loss).bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = bound.arguments
+    targets = call["targets"]
+    if isinstance(targets, (tuple, list)) or (isinstance(targets, Tensor) and targets.is_meta):
+        shape = tuple(targets.shape if isinstance(targets, Tensor) else targets)
+        table = call["embedding"]
+        weight = table if isinstance(table, Tensor) else table.weight
+        call["targets"] = torch.zeros(shape, dtype=torch.int64, device=weight.device)
+    samples = call["feedback"] == "sample" if isinstance(call["feedback"], str) else False
+    if isinstance(call["feedback"], str) and call["feedback"] in ("sample", "scheduled"):
+        call["feedback"] = "greedy"  # the same memory but for the noise, and nothing is drawn
+    return predicted_peak(check_arguments(**call), samples)
+
+
+decode_memory.__signature__ = inspect.signature(decode_loss)  # type: ignore[attr-defined]

@@ -1,0 +1,216 @@
+"""`tbptt`: truncated backpropagation through time over any user module, a window of steps alive at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from accumext._checks import fail_type, fail_value, one_of, positive_int, type_name
+from accumext._feedback import Feedback, feedback_plan
+from accumext._state import State, detach, rng_state, set_rng_state, tensors
+
+OP = "tbptt"
+
+
+class TBPTTResult(NamedTuple):
+    """What `tbptt` returns."""
+
+    loss: Tensor  # 0-dim, detached, on the device
+    tokens: Tensor  # int64 [T, B]: the argmax (or sample) of each step
+    state: State  # after the last step, detached
+
+
+def tbptt(
+    step: Callable[[Tensor, State], tuple[Tensor, State]],
+    targets: Tensor,  # int64 [T, B]
+    state: State,
+    *,
+    criterion: Callable[[Tensor, Tensor], Tensor],
+    feedback: str | Tensor = "greedy",
+    start: int | Tensor = 0,
+    inputs: Tensor | None = None,  # int64 [T, B]
+    k1: int = 1,
+    k2: int | None = None,
+    backward: Callable[[Tensor], Any] = torch.Tensor.backward,
+    reduction: str = "mean",
+    teacher_forcing: float = 1.0,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> TBPTTResult:
+    """Truncated BPTT(k1, k2) by its definition: `backward` every k1 steps, through the k2 steps before it.
+
+    The loss is `sum_t criterion(logits_t, targets[t])`, divided by T under "mean". After every k1 steps (and at the end) the
+    loss of those steps flows back k2 steps, the graph is freed and the state detached, so memory is that of k2 steps.
+    With k1 = k2 every step runs once. With k1 < k2 a window starts again from the state k2 steps back, replaying tokens and
+    dropout, so that each step runs k2 / k1 times; `decode_loss` does the same for known cells without running the head again.
+
+    Args:
+        step: `(token [B], state) -> (logits [B, V], state)`; parameters get their gradients wherever `step` has them.
+        targets: int64 [T, B].
+        state: initial state, any nesting of tuples, lists and dicts; gradients reach it from the windows that start at step 0.
+        criterion: `(logits [B, V], target [B]) -> 0-dim loss` of one step, such as `F.cross_entropy`.
+        feedback, start, inputs, teacher_forcing, temperature, generator: as in `decode_loss`, but every target is fed as it is.
+        k1: steps between two backward passes.
+        k2: steps a gradient flows back, at least k1; None means k1.
+        backward: called with each window's loss: `opt.backward`, or `lambda loss: scaler.scale(loss).backward()`. Under an
+            `AccumulatingOptimizer` put the call inside `with opt.micro_batch():`, so that the windows count as one micro-batch.
+        reduction: "mean" over the steps, or "sum".
+
+    Returns:
+        A `TBPTTResult`. Nothing in it is read from the device.
+
+    Raises:
+        ValueError: a value or shape is wrong, such as k2 < k1.
+        TypeError: a type is wrong.
+
+    Example:
+        >>> result = accumext.tbptt(model, targets, hidden, criterion=F.cross_entropy, k1=1)
+
+    Source: Williams & Peng 1990.
+    """
+    plan, k1, k2 = _check(
+        step, targets, state, criterion, feedback, start, inputs, k1, k2, backward, reduction,
+        teacher_forcing, temperature, generator,
+    )  # fmt: skip
+    steps = targets.shape[0]
+    share = 1 / steps if reduction == "mean" and steps else 1.0
+    windows = _Windows(step, targets, criterion, plan, share)
+    trail = _Trail(k2, targets.device) if k1 < k2 else None
+    entrance = _Entrance(state)
+    losses = []
+    for begin in range(0, steps, k1):
+        end = min(begin + k1, steps)
+        first = max(0, end - k2) if trail is not None else begin
+        if trail is not None:
+            state = trail.rewind(first, state)
+        if first == 0:
+            state = entrance.state(last=end == steps or min(end + k1, steps) > k2)
+        loss, state = windows.run(first, begin, end, state, trail)
+        losses.append(loss.detach())
+        backward(loss)
+        del loss  # the graph goes before the next window's is built
+        state = detach(state)
+    if not losses:
+        return TBPTTResult(torch.zeros((), device=targets.device), targets.clone(), detach(state))
+    return TBPTTResult(torch.stack(losses).sum(), torch.stack(windows.tokens), detach(state))
+
+
+class _Windows:
+    """Runs steps, keeping the tokens that were fed and predicted."""
+
+    def __init__(
+        self,
+        step: Callable[[Tensor, State], tuple[Tensor, State]],
+        targets: Tensor,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        plan: Feedback,
+        share: float,
+    ) -> None:
+        self.step, self.targets, self.criterion = step, targets, criterion
+        self.plan, self.share = plan, share
+        self.tokens: list[Tensor] = []  # [B] each; a list, for the graph of a lookup keeps what it was fed
+        self.inputs = [plan.first()] if len(targets) else []
+
+    def run(
+        self, first: int, begin: int, end: int, state: State, trail: _Trail | None
+    ) -> tuple[Tensor, State]:
+        """The loss of the steps [begin, end) with a graph from `first` on, and the state after them."""
+        losses = []
+        for t in range(first, end):
+            if trail is not None:
+                trail.keep(t, state)
+            logits, state = self.step(self.inputs[t], state)
+            if t < begin:
+                continue  # replayed for its graph; its loss belonged to an earlier window
+            losses.append(self.criterion(logits, self.targets[t]))
+            with torch.no_grad():
+                self.tokens.append(self.plan.choose(logits))
+                if t + 1 < len(self.targets):
+                    self.inputs.append(self.plan.next(t + 1, self.tokens[t]))
+        return torch.stack(losses).sum() * self.share, state
+
+
+class _Trail:
+    """The detached states and generators of the last k2 steps, where windows overlap."""
+
+    def __init__(self, k2: int, device: torch.device) -> None:
+        self._device = device
+        self._kept: deque[tuple[int, State, tuple[Tensor, ...]]] = deque(maxlen=k2)
+
+    def keep(self, step: int, state: State) -> None:
+        """Remember the state before `step`, once."""
+        if not self._kept or self._kept[-1][0] < step:
+            self._kept.append((step, detach(state), rng_state(self._device)))
+
+    def rewind(self, step: int, current: State) -> State:
+        """The state before `step`, with the generators put back so that dropout replays; `current` if it comes next."""
+        for kept, state, drawn in self._kept:
+            if kept == step:
+                set_rng_state(drawn, self._device)
+                return state
+        return current
+
+
+class _Entrance:
+    """The initial state, entered by every window that begins at step 0.
+
+    A backward pass frees the graph it went through, so only the last of these windows may enter the user's graph. Earlier ones
+    end in leaves, whose gradients the last one brings along (loss-scaled, as its own are).
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._leaves: dict[int, Tensor] = {}  # by id of the tensor each stands for
+
+    def state(self, last: bool) -> State:
+        """The state for one of these windows."""
+        return tree_map(self._joined if last else self._leaf, self._state)
+
+    def _leaf(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        return self._leaves.setdefault(id(value), value.detach().requires_grad_())
+
+    def _joined(self, value: Any) -> Any:
+        leaf = self._leaves.get(id(value))
+        if leaf is None or leaf.grad is None:
+            return value
+        carried, joined = leaf.grad, value.view_as(value)
+        joined.register_hook(lambda gradient: gradient + carried)
+        return joined
+
+
+def _check(
+    step: Any, targets: Any, state: State, criterion: Any, feedback: Any, start: Any, inputs: Any, k1: Any, k2: Any,
+    backward: Any, reduction: Any, teacher_forcing: Any, temperature: Any, generator: Any,
+) -> tuple[Feedback, int, int]:  # fmt: skip
+    for name, function in (("step", step), ("criterion", criterion), ("backward", backward)):
+        if not callable(function):
+            fail_type(OP, name, "be callable", type_name(function))
+    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
+        fail_type(OP, "targets", "be an int64 tensor [T, B]", type_name(targets))
+    if targets.dim() != 2:
+        fail_value(OP, "targets", "have shape [T, B]", list(targets.shape))
+    positive_int(OP, "k1", k1)
+    k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
+    if k2 < k1:
+        fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
+    one_of(OP, "reduction", reduction, ("mean", "sum"))
+    plan = feedback_plan(
+        OP,
+        feedback,
+        targets,
+        fed=targets,
+        start=start,
+        inputs=inputs,
+        teacher_forcing=teacher_forcing,
+        temperature=temperature,
+        generator=generator,
+        rows=None,
+    )
+    return plan, k1, k2
