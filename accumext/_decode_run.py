@@ -52,7 +52,7 @@ class Run:
         if state is None:
             state = job.cell.initial_state(job.batch, job.table.weight)
         if job.targets.numel() == 0:
-            return self._nothing(anchor, state), state
+            return self._nothing(state), state
         self.inputs[0] = self._padded(0, job.feedback.first())
         if not self._by_step:
             self.inputs.copy_(job.feedback.teacher if self.live is None else torch.where(
@@ -211,11 +211,11 @@ class Run:
             divisor = counted.sum().to(self.losses.dtype)
         return torch.where(divisor == 0, 0, divisor.reciprocal())
 
-    def _nothing(self, anchor: Tensor, state: State) -> Tensor:
+    def _nothing(self, state: State) -> Tensor:
         """The loss of an empty window: 0, with a zero gradient for everything that would have had one."""
         job = self.job
         zero = self.losses if job.reduction == "none" else self.losses.sum()
-        reached = [anchor, job.weight, *([job.bias] if job.bias is not None else [])]
+        reached = [job.table.weight, job.weight, *([] if job.bias is None else [job.bias])]
         reached += [*parameter_tensors(job.cell), *tensors(state), *job.context]
         tie = zero_gradient_tie(reached) if self._grad else None
         return zero if tie is None else zero + tie.to(zero.dtype)

@@ -65,8 +65,8 @@ class Table:
         if self.padding_idx is not None:
             gradient = gradient.masked_fill((tokens == self.padding_idx).unsqueeze(1), 0)
         if self.sparse and base is None:
-            weight = self.weight
-            return torch.sparse_coo_tensor(tokens[None], gradient.to(weight.dtype), weight.shape)
+            values, shape = gradient.to(self.weight.dtype), self.weight.shape
+            return torch.sparse_coo_tensor(tokens[None], values, shape, check_invariants=False)
         if base is None:
             # fp32 sums under half-precision weights: a frequent word adds thousands of small rows
             wide = torch.promote_types(self.weight.dtype, torch.float32)

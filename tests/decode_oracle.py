@@ -1,0 +1,151 @@
+"""The decoder by its definition: a plain autograd loop over tokens that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CELLS = {
+    "gru_cell": (nn.GRUCell, None),
+    "lstm_cell": (nn.LSTMCell, None),
+    "rnn_cell": (nn.RNNCell, None),
+    "gru": (nn.GRU, 2),
+    "lstm": (nn.LSTM, 2),
+    "rnn_relu": (nn.RNN, 2),
+    "gru_1": (nn.GRU, 1),
+}
+
+
+@dataclass
+class Decoder:
+    """A small decoder, its initial state, and what its gradients are taken for."""
+
+    embedding: nn.Embedding
+    cell: Any
+    head: nn.Linear
+    state: Any
+    step: Callable[..., Any]
+    context: tuple[Tensor, ...] = ()
+    leaves: list[Tensor] = field(default_factory=list)
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, self.leaves, materialize_grads=True))
+
+
+def make_decoder(
+    kind: str,
+    vocabulary: int = 13,
+    size: int = 5,
+    batch: int = 3,
+    dtype: torch.dtype = torch.float64,
+    tied: bool = False,
+    bias: bool = True,
+    padding_idx: int | None = None,
+    dropout: float = 0.0,
+) -> Decoder:
+    """A decoder around one of torch's cells."""
+    factory, layers = CELLS[kind]
+    embedding = nn.Embedding(vocabulary, size, padding_idx=padding_idx, dtype=dtype)
+    head = nn.Linear(size, vocabulary, bias=bias, dtype=dtype)
+    if tied:
+        head.weight = embedding.weight
+    if layers is None:
+        cell = factory(size, size, dtype=dtype)
+        shape: tuple[int, ...] = (batch, size)
+    else:
+        options = {"nonlinearity": "relu"} if kind == "rnn_relu" else {}
+        cell = factory(size, size, layers, dropout=dropout, dtype=dtype, **options)
+        shape = (layers, batch, size)
+    pair = "lstm" in kind
+    hidden = torch.randn(shape, dtype=dtype).requires_grad_()
+    memory = torch.randn(shape, dtype=dtype).requires_grad_()
+    state = (hidden, memory) if pair else hidden
+
+    def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        if layers is not None:
+            output, state = cell(x[None], state)
+            return output[0], state
+        state = cell(x, state)
+        return (state[0] if pair else state), state
+
+    leaves = {id(p): p for m in (embedding, cell, head) for p in m.parameters()}
+    states = [hidden, memory] if pair else [hidden]
+    return Decoder(embedding, cell, head, state, step, (), [*leaves.values(), *states])
+
+
+def decode(
+    decoder: Decoder,
+    targets: Tensor,  # int64 [T, B]
+    inputs: Tensor,  # int64 [T, B]
+    live: Tensor | None = None,  # bool [T, B]
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weight: Tensor | None = None,
+    windows: tuple[int, int] | None = None,  # (k1, k2)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss [T, B] per token, their divisor under "mean", and logits [T, B, V]; TBPTT(k1, k2) under `windows`."""
+    live = torch.ones_like(targets, dtype=torch.bool) if live is None else live
+    steps = len(targets)
+
+    def run(begin: int, end: int, state: Any) -> tuple[list[Tensor], list[Tensor], Any]:
+        losses, logits = [], []
+        for t in range(begin, end):
+            x = decoder.embedding(inputs[t])
+            output, new = decoder.step(x, state, *decoder.context)
+            state = _select(live[t], new, state)
+            z = decoder.head(output)
+            loss = F.cross_entropy(
+                z,
+                targets[t].where(live[t], ignore_index),
+                weight=class_weight,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                reduction="none",
+            )
+            counted = live[t] & (targets[t] != ignore_index)
+            losses.append((loss + z_loss * z.logsumexp(-1).square()) * counted)
+            logits.append(z)
+        return losses, logits, state
+
+    if windows is None:
+        losses, logits, _ = run(0, steps, decoder.state)
+    else:
+        k1, k2 = windows
+        states = [decoder.state]  # before every step, without a graph but for the first
+        for t in range(steps):
+            states.append(_detach(run(t, t + 1, _detach(states[-1]))[2]))
+        losses, logits = [], []
+        for end in [*range(k1, steps, k1), steps]:
+            begin = len(losses)
+            first = begin if k1 == k2 else max(0, end - k2)
+            some, seen, _ = run(first, end, states[first])
+            losses += some[begin - first :]
+            logits += seen[begin - first :]
+    counted = live & (targets != ignore_index)
+    weights = counted.to(losses[0].dtype)
+    if class_weight is not None:
+        weights = weights * class_weight[targets.where(counted, 0)]
+    return torch.stack(losses), weights.sum(), torch.stack(logits).detach()
+
+
+def _select(live: Tensor, new: Any, old: Any) -> Any:
+    if isinstance(new, tuple):
+        return tuple(_select(live, n, o) for n, o in zip(new, old, strict=True))
+    return torch.where(live[:, None], new, old)  # the batch is the last but one in every cell here
+
+
+def _detach(state: Any) -> Any:
+    return tuple(s.detach() for s in state) if isinstance(state, tuple) else state.detach()
+
+
+def relative_distance(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """Distance of two lists of gradients over the norm of the expected."""
+    top = sum(float((a.double() - e.double()).square().sum()) for a, e in zip(actual, expected, strict=True))
+    bottom = sum(float(e.double().square().sum()) for e in expected)
+    return (top / bottom) ** 0.5 if bottom else top**0.5

@@ -1,0 +1,86 @@
+"""Peak memory of decode_loss: flat in T and V, and what decode_memory says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from allocations import peak_allocated
+from torch import nn
+
+import accumext
+
+PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
+
+
+def modules(vocabulary: int, size: int, dtype: torch.dtype, tied: bool) -> tuple[Any, Any, Any]:
+    embedding = nn.Embedding(vocabulary, size, dtype=dtype)
+    head = nn.Linear(size, vocabulary, dtype=dtype)
+    if tied:
+        head.weight = embedding.weight
+    return embedding, nn.GRUCell(size, size, dtype=dtype), head
+
+
+def measured(parts: tuple[Any, Any, Any], targets: torch.Tensor, **call: Any) -> int:
+    for part in parts:
+        part.zero_grad()
+
+    def run() -> None:
+        accumext.decode_loss(*parts, targets, **call).loss.sum().backward()
+
+    return peak_allocated(run)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "size", "steps", "dtype", "tied", "call"),
+    [
+        (20000, 64, 32, torch.float32, False, {"feedback": "greedy"}),
+        (20000, 64, 128, torch.float32, True, {"feedback": "teacher"}),
+        (5000, 128, 200, torch.float32, False, {"feedback": "sample"}),
+        (20000, 64, 32, torch.bfloat16, False, {"feedback": "greedy"}),
+        (20000, 64, 32, torch.float32, False, {"feedback": "greedy", "reduction": "none"}),
+        (20000, 64, 64, torch.float64, False, {"feedback": "greedy", "memory_budget": 2**21}),
+        (3000, 256, 100, torch.float32, False, {"feedback": "greedy", "memory_budget": 2**20}),
+        (3000, 64, 100, torch.float32, False, {"feedback": "greedy", "k1": 4, "k2": 16}),
+    ],
+    ids=str,
+)
+def test_predicted_peak_is_the_measured_one(
+    vocabulary: int, size: int, steps: int, dtype: torch.dtype, tied: bool, call: dict[str, Any]
+) -> None:
+    parts = modules(vocabulary, size, dtype, tied)
+    targets = torch.randint(vocabulary, (steps, 16))
+    predicted = accumext.decode_memory(*parts, (steps, 16), **call)
+    assert predicted == pytest.approx(measured(parts, targets, **call), rel=PREDICTION)
+
+
+def test_prediction_needs_no_data() -> None:
+    parts = tuple(part.to("meta") for part in modules(50000, 256, torch.float32, False))
+    targets = torch.empty(200, 16, dtype=torch.int64, device="meta")
+    by_meta = accumext.decode_memory(*parts, targets, feedback="sample")
+    assert by_meta == accumext.decode_memory(*parts, (200, 16), feedback="sample")
+    assert by_meta > 2 * 50000 * 256 * 4  # two gradients of the size of a parameter
+
+
+@pytest.mark.parametrize("feedback", ["greedy", "teacher"])
+def test_peak_does_not_grow_with_steps_beyond_the_states(feedback: str) -> None:
+    """Four times the steps: what is added is the outputs [T, B, H], their gradients and the tokens."""
+    batch, size, vocabulary = 16, 32, 20000
+    parts = modules(vocabulary, size, torch.float32, False)
+    short, long = (
+        measured(parts, torch.randint(vocabulary, (steps, batch)), feedback=feedback)
+        for steps in (64, 256)
+    )
+    states = (256 - 64) * batch * size * 4
+    tokens = (256 - 64) * batch * 8
+    assert long - short < 4 * states + 6 * tokens
+    assert (long - states) / short < 1.1
+
+
+def test_peak_is_far_below_the_logits_of_all_steps() -> None:
+    batch, size, vocabulary, steps = 16, 32, 20000, 128
+    parts = modules(vocabulary, size, torch.float32, False)
+    targets = torch.randint(vocabulary, (steps, batch))
+    logits = steps * batch * vocabulary * 4
+    assert measured(parts, targets, feedback="greedy") < logits / 4

@@ -1,0 +1,134 @@
+"""Every wrong argument of decode_loss and tbptt: the exact sentence, before anything has changed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accumext
+
+T, B, V, H = 4, 3, 7, 5
+TARGETS = torch.arange(T * B).view(T, B) % V
+
+
+def base(**changes: Any) -> dict[str, Any]:
+    call = {
+        "embedding": nn.Embedding(V, H),
+        "cell": nn.GRUCell(H, H),
+        "head": nn.Linear(H, V),
+        "targets": TARGETS,
+        "feedback": "greedy",
+    }
+    return {**call, **changes}
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"embedding": 3}, TypeError, "embedding must be an nn.Embedding or a floating-point tensor [V, E], got int"),
+    ({"embedding": torch.zeros(3)}, ValueError, "embedding must have shape [V, E], got [3]"),
+    ({"embedding": nn.Embedding(V, H, scale_grad_by_freq=True)}, ValueError,
+     "embedding must not scale gradients by frequency, got scale_grad_by_freq"),
+    ({"embedding": nn.Embedding(V, H + 1)}, ValueError, "embedding must have the cell's input size, 5, got 6"),
+    ({"embedding": nn.Embedding(V - 1, H)}, ValueError,
+     "embedding must have a row for each of the 7 words that can be fed back, got 6 rows"),
+    ({"cell": 3}, TypeError, "cell must be a recurrent module or callable, got int"),
+    ({"cell": nn.GRU(H, H, bidirectional=True)}, ValueError, "cell must have one direction, got bidirectional=True"),
+    ({"cell": lambda x, s: (x[:1], s)}, ValueError, "cell must return an output of shape [3, 5], got [1, 5]"),
+    ({"cell": lambda x, s: (3, s)}, TypeError, "cell must return (output, state) with a tensor output, got int"),
+    ({"head": nn.Linear(H + 1, V)}, ValueError, "head must take the cell's output, 5 wide, got [7, 6]"),
+    ({"head": 3}, TypeError, "head must be an nn.Linear or a pair (weight, bias), got int"),
+    ({"head": (torch.zeros(V, H, dtype=torch.int64), None)}, TypeError,
+     "head weight must be a floating-point tensor [V, H], got a int64 tensor"),
+    ({"head": (torch.zeros(V), None)}, ValueError, "head weight must have shape [V, H] with V >= 1, got [7]"),
+    ({"head": (torch.zeros(V, H), torch.zeros(V + 1))}, ValueError, "head bias must have shape [7], got [8]"),
+    ({"targets": TARGETS.float()}, TypeError, "targets must be an int64 tensor [T, B], got a float32 tensor"),
+    ({"targets": TARGETS[0]}, ValueError, "targets must have shape [T, B], got [3]"),
+    ({"targets": TARGETS + 1}, ValueError, "targets must be in [0, 7), got 7"),
+    ({"targets": TARGETS - 1}, ValueError, "targets must be in [0, 7), got -1"),
+    ({"targets": TARGETS.to("meta")}, ValueError, "targets must be on the head's device, cpu, got meta"),
+    ({"state": torch.zeros(B, H + 1)}, ValueError, "state must have shape [3, 5], got [3, 6]"),
+    ({"cell": nn.LSTMCell(H, H), "state": torch.zeros(B, H)}, TypeError,
+     "state must be a pair of tensors (h, c) for this cell, got a float32 tensor"),
+    ({"cell": nn.LSTM(H, H, 2), "state": (torch.zeros(2, B, H), torch.zeros(1, B, H))}, ValueError,
+     "state[1] must have shape [2, 3, 5], got [1, 3, 5]"),
+    ({"feedback": "argmax"}, ValueError,
+     "feedback must be one of 'teacher', 'greedy', 'sample', 'scheduled', got 'argmax'"),
+    ({"feedback": torch.ones(T, B)}, TypeError, "feedback must be a word or a bool mask [T, B], got a float32 tensor"),
+    ({"feedback": torch.ones(B, T, dtype=torch.bool)}, ValueError, "feedback must have shape [4, 3], got [3, 4]"),
+    ({"start": V}, ValueError, "start must be in [0, 7), got 7"),
+    ({"start": 1.0}, TypeError, "start must be an int or an int64 tensor [B], got float"),
+    ({"start": torch.tensor([0, 1, -1])}, ValueError, "start must be in [0, 7), got -1"),
+    ({"start": torch.tensor([0, 1])}, ValueError, "start must have shape [3], got [2]"),
+    ({"inputs": TARGETS[:2]}, ValueError, "inputs must have shape [4, 3], got [2, 3]"),
+    ({"inputs": TARGETS + 1}, ValueError, "inputs must be in [0, 7), got 7"),
+    ({"teacher_forcing": 1.5}, ValueError, "teacher_forcing must be at most 1, got 1.5"),
+    ({"teacher_forcing": float("nan")}, ValueError, "teacher_forcing must be at least 0, got nan"),
+    ({"k1": 0}, ValueError, "k1 must be at least 1, got 0"),
+    ({"k1": 2.0}, TypeError, "k1 must be an int, got float"),
+    ({"k1": 4, "k2": 2}, ValueError, "k2 must be at least k1, got k1=4, k2=2"),
+    ({"lengths": torch.tensor([1, 2, 5])}, ValueError, "lengths must be in [0, 4], got [1, 2, 5]"),
+    ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths must have shape [3], got [2]"),
+    ({"lengths": [1, 2, 3]}, TypeError, "lengths must be an int64 tensor [B], got list"),
+    ({"eos": V}, ValueError, "eos must be in [0, 7), got 7"),
+    ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got float"),
+    ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be at most 1, got 1.5"),
+    ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be at least 0, got -0.1"),
+    ({"z_loss": -1.0}, ValueError, "z_loss must be at least 0, got -1.0"),
+    ({"class_weight": torch.ones(V + 1)}, ValueError, "class_weight must have shape [7], got [8]"),
+    ({"class_weight": [1.0] * V}, TypeError, "class_weight must be a floating-point tensor [V], got list"),
+    ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
+    ({"num_items": -1}, ValueError, "num_items must be at least 0, got -1"),
+    ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items must be None unless reduction is 'mean', got 3"),
+    ({"num_items": torch.ones(2)}, ValueError, "num_items must be a number or a 0-dim tensor, got [2]"),
+    ({"temperature": 0.0}, ValueError, "temperature must be greater than 0, got 0.0"),
+    ({"generator": 3}, TypeError, "generator must be a torch.Generator or None, got int"),
+    ({"context": torch.zeros(3)}, TypeError, "context must be a tuple of tensors, got a float32 tensor"),
+    ({"context": (3,)}, TypeError, "context[0] must be a tensor, got int"),
+    ({"context": (torch.zeros(3),)}, ValueError, "context must be empty for one of torch's cells, got 1 tensors. "
+     "Wrap the cell: lambda x, state, memory: ..."),
+    ({"memory_budget": 27}, ValueError, "memory_budget must hold one row of logits, 28 bytes, got 27"),
+    ({"memory_budget": 1e6}, TypeError, "memory_budget must be an int, got float"),
+    ({"cell": lambda x, s: (x, s), "state": torch.zeros(2), "lengths": torch.tensor([1, 2, 3])}, ValueError,
+     "state must hold tensors with the batch in dimension 0 to be frozen by row, got shape [2]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), WRONG, ids=[text[:60] for _, _, text in WRONG])
+def test_decode_loss(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+    call = base(**change)
+    accumext.decode_loss(**base())  # the call is right but for the change
+    generator = torch.get_rng_state()
+    with pytest.raises(kind, match=rf"^decode_loss: {re.escape(text)}$"):
+        accumext.decode_loss(**call)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    return F.one_hot(token, V).float().requires_grad_(), state
+
+
+WRONG_TBPTT: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"step": 3}, TypeError, "step must be callable, got int"),
+    ({"criterion": None}, TypeError, "criterion must be callable, got NoneType"),
+    ({"backward": 1}, TypeError, "backward must be callable, got int"),
+    ({"targets": TARGETS.float()}, TypeError, "targets must be an int64 tensor [T, B], got a float32 tensor"),
+    ({"targets": TARGETS[0]}, ValueError, "targets must have shape [T, B], got [3]"),
+    ({"k1": 0}, ValueError, "k1 must be at least 1, got 0"),
+    ({"k1": 3, "k2": 2}, ValueError, "k2 must be at least k1, got k1=3, k2=2"),
+    ({"reduction": "none"}, ValueError, "reduction must be one of 'mean', 'sum', got 'none'"),
+    ({"feedback": "best"}, ValueError,
+     "feedback must be one of 'teacher', 'greedy', 'sample', 'scheduled', got 'best'"),
+    ({"start": -1}, ValueError, "start must be at least 0, got -1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), WRONG_TBPTT, ids=[t[:60] for _, _, t in WRONG_TBPTT])
+def test_tbptt(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+    call = {"step": step, "targets": TARGETS, "state": None, "criterion": F.cross_entropy}
+    accumext.tbptt(**call)
+    with pytest.raises(kind, match=rf"^tbptt: {re.escape(text)}$"):
+        accumext.tbptt(**{**call, **change})
