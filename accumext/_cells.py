@@ -1,4 +1,4 @@
-"""One step signature over every recurrent cell: `(x [B, E], state, *context) -> (output [B, H], state)`."""
+"""Every recurrent cell as `(x [B, E], state, *context) -> (output [B, H], state)`."""
 
 from __future__ import annotations
 
@@ -109,6 +109,6 @@ def parameter_tensors(cell: Cell) -> list[Tensor]:
 
 
 def zero_gradient_tie(tensors: list[Tensor]) -> Tensor | None:
-    """A sum that is exactly 0 and gives every tensor a zero gradient, whatever its values (even inf)."""
+    """A sum that is exactly 0 and gives every tensor a zero gradient, whatever its values."""
     ties = [t.reshape(-1)[:0].sum() for t in tensors if t.requires_grad]
     return torch.stack([t.to(ties[0].dtype) for t in ties]).sum() if ties else None

@@ -1,4 +1,5 @@
-"""What arguments must be, and the one sentence each error says (api: `<op>: <argument> must <contract>, got <value>`)."""
+"""What arguments must be, and the one sentence each error says (api: `<op>: <argument> must
+<contract>, got <value>`)."""
 
 from __future__ import annotations
 
@@ -75,6 +76,7 @@ def one_of(op: str, argument: str, value: Any, choices: Iterable[str]) -> str:
 
 # --- the gradient operations of ops.py -----------------------------------------------------------
 
+
 def accumulate_(main_grads: Any, grads: Any, inv_scale: Any, found_inf: Any) -> None:
     """The contract of `accumext.accumulate_`."""
     op = "accumulate_"
@@ -124,7 +126,8 @@ def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any, foreach: Any
 
 
 def broken_contract(error: Exception, check: Callable[..., None], *args: Any) -> Exception:
-    """What to raise for a failed call: the sentence of `check`, or `error` if no contract is broken."""
+    """What to raise for a failed call: the sentence of `check`, or `error` if no contract is
+    broken."""
     try:
         check(*args)
     except (ValueError, TypeError) as sentence:
@@ -132,9 +135,7 @@ def broken_contract(error: Exception, check: Callable[..., None], *args: Any) ->
     return error
 
 
-def _dense_floats(
-    op: str, argument: str, tensors: Any, written: bool = False
-) -> dict[str, Tensor]:
+def _dense_floats(op: str, argument: str, tensors: Any, written: bool = False) -> dict[str, Tensor]:
     """A list of dense floating-point tensors, by name."""
     if not isinstance(tensors, (list, tuple)):
         fail_type(op, argument, "be a list of tensors", type_name(tensors))
@@ -160,7 +161,8 @@ def _dense_float(op: str, name: str, tensor: Any, written: bool) -> None:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements may share an address: dimensions, by stride, must step over all smaller ones."""
+    """Whether two elements may share an address: dimensions, by stride, must step over all smaller
+    ones."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return False
     reach = 0
@@ -187,7 +189,8 @@ def _pairs(op: str, main_grads: Any, grads: Any) -> dict[str, Tensor]:
 
 
 def _scalars(op: str, argument: str, factor: Any, found_inf: Any) -> dict[str, Tensor]:
-    """A factor (a number or a 0-dim tensor) and found_inf (0-dim float32, or None): those that are tensors."""
+    """A factor (a number or a 0-dim tensor) and found_inf (0-dim float32, or None): those that are
+    tensors."""
     scalars: dict[str, Tensor] = {}
     if isinstance(factor, Tensor):
         if factor.layout != torch.strided or factor.dtype not in FLOAT_DTYPES:

@@ -208,9 +208,7 @@ def _same_device(name: str, given: list[Tensor], device: torch.device) -> None:
             fail_value(OP, name, f"be on the head's device, {device}", tensor.device)
 
 
-def _tokens(
-    name: str, value: Any, shape: tuple[int, int] | None, device: torch.device
-) -> Tensor:
+def _tokens(name: str, value: Any, shape: tuple[int, int] | None, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype != torch.int64:
         fail_type(OP, name, "be an int64 tensor [T, B]", type_name(value))
     if value.dim() != 2 or (shape is not None and value.shape != shape):
@@ -303,6 +301,8 @@ def _context(value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]
             fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
     if value and cell.state_shapes is not None:
         advice = "Wrap the cell: lambda x, state, memory: ..."
-        fail_value(OP, "context", "be empty for one of torch's cells", f"{len(value)} tensors", advice)
+        fail_value(
+            OP, "context", "be empty for one of torch's cells", f"{len(value)} tensors", advice
+        )
     _same_device("context", list(value), device)
     return tuple(value)

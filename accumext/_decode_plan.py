@@ -1,4 +1,5 @@
-"""How much a decode keeps alive: rows of logits at once, steps of the cell's graph at once, and the peak that follows."""
+"""How much a decode keeps alive: rows of logits, steps of the cell's graph, the peak that
+follows."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ from dataclasses import dataclass
 from accumext._decode_args import Job
 from accumext._head import accumulation_dtype, logit_row_bytes
 
-# Rows enough for the deferred products to run at their full speed, few enough to stay small beside one [V, H] gradient.
+# Rows enough for the deferred products to run at their full speed, few enough to stay small beside
+# one [V, H] gradient.
 AUTOMATIC_WORKSPACE = 32 * 2**20  # bytes of logits
 
-# Steps whose cell graph is rebuilt at once in the backward pass. Longer saves little: the states at the borders of the segments are T/16 of them.
+# Steps whose cell graph is rebuilt at once in the backward pass. Longer saves little: the states at
+# the borders of the segments are T/16 of them.
 SEGMENT = 16
 
-# Tensors of [B, H] that the graph of one step of a GRU or LSTM keeps, per layer, as torch builds it.
+# Tensors of [B, H] that the graph of one step of a GRU or LSTM keeps, per layer, as torch builds
+# it.
 GATES = 14
 
 
@@ -37,8 +41,9 @@ def make_plan(job: Job) -> Plan:
 def predicted_peak(job: Job, samples: bool) -> int:
     """Bytes that a call and its backward pass have at once, gradients of the parameters included.
 
-    Three moments can be the highest: the end of the forward pass, with the workspace; the pass through the cell; and the
-    embedding's gradient at the end. The head's gradient is there at all of them.
+    Three moments can be the highest: the end of the forward pass, with the workspace; the pass
+    through the cell; and the embedding's gradient at the end. The head's gradient is there at all
+    of them.
     """
     plan = make_plan(job)
     vocabulary, hidden = job.weight.shape

@@ -1,22 +1,19 @@
-"""One run of the decoder: the cell's steps keep a graph without logits, the head's gradients are formed as it goes."""
+"""One run of the decoder: the cell's graph without logits, the head's gradients as it goes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from accumext._cells import check_output, parameter_tensors, zero_gradient_tie
 from accumext._decode_args import OP, Job
-from accumext._decode_plan import Plan, make_plan
-from accumext._head import Gradients, Head, accumulation_dtype, product_dtype
-from accumext._lookup import Table
+from accumext._decode_plan import make_plan
+from accumext._head import Gradients, Head, accumulation_dtype, plain, product_dtype
+from accumext._head_loss import HeadLoss, Record
 from accumext._state import State, detach, freeze, replaying, rng_state, tensors
 
 
@@ -38,7 +35,12 @@ class Run:
         self._known = 0  # steps whose token is known; later passes over them replay
         self._by_step = job.feedback.predicts or job.eos is not None
         self.product_dtype = product_dtype(job.weight)
-        reached = [job.table.weight, *tensors(job.state), *job.context, *parameter_tensors(job.cell)]
+        reached = [
+            job.table.weight,
+            *tensors(job.state),
+            *job.context,
+            *parameter_tensors(job.cell),
+        ]
         self._grad = torch.is_grad_enabled()
         self._cell_grad = self._grad and (
             job.cell.state_shapes is None or any(t.requires_grad for t in reached)
@@ -55,8 +57,7 @@ class Run:
             return self._nothing(state), state
         self.inputs[0] = self._padded(0, job.feedback.first())
         if not self._by_step:
-            self.inputs.copy_(job.feedback.teacher if self.live is None else torch.where(
-                self.live, job.feedback.teacher, job.table.pad))
+            self.inputs.copy_(self._padded(slice(None), job.feedback.teacher))
         self.head = self._new_head()
         if job.k2 is None or job.k1 == job.k2 or not self._cell_grad:
             hiddens, state = self._one_pass(anchor, state)
@@ -68,7 +69,7 @@ class Run:
         return self._loss(anchor, hiddens, gradients), state
 
     def _one_pass(self, anchor: Tensor, state: State) -> tuple[list[Tensor], State]:
-        """k2=None, where the graph goes all the way, and k1 = k2, where it is cut every k1 steps."""
+        """Without k2, where the graph goes all the way, and k1 = k2, where it is cut there."""
         period = self.job.k1 if self.job.k2 is not None else None
         hiddens = []
         for begin, end in segments(self.job.steps, period, self.plan.segment):
@@ -79,13 +80,14 @@ class Run:
         return hiddens, state if period is None else detach(state)
 
     def _overlapping(self, anchor: Tensor, state: State) -> tuple[list[Tensor], State]:
-        """k1 < k2: the losses of (e - k1, e] flow back to step e - k2, for every e = k1, 2 k1, ... and T.
+        """k1 < k2: the losses of [e - k1, e) flow back to step e - k2, for e = k1, 2 k1, ... and T.
 
-        The windows overlap, so one pass without a graph finds the tokens and the states where windows begin, and each
-        window's graph then starts from its own detached state.
+        The windows overlap, so one pass without a graph finds the tokens and the states where
+        windows begin, and each window's graph then starts from its own detached state.
         """
         k1, k2 = self.job.k1, self.job.k2
-        assert k1 is not None and k2 is not None
+        assert k1 is not None
+        assert k2 is not None
         ends = [*range(k1, self.job.steps, k1), self.job.steps]
         begins = [max(0, end - k2) for end in ends]
         device, draws = self.losses.device, self.job.cell.draws
@@ -93,11 +95,12 @@ class Run:
         last = state
         marks = [*sorted(set(begins)), self.job.steps]
         with torch.no_grad():
-            for begin, end in zip(marks, marks[1:], strict=False):
-                starts[begin] = (last, rng_state(device) if draws else None)
-                for first, stop in segments(end - begin, None, self.plan.segment):
-                    _, last = self._segment(begin + first, begin + first, begin + stop, last, anchor)
-        starts[0] = (state, starts[0][1])  # with its graph: a window that reaches step 0 reaches the encoder
+            for mark, following in pairwise(marks):
+                starts[mark] = (last, rng_state(device) if draws else None)
+                for first, stop in segments(following - mark, None, self.plan.segment):
+                    begin, end = mark + first, mark + stop
+                    _, last = self._segment(begin, begin, end, last, anchor)
+        starts[0] = (state, starts[0][1])  # with its graph: windows from step 0 reach the encoder
         hiddens = []
         for begin, previous, end in zip(begins, [0, *ends], ends, strict=False):
             state_then, drawn = starts[begin]
@@ -109,7 +112,10 @@ class Run:
     def _segment(
         self, begin: int, keep: int, end: int, state: State, anchor: Tensor
     ) -> tuple[Tensor, State]:
-        """Outputs [end - keep, B, H] of the steps from `keep`, and the state after them; the graph holds only what enters."""
+        """Outputs [end - keep, B, H] of the steps from `keep`, and the state after the last.
+
+        The graph holds only what enters: the backward pass runs the steps again.
+        """
         if not (self._cell_grad and torch.is_grad_enabled()):
             return self._steps(begin, keep, end, state, anchor, *self.job.context)
         outputs: tuple[Tensor, State] = checkpoint(
@@ -147,7 +153,7 @@ class Run:
         return hidden, state
 
     def _predict(self, begin: int, end: int, hidden: Tensor) -> None:
-        """Push the outputs [(end - begin) B, H] through the head: tokens, losses, and the next input."""
+        """Push outputs [(end - begin) B, H] through the head: tokens, losses, the next input."""
         job, span = self.job, slice(begin, end)
         live = None if self.live is None else self.live[span]
         counted = job.counted[span] if live is None else job.counted[span] & live
@@ -155,7 +161,7 @@ class Run:
             upstream = counted.flatten().to(self.losses.dtype)
             tokens, losses = self.head.push(hidden, job.targets[span].flatten(), upstream)
             tokens = tokens.view_as(counted)
-            self.tokens[span] = tokens if live is None else torch.where(live, tokens, job.table.pad)
+            self.tokens[span] = self._padded(span, tokens)
             self.losses[span] = losses.view_as(counted)
             self._known = end
             if self._by_step and end < job.steps:
@@ -163,11 +169,14 @@ class Run:
                     self.live[end:] &= self.live[end - 1] & (tokens[-1] != job.eos)
                 self.inputs[end] = self._padded(end, job.feedback.next(end, tokens[-1]))
 
-    def _padded(self, step: int, tokens: Tensor) -> Tensor:
-        return tokens if self.live is None else torch.where(self.live[step], tokens, self.job.table.pad)
+    def _padded(self, steps: int | slice, tokens: Tensor) -> Tensor:
+        """The tokens, with padding in the rows that have ended."""
+        if self.live is None:
+            return tokens
+        return torch.where(self.live[steps], tokens, self.job.table.pad)
 
     def _new_head(self) -> Head:
-        """The head of the forward pass; under `reduction="none"` the gradients wait for their upstream."""
+        """The head of this pass; under `reduction="none"` the gradients wait for their upstream."""
         job, feedback = self.job, self.job.feedback
         bias_grad = job.bias is not None and job.bias.requires_grad
         wants = (self._cell_grad, job.weight.requires_grad, bias_grad)
@@ -194,11 +203,11 @@ class Run:
         if not self._grad:
             return value
         record = Record(job, self.plan, self.product_dtype, counted, inverse, value, gradients)
-        loss: Tensor = _HeadLoss.apply(record, job.weight, job.bias, anchor, *hiddens)
-        return loss
+        return HeadLoss.of(record, anchor, hiddens)
 
     def _inverse_divisor(self, counted: Tensor) -> Tensor:
-        """1 over what the sum is divided by, 0-dim; 0 where nothing was counted, so that the loss is 0 and not NaN."""
+        """1 / the divisor of the sum, 0-dim; 0 where nothing counts, so that the loss is not
+        NaN."""
         job = self.job
         if job.reduction != "mean":
             return self.losses.new_ones(())
@@ -212,7 +221,7 @@ class Run:
         return torch.where(divisor == 0, 0, divisor.reciprocal())
 
     def _nothing(self, state: State) -> Tensor:
-        """The loss of an empty window: 0, with a zero gradient for everything that would have had one."""
+        """The loss of an empty window: 0, with a zero gradient for what would have had one."""
         job = self.job
         zero = self.losses if job.reduction == "none" else self.losses.sum()
         reached = [job.table.weight, job.weight, *([] if job.bias is None else [job.bias])]
@@ -221,89 +230,9 @@ class Run:
         return zero if tie is None else zero + tie.to(zero.dtype)
 
 
-@dataclass
-class Record:
-    """What the loss node needs in the backward pass."""
-
-    job: Job
-    plan: Plan
-    product_dtype: torch.dtype
-    counted: Tensor  # bool [T, B]
-    inverse: Tensor  # 0-dim, 1 / divisor
-    value: Tensor
-    gradients: Gradients | None  # of the summed loss; given away in the first backward pass
-
-    def scaled(self, upstream: Tensor, hiddens: list[Tensor], wants: tuple[bool, bool, bool]) -> Gradients:
-        """The gradients under an upstream gradient: those at hand, else from the kept outputs of the cell.
-
-        The outputs serve `reduction="none"`, whose upstream is per token, and a second backward pass of a retained graph.
-        """
-        gradients, self.gradients = self.gradients, None
-        factor = upstream.to(self.inverse.dtype) * self.inverse
-        if gradients is not None:
-            gradients.scale(factor)
-            return gradients
-        job = self.job
-        head = Head(
-            job.weight, job.bias, job.criterion, self.plan.rows, job.targets.numel(), wants, self.product_dtype
-        )
-        rows = (factor * self.counted).flatten()
-        begin = 0
-        for hidden in hiddens:
-            span = slice(begin, begin + hidden.shape[0] * hidden.shape[1])
-            head.push(hidden.flatten(0, 1), job.targets.flatten()[span], rows[span])
-            begin = span.stop
-        formed = head.finish()
-        assert formed is not None  # the node runs only where a gradient is wanted
-        return formed
-
-
-class _HeadLoss(torch.autograd.Function):
-    """The loss as a function of the cell's outputs and the head, its gradients already formed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, record: Record, weight: Tensor, bias: Tensor | None, anchor: Tensor, *hiddens: Tensor
-    ) -> Tensor:
-        ctx.record = record
-        ctx.save_for_backward(*hiddens)
-        ctx.sizes = [(h.shape, h.dtype) for h in hiddens]
-        return record.value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        record: Record = ctx.record
-        job = record.job
-        wants = (any(ctx.needs_input_grad[4:]), *ctx.needs_input_grad[1:3])
-        hiddens = ctx.saved_tensors if record.gradients is None else []
-        with plain(upstream.device):
-            gradients = record.scaled(upstream, hiddens, wants)
-        weight, bias = gradients.weight, gradients.bias
-        if weight is not None and job.weight is job.table.weight:
-            job.table.tied, weight = weight, None  # the lookups' rows are added to it: one buffer for both
-        d_hiddens: list[Tensor | None] = []
-        begin = 0
-        for (shape, dtype), wanted in zip(ctx.sizes, ctx.needs_input_grad[4:], strict=True):
-            rows = slice(begin, begin + shape[0] * shape[1])
-            begin = rows.stop
-            d_hiddens.append(gradients.hidden[rows].view(shape).to(dtype) if wanted else None)
-        return (
-            None,
-            None if weight is None else weight.to(job.weight.dtype),
-            None if bias is None or job.bias is None else bias.to(job.bias.dtype),
-            weight_anchor(job.table, ctx.needs_input_grad[3]),
-            *d_hiddens,
-        )
-
-
-def weight_anchor(table: Table, wanted: bool) -> Tensor | None:
-    """The anchor's empty gradient, which makes the lookups' turn come even if no lookup was reached."""
-    return table.weight.new_zeros(0) if wanted else None
-
-
 def segments(steps: int, period: int | None, longest: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) over the steps, at most `longest` long, with a border at every multiple of `period`."""
+    """[begin, end) over the steps, at most `longest` long, with borders at multiples of
+    `period`."""
     begin = 0
     while begin < steps:
         end = min(begin + longest, steps)
@@ -311,10 +240,3 @@ def segments(steps: int, period: int | None, longest: int) -> Iterator[tuple[int
             end = min(end, begin - begin % period + period)
         yield begin, end
         begin = end
-
-
-@contextmanager
-def plain(device: torch.device) -> Iterator[None]:
-    """No graph and no autocast: the head chooses its own precision."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield

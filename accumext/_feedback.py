@@ -1,4 +1,4 @@
-"""What a decoder is fed at each step: the target, its own argmax or sample, or a mixture drawn per token."""
+"""What a decoder is fed at each step: the target, its own prediction, or a mixture of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class Feedback:
 
 
 def sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """A sample [B] of softmax(logits / temperature) by Gumbel-max: the argmax after adding -log(Exp(1)) noise."""
+    """A sample [B] of softmax(logits / temperature): the argmax after adding Gumbel noise.
+
+    The noise is -log(Exp(1)), formed in place in a buffer like `logits` [B, V].
+    """
     noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
     return noise.add_(logits, alpha=1 / temperature).max(-1).indices
 

@@ -1,24 +1,32 @@
-"""The output layer and its cross-entropy, row by row into one workspace: loss, token and gradients without keeping logits.
+"""The output layer and its cross-entropy in one workspace: loss, token, gradients, no logits kept.
 
-For a row with hidden h, logits z = W h + b, m = max z, E = exp(z - m), S = sum E, lse = m + log S, target y, weights w (1 without
-`class_weight`), smoothing eps and z-loss coefficient zl, the loss and its gradient are
+For a row with hidden h, logits z = W h + b, m = max z, E = exp(z - m), S = sum E, lse = m + log S,
+target y, weights w (1 without `class_weight`), smoothing eps and z-loss coefficient zl, the loss
+and its gradient are
 
     L      = (1 - eps) w_y (lse - z_y) + eps/V (sum(w) lse - w.z) + zl lse^2
     dL/dz  = r E - s onehot(y) - q w
              r = ((1 - eps) w_y + eps/V sum(w) + 2 zl lse) / S      s = (1 - eps) w_y      q = eps/V
 
-so only E is stored, unnormalised and in [0, 1], and every factor sits in the row vectors r, s, q, where nothing under- or overflows.
-The terms in s and q have rank one per row and never touch a logit: w.z = h.(W^T w) + w.b.
+so only E is stored, unnormalised and in [0, 1], and every factor sits in the row vectors r, s, q,
+where nothing under- or overflows. The terms in s and q have rank one per row and never touch a
+logit: w.z = h.(W^T w) + w.b.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from accumext._feedback import sample
+
+
+Wants: TypeAlias = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Gradients:
 
 
 class Head:
-    """A workspace of `rows` logit rows over one weight; gradients are formed whenever it is full."""
+    """A workspace of `rows` logit rows; gradients are formed whenever it is full."""
 
     def __init__(
         self,
@@ -55,7 +63,7 @@ class Head:
         criterion: Criterion,
         rows: int,
         total: int,  # N: rows of the whole call
-        wants: tuple[bool, bool, bool] | None,  # gradients of hidden, weight, bias; None: the loss only
+        wants: Wants | None,  # None: the loss only
         compute_dtype: torch.dtype,  # what the operands of the products are rounded to
         temperature: float | None = None,  # sample at this temperature instead of taking the argmax
         generator: torch.Generator | None = None,
@@ -76,7 +84,7 @@ class Head:
         new = self._weight.new_empty
         self._logits = new(min(rows, total), vocabulary)
         self._hidden = new(min(rows, total), hidden)
-        self._factors: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # (y, r, s, q) of the rows held
+        self._factors: list[tuple[Tensor, ...]] = []  # (y, r, s, q) of the rows held
         self._filled = 0
         self._done = 0  # rows whose gradient has been formed
         self._smoothed = self._weight.new_zeros(hidden)  # sum of q h, [H]
@@ -194,6 +202,13 @@ class Head:
         self._done += self._filled
         self._filled = 0
         self._factors.clear()
+
+
+@contextmanager
+def plain(device: torch.device) -> Iterator[None]:
+    """No graph and no autocast: the head chooses its own precision."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def logit_row_bytes(weight: Tensor) -> int:

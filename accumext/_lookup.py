@@ -1,7 +1,8 @@
 """Embedding lookups one step at a time whose gradient is formed once: T lookups, one `index_add`.
 
-Autograd would make a dense [V, E] gradient per lookup. Here each lookup's backward only leaves its rows in a list; the lookups
-hang on one anchor, and the engine runs the anchor's backward when all of them have run, which then adds the rows at once.
+Autograd would make a dense [V, E] gradient per lookup. Here each lookup's backward only leaves its
+rows in a list; the lookups hang on one anchor, and the engine runs the anchor's backward when all
+of them have run, which then adds the rows at once.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Table:
 
     def anchor(self) -> Tensor:
         """An empty tensor that every lookup of this call hangs on."""
-        anchor: Tensor = _Anchor.apply(self, self.weight)
+        anchor: Tensor = _Anchor.apply(self, self.weight)  # type: ignore[no-untyped-call]
         return anchor
 
     def lookup(self, anchor: Tensor, tokens: Tensor) -> Tensor:
         """Embedded tokens [B, E], connected to the weight through the anchor."""
-        x: Tensor = _Lookup.apply(self, anchor, tokens)
+        x: Tensor = _Lookup.apply(self, anchor, tokens)  # type: ignore[no-untyped-call]
         return x
 
     def rows(self, tokens: Tensor) -> Tensor:
@@ -105,7 +106,9 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, store: Table, anchor: Tensor, tokens: Tensor) -> Tensor:
         ctx.table = store
-        ctx.tokens = tokens  # an attribute, not a saved tensor: nothing to recompute under checkpointing
+        ctx.tokens = (
+            tokens  # an attribute, not a saved tensor: nothing to recompute under checkpointing
+        )
         return store.rows(tokens)
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""Recurrent state of any nesting (tuples, lists, dicts): cut it, freeze rows of it, replay the randomness around it."""
+"""Recurrent state of any nesting (tuples, lists, dicts): cut it, freeze rows of it, replay the
+randomness around it."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def set_rng_state(state: tuple[Tensor, ...], device: torch.device) -> None:
 
 @contextmanager
 def replaying(state: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
-    """Draw again what was drawn after `state` was taken, then go on from here (`None`: do nothing)."""
+    """Draw again what was drawn after `state` was taken, then go on from here (`None`: do
+    nothing)."""
     if state is None:
         yield
         return
@@ -74,7 +76,8 @@ def replaying(state: tuple[Tensor, ...] | None, device: torch.device) -> Iterato
 def own_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
     """The given generator, or one seeded from the global CPU generator.
 
-    Tokens are drawn from it rather than from the global one, so that a replay of the cell's dropout need not draw them again.
+    Tokens are drawn from it rather than from the global one, so that a replay of the cell's dropout
+    need not draw them again.
     """
     if generator is not None:
         return generator

@@ -1,9 +1,11 @@
-"""`chunked_loss`: part of a model in slices of the batch, each slice's graph freed before the next."""
+"""`chunked_loss`: part of a model in slices of the batch, each slice's graph freed before the
+next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,16 +27,18 @@ def chunked_loss(
 ) -> Tensor:
     """The loss of `fn` over a batch, computed slice by slice in the memory of one slice.
 
-    `mean`: sum_i n_i / N * fn(slice i), with n_i rows in slice i, so a mean over rows stays the mean over the batch;
-    `sum`: sum_i fn(slice i). Each slice runs forward and backward once, at once. The gradients for `inputs`, for tensors in
-    `args` and for every parameter that `fn` uses wait in one buffer each until `loss.backward()` hands them on, times
-    whatever factor reaches the loss: the trunk runs once, DDP's hooks fire once, loss scaling and weights work.
+    `mean`: sum_i n_i / N * fn(slice i), with n_i rows in slice i, so a mean over rows stays the
+    mean over the batch; `sum`: sum_i fn(slice i). Each slice runs forward and backward once, at
+    once. The gradients for `inputs`, for tensors in `args` and for every parameter that `fn` uses
+    wait in one buffer each until `loss.backward()` hands them on, times whatever factor reaches the
+    loss: the trunk runs once, DDP's hooks fire once, loss scaling and weights work.
 
     Args:
-        fn: `(inputs_slice, *args_slices) -> 0-dim loss`. It may use any parameters, but no tensor with a graph other than its
-            arguments: pass such a tensor in `args`.
+        fn: `(inputs_slice, *args_slices) -> 0-dim loss`. It may use any parameters, but no tensor
+            with a graph other than its arguments: pass such a tensor in `args`.
         inputs: [N, ...], sliced along dimension 0.
-        args: tensors of N rows are sliced likewise; anything that is no tensor is handed on as it is.
+        args: tensors of N rows are sliced likewise; anything that is no tensor is handed on as it
+            is.
         chunks: number of slices, as equal as they can be (at most N). Give this or `chunk_size`.
         chunk_size: rows per slice; the last may have fewer.
         reduction: "mean" or "sum".
@@ -43,7 +47,8 @@ def chunked_loss(
         A 0-dim loss.
 
     Raises:
-        ValueError: a value or shape is wrong, or not exactly one of `chunks` and `chunk_size` is given.
+        ValueError: a value or shape is wrong, or not exactly one of `chunks` and `chunk_size` is
+            given.
         TypeError: a type is wrong.
         RuntimeError: `fn` uses a tensor with a graph of its own.
 
@@ -76,12 +81,15 @@ def chunked_loss(
         total = inputs.new_zeros(())
     if not gradients.receivers:
         return total
-    result: Tensor = _Hand.apply(total, gradients.values, *gradients.receivers)
+    result: Tensor = _Hand.apply(  # type: ignore[no-untyped-call]
+        total, gradients.values, *gradients.receivers
+    )
     return result
 
 
 class _Gradients:
-    """One buffer per tensor that gets a gradient: the sliced ones, filled by rows, and the leaves that `fn` used, summed."""
+    """One buffer per tensor that gets a gradient: the sliced ones, filled by rows, and the leaves
+    that `fn` used, summed."""
 
     def __init__(self, sliced: list[Tensor]) -> None:
         self.receivers = list(sliced)
@@ -154,8 +162,13 @@ def _newest_node() -> int:
 
 @contextmanager
 def _without_hooks(leaves: list[Tensor]) -> Iterator[None]:
-    """Keep users' tensor hooks for the gradient that is handed on: per slice they would run on parts, and then once more."""
-    held = [(leaf._backward_hooks, dict(leaf._backward_hooks)) for leaf in leaves if leaf._backward_hooks]
+    """Keep users' tensor hooks for the gradient that is handed on: per slice they would run on
+    parts, and then once more."""
+    held = [
+        (leaf._backward_hooks, dict(leaf._backward_hooks))
+        for leaf in leaves
+        if leaf._backward_hooks
+    ]
     for hooks, _ in held:
         hooks.clear()
     try:
@@ -186,6 +199,6 @@ def _check(
     if chunks is not None:
         count = min(positive_int(OP, "chunks", chunks), rows)
         borders = [rows * i // count for i in range(count + 1)] if rows else [0]
-        return list(zip(borders, borders[1:], strict=False))
+        return list(pairwise(borders))
     size = positive_int(OP, "chunk_size", chunk_size)
     return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]

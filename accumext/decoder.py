@@ -1,4 +1,4 @@
-"""`decode_loss`: an autoregressive decoder's loss and exact gradients in memory that does not grow with T x B x V."""
+"""`decode_loss`: an autoregressive decoder's loss and exact gradients in flat memory."""
 
 from __future__ import annotations
 
@@ -52,44 +52,57 @@ def decode_loss(
     memory_budget: int | None = None,
     batch_first: bool = False,
 ) -> DecodeOutput:
-    """Run a decoder over T steps on its own predictions (or the targets) and return a loss with exact gradients.
+    """Run a decoder on its own predictions, or the targets, for a loss with exact gradients.
 
-    At step t the cell maps the embedded input and the state to an output [B, H], the head maps that to V logits, the loss is
-    that of `F.cross_entropy` against `targets[t]`, plus `z_loss * logsumexp**2` per counted token, and the next input is the
-    target or the prediction. Each step's logits are turned into gradients at once and overwritten, so no more than
-    `memory_budget` bytes of them exist; what grows with T are the outputs of the cell, T x B x H, and the tokens.
-    `out.loss.backward()` brings every parameter, the state and the context the gradient of plain autograd on the same tokens.
+    At step t the cell maps the embedded input and the state to an output [B, H], the head maps that
+    to V logits, the loss is that of `F.cross_entropy` against `targets[t]`, plus `z_loss *
+    logsumexp**2` per counted token, and the next input is the target or the prediction. Each step's
+    logits are turned into gradients at once and overwritten, so no more than `memory_budget` bytes
+    of them exist; what grows with T are the outputs of the cell, T x B x H, and the tokens.
+    `out.loss.backward()` brings every parameter, the state and the context the gradient of plain
+    autograd on the same tokens.
 
     Args:
         embedding: `nn.Embedding`, or a [V, E] tensor.
-        cell: `nn.GRUCell`, `LSTMCell` or `RNNCell`; `nn.GRU`, `LSTM` or `RNN` with one direction, any layers, dropout; or any
-            callable `(x [B, E], state, *context) -> (output [B, H], state)`.
-        head: `nn.Linear(H, V)`, or `(weight [V, H], bias [V] or None)`; may share the embedding's weight.
+        cell: `nn.GRUCell`, `LSTMCell` or `RNNCell`; `nn.GRU`, `LSTM` or `RNN` with one direction,
+            any layers, dropout; or any callable `(x [B, E], state, *context) -> (output [B, H],
+            state)`.
+        head: `nn.Linear(H, V)`, or `(weight [V, H], bias [V] or None)`; may share the embedding's
+            weight.
         targets: int64 [T, B].
-        state: initial state, a tensor or any nesting of tuples, lists and dicts; None starts torch's cells at zero and is
-            handed to a callable as it is. Gradients reach it.
-        feedback: "teacher" feeds the target, "greedy" the argmax, "sample" a sample, "scheduled" the target with probability
-            `teacher_forcing`, drawn per token, and the argmax otherwise; a bool mask [T, B] feeds the target where it is True.
+        state: initial state, a tensor or any nesting of tuples, lists and dicts; None starts
+            torch's cells at zero and is handed to a callable as it is. Gradients reach it.
+        feedback: "teacher" feeds the target, "greedy" the argmax, "sample" a sample, "scheduled"
+            the target with probability `teacher_forcing`, drawn per token, and the argmax
+            otherwise; a bool mask [T, B] feeds the target where it is True.
         start: the first input token, an int or int64 [B].
-        inputs: int64 [T, B], the tokens fed where a target would be; by default `start` followed by `targets[:-1]`, with
-            `embedding.padding_idx` (or 0) where that target is ignored.
+        inputs: int64 [T, B], the tokens fed where a target would be; by default `start` followed by
+            `targets[:-1]`, with `embedding.padding_idx` (or 0) where that target is ignored.
         teacher_forcing: probability of feeding the target under "scheduled".
-        k1: steps between two backward passes of truncated BPTT; k2 if only that is given. Of no effect when k2 is None.
-        k2: steps a gradient flows back, at least k1 (Williams & Peng 1990): the losses of the last k1 steps before every
-            multiple of k1, and before T, flow back k2 steps from there. None: all the way, exact BPTT.
-        lengths: int64 [B]. A row past its length keeps its state, counts nowhere, and reads the padding token.
+        k1: steps between two backward passes of truncated BPTT; k2 if only that is given. Of no
+            effect when k2 is None.
+        k2: steps a gradient flows back, at least k1 (Williams & Peng 1990). The losses of the last
+            k1 steps before every multiple of k1, and before T, flow back k2 steps from there; with
+            k1 = k2 the state is simply detached every k1 steps. None: all the way, exact BPTT.
+        lengths: int64 [B]. A row past its length keeps its state, counts nowhere, and reads the
+            padding token.
         eos: a row that predicted this token stops after that step, as if its length ended there.
-        ignore_index, label_smoothing, class_weight [V], reduction ("mean", "sum" or "none"): as in `F.cross_entropy`.
+        ignore_index, label_smoothing, class_weight [V], reduction ("mean", "sum" or "none"): as in
+            `F.cross_entropy`.
         z_loss: coefficient of `logsumexp**2` per counted token, under the same divisor.
-        num_items: divisor of "mean" instead of this call's token count (or sum of class weights), for windows of several calls.
+        num_items: divisor of "mean" instead of this call's token count (or sum of class weights),
+            for windows of several calls.
         temperature: of "sample".
         generator: of "sample" and "scheduled"; by default one seeded from torch's global generator.
-        context: tensors handed to the cell at every step, such as attention memory. Gradients reach them.
+        context: tensors handed to the cell at every step, such as attention memory. Gradients reach
+            them.
         memory_budget: bytes of logits that may exist at once, at least one row's; None chooses.
-        batch_first: targets, inputs, a feedback mask and the results are [B, T]. The state is as the cell has it.
+        batch_first: targets, inputs, a feedback mask and the results are [B, T]. The state is as
+            the cell has it.
 
     Returns:
-        A `DecodeOutput`. A call in which nothing counts has loss 0 and zero gradients. Ties of the argmax go to the lowest index.
+        A `DecodeOutput`. A call in which nothing counts has loss 0 and zero gradients. Ties of the
+        argmax go to the lowest index.
 
     Raises:
         ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.
@@ -101,7 +114,8 @@ def decode_loss(
         >>> out = accumext.decode_loss(embedding, cell, head, targets, feedback="greedy")
         >>> out.loss.backward()
 
-    Sources: Williams & Peng 1990 (k1, k2); Bengio et al. 2015 (scheduled sampling); the derivation is in docs/decoder.md.
+    Sources: Williams & Peng 1990 (k1, k2); Bengio et al. 2015 (scheduled sampling); the derivation
+    is in docs/decoder.md.
     """
     job = check_arguments(
         embedding,
@@ -141,11 +155,11 @@ def decode_loss(
 
 
 def decode_memory(*args: Any, **kwargs: Any) -> int:
-    """The peak memory, in bytes, that `decode_loss` with these arguments and its backward pass would add.
+    """The peak memory that `decode_loss` with these arguments and its backward pass would add.
 
-    Takes what `decode_loss` takes, and looks at shapes and dtypes only: `targets` may also be a shape (T, B) or a tensor on the
-    meta device. Counts the gradients of the parameters, not the parameters; the graph of a callable cell is taken to be that
-    of a GRU.
+    Takes what `decode_loss` takes, and looks at shapes and dtypes only: `targets` may also be a
+    shape (T, B) or a tensor on the meta device. Counts the gradients of the parameters, not the
+    parameters; the graph of a callable cell is taken to be that of a GRU.
 
     Returns:
         Bytes.

@@ -1,4 +1,5 @@
-"""`tbptt`: truncated backpropagation through time over any user module, a window of steps alive at a time."""
+"""`tbptt`: truncated backpropagation through time over any user module, a window of steps alive at
+a time."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from accumext._checks import fail_type, fail_value, one_of, positive_int, type_name
 from accumext._feedback import Feedback, feedback_plan
-from accumext._state import State, detach, rng_state, set_rng_state, tensors
+from accumext._state import State, detach, rng_state, set_rng_state
 
 OP = "tbptt"
 
@@ -42,23 +43,31 @@ def tbptt(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> TBPTTResult:
-    """Truncated BPTT(k1, k2) by its definition: `backward` every k1 steps, through the k2 steps before it.
+    """Truncated BPTT(k1, k2) by its definition: `backward` every k1 steps, through the k2 steps
+    before it.
 
-    The loss is `sum_t criterion(logits_t, targets[t])`, divided by T under "mean". After every k1 steps (and at the end) the
-    loss of those steps flows back k2 steps, the graph is freed and the state detached, so memory is that of k2 steps.
-    With k1 = k2 every step runs once. With k1 < k2 a window starts again from the state k2 steps back, replaying tokens and
-    dropout, so that each step runs k2 / k1 times; `decode_loss` does the same for known cells without running the head again.
+    The loss is `sum_t criterion(logits_t, targets[t])`, divided by T under "mean". After every k1
+    steps (and at the end) the loss of those steps flows back k2 steps, the graph is freed and the
+    state detached, so memory is that of k2 steps. With k1 = k2 every step runs once. With k1 < k2 a
+    window starts again from the state k2 steps back, replaying tokens and dropout, so that each
+    step runs k2 / k1 times; `decode_loss` does the same for known cells without running the head
+    again.
 
     Args:
-        step: `(token [B], state) -> (logits [B, V], state)`; parameters get their gradients wherever `step` has them.
+        step: `(token [B], state) -> (logits [B, V], state)`; parameters get their gradients
+            wherever `step` has them.
         targets: int64 [T, B].
-        state: initial state, any nesting of tuples, lists and dicts; gradients reach it from the windows that start at step 0.
-        criterion: `(logits [B, V], target [B]) -> 0-dim loss` of one step, such as `F.cross_entropy`.
-        feedback, start, inputs, teacher_forcing, temperature, generator: as in `decode_loss`, but every target is fed as it is.
+        state: initial state, any nesting of tuples, lists and dicts; gradients reach it from the
+            windows that start at step 0.
+        criterion: `(logits [B, V], target [B]) -> 0-dim loss` of one step, such as
+            `F.cross_entropy`.
+        feedback, start, inputs, teacher_forcing, temperature, generator: as in `decode_loss`, but
+            every target is fed as it is.
         k1: steps between two backward passes.
         k2: steps a gradient flows back, at least k1; None means k1.
-        backward: called with each window's loss: `opt.backward`, or `lambda loss: scaler.scale(loss).backward()`. Under an
-            `AccumulatingOptimizer` put the call inside `with opt.micro_batch():`, so that the windows count as one micro-batch.
+        backward: called with each window's loss: `opt.backward`, or `lambda loss:
+            scaler.scale(loss).backward()`. Under an `AccumulatingOptimizer` put the call inside
+            `with opt.micro_batch():`, so that the windows count as one micro-batch.
         reduction: "mean" over the steps, or "sum".
 
     Returns:
@@ -113,13 +122,16 @@ class _Windows:
     ) -> None:
         self.step, self.targets, self.criterion = step, targets, criterion
         self.plan, self.share = plan, share
-        self.tokens: list[Tensor] = []  # [B] each; a list, for the graph of a lookup keeps what it was fed
+        self.tokens: list[
+            Tensor
+        ] = []  # [B] each; a list, for the graph of a lookup keeps what it was fed
         self.inputs = [plan.first()] if len(targets) else []
 
     def run(
         self, first: int, begin: int, end: int, state: State, trail: _Trail | None
     ) -> tuple[Tensor, State]:
-        """The loss of the steps [begin, end) with a graph from `first` on, and the state after them."""
+        """The loss of the steps [begin, end) with a graph from `first` on, and the state after
+        them."""
         losses = []
         for t in range(first, end):
             if trail is not None:
@@ -148,7 +160,8 @@ class _Trail:
             self._kept.append((step, detach(state), rng_state(self._device)))
 
     def rewind(self, step: int, current: State) -> State:
-        """The state before `step`, with the generators put back so that dropout replays; `current` if it comes next."""
+        """The state before `step`, with the generators put back so that dropout replays; `current`
+        if it comes next."""
         for kept, state, drawn in self._kept:
             if kept == step:
                 set_rng_state(drawn, self._device)
@@ -159,8 +172,9 @@ class _Trail:
 class _Entrance:
     """The initial state, entered by every window that begins at step 0.
 
-    A backward pass frees the graph it went through, so only the last of these windows may enter the user's graph. Earlier ones
-    end in leaves, whose gradients the last one brings along (loss-scaled, as its own are).
+    A backward pass frees the graph it went through, so only the last of these windows may enter the
+    user's graph. Earlier ones end in leaves, whose gradients the last one brings along
+    (loss-scaled, as its own are).
     """
 
     def __init__(self, state: State) -> None:

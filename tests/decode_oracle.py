@@ -89,7 +89,8 @@ def decode(
     class_weight: Tensor | None = None,
     windows: tuple[int, int] | None = None,  # (k1, k2)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss [T, B] per token, their divisor under "mean", and logits [T, B, V]; TBPTT(k1, k2) under `windows`."""
+    """Loss [T, B] per token, their divisor under "mean", and logits [T, B, V]; TBPTT(k1, k2) under
+    `windows`."""
     live = torch.ones_like(targets, dtype=torch.bool) if live is None else live
     steps = len(targets)
 
@@ -146,6 +147,9 @@ def _detach(state: Any) -> Any:
 
 def relative_distance(actual: list[Tensor], expected: list[Tensor]) -> float:
     """Distance of two lists of gradients over the norm of the expected."""
-    top = sum(float((a.double() - e.double()).square().sum()) for a, e in zip(actual, expected, strict=True))
+    top = sum(
+        float((a.double() - e.double()).square().sum())
+        for a, e in zip(actual, expected, strict=True)
+    )
     bottom = sum(float(e.double().square().sum()) for e in expected)
     return (top / bottom) ** 0.5 if bottom else top**0.5

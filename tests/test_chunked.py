@@ -20,10 +20,14 @@ class Model(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.trunk = nn.Linear(6, 5, dtype=dtype)
-        self.head = nn.Sequential(nn.Linear(5, 16, dtype=dtype), nn.ReLU(), nn.Linear(16, 4, dtype=dtype))
+        self.head = nn.Sequential(
+            nn.Linear(5, 16, dtype=dtype), nn.ReLU(), nn.Linear(16, 4, dtype=dtype)
+        )
         self.calls = 0
 
-    def loss(self, features: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    def loss(
+        self, features: torch.Tensor, targets: torch.Tensor, reduction: str = "mean"
+    ) -> torch.Tensor:
         self.calls += 1
         return F.cross_entropy(self.head(features), targets, reduction=reduction)
 
@@ -38,7 +42,13 @@ def batch(rows: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(
     ("slices", "calls"),
-    [({"chunks": 1}, 1), ({"chunks": 3}, 3), ({"chunks": 40}, 10), ({"chunk_size": 4}, 3), ({"chunk_size": 99}, 1)],
+    [
+        ({"chunks": 1}, 1),
+        ({"chunks": 3}, 3),
+        ({"chunks": 40}, 10),
+        ({"chunk_size": 4}, 3),
+        ({"chunk_size": 99}, 1),
+    ],
     ids=str,
 )
 def test_equals_the_whole_batch(slices: dict[str, int], calls: int, reduction: str) -> None:
@@ -89,7 +99,9 @@ def test_gradients_reach_sliced_arguments_and_parameters_of_some_slices_only() -
     extra = torch.randn(10, 4, dtype=torch.float64, requires_grad=True)
     late = torch.zeros(4, dtype=torch.float64, requires_grad=True)
 
-    def fn(features: torch.Tensor, targets: torch.Tensor, more: torch.Tensor, scale: float) -> torch.Tensor:
+    def fn(
+        features: torch.Tensor, targets: torch.Tensor, more: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         logits = model.head(features) + more * scale
         if targets[0] == y[-1]:
             logits = logits + late
@@ -98,7 +110,10 @@ def test_gradients_reach_sliced_arguments_and_parameters_of_some_slices_only() -
     y[:] = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1, 2, 2])
     accumext.chunked_loss(fn, model.trunk(x), y, extra, 3.0, chunks=5, reduction="sum").backward()
     expected = torch.autograd.grad(
-        sum(fn(model.trunk(x)[i : i + 2], y[i : i + 2], extra[i : i + 2], 3.0) for i in range(0, 10, 2)),
+        sum(
+            fn(model.trunk(x)[i : i + 2], y[i : i + 2], extra[i : i + 2], 3.0)
+            for i in range(0, 10, 2)
+        ),
         [*model.parameters(), extra, late],
     )
     actual = [*model.gradients(), extra.grad, late.grad]
@@ -122,7 +137,9 @@ def test_gradcheck() -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         return accumext.chunked_loss(lambda h, t: F.cross_entropy(head(h), t), x, y, chunk_size=2)
 
-    assert torch.autograd.gradcheck(loss, torch.randn(5, 3, dtype=torch.float64, requires_grad=True))
+    assert torch.autograd.gradcheck(
+        loss, torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    )
 
 
 def test_without_grad_mode_and_without_rows() -> None:
@@ -164,6 +181,8 @@ def test_errors() -> None:
         accumext.chunked_loss(features, features, chunks=2)
     with raises(ValueError, r"fn must return a 0-dim loss, got shape \[2, 4\]"):
         accumext.chunked_loss(model.head, features, chunk_size=2)
-    with raises(RuntimeError, r"fn must use no graph but its arguments', .* Pass it as an argument"):
+    with raises(
+        RuntimeError, r"fn must use no graph but its arguments', .* Pass it as an argument"
+    ):
         accumext.chunked_loss(lambda h: model.head(h).sum() + features.sum(), features, chunks=2)
     assert all(p.grad is None for p in model.parameters())

@@ -25,7 +25,9 @@ def targets_with_holes(steps: int = STEPS, hole: int = -100) -> torch.Tensor:
     return targets
 
 
-def check_exact(decoder: Decoder, targets: torch.Tensor, call: dict[str, Any]) -> accumext.DecodeOutput:
+def check_exact(
+    decoder: Decoder, targets: torch.Tensor, call: dict[str, Any]
+) -> accumext.DecodeOutput:
     """Loss, token losses and every gradient equal the plain loop's on the same tokens."""
     out = accumext.decode_loss(
         decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, **call
@@ -33,7 +35,9 @@ def check_exact(decoder: Decoder, targets: torch.Tensor, call: dict[str, Any]) -
     lengths = call.get("lengths")
     live = None if lengths is None else torch.arange(len(targets))[:, None] < lengths
     criterion = {
-        k: call[k] for k in ("ignore_index", "label_smoothing", "z_loss", "class_weight") if k in call
+        k: call[k]
+        for k in ("ignore_index", "label_smoothing", "z_loss", "class_weight")
+        if k in call
     }
     losses, divisor, logits = decode(decoder, targets, out.inputs, live, **criterion)
     expected = losses.sum() / divisor if divisor else losses.sum()
@@ -125,9 +129,13 @@ def test_gradcheck() -> None:
     targets = torch.randint(6, (4, 2))
     inputs = torch.randint(6, (4, 2))
 
-    def loss(state: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def loss(
+        state: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
         call = {"feedback": "teacher", "inputs": inputs, "label_smoothing": 0.1, "z_loss": 0.1}
-        return accumext.decode_loss(table, decoder.cell, (weight, bias), targets, state, **call).loss
+        return accumext.decode_loss(
+            table, decoder.cell, (weight, bias), targets, state, **call
+        ).loss
 
     leaves = (decoder.state, decoder.embedding.weight, decoder.head.weight, decoder.head.bias)
     assert torch.autograd.gradcheck(loss, tuple(t.detach().requires_grad_() for t in leaves))
@@ -378,7 +386,12 @@ def test_state_carries_a_graph_into_the_next_call() -> None:
         *call, targets[:4], decoder.state, feedback="teacher", reduction="sum"
     )
     second = accumext.decode_loss(
-        *call, targets[4:], first.state, feedback="teacher", inputs=whole.inputs[4:], reduction="sum"
+        *call,
+        targets[4:],
+        first.state,
+        feedback="teacher",
+        inputs=whole.inputs[4:],
+        reduction="sum",
     )
     actual = decoder.gradients(first.loss + second.loss)
     assert relative_distance(actual, decoder.gradients(whole.loss)) < EXACT
@@ -408,7 +421,9 @@ def test_sparse_embedding_gradients() -> None:
     call = (decoder.cell, decoder.head, targets, decoder.state.detach())
     dense = accumext.decode_loss(decoder.embedding, *call, feedback="greedy")
     dense.loss.backward()
-    sparse = nn.Embedding(VOCABULARY, 5, sparse=True, _weight=decoder.embedding.weight.detach().clone())
+    sparse = nn.Embedding(
+        VOCABULARY, 5, sparse=True, _weight=decoder.embedding.weight.detach().clone()
+    )
     accumext.decode_loss(sparse, *call, feedback="greedy").loss.backward()
     assert sparse.weight.grad.is_sparse
     torch.testing.assert_close(sparse.weight.grad.to_dense(), decoder.embedding.weight.grad)
@@ -417,13 +432,16 @@ def test_sparse_embedding_gradients() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("feedback", ["teacher", "greedy"])
 def test_low_precision_is_no_worse_than_plain(dtype: torch.dtype, feedback: str) -> None:
-    """error(accumext) <= error(plain PyTorch in the same dtype) + tolerance, against float64 truth."""
+    """error(accumext) <= error(plain PyTorch in the same dtype) + tolerance, against float64
+    truth."""
     decoder = make_decoder("gru_cell", vocabulary=50, size=16, dtype=dtype)
     targets = torch.randint(50, (12, BATCH))
     out = accumext.decode_loss(
         decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, feedback=feedback
     )
-    actual = decoder.gradients(out.loss * 1024)  # loss scaled: fp16 must neither under- nor overflow
+    actual = decoder.gradients(
+        out.loss * 1024
+    )  # loss scaled: fp16 must neither under- nor overflow
     assert out.loss.dtype == out.token_losses.dtype == torch.float32
     assert [g.dtype for g in actual] == [dtype] * len(actual)
     losses, divisor, _ = decode(decoder, targets, out.inputs)

@@ -14,7 +14,19 @@ import accumext
 
 BATCH, VOCABULARY = 3, 13
 EXACT = 1e-12  # relative, float64: two orders of summation
-PERIODS = [(1, 1), (1, 2), (1, 7), (2, 2), (2, 5), (3, 4), (4, 8), (5, 11), (8, 8), (20, 20), (4, 50)]
+PERIODS = [
+    (1, 1),
+    (1, 2),
+    (1, 7),
+    (2, 2),
+    (2, 5),
+    (3, 4),
+    (4, 8),
+    (5, 11),
+    (8, 8),
+    (20, 20),
+    (4, 50),
+]
 
 
 @pytest.mark.parametrize("steps", [1, 8, 17, 35])
@@ -114,7 +126,12 @@ class Model(nn.Module):
 
 
 def by_definition(
-    model: Model, targets: torch.Tensor, source: torch.Tensor, inputs: torch.Tensor, k1: int, k2: int
+    model: Model,
+    targets: torch.Tensor,
+    source: torch.Tensor,
+    inputs: torch.Tensor,
+    k1: int,
+    k2: int,
 ) -> None:
     """Each window re-run from the detached state k2 steps back, one plain backward each."""
     states = [model.encode(source)]
@@ -173,7 +190,8 @@ def test_tbptt_and_decode_loss_are_the_same_truncation() -> None:
 
 
 def test_tbptt_replays_dropout_where_windows_overlap() -> None:
-    """One window over everything and windows that each reach back to the start draw the same masks."""
+    """One window over everything and windows that each reach back to the start draw the same
+    masks."""
     targets, source = torch.randint(VOCABULARY, (6, BATCH)), torch.randn(BATCH, 4).double()
     model = Model(dropout=0.5)
     grads = []
