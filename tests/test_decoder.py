@@ -432,8 +432,7 @@ def test_sparse_embedding_gradients() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("feedback", ["teacher", "greedy"])
 def test_low_precision_is_no_worse_than_plain(dtype: torch.dtype, feedback: str) -> None:
-    """error(accumext) <= error(plain PyTorch in the same dtype) + tolerance, against float64
-    truth."""
+    """error(accumext) <= error(plain PyTorch in that dtype) + tolerance, against float64."""
     decoder = make_decoder("gru_cell", vocabulary=50, size=16, dtype=dtype)
     targets = torch.randint(50, (12, BATCH))
     out = accumext.decode_loss(

@@ -65,8 +65,7 @@ def test_prediction_needs_no_data() -> None:
 
 @pytest.mark.parametrize("feedback", ["greedy", "teacher"])
 def test_peak_does_not_grow_with_steps_beyond_the_states(feedback: str) -> None:
-    """Four times the steps: what is added is the outputs [T, B, H], their gradients and the
-    tokens."""
+    """Four times the steps add the outputs [T, B, H], their gradients and the tokens."""
     batch, size, vocabulary = 16, 32, 20000
     parts = modules(vocabulary, size, torch.float32, False)
     short, long = (

@@ -190,8 +190,7 @@ def test_tbptt_and_decode_loss_are_the_same_truncation() -> None:
 
 
 def test_tbptt_replays_dropout_where_windows_overlap() -> None:
-    """One window over everything and windows that each reach back to the start draw the same
-    masks."""
+    """One window over everything, and windows that reach back to the start: the same masks."""
     targets, source = torch.randint(VOCABULARY, (6, BATCH)), torch.randn(BATCH, 4).double()
     model = Model(dropout=0.5)
     grads = []

@@ -1,7 +1,6 @@
 """Every wrong argument of decode_loss and tbptt: the exact sentence, nothing changed."""
 
 # ruff: noqa: E501  (one contract to a line)
-changed."""
 
 from __future__ import annotations
 

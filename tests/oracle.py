@@ -1,0 +1,79 @@
+"""What gradient operations are compared with: exact data, float64 truth, and assertions on errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Around every edge: blocks of 16 lanes, partial sums of 2048 elements, chunks of 65536.
+EDGE_SIZES = (0, 1, 2, 15, 16, 17, 33, 2047, 2048, 2049, 4096, 65535, 65536, 65537, 131073)
+
+# Relative errors of a norm. float32: terms and lanes are rounded to 2**-24 and at most 144 of them are
+# added before the sum goes on in double, errors of either sign; float64 alike with 2**-53.
+NORM_RTOL = {torch.float32: 1e-6, torch.float64: 1e-14}
+
+
+def dyadic(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Multiples of 1/8 up to 8: sums of two of them, and halves, are exact even in bfloat16."""
+    return torch.randint(-64, 65, tuple(shape)).div(8).to(dtype)
+
+
+def random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Normal values times 3, rounded to dtype."""
+    return torch.randn(tuple(shape), dtype=torch.float64).mul(3).to(dtype)
+
+
+def accumulated(
+    main_grad: Tensor, grad: Tensor, factor: float = 1.0, overwrite: bool = False
+) -> Tensor:
+    """main_grad + grad * factor in float64, then in the dtype of main_grad: exact for dyadic data."""
+    start = torch.zeros_like(main_grad) if overwrite else main_grad
+    return (start.double() + grad.double() * factor).to(main_grad.dtype)
+
+
+def norm(tensors: Sequence[Tensor], norm_type: float = 2.0, inv_scale: float = 1.0) -> float:
+    """The norm of all elements as one float64 vector, by its definition; 0 if there are none."""
+    elements = torch.cat([t.double().reshape(-1) for t in tensors] or [torch.empty(0).double()])
+    magnitudes = (elements * inv_scale).abs()
+    if magnitudes.numel() == 0:
+        return 0.0
+    if norm_type == float("inf"):
+        return magnitudes.max().item()
+    if norm_type == -float("inf"):
+        return magnitudes.min().item()
+    return magnitudes.pow(norm_type).sum().pow(1 / norm_type).item()
+
+
+def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def assert_norm(got: Tensor, tensors: Sequence[Tensor], *, rtol: float | None = None, **kwargs) -> None:
+    """`got` is 0-dim, of the right dtype, and near the float64 norm of `tensors`."""
+    assert got.shape == ()
+    assert got.dtype == norm_dtype(tensors)
+    truth = norm(tensors, **kwargs)
+    wide = all(t.dtype == torch.float64 for t in tensors) and len(tensors) > 0
+    rtol = rtol or NORM_RTOL[torch.float64 if wide else torch.float32]
+    assert abs(got.item() - truth) <= rtol * abs(truth), f"{got.item()!r}, truth {truth!r}"
+
+
+def assert_no_worse(got: Tensor, reference: Tensor, truth: float, rtol: float) -> None:
+    """The error of a kernel is at most that of the reference, give or take `rtol`."""
+    error, allowed = abs(got.item() - truth), abs(reference.item() - truth) + rtol * abs(truth)
+    assert error <= allowed, f"{got.item()!r}, reference {reference.item()!r}, truth {truth!r}"
+
+
+class DeviceReads(TorchDispatchMode):
+    """Counts what would make the host wait for a device: reads of a tensor's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
