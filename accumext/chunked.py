@@ -76,7 +76,6 @@ def chunked_loss(
             parts = [s for s in slices if isinstance(s, Tensor) and s.requires_grad]
             gradients.add(loss, parts, begin, end, mark)
         total = loss.detach() if total is None else total + loss.detach()
-        del loss  # this slice's graph goes before the next one's is built
     if total is None:  # no rows
         total = inputs.new_zeros(())
     if not gradients.receivers:

@@ -43,8 +43,7 @@ def tbptt(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> TBPTTResult:
-    """Truncated BPTT(k1, k2) by its definition: `backward` every k1 steps, through the k2 steps
-    before it.
+    """Truncated BPTT(k1, k2) over any module: a backward pass every k1 steps, through k2 steps.
 
     The loss is `sum_t criterion(logits_t, targets[t])`, divided by T under "mean". After every k1
     steps (and at the end) the loss of those steps flows back k2 steps, the graph is freed and the
@@ -62,7 +61,7 @@ def tbptt(
         criterion: `(logits [B, V], target [B]) -> 0-dim loss` of one step, such as
             `F.cross_entropy`.
         feedback, start, inputs, teacher_forcing, temperature, generator: as in `decode_loss`, but
-            every target is fed as it is.
+            for ignored targets: a negative one is fed as 0, any other as it is.
         k1: steps between two backward passes.
         k2: steps a gradient flows back, at least k1; None means k1.
         backward: called with each window's loss: `opt.backward`, or `lambda loss:
@@ -76,6 +75,9 @@ def tbptt(
     Raises:
         ValueError: a value or shape is wrong, such as k2 < k1.
         TypeError: a type is wrong.
+        RuntimeError: from torch, "a second time", if `step` uses a tensor with a graph of its own
+            (attention memory) and there are several windows. Detach it, or use `decode_loss`, which
+            takes it as `context`.
 
     Example:
         >>> result = accumext.tbptt(model, targets, hidden, criterion=F.cross_entropy, k1=1)
@@ -102,7 +104,6 @@ def tbptt(
         loss, state = windows.run(first, begin, end, state, trail)
         losses.append(loss.detach())
         backward(loss)
-        del loss  # the graph goes before the next window's is built
         state = detach(state)
     if not losses:
         return TBPTTResult(torch.zeros((), device=targets.device), targets.clone(), detach(state))
@@ -200,8 +201,9 @@ class _Entrance:
 
 
 def _check(
-    step: Any, targets: Any, state: State, criterion: Any, feedback: Any, start: Any, inputs: Any, k1: Any, k2: Any,
-    backward: Any, reduction: Any, teacher_forcing: Any, temperature: Any, generator: Any,
+    step: Any, targets: Any, state: State, criterion: Any, feedback: Any, start: Any, inputs: Any,
+    k1: Any, k2: Any, backward: Any, reduction: Any, teacher_forcing: Any, temperature: Any,
+    generator: Any,
 ) -> tuple[Feedback, int, int]:  # fmt: skip
     for name, function in (("step", step), ("criterion", criterion), ("backward", backward)):
         if not callable(function):
@@ -219,7 +221,7 @@ def _check(
         OP,
         feedback,
         targets,
-        fed=targets,
+        fed=targets.clamp(min=0),
         start=start,
         inputs=inputs,
         teacher_forcing=teacher_forcing,
