@@ -41,7 +41,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def type_name(value: object) -> str:
     """The name of a value's type, with the dtype where it is a tensor."""
     if isinstance(value, Tensor):
-        return f"a {dtype_name(value.dtype)} tensor"
+        name = dtype_name(value.dtype)
+        return f"{'an' if name.startswith('int') else 'a'} {name} tensor"
     return type(value).__name__
 
 
@@ -110,8 +111,8 @@ def scale_(grads: Any, factor: Any) -> None:
     _one_device(op, tensors | _scalars(op, "factor", factor, None))
 
 
-def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any, foreach: Any) -> None:
-    """The contract of `accumext.clip_grad_norm_`, gradients included."""
+def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any, foreach: Any) -> float:
+    """The contract of `accumext.clip_grad_norm_`, gradients included; returns the norm type."""
     op = "clip_grad_norm_"
     for i, parameter in enumerate(parameters):
         if not isinstance(parameter, Tensor):
@@ -120,14 +121,13 @@ def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any, foreach: Any
             grad = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
             _dense_float(op, f"parameters[{i}].grad", grad, written=True)
     number(op, "max_norm", max_norm, low=0.0)
-    _norm_type(op, norm_type)
     if not (foreach is None or isinstance(foreach, bool)):
         fail_type(op, "foreach", "be a bool or None", type_name(foreach))
+    return _norm_type(op, norm_type)
 
 
 def broken_contract(error: Exception, check: Callable[..., None], *args: Any) -> Exception:
-    """What to raise for a failed call: the sentence of `check`, or `error` if no contract is
-    broken."""
+    """What to raise for a failed call: what `check` finds broken, or else `error` itself."""
     try:
         check(*args)
     except (ValueError, TypeError) as sentence:
@@ -161,8 +161,7 @@ def _dense_float(op: str, name: str, tensor: Any, written: bool) -> None:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements may share an address: dimensions, by stride, must step over all smaller
-    ones."""
+    """Whether elements may share an address: by stride, a dimension must step over the smaller."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return False
     reach = 0
@@ -189,8 +188,7 @@ def _pairs(op: str, main_grads: Any, grads: Any) -> dict[str, Tensor]:
 
 
 def _scalars(op: str, argument: str, factor: Any, found_inf: Any) -> dict[str, Tensor]:
-    """A factor (a number or a 0-dim tensor) and found_inf (0-dim float32, or None): those that are
-    tensors."""
+    """A factor (number or 0-dim tensor) and found_inf (0-dim float32 or None), if tensors."""
     scalars: dict[str, Tensor] = {}
     if isinstance(factor, Tensor):
         if factor.layout != torch.strided or factor.dtype not in FLOAT_DTYPES:
@@ -221,6 +219,8 @@ def _one_device(op: str, tensors: dict[str, Tensor]) -> None:
             fail_value(op, name, device, tensor.device)
 
 
-def _norm_type(op: str, norm_type: Any) -> None:
-    if number(op, "norm_type", norm_type) == 0:
+def _norm_type(op: str, norm_type: Any) -> float:
+    p = number(op, "norm_type", norm_type)
+    if p == 0:
         fail_value(op, "norm_type", "be nonzero", norm_type)
+    return p

@@ -1,4 +1,4 @@
-"""What gradient operations are compared with: exact data, float64 truth, and assertions on errors."""
+"""What gradient operations are compared with: exact data, float64 truth, bounds on errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Around every edge: blocks of 16 lanes, partial sums of 2048 elements, chunks of 65536.
 EDGE_SIZES = (0, 1, 2, 15, 16, 17, 33, 2047, 2048, 2049, 4096, 65535, 65536, 65537, 131073)
 
-# Relative errors of a norm. float32: terms and lanes are rounded to 2**-24 and at most 144 of them are
-# added before the sum goes on in double, errors of either sign; float64 alike with 2**-53.
+# Relative errors of a norm. float32: terms and lanes are rounded to 2**-24, and no more than 256 of
+# them are added up before the sum goes on elsewhere; errors of either sign. float64: alike.
 NORM_RTOL = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
@@ -29,7 +29,7 @@ def random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def accumulated(
     main_grad: Tensor, grad: Tensor, factor: float = 1.0, overwrite: bool = False
 ) -> Tensor:
-    """main_grad + grad * factor in float64, then in the dtype of main_grad: exact for dyadic data."""
+    """main_grad + grad * factor in float64, then as main_grad is stored: exact for dyadic data."""
     start = torch.zeros_like(main_grad) if overwrite else main_grad
     return (start.double() + grad.double() * factor).to(main_grad.dtype)
 
@@ -51,7 +51,9 @@ def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def assert_norm(got: Tensor, tensors: Sequence[Tensor], *, rtol: float | None = None, **kwargs) -> None:
+def assert_norm(
+    got: Tensor, tensors: Sequence[Tensor], *, rtol: float | None = None, **kwargs
+) -> None:
     """`got` is 0-dim, of the right dtype, and near the float64 norm of `tensors`."""
     assert got.shape == ()
     assert got.dtype == norm_dtype(tensors)

@@ -1,24 +1,26 @@
-"""accumulate_ against float64 truth, exactly where the data are dyadic, and against the reference."""
+"""accumulate_ against float64 truth, exact where the data are dyadic, and the reference."""
 
 from __future__ import annotations
 
 import itertools
 import math
 
+import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accumext
-import oracle
 from accumext import reference
 
 LAYOUTS = {
     "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
     "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
     "every_second": lambda t: t.new_full((*t.shape[:-1], 2 * t.shape[-1]), 9)[..., ::2].copy_(t),
-    "inner_slice": lambda t: t.new_full([n + 4 for n in t.shape], 9)[2:-2, 2:-2, 2:-2, 2:-2].copy_(t),
+    "inner_slice": lambda t: t.new_full([n + 4 for n in t.shape], 9)[2:-2, 2:-2, 2:-2, 2:-2].copy_(
+        t
+    ),
     "reversed_dims": lambda t: t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
     "contiguous": lambda t: t.contiguous(),
 }
@@ -129,7 +131,7 @@ def test_random_data_has_the_bits_of_the_reference(main_dtype, grad_dtype, overw
 
 
 def test_each_operation_is_rounded_once():
-    # 1 + 2**-12 squared needs 25 bits: a fused multiply-add, or a wider product, would keep the last.
+    # 1 + 2**-12 squared needs 25 bits: a fused multiply-add, or double, would keep the last.
     x = 1.0 + 2.0**-12
     main_grad = torch.tensor([-1.0])
     accumext.accumulate_([main_grad], [torch.tensor([x])], inv_scale=x)
@@ -172,7 +174,9 @@ def test_found_inf_sees_one_element(where, value, grad_dtype):
     accumext.accumulate_([torch.zeros(70000)], [grad], found_inf=found_inf)
     assert found_inf.item() == 0.0
     grad[where] = value
-    accumext.accumulate_([torch.zeros(3), torch.zeros(70000)], [torch.ones(3), grad], found_inf=found_inf)
+    accumext.accumulate_(
+        [torch.zeros(3), torch.zeros(70000)], [torch.ones(3), grad], found_inf=found_inf
+    )
     assert found_inf.item() == 1.0
 
 

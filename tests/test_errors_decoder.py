@@ -44,7 +44,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"head": nn.Linear(H + 1, V)}, ValueError, "head must take the cell's output, 5 wide, got [7, 6]"),
     ({"head": 3}, TypeError, "head must be an nn.Linear or a pair (weight, bias), got int"),
     ({"head": (torch.zeros(V, H, dtype=torch.int64), None)}, TypeError,
-     "head weight must be a floating-point tensor [V, H], got a int64 tensor"),
+     "head weight must be a floating-point tensor [V, H], got an int64 tensor"),
     ({"head": (torch.zeros(V), None)}, ValueError, "head weight must have shape [V, H] with V >= 1, got [7]"),
     ({"head": (torch.zeros(V, H), torch.zeros(V + 1))}, ValueError, "head bias must have shape [7], got [8]"),
     ({"targets": TARGETS.float()}, TypeError, "targets must be an int64 tensor [T, B], got a float32 tensor"),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
+import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accumext
-import oracle
 from accumext import reference
 
 NORM_TYPES = [1.0, 2.0, 3.0, 0.5, 2.5, math.inf, -math.inf, -1.0, -2.5]
-# float32 pow is good to a few units in the last place, and a root of p < 1 multiplies that by 1 / p.
+# float32 pow is good to a few units in the last place; a root of p < 1 multiplies that by 1 / p.
 POW_RTOL = 4e-6
 
 
@@ -35,7 +35,9 @@ def test_no_worse_than_the_reference(norm_type):
     norm = torch.ops.accumext.total_norm(grads, norm_type=norm_type)
     truth = oracle.norm(grads, norm_type)
     reference_norm = reference.total_norm(grads, norm_type=norm_type)
-    oracle.assert_no_worse(norm, reference_norm, truth, rtol(norm_type) or oracle.NORM_RTOL[norm.dtype])
+    oracle.assert_no_worse(
+        norm, reference_norm, truth, rtol(norm_type) or oracle.NORM_RTOL[norm.dtype]
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,314 @@
+"""The gradient operations: of each the schema, the default kernel and the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumext import _checks, reference
+
+_ops = torch.ops.accumext
+
+
+def _define(
+    name: str,
+    schema: str,  # with {factor} where the 0-dim tensor or float stands
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    tensor_factor: str = "Tensor? inv_scale=None",
+    float_factor: str = "float inv_scale",
+) -> None:
+    """Two overloads, for a tensor and for a float; the tensor's comes first in the resolution.
+
+    Were there one, or the float's first, it would take a tensor too, by reading it from the device.
+    """
+    for overload, factor in (("", tensor_factor), (".scalar", float_factor)):
+        qualname = f"accumext::{name}{overload}"
+        torch.library.define(qualname, schema.format(factor=factor))
+        torch.library.impl(qualname, "default", kernel)
+        torch.library.register_fake(qualname, fake)
+
+
+def _norm_fake(tensors: Sequence[Tensor]) -> Tensor:
+    """What a norm of these tensors looks like: 0-dim, in their accumulation dtype."""
+    dtype = reference.accumulation_dtype(*tensors)
+    return torch.empty((), dtype=dtype, device=tensors[0].device if tensors else None)
+
+
+def _mark_written(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd, which compiled kernels bypass: what it saved must not change unseen."""
+    torch.autograd.graph.increment_version(tensors)
+
+
+def _accumulate_fake(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    inv_scale: float | Tensor = 1.0,
+    found_inf: Tensor | None = None,
+    overwrite: bool = False,
+) -> Tensor:
+    _checks.accumulate_(main_grads, grads, inv_scale, found_inf)
+    return _norm_fake(main_grads)
+
+
+_define(
+    "accumulate_",
+    "(Tensor(a!)[] main_grads, Tensor[] grads, *, {factor}, Tensor(b!)? found_inf=None, "
+    "bool overwrite=False) -> Tensor",
+    reference.accumulate_,
+    _accumulate_fake,
+)
+
+
+@torch.no_grad()
+def accumulate_(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    inv_scale: float | Tensor = 1.0,
+    found_inf: Tensor | None = None,
+    overwrite: bool = False,
+) -> Tensor:
+    """Unscale gradients, check them, add them to the main gradients and find the norm, in one pass.
+
+    `main_grad = main_grad + grad * inv_scale`, or `main_grad = grad * inv_scale` with `overwrite`.
+    Product and sum are each rounded once in float32 (float64 if either tensor is float64), then to
+    the dtype of the main gradient.
+
+    Args:
+        main_grads: buffers to accumulate into, changed in place. float16, bfloat16, float32 and
+            float64 may be mixed; any strides that do not overlap.
+        grads: one gradient per main gradient, of its shape. Dtype and strides need not match.
+        inv_scale: 1 / loss scale. A float, or a 0-dim tensor that is read on its device.
+        found_inf: 0-dim float32. Set to 1.0 if a gradient is not finite, otherwise left as it was.
+        overwrite: ignore what the main gradients held; they may be uninitialised.
+
+    Returns:
+        The 2-norm of the updated main gradients as one vector: 0-dim, float32 (float64 if a main
+        gradient is).
+
+    Raises:
+        ValueError: lengths, shapes or devices differ, or a main gradient overlaps itself.
+        TypeError: an entry is not a dense floating-point tensor.
+
+    Example:
+        >>> main_grads = [torch.zeros(3)]
+        >>> grads = [torch.tensor([3.0, 0.0, 4.0], dtype=torch.bfloat16)]
+        >>> accumext.accumulate_(main_grads, grads, inv_scale=0.5)
+        tensor(2.5000)
+
+    The pass is the one of `multi_tensor_axpby` in NVIDIA apex's former `amp`, with the norm added.
+    """
+    op = _ops.accumulate_.default if isinstance(inv_scale, Tensor) else _ops.accumulate_.scalar
+    try:
+        norm: Tensor = op(
+            main_grads, grads, inv_scale=inv_scale, found_inf=found_inf, overwrite=overwrite
+        )
+    except (RuntimeError, TypeError) as error:
+        raise _checks.broken_contract(
+            error, _checks.accumulate_, main_grads, grads, inv_scale, found_inf
+        ) from None
+    _mark_written(main_grads)
+    return norm
+
+
+def _unscale_check_clip_accumulate_fake(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    inv_scale: float | Tensor = 1.0,
+    max_norm: float,
+    norm_type: float = 2.0,
+    found_inf: Tensor | None = None,
+    overwrite: bool = False,
+    if_finite: bool = False,
+) -> Tensor:
+    _checks.unscale_check_clip_accumulate_(
+        main_grads, grads, inv_scale, max_norm, norm_type, found_inf
+    )
+    return _norm_fake(grads)
+
+
+_define(
+    "unscale_check_clip_accumulate_",
+    "(Tensor(a!)[] main_grads, Tensor[] grads, *, {factor}, float max_norm, float norm_type=2.0, "
+    "Tensor(b!)? found_inf=None, bool overwrite=False, bool if_finite=False) -> Tensor",
+    reference.unscale_check_clip_accumulate_,
+    _unscale_check_clip_accumulate_fake,
+)
+
+
+@torch.no_grad()
+def unscale_check_clip_accumulate_(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    inv_scale: float | Tensor = 1.0,
+    max_norm: float,
+    norm_type: float = 2.0,
+    found_inf: Tensor | None = None,
+    overwrite: bool = False,
+    if_finite: bool = False,
+) -> Tensor:
+    """Clip one micro-batch to `max_norm` and accumulate it, in two reads of its gradients.
+
+    With `norm` the norm of `grads * inv_scale` and `clip_coef = min(1, max_norm / (norm + 1e-6))`:
+    `main_grad = main_grad + grad * (inv_scale * clip_coef)`, the factor formed in the accumulation
+    dtype of each pair.
+
+    Args:
+        main_grads: buffers to accumulate into, changed in place, as in `accumulate_`.
+        grads: one gradient per main gradient, of its shape.
+        inv_scale: 1 / loss scale. A float, or a 0-dim tensor that is read on its device.
+        max_norm: the largest norm this micro-batch may add; `inf` does not clip.
+        norm_type: p of the p-norm, any nonzero number, or `inf` for the largest magnitude.
+        found_inf: 0-dim float32. Set to 1.0 if a gradient is not finite, otherwise left as it was.
+        overwrite: ignore what the main gradients held; they may be uninitialised.
+        if_finite: leave the main gradients bit for bit as they were if a gradient is not finite.
+            Decided on the device.
+
+    Returns:
+        The norm of `grads * inv_scale` before clipping: 0-dim, float32 (float64 if a gradient is).
+
+    Raises:
+        ValueError: lengths, shapes or devices differ, a main gradient overlaps itself, `max_norm`
+            is negative or NaN, or `norm_type` is 0 or NaN.
+        TypeError: an entry is not a dense floating-point tensor.
+
+    Example:
+        >>> main_grads, grads = [torch.zeros(2)], [torch.tensor([3.0, 4.0])]
+        >>> accumext.unscale_check_clip_accumulate_(main_grads, grads, max_norm=1.0)
+        tensor(5.)
+        >>> main_grads
+        [tensor([0.6000, 0.8000])]
+
+    The clip is that of `torch.nn.utils.clip_grad_norm_`.
+    """
+    overloads = _ops.unscale_check_clip_accumulate_
+    op = overloads.default if isinstance(inv_scale, Tensor) else overloads.scalar
+    try:
+        norm: Tensor = op(
+            main_grads,
+            grads,
+            inv_scale=inv_scale,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            found_inf=found_inf,
+            overwrite=overwrite,
+            if_finite=if_finite,
+        )
+    except (RuntimeError, TypeError) as error:
+        check = _checks.unscale_check_clip_accumulate_
+        raise _checks.broken_contract(
+            error, check, main_grads, grads, inv_scale, max_norm, norm_type, found_inf
+        ) from None
+    _mark_written(main_grads)
+    return norm
+
+
+def _total_norm_fake(
+    grads: Sequence[Tensor],
+    *,
+    norm_type: float = 2.0,
+    inv_scale: float | Tensor = 1.0,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    _checks.total_norm(grads, norm_type, inv_scale, found_inf)
+    return _norm_fake(grads)
+
+
+_define(
+    "total_norm",
+    "(Tensor[] grads, *, float norm_type=2.0, {factor}, Tensor(a!)? found_inf=None) -> Tensor",
+    reference.total_norm,
+    _total_norm_fake,
+)
+
+
+@torch.no_grad()
+def total_norm(
+    grads: Sequence[Tensor],
+    *,
+    norm_type: float = 2.0,
+    inv_scale: float | Tensor = 1.0,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    """The norm of unscaled gradients as one vector, in one read.
+
+    `(sum |grad * inv_scale| ** p) ** (1 / p)`; the largest magnitude for p = inf, the smallest for
+    p = -inf, NaN if any element is. Sums are formed per chunk in float32 (float64 for float64) and
+    combined in a fixed order: the same bits for any number of threads.
+
+    Args:
+        grads: dense floating-point tensors of any dtypes, shapes and strides. None, or only empty
+            ones, give 0.
+        norm_type: p, any nonzero number, or `inf` or `-inf`.
+        inv_scale: 1 / loss scale. A float, or a 0-dim tensor that is read on its device.
+        found_inf: 0-dim float32. Set to 1.0 if a gradient is not finite, otherwise left as it was.
+
+    Returns:
+        0-dim, float32 (float64 if a gradient is).
+
+    Raises:
+        ValueError: devices differ, or `norm_type` is 0 or NaN.
+        TypeError: an entry is not a dense floating-point tensor.
+
+    Example:
+        >>> accumext.total_norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float16)])
+        tensor(5.)
+    """
+    op = _ops.total_norm.default if isinstance(inv_scale, Tensor) else _ops.total_norm.scalar
+    try:
+        norm: Tensor = op(grads, norm_type=norm_type, inv_scale=inv_scale, found_inf=found_inf)
+    except (RuntimeError, TypeError) as error:
+        raise _checks.broken_contract(
+            error, _checks.total_norm, grads, norm_type, inv_scale, found_inf
+        ) from None
+    return norm
+
+
+def _scale_fake(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+    _checks.scale_(grads, factor)
+
+
+_define(
+    "scale_",
+    "(Tensor(a!)[] grads, {factor}) -> ()",
+    reference.scale_,
+    _scale_fake,
+    tensor_factor="Tensor factor",
+    float_factor="float factor",
+)
+
+
+@torch.no_grad()
+def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply tensors in place: `grad = grad * factor`, a no-op where the factor is exactly 1.0.
+
+    The product is rounded once in float32 (float64 for float64), then to the dtype of the tensor.
+
+    Args:
+        grads: dense floating-point tensors of any dtypes and shapes; any strides that do not
+            overlap.
+        factor: a float, or a 0-dim tensor that is read on its device.
+
+    Raises:
+        ValueError: devices differ, or a tensor overlaps itself.
+        TypeError: an entry is not a dense floating-point tensor.
+
+    Example:
+        >>> grads = [torch.tensor([2.0, 4.0])]
+        >>> accumext.scale_(grads, 0.5)
+        >>> grads
+        [tensor([1., 2.])]
+    """
+    op = _ops.scale_.default if isinstance(factor, Tensor) else _ops.scale_.scalar
+    try:
+        op(grads, factor)
+    except (RuntimeError, TypeError) as error:
+        raise _checks.broken_contract(error, _checks.scale_, grads, factor) from None
+    _mark_written(grads)

@@ -1,0 +1,148 @@
+"""Each gradient operation in plain PyTorch: kernel where none is compiled, oracle of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from accumext import _checks
+
+_CHUNK_SIZE = 2048  # elements; short sums in float32 are accurate, and torch does not split them
+
+
+@torch.no_grad()
+def accumulate_(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],  # shapes of main_grads
+    *,
+    inv_scale: float | Tensor = 1.0,  # float or []
+    found_inf: Tensor | None = None,  # []
+    overwrite: bool = False,
+) -> Tensor:  # []
+    """`main_grad = main_grad + grad * inv_scale`; returns the 2-norm of the result."""
+    _checks.accumulate_(main_grads, grads, inv_scale, found_inf)
+    _mark_nonfinite(found_inf, grads)
+    for main_grad, grad in zip(main_grads, grads, strict=True):
+        main_grad.copy_(_updated(main_grad, grad, inv_scale, overwrite))
+    return _norm(main_grads, 2.0)
+
+
+@torch.no_grad()
+def unscale_check_clip_accumulate_(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],  # shapes of main_grads
+    *,
+    inv_scale: float | Tensor = 1.0,  # float or []
+    max_norm: float,
+    norm_type: float = 2.0,
+    found_inf: Tensor | None = None,  # []
+    overwrite: bool = False,
+    if_finite: bool = False,
+) -> Tensor:  # []
+    """`main_grad = main_grad + grad * (inv_scale * clip_coef)`; returns the unclipped norm."""
+    _checks.unscale_check_clip_accumulate_(
+        main_grads, grads, inv_scale, max_norm, norm_type, found_inf
+    )
+    norm = _norm(grads, norm_type, inv_scale)
+    coef = clip_coef(norm, max_norm)
+    finite = _all_finite(grads)
+    _mark_nonfinite(found_inf, grads)
+    for main_grad, grad in zip(main_grads, grads, strict=True):
+        dtype = accumulation_dtype(main_grad, grad)
+        factor = _scaled(coef, inv_scale, dtype)
+        updated = _updated(main_grad, grad, factor, overwrite).to(main_grad.dtype)
+        main_grad.copy_(torch.where(finite, updated, main_grad) if if_finite else updated)
+    return norm
+
+
+@torch.no_grad()
+def total_norm(
+    grads: Sequence[Tensor],
+    *,
+    norm_type: float = 2.0,
+    inv_scale: float | Tensor = 1.0,  # float or []
+    found_inf: Tensor | None = None,  # []
+) -> Tensor:  # []
+    """The norm of `grads * inv_scale`, taken as one vector."""
+    _checks.total_norm(grads, norm_type, inv_scale, found_inf)
+    _mark_nonfinite(found_inf, grads)
+    return _norm(grads, norm_type, inv_scale)
+
+
+@torch.no_grad()
+def scale_(
+    grads: Sequence[Tensor],
+    factor: float | Tensor,  # float or []
+) -> None:
+    """`grad = grad * factor`."""
+    _checks.scale_(grads, factor)
+    for grad in grads:
+        grad.copy_(_scaled(grad, factor, accumulation_dtype(grad)))
+
+
+def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any of the tensors is, else float32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def clip_coef(
+    norm: Tensor,  # []
+    max_norm: float,
+) -> Tensor:  # []
+    """`min(1, max_norm / (norm + 1e-6))`; NaN where the norm is NaN, as in torch."""
+    coef: Tensor = max_norm / (norm + 1e-6)
+    return coef.clamp(max=1.0)
+
+
+def _scaled(tensor: Tensor, factor: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor * factor` with both brought to `dtype` first, so that only the product is rounded."""
+    return tensor.to(dtype) * (factor.to(dtype) if isinstance(factor, Tensor) else factor)
+
+
+def _updated(main_grad: Tensor, grad: Tensor, factor: float | Tensor, overwrite: bool) -> Tensor:
+    """What the main gradient becomes, in the accumulation dtype of the pair."""
+    dtype = accumulation_dtype(main_grad, grad)
+    scaled = _scaled(grad, factor, dtype)
+    return scaled if overwrite else main_grad.to(dtype) + scaled
+
+
+def _norm(tensors: Sequence[Tensor], norm_type: float, inv_scale: float | Tensor = 1.0) -> Tensor:
+    """The norm of the tensors' norms, each in its accumulation dtype; 0 where no element is."""
+    dtype = accumulation_dtype(*tensors)
+    norms = [
+        _vector_norm(_scaled(t, inv_scale, accumulation_dtype(t)).reshape(-1), norm_type).to(dtype)
+        for t in tensors
+        if t.numel() > 0
+    ]
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=tensors[0].device if tensors else None)
+    return _vector_norm(torch.stack(norms), norm_type)
+
+
+def _vector_norm(
+    elements: Tensor,  # [N]
+    norm_type: float,
+) -> Tensor:  # []
+    """The norm of the chunks' norms and the rest; one long sum would depend on torch's threads."""
+    chunks = elements.numel() // _CHUNK_SIZE
+    if chunks == 0:
+        norm: Tensor = torch.linalg.vector_norm(elements, norm_type)
+        return norm
+    whole, rest = elements.tensor_split([chunks * _CHUNK_SIZE])
+    norms = torch.linalg.vector_norm(whole.view(chunks, _CHUNK_SIZE), norm_type, dim=1)
+    return _vector_norm(torch.cat([norms, rest]), norm_type)
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> Tensor:  # [] bool
+    """Whether every element is finite, still on the device."""
+    if not tensors:
+        return torch.tensor(True)
+    return torch.stack([t.isfinite().all() for t in tensors]).all()
+
+
+def _mark_nonfinite(found_inf: Tensor | None, grads: Sequence[Tensor]) -> None:
+    """Set `found_inf` to 1.0 where a gradient is not finite; otherwise leave it as it was."""
+    if found_inf is not None and grads:
+        found_inf.masked_fill_(~_all_finite(grads), 1.0)
