@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from allocations import peak_allocated
 from torch import nn
 
 import accumext
+from accumext.demo.memory import peak_memory
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 
@@ -29,7 +29,7 @@ def measured(parts: tuple[Any, Any, Any], targets: torch.Tensor, **call: Any) ->
     def run() -> None:
         accumext.decode_loss(*parts, targets, **call).loss.sum().backward()
 
-    return peak_allocated(run)
+    return peak_memory(run)
 
 
 @pytest.mark.parametrize(

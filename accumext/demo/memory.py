@@ -1,0 +1,64 @@
+"""The peak memory of a call, and of the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def peak_memory(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
+    """Bytes of tensors that a call holds at its highest point, over those there before it.
+
+    On CUDA the figure is `torch.cuda.max_memory_allocated`. The CPU's allocator has no such
+    counter, so there it is the highest running sum of the allocations and releases that the
+    profiler recorded, in the order of their times: the same in every run, and free of what the C
+    library keeps back for later. Scratch memory that a kernel takes from elsewhere is in neither.
+
+    Args:
+        fn: called once; what it returns counts, and is dropped.
+        device: where its tensors are.
+
+    Example:
+        >>> peak_memory(lambda: torch.zeros(1024, 1024)) // 2**20
+        4
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        fn()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's greetings on stderr
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        fn()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"]
+    current = peak = 0
+    for _, change in sorted(changes, key=lambda at: at[0]):  # stable: equal times keep their order
+        current += change
+        peak = max(peak, current)
+    return peak
+
+
+def process_peak(device: torch.device) -> int | None:
+    """Bytes used at most so far: tensors on a GPU, else resident memory; None on Windows."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
