@@ -1,0 +1,74 @@
+"""What the arguments of AccumulatingOptimizer must be."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accumext import _checks
+from accumext._gradients import Scalar, is_dtensor, on_host
+
+OP = "AccumulatingOptimizer"
+
+
+def check_loss(op: str, loss: object) -> None:
+    """A 0-dim tensor with a graph."""
+    if not isinstance(loss, Tensor):
+        _checks.fail_type(op, "loss", "be a tensor", _checks.type_name(loss))
+    if loss.dim() != 0:
+        _checks.fail_value(op, "loss", "be 0-dim", f"shape {list(loss.shape)}")
+    if not loss.requires_grad:
+        advice = "Compute it from the parameters with gradients enabled"
+        _checks.fail_value(op, "loss", "have a graph", "a tensor without one", advice)
+
+
+def check_weight(op: str, weight: object) -> Scalar:
+    """A finite number of at least 0; a 0-dim tensor stays on its device, in float64."""
+    if not isinstance(weight, Tensor):
+        value = _checks.number(op, "weight", weight, 0.0)
+    elif weight.dim() != 0:
+        _checks.fail_value(
+            op, "weight", "be a number or a 0-dim tensor", f"shape {list(weight.shape)}"
+        )
+    elif weight.dtype == torch.bool or weight.is_complex():
+        _checks.fail_type(op, "weight", "be a real number", _checks.type_name(weight))
+    elif on_host(weight):
+        value = _checks.number(op, "weight", weight.item(), 0.0)
+    else:
+        value = 0.0
+    if math.isinf(value):
+        _checks.fail_value(op, "weight", "be finite", value)
+    return weight.detach().double() if isinstance(weight, Tensor) else value
+
+
+def check_policy(policy: str, parameters: Sequence[Tensor]) -> None:
+    """A bad micro-batch is dropped where its gradients are, so they must be in one place."""
+    apart = any(map(is_dtensor, parameters)) or len({p.device for p in parameters}) > 1
+    if policy == "skip_micro_batch" and apart:
+        contract = "be 'skip_window' or 'raise' where parameters are sharded or on several devices"
+        _checks.fail_value(OP, "on_nonfinite", contract, repr(policy))
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot be called without a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_closure_optimizer(
+    optimizer: Optimizer, window: int, max_norm: object, scaler: object, process_group: object
+) -> None:
+    """What evaluates a closure forms its own gradients, beyond the reach of a window."""
+    kind = type(optimizer).__name__
+    if window != 1:
+        _checks.fail_value(OP, "window", f"be 1 for {kind}, which needs a closure", window)
+    others = {"max_norm": max_norm, "scaler": scaler, "process_group": process_group}
+    for name, value in others.items():
+        if value is not None:
+            contract = f"be None for {kind}, which needs a closure"
+            _checks.fail_value(OP, name, contract, _checks.type_name(value))

@@ -1,0 +1,101 @@
+"""An open window as plain tensors and numbers, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumext._checks import fail_type, fail_value, type_name
+from accumext._gradients import main_dtype
+from accumext._window import LossScale, Window
+
+_SCALARS = ("weight", "unit_weight", "unit_scale", "loss_scale", "norm", "found_inf", "survivors")
+_KEYS = {"main_grads", "micro_batches", *_SCALARS}
+
+
+def pack(window: Window, parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """Copies of everything that the window holds, main gradients by parameter index."""
+    values = {
+        "weight": window.weight,
+        "unit_weight": window.unit_weight,
+        "unit_scale": window.unit_scale.value,
+        "loss_scale": window.loss_scale,
+        "norm": window.norm,
+        "found_inf": window.found_inf(None) if window.flags else None,
+        "survivors": window.survivors,
+    }
+    window.refresh()
+    mains = {i: window.main[p] for i, p in enumerate(parameters) if p in window.main}
+    return {
+        "main_grads": {i: main.detach().clone() for i, main in mains.items()},
+        "micro_batches": window.micro_batches,
+        **{k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()},
+    }
+
+
+def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
+    """The window that `pack` saw, on the devices of the parameters."""
+    if not isinstance(packed, dict):
+        fail_type(op, "state_dict", "be a dict", type_name(packed))
+    if set(packed) != _KEYS:
+        fail_value(op, "state_dict", f"have the keys {sorted(_KEYS)}", sorted(map(str, packed)))
+    count = packed["micro_batches"]
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        fail_value(op, "state_dict['micro_batches']", "be an int of at least 0", repr(count))
+    window = Window()
+    window.micro_batches = count
+    window.main = _main_grads(op, packed["main_grads"], parameters)
+    device = next((main.device for main in window.main.values()), torch.device("cpu"))
+    scalars = {name: _scalar(op, name, packed[name], device) for name in _SCALARS}
+    for name in ("weight", "unit_scale", "loss_scale"):
+        if scalars[name] is None:
+            fail_type(op, f"state_dict[{name!r}]", "be a number or a 0-dim tensor", "NoneType")
+    for name in ("norm", "found_inf", "survivors"):
+        if isinstance(scalars[name], float):
+            fail_type(op, f"state_dict[{name!r}]", "be a 0-dim tensor or None", "float")
+    window.weight, window.unit_weight = scalars["weight"], scalars["unit_weight"]
+    window.unit_scale, window.loss_scale = LossScale(scalars["unit_scale"]), scalars["loss_scale"]
+    window.norm, window.survivors = scalars["norm"], scalars["survivors"]
+    if scalars["found_inf"] is not None:
+        window.note(scalars["found_inf"])
+    return window
+
+
+def _main_grads(op: str, mains: Any, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """Main gradients by parameter, checked against it."""
+    if not isinstance(mains, dict):
+        fail_type(op, "state_dict['main_grads']", "be a dict", type_name(mains))
+    loaded: dict[Tensor, Tensor] = {}
+    for index, main in mains.items():
+        name = f"state_dict['main_grads'][{index!r}]"
+        if not isinstance(index, int) or not 0 <= index < len(parameters):
+            fail_value(op, name, f"be one of the {len(parameters)} parameters", f"index {index!r}")
+        parameter = parameters[index]
+        if not isinstance(main, Tensor):
+            fail_type(op, name, "be a tensor", type_name(main))
+        if main.dtype not in (parameter.dtype, main_dtype(parameter)):
+            fail_type(op, name, f"be a {main_dtype(parameter)} tensor", type_name(main))
+        if main.shape != parameter.shape:
+            fail_value(op, name, f"have shape {list(parameter.shape)}", list(main.shape))
+        loaded[parameter] = main.detach().to(parameter.device, main_dtype(parameter), copy=True)
+    return loaded
+
+
+def _scalar(op: str, name: str, value: Any, device: torch.device) -> Any:
+    """A finite number, a 0-dim tensor (moved to the device) or None."""
+    contract = "be a number, a 0-dim tensor or None"
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            fail_value(op, f"state_dict[{name!r}]", contract, f"shape {list(value.shape)}")
+        return value.detach().to(device, copy=True)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fail_type(op, f"state_dict[{name!r}]", contract, type_name(value))
+    if not math.isfinite(value):
+        fail_value(op, f"state_dict[{name!r}]", "be finite", value)
+    return float(value)

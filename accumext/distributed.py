@@ -1,0 +1,151 @@
+"""Windows over several processes: sums of main gradients, found_inf, norms of sharded gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accumext import _checks, ops
+from accumext._gradients import is_dtensor, main_dtype, plain, scale_
+from accumext._window import UNSCALED, Window
+
+Group: TypeAlias = "dist.ProcessGroup"
+
+
+def check_group(op: str, group: object) -> Group | None:
+    """A process group, or None."""
+    if group is None:
+        return None
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        got = _checks.type_name(group)
+        _checks.fail_type(op, "process_group", "be a torch.distributed process group or None", got)
+    return group
+
+
+def hold_back(
+    op: str, model: object, group: Group | None
+) -> tuple[AbstractContextManager[None], Group | None]:
+    """A context in which the model does not synchronise, and the group its gradients then need.
+
+    FSDP (fully_shard) goes on reducing: a gradient held back there exists only inside FSDP, in full
+    size, until a later backward reduces it, so it could be neither taken in nor stepped on.
+    """
+    if model is None:
+        return nullcontext(), group
+    if not isinstance(model, nn.Module):
+        got = _checks.type_name(model)
+        _checks.fail_type(op, "model", "be a torch.nn.Module or None", got)
+    replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    others = [m for m in model.modules() if not isinstance(m, DistributedDataParallel)]
+    if any(hasattr(m, "no_sync") for m in others):
+        contract = "be a DistributedDataParallel or fully_shard model, or a plain module"
+        advice = "Its sharded gradients carry no mesh, so their norm is unknown: use fully_shard"
+        _checks.fail_type(op, "model", contract, _checks.type_name(model), advice)
+    group = group or next((replica.process_group for replica in replicas), None)
+    return _no_sync(replicas), group
+
+
+@contextmanager
+def _no_sync(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """None of the replicas synchronises."""
+    with ExitStack() as held:
+        for replica in replicas:
+            held.enter_context(replica.no_sync())
+        yield
+
+
+def reduce_window(window: Window, parameters: Sequence[Tensor], group: Group) -> None:
+    """Sum the windows of all processes: main gradients and weights by SUM, found_inf by MAX.
+
+    Every process sends every parameter, zeros where it has no gradient, so that the calls match. A
+    parameter without a gradient on any process is left without one; only a process that lacks a
+    gradient has to read, on the host, whether another has it.
+    """
+    if group.size() == 1:
+        return
+    window.detach()
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    scale_(window.main.values(), window.normaliser("sum"))
+    device = parameters[0].device
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    kept = zero + window.micro_batches if window.survivors is None else window.survivors
+    sums = torch.stack([zero + window.weight, kept])
+    present = torch.tensor([float(p in window.main) for p in parameters])
+    flags = torch.cat([window.found_inf(device).reshape(1), present.to(device, non_blocking=True)])
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    for parameter in parameters:
+        _sum_main_grad(window, parameter, group)
+    missing = [p for p, mine in zip(parameters, present.tolist(), strict=True) if not mine]
+    if missing:
+        anywhere = dict(zip(parameters, flags[1:].tolist(), strict=True))
+        for parameter in missing:
+            if not anywhere[parameter]:
+                del window.main[parameter]
+    window.note(flags[0])
+    window.weight, window.gathered, window.norm = sums[0], sums[1], None
+    window.unit_weight, window.unit_scale = 1.0, UNSCALED
+    if window.survivors is not None:
+        window.survivors = sums[1]
+
+
+def _sum_main_grad(window: Window, parameter: Tensor, group: Group) -> None:
+    """`main = sum over processes of main`; a sparse one travels dense."""
+    main = window.main.get(parameter)
+    if main is None:
+        main = torch.zeros_like(parameter, dtype=main_dtype(parameter))
+    sparse = main.is_sparse
+    sent = plain(main.to_dense() if sparse else main).contiguous()
+    dist.all_reduce(sent, group=group)
+    if sparse:
+        main = sent.to_sparse(main.sparse_dim())
+    else:
+        plain(main).copy_(sent)
+    window.main[parameter] = main
+
+
+def total_norm(
+    grads: Sequence[Tensor],
+    norm_type: float,
+    found_inf: Tensor,  # []; set to 1.0 where a gradient is not finite, on all processes alike
+) -> Tensor:  # []
+    """The norm of all gradients as one vector, whatever devices and processes hold their parts."""
+    parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
+    for grad in grads:
+        parts.setdefault((grad.device, _shard_groups(grad)), []).append(plain(grad))
+    norms = []
+    for (device, groups), tensors in parts.items():
+        flag = torch.zeros_like(found_inf, device=device)
+        norm = ops.total_norm(tensors, norm_type=norm_type, found_inf=flag)
+        for group in groups:
+            norm = _norm_over(group, norm, norm_type)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
+        norms.append(norm.to(found_inf.device, non_blocking=True))
+    return norms[0] if len(norms) == 1 else ops.total_norm(norms, norm_type=norm_type)
+
+
+def _shard_groups(tensor: Any) -> tuple[Group, ...]:
+    """The groups over which a DTensor is split; none for any other tensor."""
+    if not is_dtensor(tensor):
+        return ()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())
+
+
+def _norm_over(group: Group, norm: Tensor, norm_type: float) -> Tensor:
+    """The norm of a vector split over a group, from the norms of its parts."""
+    if math.isinf(norm_type):
+        op = dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
+        dist.all_reduce(norm, op=op, group=group)
+        return norm
+    total = norm.double() ** norm_type
+    dist.all_reduce(total, group=group)
+    return (total ** (1.0 / norm_type)).to(norm.dtype)

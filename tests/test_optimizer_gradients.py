@@ -1,0 +1,279 @@
+"""Gradients of every kind in a window: half, sparse, missing, complex, views; where they lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_oracle import (
+    assert_close,
+    assert_equal,
+    loss_of,
+    make_batches,
+    make_model,
+    train_by_hand,
+)
+from torch import nn
+
+from accumext.optimizer import AccumulatingOptimizer
+
+BATCHES = make_batches(8)
+HALF_DTYPES = [torch.bfloat16, torch.float16]
+
+
+def sgd(parameters, **kwargs):
+    return torch.optim.SGD(parameters, lr=0.1, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch", "raise"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
+def test_half_parameters_add_up_in_float32(dtype, on_nonfinite, scaled):
+    """256 + 1 is 256 in bfloat16, 2048 + 1 is 2048 in float16: only a float32 sum sees the ones."""
+    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
+    big = 256.0 if dtype == torch.bfloat16 else 2048.0
+    grads = [big] + [1.0] * 15
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+    opt = AccumulatingOptimizer(
+        torch.optim.SGD([parameter], lr=1.0),
+        window=16,
+        reduction="sum",
+        scaler=scaler,
+        on_nonfinite=on_nonfinite,
+    )
+    for grad in grads:
+        opt.backward((parameter.float() * grad).sum())
+    assert opt.main_grad(parameter).tolist() == [sum(grads)] * 3
+    opt.step()
+    assert_equal([parameter.detach()], [torch.full((3,), -sum(grads)).to(dtype)])
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=["bfloat16", "float16"])
+def test_half_parameters_add_up_in_float32_inside_a_micro_batch(dtype):
+    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
+    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    with opt.micro_batch():
+        for grad in [2048.0] + [1.0] * 15:
+            opt.backward((parameter.float() * grad).sum())
+    opt.step()
+    assert_equal([parameter.detach()], [torch.full((3,), -2063.0).to(dtype)])
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=["bfloat16", "float16"])
+def test_half_model_against_float32_sums(dtype, window, fused, max_norm):
+    """By hand: float32 sums of the half gradients, divided, clipped, rounded once into `.grad`."""
+    rounding = 2.0 ** (-7 if dtype == torch.bfloat16 else -10)
+    reference, model = make_model(dtype), make_model(dtype)
+    parameters = list(reference.parameters())
+    optimizer = sgd(parameters)
+    opt = AccumulatingOptimizer(
+        sgd(model.parameters(), fused=fused), window=window, max_norm=max_norm
+    )
+    for start in range(0, 8, window):
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+        for batch in BATCHES[start : start + window]:
+            grads = torch.autograd.grad(loss_of(reference, batch.to(dtype)), parameters)
+            sums = [s + grad.float() for s, grad in zip(sums, grads)]
+            opt.backward(loss_of(model, batch.to(dtype)))
+            opt.step()
+        means = [s / window for s in sums]
+        norm = torch.cat([mean.flatten() for mean in means]).norm()
+        coef = 1.0 if max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))
+        for parameter, mean in zip(parameters, means):
+            parameter.grad = (mean * coef).to(dtype)
+        optimizer.step()
+    # A float32 bit in the sum may round one step of the parameter the other way.
+    assert_close(list(model.parameters()), parameters, tolerance=2 * rounding)
+
+
+def test_an_overflow_in_the_cast_to_float16_skips():
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    opt = AccumulatingOptimizer(sgd([parameter]), window=2, reduction="sum")
+    for _ in range(2):
+        opt.backward((parameter.float() * 60000.0).sum())
+    opt.step()
+    assert opt.last.skipped
+    assert parameter.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch", "raise"])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("window", [1, 3])
+def test_sparse_gradients(window, max_norm, on_nonfinite):
+    def make(sparse):
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            return nn.Embedding(6, 3, sparse=sparse, dtype=torch.float64)
+
+    tokens = [torch.tensor([1, 1, 4]), torch.tensor([0, 4, 4]), torch.tensor([2, 1, 0])]
+    dense, sparse = make(False), make(True)
+    reference = sgd(dense.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    opt = AccumulatingOptimizer(
+        sgd(sparse.parameters()),
+        window=window,
+        max_norm=max_norm,
+        scaler=scaler,
+        on_nonfinite=on_nonfinite,
+    )
+    for start in range(0, 3, window):
+        some = tokens[start : start + window]
+        reference.zero_grad()
+        (sum(dense(t).square().sum() for t in some) / len(some)).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(dense.parameters(), max_norm)
+        reference.step()
+        for t in some:
+            opt.backward(sparse(t).square().sum())
+            opt.step()
+    assert_close([sparse.weight.detach()], [dense.weight.detach()])
+
+
+def test_sparse_gradients_reach_a_sparse_optimizer():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    opt = AccumulatingOptimizer(torch.optim.SparseAdam(embedding.parameters()), window=2)
+    before = embedding.weight.detach().clone()
+    for token in (1, 3):
+        opt.backward(embedding(torch.tensor([token])).sum())
+        opt.step()
+    moved = (embedding.weight != before).any(dim=1)
+    assert moved.tolist() == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch", "raise"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
+def test_parameters_without_gradients_in_some_micro_batches(scaled, on_nonfinite):
+    a, b, never = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+    decay = torch.optim.SGD([a, b, never], lr=1.0, weight_decay=0.5)
+    opt = AccumulatingOptimizer(decay, window=4, scaler=scaler, on_nonfinite=on_nonfinite)
+    for loss in (2 * a.sum(), 3 * b.sum(), 4 * a.sum() + 5 * b.sum(), 6 * b.sum()):
+        opt.backward(loss)
+        opt.step()
+    assert a.tolist() == [1.0 - 6 / 4 - 0.5] * 2
+    assert b.tolist() == [1.0 - 14 / 4 - 0.5] * 2
+    assert never.tolist() == [1.0, 1.0]
+
+
+def test_the_norm_covers_parameters_that_the_last_micro_batch_left_out():
+    """The last pass may know the norm already, but only of the gradients that it went over."""
+    a, b = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
+    opt = AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), window=2, reduction="sum")
+    for loss in (3 * a + 2 * b, 2 * b):
+        loss.sum().backward()
+        opt.accumulate()
+    opt.step()
+    assert opt.last.total_norm.item() == 5.0
+
+
+def test_a_view_of_a_bucket_is_copied():
+    """DDP keeps gradients as views of a bucket that it writes again in the next backward pass."""
+    parameter = nn.Parameter(torch.zeros(2))
+    bucket = torch.zeros(4)
+    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=2, reduction="sum")
+    for value in (1.0, 10.0):
+        bucket.fill_(value)
+        parameter.grad = bucket[:2]
+        opt.accumulate()
+    opt.step()
+    assert parameter.tolist() == [-11.0, -11.0]
+
+
+def test_the_first_gradient_is_taken_without_a_copy():
+    parameter = nn.Parameter(torch.zeros(2))
+    opt = AccumulatingOptimizer(sgd([parameter]), window=2)
+    parameter.sum().backward()
+    address = parameter.grad.data_ptr()
+    opt.accumulate()
+    assert parameter.grad is None
+    assert opt._progress.window.main[parameter].data_ptr() == address
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [3.0, 7.0]], ids=["equal", "unequal"])
+def test_autograd_adds_to_the_main_gradient_in_place(weights):
+    """The second backward pass must not hold a second set of gradients."""
+    parameter = nn.Parameter(torch.zeros(2))
+    opt = AccumulatingOptimizer(sgd([parameter]), window=3)
+    opt.backward(parameter.sum(), weights[0])
+    address = opt._progress.window.main[parameter].data_ptr()
+    seen = []
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
+    opt.backward(parameter.sum(), weights[1])
+    handle.remove()
+    assert seen == [address]
+    assert parameter.grad is None
+    assert opt.main_grad(parameter).tolist() == [sum(weights)] * 2
+
+
+def test_window_of_one_keeps_gradients_visible():
+    model = make_model()
+    opt = AccumulatingOptimizer(sgd(model.parameters()))
+    opt.backward(loss_of(model, BATCHES[0]))
+    grads = [p.grad for p in model.parameters()]
+    assert_equal(grads, torch.autograd.grad(loss_of(model, BATCHES[0]), list(model.parameters())))
+    opt.step()
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads))
+    opt.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_may_be_changed_between_backward_and_step():
+    parameter = nn.Parameter(torch.zeros(2))
+    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    opt.backward(parameter.sum())
+    parameter.grad = torch.tensor([5.0, 6.0])
+    opt.step()
+    assert parameter.tolist() == [-5.0, -6.0]
+
+
+def test_complex_parameters():
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
+    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=2, max_norm=1.0)
+    for factor in (3.0, 3.0):
+        opt.backward((parameter * factor).real.sum())
+        opt.step()
+    assert opt.last.total_norm.item() == pytest.approx(3 * 2**0.5)
+    torch.testing.assert_close(parameter.real, torch.full((2,), -(0.5**0.5), dtype=torch.float64))
+
+
+def test_micro_batches_of_several_raw_backwards():
+    model = make_model()
+    opt = AccumulatingOptimizer(sgd(model.parameters()), window=2)
+    for batch in BATCHES[:2]:
+        with opt.micro_batch(model):
+            (0.5 * loss_of(model, batch)).backward()
+            (0.5 * loss_of(model, batch)).backward()
+        opt.step()
+    expected = train_by_hand(sgd, BATCHES[:2], 2)
+    assert_close([p.detach() for p in model.parameters()], expected)
+
+
+def test_an_exception_in_a_micro_batch_drops_that_one_alone():
+    model = make_model()
+    opt = AccumulatingOptimizer(sgd(model.parameters()), window=2)
+    opt.backward(loss_of(model, BATCHES[0]))
+
+    def interrupted():
+        with opt.micro_batch():
+            opt.backward(loss_of(model, BATCHES[1]))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+
+    assert all(p.grad is None for p in model.parameters())
+    opt.backward(loss_of(model, BATCHES[2]))
+    opt.step()
+    expected = train_by_hand(sgd, [BATCHES[0], BATCHES[2]], 2)
+    assert_close([p.detach() for p in model.parameters()], expected)
+
+
+def test_an_empty_micro_batch_does_not_count():
+    model = make_model()
+    opt = AccumulatingOptimizer(sgd(model.parameters()), window=1)
+    with opt.micro_batch():
+        pass
+    opt.step()
+    assert not opt.stepped
