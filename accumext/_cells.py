@@ -58,10 +58,10 @@ def adapt(op: str, cell: Any) -> Cell:
         return _from_cell(cell)
     if isinstance(cell, nn.RNNBase):
         return _from_layers(op, cell)
-    if callable(cell):
-        module = cell if isinstance(cell, nn.Module) else None
-        return Cell(cell, module, None, None, None, batch_dim=0, draws=True)
-    fail_type(op, "cell", "be a recurrent module or callable", type_name(cell))
+    if not callable(cell):
+        fail_type(op, "cell", "be a recurrent module or callable", type_name(cell))
+    module = cell if isinstance(cell, nn.Module) else None
+    return Cell(cell, module, None, None, None, batch_dim=0, draws=True)
 
 
 def _from_cell(cell: nn.RNNCellBase) -> Cell:

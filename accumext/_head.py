@@ -25,7 +25,6 @@ from torch import Tensor
 
 from accumext._feedback import sample
 
-
 Wants: TypeAlias = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
 
 

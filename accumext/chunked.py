@@ -54,7 +54,8 @@ def chunked_loss(
 
     Example:
         >>> features = trunk(x)
-        >>> loss = accumext.chunked_loss(lambda h, y: F.cross_entropy(head(h), y), features, y, chunks=10)
+        >>> head_loss = lambda h, y: F.cross_entropy(head(h), y)
+        >>> loss = accumext.chunked_loss(head_loss, features, y, chunks=10)
         >>> loss.backward()
     """
     spans = _check(fn, inputs, args, chunks, chunk_size, reduction)

@@ -168,7 +168,7 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
         ValueError, TypeError: as `decode_loss`.
 
     Example:
-        >>> accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy") / 2**20  # MiB
+        >>> peak = accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy")
     """
     bound = inspect.signature(decode_loss).bind(*args, **kwargs)
     bound.apply_defaults()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -91,7 +92,12 @@ def clip_coef(
     norm: Tensor,  # []
     max_norm: float,
 ) -> Tensor:  # []
-    """`min(1, max_norm / (norm + 1e-6))`; NaN where the norm is NaN, as in torch."""
+    """`min(1, max_norm / (norm + 1e-6))`; NaN where the norm is NaN, as in torch.
+
+    Without a limit it is 1, also where the norm of finite gradients overflowed.
+    """
+    if math.isinf(max_norm):
+        return torch.ones_like(norm)
     coef: Tensor = max_norm / (norm + 1e-6)
     return coef.clamp(max=1.0)
 

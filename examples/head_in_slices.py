@@ -1,8 +1,8 @@
 """Question 3: the trunk once on the whole batch, the head in slices, on each GPU of a job.
 
 Four ways to the same gradient: the whole batch; accumulation over the whole model; `chunked_loss`;
-and the head in slices by hand with `retain_graph`. Then `chunked_loss` under DistributedDataParallel
-with 2 processes and a window of 2 equals one process on the joined batch.
+and the head in slices by hand with `retain_graph`. Then `chunked_loss` under
+DistributedDataParallel with 2 processes and a window of 2 equals one process on the joined batch.
 
 Run it as it is (it starts 2 processes itself), or under `torchrun --nproc-per-node 2`.
 """

@@ -70,7 +70,9 @@ def main() -> None:
         model.embedding, model.cell, model.head, targets, hidden, feedback="greedy"
     )
     logits = args.length * batch * args.vocabulary * 4
-    print(f"decode_loss adds at most {peak / 1e6:.0f} MB; the logits alone are {logits / 1e6:.0f} MB")
+    print(
+        f"decode_loss adds at most {peak / 1e6:.0f} MB; the logits alone are {logits / 1e6:.0f} MB"
+    )
 
     # 2. The training loop: scale, unscale, clip to 2.0, step, update and zero are the wrapper's.
     opt = accumext.AccumulatingOptimizer(

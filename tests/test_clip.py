@@ -255,3 +255,11 @@ def test_only_error_if_nonfinite_reads_the_device():
     with oracle.DeviceReads() as reads:
         accumext.clip_grad_norm_(ps, 1.0)
     assert reads.count == 0
+
+
+def test_without_a_limit_an_overflowed_norm_clips_nothing() -> None:
+    grads = [torch.full((4,), 1e30)]  # finite, but their squares are not
+    main_grads = [torch.zeros(4)]
+    norm = accumext.unscale_check_clip_accumulate_(main_grads, grads, max_norm=math.inf)
+    assert norm.isinf()
+    assert torch.equal(main_grads[0], grads[0])

@@ -72,9 +72,11 @@ struct Norm {
 };
 
 // min(1, max_norm / (norm + 1e-6)), NaN where the norm is NaN. torch divides a number by a tensor
-// as reciprocal times number, and so does this, for the same bits.
+// as reciprocal times number, and so does this, for the same bits. Without a limit it is 1, also
+// where the norm of finite gradients overflowed.
 template <typename acc_t>
 ACCUMEXT_HOST_DEVICE inline acc_t clip_coef(acc_t norm, acc_t max_norm) {
+  if (std::isinf(max_norm)) return acc_t(1);
   const acc_t coef = acc_t(1) / (norm + acc_t(1e-6)) * max_norm;
   return coef > acc_t(1) ? acc_t(1) : coef;
 }
