@@ -6,6 +6,7 @@ library is imported here; functions that need torch get it as an argument.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -100,6 +101,9 @@ def _target_define() -> str:
 
 def load_arguments(library: str, torch: Any = None) -> dict[str, Any]:
     """Arguments for `torch.utils.cpp_extension.load`, to compile a library by hand.
+
+    Set ACCUMEXT_BACKEND=reference before importing accumext, so that an operator is not given two
+    kernels.
 
     Args:
         library: "cpu", "cuda" or "bind".
@@ -199,10 +203,10 @@ def cuda(torch: Any) -> Cuda:
     wish = setting("ACCUMEXT_CUDA")
     wanted: str | None = torch.version.cuda
     if wish == "0":
-        return Cuda(None, None, "ACCUMEXT_CUDA=0", "unset ACCUMEXT_CUDA")
+        return Cuda(None, None, "ACCUMEXT_CUDA=0", "Unset ACCUMEXT_CUDA")
     if wanted is None and wish == "auto":
         reason = f"torch {torch.__version__} has no CUDA"
-        return Cuda(None, None, reason, "install a CUDA build of torch")
+        return Cuda(None, None, reason, "Install a CUDA build of torch")
     major = None if wanted is None else wanted.split(".")[0]
     found = [(home, version) for home in _cuda_homes(torch) if (version := _nvcc_version(home))]
     for home, version in found:
@@ -310,6 +314,7 @@ def _jobs() -> int:
     return max(1, min(cores or 1, fitting))
 
 
+@functools.cache
 def sources_key() -> str:
     """A digest of every source and header: two equal keys mean equal C++ and CUDA code."""
     digest = hashlib.sha256()

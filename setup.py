@@ -1,0 +1,158 @@
+"""Compiles the kernels against the torch of the environment; pyproject.toml says all else."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+COMPILING_COMMANDS = {"bdist_wheel", "build", "build_ext", "editable_wheel", "develop", "install"}
+
+
+def load_settings() -> Any:
+    """accumext/_build.py, by path: importing the package would import torch."""
+    spec = importlib.util.spec_from_file_location("_build", ROOT / "accumext" / "_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = load_settings()
+build.check_settings()
+mode = build.setting("ACCUMEXT_BUILD")
+record: dict[str, Any] = {
+    "sources": build.sources_key(),
+    "torch": None,
+    "torch_cuda": None,
+    "nvcc": None,
+    "archs": None,
+    "compiled": [],
+    "missing": {},
+}
+
+
+def missing(library: str, reason: str, fix: str) -> None:
+    """Note why a library is not compiled; stop if it was asked for."""
+    asked = mode == "require" and not (library == "cuda" and record["torch_cuda"] is None)
+    if asked or (library == "cuda" and build.setting("ACCUMEXT_CUDA") == "1"):
+        raise SystemExit(f"accumext: the {library} library cannot be compiled: {reason}. {fix}")
+    print(f"accumext: the {library} library is not compiled: {reason}. {fix}", file=sys.stderr)
+    record["missing"][library] = {"reason": reason, "fix": fix}
+
+
+def package_folder(command: Any, inplace: bool) -> Path:
+    """Where a command puts the package."""
+    return ROOT / "accumext" if inplace else Path(command.build_lib, "accumext")
+
+
+def remove_libraries(folder: Path) -> None:
+    """Remove what an earlier build left: a library that no longer compiles must not be shipped."""
+    for name in ("_C_*.so", "_bind.*.so"):
+        for path in folder.glob(name):
+            path.unlink()
+
+
+class BuildModules(build_py):
+    """Copies the package, and records why nothing is compiled where nothing is."""
+
+    def run(self) -> None:
+        if self.editable_mode:
+            remove_libraries(ROOT / "accumext")
+        else:
+            shutil.rmtree(package_folder(self, False), ignore_errors=True)
+        super().run()
+        build.write_record(package_folder(self, self.editable_mode), record)
+
+
+def build_kernels(torch: Any) -> type:
+    """The build_ext command of this torch: each library is compiled, or fails, alone."""
+    from torch.utils.cpp_extension import BuildExtension
+
+    class BuildKernels(BuildExtension):
+        def run(self) -> None:
+            folder = package_folder(self, bool(self.inplace))
+            super().run()
+            build.write_record(folder, record)
+
+        def build_extensions(self) -> None:
+            wanted, compiled = self.extensions, []
+            for extension in wanted:
+                self.extensions = [extension]
+                library = extension.name.rpartition("_")[2]
+                try:
+                    super().build_extensions()
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                    missing(library, reason, "pip install -v . shows the compiler's words")
+                else:
+                    compiled.append(extension)
+                    record["compiled"].append(library)
+            self.extensions = compiled
+
+    return BuildKernels
+
+
+def extensions(torch: Any) -> list[Extension]:
+    """The libraries that this machine is to compile."""
+    from torch.utils import cpp_extension
+
+    def library(name: str, **extra_flags: list[str]) -> Extension:
+        return cpp_extension.CppExtension(
+            f"accumext._C_{name}",
+            [os.path.relpath(path, ROOT) for path in build.sources(name)],
+            include_dirs=[str(build.csrc())],
+            extra_compile_args={"cxx": build.cxx_flags(name), **extra_flags},
+            py_limited_api=True,
+        )
+
+    found = [library("cpu")]
+    cuda = build.cuda(torch)
+    if cuda.home is None:
+        missing("cuda", cuda.reason, cuda.fix)
+    else:
+        cpp_extension.CUDA_HOME = cuda.home
+        record.update(nvcc=cuda.version, archs=build.archs(torch))
+        found.append(library("cuda", nvcc=build.nvcc_flags() + build.arch_flags(torch)))
+    found.append(
+        Extension(
+            "accumext._bind",
+            [os.path.relpath(path, ROOT) for path in build.sources("bind")],
+            include_dirs=[str(build.csrc()), build.pybind11_include(torch)],
+            extra_compile_args=build.cxx_flags("bind"),
+            language="c++",
+        )
+    )
+    return found
+
+
+def usable_torch() -> Any | None:
+    """The torch to compile against; None, with the reason noted, where nothing can be compiled."""
+    if mode == "off":
+        missing("cpu", "ACCUMEXT_BUILD=off", build.ON_FIRST_USE)
+        return None
+    torch = build.find_torch()
+    if torch is None:
+        missing("cpu", "no torch was visible to the build", build.NO_TORCH_FIX)
+        return None
+    record.update(torch=torch.__version__, torch_cuda=torch.version.cuda)
+    obstacle = build.obstacle(torch)
+    if obstacle is not None:
+        missing("cpu", *obstacle)
+        return None
+    return torch
+
+
+commands: dict[str, type] = {"build_py": BuildModules}
+modules: list[Extension] = []
+if COMPILING_COMMANDS & set(sys.argv[1:]) and (torch := usable_torch()) is not None:
+    os.environ.update(build.environment())
+    commands["build_ext"] = build_kernels(torch)
+    modules = extensions(torch)
+setup(ext_modules=modules, cmdclass=commands)
