@@ -135,7 +135,8 @@ def check_arguments(
         OP,
         feedback,
         targets,
-        fed=_fed(targets, counted, within, lookup.pad),
+        # pad also past a row's length, where targets may be anything
+        fed=torch.where(counted, targets, lookup.pad),
         start=start,
         inputs=inputs,
         teacher_forcing=teacher_forcing,
@@ -247,11 +248,6 @@ def _within(lengths: Any, steps: int, batch: int, device: torch.device) -> Tenso
     if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
         fail_value(OP, "lengths", f"be in [0, {steps}]", lengths.tolist())
     return torch.arange(steps, device=device)[:, None] < lengths
-
-
-def _fed(targets: Tensor, counted: Tensor, within: Tensor | None, pad: int) -> Tensor:
-    """The targets as inputs: `pad` where the target is ignored or past its row's length."""
-    return torch.where(counted, targets, pad)
 
 
 def _truncation(k1: Any, k2: Any) -> tuple[int | None, int | None]:
