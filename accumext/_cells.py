@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from accumext._checks import fail_type, fail_value, type_name
-from accumext._state import State
+from accumext._state import State, check_nesting, fresh
 
 Step = Callable[..., tuple[Tensor, State]]
 
@@ -36,11 +35,13 @@ class Cell:
 
     def check_state(self, op: str, state: State, batch: int) -> None:
         """Raise if a state given to one of torch's modules has not its shape."""
+        check_nesting(op, "state", state)
         if self.state_shapes is None:
             return
-        parts = state if isinstance(state, (tuple, list)) else (state,)
+        pair = len(self.state_shapes) == 2
+        parts = state if pair and isinstance(state, (tuple, list)) else (state,)
         if len(parts) != len(self.state_shapes) or not all(isinstance(p, Tensor) for p in parts):
-            what = "a pair of tensors (h, c)" if len(self.state_shapes) == 2 else "a tensor"
+            what = "a pair of tensors (h, c)" if pair else "a tensor"
             fail_type(op, "state", f"be {what} for this cell", type_name(state))
         for index, (part, shape) in enumerate(zip(parts, self.state_shapes, strict=True)):
             expected = list(self._with_batch(shape, batch))
@@ -61,7 +62,15 @@ def adapt(op: str, cell: Any) -> Cell:
     if not callable(cell):
         fail_type(op, "cell", "be a recurrent module or callable", type_name(cell))
     module = cell if isinstance(cell, nn.Module) else None
-    return Cell(cell, module, None, None, None, batch_dim=0, draws=True)
+
+    def step(x: Tensor, state: State, *context: Tensor) -> tuple[Tensor, State]:
+        result = cell(x, fresh(state), *context)
+        if not isinstance(result, tuple) or len(result) != 2:
+            fail_type(op, "cell", "return (output, state)", type_name(result))
+        check_nesting(op, "state", result[1])
+        return result
+
+    return Cell(step, module, None, None, None, batch_dim=0, draws=True)
 
 
 def _from_cell(cell: nn.RNNCellBase) -> Cell:
@@ -106,9 +115,3 @@ def parameter_tensors(cell: Cell) -> list[Tensor]:
     if cell.module is None:
         return []
     return [p for p in cell.module.parameters() if p.requires_grad]
-
-
-def zero_gradient_tie(tensors: list[Tensor]) -> Tensor | None:
-    """A sum that is exactly 0 and gives every tensor a zero gradient, whatever its values."""
-    ties = [t.reshape(-1)[:0].sum() for t in tensors if t.requires_grad]
-    return torch.stack([t.to(ties[0].dtype) for t in ties]).sum() if ties else None

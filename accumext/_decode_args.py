@@ -20,7 +20,7 @@ from accumext._checks import (
 )
 from accumext._feedback import Feedback, feedback_plan
 from accumext._head import Criterion, logit_row_bytes
-from accumext._lookup import Table, table
+from accumext._lookup import Table, check_plain, table
 from accumext._state import State, tensors
 
 OP = "decode_loss"
@@ -130,6 +130,10 @@ def check_arguments(
         if memory_budget < row_bytes:
             contract = f"hold one row of logits, {row_bytes} bytes"
             fail_value(OP, "memory_budget", contract, memory_budget)
+    rows = lookup.weight.shape[0]
+    if rows < vocabulary and not (isinstance(feedback, str) and feedback == "teacher"):
+        contract = f"have a row for each of the {vocabulary} words that can be fed back"
+        fail_value(OP, "embedding", contract, f"{rows} rows")
     # last, because it draws the coins of scheduled sampling
     plan = feedback_plan(
         OP,
@@ -142,11 +146,8 @@ def check_arguments(
         teacher_forcing=teacher_forcing,
         temperature=temperature,
         generator=generator,
-        rows=lookup.weight.shape[0],
+        rows=rows,
     )
-    if plan.predicts and lookup.weight.shape[0] < vocabulary:
-        contract = f"have a row for each of the {vocabulary} words that can be fed back"
-        fail_value(OP, "embedding", contract, f"{lookup.weight.shape[0]} rows")
 
     return Job(
         table=lookup,
@@ -172,6 +173,7 @@ def check_arguments(
 
 def _head(head: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(head, nn.Linear):
+        check_plain(OP, "head", head, nn.Linear, "(weight, bias)")
         weight, bias = head.weight, head.bias
     elif isinstance(head, (tuple, list)) and len(head) == 2:
         weight, bias = head
@@ -281,6 +283,8 @@ def _num_items(value: Any, reduction: str) -> int | Tensor | None:
     if isinstance(value, Tensor):
         if value.dim() != 0:
             fail_value(OP, "num_items", "be a number or a 0-dim tensor", list(value.shape))
+        if value.device.type == "cpu" and not bool(value >= 0):
+            fail_value(OP, "num_items", "be at least 0", value.item())
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         fail_type(OP, "num_items", "be a number or a 0-dim tensor", type_name(value))

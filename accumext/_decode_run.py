@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from accumext._cells import check_output, parameter_tensors, zero_gradient_tie
+from accumext._cells import check_output, parameter_tensors
 from accumext._decode_args import OP, Job
 from accumext._decode_plan import make_plan
 from accumext._head import Gradients, Head, accumulation_dtype, plain, product_dtype
 from accumext._head_loss import HeadLoss, Record
-from accumext._state import State, detach, freeze, replaying, rng_state, tensors
+from accumext._state import (
+    State,
+    detach,
+    freeze,
+    replaying,
+    rng_state,
+    tensors,
+    zero_gradient_tie,
+)
 
 
 class Run:
@@ -67,6 +75,12 @@ class Run:
             gradients = self.head.finish()
         del self.head
         return self._loss(anchor, hiddens, gradients), state
+
+    def lengths(self) -> Tensor:
+        """Steps until each row ended, int64 [B]."""
+        if self.live is None:
+            return torch.full((self.job.batch,), self.job.steps, device=self.tokens.device)
+        return self.live.sum(0)
 
     def _one_pass(self, anchor: Tensor, state: State) -> tuple[list[Tensor], State]:
         """Without k2, where the graph goes all the way, and k1 = k2, where it is cut there."""
@@ -138,8 +152,7 @@ class Run:
         for step in range(begin, end):
             x = job.table.lookup(anchor, self.inputs[step])
             output, new_state = job.cell.step(x, state, *context)
-            if step == 0:
-                check_output(OP, output, job.batch, job.weight.shape[1])
+            check_output(OP, output, job.batch, job.weight.shape[1])
             if self.live is not None:
                 new_state = freeze(OP, self.live[step], new_state, state, job.cell.batch_dim)
             state = new_state

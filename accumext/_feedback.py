@@ -120,7 +120,8 @@ def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | N
     elif isinstance(start, bool) or not isinstance(start, int):
         fail_type(op, "start", "be an int or an int64 tensor [B]", type_name(start))
     elif start < 0 or (rows is not None and start >= rows):
-        fail_value(op, "start", f"be in [0, {rows})" if rows else "be at least 0", start)
+        fail_value(op, "start", "be at least 0" if rows is None else f"be in [0, {rows})", start)
+    _fits(op, "targets that are fed", fed[:-1], fed, rows)
     first = torch.empty(1, batch, dtype=torch.int64, device=fed.device)
     first[:] = start
     return torch.cat([first, fed[:-1]])[:steps]

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from accumext._decode_args import Job
+from accumext._cells import parameter_tensors
+from accumext._checks import message
+from accumext._decode_args import OP, Job
 from accumext._decode_plan import Plan
 from accumext._head import Gradients, Head, Wants, plain
 
@@ -26,6 +28,26 @@ class Record:
     inverse: Tensor  # 0-dim, 1 / divisor
     value: Tensor  # the loss, 0-dim or [T, B]
     gradients: Gradients | None  # of the summed loss; given away in the first backward pass
+
+    def __post_init__(self) -> None:
+        self._seen = [(tensor, tensor._version) for tensor in self._parameters()]
+
+    def _parameters(self) -> list[Tensor]:
+        """What the backward pass reads again. A table with a maximal norm is written by lookups."""
+        job = self.job
+        table = [] if job.table.max_norm is not None else [job.table.weight]
+        head = [job.weight, *([] if job.bias is None else [job.bias])]
+        return [*table, *head, *parameter_tensors(job.cell)]
+
+    def check_unchanged(self) -> None:
+        """Raise, as autograd would, if a parameter was written or replaced since the forward."""
+        now = self._parameters()
+        if len(now) != len(self._seen) or any(
+            tensor is not then or tensor._version != version
+            for tensor, (then, version) in zip(now, self._seen, strict=True)
+        ):
+            contract = "be those of the forward pass until the backward pass has run"
+            raise RuntimeError(message(OP, "parameters", contract, "changed ones"))
 
     def scaled(self, upstream: Tensor, hiddens: tuple[Tensor, ...], wants: Wants) -> Gradients:
         """The gradients under an upstream gradient, 0-dim or [T, B].
@@ -89,6 +111,8 @@ class HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         record, job = ctx.record, ctx.record.job
+        record.check_unchanged()
+        job.table.forget()
         needs_weight, needs_bias, needs_anchor = ctx.needs_input_grad[1:4]
         needs_hidden = ctx.needs_input_grad[4:]
         hiddens = ctx.saved_tensors if record.gradients is None else ()

@@ -50,6 +50,11 @@ class Table:
         weight = self.weight.detach()
         return F.embedding(tokens, weight, None, self.max_norm, self.norm_type)
 
+    def forget(self) -> None:
+        """Drop what a backward pass that failed midway has left."""
+        self._rows.clear()
+        self.tied = None
+
     def leave(self, tokens: Tensor, gradient: Tensor) -> None:
         """Keep the gradient of one lookup until the anchor's turn."""
         self._rows.append((tokens, gradient))
@@ -75,9 +80,19 @@ class Table:
         return base.index_add_(0, tokens, gradient.to(base.dtype)).to(self.weight.dtype)
 
 
+def check_plain(op: str, name: str, module: nn.Module, kind: type[nn.Module], instead: str) -> None:
+    """Raise for a module whose forward does more than its weight says: it is not called here."""
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+    if type(module).forward is not kind.forward or hooked:
+        contract = f"compute as a plain nn.{kind.__name__}, for its forward is not called"
+        got = "forward hooks" if hooked else f"{type(module).__name__} with a forward of its own"
+        fail_type(op, name, contract, got, f"Pass {instead} to mean just that")
+
+
 def table(op: str, embedding: Any) -> Table:
     """The embedding argument: an `nn.Embedding` or a [V, E] tensor."""
     if isinstance(embedding, nn.Embedding):
+        check_plain(op, "embedding", embedding, nn.Embedding, "the weight")
         if embedding.scale_grad_by_freq:
             fail_value(op, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
         options = (embedding.padding_idx, embedding.max_norm, embedding.norm_type, embedding.sparse)

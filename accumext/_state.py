@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from accumext._checks import fail_value
+from accumext._checks import fail_type, fail_value, type_name
 
 State: TypeAlias = Any  # a tensor, None, or any nesting of tuples, lists and dicts of them
 
@@ -19,6 +19,29 @@ State: TypeAlias = Any  # a tensor, None, or any nesting of tuples, lists and di
 def tensors(state: State) -> list[Tensor]:
     """The tensors of a state, in order."""
     return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def check_nesting(op: str, name: str, state: State) -> None:
+    """Raise for a container that cannot be looked into: cutting and freezing would pass it by."""
+    for leaf in tree_leaves(state):
+        if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
+            contract = "nest tensors in tuples, lists and dicts"
+            fail_type(op, name, contract, type_name(leaf))
+
+
+def fresh(state: State) -> State:
+    """The same tensors in a nesting of its own, which a cell may write into."""
+    return tree_map(lambda leaf: leaf, state)
+
+
+def zeros_on(device: torch.device, state: State) -> State:
+    """The same nesting; tensors that are elsewhere (on meta) are zeros on `device`."""
+
+    def move(leaf: Any) -> Any:
+        elsewhere = isinstance(leaf, Tensor) and leaf.device != device
+        return torch.zeros_like(leaf, device=device) if elsewhere else leaf
+
+    return tree_map(move, state)
 
 
 def detach(state: State) -> State:
@@ -32,6 +55,8 @@ def freeze(op: str, active: Tensor, new: State, old: State, batch_dim: int) -> S
     def choose(new_leaf: Any, old_leaf: Any) -> Any:
         if not isinstance(new_leaf, Tensor) or not isinstance(old_leaf, Tensor):
             return new_leaf
+        if new_leaf.dim() == 0:  # of the whole batch, such as a counter
+            return new_leaf
         if new_leaf.dim() <= batch_dim or new_leaf.shape[batch_dim] != active.shape[0]:
             contract = f"hold tensors with the batch in dimension {batch_dim} to be frozen by row"
             fail_value(op, "state", contract, f"shape {list(new_leaf.shape)}")
@@ -41,7 +66,18 @@ def freeze(op: str, active: Tensor, new: State, old: State, batch_dim: int) -> S
 
     if old is None:  # the first step of a cell that makes its own initial state
         return new
-    return tree_map(choose, new, old)
+    leaves, nesting = tree_flatten(new)
+    before = tree_leaves(old)
+    if len(leaves) != len(before):
+        contract = f"return a state with the {len(before)} entries of the one before"
+        fail_value(op, "cell", contract, len(leaves))
+    return tree_unflatten([choose(n, o) for n, o in zip(leaves, before, strict=True)], nesting)
+
+
+def zero_gradient_tie(given: list[Tensor]) -> Tensor | None:
+    """A sum that is exactly 0 and gives every tensor a zero gradient, whatever its values."""
+    ties = [t.reshape(-1)[:0].sum() for t in given if t.requires_grad]
+    return torch.stack([t.to(ties[0].dtype) for t in ties]).sum() if ties else None
 
 
 def rng_state(device: torch.device) -> tuple[Tensor, ...]:
@@ -74,12 +110,13 @@ def replaying(state: tuple[Tensor, ...] | None, device: torch.device) -> Iterato
 
 
 def own_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """The given generator, or one seeded from the global CPU generator.
+    """The given generator, or one seeded from the global CPU generator in place of a global one.
 
     Tokens are drawn from it rather than from the global one, so that a replay of the cell's dropout
     need not draw them again.
     """
-    if generator is not None:
+    everyones = (torch.default_generator, *torch.cuda.default_generators)
+    if generator is not None and not any(generator is one for one in everyones):
         return generator
     seed = int(torch.randint(2**62, ()))
     return torch.Generator(device).manual_seed(seed)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from accumext._cells import Step
-from accumext._decode_args import check_arguments
+from accumext._decode_args import OP, check_arguments
 from accumext._decode_plan import predicted_peak
 from accumext._decode_run import Run
-from accumext._state import State
+from accumext._lookup import table
+from accumext._state import State, zeros_on
 
 
 class DecodeOutput(NamedTuple):
@@ -23,6 +24,7 @@ class DecodeOutput(NamedTuple):
     inputs: Tensor  # int64 [T, B]: the tokens really fed; replays the run with feedback="teacher"
     token_losses: Tensor  # [T, B] detached, 0 where ignored; fp32, fp64 in double precision
     state: State  # after the last step; detached where k2 cut it
+    lengths: Tensor  # int64 [B]: steps until each row ended; replays a run that `eos` stopped
 
 
 def decode_loss(
@@ -66,7 +68,7 @@ def decode_loss(
         embedding: `nn.Embedding`, or a [V, E] tensor.
         cell: `nn.GRUCell`, `LSTMCell` or `RNNCell`; `nn.GRU`, `LSTM` or `RNN` with one direction,
             any layers, dropout; or any callable `(x [B, E], state, *context) -> (output [B, H],
-            state)`.
+            state)`, which is called again in the backward pass.
         head: `nn.Linear(H, V)`, or `(weight [V, H], bias [V] or None)`; may share the embedding's
             weight.
         targets: int64 [T, B].
@@ -85,7 +87,8 @@ def decode_loss(
             k1 steps before every multiple of k1, and before T, flow back k2 steps from there; with
             k1 = k2 the state is simply detached every k1 steps. None: all the way, exact BPTT.
         lengths: int64 [B]. A row past its length keeps its state, counts nowhere, and reads the
-            padding token.
+            padding token. Here and with `eos`, a callable's state has the batch in dimension 0 of
+            every tensor (0-dim tensors are everyone's), and is given, not None.
         eos: a row that predicted this token stops after that step, as if its length ended there.
         ignore_index, label_smoothing, class_weight [V], reduction ("mean", "sum" or "none"): as in
             `F.cross_entropy`.
@@ -149,8 +152,15 @@ def decode_loss(
     def laid_out(time_major: Tensor) -> Any:
         return time_major.t() if batch_first and time_major.dim() == 2 else time_major
 
+    # the backward pass reads run.inputs again, so a caller gets a copy to write into
+    inputs = run.inputs.clone()
     return DecodeOutput(
-        laid_out(loss), laid_out(run.tokens), laid_out(run.inputs), laid_out(run.losses), last
+        laid_out(loss),
+        laid_out(run.tokens),
+        laid_out(inputs),
+        laid_out(run.losses),
+        last,
+        run.lengths(),
     )
 
 
@@ -158,8 +168,8 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     """The peak memory that `decode_loss` with these arguments and its backward pass would add.
 
     Takes what `decode_loss` takes, and looks at shapes and dtypes only: `targets` may also be a
-    shape (T, B) or a tensor on the meta device. Counts the gradients of the parameters, not the
-    parameters; the graph of a callable cell is taken to be that of a GRU.
+    shape (T, B), and tensors and modules may be on the meta device. Counts the gradients of the
+    parameters, not the parameters; the graph of a callable cell is taken to be that of a GRU.
 
     Returns:
         Bytes.
@@ -173,12 +183,11 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     bound = inspect.signature(decode_loss).bind(*args, **kwargs)
     bound.apply_defaults()
     call = bound.arguments
-    targets = call["targets"]
-    if isinstance(targets, (tuple, list)) or (isinstance(targets, Tensor) and targets.is_meta):
-        shape = tuple(targets.shape if isinstance(targets, Tensor) else targets)
-        table = call["embedding"]
-        weight = table if isinstance(table, Tensor) else table.weight
-        call["targets"] = torch.zeros(shape, dtype=torch.int64, device=weight.device)
+    device = table(OP, call["embedding"]).weight.device
+    if isinstance(call["targets"], (tuple, list)):
+        call["targets"] = torch.zeros(*call["targets"], dtype=torch.int64, device=device)
+    for name in ("targets", "state", "inputs", "lengths", "feedback", "context"):
+        call[name] = zeros_on(device, call[name])
     samples = call["feedback"] == "sample" if isinstance(call["feedback"], str) else False
     if isinstance(call["feedback"], str) and call["feedback"] in ("sample", "scheduled"):
         call["feedback"] = "greedy"  # the same memory but for the noise, and nothing is drawn

@@ -13,7 +13,14 @@ from torch.utils._pytree import tree_map
 
 from accumext._checks import fail_type, fail_value, one_of, positive_int, type_name
 from accumext._feedback import Feedback, feedback_plan
-from accumext._state import State, detach, rng_state, set_rng_state
+from accumext._state import (
+    State,
+    check_nesting,
+    detach,
+    rng_state,
+    set_rng_state,
+    zero_gradient_tie,
+)
 
 OP = "tbptt"
 
@@ -59,7 +66,7 @@ def tbptt(
         state: initial state, any nesting of tuples, lists and dicts; gradients reach it from the
             windows that start at step 0.
         criterion: `(logits [B, V], target [B]) -> 0-dim loss` of one step, such as
-            `F.cross_entropy`.
+            `F.cross_entropy`; its mean is NaN in a step that is ignored everywhere, a sum is not.
         feedback, start, inputs, teacher_forcing, temperature, generator: as in `decode_loss`, but
             for ignored targets: a negative one is fed as 0, any other as it is.
         k1: steps between two backward passes.
@@ -102,6 +109,8 @@ def tbptt(
         if first == 0:
             state = entrance.state(last=end == steps or min(end + k1, steps) > k2)
         loss, state = windows.run(first, begin, end, state, trail)
+        if first == 0 and (tie := entrance.tie()) is not None:
+            loss = loss + tie.to(loss.dtype)
         losses.append(loss.detach())
         backward(loss)
         state = detach(state)
@@ -137,10 +146,19 @@ class _Windows:
         for t in range(first, end):
             if trail is not None:
                 trail.keep(t, state)
-            logits, state = self.step(self.inputs[t], state)
+            result = self.step(self.inputs[t], state)
+            if not isinstance(result, tuple) or len(result) != 2:
+                fail_type(OP, "step", "return (logits, state)", type_name(result))
+            logits, state = result
+            check_nesting(OP, "state", state)
             if t < begin:
                 continue  # replayed for its graph; its loss belonged to an earlier window
-            losses.append(self.criterion(logits, self.targets[t]))
+            loss = self.criterion(logits, self.targets[t])
+            if not isinstance(loss, Tensor):
+                fail_type(OP, "criterion", "return a tensor", type_name(loss))
+            if loss.dim() != 0:
+                fail_value(OP, "criterion", "return a 0-dim loss", f"shape {list(loss.shape)}")
+            losses.append(loss)
             with torch.no_grad():
                 self.tokens.append(self.plan.choose(logits))
                 if t + 1 < len(self.targets):
@@ -181,6 +199,7 @@ class _Entrance:
     def __init__(self, state: State) -> None:
         self._state = state
         self._leaves: dict[int, Tensor] = {}  # by id of the tensor each stands for
+        self._entered: list[Tensor] = []
 
     def state(self, last: bool) -> State:
         """The state for one of these windows."""
@@ -197,7 +216,12 @@ class _Entrance:
             return value
         carried, joined = leaf.grad, value.view_as(value)
         joined.register_hook(lambda gradient: gradient + carried)
+        self._entered.append(joined)
         return joined
+
+    def tie(self) -> Tensor | None:
+        """A zero that reaches whatever earlier windows have a gradient for."""
+        return zero_gradient_tie(self._entered)
 
 
 def _check(
@@ -212,6 +236,7 @@ def _check(
         fail_type(OP, "targets", "be an int64 tensor [T, B]", type_name(targets))
     if targets.dim() != 2:
         fail_value(OP, "targets", "have shape [T, B]", list(targets.shape))
+    check_nesting(OP, "state", state)
     positive_int(OP, "k1", k1)
     k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
     if k2 < k1:
