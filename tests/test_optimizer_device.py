@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from optimizer_oracle import INF, assert_close, loss_of, make_batches, make_model
-from torch.utils._python_dispatch import TorchDispatchMode
+from oracle import DeviceReads
 
 from accumext import _accumulation, _arguments, _boundary, _window
 from accumext.optimizer import AccumulatingOptimizer
@@ -13,18 +13,6 @@ from accumext.optimizer import AccumulatingOptimizer
 BATCHES = make_batches(6, torch.float32)
 # One multiplication by the clip coefficient more or less in float32, over two Adam steps of 0.05.
 ROUNDING = 1e-6
-
-
-class HostReads(TorchDispatchMode):
-    """Counts reads of a tensor's value by the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -49,7 +37,7 @@ def train(bad=(), *, window=3, scaled=True, policy="skip_window", outer=False):
         on_nonfinite=policy,
     )
     weight = torch.tensor(3.0)
-    with HostReads() as reads:
+    with DeviceReads() as reads:
         for i, batch in enumerate(BATCHES):
             loss = loss_of(model, batch) * (INF if i in bad else 1.0)
             if outer:
@@ -80,7 +68,7 @@ def test_one_value_is_read_per_window_with_any_other_optimizer():
     """Whether to skip. Adam would read its step counts too; SGD reads nothing."""
     model = make_model(torch.float32)
     opt = AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), window=3, max_norm=0.1)
-    with HostReads() as reads:
+    with DeviceReads() as reads:
         for batch in BATCHES:
             opt.backward(loss_of(model, batch), torch.tensor(3.0))
             opt.step()
