@@ -1,4 +1,4 @@
-"""Compiles every CUDA source for each architecture; prints registers and spills of each kernel."""
+"""Compiles every CUDA source for each architecture; prints registers; a spill is an error."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def main() -> None:
     if nvcc is None:
         sys.exit("nvcc was not found")
     total = 0
+    spilling = 0
     for source in _build.sources("cuda"):
         kernels = compile_source(nvcc, source)
         total += len(kernels)
@@ -61,9 +62,12 @@ def main() -> None:
             print(f"{name} sm_{arch}: {len(used)} kernels, {registers}, {spilled} bytes spilled")
         for kernel in kernels:
             if kernel.spilled:
+                spilling += 1
                 print(f"  sm_{kernel.arch} spills {kernel.spilled} bytes: {kernel.name}")
     if total == 0:
         sys.exit("ptxas reported no kernel at all")
+    if spilling:
+        sys.exit(f"{spilling} kernels spill registers to memory, whose bandwidth they live on")
 
 
 if __name__ == "__main__":

@@ -2,15 +2,17 @@
 // the Python function asks accumext/_checks.py, so that every backend gives the same sentence.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
+#include "boxed.h"
 #include "operands.h"
 
 namespace accumext {
@@ -24,52 +26,62 @@ inline void require(bool contract) {
   }
 }
 
-inline Dtype float_dtype(const Tensor& tensor) {
-  using torch::headeronly::ScalarType;
-  switch (tensor.scalar_type()) {
-    case ScalarType::Half:
-      return Dtype::kHalf;
-    case ScalarType::BFloat16:
-      return Dtype::kBFloat16;
-    case ScalarType::Float:
-      return Dtype::kFloat;
-    case ScalarType::Double:
-      return Dtype::kDouble;
-    default:
-      require(false);
-      return Dtype::kDouble;
-  }
+// What one of the aoti_torch_* functions says of a tensor: called directly and not through Tensor,
+// since lists are long.
+template <typename T, typename Handle>
+T property(AOTITorchError (*get)(AtenTensorHandle, T*), const Handle& tensor) {
+  T value;
+  TORCH_ERROR_CODE_CHECK(get(tensor.get(), &value));
+  return value;
+}
+
+template <typename Handle>  // TensorHandle or Tensor
+Dtype float_dtype(const Handle& tensor) {
+  static const int32_t kCodes[] = {aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16(),
+                                   aoti_torch_dtype_float32(), aoti_torch_dtype_float64()};
+  const int32_t* code = std::find(kCodes, kCodes + 4, property(aoti_torch_get_dtype, tensor));
+  require(code != kCodes + 4);
+  return static_cast<Dtype>(code - kCodes);
 }
 
 // Collects the tensors of one call; all must lie on the device of the first.
 class Arguments {
  public:
-  std::vector<Span> spans(const std::vector<Tensor>& grads, bool written) {
+  std::vector<Span> spans(const TensorList& grads, bool written) {
     std::vector<Span> spans;
-    spans.reserve(grads.size());
-    for (const Tensor& grad : grads) {
+    const size_t size = grads.size();
+    spans.reserve(size);
+    for (size_t i = 0; i < size; ++i) {
+      const TensorHandle grad = grads[i];
       const Dtype dtype = dense_float(grad);
-      spans.push_back({grad.data_ptr(), dtype, grad.numel(), layout<1>({&grad}, written)});
+      const int64_t numel = property(aoti_torch_get_numel, grad);
+      spans.push_back({property(aoti_torch_get_data_ptr, grad), dtype, numel,
+                       layout<1>({&grad}, numel, written)});
     }
     return spans;
   }
 
-  std::vector<Pair> pairs(const std::vector<Tensor>& main_grads, const std::vector<Tensor>& grads) {
-    require(main_grads.size() == grads.size());
+  std::vector<Pair> pairs(const TensorList& main_grads, const TensorList& grads) {
     std::vector<Pair> pairs;
-    pairs.reserve(grads.size());
-    for (size_t i = 0; i < grads.size(); ++i) {
-      const Tensor& main_grad = main_grads[i];
-      const Tensor& grad = grads[i];
+    const size_t size = grads.size();
+    require(main_grads.size() == size);
+    pairs.reserve(size);
+    for (size_t i = 0; i < size; ++i) {
+      const TensorHandle main_grad = main_grads[i];
+      const TensorHandle grad = grads[i];
       const Dtype main_dtype = dense_float(main_grad);
       const Dtype grad_dtype = dense_float(grad);
-      const auto shape = main_grad.sizes();
-      require(shape.equals(grad.sizes()));
-      pairs.push_back({main_grad.data_ptr(), grad.data_ptr(), main_dtype, grad_dtype, grad.numel(),
-                       layout<2>({&main_grad, &grad}, /*written=*/true)});
+      require_same_shape(main_grad, grad);
+      const int64_t numel = property(aoti_torch_get_numel, grad);
+      pairs.push_back({property(aoti_torch_get_data_ptr, main_grad),
+                       property(aoti_torch_get_data_ptr, grad), main_dtype, grad_dtype, numel,
+                       layout<2>({&main_grad, &grad}, numel, /*written=*/true)});
     }
     return pairs;
   }
+
+  // Of the tensors collected; there must be one.
+  int32_t device_index() const { return device_->second; }
 
   Scalar scalar(double value) {
     require(!std::isnan(value));
@@ -101,42 +113,46 @@ class Arguments {
   }
 
  private:
-  Dtype dense_float(const Tensor& tensor) {
-    require(tensor.layout() == torch::headeronly::Layout::Strided);
-    if (!device_) device_ = tensor.device();
-    require(*device_ == tensor.device());
+  template <typename Handle>
+  Dtype dense_float(const Handle& tensor) {
+    require(property(aoti_torch_get_layout, tensor) == aoti_torch_layout_strided());
+    const std::pair device(property(aoti_torch_get_device_type, tensor),
+                           property(aoti_torch_get_device_index, tensor));
+    if (!device_) device_ = device;
+    require(*device_ == device);
     return float_dtype(tensor);
+  }
+
+  static void require_same_shape(const TensorHandle& a, const TensorHandle& b) {
+    const int64_t dim = property(aoti_torch_get_dim, a);
+    require(dim == property(aoti_torch_get_dim, b));
+    const int64_t* sizes = property(aoti_torch_get_sizes, a);
+    require(std::equal(sizes, sizes + dim, property(aoti_torch_get_sizes, b)));
   }
 
   // Operand 0 must not overlap itself where it is written.
   template <int kOperands>
-  static Layout<kOperands> layout(const Tensor* const (&operands)[kOperands], bool written) {
+  static Layout<kOperands> layout(const TensorHandle* const (&operands)[kOperands], int64_t numel,
+                                  bool written) {
     bool contiguous = true;
-    for (const Tensor* operand : operands) contiguous = contiguous && operand->is_contiguous();
-    if (contiguous || operands[0]->numel() == 0) return {};
-    Layout<kOperands> dims(operands[0]->dim());
-    for (size_t d = 0; d < dims.size(); ++d) {
-      dims[d].size = operands[0]->size(d);
-      for (int k = 0; k < kOperands; ++k) dims[d].stride[k] = operands[k]->stride(d);
+    for (const TensorHandle* operand : operands) {
+      contiguous = contiguous && property(aoti_torch_is_contiguous, *operand);
+    }
+    if (contiguous || numel == 0) return {};
+    Layout<kOperands> dims(property(aoti_torch_get_dim, *operands[0]));
+    for (int k = 0; k < kOperands; ++k) {
+      const int64_t* sizes = property(aoti_torch_get_sizes, *operands[k]);
+      const int64_t* strides = property(aoti_torch_get_strides, *operands[k]);
+      for (size_t d = 0; d < dims.size(); ++d) {
+        dims[d].size = sizes[d];
+        dims[d].stride[k] = strides[d];
+      }
     }
     require(!written || !overlaps_itself(dims, 0));
     return simplified(dims);
   }
 
-  std::optional<torch::stable::Device> device_;
+  std::optional<std::pair<int32_t, int32_t>> device_;  // type, index
 };
-
-// A 0-dim 0 in which a norm of these tensors is reported: float64 if any of them is, on their
-// device.
-inline Tensor norm_result(const std::vector<Tensor>& tensors) {
-  using torch::headeronly::DeviceType;
-  using torch::headeronly::ScalarType;
-  using torch::stable::Device;
-  bool wide = false;
-  for (const Tensor& tensor : tensors) wide = wide || tensor.scalar_type() == ScalarType::Double;
-  const Device device = tensors.empty() ? Device(DeviceType::CPU) : tensors[0].device();
-  return torch::stable::full({}, 0.0, wide ? ScalarType::Double : ScalarType::Float, std::nullopt,
-                             device);
-}
 
 }  // namespace accumext

@@ -1,4 +1,5 @@
-// Python bindings of what needs no tensor: facts about the build, and the chunk planner.
+// Python bindings of what needs no tensor: facts about the build and the processor, and the chunk
+// planner.
 // No torch header is included, so the module depends on the Python version only.
 
 #include <pybind11/pybind11.h>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "chunks.h"
+#include "isa.h"
 
 namespace py = pybind11;
 
@@ -30,6 +32,7 @@ py::dict BuildFacts() {
   facts["compiler"] = Compiler();
   facts["cplusplus"] = static_cast<std::int64_t>(__cplusplus);
   facts["python"] = PY_VERSION;
+  facts["instruction_set"] = accumext::isa_name(accumext::widest_isa());
   return facts;
 }
 
@@ -50,7 +53,8 @@ std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> PlanChunks(
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "Facts about the build, and the chunk planner.";
-  m.def("build_facts", &BuildFacts, "Compiler, C++ standard and Python of this build.");
+  m.def("build_facts", &BuildFacts,
+        "Compiler, C++ standard and Python of this build; instruction set of the CPU kernels.");
   m.def("plan_chunks", &PlanChunks, py::arg("numels"), py::arg("chunk_size"),
         "Chunks (tensor, begin, end) of a list of tensors with these element counts.");
 }

@@ -2,13 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "layout.h"
 
 namespace accumext {
 
-enum class Dtype : int32_t { kHalf, kBFloat16, kFloat, kDouble };
+enum class Dtype : int32_t { kHalf, kBFloat16, kFloat, kDouble };  // in this order: arguments.h
 
 // One tensor that is reduced or scaled.
 struct Span {
@@ -41,6 +42,23 @@ std::vector<int64_t> numels(const std::vector<Operand>& operands) {
   result.reserve(operands.size());
   for (const Operand& operand : operands) result.push_back(operand.numel);
   return result;
+}
+
+// The gradient alone, to be read only.
+inline Span grad_of(const Pair& pair) {
+  Layout<1> dims;
+  dims.reserve(pair.layout.size());
+  for (const Dim<2>& dim : pair.layout) dims.push_back({dim.size, {dim.stride[1]}});
+  return {const_cast<void*>(pair.grad), pair.grad_dtype, pair.numel, simplified(std::move(dims))};
+}
+
+// In which norms of these operands are reported: float64 if any of them is, else float32.
+template <typename Operand>
+Dtype norm_dtype(const std::vector<Operand>& operands, Dtype Operand::* dtype) {
+  for (const Operand& operand : operands) {
+    if (operand.*dtype == Dtype::kDouble) return Dtype::kDouble;
+  }
+  return Dtype::kFloat;
 }
 
 }  // namespace accumext

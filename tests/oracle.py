@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Around every edge: blocks of 16 lanes, partial sums of 2048 elements, chunks of 65536.
-EDGE_SIZES = (0, 1, 2, 15, 16, 17, 33, 2047, 2048, 2049, 4096, 65535, 65536, 65537, 131073)
+# Around every edge: blocks of 16 lanes in float64 and 32 in float32, partial sums of 2048 elements,
+# chunks of 65536.
+EDGE_SIZES = (
+    *(0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 65),
+    *(2047, 2048, 2049, 4096, 65535, 65536, 65537, 131073),
+)
 
 # Relative errors of a norm. float32: terms and lanes are rounded to 2**-24, and no more than 256 of
 # them are added up before the sum goes on elsewhere; errors of either sign. float64: alike.

@@ -1,6 +1,4 @@
 // unscale_check_clip_accumulate_: the norm of a micro-batch first, then its accumulation.
-#include <torch/csrc/stable/library.h>
-
 #include <optional>
 #include <vector>
 
@@ -12,21 +10,24 @@ namespace accumext::cpu {
 namespace {
 
 template <typename scale_t>  // double or std::optional<Tensor>
-Tensor clip_accumulate_cpu(std::vector<Tensor> main_grads, std::vector<Tensor> grads,
-                           scale_t inv_scale, double max_norm, double norm_type,
-                           std::optional<Tensor> found_inf, bool overwrite, bool if_finite) {
+Tensor clip_accumulate_cpu(TensorList main_grads, TensorList grads, scale_t inv_scale,
+                           double max_norm, double norm_type, std::optional<Tensor> found_inf,
+                           bool overwrite, bool if_finite) {
   Arguments arguments;
   const std::vector<Pair> pairs = arguments.pairs(main_grads, grads);
-  const std::vector<Span> spans = arguments.spans(grads, /*written=*/false);
+  std::vector<Span> spans;
+  spans.reserve(pairs.size());
+  for (const Pair& pair : pairs) spans.push_back(grad_of(pair));
   const double unscale = value(arguments.scalar(inv_scale));
   const double limit = arguments.max_norm(max_norm);
   const double p = arguments.norm_type(norm_type);
   float* flag = arguments.found_inf(found_inf);
 
   const Reduced incoming = norm_of(spans, p, unscale);
-  Tensor norm = report(incoming, grads, flag);
+  const Dtype dtype = norm_dtype(spans, &Span::dtype);
+  const Tensor norm = report(incoming, dtype, flag);
   if (if_finite && !incoming.finite) return norm;
-  const double coef = float_dtype(norm) == Dtype::kDouble
+  const double coef = dtype == Dtype::kDouble
                           ? clip_coef(incoming.norm, limit)
                           : clip_coef(static_cast<float>(incoming.norm), static_cast<float>(limit));
   accumulate(pairs, unscale, coef, overwrite);
@@ -37,8 +38,9 @@ Tensor clip_accumulate_cpu(std::vector<Tensor> main_grads, std::vector<Tensor> g
 }  // namespace accumext::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(accumext, CPU, m) {
+  using accumext::boxed;
   using accumext::cpu::clip_accumulate_cpu;
   using TensorScale = std::optional<torch::stable::Tensor>;
-  m.impl("unscale_check_clip_accumulate_", TORCH_BOX(&clip_accumulate_cpu<TensorScale>));
-  m.impl("unscale_check_clip_accumulate_.scalar", TORCH_BOX(&clip_accumulate_cpu<double>));
+  m.impl("unscale_check_clip_accumulate_", boxed<clip_accumulate_cpu<TensorScale>>);
+  m.impl("unscale_check_clip_accumulate_.scalar", boxed<clip_accumulate_cpu<double>>);
 }

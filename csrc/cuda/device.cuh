@@ -1,48 +1,197 @@
-// How a CUDA kernel finds its tensors: a table in device memory, one block per chunk. No torch
-// here.
+// How CUDA kernels walk their tensors: a block takes a chunk of one tensor, its threads take
+// vectors. No torch here.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
-#include "chunks.h"
-#include "layout.h"
+#include "cuda/table.h"
 #include "math/norm.h"
 #include "operands.h"
 
 namespace accumext::cuda {
 
-constexpr int kBlockSize = 512;  // threads; a power of two, for the reduction tree
+constexpr int kWarpSize = 32;
+constexpr int kBlockSize = 256;     // threads
+constexpr int kResidentBlocks = 4;  // of each multiprocessor: 64 registers per thread
+constexpr unsigned kAllLanes = 0xffffffff;
 
-// A Span or a Pair whose layout lies in the table's array of dimensions.
+__device__ inline int lane() { return threadIdx.x % kWarpSize; }
+
+// --- which chunk -------------------------------------------------------------------------------
+
+// The tensor of a chunk, which is not before `first`. Each step looks at 32 tensors at once.
 template <int kOperands>
-struct Entry {
-  void* data[kOperands];
-  Dtype dtype[kOperands];
-  int64_t first_dim;
-  int64_t dims;  // 0: every operand is dense, in the same order
+__device__ int tensor_of(const Table<kOperands>& table, int64_t chunk, int first) {
+  int end = table.tensors;
+  while (end - first > 1) {
+    const int step = (end - first + kWarpSize - 1) / kWarpSize;
+    const int mine = first + lane() * step;
+    const bool started = mine < end && table.entries[mine].first_chunk <= chunk;
+    first += (__popc(__ballot_sync(kAllLanes, started)) - 1) * step;
+    end = first + step < end ? first + step : end;
+  }
+  return first;
+}
+
+// f(entry, chunk) for chunks [begin, end), by all threads of a block.
+template <int kOperands, typename F>
+__device__ void for_each_chunk(const Table<kOperands>& table, int64_t begin, int64_t end,
+                               const F& f) {
+  int tensor = 0;
+#pragma unroll 1
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    if (!table.entries[tensor].holds(chunk)) tensor = tensor_of(table, chunk, tensor);
+    f(table.entries[tensor], chunk);
+  }
+}
+
+// Where a block's share of all chunks begins. Shares are contiguous and differ by one at most.
+template <int kOperands>
+__device__ int64_t share(const Table<kOperands>& table, int64_t block) {
+  return table.chunks * block / gridDim.x;
+}
+
+// --- which elements ----------------------------------------------------------------------------
+
+// The same element in each operand, in elements from its data.
+template <int kOperands>
+struct Offsets {
+  int64_t of[kOperands];
 };
 
 template <int kOperands>
-struct Table {
-  const Chunk* chunks;              // [blocks of the grid]
-  const Entry<kOperands>* entries;  // [tensors]
-  const Dim<kOperands>* dims;
+__device__ Offsets<kOperands> same_offsets(int64_t offset) {
+  Offsets<kOperands> result;
+  for (int k = 0; k < kOperands; ++k) result.of[k] = offset;
+  return result;
+}
 
-  // Offsets of element i of a tensor, in elements, for each operand.
-  __device__ void locate(const Entry<kOperands>& entry, int64_t i,
-                         int64_t (&offset)[kOperands]) const {
-    for (int k = 0; k < kOperands; ++k) offset[k] = entry.dims == 0 ? i : 0;
-    for (int64_t d = entry.dims - 1; d >= 0; --d) {
-      const Dim<kOperands>& dim = dims[entry.first_dim + d];
-      for (int k = 0; k < kOperands; ++k) offset[k] += i % dim.size * dim.stride[k];
-      i /= dim.size;
+template <int kOperands>
+__device__ Offsets<kOperands> offsets_of(const Table<kOperands>& table,
+                                         const Entry<kOperands>& entry, int64_t element) {
+  Offsets<kOperands> result = same_offsets<kOperands>(0);
+#pragma unroll 1
+  for (int d = entry.dims - 1; d >= 0; --d) {
+    const Dim<kOperands>& dim = table.dims[entry.first_dim + d];
+    const int64_t outer = d == 0 ? 0 : element / dim.size;  // a 64-bit division is slow
+    const int64_t inner = element - outer * dim.size;
+    for (int k = 0; k < kOperands; ++k) result.of[k] += inner * dim.stride[k];
+    element = outer;
+  }
+  return result;
+}
+
+template <int kCount>
+struct Count {};
+
+// use(load(Count, at), at) for kCount elements at a time, kUnroll times in flight in each thread.
+template <int kCount, int kUnroll, typename At, typename Load, typename Use>
+__device__ void sweep(int times, const At& at, const Load& load, const Use& use) {
+#pragma unroll 1
+  for (int first = threadIdx.x; first < times; first += kUnroll * kBlockSize) {
+    decltype(at(0)) offsets[kUnroll];
+    // Set even where nothing is loaded: what keeps an older value keeps its registers, too.
+    decltype(load(Count<kCount>(), at(0))) loaded[kUnroll] = {};
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      offsets[u] = at(first + u * kBlockSize);
+      if (first + u * kBlockSize < times) loaded[u] = load(Count<kCount>(), offsets[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * kBlockSize < times) use(loaded[u], offsets[u]);
     }
   }
+}
+
+// Elements of one vector: kVectorBytes of the largest type. More of them, and a thread would take
+// two accesses for its part of that operand, each of which leaves half of every 32-byte sector to
+// the other.
+template <typename... scalar_t>
+constexpr int kWidth = kVectorBytes / std::max({sizeof(scalar_t)...});
+
+// Vectors in flight in each thread: at least 64 bytes, so that kResidentBlocks cover the latency of
+// the memory. An H200's (4.8 TB/s, 132 multiprocessors, about 0.8 us) asks for 29 kB, and has 64.
+template <typename... scalar_t>
+constexpr int kInFlight =
+    std::bit_ceil((64 - 1) / (kWidth<scalar_t...> * (sizeof(scalar_t) + ...)) + 1);
+
+// Walks a chunk with the threads of a block: load(Count, offsets) returns what is read of so many
+// consecutive elements, use(loaded, offsets) does the rest. A dense tensor moves in vectors if they
+// are `aligned` in every operand; its head and tail, and any other tensor, one element per thread.
+template <int kUnroll, typename... scalar_t, int kOperands, typename Load, typename Use>
+__device__ void walk(const Table<kOperands>& table, const Entry<kOperands>& entry, int64_t chunk,
+                     bool aligned, const Load& load, const Use& use) {
+  constexpr int kSingles = 4;  // in flight
+  constexpr int width = kWidth<scalar_t...>;
+  const int64_t begin = entry.chunk_begin(chunk);
+  const int size = static_cast<int>(entry.chunk_end(chunk) - begin);
+  if (entry.dims > 0) {
+    const auto element = [&](int i) { return offsets_of(table, entry, begin + i); };
+    sweep<1, 1>(size, element, load, use);
+    return;
+  }
+  const int head = chunk == entry.first_chunk ? entry.head : 0;
+  const int vectors = aligned ? (size - head) / width : 0;
+  const int vectored = vectors * width;
+  const auto vector = [&](int i) { return same_offsets<kOperands>(begin + head + i * width); };
+  const auto single = [&](int i) {
+    return same_offsets<kOperands>(begin + (i < head ? i : i + vectored));
+  };
+  sweep<width, kUnroll>(vectors, vector, load, use);
+  sweep<1, kSingles>(size - vectored, single, load, use);
+}
+
+// --- elements ----------------------------------------------------------------------------------
+
+// Consecutive elements, moved in accesses of up to kVectorBytes. They stay packed until they are
+// used, because two halves apart would take two registers.
+template <typename scalar_t, int kCount>
+class alignas(std::min<int64_t>(kCount * sizeof(scalar_t), kVectorBytes)) Vector {
+ public:
+  __device__ scalar_t get(int n) const {
+    scalar_t x;
+    std::memcpy(&x, reinterpret_cast<const char*>(words_) + n * sizeof(x), sizeof(x));
+    return x;
+  }
+
+  __device__ void set(int n, scalar_t x) {
+    std::memcpy(reinterpret_cast<char*>(words_) + n * sizeof(x), &x, sizeof(x));
+  }
+
+ private:
+  static constexpr size_t kBytes = kCount * sizeof(scalar_t);
+  using word_t = std::conditional_t<kBytes % 4 == 0, uint32_t, uint16_t>;
+
+  word_t words_[kBytes / sizeof(word_t)];
 };
+
+// The data of an operand. The compiler is told the address space, as it cannot tell from a pointer
+// that comes out of memory.
+template <typename scalar_t, int kOperands>
+__device__ scalar_t* data_of(const Entry<kOperands>& entry, int operand) {
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(entry.data[operand]));
+#endif
+  return static_cast<scalar_t*>(entry.data[operand]);
+}
+
+template <int kCount, typename scalar_t>
+__device__ Vector<scalar_t, kCount> read(const scalar_t* data) {
+  return *reinterpret_cast<const Vector<scalar_t, kCount>*>(data);
+}
+
+template <int kCount, typename scalar_t>
+__device__ void write(scalar_t* data, const Vector<scalar_t, kCount>& vector) {
+  *reinterpret_cast<Vector<scalar_t, kCount>*>(data) = vector;
+}
 
 // Call f with a value of the C++ type of dtype.
 template <typename F>
@@ -87,21 +236,6 @@ __device__ inline double value(const Scalar& scalar) {
   return with_type(scalar.dtype, [&](auto type) {
     return load<double>(*static_cast<const decltype(type)*>(scalar.data));
   });
-}
-
-// The partials of a block's threads as one, in a fixed tree. Every thread of the block must call
-// it; the result is thread 0's.
-template <NormKind kKind>
-__device__ Partial block_combined(const Norm<kKind>& norm, Partial mine) {
-  __shared__ Partial shared[kBlockSize];
-  shared[threadIdx.x] = mine;
-  for (int half = kBlockSize / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) {
-      shared[threadIdx.x] = norm.combine(shared[threadIdx.x], shared[threadIdx.x + half]);
-    }
-  }
-  return shared[0];
 }
 
 }  // namespace accumext::cuda

@@ -1,4 +1,4 @@
-// What every launcher needs: the current stream, and a call's table in device memory.
+// What every launcher needs: its tensors' device and current stream, and their table there.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,94 +6,95 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cstddef>
-#include <cstring>
+#include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "arguments.h"
-#include "chunks.h"
 #include "cuda/device.cuh"
 #include "cuda/norm.cuh"
+#include "cuda/table.h"
+#include "cuda/tables.h"
 
 namespace accumext::cuda {
 
-inline cudaStream_t current_stream(int32_t device_index) {
+inline cudaStream_t current_stream(int32_t device) {
   void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
-inline Tensor device_bytes(const Tensor& like, size_t size) {
-  using torch::headeronly::ScalarType;
-  return torch::stable::empty({static_cast<int64_t>(size)}, ScalarType::Byte, std::nullopt,
-                              like.device());
+inline int multiprocessors(int32_t device) {
+  int count = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
 }
 
-inline Entry<1> entry(const Span& span, int64_t first_dim) {
-  const int64_t dims = static_cast<int64_t>(span.layout.size());
-  return {{span.data}, {span.dtype}, first_dim, dims};
-}
-
-inline Entry<2> entry(const Pair& pair, int64_t first_dim) {
-  const int64_t dims = static_cast<int64_t>(pair.layout.size());
-  return {{pair.main_grad, const_cast<void*>(pair.grad)},
-          {pair.main_dtype, pair.grad_dtype},
-          first_dim,
-          dims};
-}
-
-// A list of tensors as one table and one grid, however many they are. Its memory may go once the
-// kernels are enqueued: the caching allocator reuses it in stream order.
+// A call on a list of tensors, however many they are: launches go to the current stream of their
+// device. What it allocates may go once the kernels are enqueued, because the caching allocator
+// reuses memory in the order of the stream.
 template <int kOperands>
-class DeviceTable {
+class Call {
  public:
   template <typename Operand>  // Span or Pair
-  DeviceTable(const std::vector<Operand>& operands, const Tensor& like, cudaStream_t stream) {
-    const std::vector<Chunk> chunks = plan_chunks(numels(operands));
-    std::vector<Entry<kOperands>> entries;
-    std::vector<Dim<kOperands>> dims;
-    for (const Operand& operand : operands) {
-      entries.push_back(entry(operand, static_cast<int64_t>(dims.size())));
-      dims.insert(dims.end(), operand.layout.begin(), operand.layout.end());
-    }
-    std::vector<std::byte> bytes;
-    const size_t chunks_at = append(bytes, chunks);
-    const size_t entries_at = append(bytes, entries);
-    const size_t dims_at = append(bytes, dims);
-    memory_ = device_bytes(like, bytes.size());
-    std::byte* memory = static_cast<std::byte*>(memory_.data_ptr());
-    // From pageable memory: the copy is staged before the call returns, so `bytes` may go.
-    STD_CUDA_CHECK(
-        cudaMemcpyAsync(memory, bytes.data(), bytes.size(), cudaMemcpyHostToDevice, stream));
-    blocks_ = static_cast<int64_t>(chunks.size());
-    table_ = {reinterpret_cast<const Chunk*>(memory + chunks_at),
-              reinterpret_cast<const Entry<kOperands>*>(memory + entries_at),
-              reinterpret_cast<const Dim<kOperands>*>(memory + dims_at)};
+  Call(const std::vector<Operand>& operands, int32_t device)
+      : device_(device), guard_(device), stream_(current_stream(device)) {
+    const Packed<kOperands> packed(operands);
+    if (packed.chunks() > 0) memory_ = resident(packed.bytes(), device_, stream_);
+    table_ = packed.at(memory_.get());
   }
 
-  const Table<kOperands>& table() const { return table_; }
-  int64_t blocks() const { return blocks_; }
+  int64_t chunks() const { return table_.chunks; }
+
+  // Uninitialised memory of the device, in bytes.
+  Tensor workspace(int64_t size) const {
+    return empty({size}, torch::headeronly::ScalarType::Byte);
+  }
+
+  // A 0-dim tensor, not yet set, for a norm of these operands: float64 if any of them is.
+  template <typename Operand>
+  Tensor new_norm(const std::vector<Operand>& operands, Dtype Operand::* dtype) const {
+    using torch::headeronly::ScalarType;
+    const bool wide = norm_dtype(operands, dtype) == Dtype::kDouble;
+    return empty({}, wide ? ScalarType::Double : ScalarType::Float);
+  }
+
+  // Launches a kernel that works chunk by chunk, unless all tensors are empty. As many blocks as
+  // the device holds at once share the chunks.
+  template <typename... Parameters>
+  void for_chunks(void (*kernel)(Table<kOperands>, Parameters...),
+                  std::type_identity_t<Parameters>... arguments) const {
+    if (chunks() == 0) return;
+    const int64_t blocks = std::min<int64_t>(chunks(), kResidentBlocks * multiprocessors(device_));
+    kernel<<<blocks, kBlockSize, 0, stream_>>>(table_, arguments...);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+  // Launches what follows from the partials of a norm.
+  template <NormKind kKind>
+  void finish(const Partial* partials, const Norm<kKind>& norm, const Outcome& outcome) const {
+    finish_kernel<<<1, kFinishThreads, 0, stream_>>>(partials, chunks(), norm, outcome);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
 
  private:
-  // Where the items start. Every item's size is a multiple of 8, the strictest alignment of all.
-  template <typename T>
-  static size_t append(std::vector<std::byte>& bytes, const std::vector<T>& items) {
-    static_assert(sizeof(T) % 8 == 0 && alignof(T) <= 8);
-    const size_t at = bytes.size();
-    bytes.resize(at + items.size() * sizeof(T));
-    if (!items.empty()) std::memcpy(bytes.data() + at, items.data(), items.size() * sizeof(T));
-    return at;
+  Tensor empty(std::vector<int64_t> shape, torch::headeronly::ScalarType dtype) const {
+    const torch::stable::Device device(torch::headeronly::DeviceType::CUDA, device_);
+    return torch::stable::empty(shape, dtype, std::nullopt, device);
   }
 
-  Tensor memory_;
-  Table<kOperands> table_{};
-  int64_t blocks_ = 0;
+  int32_t device_;
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_;
+  std::shared_ptr<const std::byte> memory_;
+  Table<kOperands> table_;
 };
 
-// One Partial per block of the table.
-template <int kOperands>
-Tensor new_partials(const DeviceTable<kOperands>& table, const Tensor& like) {
-  return device_bytes(like, table.blocks() * sizeof(Partial));
+// The norm of an empty list, on no device in particular.
+inline Tensor norm_of_nothing() {
+  return torch::stable::full({}, 0.0, torch::headeronly::ScalarType::Float);
 }
 
 // What follows from a norm that is still on the device: where it and found_inf go.
@@ -101,12 +102,13 @@ inline Outcome outcome(const Tensor& norm, float* found_inf) {
   return {.norm = norm.data_ptr(), .norm_dtype = float_dtype(norm), .found_inf = found_inf};
 }
 
-// Both kernels of a norm: norm.cu.
-void launch_norm(const DeviceTable<1>& grads, double p, const Scalar& inv_scale, const Tensor& like,
-                 const Outcome& outcome, cudaStream_t stream);
+// Both kernels of a norm of the last operands: norm.cu.
+template <int kOperands>
+void launch_norm(const Call<kOperands>& call, double p, const Scalar& inv_scale,
+                 const Outcome& outcome);
 
-// The accumulation, and its 2-norm's partials: accumulate.cu.
-void launch_accumulate(const DeviceTable<2>& pairs, const Scalar& inv_scale, const Clip* clip,
-                       bool overwrite, Partial* partials, cudaStream_t stream);
+// The accumulation, and its 2-norm's partials unless they are null: accumulate.cu.
+void launch_accumulate(const Call<2>& call, const Scalar& inv_scale, const Clip* clip,
+                       bool overwrite, Partial* partials);
 
 }  // namespace accumext::cuda

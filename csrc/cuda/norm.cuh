@@ -1,7 +1,8 @@
-// Kernels of a norm over a list of tensors: partials per chunk, then all of them in one block.
+// Kernels of a norm over a list of tensors: a partial per chunk, then all of them in one block.
 #pragma once
 
 #include "cuda/device.cuh"
+#include "cuda/reduce.cuh"
 #include "math/accumulate.h"
 #include "math/norm.h"
 
@@ -23,49 +24,76 @@ struct Outcome {
   bool if_finite = false;  // with clip
 };
 
-// partials[b] = the terms of |grad * inv_scale| over chunk b, and whether each grad is finite.
+// partials[c] = the terms of |grad * inv_scale| over chunk c, and whether each grad is finite. grad
+// is the table's last operand.
 //
-//   grid    one block per chunk          block   kBlockSize threads, striding over the chunk
-//   reads   grad, any dtype, [end - begin]; inv_scale
-//   writes  partials, [grid]
-template <NormKind kKind>
-__global__ void norm_kernel(Table<1> table, Norm<kKind> norm, Scalar inv_scale,
-                            Partial* __restrict__ partials) {
-  const Chunk chunk = table.chunks[blockIdx.x];
-  const Entry<1> entry = table.entries[chunk.tensor];
-  const Partial mine = with_type(entry.dtype[0], [&](auto type) {
-    using scalar_t = decltype(type);
-    using acc_t = acc_type<scalar_t>;
-    const scalar_t* grad = static_cast<const scalar_t*>(entry.data[0]);
-    const acc_t factor = static_cast<acc_t>(value(inv_scale));
-    acc_t total = norm.template identity<acc_t>();
-    acc_t probe = 0;
-    for (int64_t i = chunk.begin + threadIdx.x; i < chunk.end; i += kBlockSize) {
-      int64_t offset[1];
-      table.locate(entry, i, offset);
-      const acc_t x = load<acc_t>(grad[offset[0]]);
-      probe += nonfinite_probe(x);
-      total = norm.combine(total, norm.term(scaled(x, factor)));
-    }
-    return Partial{static_cast<double>(total), is_finite_probe(probe)};
+//   grid    any                          block   kBlockSize threads, over a chunk at a time
+//   reads   grad, any dtype, [chunk], once: 2, 4 or 8 bytes per element; inv_scale
+//   writes  partials, [chunks]: 16 bytes per kElementsPerChunk elements
+template <NormKind kKind, int kOperands>
+__global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
+    norm_kernel(Table<kOperands> table, Norm<kKind> norm, Scalar inv_scale,
+                Partial* __restrict__ partials) {
+  constexpr int kGrad = kOperands - 1;
+  reduce_chunks(table, norm, partials, [&](const Entry<kOperands>& entry, int64_t chunk) {
+    return with_type(entry.dtype[kGrad], [&](auto type) {
+      using scalar_t = decltype(type);
+      using acc_t = acc_type<scalar_t>;
+      const scalar_t* grad = data_of<const scalar_t>(entry, kGrad);
+      const acc_t factor = static_cast<acc_t>(value(inv_scale));
+      ThreadSum<kKind, acc_t> sum{norm};
+      acc_t probe = 0;
+      // A power takes longer than its load, and registers.
+      constexpr int kUnroll = kKind == NormKind::kPowers ? 1 : kInFlight<scalar_t>;
+      walk<kUnroll, scalar_t>(
+          table, entry, chunk, entry.aligned[kGrad],
+          [&]<int kCount>(Count<kCount>, const auto& at) {
+            return read<kCount>(grad + at.of[kGrad]);
+          },
+          [&]<int kCount>(const Vector<scalar_t, kCount>& x, const auto&) {
+            sum.add(kCount, [&](int n) {
+              const acc_t g = load<acc_t>(x.get(n));
+              probe += nonfinite_probe(g);
+              return norm.term(scaled(g, factor));
+            });
+          });
+      return Partial{sum.total, is_finite_probe(probe)};
+    });
   });
-  const Partial block = block_combined(norm, mine);
-  if (threadIdx.x == 0) partials[blockIdx.x] = block;
 }
 
-// The norm of all partials, and what follows from it. Thread t takes partials t, t + kBlockSize,
-// ...: the order is fixed by their number alone.
+constexpr int kFinishThreads = 1024;
+
+// The norm of all partials, and what follows from it. Their order is fixed by their number alone.
 //
-//   grid    one block                    block   kBlockSize threads
-//   reads   partials, [count]
+//   grid    one block                    block   kFinishThreads threads
+//   reads   partials, [count]: 16 bytes each
 //   writes  outcome.norm; outcome.found_inf, only 1; outcome.clip
 template <NormKind kKind>
-__global__ void finish_kernel(const Partial* __restrict__ partials, int64_t count, Norm<kKind> norm,
-                              Outcome outcome) {
+__global__ void __launch_bounds__(kFinishThreads)
+    finish_kernel(const Partial* __restrict__ partials, int64_t count, Norm<kKind> norm,
+                  Outcome outcome) {
+  constexpr int kUnroll = 8;  // in flight
+  constexpr int kWarps = kFinishThreads / kWarpSize;
+  __shared__ Partial of_warp[kWarps];
   Partial mine = norm.none();
-  for (int64_t i = threadIdx.x; i < count; i += kBlockSize) mine = norm.combine(mine, partials[i]);
-  const Partial all = block_combined(norm, mine);
-  if (threadIdx.x != 0) return;
+  for (int64_t first = threadIdx.x; first < count; first += kUnroll * kFinishThreads) {
+    Partial next[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * kFinishThreads;
+      next[u] = i < count ? partials[i] : norm.none();
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) mine = norm.combine(mine, next[u]);
+  }
+  mine = warp_combined(norm, mine);
+  if (lane() == 0) of_warp[threadIdx.x / kWarpSize] = mine;
+  __syncthreads();
+  if (threadIdx.x >= kWarpSize) return;
+  static_assert(kWarps == kWarpSize);
+  const Partial all = warp_combined(norm, of_warp[lane()]);
+  if (lane() != 0) return;
   const double root = count > 0 ? norm.root(all.total) : 0.0;
   if (outcome.found_inf != nullptr && !all.finite) *outcome.found_inf = 1.0f;
   double coef;

@@ -8,23 +8,32 @@ namespace accumext::cuda {
 
 // grad = grad * factor; nothing where the factor is exactly 1.
 //
-//   grid    one block per chunk          block   kBlockSize threads, striding over the chunk
-//   reads and writes  grad, any dtype, [end - begin]
-__global__ void scale_kernel(Table<1> table, Scalar factor) {
+//   grid    any                          block   kBlockSize threads, over a chunk at a time
+//   reads and writes  grad, any dtype, [chunk], once each: 8 bytes per element of float; no grad at
+//                     all where the factor is 1
+__global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
+    scale_kernel(Table<1> table, Scalar factor) {
   const double multiplier = value(factor);
   if (multiplier == 1.0) return;
-  const Chunk chunk = table.chunks[blockIdx.x];
-  const Entry<1> entry = table.entries[chunk.tensor];
-  with_type(entry.dtype[0], [&](auto type) {
-    using scalar_t = decltype(type);
-    using acc_t = acc_type<scalar_t>;
-    scalar_t* grad = static_cast<scalar_t*>(entry.data[0]);
-    for (int64_t i = chunk.begin + threadIdx.x; i < chunk.end; i += kBlockSize) {
-      int64_t offset[1];
-      table.locate(entry, i, offset);
-      const acc_t x = load<acc_t>(grad[offset[0]]);
-      grad[offset[0]] = rounded<scalar_t>(scaled(x, static_cast<acc_t>(multiplier)));
-    }
+  const int64_t begin = share(table, blockIdx.x);
+  const int64_t end = share(table, blockIdx.x + int64_t{1});
+  for_each_chunk(table, begin, end, [&](const Entry<1>& entry, int64_t chunk) {
+    with_type(entry.dtype[0], [&](auto type) {
+      using scalar_t = decltype(type);
+      using acc_t = acc_type<scalar_t>;
+      scalar_t* grad = data_of<scalar_t>(entry, 0);
+      walk<kInFlight<scalar_t>, scalar_t>(
+          table, entry, chunk, entry.aligned[0],
+          [&]<int kCount>(Count<kCount>, const auto& at) { return read<kCount>(grad + at.of[0]); },
+          [&]<int kCount>(const Vector<scalar_t, kCount>& x, const auto& at) {
+            Vector<scalar_t, kCount> product;
+            for (int n = 0; n < kCount; ++n) {
+              product.set(n, rounded<scalar_t>(
+                                 scaled(load<acc_t>(x.get(n)), static_cast<acc_t>(multiplier))));
+            }
+            write(grad + at.of[0], product);
+          });
+    });
   });
 }
 

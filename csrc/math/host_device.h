@@ -1,8 +1,9 @@
-// Element arithmetic is compiled by g++ for the host and by nvcc for the host and the device.
+// Element arithmetic is compiled by nvcc for the host and the device, and by g++ once for each
+// instruction set: always inline, lest the linker keep one set's copy for all of them.
 #pragma once
 
 #ifdef __CUDACC__
 #define ACCUMEXT_HOST_DEVICE __host__ __device__
 #else
-#define ACCUMEXT_HOST_DEVICE
+#define ACCUMEXT_HOST_DEVICE [[gnu::always_inline]]
 #endif

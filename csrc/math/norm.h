@@ -1,4 +1,5 @@
-// p-norms as a reduction: a term per element, combined in any tree, and the root at the end.
+// p-norms as a reduction: a term per element, combined in any tree, and the root at the end. acc_t
+// is float or double, or on the CPU a vector of them, whose operators work element by element.
 #pragma once
 
 #include <cmath>
@@ -22,6 +23,12 @@ struct Partial {
   bool finite;
 };
 
+// |x|; the sum makes 0 of -0.
+template <typename acc_t>
+ACCUMEXT_HOST_DEVICE inline acc_t magnitude(acc_t x) {
+  return x < 0 ? -x : x + 0;
+}
+
 template <NormKind kKind>
 struct Norm {
   double p;
@@ -35,20 +42,23 @@ struct Norm {
   ACCUMEXT_HOST_DEVICE acc_t term(acc_t x) const {
     if constexpr (kKind == NormKind::kSquares) {
       return x * x;
-    } else if constexpr (kKind == NormKind::kPowers) {
-      return std::pow(std::fabs(x), static_cast<acc_t>(p));
+    } else if constexpr (kKind == NormKind::kPowers) {  // of scalars only
+      return std::pow(magnitude(x), static_cast<acc_t>(p));
     } else {
-      return std::fabs(x);
+      return magnitude(x);
     }
   }
 
-  // Max and min keep a NaN from either side; std::fmax would drop it.
+  // Whether the norm is no less than the magnitude of each element, and not finite if one is not.
+  ACCUMEXT_HOST_DEVICE bool grows() const { return kKind != NormKind::kMin && p > 0.0; }
+
+  // Max and min keep a NaN from either side; std::fmax would drop it. `|` is what vectors know.
   template <typename acc_t>
   ACCUMEXT_HOST_DEVICE static acc_t combine(acc_t a, acc_t b) {
     if constexpr (kKind == NormKind::kMax) {
-      return a > b || a != a ? a : b;
+      return (b > a) | (b != b) ? b : a;
     } else if constexpr (kKind == NormKind::kMin) {
-      return a < b || a != a ? a : b;
+      return (b < a) | (b != b) ? b : a;
     } else {
       return a + b;
     }

@@ -1,0 +1,35 @@
+// The inner loops of the CPU kernels, compiled once for each instruction set: what the processor
+// has is known only when they run.
+#pragma once
+
+#include "chunks.h"
+#include "math/norm.h"
+#include "operands.h"
+
+namespace accumext::cpu {
+
+// main_grad = (overwrite ? 0 : main_grad) + grad * (inv_scale * clip_coef).
+struct Accumulation {
+  double inv_scale;
+  double clip_coef;
+  bool overwrite;
+  bool streamed;  // with overwrite: write past the caches
+};
+
+// Each works on one chunk. A partial tells whether every grad is finite.
+struct Kernels {
+  // The terms of |grad * inv_scale|.
+  Partial (*norm)(const Span& grad, const Chunk& chunk, NormKind kind, double p, double inv_scale);
+
+  // Accumulates; the squares of what main_grad then holds.
+  Partial (*accumulate)(const Pair& pair, const Chunk& chunk, const Accumulation& how);
+
+  // grad = grad * factor.
+  void (*scale)(const Span& grad, const Chunk& chunk, double factor);
+};
+
+extern const Kernels kPortableKernels;
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+
+}  // namespace accumext::cpu

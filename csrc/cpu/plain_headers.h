@@ -1,0 +1,22 @@
+// What a kernels_*.cpp includes before it chooses an instruction set: inline functions of these
+// headers may be shared with code for any processor.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// Vectors never cross a call here, so how another compiler would pass them does not matter.
+#pragma GCC diagnostic ignored "-Wpsabi"

@@ -1,0 +1,70 @@
+// Sums over chunks, in an order that neither the grid nor the GPU decides: threads of a warp, warps
+// of a block, chunks of the list.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device.cuh"
+#include "cuda/table.h"
+#include "math/norm.h"
+
+namespace accumext::cuda {
+
+// What one thread has seen of a chunk. Terms are added in acc_t within a vector and in double from
+// then on.
+template <NormKind kKind, typename acc_t>
+struct ThreadSum {
+  const Norm<kKind>& norm;
+  double total = Norm<kKind>::template identity<double>();
+
+  template <typename Term>  // acc_t term(int n)
+  __device__ void add(int count, const Term& term) {
+    acc_t sum = term(0);
+#pragma unroll
+    for (int n = 1; n < count; ++n) sum = norm.combine(sum, term(n));
+    total = norm.combine(total, static_cast<double>(sum));
+  }
+};
+
+// The partials of a warp's lanes as one. Every lane must call it; the result is lane 0's.
+template <NormKind kKind>
+__device__ Partial warp_combined(const Norm<kKind>& norm, Partial mine) {
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    const double other = __shfl_down_sync(kAllLanes, mine.total, distance);
+    mine.total = norm.combine(mine.total, other);
+  }
+  return {mine.total, __all_sync(kAllLanes, mine.finite) != 0};
+}
+
+// partials[c] = f(entry, c), the threads' partials of chunk c as one, for the block's share of the
+// chunks; with null partials f is called all the same. The warps meet only once in kBatch chunks,
+// so that one may wait for memory while another adds.
+template <int kOperands, NormKind kKind, typename F>
+__device__ void reduce_chunks(const Table<kOperands>& table, const Norm<kKind>& norm,
+                              Partial* __restrict__ partials, const F& f) {
+  constexpr int kBatch = 32;
+  constexpr int kWarps = kBlockSize / kWarpSize;
+  __shared__ Partial of_warp[kBatch][kWarps];
+  const int64_t end = share(table, blockIdx.x + int64_t{1});
+  for (int64_t first = share(table, blockIdx.x); first < end; first += kBatch) {
+    const int64_t last = first + kBatch < end ? first + kBatch : end;
+    for_each_chunk(table, first, last, [&](const Entry<kOperands>& entry, int64_t chunk) {
+      const Partial mine = f(entry, chunk);
+      if (partials == nullptr) return;
+      const Partial all = warp_combined(norm, mine);
+      if (lane() == 0) of_warp[chunk - first][threadIdx.x / kWarpSize] = all;
+    });
+    if (partials == nullptr) continue;
+    __syncthreads();
+    if (threadIdx.x < last - first) {
+      Partial all = of_warp[threadIdx.x][0];
+      for (int warp = 1; warp < kWarps; ++warp) {
+        all = norm.combine(all, of_warp[threadIdx.x][warp]);
+      }
+      partials[first + threadIdx.x] = all;
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace accumext::cuda

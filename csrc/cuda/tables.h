@@ -1,0 +1,20 @@
+// Tables that stay in device memory from one call to the next.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace accumext::cuda {
+
+// Device memory with these bytes in it, for a kernel that is enqueued next on this stream of the
+// current device. Nothing is uploaded where an earlier call of the stream had the same bytes. The
+// memory is not written again while the caller holds it, nor ever if the stream is being captured:
+// a graph may replay the kernel.
+std::shared_ptr<const std::byte> resident(const std::vector<std::byte>& bytes, int32_t device,
+                                          cudaStream_t stream);
+
+}  // namespace accumext::cuda

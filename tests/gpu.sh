@@ -1,0 +1,147 @@
+#!/usr/bin/env bash
+# What only a GPU can show, in one command, in under nine minutes and without a network: build, doctor,
+# tests, compute-sanitizer on small tensors, benchmark. Each part has a time limit, and one that fails
+# does not keep the others from running.
+#
+#   tests/gpu.sh [FOLDER]
+#
+# Writes FOLDER/<gpu>.json, the benchmark, and FOLDER/<gpu>_checks.json, what became of each part;
+# FOLDER is bench/results unless given. PYTHON chooses the interpreter, whose torch (2.10 or newer,
+# with CUDA) and nvcc (on PATH, in CUDA_HOME, /usr/local/cuda or its site-packages) are used; the
+# package is compiled in a copy of the tree, and nothing is installed. Exit status: 0 if no part
+# failed, 1 if one did, 2 without a GPU.
+set -uo pipefail
+
+TOTAL=520    # s, for everything
+NOT_RUN=77   # exit status of a part that cannot run here; its last line says why
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export python=${PYTHON:-python3}
+facts=$("$python" - <<'PY'
+import platform, re, sys
+try:
+    import torch
+except ImportError as error:
+    sys.exit(f"tests/gpu.sh: nothing was run, because {sys.executable} has no torch: {error}.")
+if not torch.cuda.is_available():
+    sys.exit(f"tests/gpu.sh: nothing was run, because torch {torch.__version__} sees no GPU.")
+name = torch.cuda.get_device_name()
+versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}"
+print(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"))
+print(f"{name}, {versions}")
+PY
+) || exit 2
+mkdir -p "${1:-$root/bench/results}" || exit 1
+results=$(cd "${1:-$root/bench/results}" && pwd)
+gpu=${facts%%$'\n'*}
+export benchmark_json=$results/$gpu.json
+checks_json=$results/${gpu}_checks.json
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/accumext-gpu.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+export tree=$work/tree TORCH_EXTENSIONS_DIR=$work/extensions PYTHONPATH=$work/tree
+mkdir "$tree"
+for name in accumext csrc tests bench setup.py pyproject.toml README.md LICENSE; do
+  cp -R "$root/$name" "$tree"
+done
+rm -f "$tree"/accumext/*.so "$tree/accumext/_build_info.json"
+cd "$tree" || exit 1
+unset ACCUMEXT_BUILD ACCUMEXT_CUDA
+
+part() {  # part NAME SECONDS FUNCTION [ARGUMENT]: runs it in a shell of its own, and notes the end
+  local name=$1 limit=$2 start=$SECONDS result reason=
+  shift 2
+  ((limit = limit < TOTAL - SECONDS ? limit : TOTAL - SECONDS))
+  printf '\n=== %s, at most %d s\n' "$name" "$limit"
+  timeout -k 5 "$((limit > 1 ? limit : 1))" bash -c '"$@"' part "$@" 2>&1 | tee "$work/log"
+  case ${PIPESTATUS[0]} in
+    0) result=passed ;;
+    "$NOT_RUN") result="not run" reason=$(tail -n 1 "$work/log") ;;
+    124 | 137) result=failed reason="cut off after $limit s" ;;
+    *) result=failed reason=$(tail -n 1 "$work/log") ;;
+  esac
+  printf '%s\t%s\t%d\t%s\n' "$name" "$result" $((SECONDS - start)) "$reason" >>"$work/parts"
+  [ "$result" = passed ]
+}
+
+build() {
+  ACCUMEXT_BUILD=require ACCUMEXT_CUDA=1 "$python" setup.py --quiet build_ext --inplace &&
+    ls accumext/_C_cuda.*.so
+}
+
+doctor() {
+  "$python" -m accumext doctor &&
+    "$python" -c 'import accumext; assert accumext.backend() == "cuda", accumext.backend_reason()'
+}
+
+tests() {  # of the operations; no other settings than these, since plugins may be missing
+  if ! "$python" -c 'import pytest'; then
+    echo "pytest is not installed"
+    return "$NOT_RUN"
+  fi
+  local files=() file
+  for file in tests/test_{cuda,accumulate,norm,clip,scale,registration}.py; do
+    if grep -q '^from hypothesis' "$file" && ! "$python" -c 'import hypothesis' 2>/dev/null; then
+      echo "left out, because hypothesis is not installed: $file"
+    else
+      files+=("$file")
+    fi
+  done
+  "$python" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q -ra "${files[@]}"
+}
+
+sanitized() {  # sanitized TOOL: each tensor in memory of its own, so that its end is an end
+  local tool=$1 folder program=
+  for folder in $(tr ':' ' ' <<<"$PATH") "${CUDA_HOME:-}/bin" /usr/local/cuda/bin \
+    "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/nvidia/*/bin; do
+    [ -x "$folder/compute-sanitizer" ] && program=$folder/compute-sanitizer && break
+  done
+  if [ -z "$program" ]; then
+    echo "compute-sanitizer was not found"
+    return "$NOT_RUN"
+  fi
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$program" --tool "$tool" --error-exitcode 9 \
+    --report-api-errors no --kernel-name kernel_substring=accumext \
+    "$python" tests/host_cuda/small_calls.py >"$tool.log" 2>&1
+  local status=$?
+  cat "$tool.log"
+  if grep -q "Device not supported" "$tool.log"; then
+    echo "compute-sanitizer does not support this device"
+    return "$NOT_RUN"
+  fi
+  return $status
+}
+
+benchmark() {
+  "$python" bench/accumulate.py --device cuda --json "$benchmark_json"
+}
+
+export NOT_RUN
+export -f build doctor tests sanitized benchmark
+echo "$facts"
+if part build 180 build; then
+  export ACCUMEXT_BACKEND=native
+else
+  export ACCUMEXT_BACKEND=jit  # compiles on first use, in another way
+fi
+part doctor 120 doctor
+part tests 150 tests
+part memcheck 60 sanitized memcheck
+part racecheck 40 sanitized racecheck
+part benchmark "$TOTAL" benchmark
+
+echo
+"$python" - "$work/parts" "$checks_json" "${facts##*$'\n'}" "$ACCUMEXT_BACKEND" "$SECONDS" <<'PY'
+import json, sys
+source, target, machine, backend, seconds = sys.argv[1:]
+with open(source) as lines:
+    rows = [line.rstrip("\n").split("\t", 3) for line in lines]
+parts = [dict(name=n, result=r, seconds=int(s), reason=why) for n, r, s, why in rows]
+report = dict(machine=machine, backend=backend, seconds=int(seconds), parts=parts)
+with open(target, "w") as file:
+    json.dump(report, file, indent=2)
+print(f"=== {machine}: {seconds} s, written to {target}")
+for name, result, taken, reason in rows:
+    print(f"{name:<10} {result:<8} {taken:>4} s  {reason}".rstrip())
+PY
+! grep -q $'\tfailed\t' "$work/parts"

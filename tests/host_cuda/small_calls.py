@@ -1,0 +1,60 @@
+"""Every kernel on small tensors on a GPU, against the reference: a program for compute-sanitizer.
+
+Each tensor, or the memory of which it is a slice, ends where its elements end.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+import accumext
+from accumext import reference
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SIZES = (1, 9, 300, 4100, 9000)  # a warp takes chunks of 4096
+SHIFTS = (0, 1)  # elements before the slice
+NORM_TYPES = (1.0, 2.0, 3.0, float("inf"), float("-inf"))
+NORM_RTOL = 1e-5  # sums of float32 in two orders
+
+
+def drawn(size: int, shift: int, dtype: torch.dtype) -> Tensor:
+    """Multiples of 1/8 up to 8: sums of two of them are exact in every dtype."""
+    return torch.randint(-64, 65, (size + shift,)).div(8).to(dtype)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    cases = list(itertools.product(DTYPES, DTYPES, SIZES, SHIFTS))
+    main_bases = [drawn(size, shift, main) for main, _, size, shift in cases]
+    grad_bases = [drawn(size, shift, grad) for _, grad, size, shift in cases]
+    lists = []
+    for device in ("cpu", "cuda"):
+        bases = [[base.to(device) for base in bases] for bases in (main_bases, grad_bases)]
+        slices = [[base[case[3] :] for base, case in zip(some, cases)] for some in bases]
+        slices[0].append(torch.ones(70, 90, device=device).t())
+        slices[1].append(torch.ones(90, 70, device=device))
+        lists.append(slices)
+    (expected, grads), (main_grads, grads_on_gpu) = lists
+
+    for overwrite in (False, True):
+        reference.accumulate_(expected, grads, overwrite=overwrite)
+        accumext.accumulate_(main_grads, grads_on_gpu, overwrite=overwrite)
+    options = {"max_norm": 1e9, "if_finite": True}
+    reference.unscale_check_clip_accumulate_(expected, grads, **options)
+    accumext.unscale_check_clip_accumulate_(main_grads, grads_on_gpu, **options)
+    reference.scale_(expected, 0.5)
+    accumext.scale_(main_grads, 0.5)
+    for want, got in zip(expected, main_grads):
+        assert torch.equal(got.cpu(), want), (want.dtype, want.shape)
+    for norm_type in NORM_TYPES:
+        norm = accumext.total_norm(main_grads, norm_type=norm_type).cpu()
+        want = reference.total_norm(expected, norm_type=norm_type)
+        torch.testing.assert_close(norm, want, rtol=NORM_RTOL, atol=0.0)
+    print("all results are right")
+
+
+if __name__ == "__main__":
+    main()
