@@ -1,0 +1,86 @@
+"""The multi-tensor kernels of NVIDIA apex and TransformerEngine, where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK = 65536  # elements; what both libraries' own callers pass
+_MODULES = {"apex": "amp_C", "TransformerEngine": "transformer_engine.pytorch.optimizers"}
+
+
+def _installed() -> dict[str, Any]:
+    found = {}
+    for name, module in _MODULES.items():
+        try:
+            found[name] = importlib.import_module(module)
+        except (ImportError, OSError):
+            continue
+    return found
+
+
+_PEERS = _installed()
+
+
+def status() -> dict[str, str]:
+    return {name: "installed" if name in _PEERS else "not installed" for name in _MODULES}
+
+
+def norms(grads: Sequence[Tensor]) -> dict[str, Callable[[], Tensor]]:
+    """By peer: the 2-norm of gradients of one dtype."""
+    flag = _flag(grads)
+    return {
+        name: lambda peer=peer: peer.multi_tensor_l2norm(_CHUNK, flag, [grads], False)[0]
+        for name, peer in _on_gpu(grads).items()
+    }
+
+
+def unscaled_norms(grads: Sequence[Tensor], inv_scale: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """By peer: the 2-norm of `grads * inv_scale`; nothing is checked."""
+    flag = _flag(grads)
+    return {
+        name: lambda peer=peer: peer.multi_tensor_unscale_l2norm(
+            _CHUNK, flag, [grads], inv_scale, False
+        )[0]
+        for name, peer in _on_gpu(grads).items()
+    }
+
+
+def clips(grads: Sequence[Tensor]) -> dict[str, Callable[..., Tensor]]:
+    """By peer: its clip_grad_norm_, which reads the norm from the device. Of apex alone."""
+    if "apex" not in _on_gpu(grads):
+        return {}
+    return {"apex": importlib.import_module("apex.contrib.clip_grad").clip_grad_norm_}
+
+
+def accumulations(
+    main_grads: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: float
+) -> dict[str, Callable[[], Tensor]]:
+    """By peer: check and `main_grad += grad * inv_scale`, then the norm of the main gradients.
+
+    apex alone has such a kernel, and not for bfloat16.
+    """
+    peers = _on_gpu(grads)
+    if "apex" not in peers or grads[0].dtype == torch.bfloat16:
+        return {}
+    flag, apex = _flag(grads), peers["apex"]
+
+    def run() -> Tensor:
+        lists = [grads, main_grads, main_grads]
+        apex.multi_tensor_axpby(_CHUNK, flag, lists, inv_scale, 1.0, 0)
+        return apex.multi_tensor_l2norm(_CHUNK, flag, [main_grads], False)[0]
+
+    return {"apex": run}
+
+
+def _on_gpu(grads: Sequence[Tensor]) -> dict[str, Any]:
+    return _PEERS if grads[0].is_cuda else {}
+
+
+def _flag(grads: Sequence[Tensor]) -> Tensor:
+    """What the kernels set where they find an inf or NaN, and do nothing if it is set."""
+    return torch.zeros(1, dtype=torch.int32, device=grads[0].device)

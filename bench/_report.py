@@ -1,0 +1,124 @@
+"""What a benchmark says: a table per job, figures against targets, the machine, and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _timing import Result, Spread
+
+LIMIT = "the limit"  # a figure's `against`: the least time for the bytes that have to move
+
+
+class Figure(NamedTuple):
+    """In this job, `contender` is at least `target` times as fast as `against`."""
+
+    job: str
+    role: str  # of the shape
+    contender: str
+    against: str
+    target: float | None  # None: nothing is promised
+
+
+def table(result: Result) -> str:
+    """One row per contender."""
+    width = max(map(len, result.seconds))
+    lines = [
+        f"\n{result.job}: {result.shape}",
+        f"  {'':{width}}  B/element{'ms [quartiles]':>28}{'GB/s':>8}{'of limit':>10}  times faster",
+    ]
+    for name, traffic in result.traffic.items():
+        share, ratio = result.share(name), result.ratio(name, result.baseline)
+        lines.append(
+            f"  {name:{width}}  {traffic!s:9}{interval(result.spread(name), 1e3, 3):>28}"
+            f"{result.rate(name) / 1e9:8.1f}{f'{share.median:.0%}' if share else '-':>10}"
+            + ("" if name == result.baseline else f"  {interval(ratio)}")
+        )
+    return "\n".join(lines)
+
+
+def evaluate(figures: Sequence[Figure], results: Sequence[Result]) -> list[dict[str, Any]]:
+    """What was measured of the figures, and what the memory allows by the bytes of both."""
+    rows = []
+    for figure in figures:
+        for result in results:
+            if (result.job, result.shape.role) != (figure.job, figure.role):
+                continue
+            allowed: float | None = 1.0
+            measured = result.share(figure.contender)
+            if figure.against != LIMIT:
+                measured = result.ratio(figure.contender, figure.against)
+                allowed = result.allowed(figure.contender, figure.against)
+            if measured is None:
+                continue
+            rows.append(
+                {
+                    "figure": f"{figure.job}, {result.shape}: {figure.contender}"
+                    f" over {figure.against}",
+                    **figure._asdict(),
+                    "measured": measured.median,
+                    "quartiles": [measured.q1, measured.q3],
+                    "allowed": allowed,
+                }
+            )
+    return rows
+
+
+def figure_lines(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per figure; where there are bytes to compare, also the ratio that they allow."""
+    lines = ["\nfigure | target | measured [quartiles] | allowed by the memory"]
+    for row in rows:
+        cells = [row["figure"], _plain(row["target"]), _plain(row["measured"])]
+        if "quartiles" in row:
+            q1, q3 = row["quartiles"]
+            cells[2] = interval(Spread(q1, row["measured"], q3))
+            cells.append("-" if row["allowed"] is None else f"{row['allowed']:.2f}")
+        lines.append(" | ".join(cells))
+    return "\n".join(lines)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """A result with all its samples."""
+    rows = {
+        name: {
+            "read_bytes_per_element": traffic.read,
+            "update_bytes_per_element": traffic.update,
+            "seconds": result.seconds[name],
+            "median_seconds": result.spread(name).median,
+            "bytes_per_second": result.rate(name),
+            "share_of_limit": share.median if (share := result.share(name)) else None,
+            "times_faster": result.ratio(name, result.baseline).median,
+        }
+        for name, traffic in result.traffic.items()
+    }
+    return {
+        "job": result.job,
+        **result.shape._asdict(),
+        "baseline": result.baseline,
+        "limits": [limit._asdict() for limit in result.limits],  # bytes per second, by repetition
+        "contenders": rows,
+    }
+
+
+def write_json(
+    path: Path,
+    facts: dict[str, Any],
+    results: Sequence[Result],
+    figures: Sequence[dict[str, Any]],
+) -> None:
+    content = {"machine": facts, "jobs": [as_json(r) for r in results], "figures": figures}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def interval(values: Spread, unit: float = 1.0, digits: int = 2) -> str:
+    """The median, and in brackets where half of the values lie."""
+    q1, median, q3 = (f"{value * unit:.{digits}f}" for value in values)
+    return f"{median} [{q1}, {q3}]"
+
+
+def _plain(value: float | bool | None) -> str:
+    if value is None:
+        return "-"
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}"

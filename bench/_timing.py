@@ -1,0 +1,236 @@
+"""Paired timing: in every repetition each contender runs once, in rotated order.
+
+Ratios are formed within a repetition, where both sides saw the same state of the machine, and their
+median is taken; the memory's limit is measured in every repetition, too. What a contender needs
+beforehand, gradients as they were, is not timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FLUSH_BYTES = 256 * 2**20  # more than the last-level cache of any GPU
+
+# Relative distance between what two contenders computed. float32: a sum over a tensor of a million
+# elements may be off by as much. Half precision: the norm of every tensor is rounded to that.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+Clock = Callable[[Callable[[], Any]], float]  # seconds that a call takes
+
+
+class Shape(NamedTuple):
+    """Of a model: so many elements in so many tensors of equal size."""
+
+    elements: int
+    tensors: int
+    role: str = ""  # by which the figures know it
+
+    def sizes(self) -> list[int]:
+        cuts = [self.elements * i // self.tensors for i in range(self.tensors + 1)]
+        return [stop - start for start, stop in itertools.pairwise(cuts)]
+
+    def __str__(self) -> str:
+        return f"{count(self.elements)} in {self.tensors:,}"
+
+
+class Traffic(NamedTuple):
+    """Bytes per element that have to be moved."""
+
+    read: int  # in passes that only read
+    update: int  # in passes that write too: reads and writes added up
+
+    def __str__(self) -> str:
+        return " + ".join(f"{letter}{size}" for letter, size in zip("ru", self) if size)
+
+
+class Contender(NamedTuple):
+    """One way to do a job."""
+
+    run: Callable[[], Any]
+    traffic: Traffic
+    outcome: Callable[[Any], Sequence[Tensor]] | None  # from what run returned; None: does less
+
+
+class Job(NamedTuple):
+    """Something to be done in several ways; the first is what the others are compared with."""
+
+    name: str
+    shape: Shape
+    contenders: dict[str, Contender]
+    prepare: Callable[[], Any] = lambda: None  # before every run
+
+
+class Limits(NamedTuple):
+    """Bytes per second that the memory moves at best."""
+
+    read: float
+    update: float  # reads and writes added up
+
+    def seconds(self, traffic: Traffic, elements: int) -> float:
+        """The least time to move this much per element."""
+        return elements * (traffic.read / self.read + traffic.update / self.update)
+
+
+class Yardstick(NamedTuple):
+    """The fastest plain read and the fastest plain update of float32 elements."""
+
+    reader: str
+    read: Callable[[], Any]
+    updater: str
+    update: Callable[[], Any]
+    elements: int
+
+    def limits(self, seconds_of: Clock) -> Limits:
+        """What the memory does now."""
+        return Limits(
+            4 * self.elements / seconds_of(self.read), 8 * self.elements / seconds_of(self.update)
+        )
+
+
+class Spread(NamedTuple):
+    q1: float
+    median: float
+    q3: float
+
+
+class Patience(NamedTuple):
+    """How often to repeat: until the seconds are over, within bounds."""
+
+    seconds: float = 1.0
+    least: int = 9
+    most: int = 100
+
+
+class Result(NamedTuple):
+    """The seconds that each contender took, in order of the repetitions."""
+
+    job: str
+    shape: Shape
+    traffic: dict[str, Traffic]
+    seconds: dict[str, list[float]]
+    limits: list[Limits]  # of each repetition; none where the data may lie in a cache
+
+    @property
+    def baseline(self) -> str:
+        return next(iter(self.seconds))
+
+    def spread(self, name: str) -> Spread:
+        return spread(self.seconds[name])
+
+    def rate(self, name: str) -> float:
+        """Bytes per second."""
+        return self.shape.elements * sum(self.traffic[name]) / self.spread(name).median
+
+    def ratio(self, name: str, against: str) -> Spread:
+        """How many times faster `name` is, repetition by repetition."""
+        pairs = zip(self.seconds[name], self.seconds[against])
+        return spread([theirs / mine for mine, theirs in pairs])
+
+    def share(self, name: str) -> Spread | None:
+        """The least time for what has to move, over the time taken, repetition by repetition."""
+        pairs = zip(self._least(name), self.seconds[name])
+        return spread([least / taken for least, taken in pairs]) if self.limits else None
+
+    def allowed(self, name: str, against: str) -> float | None:
+        """The ratio if both were at the limit."""
+        pairs = zip(self._least(name), self._least(against))
+        return spread([theirs / mine for mine, theirs in pairs]).median if self.limits else None
+
+    def _least(self, name: str) -> list[float]:
+        return [limit.seconds(self.traffic[name], self.shape.elements) for limit in self.limits]
+
+
+def count(number: int) -> str:
+    """A round number as people say it."""
+    for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:g}{letter}"
+    return str(number)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def clock(device: torch.device) -> Clock:
+    """What times one call; on a GPU with events, and with nothing left in its cache.
+
+    Caches of the CPU stay as they are: what fits into them is there after a backward pass, too.
+    """
+    if device.type == "cpu":
+        return _wall_seconds
+    flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def event_seconds(run: Callable[[], Any]) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flushed.zero_()
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
+
+    return event_seconds
+
+
+def _wall_seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter_ns()
+    run()
+    return (time.perf_counter_ns() - start) / 1e9
+
+
+def measure(
+    job: Job, seconds_of: Clock, patience: Patience, yardstick: Yardstick | None = None
+) -> Result:
+    """Check that the contenders do the same, which also warms them up, then time them."""
+    gc.collect()
+    check(job)
+    names = list(job.contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    limits: list[Limits] = []
+    end = time.monotonic() + patience.seconds
+    gc.disable()
+    for repetition in range(patience.most):
+        if repetition >= patience.least and time.monotonic() > end:
+            break
+        if yardstick is not None:
+            limits.append(yardstick.limits(seconds_of))
+        turn = repetition % len(names)
+        for name in names[turn:] + names[:turn]:
+            job.prepare()
+            seconds[name].append(seconds_of(job.contenders[name].run))
+    gc.enable()
+    traffic = {name: contender.traffic for name, contender in job.contenders.items()}
+    return Result(job.name, job.shape, traffic, seconds, limits)
+
+
+def check(job: Job) -> None:
+    """Run every contender once; AssertionError where what they computed differs."""
+    expected: list[Tensor] = []
+    for name, contender in job.contenders.items():
+        job.prepare()
+        returned = contender.run()
+        if contender.outcome is None:
+            continue
+        got = contender.outcome(returned)
+        expected = expected or [tensor.clone() for tensor in got]
+        assert len(got) == len(expected), f"{job.name}: {name} left {len(got)} tensors"
+        for mine, theirs in zip(got, expected):
+            error = distance(mine, theirs)
+            assert error <= TOLERANCES[theirs.dtype], f"{job.name}: {name} is off by {error:.1e}"
+
+
+def distance(tensor: Tensor, expected: Tensor) -> float:
+    """|tensor - expected| / |expected|, 0 where both are zero."""
+    norm = torch.linalg.vector_norm
+    expected = expected.double()
+    difference = norm(tensor.double() - expected)
+    return 0.0 if difference == 0 else (difference / norm(expected)).item()

@@ -1,0 +1,171 @@
+"""Gradient operations beside stock PyTorch, plain loops and peers, with the memory as the limit.
+
+    python bench/accumulate.py [--json FILE] [--device cpu|cuda] [--jobs norm clip] [--quick]
+
+One run, everything side by side: _timing.py says how. Every contender names the bytes per element
+that its passes move: r in passes that only read, u in passes that write too. What the contenders of
+a job compute is compared before they are timed; only those with "alone", "plain" or "unchecked" in
+their names do less than the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import _peers
+import torch
+from _boundary_jobs import KINDS, REGIMES, boundary_jobs
+from _facts import machine, promises
+from _gradient_jobs import (
+    accumulate_jobs,
+    clip_jobs,
+    norm_jobs,
+    scale_jobs,
+    unscale_jobs,
+)
+from _limits import Memory
+from _report import LIMIT, Figure, evaluate, figure_lines, table, write_json
+from _timing import Job, Patience, Shape, clock, measure
+
+HUGE, LARGE, MANY, TINY = "huge", "large", "many", "tiny"  # by which the figures know shapes
+SHAPES = (
+    Shape(10**8, 200, LARGE),
+    Shape(10**7, 50),
+    Shape(10**6, 1),
+    Shape(2 * 10**6, 2000, MANY),
+    Shape(10**4, 10, TINY),
+)
+GPU_SHAPES = (Shape(4 * 10**8, 300, HUGE), *SHAPES)
+QUICK_SHAPES = (Shape(10**7, 20, LARGE), Shape(50_000, 50, MANY), Shape(10**4, 10, TINY))
+QUICK = Patience(seconds=0.0, least=3)
+COLD = 10**7  # elements; of fewer, a CPU may have all in its cache, and the memory is no limit
+
+OURS, WRITTEN, FOLDED = "accumext", "accumext, materialised", "accumext, folded"
+FOREACH, STOCK = "torch foreach", "torch: cast, unscale, add, norm"
+UNSCALE = "unscale, check, norm, clip"
+IDLE, CLIPPING = "clip_grad_norm_, nothing to clip", "clip_grad_norm_, clipping"
+HALVES = ("accumulate_ bf16", "accumulate_ fp16")
+BOUNDARIES = tuple(f"boundary, {kind}: {regime}" for kind in KINDS for regime in REGIMES)
+
+JOBS: dict[str, Callable[..., Iterator[Job]]] = {
+    "norm": norm_jobs,
+    "unscale": unscale_jobs,
+    "boundary": boundary_jobs,
+    "clip": clip_jobs,
+    "accumulate": accumulate_jobs,
+    "scale": scale_jobs,
+}
+
+
+def figures(device: torch.device) -> list[Figure]:
+    """What is promised, and, without a target, what belongs beside it."""
+    if device.type == "cuda":
+        at_limit = ("total_norm fp32", OURS), (UNSCALE, WRITTEN), *((job, OURS) for job in HALVES)
+        return [
+            *(Figure(job, role, o, LIMIT, 0.9) for role in (HUGE, LARGE) for job, o in at_limit),
+            Figure(UNSCALE, LARGE, FOLDED, FOREACH, 3.0),
+            Figure(UNSCALE, LARGE, WRITTEN, FOREACH, None),
+            *(Figure(job, LARGE, OURS, "torch", None) for job in BOUNDARIES),
+            Figure("total_norm fp32", MANY, OURS, FOREACH, None),
+            *(Figure(job, TINY, OURS, "torch", 1.0) for job in BOUNDARIES),
+        ]
+    return [
+        Figure("total_norm fp32", LARGE, OURS, LIMIT, 0.9),
+        Figure(UNSCALE, LARGE, WRITTEN, FOREACH, 1.6),
+        Figure(UNSCALE, LARGE, FOLDED, FOREACH, 3.5),
+        *(Figure(job, LARGE, OURS, "torch", None) for job in BOUNDARIES),
+        Figure(IDLE, LARGE, OURS, FOREACH, 2.2),
+        Figure(CLIPPING, LARGE, OURS, FOREACH, 1.0),
+        *(Figure(job, LARGE, OURS, "torch add_ alone", 0.85) for job in HALVES),
+        *(Figure(job, LARGE, OURS, STOCK, 3.0) for job in HALVES),
+        Figure("total_norm fp32", MANY, OURS, FOREACH, 5.0),
+        Figure(UNSCALE, MANY, WRITTEN, FOREACH, 5.0),
+        Figure(UNSCALE, MANY, FOLDED, FOREACH, 5.0),
+        Figure(IDLE, MANY, OURS, FOREACH, 5.0),
+        Figure(CLIPPING, MANY, OURS, FOREACH, 5.0),
+        *(Figure(job, MANY, OURS, STOCK, 5.0) for job in HALVES),
+        *(Figure(job, MANY, OURS, "torch", None) for job in BOUNDARIES),
+        *(Figure(job, TINY, OURS, "torch", 1.0) for job in BOUNDARIES),
+    ]
+
+
+def jobs(shapes: Sequence[Shape], names: Sequence[str], device: torch.device) -> Iterator[Job]:
+    """The jobs called for, one after the other; a tiny model is about the boundary alone."""
+    for shape in shapes:
+        for name in names:
+            if shape.role != TINY or name == "boundary":
+                yield from JOBS[name](shape, device)
+
+
+def main() -> None:
+    args = arguments()
+    device = torch.device(args.device)
+    torch.manual_seed(0)
+    facts = machine(device) | _peers.status()  # compiles what is to be compiled
+    patience = QUICK if args.quick else Patience()
+    seconds_of = clock(device)
+    print("B/element: r in passes that only read, u in passes that write too")
+
+    memory = Memory(device)
+    results = [measure(job, seconds_of, patience) for job in memory.jobs()]
+    yardstick = memory.yardstick(*results)
+    print(*map(table, results), sep="\n", flush=True)
+    for job in jobs(args.shape or default_shapes(device, args.quick), args.jobs, device):
+        cold = device.type == "cuda" or job.shape.elements >= COLD
+        results.append(measure(job, seconds_of, patience, yardstick if cold else None))
+        print(table(results[-1]), flush=True)
+        del job  # and its tensors, before those of the next are made
+
+    rows = evaluate(figures(device), results) + promises(device)
+    print(figure_lines(rows))
+    facts["limit"] = f"{yardstick.reader} and {yardstick.updater}, in every repetition"
+    print("", *(f"{name}: {fact}" for name, fact in facts.items()), sep="\n")
+    if args.json is not None:
+        write_json(args.json, facts, results, rows)
+
+
+def default_shapes(device: torch.device, quick: bool) -> Sequence[Shape]:
+    if quick:
+        return QUICK_SHAPES
+    return GPU_SHAPES if device.type == "cuda" else SHAPES
+
+
+def arguments() -> argparse.Namespace:
+    lines = (__doc__ or "").splitlines()
+    parser = argparse.ArgumentParser(description=lines[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample here")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="%(default)s",
+    )
+    parser.add_argument(
+        "--jobs",
+        nargs="+",
+        choices=list(JOBS),
+        default=list(JOBS),
+        help="all, unless some are named",
+    )
+    parser.add_argument(
+        "--shape",
+        type=_shape,
+        action="append",
+        metavar="ELEMENTS/TENSORS",
+        help="instead of the usual ones, for example 4e8/300; may be given again",
+    )
+    parser.add_argument("--quick", action="store_true", help="small shapes, three repetitions")
+    return parser.parse_args()
+
+
+def _shape(text: str) -> Shape:
+    """A shape that the figures know, where they know it."""
+    elements, tensors = (int(float(number)) for number in text.split("/"))
+    roles = {shape[:2]: shape for shape in GPU_SHAPES}
+    return roles.get((elements, tensors), Shape(elements, tensors))
+
+
+if __name__ == "__main__":
+    main()
