@@ -111,8 +111,17 @@ def scale_(grads: Any, factor: Any) -> None:
     _one_device(op, tensors | _scalars(op, "factor", factor, None))
 
 
-def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any, foreach: Any) -> float:
-    """The contract of `accumext.clip_grad_norm_`, gradients included; returns the norm type."""
+def clip_limits(max_norm: Any, norm_type: Any, foreach: Any) -> float:
+    """The contract of `accumext.clip_grad_norm_` but for the parameters; returns the norm type."""
+    op = "clip_grad_norm_"
+    number(op, "max_norm", max_norm, low=0.0)
+    if not (foreach is None or isinstance(foreach, bool)):
+        fail_type(op, "foreach", "be a bool or None", type_name(foreach))
+    return _norm_type(op, norm_type)
+
+
+def clip_grad_norm_(parameters: Any) -> None:
+    """The contract of the parameters of `accumext.clip_grad_norm_` and of their gradients."""
     op = "clip_grad_norm_"
     for i, parameter in enumerate(parameters):
         if not isinstance(parameter, Tensor):
@@ -120,10 +129,6 @@ def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any, foreach: Any
         if parameter.grad is not None:
             grad = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
             _dense_float(op, f"parameters[{i}].grad", grad, written=True)
-    number(op, "max_norm", max_norm, low=0.0)
-    if not (foreach is None or isinstance(foreach, bool)):
-        fail_type(op, "foreach", "be a bool or None", type_name(foreach))
-    return _norm_type(op, norm_type)
 
 
 def broken_contract(error: Exception, check: Callable[..., None], *args: Any) -> Exception:

@@ -63,15 +63,18 @@ def clip_grad_norm_(
             warnings.warn("`parameters` is an empty generator, nothing is clipped.", stacklevel=3)
     parameters = list(parameters)
     p = float(norm_type) if norm_type in ("inf", "-inf") else norm_type  # as torch does
-    p = _checks.clip_grad_norm_(parameters, max_norm, p, foreach)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_device.setdefault(parameter.grad.device, []).append(parameter.grad)
-    norms = [
-        total_norm([_values(_coalesced(grad)) for grad in grads], norm_type=p)
-        for grads in by_device.values()
-    ]
+    p = _checks.clip_limits(max_norm, p, foreach)
+    try:  # dense gradients on one device: where they are not, the operator finds out
+        groups = [[grad for parameter in parameters if (grad := parameter.grad) is not None]]
+        norms = [total_norm(groups[0], norm_type=p)]
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        _checks.clip_grad_norm_(parameters)
+        by_device = _by_device(parameters)
+        groups = [[_values(grad) for grad in grads] for grads in by_device]
+        norms = [
+            total_norm([_values(_coalesced(grad)) for grad in grads], norm_type=p)
+            for grads in by_device
+        ]
     if len(norms) == 1:
         norm = norms[0]
     else:
@@ -81,9 +84,22 @@ def clip_grad_norm_(
         op, got = "clip_grad_norm_", norm.item()
         raise RuntimeError(_checks.message(op, "total_norm", "be finite", got, advice))
     coef = reference.clip_coef(norm, max_norm)
-    for device, grads in by_device.items():
-        scale_([_values(grad) for grad in grads], coef.to(device))
+    for grads, device_norm in zip(groups, norms, strict=True):
+        try:
+            scale_(grads, coef.to(device_norm.device))
+        except ValueError:  # a gradient overlaps itself: say which
+            _checks.clip_grad_norm_(parameters)
+            raise
     return norm
+
+
+def _by_device(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The gradients, grouped by the device they lie on."""
+    groups: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups.setdefault(parameter.grad.device, []).append(parameter.grad)
+    return list(groups.values())
 
 
 def _values(grad: Tensor) -> Tensor:
