@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accumext import _checks
-from accumext._gradients import Scalar, is_dtensor, on_host
+from accumext._gradients import is_dtensor
+from accumext._numbers import Scalar, on_host
 
 OP = "AccumulatingOptimizer"
 
@@ -28,22 +29,20 @@ def check_loss(op: str, loss: object) -> None:
 
 
 def check_weight(op: str, weight: object) -> Scalar:
-    """A finite number of at least 0; a 0-dim tensor stays on its device, in float64."""
-    if not isinstance(weight, Tensor):
-        value = _checks.number(op, "weight", weight, 0.0)
-    elif weight.dim() != 0:
-        _checks.fail_value(
-            op, "weight", "be a number or a 0-dim tensor", f"shape {list(weight.shape)}"
-        )
-    elif weight.dtype == torch.bool or weight.is_complex():
-        _checks.fail_type(op, "weight", "be a real number", _checks.type_name(weight))
-    elif on_host(weight):
-        value = _checks.number(op, "weight", weight.item(), 0.0)
-    else:
-        value = 0.0
+    """A finite number of at least 0; a 0-dim tensor on a device stays there, in float64."""
+    if isinstance(weight, Tensor):
+        if weight.dim() != 0:
+            contract = "be a number or a 0-dim tensor"
+            _checks.fail_value(op, "weight", contract, f"shape {list(weight.shape)}")
+        if weight.dtype == torch.bool or weight.is_complex():
+            _checks.fail_type(op, "weight", "be a real number", _checks.type_name(weight))
+        if not on_host(weight):
+            return weight.detach().double()
+        weight = weight.item()
+    value = _checks.number(op, "weight", weight, 0.0)
     if math.isinf(value):
         _checks.fail_value(op, "weight", "be finite", value)
-    return weight.detach().double() if isinstance(weight, Tensor) else value
+    return value
 
 
 def check_policy(policy: str, parameters: Sequence[Tensor]) -> None:
@@ -54,6 +53,16 @@ def check_policy(policy: str, parameters: Sequence[Tensor]) -> None:
         _checks.fail_value(OP, "on_nonfinite", contract, repr(policy))
 
 
+def check_in_backward(value: object, policy: str) -> bool:
+    """A bool; True only where a micro-batch need not be complete before it is taken in."""
+    if not isinstance(value, bool):
+        _checks.fail_type(OP, "accumulate_in_backward", "be a bool", _checks.type_name(value))
+    if value and policy != "skip_window":
+        contract = f"be False for on_nonfinite={policy!r}, which looks at whole micro-batches first"
+        _checks.fail_value(OP, "accumulate_in_backward", contract, value)
+    return value
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether `step` cannot be called without a closure."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -61,10 +70,18 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def check_closure_optimizer(
-    optimizer: Optimizer, window: int, max_norm: object, scaler: object, process_group: object
+    optimizer: Optimizer,
+    window: int,
+    max_norm: object,
+    scaler: object,
+    process_group: object,
+    in_backward: bool,
 ) -> None:
     """What evaluates a closure forms its own gradients, beyond the reach of a window."""
     kind = type(optimizer).__name__
+    if in_backward:
+        contract = f"be False for {kind}, which needs a closure"
+        _checks.fail_value(OP, "accumulate_in_backward", contract, in_backward)
     if window != 1:
         _checks.fail_value(OP, "window", f"be 1 for {kind}, which needs a closure", window)
     others = {"max_norm": max_norm, "scaler": scaler, "process_group": process_group}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accumext import _checks, reference
+from accumext._numbers import on_host
 from accumext.ops import scale_, total_norm
 
 
@@ -84,6 +85,8 @@ def clip_grad_norm_(
         op, got = "clip_grad_norm_", norm.item()
         raise RuntimeError(_checks.message(op, "total_norm", "be finite", got, advice))
     coef = reference.clip_coef(norm, max_norm)
+    if on_host(coef) and coef == 1.0:
+        return norm
     for grads, device_norm in zip(groups, norms, strict=True):
         try:
             scale_(grads, coef.to(device_norm.device))

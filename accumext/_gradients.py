@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, TypeAlias, cast
+from collections.abc import Collection, Iterator
+from itertools import chain
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from accumext import ops
+from accumext._numbers import Scalar, on
 
-Scalar: TypeAlias = float | Tensor  # a host number, or 0-dim float64 on the device
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+_is_sparse = attrgetter("is_sparse")
 
 
 def main_dtype(parameter: Tensor) -> torch.dtype:
@@ -19,24 +23,29 @@ def main_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in HALF_DTYPES else parameter.dtype
 
 
-def own(grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Gradients as main gradients: the tensors themselves where no one else writes their memory."""
+def own(grads: dict[Tensor, Tensor], factor: Scalar = 1.0) -> dict[Tensor, Tensor]:
+    """`grads * factor` as main gradients: the tensors themselves where no one else writes them."""
     mains: dict[Tensor, Tensor] = {}
-    casts: list[tuple[Tensor, ...]] = []
+    halves: list[Tensor] = []
+    casts: list[Tensor] = []
+    taken: list[Tensor] = []
     for parameter, grad in grads.items():
         grad = grad.detach() if grad.requires_grad else grad
         dtype = main_dtype(parameter)
-        if grad.is_sparse:
-            mains[parameter] = grad.to(dtype)
-        elif grad.dtype == dtype:
-            mains[parameter] = grad if _owns_memory(_local(grad)) else grad.clone()
-        else:
+        if grad.dtype != dtype and not grad.is_sparse:
             mains[parameter] = torch.empty_like(grad, dtype=dtype)
-            casts.append((mains[parameter], grad))
-    for pairs in by_device(casts).values():
-        ops.accumulate_(
-            [plain(main) for main, _ in pairs], [plain(grad) for _, grad in pairs], overwrite=True
-        )
+            halves.append(grad)
+            casts.append(mains[parameter])
+            continue
+        if grad.is_sparse:
+            grad = grad.to(dtype)
+        elif not _owns_memory(grad):
+            grad = grad.clone()
+        mains[parameter] = grad
+        taken.append(grad)
+    scale_(taken, factor)
+    for device, (own_casts, own_halves) in per_device(casts, halves):
+        ops.accumulate_(own_casts, own_halves, inv_scale=on(device, factor), overwrite=True)
     return mains
 
 
@@ -47,12 +56,18 @@ def _local(tensor: Any) -> Tensor:
 
 def _owns_memory(grad: Tensor) -> bool:
     """False for a view into a larger buffer, such as a DDP bucket, that its owner writes again."""
-    return grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+    local = grad if type(grad) is Tensor else _local(grad)
+    return local.untyped_storage().nbytes() == local.nbytes
 
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether the tensor is one process's view of a distributed one."""
     return hasattr(tensor, "device_mesh")
+
+
+def any_dtensor(tensors: Collection[Tensor]) -> bool:
+    """Whether any of the tensors is."""
+    return any(hasattr(kind, "device_mesh") for kind in set(map(type, tensors)))
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -62,29 +77,40 @@ def plain(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def scale_(tensors: Iterable[Tensor], factor: Scalar) -> None:
+def are_plain(tensors: Collection[Tensor]) -> bool:
+    """Whether all are such tensors already, on one device: what one call of an operator takes.
+
+    Nearly all gradients are, and this finds it out without a loop in Python.
+    """
+    return (
+        set(map(type, tensors)) <= {Tensor}
+        and not any(map(_is_sparse, tensors))
+        and not any(map(Tensor.is_complex, tensors))
+        and len(set(map(Tensor.get_device, tensors))) <= 1
+    )
+
+
+def per_device(
+    *columns: list[Tensor], plain_already: bool = False
+) -> Iterator[tuple[torch.device, list[list[Tensor]]]]:
+    """Lists of tensors, one for one, as calls of an operator: what it takes, device by device."""
+    if plain_already or are_plain(list(chain(*columns))):
+        if columns[0]:
+            yield columns[0][0].device, list(columns)
+        return
+    groups: dict[torch.device, list[list[Tensor]]] = {}
+    for row in zip(*columns, strict=True):
+        group = groups.setdefault(row[0].device, [[] for _ in row])
+        for column, tensor in zip(group, row, strict=True):
+            column.append(plain(tensor))
+    yield from groups.items()
+
+
+def scale_(tensors: list[Tensor], factor: Scalar, plain_already: bool = False) -> None:
     """Multiply in place, on whatever devices; the host number 1.0 costs nothing."""
-    if isinstance(factor, Tensor) or factor != 1.0:
-        for device, rows in by_device([(tensor,) for tensor in tensors]).items():
-            ops.scale_([plain(tensor) for (tensor,) in rows], on(device, factor))
-
-
-def by_device(rows: Iterable[tuple[Tensor, ...]]) -> dict[torch.device, list[tuple[Tensor, ...]]]:
-    """Rows of tensors, grouped by the device of the first in each."""
-    groups: dict[torch.device, list[tuple[Tensor, ...]]] = {}
-    for row in rows:
-        groups.setdefault(row[0].device, []).append(row)
-    return groups
-
-
-def on(device: torch.device, value: Scalar) -> Scalar:
-    """A scalar where it is needed; a host number is at home everywhere."""
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-
-def on_host(tensor: Tensor) -> bool:
-    """Whether the host can read the tensor without waiting for a device."""
-    return tensor.device.type == "cpu"
+    if tensors and (isinstance(factor, Tensor) or factor != 1.0):
+        for device, (mine,) in per_device(tensors, plain_already=plain_already):
+            ops.scale_(mine, on(device, factor))
 
 
 def zero_flag(device: torch.device | None) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from accumext._gradients import Scalar, plain
+from accumext._gradients import nonfinite
+from accumext._numbers import Scalar, as_tensor
 
 Name: TypeAlias = str | int
 
@@ -28,32 +30,56 @@ class WindowReport:
     def __init__(
         self,
         *,
-        skipped: Tensor,  # [] found_inf of the step
-        total_norm: Tensor,  # []
+        skipped: Scalar,  # found_inf of the step
+        total_norm: Scalar,
         clip_coef: Scalar,
         loss_scale: Scalar,
         weight: Scalar,
-        micro_batches: int | Tensor,
-        nonfinite: list[Name],
+        micro_batches: Scalar | int,
+        dtype: torch.dtype,  # of the norm
+        device: torch.device,  # of the norm
     ) -> None:
         self._skipped = skipped
-        self.total_norm = total_norm
-        self.clip_coef = _tensor(clip_coef).to(total_norm.dtype)
-        self.loss_scale = _tensor(loss_scale)
-        self.weight = _tensor(weight)
+        self._total_norm = total_norm
+        self._clip_coef = clip_coef
+        self._loss_scale = loss_scale
+        self._weight = weight
         self._micro_batches = micro_batches
-        self._nonfinite = nonfinite
-        self._evidence: dict[Name, Tensor] = {}
+        self._dtype = dtype
+        self._device = device
+        self._nonfinite: list[Name] = []
+        self._evidence: dict[Tensor, Tensor] = {}
+        self._names: Callable[[], dict[Tensor, Name]] = dict
 
     @property
-    def skipped(self) -> bool:
-        """Whether the optimizer step was left out. Reads the device."""
-        return bool(self._skipped)
+    def total_norm(self) -> Tensor:
+        """Norm of the window's gradient before clipping."""
+        return as_tensor(self._total_norm, self._dtype, self._device)
+
+    @property
+    def clip_coef(self) -> Tensor:
+        """`min(1, max_norm / (total_norm + 1e-6))`, 1 without `max_norm`."""
+        return as_tensor(self._clip_coef, self._dtype, self._device)
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """Loss scale of the last micro-batch, 1 without a scaler."""
+        return as_tensor(self._loss_scale, torch.float64)
+
+    @property
+    def weight(self) -> Tensor:
+        """Sum of the weights that entered the gradient."""
+        return as_tensor(self._weight, torch.float64)
 
     @property
     def micro_batches(self) -> int:
         """How many micro-batches entered the gradient. Reads the device if bad ones are dropped."""
         return int(self._micro_batches)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer step was left out. Reads the device."""
+        return bool(self._skipped)
 
     @property
     def nonfinite(self) -> list[Name]:
@@ -63,19 +89,22 @@ class WindowReport:
         ask before the gradients are cleared.
         """
         if self._evidence and self.skipped:
-            self._nonfinite = [
-                name for name, grad in self._evidence.items() if not plain(grad).isfinite().all()
-            ]
+            names = self._names()
+            self._nonfinite = [names[parameter] for parameter in nonfinite(self._evidence)]
         self.forget()
         return self._nonfinite
 
-    def keep(self, evidence: dict[Name, Tensor]) -> None:
+    def name(self, culprits: list[Name]) -> None:
+        """Tell which parameters had an inf or NaN."""
+        self._nonfinite = culprits
+
+    def keep(self, evidence: dict[Tensor, Tensor], names: Callable[[], dict[Tensor, Name]]) -> None:
         """Hold on to the gradients until someone asks, or they are cleared."""
-        self._evidence = evidence
+        self._evidence, self._names = evidence, names
 
     def forget(self) -> None:
         """Let go of the gradients."""
-        self._evidence = {}
+        self._evidence, self._names = {}, dict
 
     def stats(self) -> dict[str, float]:
         """Everything that is a number, read from the device at once."""
@@ -84,17 +113,12 @@ class WindowReport:
             "clip_coef": self.clip_coef,
             "loss_scale": self.loss_scale,
             "weight": self.weight,
-            "micro_batches": _tensor(self._micro_batches),
+            "micro_batches": self._micro_batches,
             "skipped": self._skipped,
         }
-        device = self.total_norm.device
-        row = torch.stack([value.to(device, torch.float64) for value in values.values()])
-        return dict(zip(values, row.tolist(), strict=True))
+        row = [as_tensor(value, torch.float64, self._device) for value in values.values()]
+        return dict(zip(values, torch.stack(row).tolist(), strict=True))
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value:g}" for name, value in self.stats().items())
         return f"WindowReport({fields}, nonfinite={self.nonfinite})"
-
-
-def _tensor(value: Scalar | int) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

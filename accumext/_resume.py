@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accumext._checks import fail_type, fail_value, type_name
 from accumext._gradients import main_dtype
+from accumext._numbers import as_tensor, known
 from accumext._window import LossScale, Window
 
 _SCALARS = ("weight", "unit_weight", "unit_scale", "loss_scale", "norm", "found_inf", "survivors")
@@ -19,14 +20,15 @@ _KEYS = {"main_grads", "micro_batches", *_SCALARS}
 
 def pack(window: Window, parameters: Sequence[Tensor]) -> dict[str, Any]:
     """Copies of everything that the window holds, main gradients by parameter index."""
+    survivors = window.survivors
     values = {
         "weight": window.weight,
         "unit_weight": window.unit_weight,
         "unit_scale": window.unit_scale.value,
         "loss_scale": window.loss_scale,
         "norm": window.norm,
-        "found_inf": window.found_inf(None) if window.flags else None,
-        "survivors": window.survivors,
+        "found_inf": as_tensor(window.found_inf(), torch.float32) if window.flags else None,
+        "survivors": None if survivors is None else as_tensor(survivors, torch.float64),
     }
     window.refresh()
     mains = {i: window.main[p] for i, p in enumerate(parameters) if p in window.main}
@@ -48,8 +50,9 @@ def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
         fail_value(op, "state_dict['micro_batches']", "be an int of at least 0", repr(count))
     window = Window()
     window.micro_batches = count
-    window.main = _main_grads(op, packed["main_grads"], parameters)
-    device = next((main.device for main in window.main.values()), torch.device("cpu"))
+    window.replace(_main_grads(op, packed["main_grads"], parameters))
+    window.in_order = False  # as far as is known
+    device = next((main.device for main in window.mains.tensors), torch.device("cpu"))
     scalars = {name: _scalar(op, name, packed[name], device) for name in _SCALARS}
     for name in ("weight", "unit_scale", "loss_scale"):
         if scalars[name] is None:
@@ -57,11 +60,13 @@ def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
     for name in ("norm", "found_inf", "survivors"):
         if isinstance(scalars[name], float):
             fail_type(op, f"state_dict[{name!r}]", "be a 0-dim tensor or None", "float")
-    window.weight, window.unit_weight = scalars["weight"], scalars["unit_weight"]
-    window.unit_scale, window.loss_scale = LossScale(scalars["unit_scale"]), scalars["loss_scale"]
-    window.norm, window.survivors = scalars["norm"], scalars["survivors"]
-    if scalars["found_inf"] is not None:
-        window.note(scalars["found_inf"])
+    window.norm, found_inf = scalars.pop("norm"), scalars.pop("found_inf")
+    if found_inf is not None:
+        window.note(found_inf)
+    numbers = {k: known(v) if isinstance(v, Tensor) else v for k, v in scalars.items()}
+    window.weight, window.unit_weight = numbers["weight"], numbers["unit_weight"]
+    window.unit_scale, window.loss_scale = LossScale(numbers["unit_scale"]), numbers["loss_scale"]
+    window.survivors = numbers["survivors"]
     return window
 
 

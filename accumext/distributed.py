@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accumext import _checks, ops
 from accumext._gradients import is_dtensor, main_dtype, plain, scale_
+from accumext._numbers import as_tensor, known
 from accumext._window import UNSCALED, Window
 
 Group: TypeAlias = "dist.ProcessGroup"
@@ -72,47 +73,44 @@ def reduce_window(window: Window, parameters: Sequence[Tensor], group: Group) ->
         return
     window.detach()
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    scale_(window.main.values(), window.normaliser("sum"))
+    scale_(window.mains.tensors, window.normaliser("sum"))
     device = parameters[0].device
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    kept = zero + window.micro_batches if window.survivors is None else window.survivors
-    sums = torch.stack([zero + window.weight, kept])
-    present = torch.tensor([float(p in window.main) for p in parameters])
-    flags = torch.cat([window.found_inf(device).reshape(1), present.to(device, non_blocking=True)])
+    kept = window.micro_batches if window.survivors is None else window.survivors
+    sums = torch.stack([as_tensor(n, torch.float64, device) for n in (window.weight, kept)])
+    present = [float(p in window.main) for p in parameters]
+    found_inf = as_tensor(window.found_inf(), torch.float32, device)
+    flags = torch.cat([found_inf.reshape(1), torch.tensor(present).to(device, non_blocking=True)])
     dist.all_reduce(sums, group=group)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    for parameter in parameters:
-        _sum_main_grad(window, parameter, group)
-    missing = [p for p, mine in zip(parameters, present.tolist(), strict=True) if not mine]
-    if missing:
-        anywhere = dict(zip(parameters, flags[1:].tolist(), strict=True))
-        for parameter in missing:
-            if not anywhere[parameter]:
-                del window.main[parameter]
+    mains = {p: _sum_main_grad(p, window.main.get(p), group) for p in parameters}
+    if not all(present):
+        nowhere = [p for p, count in zip(parameters, flags[1:].tolist(), strict=True) if not count]
+        for parameter in nowhere:
+            del mains[parameter]
+    window.replace(mains)
+    window.in_order = True
     window.note(flags[0])
-    window.weight, window.gathered, window.norm = sums[0], sums[1], None
+    window.weight, window.gathered = known(sums[0]), known(sums[1])
     window.unit_weight, window.unit_scale = 1.0, UNSCALED
     if window.survivors is not None:
-        window.survivors = sums[1]
+        window.survivors = window.gathered
 
 
-def _sum_main_grad(window: Window, parameter: Tensor, group: Group) -> None:
-    """`main = sum over processes of main`; a sparse one travels dense."""
-    main = window.main.get(parameter)
+def _sum_main_grad(parameter: Tensor, main: Tensor | None, group: Group) -> Tensor:
+    """The sum of a main gradient over processes; a sparse one travels dense."""
     if main is None:
         main = torch.zeros_like(parameter, dtype=main_dtype(parameter))
-    sparse = main.is_sparse
-    sent = plain(main.to_dense() if sparse else main).contiguous()
+    sent = plain(main.to_dense() if main.is_sparse else main).contiguous()
     dist.all_reduce(sent, group=group)
-    if sparse:
-        main = sent.to_sparse(main.sparse_dim())
-    else:
-        plain(main).copy_(sent)
-    window.main[parameter] = main
+    if main.is_sparse:
+        return sent.to_sparse(main.sparse_dim())
+    plain(main).copy_(sent)
+    return main
 
 
 def total_norm(
     grads: Sequence[Tensor],
+    *,
     norm_type: float,
     found_inf: Tensor,  # []; set to 1.0 where a gradient is not finite, on all processes alike
 ) -> Tensor:  # []

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from accumext import _checks, reference
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _ops = torch.ops.accumext
 
@@ -38,6 +42,22 @@ def _norm_fake(tensors: Sequence[Tensor]) -> Tensor:
     return torch.empty((), dtype=dtype, device=tensors[0].device if tensors else None)
 
 
+def _without_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.no_grad()`, whose context manager takes as long as an operation on ten tensors."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(True)
+
+    return call
+
+
 def _mark_written(tensors: Sequence[Tensor]) -> None:
     """Tell autograd, which compiled kernels bypass: what it saved must not change unseen."""
     torch.autograd.graph.increment_version(tensors)
@@ -64,7 +84,7 @@ _define(
 )
 
 
-@torch.no_grad()
+@_without_graph
 def accumulate_(
     main_grads: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -142,7 +162,7 @@ _define(
 )
 
 
-@torch.no_grad()
+@_without_graph
 def unscale_check_clip_accumulate_(
     main_grads: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -229,7 +249,7 @@ _define(
 )
 
 
-@torch.no_grad()
+@_without_graph
 def total_norm(
     grads: Sequence[Tensor],
     *,
@@ -285,7 +305,7 @@ _define(
 )
 
 
-@torch.no_grad()
+@_without_graph
 def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply tensors in place: `grad = grad * factor`, a no-op where the factor is exactly 1.0.
 

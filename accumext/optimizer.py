@@ -12,20 +12,22 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from accumext import _checks, _resume, distributed
-from accumext._accumulation import Accumulation, Progress
 from accumext._arguments import (
     OP,
     check_closure_optimizer,
+    check_in_backward,
     check_loss,
     check_policy,
     check_weight,
     needs_closure,
 )
 from accumext._report import WindowReport
+from accumext._stepping import Stepping
+from accumext._taking import Progress
 from accumext._window import Window
 
 
-class AccumulatingOptimizer(Accumulation):
+class AccumulatingOptimizer(Stepping):
     """Any optimizer, stepping once per window of micro-batches on the gradient of the whole window.
 
     `gradient = sum(weight_i * grad_i) / sum(weight_i)` over the micro-batches of a window (without
@@ -49,10 +51,14 @@ class AccumulatingOptimizer(Accumulation):
         reduction: "mean" or "sum" over the window, on all processes that it is summed over.
         process_group: group over which to sum each window, once; the gradients given must not be
             synchronised already. `micro_batch(model)` does this for DistributedDataParallel.
+        accumulate_in_backward: take every gradient in, and free it, as soon as `backward` has made
+            it, so that memory peaks at the main gradients and one layer's gradient. With
+            `on_nonfinite="skip_window"` alone.
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: a value is out of range, or does not go with an optimizer that needs a closure.
+        ValueError: a value is out of range, or does not go with another or with an optimizer that
+            needs a closure.
 
     Example:
         >>> adam = torch.optim.AdamW(model.parameters())
@@ -79,6 +85,7 @@ class AccumulatingOptimizer(Accumulation):
         on_nonfinite: str = "skip_window",
         reduction: str = "mean",
         process_group: distributed.Group | None = None,
+        accumulate_in_backward: bool = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AccumulatingOptimizer):
             contract = "be a torch.optim.Optimizer that is not wrapped already"
@@ -98,9 +105,12 @@ class AccumulatingOptimizer(Accumulation):
         check_policy(on_nonfinite, self._parameters())
         self.reduction = _checks.one_of(OP, "reduction", reduction, ("mean", "sum"))
         self.process_group = distributed.check_group(OP, process_group)
+        self.accumulate_in_backward = check_in_backward(accumulate_in_backward, on_nonfinite)
         self._needs_closure = needs_closure(optimizer)
         if self._needs_closure:
-            check_closure_optimizer(self.optimizer, window, max_norm, self.scaler, process_group)
+            check_closure_optimizer(
+                optimizer, window, max_norm, self.scaler, process_group, accumulate_in_backward
+            )
         self._progress = Progress()
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
@@ -128,25 +138,19 @@ class AccumulatingOptimizer(Accumulation):
         progress = self._progress
         if progress.part is not None:
             self._check_part_weight(op, count)
-        self._clear_used()
-        progress.window.detach()
+        room = self._make_room()
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         if progress.part is not None:
-            scaled.backward()
-            self._gather_part()
+            self._backward_part(op, scaled)
             return
         scale = self._own_scale(op)
-        factor = self._resident_factor(loss, count, scale)
+        factor = self._resident_factor(loss, count, scale, room)
         if factor is not None:
             self._backward_resident(scaled, factor, count, scale)
-            return
-        try:
-            scaled.backward()
-            attach = self.window == 1 and progress.window.micro_batches == 0
-            self._take(op, self._grads(), count, scale, attach=attach)
-        except BaseException:
-            self._clear_grads()
-            raise
+        elif self.accumulate_in_backward and not self._attaches():
+            self._backward_taking(op, scaled, count, scale)
+        else:
+            self._backward_then_take(op, scaled, count, scale)
         progress.accumulated = True
 
     def accumulate(self, weight: float | Tensor = 1.0) -> None:
@@ -207,8 +211,7 @@ class AccumulatingOptimizer(Accumulation):
         self._refuse_inside_micro_batch(op)
         held, group = distributed.hold_back(op, model, self.process_group)
         progress = self._progress
-        self._clear_used()
-        progress.window.detach()
+        self._make_room()
         progress.part, progress.part_weight = Window(), None
         try:
             with held:
@@ -290,7 +293,7 @@ class AccumulatingOptimizer(Accumulation):
         self._progress.window.detach()
         self._forget()
         self.optimizer.zero_grad(set_to_none)
-        self._mark_used(self._grads())
+        self._mark_used(self._grads().values())
 
     @property
     def stepped(self) -> bool:

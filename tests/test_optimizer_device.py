@@ -7,7 +7,7 @@ import torch
 from optimizer_oracle import INF, assert_close, loss_of, make_batches, make_model
 from oracle import DeviceReads
 
-from accumext import _accumulation, _arguments, _boundary, _window
+from accumext import _arguments, _numbers, _window
 from accumext.optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(6, torch.float32)
@@ -18,7 +18,7 @@ ROUNDING = 1e-6
 @pytest.fixture
 def device(monkeypatch):
     """Tensors on the CPU are treated as if on a device that the host must not wait for."""
-    for module in (_accumulation, _arguments, _boundary, _window):
+    for module in (_arguments, _numbers, _window):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 
@@ -64,15 +64,17 @@ def test_nothing_is_read_with_a_fused_optimizer(protocol, policy, window):
 
 
 @pytest.mark.usefixtures("device")
-def test_one_value_is_read_per_window_with_any_other_optimizer():
+@pytest.mark.parametrize("window", [1, 3])
+def test_one_value_is_read_per_window_with_any_other_optimizer(window):
     """Whether to skip. Adam would read its step counts too; SGD reads nothing."""
     model = make_model(torch.float32)
-    opt = AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), window=3, max_norm=0.1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = AccumulatingOptimizer(sgd, window=window, max_norm=0.1)
     with DeviceReads() as reads:
         for batch in BATCHES:
             opt.backward(loss_of(model, batch), torch.tensor(3.0))
             opt.step()
-    assert reads.count == len(BATCHES) // 3
+    assert reads.count == len(BATCHES) // window
 
 
 @pytest.mark.usefixtures("device")

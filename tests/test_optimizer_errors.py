@@ -62,6 +62,21 @@ def says(text):
             TypeError,
             f"{OP}: process_group must be a torch.distributed process group or None, got int",
         ),
+        (
+            {"accumulate_in_backward": 1},
+            TypeError,
+            f"{OP}: accumulate_in_backward must be a bool, got int",
+        ),
+        (
+            {"accumulate_in_backward": True, "on_nonfinite": "skip_micro_batch"},
+            ValueError,
+            f"{OP}: accumulate_in_backward must be False for on_nonfinite='skip_micro_batch'",
+        ),
+        (
+            {"accumulate_in_backward": True, "on_nonfinite": "raise"},
+            ValueError,
+            f"{OP}: accumulate_in_backward must be False for on_nonfinite='raise', which looks at",
+        ),
     ],
     ids=str,
 )
@@ -92,8 +107,12 @@ def test_constructor_wants_an_unwrapped_optimizer(wrong):
         ({"window": 2}, f"{OP}: window must be 1 for LBFGS, which needs a closure, got 2"),
         ({"max_norm": 1.0}, f"{OP}: max_norm must be None for LBFGS"),
         ({"scaler": torch.amp.GradScaler("cpu")}, f"{OP}: scaler must be None for LBFGS"),
+        (
+            {"accumulate_in_backward": True},
+            f"{OP}: accumulate_in_backward must be False for LBFGS, which needs a closure",
+        ),
     ],
-    ids=["window", "max_norm", "scaler"],
+    ids=["window", "max_norm", "scaler", "accumulate_in_backward"],
 )
 def test_closure_optimizers_have_no_windows(arguments, text):
     lbfgs = torch.optim.LBFGS(make_model().parameters())
@@ -284,11 +303,15 @@ def test_outer_scaler_beside_an_own_one():
     assert_close([p.detach() for p in model.parameters()], train_by_hand(sgd, BATCHES[:1], 1))
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_outer_scaler_too_late(window):
+@pytest.mark.parametrize("earlier", [0, 1])
+@pytest.mark.parametrize("window", [1, 3])
+def test_outer_scaler_too_late(window, earlier):
     model = make_model()
     scaler = torch.amp.GradScaler("cpu")
     opt = AccumulatingOptimizer(sgd(model.parameters()), window=window)
+    for _ in range(earlier):
+        opt.backward(loss_of(model, BATCHES[0]))
+        opt.step()
     before = [p.detach().clone() for p in model.parameters()]
     opt.backward(scaler.scale(loss_of(model, BATCHES[0])))
     text = f"{OP}.step: step must be called directly, not through scaler.step, got gradients taken"

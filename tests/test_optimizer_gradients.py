@@ -219,9 +219,10 @@ def test_window_of_one_keeps_gradients_visible():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_gradients_may_be_changed_between_backward_and_step():
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_may_be_changed_between_backward_and_step(reduction):
     parameter = nn.Parameter(torch.zeros(2))
-    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), reduction=reduction)
     opt.backward(parameter.sum())
     parameter.grad = torch.tensor([5.0, 6.0])
     opt.step()

@@ -1,4 +1,5 @@
-// The kernel that accumulates a list of gradients into main gradients.
+// The kernel that accumulates a list of gradients into main gradients. accumulate_ launches it and
+// finish_kernel; unscale_check_clip_accumulate_ launches norm_kernel, finish_kernel and it.
 #pragma once
 
 #include "cuda/device.cuh"

@@ -1,4 +1,5 @@
-// Kernels of a norm over a list of tensors: a partial per chunk, then all of them in one block.
+// Kernels of a norm over a list of tensors: a partial per chunk, then all of them in one block. Two
+// launches per call of total_norm.
 #pragma once
 
 #include "cuda/device.cuh"

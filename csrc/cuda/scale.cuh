@@ -1,4 +1,4 @@
-// The kernel that multiplies a list of tensors in place.
+// The kernel that multiplies a list of tensors in place: one launch per call of scale_.
 #pragma once
 
 #include "cuda/device.cuh"
