@@ -27,7 +27,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "accumext": accumext.__version__,
-        "backend": f"{accumext.backend()}: {accumext.backend_reason()}",
+        "backend": accumext.backend(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
