@@ -106,14 +106,15 @@ class Given(torch.autograd.Function):
         return (None, *(ctx.grads.pop(0) for _ in SHAPES))
 
 
-def run(micro_batch, last_step, optimizer, dtype, window, scaler=None, own=False):
+def run(micro_batch, last_step, optimizer, dtype, window, scaler=None, own=False, *, max_norm=1e-3):
     """Traffic of the second window: of its micro-batches, and of the step that closes it.
 
     In the first, the optimizer makes its state.
     """
     parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
     inner = optimizer(parameters)
-    opt = AccumulatingOptimizer(inner, window=window, max_norm=1e-3, scaler=scaler if own else None)
+    own_scaler = scaler if own else None
+    opt = AccumulatingOptimizer(inner, window=window, max_norm=max_norm, scaler=own_scaler)
     for _ in range(2):
         losses = [
             Given.apply([torch.randn(shape).to(dtype) for shape in SHAPES], *parameters)
@@ -129,7 +130,7 @@ def run(micro_batch, last_step, optimizer, dtype, window, scaler=None, own=False
         with Traffic(known) as closing:
             last_step(opt, scaler)
         assert opt.stepped
-        assert opt.last.clip_coef < 1.0
+        assert (opt.last.clip_coef < 1.0) == (max_norm is not None)
         assert not opt.last.skipped
     return filling, closing
 
@@ -259,3 +260,10 @@ def test_half_gradients_cost_what_the_bound_says():
     """K * (s + 8) - 4 bytes until the norm is known."""
     filling, _ = run(backward, step, sgd, BF16, 4)
     assert sum(filling.table()[ADD]) == 4 * (2 + 8) - 4
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_without_a_clip_the_norm_comes_out_of_the_pass_that_unscales(window):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    _, closing = run(backward, step, sgd, F32, window, scaler, own=True, max_norm=None)
+    assert closing.table() == {ADD: (4, 4), SGD: (4, 0)}
