@@ -213,7 +213,9 @@ Partial accumulate_chunk(const Pair& pair, const Chunk& chunk, const Accumulatio
                                   static_cast<const grad_t*>(pair.grad));
     return Partial{totals.total(), probes.finite()};
   };
-  return over_pieces(norm, pair.layout, chunk, piece);
+  const Partial partial = over_pieces(norm, pair.layout, chunk, piece);
+  if (streamed) finish_streaming();
+  return partial;
 }
 
 //   reads and writes  grad, scalar_t, [end - begin]

@@ -153,7 +153,7 @@ template <typename scalar_t, int kSize, typename acc_t>
 
 // Asks for the cache lines that lie kAhead bytes behind a block of kSize elements. Worth a
 // twentieth of the bandwidth where a block takes more than a few instructions, so that fewer of
-// them are in flight at a time.
+// them are in flight at a time. The distances were the best of 0, 256, 512 and 1024 on a Zen 3.
 template <int kSize, int kAhead, typename T>
 [[gnu::always_inline]] inline void prefetch(const T* block) {
   constexpr int kLine = 64;  // bytes
@@ -182,6 +182,13 @@ template <typename V>
   }
 #endif
   std::memcpy(to, &x, sizeof(V));
+}
+
+// Streamed stores become visible in no order until here: before other threads are told of them.
+[[gnu::always_inline]] inline void finish_streaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
 }
 
 }  // namespace
