@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accumext._carry import Carry, random_cuts
 from accumext._cells import Cell, adapt
 from accumext._checks import (
     FLOAT_DTYPES,
@@ -19,9 +20,9 @@ from accumext._checks import (
     type_name,
 )
 from accumext._feedback import Feedback, feedback_plan
-from accumext._head import Criterion, logit_row_bytes
+from accumext._head import Criterion, accumulation_dtype
 from accumext._lookup import Table, check_plain, table
-from accumext._state import State, tensors
+from accumext._state import State, own_generator, tensors
 
 OP = "decode_loss"
 
@@ -45,6 +46,8 @@ class Job:
     num_items: int | Tensor | None
     k1: int | None
     k2: int | None
+    truncated: bool  # does anything cut the gradient, and with it the last state
+    carry: Carry
     eos: int | None
     memory_budget: int | None
     batch_first: bool
@@ -56,6 +59,16 @@ class Job:
     @property
     def batch(self) -> int:
         return self.targets.shape[1]
+
+    def windows(self) -> list[tuple[int, int, int]]:
+        """(begin, counting, end): the losses of steps [counting, end) flow back to step `begin`.
+
+        One for all steps, unless windows overlap. Where k1 = k2 the state is cut on the way.
+        """
+        if self.k1 is None or self.k2 is None or self.k1 == self.k2:
+            return [(0, 0, self.steps)]
+        ends = [*range(self.k1, self.steps, self.k1), self.steps]
+        return [(max(0, e - self.k2), b, e) for b, e in zip([0, *ends], ends, strict=False)]
 
 
 def check_arguments(
@@ -71,6 +84,8 @@ def check_arguments(
     teacher_forcing: Any,
     k1: Any,
     k2: Any,
+    truncation: Any,
+    state_grad_clip: Any,
     lengths: Any,
     eos: Any,
     ignore_index: Any,
@@ -111,7 +126,9 @@ def check_arguments(
     if state is not None:
         adapted.check_state(OP, state, batch)
     _same_device("state", tensors(state), device)
-    k1, k2 = _truncation(k1, k2)
+    k1, k2 = _truncation(k1, k2, truncation)
+    if state_grad_clip is not None and number(OP, "state_grad_clip", state_grad_clip) <= 0:
+        fail_value(OP, "state_grad_clip", "be greater than 0", state_grad_clip)
     if eos is not None:
         _token("eos", eos, vocabulary)
     one_of(OP, "reduction", reduction, ("mean", "sum", "none"))
@@ -124,7 +141,7 @@ def check_arguments(
     )
     context = _context(context, adapted, device)
     num_items = _num_items(num_items, reduction)
-    row_bytes = logit_row_bytes(weight)
+    row_bytes = vocabulary * accumulation_dtype(weight.dtype).itemsize
     if memory_budget is not None:
         positive_int(OP, "memory_budget", memory_budget)
         if memory_budget < row_bytes:
@@ -134,7 +151,7 @@ def check_arguments(
     if rows < vocabulary and not (isinstance(feedback, str) and feedback == "teacher"):
         contract = f"have a row for each of the {vocabulary} words that can be fed back"
         fail_value(OP, "embedding", contract, f"{rows} rows")
-    # last, because it draws the coins of scheduled sampling
+    # last, because random numbers are drawn
     plan = feedback_plan(
         OP,
         feedback,
@@ -148,6 +165,11 @@ def check_arguments(
         generator=generator,
         rows=rows,
     )
+    factors = None
+    if truncation == "random":
+        assert k2 is not None
+        mean, k2 = k2, None
+        factors = random_cuts(steps, batch, mean, weight, own_generator(generator, device))
 
     return Job(
         table=lookup,
@@ -165,6 +187,8 @@ def check_arguments(
         num_items=num_items,
         k1=k1,
         k2=k2,
+        truncated=k2 is not None or factors is not None,
+        carry=Carry(factors, state_grad_clip),
         eos=eos,
         memory_budget=memory_budget,
         batch_first=batch_first,
@@ -252,9 +276,16 @@ def _within(lengths: Any, steps: int, batch: int, device: torch.device) -> Tenso
     return torch.arange(steps, device=device)[:, None] < lengths
 
 
-def _truncation(k1: Any, k2: Any) -> tuple[int | None, int | None]:
+def _truncation(k1: Any, k2: Any, truncation: Any) -> tuple[int | None, int | None]:
+    one_of(OP, "truncation", truncation, ("fixed", "random"))
     if k1 is not None:
         positive_int(OP, "k1", k1)
+    if truncation == "random":
+        if k1 is not None:
+            fail_value(OP, "k1", "be None where cuts are random", k1)
+        if k2 is None or positive_int(OP, "k2", k2) < 2:
+            fail_value(OP, "k2", "be at least 2, the mean of steps between random cuts", k2)
+        return None, k2
     if k2 is None:
         return k1, None
     positive_int(OP, "k2", k2)

@@ -20,20 +20,20 @@ class Feedback:
 
     teacher: Tensor  # int64 [T, B]: what is fed where the mask is true
     mask: Tensor | None  # bool [T, B]: True feeds the teacher; None feeds it everywhere
-    temperature: float | None  # of the sample; None takes the argmax
-    generator: torch.Generator | None  # of the sample
+    temperature: float = 1.0  # of the sample
+    uniforms: Tensor | None = None  # fp64 [T, B] in [0, 1), to sample with; None takes the argmax
 
     @property
     def predicts(self) -> bool:
         """Is any prediction fed back?"""
         return self.mask is not None
 
-    def choose(self, logits: Tensor) -> Tensor:
+    def choose(self, step: int, logits: Tensor) -> Tensor:
         """The token [B] that logits [B, V] predict: the argmax in at least fp32, or a sample."""
         wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-        if self.temperature is None:
+        if self.uniforms is None:
             return wide.max(-1).indices
-        return sample(wide, self.temperature, self.generator)
+        return sample(wide, self.uniforms[step], self.temperature)
 
     def first(self) -> Tensor:
         """The input of step 0, [B]."""
@@ -46,13 +46,18 @@ class Feedback:
         return torch.where(self.mask[step], self.teacher[step], predicted)
 
 
-def sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """A sample [B] of softmax(logits / temperature): the argmax after adding Gumbel noise.
-
-    The noise is -log(Exp(1)), formed in place in a buffer like `logits` [B, V].
-    """
-    noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
-    return noise.add_(logits, alpha=1 / temperature).max(-1).indices
+def sample(
+    logits: Tensor,  # [M, V]
+    uniforms: Tensor,  # fp64 [M], in [0, 1)
+    temperature: float,
+) -> Tensor:
+    """Samples [M] of softmax(logits / temperature), by inversion: the first token at which the
+    running sum of the probabilities passes the uniform number."""
+    shifted = (logits - logits.amax(1, keepdim=True)) / temperature
+    running = shifted.exp_().double().cumsum(1)
+    thresholds = uniforms[:, None] * running[:, -1:]
+    found = torch.searchsorted(running, thresholds, right=True).squeeze(1)
+    return found.clamp_(max=logits.shape[1] - 1)
 
 
 def feedback_plan(
@@ -89,17 +94,18 @@ def feedback_plan(
 
     teacher = _teacher_inputs(op, start, inputs, fed, rows)
     if isinstance(feedback, Tensor):
-        return Feedback(teacher, feedback, None, None)
+        return Feedback(teacher, feedback)
     if feedback == "teacher":
-        return Feedback(teacher, None, None, None)
+        return Feedback(teacher, None)
+    if feedback == "scheduled":
+        coins = torch.rand(shape, device=device, generator=own_generator(generator, device))
+        return Feedback(teacher, coins < probability)
+    never = torch.zeros(shape, dtype=torch.bool, device=device)
     if feedback == "greedy":
-        return Feedback(teacher, torch.zeros(shape, dtype=torch.bool, device=device), None, None)
+        return Feedback(teacher, never)
     generator = own_generator(generator, device)
-    if feedback == "sample":
-        never = torch.zeros(shape, dtype=torch.bool, device=device)
-        return Feedback(teacher, never, float(temperature), generator)
-    coins = torch.rand(shape, device=device, generator=generator) < probability
-    return Feedback(teacher, coins, None, None)
+    uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
+    return Feedback(teacher, never, float(temperature), uniforms)
 
 
 def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | None) -> Tensor:

@@ -8,8 +8,10 @@ and its gradient are
     dL/dz  = r E - s onehot(y) - q w
              r = ((1 - eps) w_y + eps/V sum(w) + 2 zl lse) / S      s = (1 - eps) w_y      q = eps/V
 
-so only E is stored, unnormalised and in [0, 1], and every factor sits in the row vectors r, s, q,
-where nothing under- or overflows. The terms in s and q have rank one per row and never touch a
+Only E is stored, unnormalised and in [0, 1], with 0 at the target: the target's own coefficient
+t = r E_y - s, a difference of nearly equal numbers once a row is learnt, is formed in the
+accumulation dtype and never rounded to a narrow one. Every factor sits in the row vectors r, t, q,
+where nothing under- or overflows. The terms in t and q have rank one per row and never touch a
 logit: w.z = h.(W^T w) + w.b.
 """
 
@@ -23,7 +25,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from accumext._feedback import sample
+from accumext import _decode_ops
+from accumext._narrow import add_product, exps_dtype, product
 
 Wants: TypeAlias = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
 
@@ -46,14 +49,25 @@ class Gradients:
     bias: Tensor | None  # [V]
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply by a 0-dim factor, in place."""
-        for gradient in (self.hidden, self.weight, self.bias):
-            if gradient is not None:
-                gradient.mul_(factor)
+        """Multiply by a 0-dim factor, in place; nothing is written where it is 1."""
+        given = [g for g in (self.hidden, self.weight, self.bias) if g is not None]
+        torch.ops.accumext.scale_(given, factor)
+
+
+@dataclass
+class _Rows:
+    """Rows that are in the workspace."""
+
+    index: Tensor  # int64 [M]: which of the call's rows they are
+    hidden: Tensor  # [M, H]
+    target: Tensor  # int64 [M]
+    r: Tensor  # [M]
+    t: Tensor  # [M]
+    q: Tensor  # [M]
 
 
 class Head:
-    """A workspace of `rows` logit rows; gradients are formed whenever it is full."""
+    """A workspace of `rows` rows; gradients are formed whenever it is full."""
 
     def __init__(
         self,
@@ -61,64 +75,124 @@ class Head:
         bias: Tensor | None,  # [V]
         criterion: Criterion,
         rows: int,
+        columns: int,  # rows whose logits exist at once
         total: int,  # N: rows of the whole call
         wants: Wants | None,  # None: the loss only
         compute_dtype: torch.dtype,  # what the operands of the products are rounded to
-        temperature: float | None = None,  # sample at this temperature instead of taking the argmax
-        generator: torch.Generator | None = None,
+        temperature: float = 1.0,  # of samples
     ) -> None:
         vocabulary, hidden = weight.shape
-        self.rows = rows
+        self.rows, self.columns = rows, columns
         self.dtype = accumulation_dtype(weight.dtype)
-        self._compute_dtype = compute_dtype
-        self._weight = weight.detach().to(compute_dtype).to(self.dtype)
-        self._bias = None if bias is None else bias.detach().to(self.dtype)
-        self._temperature, self._generator = temperature, generator
+        self.weight = rows_together(weight.detach().to(compute_dtype))
+        self.bias = None if bias is None else bias.detach().to(self.dtype)
+        self.temperature = temperature
         self._eps, self._z_loss = criterion.label_smoothing, criterion.z_loss
         self._class_weight = None
         if criterion.class_weight is not None:
             self._class_weight = criterion.class_weight.detach().to(self.dtype)
-        self._colsum, self._bias_dot, self._weight_sum = self._smoothing_terms(vocabulary)
+        self._colsum, self._bias_dot, self._weight_sum = self._smoothing_terms()
 
-        new = self._weight.new_empty
-        self._logits = new(min(rows, total), vocabulary)
-        self._hidden = new(min(rows, total), hidden)
-        self._factors: list[tuple[Tensor, ...]] = []  # (y, r, s, q) of the rows held
-        self._filled = 0
-        self._done = 0  # rows whose gradient has been formed
-        self._smoothed = self._weight.new_zeros(hidden)  # sum of q h, [H]
-        self._smoothed_bias = self._weight.new_zeros(())
+        new = weight.new_empty
+        self._exps: Tensor | None = None  # [V, rows]: rows next to each other, as products want it
+        self._held: list[_Rows] = []
+        self.filled = 0  # rows in the workspace
+        self._smoothed = new(hidden, dtype=self.dtype).zero_()  # sum of q h, [H]
+        self._smoothed_bias = new((), dtype=self.dtype).zero_()
         self.gradients: Gradients | None = None
+        self._written = False  # whether gradients.weight has been
         if wants is not None:
+            kind = exps_dtype(compute_dtype, weight.device, self.dtype)
+            self._exps = new(vocabulary, min(rows, total), dtype=kind)
             self.gradients = Gradients(
-                hidden=new(total, hidden) if wants[0] else new(0, hidden),
-                weight=torch.zeros_like(self._weight) if wants[1] else None,
-                bias=self._weight.new_zeros(vocabulary) if wants[2] else None,
+                hidden=new(total if wants[0] else 0, hidden, dtype=self.dtype).zero_(),
+                weight=new(vocabulary, hidden, dtype=self.dtype) if wants[1] else None,
+                bias=new(vocabulary, dtype=self.dtype).zero_() if wants[2] else None,
             )
+
+    def room(self, rows: int) -> Tensor | None:
+        """Where the exponentials of so many further rows go, [rows, V]; gradients are formed first
+        if they do not fit. None if they are not wanted."""
+        if self._exps is None:
+            return None
+        if self.filled + rows > self.rows:
+            self._form_gradients()
+        return self._exps[:, self.filled : self.filled + rows].t()
 
     def push(
         self,
         hidden: Tensor,  # [M, H]
-        targets: Tensor,  # int64 [M], in [0, V) where counted
-        upstream: Tensor,  # [M]: factor of each row's loss; 0 where not counted
+        targets: Tensor,  # int64 [M], in [0, V)
+        counted: Tensor,  # bool [M]: has a loss
+        index: Tensor,  # int64 [M]: which of the call's rows they are
+        upstream: Tensor | None = None,  # factor of the losses in the gradients, 0-dim or [M]
+        uniforms: Tensor | None = None,  # fp64 [M], to sample with
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [M] and losses [M] (unscaled, 0 where not counted) of further rows, in order."""
-        tokens, losses = [], []
+        """Tokens [M] and losses [M] (unscaled, 0 where not counted) of further rows."""
+        hidden = hidden.detach().to(self.dtype)
+        tokens = torch.empty_like(targets)
+        losses = hidden.new_empty(len(hidden))
         for start in range(0, len(hidden), self.rows):
-            piece = slice(start, min(start + self.rows, len(hidden)))
-            size = piece.stop - piece.start
-            if self._filled + size > len(self._logits):
-                self._form_gradients()
-            token, loss = self._evaluate(hidden[piece], targets[piece], upstream[piece])
-            tokens.append(token)
-            losses.append(loss)
-        return torch.cat(tokens), torch.cat(losses)
+            piece = slice(start, start + self.rows)
+            h = hidden[piece].contiguous()
+            stats = h.new_empty(3, len(h))
+            _decode_ops.head_forward(
+                h,
+                self.weight,
+                self.bias,
+                targets[piece].contiguous(),
+                None if uniforms is None else uniforms[piece].contiguous(),
+                self.temperature,
+                self.room(len(h)),
+                self.columns,
+                tokens[piece],
+                stats,
+            )
+            factor = upstream if upstream is None or upstream.dim() == 0 else upstream[piece]
+            losses[piece] = self.take(h, targets[piece], counted[piece], index[piece], factor, stats)
+        return tokens, losses
+
+    def take(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        counted: Tensor,
+        index: Tensor,
+        upstream: Tensor | None,
+        stats: Tensor,
+    ) -> Tensor:
+        """Losses [M] of rows whose exponentials have been written to `room`, from `stats` [3, M]:
+        largest logit, sum of exponentials, logit of the target."""
+        peak, total, target_logit = stats
+        lse = peak + total.log()
+        share = 1 - self._eps
+        hit = share if self._class_weight is None else share * self._class_weight[targets]
+        loss = hit * (lse - target_logit)
+        row = hit + 2 * self._z_loss * lse
+        if self._eps > 0:
+            uniform = self._eps / self.weight.shape[0]
+            narrow = hidden.to(self.weight.dtype).to(self.dtype)  # what made the logits
+            smooth = self._weight_sum * lse - (narrow @ self._colsum + self._bias_dot)
+            loss = loss + uniform * smooth
+            row = row + uniform * self._weight_sum
+        if self._z_loss > 0:
+            loss = loss + self._z_loss * lse.square()
+        if self._exps is not None:
+            factor = counted.to(self.dtype) if upstream is None else torch.where(counted, upstream, 0)
+            r = torch.where(counted, factor * row / total, 0)
+            t = torch.where(counted, r * (target_logit - peak).exp() - factor * hit, 0)
+            q = factor * (self._eps / self.weight.shape[0])
+            self._held.append(_Rows(index, hidden, targets, r, t, q))
+            self.filled += len(hidden)
+        return torch.where(counted, loss, 0)
 
     def finish(self) -> Gradients | None:
         """The gradients of everything pushed; frees the workspace."""
         self._form_gradients()
-        self._logits = self._hidden = self._logits.new_empty(0)
+        self._exps = None
         gradients = self.gradients
+        if gradients is not None and gradients.weight is not None and not self._written:
+            gradients.weight.zero_()
         if gradients is not None and self._eps > 0:
             weights = self._class_weight
             if gradients.weight is not None and weights is None:
@@ -130,77 +204,45 @@ class Head:
                 gradients.bias.sub_(term if weights is None else weights * term)
         return gradients
 
-    def _smoothing_terms(self, vocabulary: int) -> tuple[Tensor, Tensor | float, Tensor | float]:
+    def _smoothing_terms(self) -> tuple[Tensor, Tensor | float, Tensor | float]:
         """W^T w, w.b and sum(w)."""
         weights = self._class_weight
         if self._eps == 0:
-            return self._weight.new_zeros(()), 0.0, 0.0
+            return self.weight.new_empty(0), 0.0, 0.0
         if weights is None:
-            bias_dot = 0.0 if self._bias is None else self._bias.sum()
-            return self._weight.sum(0), bias_dot, float(vocabulary)
-        bias_dot = 0.0 if self._bias is None else self._bias @ weights
-        return weights @ self._weight, bias_dot, weights.sum()
-
-    def _evaluate(self, hidden: Tensor, targets: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        held = slice(self._filled, self._filled + len(hidden))
-        h = self._hidden[held].copy_(hidden.to(self._compute_dtype))
-        z = self._logits[held]
-        if self._bias is None:
-            torch.mm(h, self._weight.t(), out=z)
-        else:
-            torch.addmm(self._bias, h, self._weight.t(), out=z)
-
-        counted = upstream != 0
-        y = torch.where(counted, targets, 0)
-        peak, token = z.max(-1)
-        if self._temperature is not None:
-            token = sample(z, self._temperature, self._generator)
-        target_logit = z.gather(1, y[:, None]).squeeze(1)
-        exps = z.sub_(peak[:, None]).exp_()
-        total = exps.sum(-1)
-        lse = peak + total.log()
-
-        share = 1 - self._eps
-        hit = share if self._class_weight is None else share * self._class_weight[y]
-        loss = hit * (lse - target_logit)
-        row = hit + 2 * self._z_loss * lse
-        if self._eps > 0:
-            uniform = self._eps / exps.shape[1]
-            loss += uniform * (self._weight_sum * lse - (h @ self._colsum + self._bias_dot))
-            row = row + uniform * self._weight_sum
-        if self._z_loss > 0:
-            loss += self._z_loss * lse.square()
-        loss = torch.where(counted, loss, 0)
-
-        if self.gradients is not None:
-            upstream = upstream.to(self.dtype)
-            smooth = upstream * (self._eps / exps.shape[1])
-            self._factors.append((y, upstream * row / total, upstream * hit, smooth))
-            self._filled = held.stop
-        return token, loss
+            bias_dot = 0.0 if self.bias is None else self.bias.sum()
+            colsum = self.weight.sum(0, dtype=self.dtype)
+            return colsum, bias_dot, float(self.weight.shape[0])
+        bias_dot = 0.0 if self.bias is None else weights @ self.bias
+        return product(weights[:, None], self.weight, self.dtype)[0], bias_dot, weights.sum()
 
     def _form_gradients(self) -> None:
-        if self.gradients is None or self._filled == 0:
+        if self.gradients is None or self._exps is None or self.filled == 0:
             return
-        exps, h = self._logits[: self._filled], self._hidden[: self._filled]
-        y, r, s, q = (torch.cat(parts) for parts in zip(*self._factors, strict=True))
-        target_part = h * s[:, None]
-        if self.gradients.hidden.shape[0]:
-            d_hidden = self.gradients.hidden[self._done : self._done + self._filled]
-            torch.mm(exps, self._weight, out=d_hidden)
-            d_hidden.mul_(r[:, None]).sub_(self._weight[y] * s[:, None])
+        exps = self._exps[:, : self.filled]  # [V, M]
+        held, self._held = self._held, []
+        self.filled = 0
+        index, h, y, r, t, q = (
+            torch.cat([getattr(rows, name) for rows in held])
+            for name in ("index", "hidden", "target", "r", "t", "q")
+        )
+        gradients = self.gradients
+        if len(gradients.hidden):
+            d_hidden = product(exps, self.weight, self.dtype).mul_(r[:, None])
+            d_hidden.addcmul_(self.weight[y].to(self.dtype), t[:, None])
             if self._eps > 0:
                 d_hidden.addr_(q, self._colsum, alpha=-1)
-        if self.gradients.weight is not None:
-            self.gradients.weight.addmm_(exps.t(), h * r[:, None])
-            self.gradients.weight.index_add_(0, y, target_part, alpha=-1)
+            gradients.hidden[index] = d_hidden
+        if gradients.weight is not None:
+            h = h.to(self.weight.dtype).to(self.dtype)  # what made the logits
+            add_product(gradients.weight, exps, h * r[:, None], fresh=not self._written)
+            gradients.weight.index_add_(0, y, h * t[:, None])
+            self._written = True
             self._smoothed += q @ h
-        if self.gradients.bias is not None:
-            self.gradients.bias.addmv_(exps.t(), r).index_add_(0, y, s, alpha=-1)
+        if gradients.bias is not None:
+            add_product(gradients.bias[:, None], exps, r[:, None], fresh=False)
+            gradients.bias.index_add_(0, y, t)
             self._smoothed_bias += q.sum()
-        self._done += self._filled
-        self._filled = 0
-        self._factors.clear()
 
 
 @contextmanager
@@ -210,9 +252,9 @@ def plain(device: torch.device) -> Iterator[None]:
         yield
 
 
-def logit_row_bytes(weight: Tensor) -> int:
-    """One row of logits [V] in the accumulation dtype."""
-    return weight.shape[0] * accumulation_dtype(weight.dtype).itemsize
+def rows_together(matrix: Tensor) -> Tensor:
+    """The matrix with the elements of a row next to each other."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,7 @@ known."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,29 +12,34 @@ from torch.autograd.function import once_differentiable
 
 from accumext._cells import parameter_tensors
 from accumext._checks import message
-from accumext._decode_args import OP, Job
-from accumext._decode_plan import Plan
-from accumext._head import Gradients, Head, Wants, plain
+from accumext._decode_args import OP
+from accumext._decode_run import Run, make_head
+from accumext._head import Gradients, Wants, plain
 
 
-@dataclass
 class Record:
-    """What the loss node needs in the backward pass."""
+    """What the backward pass needs of a run."""
 
-    job: Job
-    plan: Plan
-    product_dtype: torch.dtype
-    counted: Tensor  # bool [T, B]
-    inverse: Tensor  # 0-dim, 1 / divisor
-    value: Tensor  # the loss, 0-dim or [T, B]
-    gradients: Gradients | None  # of the summed loss; given away in the first backward pass
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        run: Run,
+        value: Tensor,  # the loss, 0-dim or [T, B]
+        missing: Tensor | None,  # factor that the gradients lack, 0-dim; None: 1
+        gradients: Gradients | None,  # of the summed loss; given away in the first backward pass
+    ) -> None:
+        self.run, self.value = run, value
+        self._missing, self._gradients = missing, gradients
+        self._counted = run.counted()
         self._seen = [(tensor, tensor._version) for tensor in self._parameters()]
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the gradients have been formed, and not yet given away."""
+        return self._gradients is not None
 
     def _parameters(self) -> list[Tensor]:
         """What the backward pass reads again. A table with a maximal norm is written by lookups."""
-        job = self.job
+        job = self.run.job
         table = [] if job.table.max_norm is not None else [job.table.weight]
         head = [job.weight, *([] if job.bias is None else [job.bias])]
         return [*table, *head, *parameter_tensors(job.cell)]
@@ -49,32 +54,34 @@ class Record:
             contract = "be those of the forward pass until the backward pass has run"
             raise RuntimeError(message(OP, "parameters", contract, "changed ones"))
 
-    def scaled(self, upstream: Tensor, hiddens: tuple[Tensor, ...], wants: Wants) -> Gradients:
+    def scaled(self, upstream: Tensor, hiddens: Sequence[Tensor], wants: Wants) -> Gradients:
         """The gradients under an upstream gradient, 0-dim or [T, B].
 
-        They are at hand the first time. They are formed again from the cell's outputs for
-        `reduction="none"`, whose upstream is per token, and when a retained graph runs twice.
+        They are at hand the first time. They are formed again from the cell's outputs, [n, H] each
+        and [T B, H] together, for `reduction="none"`, whose upstream is per token, and when a
+        retained graph runs twice.
         """
-        gradients, self.gradients = self.gradients, None
-        factor = upstream.to(self.inverse.dtype) * self.inverse
+        gradients, self._gradients = self._gradients, None
+        factor = upstream.to(self.run.losses.dtype)
         if gradients is not None:
-            gradients.scale(factor)
+            gradients.scale(factor if self._missing is None else factor * self._missing)
             return gradients
-        job, targets = self.job, self.job.targets.flatten()
-        head = Head(
-            job.weight,
-            job.bias,
-            job.criterion,
-            self.plan.rows,
-            targets.numel(),
-            wants,
-            self.product_dtype,
-        )
-        rows = (factor * self.counted).flatten()
+        run, job = self.run, self.run.job
+        inverse = run.early if self._missing is None else self._missing
+        assert inverse is not None  # one of the two is
+        rows = (factor * inverse).expand(self._counted.shape).flatten()
+        head = make_head(job, run.plan, wants, run.product_dtype)
         done = 0
         for hidden in hiddens:
-            span = slice(done, done + hidden.shape[0] * hidden.shape[1])
-            head.push(hidden.flatten(0, 1), targets[span], rows[span])
+            span = slice(done, done + len(hidden))
+            index = torch.arange(span.start, span.stop, device=hidden.device)
+            counted = self._counted.flatten()[span]
+            if counted.device.type == "cpu":  # elsewhere nothing waits to count them
+                index = index[counted]
+            local = index - done
+            head.push(
+                hidden[local], run.targets.flatten()[index], counted[local], index, rows[index]
+            )
             done = span.stop
         formed = head.finish()
         assert formed is not None  # wants was given
@@ -87,7 +94,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def of(record: Record, anchor: Tensor, hiddens: list[Tensor]) -> Tensor:
         """The loss, connected to the head, the lookups' anchor and the cell's outputs."""
-        job = record.job
+        job = record.run.job
         loss: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
             record, job.weight, job.bias, anchor, *hiddens
         )
@@ -110,12 +117,13 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        record, job = ctx.record, ctx.record.job
+        record, job = ctx.record, ctx.record.run.job
         record.check_unchanged()
         job.table.forget()
+        job.carry.backward_begins(upstream)
         needs_weight, needs_bias, needs_anchor = ctx.needs_input_grad[1:4]
         needs_hidden = ctx.needs_input_grad[4:]
-        hiddens = ctx.saved_tensors if record.gradients is None else ()
+        hiddens = [] if record.at_hand else [h.flatten(0, 1) for h in ctx.saved_tensors]
         with plain(upstream.device):
             wants = (any(needs_hidden), needs_weight, needs_bias)
             gradients = record.scaled(upstream, hiddens, wants)

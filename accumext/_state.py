@@ -3,7 +3,7 @@ randomness around it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -44,9 +44,14 @@ def zeros_on(device: torch.device, state: State) -> State:
     return tree_map(move, state)
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
+    """The same nesting with `function` of every tensor."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, state)
+
+
 def detach(state: State) -> State:
     """The same values in the same nesting, cut from their graph."""
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
+    return map_tensors(Tensor.detach, state)
 
 
 def freeze(op: str, active: Tensor, new: State, old: State, batch_dim: int) -> State:

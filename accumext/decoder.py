@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from accumext._cells import Step
-from accumext._decode_args import OP, check_arguments
-from accumext._decode_plan import predicted_peak
+from accumext._decode_args import OP, Job, check_arguments
+from accumext._decode_cell import CellRun
+from accumext._decode_layers import LayersRun
 from accumext._decode_run import Run
+from accumext._rnn import take_apart
 from accumext._lookup import table
 from accumext._state import State, zeros_on
 
@@ -40,6 +42,8 @@ def decode_loss(
     teacher_forcing: float = 1.0,
     k1: int | None = None,
     k2: int | None = None,
+    truncation: str = "fixed",
+    state_grad_clip: float | None = None,
     lengths: Tensor | None = None,  # int64 [B]
     eos: int | None = None,
     ignore_index: int = -100,
@@ -86,6 +90,12 @@ def decode_loss(
         k2: steps a gradient flows back, at least k1 (Williams & Peng 1990). The losses of the last
             k1 steps before every multiple of k1, and before T, flow back k2 steps from there; with
             k1 = k2 the state is simply detached every k1 steps. None: all the way, exact BPTT.
+        truncation: "fixed" by k1 and k2; "random" cuts each row's gradient between any two steps
+            with probability 1 / k2 and weights it by 1 / (1 - 1 / k2) where it goes on, so that its
+            expectation is the exact gradient (ARTBP).
+        state_grad_clip: bound on each element of the gradient that a state passes on to the step
+            before, as that of `out.loss`: a loss scale, or another upstream factor, scales the
+            bound along (not for `reduction="none"`).
         lengths: int64 [B]. A row past its length keeps its state, counts nowhere, and reads the
             padding token. Here and with `eos`, a callable's state has the batch in dimension 0 of
             every tensor (0-dim tensors are everyone's), and is given, not None.
@@ -117,7 +127,7 @@ def decode_loss(
         >>> out = accumext.decode_loss(embedding, cell, head, targets, feedback="greedy")
         >>> out.loss.backward()
 
-    Sources: Williams & Peng 1990 (k1, k2); Bengio et al. 2015 (scheduled sampling); the derivation
+    Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Bengio et al. 2015 (scheduled sampling); the derivation
     is in docs/decoder.md.
     """
     job = check_arguments(
@@ -132,6 +142,8 @@ def decode_loss(
         teacher_forcing=teacher_forcing,
         k1=k1,
         k2=k2,
+        truncation=truncation,
+        state_grad_clip=state_grad_clip,
         lengths=lengths,
         eos=eos,
         ignore_index=ignore_index,
@@ -146,7 +158,7 @@ def decode_loss(
         memory_budget=memory_budget,
         batch_first=batch_first,
     )
-    run = Run(job)
+    run = make_run(job)
     loss, last = run()
 
     def laid_out(time_major: Tensor) -> Any:
@@ -162,6 +174,16 @@ def decode_loss(
         last,
         run.lengths(),
     )
+
+
+def make_run(job: Job) -> Run:
+    """The run for the call's cell: of operators where it is one of torch's, else of autograd."""
+    layers = take_apart(job.cell.module)
+    if layers is not None and job.table.max_norm is None:
+        weights = (w for w in layers.weights if w is not None)
+        if {w.dtype for w in weights} == {job.table.weight.dtype} == {job.weight.dtype}:
+            return LayersRun(job, layers)
+    return CellRun(job)
 
 
 def decode_memory(*args: Any, **kwargs: Any) -> int:

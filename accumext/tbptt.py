@@ -160,7 +160,7 @@ class _Windows:
                 fail_value(OP, "criterion", "return a 0-dim loss", f"shape {list(loss.shape)}")
             losses.append(loss)
             with torch.no_grad():
-                self.tokens.append(self.plan.choose(logits))
+                self.tokens.append(self.plan.choose(t, logits))
                 if t + 1 < len(self.targets):
                     self.inputs.append(self.plan.next(t + 1, self.tokens[t]))
         return torch.stack(losses).sum() * self.share, state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable
@@ -34,6 +35,17 @@ def machine(device: torch.device) -> dict[str, Any]:
         facts["gpu"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
         facts["cuda"] = torch.version.cuda
     return facts
+
+
+def free_bytes(device: torch.device) -> float:
+    """What tensors may still take; where the system does not say, as much as they like."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return math.inf
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
 def promises(device: torch.device) -> list[dict[str, Any]]:

@@ -68,12 +68,15 @@ def evaluate(figures: Sequence[Figure], results: Sequence[Result]) -> list[dict[
 
 def figure_lines(rows: Sequence[dict[str, Any]]) -> str:
     """One line per figure; where there are bytes to compare, also the ratio that they allow."""
-    lines = ["\nfigure | target | measured [quartiles] | allowed by the memory"]
+    lines = ["\nfigure | target | measured [quartiles]"]
+    if any("allowed" in row for row in rows):
+        lines[0] += " | allowed by the memory"
     for row in rows:
         cells = [row["figure"], _plain(row["target"]), _plain(row["measured"])]
         if "quartiles" in row:
             q1, q3 = row["quartiles"]
             cells[2] = interval(Spread(q1, row["measured"], q3))
+        if "allowed" in row:
             cells.append("-" if row["allowed"] is None else f"{row['allowed']:.2f}")
         lines.append(" | ".join(cells))
     return "\n".join(lines)
@@ -108,7 +111,10 @@ def write_json(
     results: Sequence[Result],
     figures: Sequence[dict[str, Any]],
 ) -> None:
-    content = {"machine": facts, "jobs": [as_json(r) for r in results], "figures": figures}
+    write(path, {"machine": facts, "jobs": [as_json(r) for r in results], "figures": figures})
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

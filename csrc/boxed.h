@@ -43,13 +43,18 @@ class TensorList {
     return size;
   }
 
-  TensorHandle operator[](size_t i) const {
-    StableIValue element;
-    TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, i, &element));
-    return TensorHandle(torch::stable::detail::to<AtenTensorHandle>(element));
-  }
+  TensorHandle operator[](size_t i) const { return TensorHandle(item(i)); }
+
+  // The same as an object that may outlive the list.
+  torch::stable::Tensor tensor(size_t i) const { return torch::stable::Tensor(item(i)); }
 
  private:
+  AtenTensorHandle item(size_t i) const {
+    StableIValue element;
+    TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, i, &element));
+    return torch::stable::detail::to<AtenTensorHandle>(element);
+  }
+
   StableListHandle list_;
 };
 

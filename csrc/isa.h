@@ -17,10 +17,14 @@ inline Isa widest_isa() {
   const auto has = [](auto... supported) { return (supported && ...); };
   if (wish != "avx2" &&
       has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
-          __builtin_cpu_supports("avx512vl"), __builtin_cpu_supports("avx512dq"))) {
+          __builtin_cpu_supports("avx512vl"), __builtin_cpu_supports("avx512dq"),
+          __builtin_cpu_supports("fma"))) {
     return Isa::kAvx512;
   }
-  if (has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("f16c"))) return Isa::kAvx2;
+  if (has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("f16c"),
+          __builtin_cpu_supports("fma"))) {
+    return Isa::kAvx2;
+  }
 #endif
   return Isa::kPortable;
 }

@@ -39,11 +39,10 @@ template <typename To, typename From>
   return result;
 }
 
+// x in every element. Written so that g++ 12 makes one instruction of it.
 template <typename T, int kSize>
 [[gnu::always_inline]] inline Vector<T, kSize> splat(T x) {
-  Vector<T, kSize> result;
-  for (int i = 0; i < kSize; ++i) result[i] = x;
-  return result;
+  return x - Vector<T, kSize>{};
 }
 
 // 0, 1, 2, ...

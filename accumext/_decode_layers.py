@@ -1,0 +1,214 @@
+"""A run with one of torch's recurrent modules: its steps and its backward pass are operators, and
+everything that need not wait for the next step is batched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from accumext import _decode_ops
+from accumext._decode_args import Job
+from accumext._decode_plan import CELL_WORKSPACE
+from accumext._decode_run import Run
+from accumext._head import accumulation_dtype, plain, rows_together
+from accumext._head_loss import Record
+from accumext._layers_backward import LayersBackward
+from accumext._rnn import Layers
+from accumext._state import State
+
+
+class LayersRun(Run):
+    """States of every step are kept, in the accumulation dtype; pre-activations are not."""
+
+    def __init__(self, job: Job, layers: Layers) -> None:
+        super().__init__(job)
+        self.layers = layers
+        self.states: list[Tensor] = []  # per layer h, and c of an LSTM: [T + 1, B, H]
+        self.kept: Tensor | None = None  # bool [T, L - 1, B, H]: units that dropout keeps
+        self.kept_scale = 1.0
+
+    def _run(self, state: State) -> tuple[Tensor, State]:
+        layers = self.layers
+        parts = list(state) if layers.parts == 2 else [state]
+        with plain(self.losses.device):
+            self._prepare(parts)
+            begin = 0
+            for end, predicts in self._stretches():
+                if predicts:
+                    self._predicting(begin, end)
+                else:
+                    self._teaching(begin, end)
+                begin = end
+            value, _, missing, gradients = self.result()
+        if not self.grad:
+            return value, self._last(parts)
+        record = Record(self, value, missing, gradients)
+        weights = [w for w in layers.weights if w is not None]
+        results = Rollout.apply(  # type: ignore[no-untyped-call]
+            record, self.job.weight, self.job.bias, self.job.table.weight, len(parts), *parts, *weights
+        )
+        loss, *last = results
+        return loss, tuple(last) if layers.parts == 2 else last[0]
+
+    def _prepare(self, parts: list[Tensor]) -> None:
+        """The weights as the operators want them, and where the states go."""
+        job, layers = self.job, self.layers
+        dtype = accumulation_dtype(job.weight.dtype)
+        self.table = rows_together(job.table.weight.detach())
+        self.state_dtypes = [part.dtype for part in parts]
+        nothing = job.weight.new_empty(0, dtype=dtype)
+        self.weights = [
+            nothing if w is None else w.detach().to(dtype).contiguous() for w in layers.weights
+        ]
+        shape = (job.steps + 1, job.batch, layers.units)
+        for layer in range(layers.count):
+            for part in parts:
+                states = nothing.new_empty(shape)
+                states[0] = part[layer] if layers.stacked else part
+                self.states.append(states)
+        if layers.dropout > 0 and layers.count > 1:
+            shape = (job.steps, layers.count - 1, job.batch, layers.units)
+            coins = torch.rand(shape, device=nothing.device)
+            self.kept = coins >= layers.dropout
+            self.kept_scale = 0.0 if layers.dropout == 1 else 1 / (1 - layers.dropout)
+
+    def _stretches(self) -> list[tuple[int, bool]]:
+        """Ends of runs of steps that do, or do not, need their own tokens for the next input."""
+        job, mask = self.job, self.job.feedback.mask
+        if not self.by_step:
+            return [(job.steps, False)]
+        if job.eos is not None or mask is None or mask.device.type != "cpu":
+            return [(job.steps, True)]  # elsewhere than on a CPU, nothing waits for the mask
+        needed = [not row for row in mask[1:].all(1).tolist()] + [False]
+        ends = [t + 1 for t in range(job.steps - 1) if needed[t] != needed[t + 1]]
+        return [(end, needed[end - 1]) for end in [*ends, job.steps]]
+
+    def _teaching(self, begin: int, end: int) -> None:
+        """Steps whose inputs are known: the head takes them all at once."""
+        following = slice(begin + 1, min(end + 1, self.job.steps))
+        self.inputs[following] = self.padded(following, self.job.feedback.teacher[following])
+        self._advance(begin, end)
+        outputs = self.states[-self.layers.parts][begin + 1 : end + 1]
+        self.push(begin, end, outputs.flatten(0, 1))
+
+    def _predicting(self, begin: int, end: int) -> None:
+        """Steps that read what the one before predicted, as many at once as the workspace holds."""
+        batch = self.job.batch
+        most = max(1, self.head.rows // batch)
+        if self.head.rows < batch and self.head.gradients is not None:
+            for step in range(begin, end):
+                self._advance(step, step + 1)
+                self.push(step, step + 1, self.states[-self.layers.parts][step + 1])
+                self.feed_back(step)
+            return
+        for first in range(begin, end, most):
+            last = min(first + most, end)
+            self._with_head(first, last)
+
+    def _with_head(self, begin: int, end: int) -> None:
+        head, most = self.head, (end - begin) * self.job.batch
+        stats = self.losses.new_empty(3, most)
+        rows = self.tokens.new_empty(most)
+        room = head.room(most)
+        used = self._advance(begin, end, room, stats, rows)
+        rows = rows[:used]
+        outputs = self.states[-self.layers.parts][1:].flatten(0, 1)[rows]
+        self.losses.view(-1)[rows] = head.take(
+            outputs,
+            self.targets.flatten()[rows],
+            self.counted().flatten()[rows],
+            rows,
+            self.early,
+            stats[:, :used],
+        )
+
+    def _advance(
+        self,
+        begin: int,
+        end: int,
+        room: Tensor | None = None,
+        stats: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> int:
+        """Run the steps; with `stats`, the head too. Rows that the head has seen."""
+        job, head, feedback = self.job, self.head, self.job.feedback
+        used: int = _decode_ops.decode_steps(
+            self.table,
+            self.weights,
+            self.states,
+            self.layers.kind,
+            self.kept,
+            self.kept_scale,
+            self.inputs,
+            feedback.teacher.contiguous(),
+            None if feedback.mask is None else feedback.mask.contiguous(),
+            self.live,
+            -1 if job.eos is None else job.eos,
+            job.table.pad,
+            feedback.uniforms,
+            feedback.temperature,
+            head.weight,
+            head.bias,
+            self.targets,
+            self.tokens,
+            room,
+            stats,
+            rows,
+            head.columns,
+            begin,
+            end,
+        )
+        return used
+
+    def _last(self, like: list[Tensor]) -> State:
+        """The state after the last step, as the module has it."""
+        layers = self.layers
+        last = []
+        for part, given in enumerate(like):
+            of_layers = [s[-1] for s in self.states[part :: layers.parts]]
+            value = torch.stack(of_layers) if layers.stacked else of_layers[0]
+            last.append(value.to(given.dtype))
+        return tuple(last) if layers.parts == 2 else last[0]
+
+    def backward_steps(self) -> int:
+        """Steps of the cell that the backward pass forms at once."""
+        rows = 12 * self.layers.units * self.states[0].element_size() * self.job.batch
+        return max(1, CELL_WORKSPACE // rows)
+
+
+class Rollout(torch.autograd.Function):
+    """The loss and the last state, as functions of every parameter and the initial state."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        record: Record,
+        weight: Tensor,
+        bias: Tensor | None,
+        table: Tensor,
+        parts: int,
+        *others: Tensor,  # the initial state, then the weights of the cell
+    ) -> tuple[Tensor, ...]:
+        ctx.record = record
+        ctx.save_for_backward(record.value)  # for autograd's error when a graph runs a second time
+        ctx.set_materialize_grads(False)
+        run: Any = record.run
+        last = run._last(list(others[:parts]))
+        last = last if isinstance(last, tuple) else (last,)
+        if run.job.truncated:
+            ctx.mark_non_differentiable(*last)
+        return record.value.clone(), *last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, *d_last: Tensor | None) -> tuple[Any, ...]:
+        record, run = ctx.record, ctx.record.run
+        (value,) = ctx.saved_tensors
+        record.check_unchanged()
+        with plain(run.losses.device):
+            if upstream is None:
+                upstream = torch.zeros_like(value)
+            return LayersBackward(record, ctx.needs_input_grad, upstream, d_last)()

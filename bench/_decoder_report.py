@@ -1,0 +1,143 @@
+"""What the decoder's benchmark says: a table per case, figures against targets, and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from _decoders import OURS, PLAIN, Shape
+from _decoding import Case, Result
+from _report import interval
+from _timing import Spread
+
+MIB = 2**20
+
+
+class Faster(NamedTuple):
+    """In this role, `contender` is at least `target` times as fast as `against`."""
+
+    role: str
+    contender: str
+    against: str
+    target: float
+
+    def rows(self, results: Sequence[Result]) -> list[dict[str, Any]]:
+        return [
+            {
+                "figure": f"{result.case}: {self.contender} over {self.against}",
+                **self._asdict(),
+                "measured": measured.median,
+                "quartiles": [measured.q1, measured.q3],
+            }
+            for result in results
+            if result.case.shape.role == self.role
+            and (measured := result.ratio(self.contender, self.against))
+        ]
+
+
+class Smaller(NamedTuple):
+    """In this role, accumext's peak memory goes at least `target` times into plain autograd's."""
+
+    role: str
+    target: float
+
+    def rows(self, results: Sequence[Result]) -> list[dict[str, Any]]:
+        return [
+            {
+                "figure": f"{result.case}: peak of {PLAIN} over that of {OURS}",
+                **self._asdict(),
+                "measured": result.checked[PLAIN].peak_bytes / result.checked[OURS].peak_bytes,
+            }
+            for result in results
+            if result.case.shape.role == self.role and {PLAIN, OURS} <= result.checked.keys()
+        ]
+
+
+class Growth(NamedTuple):
+    """By how much accumext's peak memory grows from one role to the other, in states [B, H]."""
+
+    role: str
+    longer: str
+    target: float | None = None
+
+    def rows(self, results: Sequence[Result]) -> list[dict[str, Any]]:
+        found = {result.case.shape.role: result for result in results}
+        if not {self.role, self.longer} <= found.keys():
+            return []
+        short, long = found[self.role], found[self.longer]
+        grown = long.checked[OURS].peak_bytes - short.checked[OURS].peak_bytes
+        states = states_bytes(long.case.shape) - states_bytes(short.case.shape)
+        return [
+            {
+                "figure": f"{long.case}: growth of accumext's peak from T={short.case.shape.steps},"
+                f" {grown:,} bytes, over the {states:,} bytes of the states",
+                **self._asdict(),
+                "measured": grown / states,
+            }
+        ]
+
+
+def states_bytes(shape: Shape) -> int:
+    """One float32 state for every step and row."""
+    return 4 * shape.tokens * shape.size
+
+
+def table(result: Result) -> str:
+    """One row per contender."""
+    names = [*result.checked, *(name for name in result.seconds if name not in result.checked)]
+    width = max(map(len, [*names, *result.left_out]))
+    lines = [
+        f"\n{result.case}",
+        f"  {'':{width}}{'runs':>6}{'ms [quartiles]':>28}{'tokens/s':>10}{'peak MiB':>10}"
+        f"{'gradient off':>14}{'recurrent':>11}{'not greedy':>12}  times faster than {PLAIN}",
+    ]
+    for name in names:
+        lines.append(f"  {name:{width}}{_timed(name, result)}{_checked(name, result)}")
+        if name != PLAIN and (ratio := result.ratio(name, PLAIN)):
+            lines[-1] += f"  {interval(ratio)}"
+    lines += [f"  {name:{width}}  left out: {why}" for name, why in result.left_out.items()]
+    return "\n".join(lines)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """A result with all its samples."""
+    case: Case = result.case
+    rows: dict[str, dict[str, Any]] = {name: {} for name in [*result.checked, *result.seconds]}
+    for name, checked in result.checked.items():
+        rows[name] |= checked._asdict()
+    for name, seconds in result.seconds.items():
+        ratio = result.ratio(name, PLAIN)
+        rows[name] |= {
+            "seconds": seconds,  # by repetition; null where this contender took no turn
+            "spread": result.spread(name)._asdict(),
+            "tokens_per_second": result.tokens_per_second(name),
+            "times_faster": ratio._asdict() if ratio else None,
+        }
+    return {
+        "case": str(case),
+        **case.shape._asdict(),
+        "cell": case.cell,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "states_bytes": states_bytes(case.shape),
+        "baseline": PLAIN,
+        "left_out": result.left_out,
+        "contenders": rows,
+    }
+
+
+def _timed(name: str, result: Result) -> str:
+    if name not in result.seconds:
+        return f"{'-':>6}{'-':>28}{'-':>10}"
+    runs = sum(taken is not None for taken in result.seconds[name])
+    spread: Spread = result.spread(name)
+    return f"{runs:6}{interval(spread, 1e3, 1):>28}{result.tokens_per_second(name):10,.0f}"
+
+
+def _checked(name: str, result: Result) -> str:
+    if name not in result.checked:
+        return f"{'-':>10}{'-':>14}{'-':>11}{'-':>12}"
+    found = result.checked[name]
+    distances = found.gradient_distance, found.recurrent_distance
+    overall, recurrent = ("-" if value is None else f"{value:.1e}" for value in distances)
+    wrong = "-" if found.not_greedy is None else found.not_greedy
+    return f"{found.peak_bytes / MIB:10.1f}{overall:>14}{recurrent:>11}{wrong:>12}"

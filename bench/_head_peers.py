@@ -1,0 +1,75 @@
+"""The head and its loss in one call: PyTorch's, and the kernels of Liger and CCE where installed.
+
+All take the outputs of several steps at once and keep a gradient of the whole weight per call. None
+returns the token that a decoder feeds back.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HeadLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(hidden [N, H], weight [V, H], bias [V], targets [N]) -> the summed loss, 0-dim"""
+
+TORCH = "F.linear_cross_entropy"
+TORCH_CHUNK = f"{TORCH}, chunk by hand"
+LIGER, CCE = "Liger", "CCE"
+_MODULES = {LIGER: "liger_kernel.transformers", CCE: "cut_cross_entropy"}
+
+
+def _installed() -> dict[str, Any]:
+    found = {}
+    for name, module in _MODULES.items():
+        try:
+            found[name] = importlib.import_module(module)
+        except (ImportError, OSError, RuntimeError):  # their Triton wants a GPU at import
+            continue
+    return found
+
+
+_PEERS = _installed()
+_IN_TORCH = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
+
+
+def status() -> dict[str, str]:
+    return {TORCH: "in this torch" if _IN_TORCH else "not in this torch"} | {
+        name: "installed" if name in _PEERS else "not installed" for name in _MODULES
+    }
+
+
+def head_losses(device: torch.device, dtype: torch.dtype, rows: int) -> dict[str, HeadLoss]:
+    """By peer, for calls of `rows` rows; CCE's kernels are for half precision alone."""
+    found: dict[str, HeadLoss] = {}
+    if _IN_TORCH:
+        found[TORCH] = _torch(torch.nn.LinearCrossEntropyOptions())
+        found[TORCH_CHUNK] = _torch(torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows))
+    if device.type == "cuda":
+        if LIGER in _PEERS:
+            found[LIGER] = _liger
+        if CCE in _PEERS and dtype != torch.float32:
+            found[CCE] = _cce
+    return found
+
+
+def _torch(options: Any) -> HeadLoss:
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+        return F.linear_cross_entropy(
+            hidden, weight, targets, linear_bias=bias, reduction="sum", options=options
+        )
+
+    return loss
+
+
+def _liger(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+    loss = _PEERS[LIGER].LigerFusedLinearCrossEntropyLoss(reduction="sum")
+    return loss(weight, hidden, targets, bias)
+
+
+def _cce(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+    return _PEERS[CCE].linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="sum")

@@ -1,0 +1,206 @@
+"""Training a decoder on its own greedy tokens: accumext beside the usual ways, PyTorch and peers.
+
+    python bench/decoder.py [--json FILE] [--plot FILE] [--device cpu|cuda] [--cell gru|lstm|rnn]
+                            [--dtype float32|bfloat16] [--shape T,B,V,H]... [--full] [--quick]
+
+One run, everything side by side: _decoders.py says what each way does, _decoding.py how it is
+measured. A time is that of a whole call, forward and backward. "backward per token", with the state
+detached after every step, is the usual answer to memory; its gradient is truncated, not exact. The
+limit is the time of the three matrix products of the head alone. Peak memory is what a call holds
+at its highest point, over what there was before, less the gradients that it leaves: what it takes
+besides parameters and gradients. "gradient off" is the relative distance to plain autograd on the
+tokens that the way itself fed, in float64 where that is small enough and in float32 elsewhere,
+over all parameters, and "recurrent" over embedding and cell alone, where truncation shows; "not
+greedy" counts the tokens fed that were not the argmax there.
+
+bfloat16: float32 parameters under torch.autocast, for every contender. On a CPU that multiplies
+bfloat16, accumext under autocast is also timed beside the float32 contenders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import _head_peers
+import torch
+from _decoder_report import Faster, Growth, Smaller, as_json, table
+from _decoders import (
+    CELLS,
+    CHECKPOINT,
+    LIMIT,
+    OURS,
+    OURS_BF16,
+    PER_TOKEN,
+    PLAIN,
+    Decoder,
+    Shape,
+    ways,
+)
+from _decoding import Bench, Case, Patience
+from _facts import machine
+from _head_peers import TORCH
+from _report import figure_lines, write
+from _timing import clock
+
+# Roles, by which the figures know shapes.
+SMALL, WIDE, MANY, LARGE = "small", "wide", "many rows", "large"
+LONG, SHORTER, LONGER = "long", "shorter", "longer"
+
+SHAPES = {
+    "cpu": (
+        Shape(64, 8, 50_000, 256, SMALL),
+        Shape(50, 16, 50_000, 512, WIDE),
+        Shape(32, 32, 50_000, 512, MANY),
+    ),
+    "cuda": (Shape(200, 32, 50_257, 1024, LARGE),),
+}
+MEMORY_SHAPES = (
+    Shape(200, 16, 50_000, 256, LONG),
+    Shape(64, 16, 50_000, 256, SHORTER),
+    Shape(256, 16, 50_000, 256, LONGER),
+)
+QUICK_SHAPES = {
+    "cpu": (
+        Shape(12, 4, 997, 32, SMALL),
+        Shape(10, 4, 1009, 48, WIDE),
+        Shape(9, 8, 1013, 32, MANY),
+    ),
+    "cuda": (Shape(12, 8, 1009, 64, LARGE),),
+}
+QUICK_MEMORY_SHAPES = (
+    Shape(40, 4, 2003, 16, LONG),
+    Shape(16, 4, 2003, 16, SHORTER),
+    Shape(64, 4, 2003, 16, LONGER),
+)
+GRID = [(32, 128, 512), (8, 16, 32, 64), (10_000, 50_000, 128_000), (256, 512, 1024)]
+
+SLOW = TORCH, CHECKPOINT  # measured where little is to be done, or --shape asks for more
+
+DEFAULT = Patience(seconds=3.0, least=3, most=15, longest=30.0)
+CHOSEN = Patience(seconds=5.0, least=3, most=15, longest=120.0)  # shapes that were asked for
+QUICK = Patience(seconds=0.05, least=3, most=6, longest=60.0)
+
+FIGURES: dict[str, list[Faster | Smaller | Growth]] = {
+    "cpu": [
+        Faster(SMALL, OURS, PER_TOKEN, 8.0),
+        Faster(SMALL, OURS, PLAIN, 8.0),
+        Faster(WIDE, OURS, PER_TOKEN, 5.0),
+        Faster(WIDE, OURS, PLAIN, 5.0),
+        Faster(WIDE, OURS, LIMIT, 1.0),
+        Faster(WIDE, OURS_BF16, OURS, 1.8),
+        Faster(MANY, OURS, PER_TOKEN, 4.0),
+        Faster(MANY, OURS, PLAIN, 4.0),
+        Smaller(LONG, 10.0),
+        Growth(SHORTER, LONGER),
+    ],
+    "cuda": [
+        Faster(LARGE, OURS, PLAIN, 8.0),
+        Smaller(LARGE, 10.0),
+        Growth(SHORTER, LONGER),
+    ],
+}
+PROMISED = {"cpu": ("gru", torch.float32), "cuda": ("gru", torch.bfloat16)}  # of the figures
+
+
+def main() -> None:
+    args = arguments()
+    device = torch.device(args.device)
+    torch.manual_seed(0)
+    facts = machine(device) | _head_peers.status()  # compiles what is to be compiled
+    facts["bfloat16"] = "float32 parameters under torch.autocast"
+    warm_up(device, args.cell, args.dtype)
+
+    patience = DEFAULT
+    if args.shape or args.full:
+        patience = CHOSEN
+    elif args.quick:
+        patience = QUICK
+    bench = Bench(device, clock(device), patience)
+    results = []
+    for case in cases(args):
+        results.append(bench.measure(case))
+        print(table(results[-1]), flush=True)
+
+    rows = []
+    if (args.cell, args.dtype) == PROMISED[device.type]:
+        rows = [row for figure in FIGURES[device.type] for row in figure.rows(results)]
+        print(figure_lines(rows))
+    print("", *(f"{name}: {fact}" for name, fact in facts.items()), sep="\n")
+    if args.json is not None:
+        content = {"machine": facts, "cases": [as_json(r) for r in results], "figures": rows}
+        write(args.json, content)
+    if args.plot is not None:
+        from _decoder_plot import plot  # matplotlib is not needed otherwise
+
+        plot(args.plot, results, facts)
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """What is to be measured, the smallest first."""
+    chosen: list[Shape] = args.shape or []
+    if args.full:
+        grid = [Shape(t, b, v, h) for t, b, v, h in itertools.product(*GRID)]
+        chosen = [*chosen, *sorted(grid, key=lambda shape: shape.logits * shape.size)]
+    timed = chosen or (QUICK_SHAPES if args.quick else SHAPES)[args.device]
+    for shape in timed:
+        without = SLOW if shape.role in (WIDE, MANY) and not (chosen or args.quick) else ()
+        yield Case(shape, args.cell, args.dtype, without=without)
+    if not chosen:
+        for shape in QUICK_MEMORY_SHAPES if args.quick else MEMORY_SHAPES:
+            names = (PLAIN, OURS) if shape.role == LONG else (OURS,)
+            yield Case(shape, args.cell, args.dtype, names, timed=False)
+
+
+def warm_up(device: torch.device, cell: str, dtype: torch.dtype) -> None:
+    """What a process does once, such as the workspace of a library, is in no one's figures."""
+    decoder = Decoder(Shape(2, 2, 10, 8), cell, device)
+    for way in ways(device, dtype, 2).values():
+        way(decoder)
+
+
+def arguments() -> argparse.Namespace:
+    lines = (__doc__ or "").splitlines()
+    parser = argparse.ArgumentParser(description=lines[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and memory (PNG)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="%(default)s",
+    )
+    parser.add_argument("--cell", choices=list(CELLS), default="gru", help="%(default)s")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="float32 on a CPU and bfloat16 on a GPU, as in the figures",
+    )
+    parser.add_argument(
+        "--shape",
+        type=_shape,
+        action="append",
+        metavar="T,B,V,H",
+        help="instead of the usual ones, for example 50,16,50000,512; may be given again",
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="all shapes of the grid: hours on a CPU"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions")
+    args = parser.parse_args()
+    args.dtype = getattr(torch, args.dtype) if args.dtype else PROMISED[args.device][1]
+    return args
+
+
+def _shape(text: str) -> Shape:
+    """A shape that the figures know, where they know it."""
+    steps, batch, vocabulary, size = (int(number) for number in text.split(","))
+    known = {shape[:4]: shape for shape in (*SHAPES["cpu"], *SHAPES["cuda"], *MEMORY_SHAPES)}
+    shape = Shape(steps, batch, vocabulary, size)
+    return known.get(shape[:4], shape)
+
+
+if __name__ == "__main__":
+    main()
