@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from accumext import _decode_ops
 from accumext._decode_args import Job
-from accumext._decode_plan import CELL_WORKSPACE
 from accumext._decode_run import Run
 from accumext._head import accumulation_dtype, plain, rows_together
 from accumext._head_loss import Record
@@ -48,7 +48,13 @@ class LayersRun(Run):
         record = Record(self, value, missing, gradients)
         weights = [w for w in layers.weights if w is not None]
         results = Rollout.apply(  # type: ignore[no-untyped-call]
-            record, self.job.weight, self.job.bias, self.job.table.weight, len(parts), *parts, *weights
+            record,
+            self.job.weight,
+            self.job.bias,
+            self.job.table.weight,
+            len(parts),
+            *parts,
+            *weights,
         )
         loss, *last = results
         return loss, tuple(last) if layers.parts == 2 else last[0]
@@ -70,10 +76,17 @@ class LayersRun(Run):
                 states[0] = part[layer] if layers.stacked else part
                 self.states.append(states)
         if layers.dropout > 0 and layers.count > 1:
-            shape = (job.steps, layers.count - 1, job.batch, layers.units)
-            coins = torch.rand(shape, device=nothing.device)
-            self.kept = coins >= layers.dropout
-            self.kept_scale = 0.0 if layers.dropout == 1 else 1 / (1 - layers.dropout)
+            self._draw_dropout(parts[0].dtype)
+
+    def _draw_dropout(self, dtype: torch.dtype) -> None:
+        """The masks that the module would draw, one step and layer after the other."""
+        job, layers = self.job, self.layers
+        shape = (job.steps, layers.count - 1, job.batch, layers.units)
+        self.kept = torch.empty(shape, dtype=torch.bool, device=self.losses.device)
+        ones = torch.ones(1, job.batch, layers.units, dtype=dtype, device=self.losses.device)
+        for mask in self.kept.flatten(0, 1):
+            mask.copy_(F.dropout(ones, layers.dropout)[0])  # 1 / (1 - p) where a unit is kept
+        self.kept_scale = 0.0 if layers.dropout == 1 else 1 / (1 - layers.dropout)
 
     def _stretches(self) -> list[tuple[int, bool]]:
         """Ends of runs of steps that do, or do not, need their own tokens for the next input."""
@@ -172,11 +185,6 @@ class LayersRun(Run):
             value = torch.stack(of_layers) if layers.stacked else of_layers[0]
             last.append(value.to(given.dtype))
         return tuple(last) if layers.parts == 2 else last[0]
-
-    def backward_steps(self) -> int:
-        """Steps of the cell that the backward pass forms at once."""
-        rows = 12 * self.layers.units * self.states[0].element_size() * self.job.batch
-        return max(1, CELL_WORKSPACE // rows)
 
 
 class Rollout(torch.autograd.Function):

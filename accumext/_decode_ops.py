@@ -52,8 +52,8 @@ _define(
 )
 
 # Steps [begin, end) of a recurrent decoder: look up the input, advance every layer, and, where
-# `stats` are given, push the live rows through the head and choose the next input. The result is the
-# number of rows that the head has seen; `rows` names them, t * B + b.
+# `stats` are given, push the live rows through the head and choose the next input. The result is
+# the number of rows that the head has seen; `rows` names them, t * B + b.
 _define(
     "decode_steps",
     "(Tensor table, "  # [R, E]
@@ -94,8 +94,8 @@ _define(
     _nothing,
 )
 
-# Steps of one layer backward. d_out is the gradient of its output; dh and dc come in as those of the
-# state after the last step and go out as those of the state before the first.
+# Steps of one layer backward. d_out is the gradient of its output; dh and dc come in as those of
+# the state after the last step and go out as those of the state before the first.
 _define(
     "rnn_backward",
     "(int kind, "
@@ -116,8 +116,8 @@ _define(
     _nothing,
 )
 
-# One step of that but for the product with weight_hh: dh and dc become those of the state before the
-# step without the part that comes through it.
+# One step of that but for the product with weight_hh: dh and dc become those of the state before
+# the step without the part that comes through it.
 _define(
     "rnn_gradient",
     "(int kind, "

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 # Rows that make the deferred products run at full speed: fewer would read the head's weight and its
 # gradient more often than they compute with them.
 AUTOMATIC_ROWS = 256
@@ -20,9 +17,14 @@ COLUMNS = 32
 # little: the states at the borders of the segments are T/16 of them.
 SEGMENT = 16
 
-# Bytes of pre-activations, and of their gradients, that the backward pass of one of torch's cells
-# forms at once.
-CELL_WORKSPACE = 16 * 2**20
+# Rows of pre-activations, and of their gradients, that the backward pass of one of torch's cells
+# forms at once: enough for its products.
+CELL_ROWS = 256
+
+
+def cell_steps(batch: int) -> int:
+    """Steps that CELL_ROWS come to."""
+    return max(1, -(-CELL_ROWS // max(1, batch)))
 
 
 @dataclass(frozen=True)

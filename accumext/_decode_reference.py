@@ -279,6 +279,8 @@ def rnn_gradient(
         written.append((d_h, torch.cat(parts_h, 1)))
     for gradient, value in written:
         gradient.copy_(value if live is None else torch.where(live[:, None], value, 0))
-    for gradient, value in ((dh, down), (dc, up_c)):
-        if gradient is not None and value is not None:  # past a row that has ended it goes unchanged
-            gradient.copy_(value if live is None else torch.where(live[:, None], value, gradient))
+    carried = [(dh, down)]
+    if dc is not None and up_c is not None:
+        carried.append((dc, up_c))
+    for gradient, value in carried:  # past a row that has ended it goes unchanged
+        gradient.copy_(value if live is None else torch.where(live[:, None], value, gradient))

@@ -82,6 +82,7 @@ class Run(ABC):
     def push(self, begin: int, end: int, hidden: Tensor) -> None:
         """Outputs [(end - begin) B, H] of these steps through the head: tokens and losses."""
         span, first = slice(begin, end), begin * self.job.batch
+        hidden = hidden.detach()
         index = torch.arange(first, end * self.job.batch, device=hidden.device)
         if self.live is not None and self.live.device.type == "cpu":  # elsewhere nothing waits
             live = self.live[span].flatten().nonzero().squeeze(1)
@@ -119,8 +120,8 @@ class Run(ABC):
         return torch.where(self.live[steps], tokens, self.job.table.pad)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor | None, Gradients | None]:
-        """The loss without a graph; 1 / its divisor; the part of that which the gradients lack, None
-        if nothing; and the gradients."""
+        """The loss without a graph; 1 / its divisor; the part of that which the gradients lack,
+        None if nothing; and the gradients."""
         with plain(self.losses.device):
             gradients = self.head.finish()
             del self.head
@@ -172,7 +173,9 @@ def run_plan(job: Job, compute_dtype: torch.dtype) -> Plan:
     )
 
 
-def make_head(job: Job, plan: Plan, wants: tuple[bool, bool, bool] | None, dtype: torch.dtype) -> Head:
+def make_head(
+    job: Job, plan: Plan, wants: tuple[bool, bool, bool] | None, dtype: torch.dtype
+) -> Head:
     """A head for this call."""
     return Head(
         job.weight,

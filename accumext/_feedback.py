@@ -53,11 +53,14 @@ def sample(
 ) -> Tensor:
     """Samples [M] of softmax(logits / temperature), by inversion: the first token at which the
     running sum of the probabilities passes the uniform number."""
-    shifted = (logits - logits.amax(1, keepdim=True)) / temperature
-    running = shifted.exp_().double().cumsum(1)
-    thresholds = uniforms[:, None] * running[:, -1:]
-    found = torch.searchsorted(running, thresholds, right=True).squeeze(1)
-    return found.clamp_(max=logits.shape[1] - 1)
+    tokens = []
+    # a few rows at a time: the running sums take twice the memory of the logits
+    for row, uniform in zip(logits.split(4), uniforms.split(4), strict=True):
+        shifted = (row - row.amax(1, keepdim=True)) / temperature
+        running = shifted.exp_().cumsum(1, dtype=torch.float64)
+        thresholds = uniform[:, None] * running[:, -1:]
+        tokens.append(torch.searchsorted(running, thresholds, right=True).squeeze(1))
+    return torch.cat(tokens).clamp_(max=logits.shape[1] - 1)
 
 
 def feedback_plan(

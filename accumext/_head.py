@@ -149,7 +149,9 @@ class Head:
                 stats,
             )
             factor = upstream if upstream is None or upstream.dim() == 0 else upstream[piece]
-            losses[piece] = self.take(h, targets[piece], counted[piece], index[piece], factor, stats)
+            losses[piece] = self.take(
+                h, targets[piece], counted[piece], index[piece], factor, stats
+            )
         return tokens, losses
 
     def take(
@@ -178,7 +180,9 @@ class Head:
         if self._z_loss > 0:
             loss = loss + self._z_loss * lse.square()
         if self._exps is not None:
-            factor = counted.to(self.dtype) if upstream is None else torch.where(counted, upstream, 0)
+            factor = (
+                counted.to(self.dtype) if upstream is None else torch.where(counted, upstream, 0)
+            )
             r = torch.where(counted, factor * row / total, 0)
             t = torch.where(counted, r * (target_logit - peak).exp() - factor * hit, 0)
             q = factor * (self._eps / self.weight.shape[0])
@@ -265,6 +269,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def product_dtype(weight: Tensor) -> torch.dtype:
     """What the operands of the head's products are rounded to: autocast's dtype where it is on."""
     kind = weight.device.type
-    if torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return weight.dtype
+    if weight.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return weight.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

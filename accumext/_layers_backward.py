@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from accumext import _decode_ops
+from accumext._decode_args import Job
+from accumext._decode_plan import cell_steps
 from accumext._head_loss import Record
-from accumext._rnn import GRU, pre_activations
+from accumext._rnn import GRU, Layers, pre_activations
 
 
 class LayersBackward:
-    """Serial over steps and layers is only what depends on the step behind: the rest is products over
-    many steps, added into one buffer per weight."""
+    """Serial over steps and layers is only what depends on the step behind: the rest is products
+    over many steps, added into one buffer per weight."""
 
     def __init__(
         self,
@@ -25,7 +27,8 @@ class LayersBackward:
     ) -> None:
         run: Any = record.run
         self.run, self.record, self.upstream, self.d_last = run, record, upstream, d_last
-        self.layers, self.job = run.layers, run.job
+        self.layers: Layers = run.layers
+        self.job: Job = run.job
         parts = self.layers.parts
         self.needs_weight, self.needs_bias, self.needs_table = needs[1:4]
         self.needs_state, self.needs_cell = needs[5 : 5 + parts], needs[5 + parts :]
@@ -45,12 +48,12 @@ class LayersBackward:
             self.d_out = gradients.hidden.view(job.steps, job.batch, -1)
             self._through_time()
         weight = None if tied or not self.needs_weight else gradients.weight
-        table = self._table_gradient()
+        bias = gradients.bias if self.needs_bias else None
         return (
             None,
             None if weight is None else weight.to(job.weight.dtype),
-            gradients.bias.to(job.bias.dtype) if self.needs_bias else None,
-            table,
+            None if bias is None or job.bias is None else bias.to(job.bias.dtype),
+            self._table_gradient(),
             None,
             *self._state_gradients(),
             *self._weight_gradients(),
@@ -79,8 +82,9 @@ class LayersBackward:
             if not job.truncated:
                 self._take_last(carried)
             # of whole chunks, the last is the one at the beginning
-            for stop in range(end, begin, -self.run.backward_steps()):
-                start = max(begin, stop - self.run.backward_steps())
+            steps = cell_steps(job.batch)
+            for stop in range(end, begin, -steps):
+                start = max(begin, stop - steps)
                 self._chunk(start, stop, counting, carried)
             if begin == 0:
                 for total, part in zip(self.d_first, carried, strict=True):
@@ -143,21 +147,22 @@ class LayersBackward:
                 self._add_rows(span, torch.mm(d_x, weights[0]))
 
     def _carry(self, begin: int, end: int) -> Tensor | None:
-        factors, job = self.job.carry.factors, self.job
+        job, factors = self.job, self.job.carry.factors
+        dtype = self.d_out.dtype
         if factors is not None:
-            return factors[begin:end].to(self.d_out.dtype)
+            return factors[begin:end].to(dtype)
         if job.k2 is None or job.k1 != job.k2:
             return None
         borders = torch.arange(begin, end, device=self.d_out.device) % job.k1 != 0
         borders[0] |= begin == 0  # the initial state is not cut off
-        return borders.to(self.d_out.dtype)[:, None].repeat(1, job.batch)
+        return borders.to(dtype)[:, None].repeat(1, job.batch)
 
     def _inputs(self, layer: int, span: slice) -> Tensor:
         """What the layer read in these steps, [n B, inputs]."""
         run, parts = self.run, self.layers.parts
         if layer == 0:
-            rows = self.job.table.weight.detach()[run.inputs[span].flatten()]
-            return rows.to(run.states[0].dtype)
+            rows: Tensor = run.table[run.inputs[span].flatten()].to(run.states[0].dtype)
+            return rows
         below: Tensor = run.states[(layer - 1) * parts][span.start + 1 : span.stop + 1]
         if run.kept is not None:
             below = below * run.kept[span, layer - 1] * run.kept_scale

@@ -12,9 +12,10 @@ from accumext._cells import Step
 from accumext._decode_args import OP, Job, check_arguments
 from accumext._decode_cell import CellRun
 from accumext._decode_layers import LayersRun
+from accumext._decode_memory import predicted_peak
 from accumext._decode_run import Run
-from accumext._rnn import take_apart
 from accumext._lookup import table
+from accumext._rnn import Layers, take_apart
 from accumext._state import State, zeros_on
 
 
@@ -127,8 +128,8 @@ def decode_loss(
         >>> out = accumext.decode_loss(embedding, cell, head, targets, feedback="greedy")
         >>> out.loss.backward()
 
-    Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Bengio et al. 2015 (scheduled sampling); the derivation
-    is in docs/decoder.md.
+    Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Bengio et al. 2015
+    (scheduled sampling); the derivation is in docs/decoder.md.
     """
     job = check_arguments(
         embedding,
@@ -158,7 +159,8 @@ def decode_loss(
         memory_budget=memory_budget,
         batch_first=batch_first,
     )
-    run = make_run(job)
+    layers = _layers(job)
+    run: Run = CellRun(job) if layers is None else LayersRun(job, layers)
     loss, last = run()
 
     def laid_out(time_major: Tensor) -> Any:
@@ -176,14 +178,14 @@ def decode_loss(
     )
 
 
-def make_run(job: Job) -> Run:
-    """The run for the call's cell: of operators where it is one of torch's, else of autograd."""
+def _layers(job: Job) -> Layers | None:
+    """The call's cell taken apart, where operators run it; None: autograd does."""
     layers = take_apart(job.cell.module)
-    if layers is not None and job.table.max_norm is None:
-        weights = (w for w in layers.weights if w is not None)
-        if {w.dtype for w in weights} == {job.table.weight.dtype} == {job.weight.dtype}:
-            return LayersRun(job, layers)
-    return CellRun(job)
+    if layers is None or job.table.max_norm is not None:
+        return None
+    weights = (w for w in layers.weights if w is not None)
+    uniform = {w.dtype for w in weights} == {job.table.weight.dtype} == {job.weight.dtype}
+    return layers if uniform else None
 
 
 def decode_memory(*args: Any, **kwargs: Any) -> int:
@@ -210,10 +212,12 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
         call["targets"] = torch.zeros(*call["targets"], dtype=torch.int64, device=device)
     for name in ("targets", "state", "inputs", "lengths", "feedback", "context"):
         call[name] = zeros_on(device, call[name])
-    samples = call["feedback"] == "sample" if isinstance(call["feedback"], str) else False
     if isinstance(call["feedback"], str) and call["feedback"] in ("sample", "scheduled"):
-        call["feedback"] = "greedy"  # the same memory but for the noise, and nothing is drawn
-    return predicted_peak(check_arguments(**call), samples)
+        call["feedback"] = "greedy"  # the same memory, and nothing is drawn
+    if call["truncation"] == "random":
+        call["truncation"], call["k2"] = "fixed", None
+    job = check_arguments(**call)
+    return predicted_peak(job, _layers(job))
 
 
 decode_memory.__signature__ = inspect.signature(decode_loss)  # type: ignore[attr-defined]

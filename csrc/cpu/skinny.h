@@ -20,6 +20,10 @@ namespace accumext::cpu {
 template <typename T>
 constexpr Dtype kDtypeOf = std::is_same_v<T, double> ? Dtype::kDouble : Dtype::kFloat;
 
+template <typename T>
+constexpr auto kScalarType = std::is_same_v<T, double> ? torch::headeronly::ScalarType::Double
+                                                       : torch::headeronly::ScalarType::Float;
+
 // Elements of a tensor that must have this dtype and be contiguous.
 template <typename T>
 T* elements(const Tensor& tensor) {

@@ -1,0 +1,77 @@
+"""What a call of the decoder has at once, predicted from shapes."""
+
+from __future__ import annotations
+
+from accumext._decode_args import Job
+from accumext._decode_plan import Plan, cell_steps
+from accumext._decode_run import run_plan
+from accumext._head import accumulation_dtype, product_dtype
+from accumext._narrow import exps_dtype
+from accumext._rnn import Layers
+
+# Tensors of [B, H] that the graph of one step of a callable cell keeps, taken to be a GRU or LSTM
+# as torch builds it.
+GRAPH = 14
+
+
+def predicted_peak(job: Job, layers: Layers | None) -> int:
+    """Bytes that a call and its backward pass have at once, gradients of the parameters included.
+
+    Three moments can be the highest: the end of the forward pass, with the workspace; the pass
+    through the cell; and the embedding's gradient at the end.
+    """
+    operand = product_dtype(job.weight)
+    plan = run_plan(job, operand)
+    vocabulary, hidden = job.weight.shape
+    rows, width = job.table.weight.shape
+    tokens = job.steps * job.batch
+    wide = accumulation_dtype(job.weight.dtype).itemsize
+    narrow = job.weight.element_size()
+    kept_exps = exps_dtype(
+        operand, job.weight.device, accumulation_dtype(job.weight.dtype)
+    ).itemsize
+
+    formed = job.reduction != "none"  # the head's gradients, in the forward pass
+    head = vocabulary * wide * (hidden * job.weight.requires_grad + (job.bias is not None))
+    d_hidden = tokens * hidden * wide
+    casts = vocabulary * hidden * operand.itemsize * (operand != job.weight.dtype)
+    workspace = vocabulary * (plan.rows * kept_exps + plan.columns * wide)
+    workspace += 6 * plan.rows * hidden * wide
+    books = tokens * (5 * 8 + wide + 2)  # tokens, inputs, targets; losses; masks
+    table = rows * width * wide
+    if not job.table.weight.requires_grad or job.weight is job.table.weight:
+        table = 0
+    final = vocabulary * hidden * narrow * (narrow < wide) * job.weight.requires_grad
+    final += table // wide * narrow * (narrow < wide)
+
+    if layers is None:
+        kept, cell = _callable_cell(job, plan, wide)
+        embedding = table + 2 * tokens * width * wide
+    else:
+        kept, cell = _layers(job, layers, wide)
+        cell += table
+        embedding = table + final
+    forward = casts + workspace + kept + (head + d_hidden) * formed
+    again = casts + workspace + kept + head + d_hidden  # formed in the backward pass instead
+    backward = casts + head + d_hidden + kept + max(cell, embedding)
+    return books + max(forward, backward, 0 if formed else again)
+
+
+def _layers(job: Job, layers: Layers, wide: int) -> tuple[int, int]:
+    """States of every step; and what the backward pass through the layers adds."""
+    states = layers.parts * layers.count * (job.steps + 1) * job.batch * layers.units
+    masks = job.steps * (layers.count - 1) * job.batch * layers.units * (layers.dropout > 0)
+    weights = sum(w.numel() for w in layers.weights if w is not None)
+    step = job.batch * layers.units * wide * 12
+    steps = min(max(end - begin for begin, _, end in job.windows()), cell_steps(job.batch))
+    inputs = steps * job.batch * job.table.weight.shape[1] * wide
+    return states * wide + masks, steps * step + inputs + 2 * weights * wide
+
+
+def _callable_cell(job: Job, plan: Plan, wide: int) -> tuple[int, int]:
+    """Outputs and states at the borders of segments; and a segment's graph and the lookups."""
+    hidden, width = job.weight.shape[1], job.table.weight.shape[1]
+    outputs = job.steps * job.batch * hidden * job.table.weight.element_size()
+    graph = min(plan.segment, job.steps) * job.batch * (GRAPH * hidden + width) * wide
+    lookups = job.steps * job.batch * width * job.table.weight.element_size()
+    return outputs + outputs // plan.segment, graph + lookups
