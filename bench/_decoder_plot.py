@@ -79,6 +79,5 @@ def _bars(axis: Axes, names: Sequence[str], values: Sequence[float], ends: Seque
     for name, value, end in zip(names, values, ends):
         text = f"{value:,.3g}" if value < 1e3 else f"{value:,.0f}"
         axis.annotate(text, (end, name), xytext=(5, 0), textcoords="offset points", va="center")
-    axis.margins(x=0.12)
-    axis.set_xlim(left=0)
+    axis.set_xlim(0, 1.15 * max(ends))  # room for the text
     axis.spines[["top", "right"]].set_visible(False)

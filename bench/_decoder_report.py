@@ -61,7 +61,7 @@ class Growth(NamedTuple):
     target: float | None = None
 
     def rows(self, results: Sequence[Result]) -> list[dict[str, Any]]:
-        found = {result.case.shape.role: result for result in results}
+        found = {result.case.shape.role: result for result in results if OURS in result.checked}
         if not {self.role, self.longer} <= found.keys():
             return []
         short, long = found[self.role], found[self.longer]

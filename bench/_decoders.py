@@ -88,6 +88,9 @@ class Decoder:
         return other
 
 
+Way = Callable[[Decoder], Outcome]
+
+
 def plain(decoder: Decoder) -> Outcome:
     """All steps in one graph, which holds their probabilities, and one backward pass."""
     state, token = None, decoder.start
@@ -143,7 +146,8 @@ def windowed(head_loss: HeadLoss, dtype: torch.dtype, decoder: Decoder) -> Outco
     run backward at the end, so that the gradient is exact. The greedy token is a product more."""
     weight, bias = (parameter.to(dtype) for parameter in (decoder.head.weight, decoder.head.bias))
     state, token = None, decoder.start
-    inputs, outputs, gradients = [], [], []
+    inputs, outputs = [], []
+    gradients: list[Tensor] = []  # of the outputs
     total = torch.zeros((), device=token.device)
     for targets in decoder.targets.split(WINDOW):
         for _ in targets:
@@ -173,18 +177,16 @@ def ours(decoder: Decoder) -> Outcome:
     return Outcome(out.loss.detach(), out.inputs)
 
 
-def ways(
-    device: torch.device, dtype: torch.dtype, batch: int
-) -> dict[str, Callable[[Decoder], Outcome]]:
+def ways(device: torch.device, dtype: torch.dtype, batch: int) -> dict[str, Way]:
     """By name, all ways in a precision; the first is what the others are compared with."""
 
-    def cast(way: Callable[[Decoder], Outcome]) -> Callable[[Decoder], Outcome]:
+    def cast(way: Way) -> Way:
         return lambda decoder: _under_autocast(way, decoder)
 
-    def in_windows(head_loss: HeadLoss) -> Callable[[Decoder], Outcome]:
+    def in_windows(head_loss: HeadLoss) -> Way:
         return lambda decoder: windowed(head_loss, dtype, decoder)
 
-    found = {PLAIN: plain, PER_TOKEN: per_token, CHECKPOINT: checkpointed}
+    found: dict[str, Way] = {PLAIN: plain, PER_TOKEN: per_token, CHECKPOINT: checkpointed}
     peers = head_losses(device, dtype, WINDOW * batch)
     found |= {name: in_windows(head_loss) for name, head_loss in peers.items()}
     found[OURS] = ours
@@ -195,7 +197,7 @@ def ways(
     return found
 
 
-def _under_autocast(way: Callable[[Decoder], Outcome], decoder: Decoder) -> Outcome:
+def _under_autocast(way: Way, decoder: Decoder) -> Outcome:
     with torch.autocast(decoder.targets.device.type, dtype=torch.bfloat16):
         return way(decoder)
 

@@ -9,6 +9,7 @@ sides ran. Gradients are None before every run, as zero_grad leaves them.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import time
@@ -16,7 +17,19 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from _decoders import LIMIT, PLAIN, Decoder, Exact, Outcome, Shape, exact, plain, products, ways
+from _decoders import (
+    LIMIT,
+    PLAIN,
+    Decoder,
+    Exact,
+    Outcome,
+    Shape,
+    Way,
+    exact,
+    plain,
+    products,
+    ways,
+)
 from _facts import free_bytes
 from _timing import Clock, Spread, spread
 from torch import Tensor
@@ -42,7 +55,7 @@ class Case(NamedTuple):
     cell: str
     dtype: torch.dtype
     names: Sequence[str] | None = None  # None: all
-    without: Sequence[str] = ()  # too slow here, unless asked for
+    without: Sequence[str] = ()  # left out here, unless --shape asks
     timed: bool = True  # False: the memory alone
 
     def __str__(self) -> str:
@@ -109,20 +122,23 @@ class Bench:
                 continue
             checks[name] = check(decoder, way, truth, self._device)
             taken = checks[name].first_seconds
-            self._paces[name, case.dtype] = taken / _work(case.shape)
             if case.timed and taken > self._patience.longest:
+                self._paces[name, case.dtype] = taken / _work(case.shape)
                 left_out[name] = f"takes {taken:.0f} s a run"
             else:
-                runs[name] = lambda way=way: way(decoder)
+                runs[name] = functools.partial(way, decoder)
         del truth
         if case.timed:
             runs[LIMIT] = products(decoder, case.dtype)
         seconds = self._time(decoder, runs) if case.timed else {}
+        for name, samples in seconds.items():
+            fastest = min(taken for taken in samples if taken is not None)
+            self._paces[name, case.dtype] = fastest / _work(case.shape)
         return Result(case, checks, seconds, left_out)
 
     def _why_not(self, name: str, case: Case) -> str:
         if name in case.without:
-            return "slow; runs where --shape asks for this shape"
+            return "runs where --shape asks for this shape"
         if name == PLAIN and not _fits(case.shape, self._device):
             return "does not fit"
         predicted = self._paces.get((name, case.dtype), 0.0) * _work(case.shape)
@@ -150,8 +166,8 @@ class Bench:
                 taken.append(None)
             for name in due:
                 decoder.forget()
-                seconds[name][-1] = taken = self._seconds_of(runs[name])
-                spent[name] += taken
+                seconds[name][-1] = took = self._seconds_of(runs[name])
+                spent[name] += took
         gc.enable()
         return seconds
 
@@ -179,12 +195,7 @@ class Truth:
             self._last = outcome.inputs, found
 
 
-def check(
-    decoder: Decoder,
-    way: Callable[[Decoder], Outcome],
-    truth: Truth,
-    device: torch.device,
-) -> Checked:
+def check(decoder: Decoder, way: Way, truth: Truth, device: torch.device) -> Checked:
     """Run once, and compare."""
     outcomes: list[Outcome] = []
     taken = 0.0

@@ -67,9 +67,12 @@ def _torch(options: Any) -> HeadLoss:
 
 
 def _liger(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-    loss = _PEERS[LIGER].LigerFusedLinearCrossEntropyLoss(reduction="sum")
-    return loss(weight, hidden, targets, bias)
+    peer = _PEERS[LIGER].LigerFusedLinearCrossEntropyLoss(reduction="sum")
+    loss: Tensor = peer(weight, hidden, targets, bias)
+    return loss
 
 
 def _cce(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-    return _PEERS[CCE].linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="sum")
+    peer = _PEERS[CCE].linear_cross_entropy
+    loss: Tensor = peer(hidden, weight, targets, bias=bias, reduction="sum")
+    return loss

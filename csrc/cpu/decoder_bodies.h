@@ -50,6 +50,11 @@ void exponentials_as(const Logits<T>& logits, int64_t begin, int64_t end, T* sum
     const Vector<T, kSize> peak = load_some<T, kSize>(logits.peak + column, count);
     Vector<T, kSize> total{};
     Vector<T, kSize> tempered_total{};
+    // Nobody reads them before the deferred products do: whole cache lines go past the caches.
+    constexpr size_t kLine = 64;
+    const bool whole_lines = sizeof(scalar_t) * kSize == kLine && count >= kSize &&
+                             reinterpret_cast<uintptr_t>(exps + column) % kLine == 0 &&
+                             logits.exps_stride * sizeof(scalar_t) % kLine == 0;
     for (int64_t v = begin; v < end; ++v) {
       const auto z = load_some<T, kSize>(logits.z + v * logits.stride + column, count) - peak;
       const Vector<T, kSize> e = exp_of_negative<T, kSize>(z);
@@ -58,7 +63,11 @@ void exponentials_as(const Logits<T>& logits, int64_t begin, int64_t end, T* sum
       if constexpr (kKept) {
         const auto bits_of_e = rounded<scalar_t, kSize, T>(e);
         scalar_t* to = exps + v * logits.exps_stride + column;
-        std::memcpy(to, &bits_of_e, sizeof(scalar_t) * std::min<int64_t>(count, kSize));
+        if (whole_lines) {
+          stream(to, bits_of_e);
+        } else {
+          std::memcpy(to, &bits_of_e, sizeof(scalar_t) * std::min<int64_t>(count, kSize));
+        }
       }
     }
     for (int i = 0; i < kSize && i < count; ++i) {
@@ -66,6 +75,7 @@ void exponentials_as(const Logits<T>& logits, int64_t begin, int64_t end, T* sum
       if constexpr (kTempered) tempered[column + i] = tempered_total[i];
     }
   }
+  if constexpr (kKept) finish_streaming();
 }
 
 template <typename T, typename scalar_t, bool kKept>

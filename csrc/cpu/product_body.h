@@ -20,37 +20,51 @@ template <typename T, int kSize>
   }
 }
 
+// sum[r][v] += w[r, k] * panel[k, v], for kSteps values of k.
+template <typename T, int kSize, int kVectors, int kRows, int kSteps>
+[[gnu::always_inline]] inline void advance(Vector<T, kSize> (&sum)[kRows][kVectors], const T* w,
+                                           int64_t stride, const T* panel, int64_t ld) {
+#pragma GCC unroll 4
+  for (int k = 0; k < kSteps; ++k) {
+    Vector<T, kSize> h[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) h[v] = raw<Vector<T, kSize>>(panel + k * ld + v * kSize);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vector<T, kSize> weight = splat<T, kSize>(w[r * stride + k]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = multiply_add<T, kSize>(weight, h[v], sum[r][v]);
+      }
+    }
+  }
+}
+
 // kRows rows from `row`, kVectors * kSize columns from `column`. `w` has them as T.
 template <typename T, int kSize, int kVectors, int kRows>
 [[gnu::always_inline]] inline void product_block(const Product<T>& p, const T* w, int64_t stride,
                                                  int64_t row, int64_t column) {
-  using V = Vector<T, kSize>;
   constexpr int kLine = 64 / sizeof(T);
+  constexpr int kSteps = 4;
   const int64_t ld = padded(p.columns);
+  const int64_t depth = p.depth;
   const T* panel = static_cast<const T*>(p.panel) + column;
-  V sum[kRows][kVectors];
+  Vector<T, kSize> sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
       sum[r][v] = splat<T, kSize>(p.bias != nullptr ? p.bias[row + r] : T(0));
     }
   }
-  const auto advance = [&](int64_t k) __attribute__((always_inline)) {
-    V h[kVectors];
-    for (int v = 0; v < kVectors; ++v) h[v] = raw<V>(panel + k * ld + v * kSize);
-    for (int r = 0; r < kRows; ++r) {
-      const V weight = splat<T, kSize>(w[r * stride + k]);
-      for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = multiply_add<T, kSize>(weight, h[v], sum[r][v]);
-      }
-    }
-  };
   int64_t k = 0;
-  for (; k + kLine <= p.depth; k += kLine) {
-    for (int r = 0; r < kRows; ++r) __builtin_prefetch(w + (r + kRows) * stride + k);
-#pragma GCC unroll 4
-    for (int i = 0; i < kLine; ++i) advance(k + i);
+  for (; k + kLine <= depth; k += kLine) {
+    for (int r = 0; r < kRows; ++r) __builtin_prefetch(w + (r + 2 * kRows) * stride + k);
+    for (int64_t i = k; i < k + kLine; i += kSteps) {
+      advance<T, kSize, kVectors, kRows, kSteps>(sum, w + i, stride, panel + i * ld, ld);
+    }
   }
-  for (; k < p.depth; ++k) advance(k);
+  for (; k < depth; ++k) {
+    advance<T, kSize, kVectors, kRows, 1>(sum, w + k, stride, panel + k * ld, ld);
+  }
   for (int r = 0; r < kRows; ++r) {
     T* out = p.out + (row + r) * p.out_stride + column;
     for (int v = 0; v < kVectors; ++v) {
