@@ -10,9 +10,10 @@ from torch import Tensor
 from accumext._cells import parameter_tensors
 from accumext._decode_args import Job
 from accumext._decode_plan import Plan, make_plan
-from accumext._head import Gradients, Head, accumulation_dtype, plain, product_dtype
+from accumext._head import Gradients, Head, Wants, accumulation_dtype, plain, product_dtype
 from accumext._narrow import exps_dtype
 from accumext._state import State, tensors, zero_gradient_tie
+from accumext._straight import Destination, expected
 
 
 class Run(ABC):
@@ -130,11 +131,12 @@ class Run(ABC):
         return value, inverse, inverse if self.early is None else None, gradients
 
     def _new_head(self) -> Head:
-        """The head of this pass; under `reduction="none"` the gradients wait for their upstream."""
+        """The head of this pass. Under `reduction="none"` the gradients wait for their upstream,
+        and where they go into a main gradient until that is offered."""
         job = self.job
         bias_grad = job.bias is not None and job.bias.requires_grad
         wants = (self.cell_grad, job.weight.requires_grad, bias_grad)
-        formed_now = self.grad and job.reduction != "none"
+        formed_now = self.grad and job.reduction != "none" and not expected(job.weight)
         with plain(job.weight.device):
             return make_head(job, self.plan, wants if formed_now else None, self.product_dtype)
 
@@ -174,7 +176,11 @@ def run_plan(job: Job, compute_dtype: torch.dtype) -> Plan:
 
 
 def make_head(
-    job: Job, plan: Plan, wants: tuple[bool, bool, bool] | None, dtype: torch.dtype
+    job: Job,
+    plan: Plan,
+    wants: Wants | None,
+    dtype: torch.dtype,
+    straight: Destination | None = None,
 ) -> Head:
     """A head for this call."""
     return Head(
@@ -187,4 +193,5 @@ def make_head(
         wants,
         dtype,
         job.feedback.temperature,
+        straight,
     )

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from accumext import _decode_ops
 from accumext._narrow import add_product, exps_dtype, product
+from accumext._numbers import Scalar
+from accumext._straight import Destination
 
 Wants: TypeAlias = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
 
@@ -80,6 +82,7 @@ class Head:
         wants: Wants | None,  # None: the loss only
         compute_dtype: torch.dtype,  # what the operands of the products are rounded to
         temperature: float = 1.0,  # of samples
+        straight: Destination | None = None,  # where the weight's gradient is added to instead
     ) -> None:
         vocabulary, hidden = weight.shape
         self.rows, self.columns = rows, columns
@@ -100,15 +103,21 @@ class Head:
         self._smoothed = new(hidden, dtype=self.dtype).zero_()  # sum of q h, [H]
         self._smoothed_bias = new((), dtype=self.dtype).zero_()
         self.gradients: Gradients | None = None
-        self._written = False  # whether gradients.weight has been
+        self._written = straight is not None  # whether gradients.weight has been
+        self._factor: Scalar = 1.0 if straight is None else straight.factor
         if wants is not None:
             kind = exps_dtype(compute_dtype, weight.device, self.dtype)
             self._exps = new(vocabulary, min(rows, total), dtype=kind)
             self.gradients = Gradients(
                 hidden=new(total if wants[0] else 0, hidden, dtype=self.dtype).zero_(),
-                weight=new(vocabulary, hidden, dtype=self.dtype) if wants[1] else None,
+                weight=self._weight_gradient(straight) if wants[1] else None,
                 bias=new(vocabulary, dtype=self.dtype).zero_() if wants[2] else None,
             )
+
+    def _weight_gradient(self, straight: Destination | None) -> Tensor:
+        if straight is not None:
+            return straight.main
+        return self.weight.new_empty(self.weight.shape, dtype=self.dtype)
 
     def room(self, rows: int) -> Tensor | None:
         """Where the exponentials of so many further rows go, [rows, V]; gradients are formed first
@@ -239,6 +248,7 @@ class Head:
             gradients.hidden[index] = d_hidden
         if gradients.weight is not None:
             h = h.to(self.weight.dtype).to(self.dtype)  # what made the logits
+            h = h * self._factor
             add_product(gradients.weight, exps, h * r[:, None], fresh=not self._written)
             gradients.weight.index_add_(0, y, h * t[:, None])
             self._written = True

@@ -15,6 +15,7 @@ from accumext._checks import message
 from accumext._decode_args import OP
 from accumext._decode_run import Run, make_head
 from accumext._head import Gradients, Wants, plain
+from accumext._straight import Destination, destination
 
 
 class Record:
@@ -54,7 +55,13 @@ class Record:
             contract = "be those of the forward pass until the backward pass has run"
             raise RuntimeError(message(OP, "parameters", contract, "changed ones"))
 
-    def scaled(self, upstream: Tensor, hiddens: Sequence[Tensor], wants: Wants) -> Gradients:
+    def scaled(
+        self,
+        upstream: Tensor,
+        hiddens: Sequence[Tensor],
+        wants: Wants,
+        straight: Destination | None = None,  # where the weight's gradient is to go
+    ) -> Gradients:
         """The gradients under an upstream gradient, 0-dim or [T, B].
 
         They are at hand the first time. They are formed again from the cell's outputs, [n, H] each
@@ -70,7 +77,7 @@ class Record:
         inverse = run.early if self._missing is None else self._missing
         assert inverse is not None  # one of the two is
         rows = (factor * inverse).expand(self._counted.shape).flatten()
-        head = make_head(job, run.plan, wants, run.product_dtype)
+        head = make_head(job, run.plan, wants, run.product_dtype, straight)
         done = 0
         for hidden in hiddens:
             span = slice(done, done + len(hidden))
@@ -124,11 +131,15 @@ class HeadLoss(torch.autograd.Function):
         needs_weight, needs_bias, needs_anchor = ctx.needs_input_grad[1:4]
         needs_hidden = ctx.needs_input_grad[4:]
         hiddens = [] if record.at_hand else [h.flatten(0, 1) for h in ctx.saved_tensors]
+        tied = job.weight is job.table.weight
+        straight = None
+        if needs_weight and not tied and not record.at_hand:
+            straight = destination(job.weight, record.run.losses.dtype)
         with plain(upstream.device):
             wants = (any(needs_hidden), needs_weight, needs_bias)
-            gradients = record.scaled(upstream, hiddens, wants)
-        weight = gradients.weight if needs_weight else None
-        if weight is not None and job.weight is job.table.weight:
+            gradients = record.scaled(upstream, hiddens, wants, straight)
+        weight = gradients.weight if needs_weight and straight is None else None
+        if weight is not None and tied:
             job.table.tied, weight = weight, None  # one buffer: the lookups' rows are added to it
         d_hiddens: list[Tensor | None] = []
         done = 0

@@ -12,6 +12,7 @@ from accumext._decode_args import Job
 from accumext._decode_plan import cell_steps
 from accumext._head_loss import Record
 from accumext._rnn import GRU, Layers, pre_activations
+from accumext._straight import destination
 
 
 class LayersBackward:
@@ -40,14 +41,21 @@ class LayersBackward:
         through_cell = self.needs_table or any(self.needs_state) or any(self.needs_cell)
         outputs = run.states[-self.layers.parts][1:].flatten(0, 1)
         wants = (through_cell, self.needs_weight, self.needs_bias)
-        gradients = self.record.scaled(self.upstream, [outputs], wants)
+        dtype = run.losses.dtype
+        into = None
+        if self.needs_weight and not self.record.at_hand:
+            into = destination(job.weight, dtype)
+        gradients = self.record.scaled(self.upstream, [outputs], wants, into)
         tied = job.weight is job.table.weight
+        self.into_table = into if tied else None
+        if self.needs_table and not tied and not job.table.sparse:
+            self.into_table = destination(job.table.weight, dtype)
         job.carry.backward_begins(self.upstream)
         self._start(gradients.weight if tied else None)
         if through_cell:
             self.d_out = gradients.hidden.view(job.steps, job.batch, -1)
             self._through_time()
-        weight = None if tied or not self.needs_weight else gradients.weight
+        weight = gradients.weight if self.needs_weight and not tied and into is None else None
         bias = gradients.bias if self.needs_bias else None
         return (
             None,
@@ -70,7 +78,9 @@ class LayersBackward:
         self.d_table, self.d_rows = tied, None
         if not self.needs_table or tied is not None:
             return
-        if job.table.sparse:
+        if self.into_table is not None:
+            self.d_table = self.into_table.main
+        elif job.table.sparse:
             self.d_rows = like.new_zeros(job.steps, job.batch, job.table.weight.shape[1])
         else:
             self.d_table = like.new_zeros(job.table.weight.shape)
@@ -182,6 +192,8 @@ class LayersBackward:
         tokens = self.run.inputs[span].flatten()
         if self.job.table.padding_idx is not None:
             gradient.masked_fill_((tokens == self.job.table.padding_idx)[:, None], 0)
+        if self.into_table is not None:
+            gradient.mul_(self.into_table.factor)
         if self.d_rows is not None:
             self.d_rows[span] += gradient.view_as(self.d_rows[span])
         elif self.d_table is not None:
@@ -189,7 +201,7 @@ class LayersBackward:
 
     def _table_gradient(self) -> Tensor | None:
         table = self.job.table.weight
-        if not self.needs_table:
+        if not self.needs_table or self.into_table is not None:
             return None
         if self.d_rows is not None:
             tokens = self.run.inputs.flatten()[None]

@@ -12,6 +12,7 @@ from torch._C._profiler import _RecordFunctionFast as record_function
 from torch.amp import GradScaler
 
 from accumext import _checks, distributed
+from accumext import _straight as straight
 from accumext._arguments import OP
 from accumext._gradients import HALF_DTYPES, nonfinite, zero_flag
 from accumext._intake import Intake
@@ -233,7 +234,13 @@ class Taking(OptimizerWrapper):
             window.mains.lend()
             if isinstance(factor, Tensor) or factor != 1.0:
                 loss = loss * (factor.to(loss) if isinstance(factor, Tensor) else factor)
-            loss.backward()
+
+            def destination(parameter: Tensor) -> straight.Destination | None:
+                main = window.main.get(parameter)
+                return None if main is None else straight.Destination(main, 1.0)
+
+            with straight.offering(destination):
+                loss.backward()
             with record_function("accumext::accumulate"), torch.no_grad():
                 window.count(weight, scale)
                 window.take_back(self._parameters(), self._lying())
@@ -262,7 +269,14 @@ class Taking(OptimizerWrapper):
                 with record_function("accumext::accumulate"), torch.no_grad():
                     window.take(grads, factor)
 
-            with Intake(op, take).watching(self._parameters()):
+            mine = set(self._parameters())
+
+            def destination(parameter: Tensor) -> straight.Destination | None:
+                main = window.destination(parameter) if parameter in mine else None
+                return None if main is None else straight.Destination(main, factor)
+
+            straight.mark(mine)
+            with Intake(op, take).watching(mine), straight.offering(destination):
                 loss.backward()
             take(self._grads())
             self._clear_grads()

@@ -117,6 +117,16 @@ class Window:
         else:
             self.norm = norm if len(mains) == len(self.mains.tensors) else None
 
+    def destination(self, parameter: Tensor) -> Tensor | None:
+        """The main gradient, of zeros where there was none, for somebody to add a gradient to."""
+        main = self.main.get(parameter)
+        if main is None:
+            main = torch.zeros_like(parameter, dtype=main_dtype(parameter))
+            self.in_order = self.in_order and not self.main
+            self.replace(self.main | {parameter: main})
+        self.norm = None
+        return main if are_plain([main]) else None
+
     def attach(
         self,
         parameters: Sequence[Tensor],

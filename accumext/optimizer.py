@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from accumext import _checks, _resume, distributed
+from accumext import _straight as straight
 from accumext._arguments import (
     OP,
     check_closure_optimizer,
@@ -106,6 +107,8 @@ class AccumulatingOptimizer(Stepping):
         self.reduction = _checks.one_of(OP, "reduction", reduction, ("mean", "sum"))
         self.process_group = distributed.check_group(OP, process_group)
         self.accumulate_in_backward = check_in_backward(accumulate_in_backward, on_nonfinite)
+        if accumulate_in_backward:
+            straight.mark(p for group in optimizer.param_groups for p in group["params"])
         self._needs_closure = needs_closure(optimizer)
         if self._needs_closure:
             check_closure_optimizer(
