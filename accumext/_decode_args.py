@@ -50,6 +50,7 @@ class Job:
     carry: Carry
     eos: int | None
     memory_budget: int | None
+    cuda_graph: bool
     batch_first: bool
 
     @property
@@ -98,6 +99,7 @@ def check_arguments(
     generator: Any,
     context: Any,
     memory_budget: Any,
+    cuda_graph: Any,
     batch_first: Any,
 ) -> Job:
     """The call as a `Job`, or the error that says what is wrong with it."""
@@ -141,6 +143,10 @@ def check_arguments(
     )
     context = _context(context, adapted, device)
     num_items = _num_items(num_items, reduction)
+    if not isinstance(cuda_graph, bool):
+        fail_type(OP, "cuda_graph", "be a bool", type_name(cuda_graph))
+    if cuda_graph and device.type != "cuda":
+        fail_value(OP, "cuda_graph", "be False where the head is not on a GPU", device)
     row_bytes = vocabulary * accumulation_dtype(weight.dtype).itemsize
     if memory_budget is not None:
         positive_int(OP, "memory_budget", memory_budget)
@@ -191,6 +197,7 @@ def check_arguments(
         carry=Carry(factors, state_grad_clip),
         eos=eos,
         memory_budget=memory_budget,
+        cuda_graph=cuda_graph,
         batch_first=batch_first,
     )
 

@@ -3,6 +3,7 @@ everything that need not wait for the next step is batched."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from accumext import _decode_ops
 from accumext._decode_args import Job
+from accumext._decode_graph import Tape, WindowGraph
 from accumext._decode_run import Run
 from accumext._head import accumulation_dtype, plain, rows_together
 from accumext._head_loss import Record
@@ -77,6 +79,18 @@ class LayersRun(Run):
                 self.states.append(states)
         if layers.dropout > 0 and layers.count > 1:
             self._draw_dropout(parts[0].dtype)
+        feedback = job.feedback
+        self.tape = Tape(
+            self.states,
+            self.inputs,
+            feedback.teacher.contiguous(),
+            self.targets,
+            self.tokens,
+            None if feedback.mask is None else feedback.mask.contiguous(),
+            self.live,
+            feedback.uniforms,
+            self.kept,
+        )
 
     def _draw_dropout(self, dtype: torch.dtype) -> None:
         """The masks that the module would draw, one step and layer after the other."""
@@ -103,7 +117,7 @@ class LayersRun(Run):
         """Steps whose inputs are known: the head takes them all at once."""
         following = slice(begin + 1, min(end + 1, self.job.steps))
         self.inputs[following] = self.padded(following, self.job.feedback.teacher[following])
-        self._advance(begin, end)
+        self._advance(self.tape, begin, end)
         outputs = self.states[-self.layers.parts][begin + 1 : end + 1]
         self.push(begin, end, outputs.flatten(0, 1))
 
@@ -113,33 +127,52 @@ class LayersRun(Run):
         most = max(1, self.head.rows // batch)
         if self.head.rows < batch and self.head.gradients is not None:
             for step in range(begin, end):
-                self._advance(step, step + 1)
+                self._advance(self.tape, step, step + 1)
                 self.push(step, step + 1, self.states[-self.layers.parts][step + 1])
                 self.feed_back(step)
             return
+        # A graph has every window but the first, which warms up what it captures, and the last.
+        graph: WindowGraph | None = None
+        stats = self.losses.new_empty(3, most * batch)
+        rows = self.tokens.new_empty(most * batch)
         for first in range(begin, end, most):
             last = min(first + most, end)
-            self._with_head(first, last)
+            size = (last - first) * batch
+            room = self.head.room(size)
+            if not self.job.cuda_graph or first == begin or last + 1 > self.job.steps:
+                used = self._advance(self.tape, first, last, room, stats[:, :size], rows[:size])
+                self._take(rows[:used], stats[:, :used])
+                continue
+            if graph is None or last - first < most:
+                graph = WindowGraph(
+                    self.tape,
+                    last - first,
+                    functools.partial(self._window, room, stats[:, :size], rows[:size]),
+                )
+            graph.replay(self.tape, first)
+            self._take(rows[:size] + first * batch, stats[:, :size])
 
-    def _with_head(self, begin: int, end: int) -> None:
-        head, most = self.head, (end - begin) * self.job.batch
-        stats = self.losses.new_empty(3, most)
-        rows = self.tokens.new_empty(most)
-        room = head.room(most)
-        used = self._advance(begin, end, room, stats, rows)
-        rows = rows[:used]
+    def _window(
+        self, room: Tensor | None, stats: Tensor, rows: Tensor, tape: Tape, steps: int
+    ) -> None:
+        """What a graph captures: the number of rows is known, since nobody counts the live ones."""
+        self._advance(tape, 0, steps, room, stats, rows)
+
+    def _take(self, rows: Tensor, stats: Tensor) -> None:
+        """Losses, and factors of the gradients, of rows that the head has seen."""
         outputs = self.states[-self.layers.parts][1:].flatten(0, 1)[rows]
-        self.losses.view(-1)[rows] = head.take(
+        self.losses.view(-1)[rows] = self.head.take(
             outputs,
             self.targets.flatten()[rows],
             self.counted().flatten()[rows],
             rows,
             self.early,
-            stats[:, :used],
+            stats,
         )
 
     def _advance(
         self,
+        tape: Tape,
         begin: int,
         end: int,
         room: Tensor | None = None,
@@ -151,22 +184,22 @@ class LayersRun(Run):
         used: int = _decode_ops.decode_steps(
             self.table,
             self.weights,
-            self.states,
+            tape.states,
             self.layers.kind,
-            self.kept,
+            tape.kept,
             self.kept_scale,
-            self.inputs,
-            feedback.teacher.contiguous(),
-            None if feedback.mask is None else feedback.mask.contiguous(),
-            self.live,
+            tape.inputs,
+            tape.teacher,
+            tape.forced,
+            tape.live,
             -1 if job.eos is None else job.eos,
             job.table.pad,
-            feedback.uniforms,
+            tape.uniforms,
             feedback.temperature,
             head.weight,
             head.bias,
-            self.targets,
-            self.tokens,
+            tape.targets,
+            tape.tokens,
             room,
             stats,
             rows,

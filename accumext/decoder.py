@@ -57,6 +57,7 @@ def decode_loss(
     generator: torch.Generator | None = None,
     context: tuple[Tensor, ...] = (),
     memory_budget: int | None = None,
+    cuda_graph: bool = False,
     batch_first: bool = False,
 ) -> DecodeOutput:
     """Run a decoder on its own predictions, or the targets, for a loss with exact gradients.
@@ -111,6 +112,8 @@ def decode_loss(
         context: tensors handed to the cell at every step, such as attention memory. Gradients reach
             them.
         memory_budget: bytes of logits that may exist at once, at least one row's; None chooses.
+        cuda_graph: on a GPU, with one of torch's modules and feedback, capture a window of steps
+            and replay it, so that the host no longer launches every kernel. Not yet run on a GPU.
         batch_first: targets, inputs, a feedback mask and the results are [B, T]. The state is as
             the cell has it.
 
@@ -157,6 +160,7 @@ def decode_loss(
         generator=generator,
         context=context,
         memory_budget=memory_budget,
+        cuda_graph=cuda_graph,
         batch_first=batch_first,
     )
     layers = _layers(job)

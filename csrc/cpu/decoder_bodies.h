@@ -16,65 +16,101 @@ template <typename T, int kSize>
   return x;
 }
 
+// Vectors of kSize columns, `count` of which there are; kWhole: all.
+template <int kVectorSize, bool kIsWhole>
+struct Columns {
+  static constexpr int kSize = kVectorSize;
+  static constexpr bool kWhole = kIsWhole;
+  int64_t first;
+  int64_t count;
+
+  template <typename T>
+  [[gnu::always_inline]] Vector<T, kSize> load(const T* row) const {
+    if constexpr (kWhole) {
+      return raw<Vector<T, kSize>>(row + first);
+    } else {
+      return load_some<T, kSize>(row + first, count);
+    }
+  }
+
+  template <typename T, typename V>
+  [[gnu::always_inline]] void store(T* row, const V& x) const {
+    std::memcpy(row + first, &x, kWhole ? sizeof(V) : sizeof(T) * count);
+  }
+};
+
+// f(Columns) until all columns are done: whole registers, half of one, what is left.
+template <typename T, typename F>
+[[gnu::always_inline]] inline void for_columns(int64_t columns, const F& f) {
+  constexpr int kSize = kRegister<T>;
+  constexpr int kHalf = kSize > kColumnPad ? kSize / 2 : kSize;
+  int64_t first = 0;
+  for (; first + kSize <= columns; first += kSize) f(Columns<kSize, true>{first, kSize});
+  if constexpr (kHalf < kSize) {
+    if (first + kHalf <= columns) {
+      f(Columns<kHalf, true>{first, kHalf});
+      first += kHalf;
+    }
+  }
+  if (first < columns) f(Columns<kHalf, false>{first, columns - first});
+}
+
 template <typename T>
 using Index = std::conditional_t<std::is_same_v<T, float>, int32_t, int64_t>;
 
 template <typename T>
 void peaks(const Logits<T>& logits, int64_t begin, int64_t end, T* peak, int64_t* row) {
-  constexpr int kSize = kRegister<T>;
-  for (int64_t column = 0; column < logits.columns; column += kSize) {
-    const int64_t count = logits.columns - column;
-    const T* z = logits.z + column;
-    Vector<T, kSize> best = load_some<T, kSize>(z + begin * logits.stride, count);
+  for_columns<T>(logits.columns, [&](auto columns) __attribute__((always_inline)) {
+    constexpr int kSize = columns.kSize;
+    Vector<T, kSize> best = columns.load(logits.z + begin * logits.stride);
     Vector<Index<T>, kSize> at{};  // rows behind begin
     for (int64_t v = begin + 1; v < end; ++v) {
-      const Vector<T, kSize> x = load_some<T, kSize>(z + v * logits.stride, count);
+      const Vector<T, kSize> x = columns.load(logits.z + v * logits.stride);
       const auto larger = x > best;
       best = larger ? x : best;
       at = larger ? splat<Index<T>, kSize>(static_cast<Index<T>>(v - begin)) : at;
     }
-    for (int i = 0; i < kSize && i < count; ++i) {
-      peak[column + i] = best[i];
-      row[column + i] = begin + at[i];
+    for (int64_t i = 0; i < columns.count; ++i) {
+      peak[columns.first + i] = best[i];
+      row[columns.first + i] = begin + at[i];
     }
-  }
+  });
 }
 
 template <typename T, typename scalar_t, bool kKept, bool kTempered>
 void exponentials_as(const Logits<T>& logits, int64_t begin, int64_t end, T* sum, T* tempered) {
-  constexpr int kSize = kRegister<T>;
-  const Vector<T, kSize> inverse = splat<T, kSize>(static_cast<T>(logits.inverse_temperature));
-  auto* exps = static_cast<scalar_t*>(logits.exps);
-  for (int64_t column = 0; column < logits.columns; column += kSize) {
-    const int64_t count = logits.columns - column;
-    const Vector<T, kSize> peak = load_some<T, kSize>(logits.peak + column, count);
-    Vector<T, kSize> total{};
-    Vector<T, kSize> tempered_total{};
+  for_columns<T>(logits.columns, [&](auto columns) __attribute__((always_inline)) {
+    constexpr int kSize = columns.kSize;
+    const auto inverse = splat<T, kSize>(static_cast<T>(logits.inverse_temperature));
+    const Vector<T, kSize> peak = columns.load(logits.peak);
+    auto* exps = static_cast<scalar_t*>(logits.exps);
     // Nobody reads them before the deferred products do: whole cache lines go past the caches.
     constexpr size_t kLine = 64;
-    const bool whole_lines = sizeof(scalar_t) * kSize == kLine && count >= kSize &&
-                             reinterpret_cast<uintptr_t>(exps + column) % kLine == 0 &&
-                             logits.exps_stride * sizeof(scalar_t) % kLine == 0;
+    const bool streamed = columns.kWhole && sizeof(scalar_t) * kSize == kLine &&
+                          reinterpret_cast<uintptr_t>(exps + columns.first) % kLine == 0 &&
+                          logits.exps_stride * sizeof(scalar_t) % kLine == 0;
+    Vector<T, kSize> total{};
+    Vector<T, kSize> tempered_total{};
     for (int64_t v = begin; v < end; ++v) {
-      const auto z = load_some<T, kSize>(logits.z + v * logits.stride + column, count) - peak;
+      const Vector<T, kSize> z = columns.load(logits.z + v * logits.stride) - peak;
       const Vector<T, kSize> e = exp_of_negative<T, kSize>(z);
       total += e;
       if constexpr (kTempered) tempered_total += exp_of_negative<T, kSize>(z * inverse);
       if constexpr (kKept) {
-        const auto bits_of_e = rounded<scalar_t, kSize, T>(e);
-        scalar_t* to = exps + v * logits.exps_stride + column;
-        if (whole_lines) {
-          stream(to, bits_of_e);
+        const auto narrow = rounded<scalar_t, kSize, T>(e);
+        scalar_t* to = exps + v * logits.exps_stride;
+        if (streamed) {
+          stream(to + columns.first, narrow);
         } else {
-          std::memcpy(to, &bits_of_e, sizeof(scalar_t) * std::min<int64_t>(count, kSize));
+          columns.store(to, narrow);
         }
       }
     }
-    for (int i = 0; i < kSize && i < count; ++i) {
-      sum[column + i] = total[i];
-      if constexpr (kTempered) tempered[column + i] = tempered_total[i];
+    for (int64_t i = 0; i < columns.count; ++i) {
+      sum[columns.first + i] = total[i];
+      if constexpr (kTempered) tempered[columns.first + i] = tempered_total[i];
     }
-  }
+  });
   if constexpr (kKept) finish_streaming();
 }
 
