@@ -1,4 +1,4 @@
-"""Windows replayed from a graph: its buffers and their contents, with a stand-in for the capture."""
+"""Windows replayed from a graph: its buffers, with a stand-in for the capture."""
 
 from __future__ import annotations
 
@@ -120,11 +120,11 @@ def test_a_row_that_ends_in_a_replayed_window_stays_ended(captures: list[int]) -
 def test_graphs_are_for_gpus() -> None:
     model = make_decoder("gru_cell")
     targets = torch.randint(VOCABULARY, (STEPS, BATCH))
-    with pytest.raises(ValueError, match="^decode_loss: cuda_graph must be False where"):
+    with pytest.raises(ValueError, match=r"^decode_loss: cuda_graph must be False where"):
         accumext.decode_loss(
             model.embedding, model.cell, model.head, targets, feedback="greedy", cuda_graph=True
         )
-    with pytest.raises(TypeError, match="^decode_loss: cuda_graph must be a bool"):
+    with pytest.raises(TypeError, match=r"^decode_loss: cuda_graph must be a bool"):
         accumext.decode_loss(
             model.embedding, model.cell, model.head, targets, feedback="greedy",
             cuda_graph=1,  # type: ignore[arg-type]
