@@ -15,10 +15,9 @@ inline Isa widest_isa() {
   const std::string_view wish = variable != nullptr ? variable : "";
   if (wish == "default") return Isa::kPortable;
   const auto has = [](auto... supported) { return (supported && ...); };
-  if (wish != "avx2" &&
-      has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
-          __builtin_cpu_supports("avx512vl"), __builtin_cpu_supports("avx512dq"),
-          __builtin_cpu_supports("fma"))) {
+  if (wish != "avx2" && has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
+                            __builtin_cpu_supports("avx512vl"), __builtin_cpu_supports("avx512dq"),
+                            __builtin_cpu_supports("fma"))) {
     return Isa::kAvx512;
   }
   if (has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("f16c"),

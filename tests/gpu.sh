@@ -80,7 +80,7 @@ tests() {  # of the operations; no other settings than these, since plugins may 
     return "$NOT_RUN"
   fi
   local files=() file
-  for file in tests/test_{cuda,accumulate,norm,clip,scale,registration}.py; do
+  for file in tests/test_{cuda,cuda_decoder,decoder,accumulate,norm,clip,scale,registration}.py; do
     if grep -q '^from hypothesis' "$file" && ! "$python" -c 'import hypothesis' 2>/dev/null; then
       echo "left out, because hypothesis is not installed: $file"
     else

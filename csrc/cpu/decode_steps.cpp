@@ -9,27 +9,27 @@ namespace {
 
 // The arguments of the operator; accumext/_decode_ops.py says what each is.
 struct Call {
-  Tensor table;                    // [R, E]
-  std::vector<Tensor> cell;        // per layer: weight_ih, weight_hh, bias_ih, bias_hh
-  std::vector<Tensor> states;      // per layer: h [T + 1, B, H], and c of an LSTM
+  Tensor table;                // [R, E]
+  std::vector<Tensor> cell;    // per layer: weight_ih, weight_hh, bias_ih, bias_hh
+  std::vector<Tensor> states;  // per layer: h [T + 1, B, H], and c of an LSTM
   CellKind kind;
-  std::optional<Tensor> kept;      // bool [T, L - 1, B, H]
+  std::optional<Tensor> kept;  // bool [T, L - 1, B, H]
   double kept_scale;
-  Tensor inputs;                   // int64 [T, B]
-  std::optional<Tensor> teacher;   // int64 [T, B]
-  std::optional<Tensor> forced;    // bool [T, B]
-  std::optional<Tensor> live;      // bool [T, B]
+  Tensor inputs;                  // int64 [T, B]
+  std::optional<Tensor> teacher;  // int64 [T, B]
+  std::optional<Tensor> forced;   // bool [T, B]
+  std::optional<Tensor> live;     // bool [T, B]
   int64_t eos;
   int64_t pad;
   std::optional<Tensor> uniforms;  // double [T, B]
   double temperature;
-  Tensor head_weight;              // [V, H]
-  std::optional<Tensor> head_bias; // [V]
-  Tensor targets;                  // int64 [T, B]
-  Tensor tokens;                   // int64 [T, B]
-  std::optional<Tensor> exps;      // [columns, V]
-  std::optional<Tensor> stats;     // [3, rows]
-  std::optional<Tensor> rows;      // int64 [rows]
+  Tensor head_weight;               // [V, H]
+  std::optional<Tensor> head_bias;  // [V]
+  Tensor targets;                   // int64 [T, B]
+  Tensor tokens;                    // int64 [T, B]
+  std::optional<Tensor> exps;       // [columns, V]
+  std::optional<Tensor> stats;      // [3, rows]
+  std::optional<Tensor> rows;       // int64 [rows]
   int64_t columns;
 };
 
@@ -80,7 +80,8 @@ class Decoding {
 
   // Rows given to the head.
   int64_t run() {
-    for (size_t l = 0; l < layers_.size(); ++l) layers_[l].start(state(l, begin_), memory(l, begin_));
+    for (size_t l = 0; l < layers_.size(); ++l)
+      layers_[l].start(state(l, begin_), memory(l, begin_));
     const Workspace workspace(call_.exps);
     std::optional<Head<T>> head;
     if (call_.stats) {
@@ -248,12 +249,31 @@ int64_t decode_steps_cpu(Tensor table, TensorList cell, TensorList states, int64
                          std::optional<Tensor> head_bias, Tensor targets, Tensor tokens,
                          std::optional<Tensor> exps, std::optional<Tensor> stats,
                          std::optional<Tensor> rows, int64_t columns, int64_t begin, int64_t end) {
-  const Call call{table,       tensors(std::move(cell)), tensors(std::move(states)), cell_kind(kind),
-                  kept,        kept_scale, inputs,   teacher, forced, live,  eos,  pad,
-                  uniforms,    temperature, head_weight, head_bias, targets, tokens, exps, stats,
-                  rows,        columns};
+  const Call call{table,
+                  tensors(std::move(cell)),
+                  tensors(std::move(states)),
+                  cell_kind(kind),
+                  kept,
+                  kept_scale,
+                  inputs,
+                  teacher,
+                  forced,
+                  live,
+                  eos,
+                  pad,
+                  uniforms,
+                  temperature,
+                  head_weight,
+                  head_bias,
+                  targets,
+                  tokens,
+                  exps,
+                  stats,
+                  rows,
+                  columns};
   require(!call.states.empty() && columns >= 1 && temperature > 0.0);
-  if (float_dtype(call.states[0]) == Dtype::kDouble) return Decoding<double>(call, begin, end).run();
+  if (float_dtype(call.states[0]) == Dtype::kDouble)
+    return Decoding<double>(call, begin, end).run();
   return Decoding<float>(call, begin, end).run();
 }
 

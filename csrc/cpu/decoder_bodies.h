@@ -125,7 +125,8 @@ void exponentials_to(const Logits<T>& logits, int64_t begin, int64_t end, T* sum
 
 template <typename T>
 void exponentials(const Logits<T>& logits, int64_t begin, int64_t end, T* sum, T* tempered) {
-  if (logits.exps == nullptr) return exponentials_to<T, T, false>(logits, begin, end, sum, tempered);
+  if (logits.exps == nullptr)
+    return exponentials_to<T, T, false>(logits, begin, end, sum, tempered);
   if constexpr (std::is_same_v<T, float>) {
     if (logits.exps_dtype == Dtype::kBFloat16) {
       using torch::headeronly::BFloat16;
@@ -211,11 +212,10 @@ void backward(CellKind kind, const Gates<T>& gates, T* dh, T* dc, T* const* d_pr
         break;
       }
       case CellKind::kLstm: {
-        const auto d = lstm_gradient(upstream, at(dc), sigmoid<T, kSize>(at(gates.pre[0])),
-                                     sigmoid<T, kSize>(at(gates.pre[1])),
-                                     tanh<T, kSize>(at(gates.pre[2])),
-                                     sigmoid<T, kSize>(at(gates.pre[3])), at(gates.c),
-                                     tanh<T, kSize>(at(gates.c_after)));
+        const auto d = lstm_gradient(
+            upstream, at(dc), sigmoid<T, kSize>(at(gates.pre[0])),
+            sigmoid<T, kSize>(at(gates.pre[1])), tanh<T, kSize>(at(gates.pre[2])),
+            sigmoid<T, kSize>(at(gates.pre[3])), at(gates.c), tanh<T, kSize>(at(gates.c_after)));
         write(d_pre[0], d.i_pre);
         write(d_pre[1], d.f_pre);
         write(d_pre[2], d.g_pre);
@@ -226,8 +226,8 @@ void backward(CellKind kind, const Gates<T>& gates, T* dh, T* dc, T* const* d_pr
       }
       default: {
         const V h = at(gates.h);  // after the step
-        const V slope = kind == CellKind::kRnnTanh ? T(1) - h * h
-                                                   : (h > 0 ? splat<T, kSize>(1) : V{});
+        const V slope =
+            kind == CellKind::kRnnTanh ? T(1) - h * h : (h > 0 ? splat<T, kSize>(1) : V{});
         write(d_pre[0], upstream * slope);
         write(dh, V{});
       }

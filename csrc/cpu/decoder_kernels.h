@@ -9,9 +9,9 @@
 
 namespace accumext::cpu {
 
-constexpr int64_t kColumnPad = 8;    // columns of a panel are a multiple of this
-constexpr int64_t kRowBlock = 12;    // rows of a weight whose products are formed at once
-constexpr int64_t kSpan = 480;       // rows of logits per partial sum: a multiple of every row block
+constexpr int64_t kColumnPad = 8;  // columns of a panel are a multiple of this
+constexpr int64_t kRowBlock = 12;  // rows of a weight whose products are formed at once
+constexpr int64_t kSpan = 480;     // rows of logits per partial sum: a multiple of every row block
 
 inline int64_t padded(int64_t columns) { return (columns + kColumnPad - 1) & -kColumnPad; }
 
@@ -21,14 +21,15 @@ struct Product {
   const void* weight;
   Dtype weight_dtype;
   int64_t depth;
-  int64_t stride;     // elements from one row of weight to the next
-  const void* panel;  // of T; of pairs of bfloat16, [(depth + 1) / 2, padded(columns), 2], if paired
+  int64_t stride;  // elements from one row of weight to the next
+  const void*
+      panel;  // of T; of pairs of bfloat16, [(depth + 1) / 2, padded(columns), 2], if paired
   bool paired;
   int64_t columns;
-  const T* bias;    // [rows] or null
-  T* out;           // [rows, out_stride]: the first `columns` of each row are written
+  const T* bias;  // [rows] or null
+  T* out;         // [rows, out_stride]: the first `columns` of each row are written
   int64_t out_stride;
-  T* scratch;       // [kRowBlock, depth] where a weight of half precision is not paired, else null
+  T* scratch;  // [kRowBlock, depth] where a weight of half precision is not paired, else null
 };
 
 // Columns of logits z [V, columns] and what becomes of them.
@@ -37,9 +38,9 @@ struct Logits {
   T* z;
   int64_t stride;
   int64_t columns;
-  const T* peak;          // [columns]: the largest logit
+  const T* peak;  // [columns]: the largest logit
   double inverse_temperature;
-  void* exps;             // exp(z - peak), [V, exps_stride]; null: not kept
+  void* exps;  // exp(z - peak), [V, exps_stride]; null: not kept
   Dtype exps_dtype;
   int64_t exps_stride;
 };
@@ -47,9 +48,9 @@ struct Logits {
 // Flat arrays of the pre-activations, forward or backward, of `size` units.
 template <typename T>
 struct Gates {
-  const T* pre[4];  // GRU: r, z, n_x, n_h; LSTM: i, f, g, o; RNN: one
-  const T* h;       // forward: before the step (GRU); backward: the same, and for an RNN after it
-  const T* c;       // LSTM: before the step
+  const T* pre[4];   // GRU: r, z, n_x, n_h; LSTM: i, f, g, o; RNN: one
+  const T* h;        // forward: before the step (GRU); backward: the same, and for an RNN after it
+  const T* c;        // LSTM: before the step
   const T* c_after;  // backward of LSTM
   int64_t size;
 };
@@ -74,8 +75,8 @@ struct DecoderKernels {
   void (*forward)(CellKind kind, const Gates<T>& gates, T* h, T* c);
 
   // From the gradients of the state after the step, dh and, for an LSTM, dc: those of the
-  // pre-activations (layout of Gates::pre); dh and dc become those of the state before the step, but
-  // for the part that comes through weight_hh.
+  // pre-activations (layout of Gates::pre); dh and dc become those of the state before the step,
+  // but for the part that comes through weight_hh.
   void (*backward)(CellKind kind, const Gates<T>& gates, T* dh, T* dc, T* const* d_pre);
 };
 
@@ -86,7 +87,7 @@ const DecoderKernels<float>& decoder_kernels();
 template <>
 const DecoderKernels<double>& decoder_kernels();
 
-#define ACCUMEXT_DECODER_KERNELS(set)              \
+#define ACCUMEXT_DECODER_KERNELS(set)               \
   extern const DecoderKernels<float> k##set##Float; \
   extern const DecoderKernels<double> k##set##Double
 ACCUMEXT_DECODER_KERNELS(Portable);

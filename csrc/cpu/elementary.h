@@ -53,7 +53,7 @@ template <typename T, int kSize>
     for (int i = 0; i < kSize; ++i) x[i] = std::exp(x[i]);
     return x;
   } else {
-    constexpr float kLeast = -87.33654f;  // log of the least normal number
+    constexpr float kLeast = -87.33654f;   // log of the least normal number
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     static constexpr float kTerms[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                        4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};

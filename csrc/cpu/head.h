@@ -13,13 +13,13 @@ namespace accumext::cpu {
 template <typename T>
 struct HeadRows {
   int64_t count;
-  const int64_t* targets;   // [count], in [0, V)
-  const double* uniforms;   // [count] in [0, 1): sample; null: take the argmax
-  int64_t* tokens;          // [count]
-  T* peak;                  // [count]: the largest logit
-  T* total;                 // [count]: sum of exp(z - peak)
-  T* target_logit;          // [count]
-  void* exps;               // [V, exps_stride]: exp(z - peak), 0 at the target; null: not wanted
+  const int64_t* targets;  // [count], in [0, V)
+  const double* uniforms;  // [count] in [0, 1): sample; null: take the argmax
+  int64_t* tokens;         // [count]
+  T* peak;                 // [count]: the largest logit
+  T* total;                // [count]: sum of exp(z - peak)
+  T* target_logit;         // [count]
+  void* exps;              // [V, exps_stride]: exp(z - peak), 0 at the target; null: not wanted
 };
 
 template <typename T>
@@ -86,8 +86,8 @@ class Head {
   }
 
  private:
-  // f(span, begin, end) for every kSpan rows of the weight. Threads keep the spans they have, so that
-  // the second pass finds the logits in the cache of the first.
+  // f(span, begin, end) for every kSpan rows of the weight. Threads keep the spans they have, so
+  // that the second pass finds the logits in the cache of the first.
   template <typename F>
   void for_each_span(const F& f) const {
     torch::stable::parallel_for(0, spans_, /*grain_size=*/2, [&](int64_t first, int64_t last) {

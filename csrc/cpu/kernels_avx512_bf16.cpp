@@ -1,5 +1,5 @@
-// The skinny product of bfloat16 operands for processors with AVX512-BF16: two terms at a time, their
-// sums in float.
+// The skinny product of bfloat16 operands for processors with AVX512-BF16: two terms at a time,
+// their sums in float.
 #include "cpu/decoder_kernels.h"
 
 #if defined(__x86_64__)

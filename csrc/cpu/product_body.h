@@ -1,7 +1,7 @@
 // A skinny product, weight [V, depth] times a panel of few columns: blocks of rows by columns are
 // held in registers over the whole depth, each weight is read once and multiplied from memory, and
-// the rows that come next are asked for while these are worked on. On two cores with AVX-512 this is
-// what the memory allows at 16 columns, and more than twice as fast as the library's product.
+// the rows that come next are asked for while these are worked on. On two cores with AVX-512 this
+// is what the memory allows at 16 columns, and more than twice as fast as the library's product.
 #pragma once
 
 #include "cpu/decoder_kernels.h"

@@ -127,8 +127,8 @@ class Layer {
   int64_t batch_;
   int64_t width_;  // padded(batch)
   Skinny<T> from_x_, from_h_;
-  Buffer<T> x_part_, h_part_;              // [gates * units, width]
-  Buffer<T> h_, c_, next_h_, next_c_;      // [units, width]
+  Buffer<T> x_part_, h_part_;          // [gates * units, width]
+  Buffer<T> h_, c_, next_h_, next_c_;  // [units, width]
 };
 
 }  // namespace accumext::cpu

@@ -1,6 +1,6 @@
 // A weight that is multiplied with a few columns at a time, and those columns as its product wants
-// them. Columns of a step are kept transposed, [depth, padded(columns)]: neighbours in memory are the
-// same unit of neighbouring rows of the batch.
+// them. Columns of a step are kept transposed, [depth, padded(columns)]: neighbours in memory are
+// the same unit of neighbouring rows of the batch.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

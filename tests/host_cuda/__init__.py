@@ -122,7 +122,7 @@ class HostCuda:
         if_finite: bool = False,
         runs: Sequence[tuple[int, int]],
     ) -> None:
-        request = _Request()
+        request = Request()
         request.put_integers(_OPS.index(op))
         request.put_tensor(scale if isinstance(scale, Tensor) else None)
         request.put_numbers(1.0 if isinstance(scale, Tensor) else scale)
@@ -138,8 +138,8 @@ class HostCuda:
         request.take_back(results, runs)
 
 
-class _Request:
-    """Words and memory, in the order in which driver.cpp reads them."""
+class Request:
+    """Words and memory, in the order in which a driver reads them."""
 
     def __init__(self) -> None:
         self._words = bytearray()
@@ -162,6 +162,9 @@ class _Request:
 
     def put_tensor(self, tensor: Tensor | None) -> None:
         self.put_place(tensor)
+        self.put_dtype(tensor)
+
+    def put_dtype(self, tensor: Tensor | None) -> None:
         self.put_integers(0 if tensor is None else _DTYPES.index(tensor.dtype))
 
     def put_operands(self, tensors: Sequence[Tensor]) -> None:

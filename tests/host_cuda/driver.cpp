@@ -1,13 +1,8 @@
 // Runs a gradient operation on the kernels of csrc/cuda, on the host. __init__.py writes a request
 // to standard input: the ways to run the call, the memory of its tensors, and the call. To standard
 // output goes that memory as each run has left it.
-#include "simt.h"
+#include "request.h"
 //
-#include <sanitizer/asan_interface.h>
-
-#include <cstddef>
-#include <utility>
-
 #include "cuda/accumulate.cuh"
 #include "cuda/norm.cuh"
 #include "cuda/scale.cuh"
@@ -17,76 +12,8 @@ namespace {
 
 using namespace accumext;
 using namespace accumext::cuda;
-using Bytes = std::vector<std::byte>;
-
-// Device memory: aligned as by torch's allocator, between guards that no kernel may touch.
-class Memory {
- public:
-  explicit Memory(size_t size)
-      : size_(size),
-        capacity_((size + 3 * kGuard - 1) / kGuard * kGuard),
-        begin_(static_cast<std::byte*>(std::aligned_alloc(kGuard, capacity_))) {
-    std::fill(begin_, begin_ + capacity_, kUnwritten);
-    __asan_poison_memory_region(begin_, kGuard);
-    __asan_poison_memory_region(end(), capacity_ - kGuard - size_);
-  }
-  explicit Memory(const Bytes& content) : Memory(content.size()) {
-    std::copy(content.begin(), content.end(), data());
-  }
-  Memory(const Memory&) = delete;
-
-  ~Memory() {
-    __asan_unpoison_memory_region(begin_, capacity_);
-    const auto written = [](std::byte byte) { return byte != kUnwritten; };
-    if (std::any_of(begin_, data(), written) || std::any_of(end(), begin_ + capacity_, written)) {
-      host_cuda::fail("a kernel wrote beside a tensor", host_cuda::Site::current());
-    }
-    std::free(begin_);
-  }
-
-  std::byte* data() const { return begin_ + kGuard; }
-  std::byte* end() const { return data() + size_; }
-
- private:
-  static constexpr size_t kGuard = 512;         // bytes; also the alignment
-  static constexpr std::byte kUnwritten{0xff};  // NaN in every dtype
-
-  size_t size_;
-  size_t capacity_;
-  std::byte* begin_;
-};
-
-template <typename T>
-struct Array : Memory {  // [size]
-  explicit Array(int64_t size) : Memory(size * sizeof(T)) {}
-  T* data() const { return reinterpret_cast<T*>(Memory::data()); }
-};
-
-// Numbers of 8 bytes, and counted bytes, in order.
-class Request {
- public:
-  explicit Request(const Bytes& bytes) : next_(bytes.data()) {}
-
-  int64_t integer() { return take<int64_t>(); }
-  double number() { return take<double>(); }
-
-  Bytes bytes() {
-    const int64_t size = integer();
-    next_ += size;
-    return Bytes(next_ - size, next_);
-  }
-
- private:
-  template <typename T>
-  T take() {
-    T value;
-    std::memcpy(&value, next_, sizeof(T));
-    next_ += sizeof(T);
-    return value;
-  }
-
-  const std::byte* next_;
-};
+using host_cuda::Array;
+using host_cuda::Memory;
 
 // f(Norm of p)
 template <typename F>
@@ -119,15 +46,9 @@ struct Tensors {
   Array<Partial> partials;
 };
 
-// One run of a call, with memory of its own.
-class Call {
+class Call : public host_cuda::Run {
  public:
-  Call(Request request, host_cuda::Device& device, int64_t grid)
-      : request_(request), device_(device), grid_(grid) {
-    for (int64_t left = request_.integer(); left > 0; --left) {
-      memory_.emplace_back(request_.bytes());
-    }
-  }
+  using Run::Run;
 
   void run() {
     const int64_t op = request_.integer();
@@ -152,21 +73,7 @@ class Call {
     }
   }
 
-  void write_memory() const {
-    for (const Memory& memory : memory_) {
-      std::fwrite(memory.data(), 1, memory.end() - memory.data(), stdout);
-    }
-  }
-
  private:
-  void* pointer() {  // null for memory -1
-    const int64_t index = request_.integer();
-    const int64_t offset = request_.integer();  // bytes
-    return index < 0 ? nullptr : memory_[index].data() + offset;
-  }
-
-  Dtype dtype() { return static_cast<Dtype>(request_.integer()); }
-
   Scalar scalar() {
     const void* data = pointer();
     const Dtype type = dtype();
@@ -247,38 +154,10 @@ class Call {
     device_.launch(scale_kernel, grid_, kBlockSize, spans.table(), scale_);
   }
 
-  Request request_;
-  host_cuda::Device& device_;
-  int64_t grid_;
-  std::deque<Memory> memory_;
   Scalar scale_;
   Outcome outcome_;
 };
 
-Bytes standard_input() {
-  Bytes bytes;
-  std::byte block[1 << 16];
-  while (const size_t size = std::fread(block, 1, sizeof(block), stdin)) {
-    bytes.insert(bytes.end(), block, block + size);
-  }
-  return bytes;
-}
-
 }  // namespace
 
-int main() {
-  const Bytes bytes = standard_input();
-  Request request(bytes);
-  std::vector<std::pair<host_cuda::Order, int64_t>> runs(request.integer());
-  for (auto& [order, grid] : runs) {
-    order = static_cast<host_cuda::Order>(request.integer());
-    grid = request.integer();
-  }
-  host_cuda::Device device;
-  for (const auto& [order, grid] : runs) {
-    device.set_order(order);
-    Call call(request, device, grid);
-    call.run();
-    call.write_memory();
-  }
-}
+int main() { host_cuda::serve<Call>(); }

@@ -236,6 +236,14 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta,
   return lane < host_cuda::kWarpSize ? values[lane] : value;
 }
 
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta,
+                 host_cuda::Site site = host_cuda::Site::current()) {
+  const auto values = host_cuda::Device::current().exchanged(mask, value, site);
+  const unsigned lane = threadIdx.x % host_cuda::kWarpSize;
+  return lane >= delta ? values[lane - delta] : value;
+}
+
 inline unsigned __ballot_sync(unsigned mask, int predicate,
                               host_cuda::Site site = host_cuda::Site::current()) {
   const auto votes = host_cuda::Device::current().exchanged(mask, predicate != 0, site);
