@@ -55,7 +55,7 @@ def random_cuts(
     cut = 1 / mean
     coins = torch.rand(steps, batch, dtype=torch.float64, device=like.device, generator=generator)
     wide = torch.promote_types(like.dtype, torch.float32)
-    factors = torch.where(coins < cut, 0.0, 1 / (1 - cut)).to(wide)
+    factors = (coins >= cut).to(wide) / (1 - cut)
     factors[:1] = 1
     return factors
 

@@ -3,7 +3,6 @@ everything that need not wait for the next step is batched."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -117,7 +116,7 @@ class LayersRun(Run):
         """Steps whose inputs are known: the head takes them all at once."""
         following = slice(begin + 1, min(end + 1, self.job.steps))
         self.inputs[following] = self.padded(following, self.job.feedback.teacher[following])
-        self._advance(self.tape, begin, end)
+        self.advance(self.tape, begin, end)
         outputs = self.states[-self.layers.parts][begin + 1 : end + 1]
         self.push(begin, end, outputs.flatten(0, 1))
 
@@ -127,36 +126,32 @@ class LayersRun(Run):
         most = max(1, self.head.rows // batch)
         if self.head.rows < batch and self.head.gradients is not None:
             for step in range(begin, end):
-                self._advance(self.tape, step, step + 1)
+                self.advance(self.tape, step, step + 1)
                 self.push(step, step + 1, self.states[-self.layers.parts][step + 1])
                 self.feed_back(step)
             return
         # A graph has every window but the first, which warms up what it captures, and the last.
-        graph: WindowGraph | None = None
-        stats = self.losses.new_empty(3, most * batch)
-        rows = self.tokens.new_empty(most * batch)
+        replayed: _Replayed | None = None
         for first in range(begin, end, most):
             last = min(first + most, end)
-            size = (last - first) * batch
-            room = self.head.room(size)
-            if not self.job.cuda_graph or first == begin or last + 1 > self.job.steps:
-                used = self._advance(self.tape, first, last, room, stats[:, :size], rows[:size])
-                self._take(rows[:used], stats[:, :used])
+            room = self.head.room((last - first) * batch)
+            if (
+                self.job.cuda_graph
+                and first > begin
+                and first + most < min(self.job.steps, end + 1)
+            ):
+                if replayed is None:
+                    replayed = _Replayed(self, most, room)
+                self._take(*replayed(first))
                 continue
-            if graph is None or last - first < most:
-                graph = WindowGraph(
-                    self.tape,
-                    last - first,
-                    functools.partial(self._window, room, stats[:, :size], rows[:size]),
-                )
-            graph.replay(self.tape, first)
-            self._take(rows[:size] + first * batch, stats[:, :size])
+            stats, rows = self.found((last - first) * batch)
+            used = self.advance(self.tape, first, last, room, stats, rows)
+            self._take(rows[:used], stats[:, :used])
 
-    def _window(
-        self, room: Tensor | None, stats: Tensor, rows: Tensor, tape: Tape, steps: int
-    ) -> None:
-        """What a graph captures: the number of rows is known, since nobody counts the live ones."""
-        self._advance(tape, 0, steps, room, stats, rows)
+    def found(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Where the head writes what it finds of so many rows: stats [3, rows], and which they
+        are."""
+        return self.losses.new_empty(3, rows), self.tokens.new_empty(rows)
 
     def _take(self, rows: Tensor, stats: Tensor) -> None:
         """Losses, and factors of the gradients, of rows that the head has seen."""
@@ -170,7 +165,7 @@ class LayersRun(Run):
             stats,
         )
 
-    def _advance(
+    def advance(
         self,
         tape: Tape,
         begin: int,
@@ -220,6 +215,24 @@ class LayersRun(Run):
         return tuple(last) if layers.parts == 2 else last[0]
 
 
+class _Replayed:
+    """A window of steps with the head, in a graph."""
+
+    def __init__(self, run: LayersRun, steps: int, room: Tensor | None) -> None:
+        self._run, self._size = run, steps * run.job.batch
+        self._stats, self._rows = stats, rows = run.found(self._size)
+
+        def body(tape: Tape, steps: int) -> None:
+            run.advance(tape, 0, steps, room, stats, rows)
+
+        self._graph = WindowGraph(run.tape, steps, body)
+
+    def __call__(self, begin: int) -> tuple[Tensor, Tensor]:
+        """The rows that the head has seen from step `begin` on, all of them, and what it found."""
+        self._graph.replay(self._run.tape, begin)
+        return self._rows + begin * self._run.job.batch, self._stats
+
+
 class Rollout(torch.autograd.Function):
     """The loss and the last state, as functions of every parameter and the initial state."""
 
@@ -250,6 +263,8 @@ class Rollout(torch.autograd.Function):
         (value,) = ctx.saved_tensors
         record.check_unchanged()
         with plain(run.losses.device):
-            if upstream is None:
+            if upstream is None:  # the last state alone was used
                 upstream = torch.zeros_like(value)
+            else:
+                run.job.carry.backward_begins(upstream)
             return LayersBackward(record, ctx.needs_input_grad, upstream, d_last)()

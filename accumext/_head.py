@@ -88,7 +88,7 @@ class Head:
         self.rows, self.columns = rows, columns
         self.dtype = accumulation_dtype(weight.dtype)
         self.weight = rows_together(weight.detach().to(compute_dtype))
-        self.bias = None if bias is None else bias.detach().to(self.dtype)
+        self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
         self.temperature = temperature
         self._eps, self._z_loss = criterion.label_smoothing, criterion.z_loss
         self._class_weight = None

@@ -50,7 +50,6 @@ class LayersBackward:
         self.into_table = into if tied else None
         if self.needs_table and not tied and not job.table.sparse:
             self.into_table = destination(job.table.weight, dtype)
-        job.carry.backward_begins(self.upstream)
         self._start(gradients.weight if tied else None)
         if through_cell:
             self.d_out = gradients.hidden.view(job.steps, job.batch, -1)

@@ -140,13 +140,16 @@ template <typename T>
 int64_t pick(const Logits<T>& logits, int64_t column, int64_t begin, int64_t end,
              double threshold) {
   double sum = 0.0;
+  int64_t possible = begin;
   for (int64_t v = begin; v < end; ++v) {
     const T z = (logits.z[v * logits.stride + column] - logits.peak[column]) *
                 static_cast<T>(logits.inverse_temperature);
-    sum += exp_of_negative<T, kRegister<T>>(splat<T, kRegister<T>>(z))[0];
-    if (sum > threshold) return v;
+    const T e = exp_of_negative<T, kRegister<T>>(splat<T, kRegister<T>>(z))[0];
+    sum += e;
+    if (e > 0) possible = v;
+    if (sum > threshold) break;
   }
-  return end - 1;
+  return possible;
 }
 
 // f(offset, count) for every vector of `size` elements.

@@ -67,7 +67,7 @@ struct DecoderKernels {
   void (*exponentials)(const Logits<T>& logits, int64_t begin, int64_t end, T* sum, T* tempered);
 
   // The first row of [begin, end) at which the running sum of one column's tempered exponentials
-  // passes `threshold`, or the last row.
+  // passes `threshold`; if rounding keeps it below, the last row whose exponential is not 0.
   int64_t (*pick)(const Logits<T>& logits, int64_t column, int64_t begin, int64_t end,
                   double threshold);
 

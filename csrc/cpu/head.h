@@ -109,13 +109,17 @@ class Head {
                  const Buffer<T>& partial) const {
     const int64_t n = logits.columns;
     const double threshold = uniform * column_sum(partial, n, column);
-    double before = 0.0;
-    int64_t span = 0;
-    for (; span + 1 < spans_ && before + partial[span * n + column] <= threshold; ++span) {
-      before += partial[span * n + column];
+    double sum = 0.0;
+    double before = 0.0;  // of the span chosen
+    int64_t chosen = 0;
+    for (int64_t span = 0; span < spans_ && sum <= threshold; ++span) {
+      if (!(partial[span * n + column] > 0)) continue;
+      chosen = span;
+      before = sum;
+      sum += partial[span * n + column];
     }
-    return decoder_kernels<T>().pick(logits, column, span * kSpan,
-                                     std::min((span + 1) * kSpan, product_.rows),
+    return decoder_kernels<T>().pick(logits, column, chosen * kSpan,
+                                     std::min((chosen + 1) * kSpan, product_.rows),
                                      threshold - before);
   }
 
