@@ -108,7 +108,8 @@ class LayersRun(Run):
             return [(job.steps, False)]
         if job.eos is not None or mask is None or mask.device.type != "cpu":
             return [(job.steps, True)]  # elsewhere than on a CPU, nothing waits for the mask
-        needed = [not row for row in mask[1:].all(1).tolist()] + [False]
+        needed = [not row for row in mask[1:].all(1).tolist()]
+        needed += needed[-1:] or [False]  # the last step's is not, but may join the one before
         ends = [t + 1 for t in range(job.steps - 1) if needed[t] != needed[t + 1]]
         return [(end, needed[end - 1]) for end in [*ends, job.steps]]
 
