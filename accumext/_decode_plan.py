@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Rows that make the deferred products run at full speed: fewer would read the head's weight and its
-# gradient more often than they compute with them.
+# gradient more often than they compute with them. Twice as many where they take half the memory.
 AUTOMATIC_ROWS = 256
 
 # Rows of logits that exist at once, where a step has more: what the skinny product takes in its
@@ -45,7 +45,8 @@ def make_plan(
     """
     columns = max(1, min(batch, COLUMNS))
     if memory_budget is None:
-        rows = -(-AUTOMATIC_ROWS // max(1, batch)) * batch
+        wanted = AUTOMATIC_ROWS * logit_bytes // exps_bytes
+        rows = -(-wanted // max(1, batch)) * batch
     else:
         columns = max(1, min(columns, memory_budget // (logit_bytes + exps_bytes)))
         rows = max(1, (memory_budget - columns * logit_bytes) // exps_bytes)

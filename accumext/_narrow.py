@@ -45,9 +45,10 @@ def add_product(sums: Tensor, left: Tensor, right: Tensor, *, fresh: bool) -> No
         torch.addmm(sums, left, right, beta=0 if fresh else 1, out=sums)
         return
     right = right.to(left.dtype)
+    buffer = left.new_empty(min(_SLICE, len(left)), right.shape[1])
     for begin in range(0, len(left), _SLICE):
-        rows = slice(begin, begin + _SLICE)
-        part = torch.mm(left[rows], right)
+        rows = slice(begin, min(begin + _SLICE, len(left)))
+        part = torch.mm(left[rows], right, out=buffer[: rows.stop - begin])
         if fresh:
             sums[rows] = part
         else:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from accumext import demo
-from accumext.demo import cli, compare
+from accumext.demo import cli, compare, train
 from accumext.demo.memory import peak_memory
 from accumext.demo.model import WordModel
 from accumext.demo.record import Settings
@@ -267,7 +267,9 @@ def test_tiny_run_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert not record["interrupted"]
 
 
-def test_same_seed_same_losses(tmp_path: Path):
+def test_same_seed_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Which precision is faster is measured, and may differ from run to run.
+    monkeypatch.setattr(train, "_WORTHWHILE", float("inf"))
     losses = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         run_demo(f"--json={tmp_path / name}", f"--seed={seed}")
