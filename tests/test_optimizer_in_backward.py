@@ -207,6 +207,14 @@ def layers(dtype):
     return nn.Sequential(*(nn.Linear(a, b, bias=False, dtype=dtype) for a, b in pairwise(sizes)))
 
 
+def scratch(dtype):
+    """What torch's products of such a layer take beside its gradient: some processors repack."""
+    layer = nn.Linear(2048, 1024, bias=False, dtype=dtype)
+    x = torch.ones(2, 2048, dtype=dtype, requires_grad=True)
+    peak = peak_memory(lambda: layer(x).float().square().mean().backward())
+    return peak - 4 * MIB
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 def test_memory_peaks_at_the_main_gradients_and_one_layer(dtype):
     def peak(in_backward):
@@ -220,7 +228,7 @@ def test_memory_peaks_at_the_main_gradients_and_one_layer(dtype):
         return peak_memory(two_micro_batches)
 
     main_grads, layer = 8 * 8 * MIB, 4 * MIB
-    slack = MIB // 4  # activations
+    slack = MIB // 4 + scratch(dtype)  # activations
     if accumext.backend() == "reference":
         slack += 2 * 8 * MIB  # plain PyTorch makes a product and a sum of the layer in float32
     assert peak(in_backward=True) < main_grads + layer + slack
