@@ -28,7 +28,7 @@ class CellRun(Run):
             hiddens, state = self._one_pass(anchor, state)
         else:
             hiddens, state = self._overlapping(anchor, state)
-        value, _, missing, gradients = self.result()
+        value, missing, gradients = self.result()
         if not self.grad:
             return value, state
         record = Record(self, value, missing, gradients)

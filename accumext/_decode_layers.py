@@ -43,7 +43,7 @@ class LayersRun(Run):
                 else:
                     self._teaching(begin, end)
                 begin = end
-            value, _, missing, gradients = self.result()
+            value, missing, gradients = self.result()
         if not self.grad:
             return value, self._last(parts)
         record = Record(self, value, missing, gradients)

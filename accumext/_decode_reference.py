@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from accumext._feedback import sample
+from accumext._narrow import SLICE
 from accumext._rnn import GRU, LSTM, RNN_TANH
-
-_SLICE = 4096  # rows of a half-precision weight that are widened at once
 
 
 def head_forward(
@@ -47,8 +46,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return z.t()
     h = h.to(weight.dtype).to(hidden.dtype)
     z = hidden.new_empty(weight.shape[0], len(hidden))
-    for begin in range(0, len(weight), _SLICE):
-        rows = slice(begin, begin + _SLICE)
+    for begin in range(0, len(weight), SLICE):
+        rows = slice(begin, begin + SLICE)
         torch.mm(weight[rows].to(hidden.dtype), h, out=z[rows])
     return z.t() if bias is None else z.add_(bias[:, None]).t()
 

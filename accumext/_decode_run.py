@@ -120,15 +120,15 @@ class Run(ABC):
             return tokens
         return torch.where(self.live[steps], tokens, self.job.table.pad)
 
-    def result(self) -> tuple[Tensor, Tensor, Tensor | None, Gradients | None]:
-        """The loss without a graph; 1 / its divisor; the part of that which the gradients lack,
-        None if nothing; and the gradients."""
+    def result(self) -> tuple[Tensor, Tensor | None, Gradients | None]:
+        """The loss without a graph; the gradients; and between them the factor that these lack,
+        None if none."""
         with plain(self.losses.device):
             gradients = self.head.finish()
             del self.head
             inverse = self._inverse_divisor(self.counted()) if self.early is None else self.early
             value = self.losses if self.job.reduction == "none" else self.losses.sum() * inverse
-        return value, inverse, inverse if self.early is None else None, gradients
+        return value, inverse if self.early is None else None, gradients
 
     def _new_head(self) -> Head:
         """The head of this pass. Under `reduction="none"` the gradients wait for their upstream,

@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-_SLICE = 4096  # rows at once: enough for full speed, few beside a vocabulary
+SLICE = 4096  # rows at once: enough for full speed, few beside a vocabulary
 
 
 @functools.cache
@@ -33,8 +33,8 @@ def product(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
     if left.dtype == right.dtype:
         return torch.mm(left.t(), right).to(wide)
     sums = left.new_zeros(left.shape[1], right.shape[1], dtype=wide)
-    for begin in range(0, len(left), _SLICE):
-        rows = slice(begin, begin + _SLICE)
+    for begin in range(0, len(left), SLICE):
+        rows = slice(begin, begin + SLICE)
         sums.addmm_(left[rows].t().to(wide), right[rows].to(wide))
     return sums
 
@@ -45,9 +45,9 @@ def add_product(sums: Tensor, left: Tensor, right: Tensor, *, fresh: bool) -> No
         torch.addmm(sums, left, right, beta=0 if fresh else 1, out=sums)
         return
     right = right.to(left.dtype)
-    buffer = left.new_empty(min(_SLICE, len(left)), right.shape[1])
-    for begin in range(0, len(left), _SLICE):
-        rows = slice(begin, min(begin + _SLICE, len(left)))
+    buffer = left.new_empty(min(SLICE, len(left)), right.shape[1])
+    for begin in range(0, len(left), SLICE):
+        rows = slice(begin, min(begin + SLICE, len(left)))
         part = torch.mm(left[rows], right, out=buffer[: rows.stop - begin])
         if fresh:
             sums[rows] = part
