@@ -16,8 +16,8 @@ import accumext  # noqa: F401  (registers the operators)
 
 head_forward = torch.ops.accumext.head_forward.default
 
-# Around row blocks of 6 and 12, and spans of 480 rows of the weight.
-VOCABULARIES = [1, 2, 5, 6, 7, 11, 12, 13, 25, 479, 480, 481, 491, 960, 961, 5000]
+# Around row blocks of 6, 12 and 32, and spans of 480 rows of the weight.
+VOCABULARIES = [1, 2, 5, 6, 7, 11, 12, 13, 25, 31, 32, 33, 479, 480, 481, 491, 513, 960, 961, 5000]
 DEPTHS = [1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 129]  # around vectors, cache lines and pairs
 ROWS = [*range(1, 10), 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 70]
 DTYPES = [  # of hidden and the sums, of the weight

@@ -43,7 +43,8 @@ PairedProduct paired_product() {
 #if defined(__x86_64__)
   static const bool supported =
       widest_isa() == Isa::kAvx512 && __builtin_cpu_supports("avx512bf16");
-  if (supported) return paired_product_avx512;
+  static const bool tiles = supported && amx_granted();
+  if (supported) return tiles ? paired_product_amx : paired_product_avx512;
 #endif
   return nullptr;
 }

@@ -13,7 +13,13 @@ constexpr int64_t kColumnPad = 8;  // columns of a panel are a multiple of this
 constexpr int64_t kRowBlock = 12;  // rows of a weight whose products are formed at once
 constexpr int64_t kSpan = 480;     // rows of logits per partial sum: a multiple of every row block
 
-inline int64_t padded(int64_t columns) { return (columns + kColumnPad - 1) & -kColumnPad; }
+constexpr int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) & -multiple; }
+
+inline int64_t padded(int64_t columns) { return up_to(kColumnPad, columns); }
+
+// A panel of pairs of bfloat16 is made of tiles, 16 pairs of terms by 16 columns: 64 bytes each
+// way.
+constexpr int64_t kTile = 16;
 
 // weight [rows, depth] times a panel [depth, padded(columns)] plus bias [rows].
 template <typename T>
@@ -22,8 +28,9 @@ struct Product {
   Dtype weight_dtype;
   int64_t depth;
   int64_t stride;  // elements from one row of weight to the next
-  const void*
-      panel;  // of T; of pairs of bfloat16, [(depth + 1) / 2, padded(columns), 2], if paired
+  // Of T; if paired of bfloat16, [up_to(2 * kTile, depth) / 2, up_to(kTile, columns), 2]; zeros in
+  // the padding.
+  const void* panel;
   bool paired;
   int64_t columns;
   const T* bias;  // [rows] or null
@@ -99,5 +106,7 @@ ACCUMEXT_DECODER_KERNELS(Avx512);
 using PairedProduct = void (*)(const Product<float>& product, int64_t begin, int64_t end);
 PairedProduct paired_product();
 void paired_product_avx512(const Product<float>& product, int64_t begin, int64_t end);
+void paired_product_amx(const Product<float>& product, int64_t begin, int64_t end);
+bool amx_granted();  // whether the processor has AMX-BF16 and the system lets this process use it
 
 }  // namespace accumext::cpu

@@ -11,18 +11,14 @@
 namespace accumext::cpu {
 namespace {
 
-// kRows rows from `row`, kVectors * 16 columns from `column`; the last vector may be half empty.
+// kRows rows from `row`, kVectors * 16 columns from `column`.
 template <int kVectors, int kRows>
 [[gnu::always_inline]] inline void paired_block(const Product<float>& p, int64_t row,
                                                 int64_t column) {
   constexpr int kLine = 16;  // pairs in a cache line
   const auto* weight = static_cast<const uint16_t*>(p.weight) + row * p.stride;
-  const int64_t ld = padded(p.columns);
+  const int64_t ld = up_to(kTile, p.columns);
   const auto* panel = static_cast<const uint32_t*>(p.panel) + column;
-  const auto lanes = [&](int v) {
-    const int64_t left = ld - column - v * 16;
-    return static_cast<__mmask16>(left >= 16 ? 0xffff : (1 << left) - 1);
-  };
   __m512 sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
     const float bias = p.bias != nullptr ? p.bias[row + r] : 0.0f;
@@ -31,7 +27,7 @@ template <int kVectors, int kRows>
   const auto advance = [&](int64_t pair, auto pair_of) __attribute__((always_inline)) {
     __m512bh h[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      h[v] = (__m512bh)_mm512_maskz_loadu_epi32(lanes(v), panel + pair * ld + v * 16);
+      h[v] = (__m512bh)_mm512_loadu_si512(panel + pair * ld + v * 16);
     }
     for (int r = 0; r < kRows; ++r) {
       const __m512bh w = (__m512bh)_mm512_set1_epi32(pair_of(weight + r * p.stride + 2 * pair));
@@ -60,8 +56,8 @@ template <int kVectors, int kRows>
 template <int kRows>
 [[gnu::always_inline]] inline void paired_rows(const Product<float>& p, int64_t row) {
   int64_t column = 0;
-  for (; column + 16 < padded(p.columns); column += 32) paired_block<2, kRows>(p, row, column);
-  if (column < padded(p.columns)) paired_block<1, kRows>(p, row, column);
+  for (; column + 16 < p.columns; column += 32) paired_block<2, kRows>(p, row, column);
+  if (column < p.columns) paired_block<1, kRows>(p, row, column);
 }
 
 }  // namespace

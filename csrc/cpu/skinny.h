@@ -107,9 +107,9 @@ class Skinny {
       product_.panel = x;
       return;
     }
-    if (!panel_) panel_.emplace((depth + 1) * padded(columns_));
-    product_.panel = panel_->get();
     if (product_.paired) return pair(x, stride, count, named);
+    if (!panel_) panel_.emplace(depth * padded(columns_));
+    product_.panel = panel_->get();
     for (int64_t k = 0; k < depth; ++k) {
       T* to = panel_->get() + k * width;
       for (int64_t i = 0; i < count; ++i) {
@@ -140,9 +140,12 @@ class Skinny {
 
  private:
   void pair(const T* x, int64_t stride, int64_t count, const int64_t* named) {
-    const int64_t width = padded(count);
+    const int64_t width = up_to(kTile, count);
+    const int64_t terms = up_to(2 * kTile, depth);
+    if (!panel_) panel_.emplace(terms / 2 * up_to(kTile, columns_));
+    product_.panel = panel_->get();
     auto* to = reinterpret_cast<torch::headeronly::BFloat16*>(panel_->get());
-    std::memset(static_cast<void*>(to), 0, ((depth + 1) / 2) * width * 4);
+    std::memset(static_cast<void*>(to), 0, terms * width * sizeof(*to));
     for (int64_t k = 0; k < depth; ++k) {
       for (int64_t i = 0; i < count; ++i) {
         to[((k / 2) * width + i) * 2 + k % 2] =
