@@ -17,8 +17,9 @@ GRAPH = 14
 def predicted_peak(job: Job, layers: Layers | None) -> int:
     """Bytes that a call and its backward pass have at once, gradients of the parameters included.
 
-    Three moments can be the highest: the end of the forward pass, with the workspace; the pass
-    through the cell; and the embedding's gradient at the end.
+    Three moments can be the highest: the end of the head's pass, with the workspace; the pass
+    through the cell; and the embedding's gradient at the end. Main gradients that take the place of
+    the parameters' gradients are counted as such.
     """
     operand = product_dtype(job.weight)
     plan = run_plan(job, operand)
@@ -31,7 +32,6 @@ def predicted_peak(job: Job, layers: Layers | None) -> int:
         operand, job.weight.device, accumulation_dtype(job.weight.dtype)
     ).itemsize
 
-    formed = job.reduction != "none"  # the head's gradients, in the forward pass
     head = vocabulary * wide * (hidden * job.weight.requires_grad + (job.bias is not None))
     d_hidden = tokens * hidden * wide
     casts = vocabulary * hidden * operand.itemsize * (operand != job.weight.dtype)
@@ -51,10 +51,9 @@ def predicted_peak(job: Job, layers: Layers | None) -> int:
         kept, cell = _layers(job, layers, wide)
         cell += table
         embedding = table + final
-    forward = casts + workspace + kept + (head + d_hidden) * formed
-    again = casts + workspace + kept + head + d_hidden  # formed in the backward pass instead
+    formed = casts + workspace + kept + head + d_hidden  # forward or, if they must wait, backward
     backward = casts + head + d_hidden + kept + max(cell, embedding)
-    return books + max(forward, backward, 0 if formed else again)
+    return books + max(formed, backward)
 
 
 def _layers(job: Job, layers: Layers, wide: int) -> tuple[int, int]:

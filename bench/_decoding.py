@@ -14,7 +14,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from _decoders import (
@@ -98,12 +98,21 @@ class Result(NamedTuple):
         return self.case.shape.tokens / self.spread(name).median
 
 
+Paces: TypeAlias = dict[tuple[str, torch.dtype], float]  # seconds per _work
+
+
 class Bench:
     """Remembers how fast each way was, to leave out what would take too long."""
 
-    def __init__(self, device: torch.device, seconds_of: Clock, patience: Patience) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        seconds_of: Clock,
+        patience: Patience,
+        paces: Paces | None = None,  # of smaller shapes
+    ) -> None:
         self._device, self._seconds_of, self._patience = device, seconds_of, patience
-        self._paces: dict[tuple[str, torch.dtype], float] = {}  # seconds per _work
+        self.paces: Paces = dict(paces or {})
 
     def measure(self, case: Case) -> Result:
         gc.collect()
@@ -123,7 +132,7 @@ class Bench:
             checks[name] = check(decoder, way, truth, self._device)
             taken = checks[name].first_seconds
             if case.timed and taken > self._patience.longest:
-                self._paces[name, case.dtype] = taken / _work(case.shape)
+                self.paces[name, case.dtype] = taken / _work(case.shape)
                 left_out[name] = f"takes {taken:.0f} s a run"
             else:
                 runs[name] = functools.partial(way, decoder)
@@ -133,7 +142,7 @@ class Bench:
         seconds = self._time(decoder, runs) if case.timed else {}
         for name, samples in seconds.items():
             fastest = min(taken for taken in samples if taken is not None)
-            self._paces[name, case.dtype] = fastest / _work(case.shape)
+            self.paces[name, case.dtype] = fastest / _work(case.shape)
         return Result(case, checks, seconds, left_out)
 
     def _why_not(self, name: str, case: Case) -> str:
@@ -141,7 +150,7 @@ class Bench:
             return "runs where --shape asks for this shape"
         if name == PLAIN and not _fits(case.shape, self._device):
             return "does not fit"
-        predicted = self._paces.get((name, case.dtype), 0.0) * _work(case.shape)
+        predicted = self.paces.get((name, case.dtype), 0.0) * _work(case.shape)
         if case.timed and predicted > self._patience.longest:
             return f"would take {predicted:.0f} s a run or more"
         return ""

@@ -13,6 +13,12 @@ tokens that the way itself fed, in float64 where that is small enough and in flo
 over all parameters, and "recurrent" over embedding and cell alone, where truncation shows; "not
 greedy" counts the tokens fed that were not the argmax there.
 
+Each shape has a process of its own: what a C library keeps of one shape's memory makes the next
+one's products up to three times faster, or not. To have it keep all, which nobody's products pay
+for then:
+
+    MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000 python bench/decoder.py
+
 bfloat16: float32 parameters under torch.autocast, for every contender. On a CPU that multiplies
 bfloat16, accumext under autocast is also timed beside the float32 contenders.
 """
@@ -21,7 +27,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
+import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import _head_peers
@@ -39,7 +48,7 @@ from _decoders import (
     Shape,
     ways,
 )
-from _decoding import Bench, Case, Patience
+from _decoding import Bench, Case, Paces, Patience, Result
 from _facts import machine
 from _head_peers import TORCH
 from _report import figure_lines, write
@@ -115,21 +124,24 @@ PROMISED = {"cpu": ("gru", torch.float32), "cuda": ("gru", torch.bfloat16)}  # o
 def main() -> None:
     args = arguments()
     device = torch.device(args.device)
-    torch.manual_seed(0)
     facts = machine(device) | _head_peers.status()  # compiles what is to be compiled
     facts["bfloat16"] = "float32 parameters under torch.autocast"
-    warm_up(device, args.cell, args.dtype)
+    kept = (f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_"))
+    facts["allocator"] = " ".join(kept) or "as it comes"
 
     patience = DEFAULT
     if args.shape or args.full:
         patience = CHOSEN
     elif args.quick:
         patience = QUICK
-    bench = Bench(device, clock(device), patience)
-    results = []
+    results: list[Result] = []
+    paces: Paces = {}
     for case in cases(args):
-        results.append(bench.measure(case))
-        print(table(results[-1]), flush=True)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+            measured = processes.submit(measure, case, device, patience, paces)
+            result, paces = measured.result()
+        results.append(result)
+        print(table(result), flush=True)
 
     rows = []
     if (args.cell, args.dtype) == PROMISED[device.type]:
@@ -159,6 +171,16 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
         for shape in QUICK_MEMORY_SHAPES if args.quick else MEMORY_SHAPES:
             names = (PLAIN, OURS) if shape.role == LONG else (OURS,)
             yield Case(shape, args.cell, args.dtype, names, timed=False)
+
+
+def measure(
+    case: Case, device: torch.device, patience: Patience, paces: Paces
+) -> tuple[Result, Paces]:
+    """What a process of its own finds out."""
+    torch.manual_seed(0)
+    warm_up(device, case.cell, case.dtype)
+    bench = Bench(device, clock(device), patience, paces)
+    return bench.measure(case), bench.paces
 
 
 def warm_up(device: torch.device, cell: str, dtype: torch.dtype) -> None:

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # What only a GPU can show, in one command, in under nine minutes and without a network: build, doctor,
-# tests, compute-sanitizer on small tensors, benchmark. Each part has a time limit, and one that fails
-# does not keep the others from running.
+# tests, compute-sanitizer on small tensors, both benchmarks. Each part has a time limit, and one that
+# fails does not keep the others from running.
 #
 #   tests/gpu.sh [FOLDER]
 #
-# Writes FOLDER/<gpu>.json, the benchmark, and FOLDER/<gpu>_checks.json, what became of each part;
-# FOLDER is bench/results unless given. PYTHON chooses the interpreter, whose torch (2.10 or newer,
-# with CUDA) and nvcc (on PATH, in CUDA_HOME, /usr/local/cuda or its site-packages) are used; the
-# package is compiled in a copy of the tree, and nothing is installed. Exit status: 0 if no part
-# failed, 1 if one did, 2 without a GPU.
+# Writes FOLDER/<gpu>.json and FOLDER/<gpu>_decoder.json, the benchmarks of the gradient operations and
+# of the decoder, and FOLDER/<gpu>_checks.json, what became of each part; FOLDER is bench/results
+# unless given. PYTHON chooses the interpreter, whose torch (2.10 or newer, with CUDA) and nvcc (on PATH,
+# in CUDA_HOME, /usr/local/cuda or its site-packages) are used; the package is compiled in a copy of the
+# tree, and nothing is installed. Exit status: 0 if no part failed, 1 if one did, 2 without a GPU.
 set -uo pipefail
 
 TOTAL=520    # s, for everything
@@ -34,7 +34,7 @@ PY
 mkdir -p "${1:-$root/bench/results}" || exit 1
 results=$(cd "${1:-$root/bench/results}" && pwd)
 gpu=${facts%%$'\n'*}
-export benchmark_json=$results/$gpu.json
+export benchmark_json=$results/$gpu.json decoder_json=$results/${gpu}_decoder.json
 checks_json=$results/${gpu}_checks.json
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/accumext-gpu.XXXXXX")
@@ -116,8 +116,12 @@ benchmark() {
   "$python" bench/accumulate.py --device cuda --json "$benchmark_json"
 }
 
+decoder() {
+  "$python" bench/decoder.py --device cuda --json "$decoder_json"
+}
+
 export NOT_RUN
-export -f build doctor tests sanitized benchmark
+export -f build doctor tests sanitized benchmark decoder
 echo "$facts"
 if part build 180 build; then
   export ACCUMEXT_BACKEND=native
@@ -128,6 +132,7 @@ part doctor 120 doctor
 part tests 150 tests
 part memcheck 60 sanitized memcheck
 part racecheck 40 sanitized racecheck
+part decoder 90 decoder
 part benchmark "$TOTAL" benchmark
 
 echo

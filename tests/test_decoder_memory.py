@@ -55,6 +55,22 @@ def test_predicted_peak_is_the_measured_one(
     assert predicted == pytest.approx(measured(parts, targets, **call), rel=PREDICTION)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_predicted_peak_where_gradients_go_straight_into_main_gradients(tied: bool) -> None:
+    parts = modules(20000, 64, torch.float32, tied)
+    parameters = nn.ModuleList(parts).parameters()
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    opt = accumext.AccumulatingOptimizer(optimizer, window=2, accumulate_in_backward=True)
+    targets = torch.randint(20000, (32, 16))
+    call = {"feedback": "greedy"}
+    predicted = accumext.decode_memory(*parts, targets.shape, **call)
+
+    def run() -> None:  # the first of a window, which makes the main gradients
+        opt.backward(accumext.decode_loss(*parts, targets, **call).loss)
+
+    assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
+
+
 def test_prediction_needs_no_data() -> None:
     parts = tuple(part.to("meta") for part in modules(50000, 256, torch.float32, False))
     targets = torch.empty(200, 16, dtype=torch.int64, device="meta")
