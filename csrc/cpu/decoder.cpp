@@ -41,12 +41,17 @@ const DecoderKernels<double>& decoder_kernels<double>() {
 
 PairedProduct paired_product() {
 #if defined(__x86_64__)
-  static const bool supported =
-      widest_isa() == Isa::kAvx512 && __builtin_cpu_supports("avx512bf16");
-  static const bool tiles = supported && amx_granted();
-  if (supported) return tiles ? paired_product_amx : paired_product_avx512;
+  static const PairedProduct product = []() -> PairedProduct {
+    if (widest_isa() != Isa::kAvx512 || !__builtin_cpu_supports("avx512bf16")) return nullptr;
+#if defined(ACCUMEXT_AMX)
+    if (amx_granted()) return paired_product_amx;
 #endif
+    return paired_product_avx512;
+  }();
+  return product;
+#else
   return nullptr;
+#endif
 }
 
 }  // namespace accumext::cpu

@@ -106,7 +106,11 @@ ACCUMEXT_DECODER_KERNELS(Avx512);
 using PairedProduct = void (*)(const Product<float>& product, int64_t begin, int64_t end);
 PairedProduct paired_product();
 void paired_product_avx512(const Product<float>& product, int64_t begin, int64_t end);
-void paired_product_amx(const Product<float>& product, int64_t begin, int64_t end);
+
+#if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 11
+#define ACCUMEXT_AMX
 bool amx_granted();  // whether the processor has AMX-BF16 and the system lets this process use it
+void paired_product_amx(const Product<float>& product, int64_t begin, int64_t end);
+#endif
 
 }  // namespace accumext::cpu

@@ -2,12 +2,10 @@
 // by 32 terms, as they lie in memory, times tiles of the panel. The memory sets its speed.
 #include "cpu/decoder_kernels.h"
 
-#if defined(__x86_64__)
+#if defined(ACCUMEXT_AMX)
 #include <cpuid.h>
-#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 #include "cpu/plain_headers.h"
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-bf16,f16c,fma")
@@ -66,26 +64,28 @@ class TileRows {
   }
 }
 
+// Tiles of 32 terms of 32 rows, `above` and `below`, times those of the panel's columns.
+template <bool kTwo>
+[[gnu::always_inline]] inline void advance(const void* above, const void* below, int64_t bytes,
+                                           const char* terms, int64_t ld) {
+  _tile_loadd(4, above, bytes);
+  _tile_loadd(5, below, bytes);
+  _tile_loadd(6, terms, ld);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 5, 6);
+  if constexpr (kTwo) {
+    _tile_loadd(7, terms + kRowBytes, ld);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
 // Sums of 32 rows and, if kTwo, 32 columns, otherwise 16, stay in tiles over the whole depth.
 template <bool kTwo>
 [[gnu::always_inline]] inline void tile_block(const Product<float>& p, const TileRows& upper,
                                               const TileRows& lower, int64_t row, int64_t column) {
   const int64_t ld = up_to(kTile, p.columns) * static_cast<int64_t>(sizeof(uint32_t));
   const auto* panel = static_cast<const char*>(p.panel) + column * sizeof(uint32_t);
-  const auto advance = [&](const void* above, const void* below, int64_t bytes, int64_t term)
-                           __attribute__((always_inline)) {
-                             const char* terms = panel + term / 2 * ld;
-                             _tile_loadd(4, above, bytes);
-                             _tile_loadd(5, below, bytes);
-                             _tile_loadd(6, terms, ld);
-                             _tile_dpbf16ps(0, 4, 6);
-                             _tile_dpbf16ps(1, 5, 6);
-                             if constexpr (kTwo) {
-                               _tile_loadd(7, terms + kRowBytes, ld);
-                               _tile_dpbf16ps(2, 4, 7);
-                               _tile_dpbf16ps(3, 5, 7);
-                             }
-                           };
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -94,9 +94,11 @@ template <bool kTwo>
   for (; term + kTerms <= p.depth; term += kTerms) {
     upper.prefetch(term, 2 * kTile);
     lower.prefetch(term, 2 * kTile);
-    advance(upper.at(term), lower.at(term), upper.bytes(), term);
+    advance<kTwo>(upper.at(term), lower.at(term), upper.bytes(), panel + term / 2 * ld, ld);
   }
-  if (term < p.depth) advance(upper.last(), lower.last(), kRowBytes, term);
+  if (term < p.depth) {
+    advance<kTwo>(upper.last(), lower.last(), kRowBytes, panel + term / 2 * ld, ld);
+  }
   alignas(64) float sums[4][kTile * kTile];
   _tile_stored(0, sums[0], kRowBytes);
   _tile_stored(1, sums[1], kRowBytes);
@@ -113,17 +115,14 @@ template <bool kTwo>
 }  // namespace
 
 bool amx_granted() {
-#if defined(__linux__)
   constexpr unsigned kTiles = (1u << 22) | (1u << 24);  // AMX-BF16 and AMX-TILE
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || (edx & kTiles) != kTiles)
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || (edx & kTiles) != kTiles) {
     return false;
+  }
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr long kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
 }
 
 void paired_product_amx(const Product<float>& p, int64_t begin, int64_t end) {
