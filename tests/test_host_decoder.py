@@ -237,6 +237,17 @@ def test_masked_vocabularies(kernels, layout, dtype):
             assert_samples(found.tokens, values, uniforms, 0.8)
 
 
+def test_the_largest_uniform_number_picks_no_masked_token(kernels, dtype):
+    """Where sums in two orders differ, the running sum may stay below the threshold."""
+    values, targets = drawn(48, 700, dtype)
+    values[:, 500:] = -math.inf
+    uniforms = torch.full([48], 1 - 2.0**-53, dtype=torch.float64)
+    found = Softmax(
+        kernels.softmax_stats, values, targets, uniforms=uniforms, temperature=0.8, runs=ONE_RUN
+    )
+    assert_samples(found.tokens, values, uniforms, 0.8)
+
+
 @pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sample"])
 @pytest.mark.parametrize("layout", [ROWS, COLUMNS])
 def test_rows_that_are_not_numbers_keep_to_themselves(kernels, layout, sampled):
