@@ -38,12 +38,17 @@ def mark(parameters: Iterable[Tensor]) -> None:
 
 def expected(parameter: Tensor) -> bool:
     """Whether an optimizer will; hooks of the user's on the gradient must see it, though."""
+    return _marked(parameter) and not parameter._post_accumulate_grad_hooks
+
+
+def _marked(parameter: Tensor) -> bool:
     return parameter.is_leaf and hasattr(parameter, _MARK) and not parameter._backward_hooks
 
 
 @contextmanager
 def offering(destination: Callable[[Tensor], Destination | None]) -> Iterator[None]:
-    """A context for an optimizer's backward pass."""
+    """A context for an optimizer's backward pass, which offers `expected` parameters alone: it may
+    have put hooks of its own on them by now."""
     _open.append(destination)
     try:
         yield
@@ -53,7 +58,7 @@ def offering(destination: Callable[[Tensor], Destination | None]) -> Iterator[No
 
 def destination(parameter: Tensor, dtype: torch.dtype) -> Destination | None:
     """Where a gradient of this dtype may be added; None: to be returned to autograd."""
-    if not expected(parameter):
+    if not _marked(parameter):
         return None
     for offer in _open:
         found = offer(parameter)

@@ -236,7 +236,7 @@ class Taking(OptimizerWrapper):
                 loss = loss * (factor.to(loss) if isinstance(factor, Tensor) else factor)
 
             def destination(parameter: Tensor) -> straight.Destination | None:
-                main = window.main.get(parameter)
+                main = window.main.get(parameter) if straight.expected(parameter) else None
                 return None if main is None else straight.Destination(main, 1.0)
 
             with straight.offering(destination):
@@ -270,12 +270,13 @@ class Taking(OptimizerWrapper):
                     window.take(grads, factor)
 
             mine = set(self._parameters())
+            straight.mark(mine)
+            offered = {parameter for parameter in mine if straight.expected(parameter)}
 
             def destination(parameter: Tensor) -> straight.Destination | None:
-                main = window.destination(parameter) if parameter in mine else None
+                main = window.destination(parameter) if parameter in offered else None
                 return None if main is None else straight.Destination(main, factor)
 
-            straight.mark(mine)
             with Intake(op, take).watching(mine), straight.offering(destination):
                 loss.backward()
             take(self._grads())

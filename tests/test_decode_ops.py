@@ -286,6 +286,20 @@ def test_no_sample_has_probability_zero(words: int, dtype: torch.dtype, temperat
             assert (found.tokens == 5).all()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
+def test_a_first_span_without_a_possible_word_is_passed_over(
+    dtype: torch.dtype, temperature: float
+) -> None:
+    """At a uniform number of 0 the running sum has not passed it until a word is possible."""
+    hidden, weight, bias, targets = problem(64, 965, 8, (dtype, dtype), True)
+    assert bias is not None
+    bias[:481] = -math.inf
+    uniforms = torch.zeros(64, dtype=torch.float64)
+    found = forward(hidden, weight, bias, targets, uniforms, temperature)
+    assert (found.tokens == 481).all()
+
+
 def test_a_span_that_rounding_has_made_too_wide_gives_no_impossible_word() -> None:
     """Uniform numbers just below a border between spans, behind which nothing is possible."""
     words, rows = 960, 256

@@ -300,6 +300,16 @@ def test_a_cut_concerns_one_row() -> None:
         assert relative_distance([some[1]], [one[1]]) < EXACT
 
 
+def test_a_cut_of_a_callable_stops_what_is_not_finite() -> None:
+    """0 times infinity is a cut, not a NaN."""
+    carry = _carry.Carry(torch.tensor([[0.0, 1.0]]), None)
+    state = torch.ones(2, 3, requires_grad=True)
+    carry.applied(0, state, 0).backward(torch.full((2, 3), float("inf")))
+    assert state.grad is not None
+    assert (state.grad[0] == 0).all()
+    assert state.grad[1].isinf().all()
+
+
 def test_cells_in_modules_are_cut_in_the_batch_dimension() -> None:
     """A stacked state has the batch in dimension 1, where the factors go."""
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_oracle import make_decoder
+from decode_oracle import decode, make_decoder
 
 import accumext
 from accumext import _decode_graph, decoder
@@ -90,6 +90,31 @@ def test_replayed_windows_are_the_same(
     assert torch.equal(out.loss, expected.loss)
     for mine, theirs in zip(gradients, usual, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("feedback", "replays"),
+    [("greedy", 2), ((torch.arange(16) % 8 < 2)[:, None].expand(16, BATCH), 0)],
+    ids=["whole", "stretches"],
+)
+def test_a_last_window_is_not_replayed(
+    captures: list[int], feedback: str | torch.Tensor, replays: int
+) -> None:
+    """Of four whole windows, nor of a stretch of six steps before a stretch that is taught."""
+    model = make_decoder("gru_cell")
+    targets = torch.randint(VOCABULARY, (16, BATCH))
+    budget = VOCABULARY * 8 * (BATCH + 4 * BATCH)  # four steps a window
+    out = accumext.decode_loss(
+        model.embedding, model.cell, model.head, targets, model.state, feedback=feedback,
+        memory_budget=budget,
+    )  # fmt: skip
+    assert sum(captures) == replays
+    losses, divisor, logits = decode(model, targets, out.inputs)
+    assert torch.equal(out.tokens, logits.argmax(-1))
+    expected = losses.sum() / divisor
+    torch.testing.assert_close(out.loss, expected.detach(), rtol=1e-12, atol=0)
+    for mine, theirs in zip(model.gradients(out.loss), model.gradients(expected), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_a_row_that_ends_in_a_replayed_window_stays_ended(captures: list[int]) -> None:

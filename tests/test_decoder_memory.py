@@ -43,6 +43,11 @@ def measured(parts: tuple[Any, Any, Any], targets: torch.Tensor, **call: Any) ->
         (20000, 64, 64, torch.float64, False, {"feedback": "greedy", "memory_budget": 2**21}),
         (3000, 256, 100, torch.float32, False, {"feedback": "greedy", "memory_budget": 2**20}),
         (3000, 64, 100, torch.float32, False, {"feedback": "greedy", "k1": 4, "k2": 16}),
+        # states and their gradients; tokens; the embedding's gradient, with and without its cast
+        (500, 256, 400, torch.float32, False, {"feedback": "greedy"}),
+        (50, 4, 2000, torch.float32, False, {"feedback": "greedy"}),
+        (20000, 64, 32, torch.float32, True, {"feedback": "greedy", "memory_budget": 2**21}),
+        (20000, 64, 32, torch.bfloat16, False, {"feedback": "greedy", "memory_budget": 2**21}),
     ],
     ids=str,
 )
@@ -69,6 +74,44 @@ def test_predicted_peak_where_gradients_go_straight_into_main_gradients(tied: bo
         opt.backward(accumext.decode_loss(*parts, targets, **call).loss)
 
     assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
+
+
+def test_predicted_peak_under_autocast() -> None:
+    """The head's weight is rounded to bfloat16 once."""
+    parts = modules(20000, 256, torch.float32, False)
+    targets = torch.randint(20000, (32, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        predicted = accumext.decode_memory(*parts, (32, 16), feedback="greedy")
+        peak = measured(parts, targets, feedback="greedy")
+    assert predicted == pytest.approx(peak, rel=PREDICTION)
+
+
+def test_predicted_peak_of_a_callable_cell() -> None:
+    """The graph of a segment of steps, where it is most of what there is."""
+    size, vocabulary, steps = 256, 200, 32
+    embedding, module, head = modules(vocabulary, size, torch.float32, False)
+    state, targets = torch.zeros(16, size), torch.randint(vocabulary, (steps, 16))
+    call: dict[str, Any] = {"feedback": "greedy", "memory_budget": 2**18}
+
+    def cell(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (module(x, h),) * 2
+
+    predicted = accumext.decode_memory(embedding, cell, head, (steps, 16), state, **call)
+
+    def run() -> None:
+        accumext.decode_loss(embedding, cell, head, targets, state, **call).loss.backward()
+
+    assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
+
+
+def test_predicted_peak_with_dropout() -> None:
+    """The masks of eight layers, where states are all that is large."""
+    size, vocabulary = 64, 100
+    embedding, _, head = modules(vocabulary, size, torch.float32, False)
+    parts = (embedding, nn.RNN(size, size, 8, dropout=0.5), head)
+    targets = torch.randint(vocabulary, (400, 16))
+    predicted = accumext.decode_memory(*parts, (400, 16), feedback="greedy")
+    assert predicted == pytest.approx(measured(parts, targets, feedback="greedy"), rel=PREDICTION)
 
 
 def test_prediction_needs_no_data() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import accumext
+from accumext import _decode_ops
 from accumext.demo.memory import peak_memory
 
 EXACT = 1e-12  # relative, float64: the same sums in another order
@@ -90,6 +91,21 @@ def test_no_gradient_of_the_weights_size_is_made(dtype: torch.dtype) -> None:
     assert peak_memory(lambda: setup.opt.backward(loss)) < gradient / 2
 
 
+def test_a_hook_behind_accumulation_finds_the_gradient() -> None:
+    """`register_post_accumulate_grad_hook`: the optimizer puts hooks of that kind there itself."""
+    setup, other = Setup(True), Setup(False)
+    weights = [setup.head.weight, setup.embedding.weight]
+    seen: dict[torch.Tensor, torch.Tensor] = {}
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(lambda p: seen.update({p: p.grad.clone()}))
+    expected = torch.autograd.grad(other.loss(0), [other.head.weight, other.embedding.weight])
+    for count in (1, 2):  # the sum so far, as without an optimizer around
+        setup.opt.backward(setup.loss(0))
+        for weight, gradient in zip(weights, expected, strict=True):
+            found = seen.pop(weight)
+            torch.testing.assert_close(found, count * gradient, rtol=EXACT, atol=EXACT)
+
+
 def test_a_hook_on_the_weight_still_sees_its_gradient() -> None:
     seen: list[torch.Size] = []
     setup = Setup(True)
@@ -120,3 +136,58 @@ def test_outside_the_optimizers_backward_pass_gradients_are_autograds() -> None:
         gradients, torch.autograd.grad(other.loss(0), other.parameters), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("callable_cell", [False, True], ids=["module", "callable"])
+def test_a_loss_from_before_the_optimizer(callable_cell: bool, tied: bool) -> None:
+    """Its gradients were formed in the forward pass, when nobody had offered a main gradient."""
+    results = []
+    for in_backward in (False, True):
+        setup = Setup(False, tied=tied, callable_cell=callable_cell)
+        losses = [setup.loss(index) for index in range(3)]
+        opt = accumext.AccumulatingOptimizer(
+            torch.optim.SGD(setup.parameters, lr=0.5), window=4,
+            accumulate_in_backward=in_backward,
+        )  # fmt: skip
+        for index, loss in enumerate(losses):
+            opt.backward(loss, weight=1.0 + index)
+        opt.flush()
+        results.append([p.detach() for p in setup.parameters])
+    for straight, usual in zip(*results, strict=True):
+        torch.testing.assert_close(straight, usual, rtol=EXACT, atol=EXACT)
+
+
+def test_a_weight_of_another_optimizer_has_its_gradient_in_grad() -> None:
+    setup = Setup(True)  # whose optimizer has every parameter
+    own = [p for p in setup.parameters if p is not setup.head.weight]
+    opt = accumext.AccumulatingOptimizer(
+        torch.optim.SGD(own, lr=0.5), window=3, accumulate_in_backward=True
+    )
+    opt.backward(setup.loss(0))
+    other = Setup(False)
+    (expected,) = torch.autograd.grad(other.loss(0), [other.head.weight])
+    torch.testing.assert_close(setup.head.weight.grad, expected, rtol=EXACT, atol=EXACT)
+
+
+def test_a_sparse_gradient_stays_sparse() -> None:
+    """SparseAdam refuses any other."""
+    results = []
+    for in_backward in (False, True):
+        setup = Setup(in_backward)
+        setup.embedding = nn.Embedding(VOCABULARY, SIZE, dtype=torch.float64, sparse=True)
+        with torch.no_grad():
+            setup.embedding.weight.copy_(setup.parameters[0])
+        optimizer = torch.optim.SparseAdam([setup.embedding.weight])
+        setup.opt = accumext.AccumulatingOptimizer(
+            optimizer, window=3, accumulate_in_backward=in_backward
+        )
+        setup.train()
+        results.append(setup.embedding.weight.detach())
+    torch.testing.assert_close(*results, rtol=EXACT, atol=EXACT)
+
+
+def test_without_an_optimizer_the_logits_are_formed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = Setup(False).loss(0)
+    monkeypatch.delattr(_decode_ops, "head_forward")
+    loss.backward()
