@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from accumext._cells import parameter_tensors
 from accumext._decode_args import Job
 from accumext._decode_plan import Plan, cell_steps
 from accumext._decode_run import run_plan
 from accumext._head import accumulation_dtype, product_dtype
-from accumext._narrow import exps_dtype
+from accumext._narrow import SLICE, exps_dtype
 from accumext._rnn import Layers
 
-# Tensors of [B, H] that the graph of one step of a callable cell keeps, taken to be a GRU or LSTM
-# as torch builds it.
-GRAPH = 14
+# A callable cell is taken to be a GRU as torch builds it: tensors of [B, H] that the graph of one
+# step keeps, as measured; and its gates, where it does not show its weights.
+GRAPH, GATES = 10, 3
 
 
 def predicted_peak(job: Job, layers: Layers | None) -> int:
@@ -37,6 +38,9 @@ def predicted_peak(job: Job, layers: Layers | None) -> int:
     casts = vocabulary * hidden * operand.itemsize * (operand != job.weight.dtype)
     workspace = vocabulary * (plan.rows * kept_exps + plan.columns * wide)
     workspace += 6 * plan.rows * hidden * wide
+    if operand.itemsize < wide:  # a slice of a product; widened where it is added to another
+        slices = operand.itemsize + wide * (plan.rows < tokens)
+        workspace += min(SLICE, vocabulary) * hidden * slices
     books = tokens * (5 * 8 + wide + 2)  # tokens, inputs, targets; losses; masks
     table = rows * width * wide
     if not job.table.weight.requires_grad or job.weight is job.table.weight:
@@ -46,13 +50,14 @@ def predicted_peak(job: Job, layers: Layers | None) -> int:
 
     if layers is None:
         kept, cell = _callable_cell(job, plan, wide)
-        embedding = table + 2 * tokens * width * wide
+        # rows looked up come as outputs and their gradients go; in the end all are joined
+        embedding = table + 2 * tokens * width * wide - d_hidden - kept
     else:
         kept, cell = _layers(job, layers, wide)
         cell += table
         embedding = table + final
     formed = casts + workspace + kept + head + d_hidden  # forward or, if they must wait, backward
-    backward = casts + head + d_hidden + kept + max(cell, embedding)
+    backward = head + d_hidden + kept + max(cell, embedding)
     return books + max(formed, backward)
 
 
@@ -68,9 +73,10 @@ def _layers(job: Job, layers: Layers, wide: int) -> tuple[int, int]:
 
 
 def _callable_cell(job: Job, plan: Plan, wide: int) -> tuple[int, int]:
-    """Outputs and states at the borders of segments; and a segment's graph and the lookups."""
+    """Outputs and states at the borders of segments; a segment's graph, and what it leaves."""
     hidden, width = job.weight.shape[1], job.table.weight.shape[1]
     outputs = job.steps * job.batch * hidden * job.table.weight.element_size()
     graph = min(plan.segment, job.steps) * job.batch * (GRAPH * hidden + width) * wide
-    lookups = job.steps * job.batch * width * job.table.weight.element_size()
-    return outputs + outputs // plan.segment, graph + lookups
+    shown = sum(p.numel() for p in parameter_tensors(job.cell))
+    weights = (shown or GATES * hidden * (hidden + width)) * wide
+    return outputs + outputs // plan.segment, graph + weights

@@ -80,7 +80,11 @@ def scale_(
     """`grad = grad * factor`."""
     _checks.scale_(grads, factor)
     for grad in grads:
-        grad.copy_(_scaled(grad, factor, accumulation_dtype(grad)))
+        dtype = accumulation_dtype(grad)
+        if grad.dtype == dtype:  # the same, without a second tensor of its size
+            grad.mul_(factor.to(dtype) if isinstance(factor, Tensor) else factor)
+        else:
+            grad.copy_(_scaled(grad, factor, dtype))
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:

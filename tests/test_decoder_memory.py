@@ -76,19 +76,23 @@ def test_predicted_peak_where_gradients_go_straight_into_main_gradients(tied: bo
     assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
 
 
-def test_predicted_peak_under_autocast() -> None:
-    """The head's weight is rounded to bfloat16 once."""
-    parts = modules(20000, 256, torch.float32, False)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("budget", [None, 2**21])
+def test_predicted_peak_under_autocast(budget: int | None, tied: bool) -> None:
+    """The head's weight is rounded to bfloat16 once, for as long as the head is at work."""
+    parts = modules(20000, 256, torch.float32, tied)
     targets = torch.randint(20000, (32, 16))
+    call: dict[str, Any] = {"feedback": "greedy", "memory_budget": budget}
     with torch.autocast("cpu", torch.bfloat16):
-        predicted = accumext.decode_memory(*parts, (32, 16), feedback="greedy")
-        peak = measured(parts, targets, feedback="greedy")
+        predicted = accumext.decode_memory(*parts, (32, 16), **call)
+        peak = measured(parts, targets, **call)
     assert predicted == pytest.approx(peak, rel=PREDICTION)
 
 
-def test_predicted_peak_of_a_callable_cell() -> None:
-    """The graph of a segment of steps, where it is most of what there is."""
-    size, vocabulary, steps = 256, 200, 32
+@pytest.mark.parametrize(("vocabulary", "steps"), [(200, 16), (200, 128), (500, 400)])
+def test_predicted_peak_of_a_callable_cell(vocabulary: int, steps: int) -> None:
+    """The graph of a segment of steps, or the outputs of all, where they are most of it."""
+    size = 256
     embedding, module, head = modules(vocabulary, size, torch.float32, False)
     state, targets = torch.zeros(16, size), torch.randint(vocabulary, (steps, 16))
     call: dict[str, Any] = {"feedback": "greedy", "memory_budget": 2**18}
