@@ -13,9 +13,9 @@ tokens that the way itself fed, in float64 where that is small enough and in flo
 over all parameters, and "recurrent" over embedding and cell alone, where truncation shows; "not
 greedy" counts the tokens fed that were not the argmax there.
 
-Each shape has a process of its own: what a C library keeps of one shape's memory makes the next
-one's products up to three times faster, or not. To have it keep all, which nobody's products pay
-for then:
+Each shape has a process of its own: memory that the C library has kept of one shape spares the next
+one its page faults, and plain autograd was up to three times faster then, or not, by chance. To
+have it keep all:
 
     MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000 python bench/decoder.py
 
