@@ -315,7 +315,7 @@ def test_what_takes_too_long_or_does_not_fit_is_left_out(
 ) -> None:
     decoders, decoding = modules.decoders, modules.decoding
     ticks = iter(range(0, 10**6, 10))  # seconds; every run takes ten
-    monkeypatch.setattr(decoding.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(decoding, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     small, large = (decoders.Shape(steps, 2, 31, 8) for steps in (2, 40))
 
     def seconds_of(run: Any) -> float:
