@@ -53,13 +53,13 @@ def check_policy(policy: str, parameters: Sequence[Tensor]) -> None:
         _checks.fail_value(OP, "on_nonfinite", contract, repr(policy))
 
 
-def check_in_backward(value: object, policy: str) -> bool:
+def check_in_backward(name: str, value: object, policy: str) -> bool:
     """A bool; True only where a micro-batch need not be complete before it is taken in."""
     if not isinstance(value, bool):
-        _checks.fail_type(OP, "accumulate_in_backward", "be a bool", _checks.type_name(value))
+        _checks.fail_type(OP, name, "be a bool", _checks.type_name(value))
     if value and policy != "skip_window":
         contract = f"be False for on_nonfinite={policy!r}, which looks at whole micro-batches first"
-        _checks.fail_value(OP, "accumulate_in_backward", contract, value)
+        _checks.fail_value(OP, name, contract, value)
     return value
 
 

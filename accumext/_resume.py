@@ -9,13 +9,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumext._arguments import OP
 from accumext._checks import fail_type, fail_value, type_name
 from accumext._gradients import main_dtype
 from accumext._numbers import as_tensor, known
+from accumext._stepping import Stepping
 from accumext._window import LossScale, Window
 
 _SCALARS = ("weight", "unit_weight", "unit_scale", "loss_scale", "norm", "found_inf", "survivors")
-_KEYS = {"main_grads", "micro_batches", *_SCALARS}
+_KEYS = {"main_grads", "micro_batches", "held_back", *_SCALARS}
+
+
+class Resuming(Stepping):
+    """The part of `AccumulatingOptimizer` that saves and loads the open window."""
+
+    @torch.no_grad()
+    def accumulation_state_dict(self) -> dict[str, Any]:
+        """The open window as plain tensors and numbers; a run resumes from it bit for bit.
+
+        `state_dict` does not contain it. Gradients that lie in `.grad`, not yet accumulated, are
+        not part of it.
+
+        Returns:
+            Copies, for `load_accumulation_state_dict` and `torch.load(weights_only=True)`. Each of
+            several processes has its own.
+
+        Raises:
+            RuntimeError: with `reduce_in_backward`, between a window's last `backward` and `step`.
+
+        Example:
+            >>> torch.save({"opt": opt.state_dict(), "open": opt.accumulation_state_dict()}, path)
+        """
+        self._refuse_while_reducing(f"{OP}.accumulation_state_dict")
+        return pack(self._progress.window, self._parameters())
+
+    @torch.no_grad()
+    def load_accumulation_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace the open window by a saved one. Load the scaler's state, if there is one, before.
+
+        Args:
+            state_dict: what `accumulation_state_dict` returned, for the same parameters in order.
+
+        Raises:
+            TypeError: an entry is of the wrong type or dtype.
+            ValueError: keys, indices, shapes or values are not those of this optimizer.
+            RuntimeError: inside `micro_batch()`.
+
+        Example:
+            >>> opt.load_accumulation_state_dict(torch.load(path)["open"])
+        """
+        op = f"{OP}.load_accumulation_state_dict"
+        self._refuse_inside_micro_batch(op)
+        window = unpack(op, state_dict, self._parameters())
+        self._recognise_scale(window)
+        self._progress.window.detach()
+        self._progress.window, self._progress.reduction = window, None
 
 
 def pack(window: Window, parameters: Sequence[Tensor]) -> dict[str, Any]:
@@ -35,6 +83,7 @@ def pack(window: Window, parameters: Sequence[Tensor]) -> dict[str, Any]:
     return {
         "main_grads": {i: main.detach().clone() for i, main in mains.items()},
         "micro_batches": window.micro_batches,
+        "held_back": window.held_back,
         **{k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()},
     }
 
@@ -48,8 +97,11 @@ def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
     count = packed["micro_batches"]
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         fail_value(op, "state_dict['micro_batches']", "be an int of at least 0", repr(count))
+    held_back = packed["held_back"]
+    if not isinstance(held_back, bool):
+        fail_type(op, "state_dict['held_back']", "be a bool", type_name(held_back))
     window = Window()
-    window.micro_batches = count
+    window.micro_batches, window.held_back = count, held_back
     window.replace(_main_grads(op, packed["main_grads"], parameters))
     window.in_order = False  # as far as is known
     device = next((main.device for main in window.mains.tensors), torch.device("cpu"))

@@ -11,22 +11,25 @@ from torch._C._profiler import _RecordFunctionFast as record_function
 from torch.amp.grad_scaler import OptState
 
 from accumext import _checks, distributed
+from accumext._backward import BackwardPasses
 from accumext._boundary import Measure, apply, measure
 from accumext._gradients import nonfinite, zero_flag
 from accumext._numbers import Scalar, as_tensor, known, larger
+from accumext._reduction import Reduction
 from accumext._report import WindowReport
-from accumext._taking import Taking
+from accumext._trainers import refuse_second_accumulation
 from accumext._window import Window
 
 
-class Stepping(Taking):
-    """The half of `AccumulatingOptimizer` that empties the window."""
+class Stepping(BackwardPasses):
+    """The part of `AccumulatingOptimizer` that empties the window."""
 
     def _step(self, op: str, closure: Callable[[], Any] | None) -> Any:
         """Take in what is pending, and close the window if it is full."""
         progress = self._progress
         progress.stepped = False
         try:
+            refuse_second_accumulation(op, self.window)
             if self._needs_closure:
                 return self._closure_step(op, closure)
             scale, found_inf = self._outer_scale(op)
@@ -39,7 +42,7 @@ class Stepping(Taking):
                 return None
             self._take_pending(op, scale, found_inf)
             if progress.window.micro_batches >= self.window:
-                self._close()
+                self._close(op)
             return value
         except BaseException:
             # GradScaler deletes these only when step returns, and multiplies what is left into the
@@ -52,23 +55,22 @@ class Stepping(Taking):
 
     def _flush(self, op: str) -> None:
         """Take in what is pending, and close the window if any process has something in it."""
+        if isinstance(
+            self.optimizer, Stepping
+        ):  # Lightning's clone of this class wraps the wrapper
+            self.optimizer._flush(op)
+            return
         self._progress.stepped = self._progress.accumulated = False
         if not self._needs_closure:
             self._take_pending(op, None, None)
-            if self._progress.window.micro_batches or self._group() is not None:
-                self._close()
+            self._close(op, flushing=True)
 
-    def _close(self) -> None:
-        """Step on the open window and start the next."""
+    def _close(self, op: str, flushing: bool = False) -> None:
+        """Step on the open window, if there is anything in it, and start the next."""
         progress, window = self._progress, self._progress.window
-        group = self._group()
         with record_function("accumext::step"):
-            if group is not None:
-                if self.on_nonfinite == "skip_micro_batch" and window.survivors is None:
-                    window.survivors = float(window.micro_batches)
-                distributed.reduce_window(window, self._parameters(), group)
-                if window.is_empty():
-                    return
+            if not self._sum_over_processes(op, flushing):
+                return
             window.arrange(self._parameters())
             optimizer = self.optimizer
             measured = measure(optimizer, window, self.max_norm, self.norm_type, self.reduction)
@@ -82,9 +84,27 @@ class Stepping(Taking):
             window.mains.withdraw()
         progress.window, progress.stepped = Window(), True
 
-    def _group(self) -> distributed.Group | None:
-        """Over which the window is summed."""
-        return self.process_group or self._progress.group
+    def _sum_over_processes(self, op: str, flushing: bool) -> bool:
+        """Make the open window that of all processes; False if there is nothing in it."""
+        progress, window, group = self._progress, self._progress.window, self._group()
+        if group is None:
+            if window.held_back:
+                contract = "be known for gradients that micro_batch(model) has held back"
+                advice = "Run a micro_batch(model) first, or pass process_group to the constructor"
+                got = "a window that was loaded"
+                raise RuntimeError(_checks.message(op, "the group", contract, got, advice))
+            return window.micro_batches > 0
+        reduction = progress.reduction
+        if reduction is None:
+            window.detach()
+            if self.on_nonfinite == "skip_micro_batch" and window.survivors is None:
+                window.survivors = float(window.micro_batches)
+            reduction = Reduction(self._parameters(), group)
+            if not reduction.agree(op, window, window.weight, window.micro_batches, flushing):
+                return False
+        progress.reduction = None
+        reduction.finish(window)
+        return True
 
     def _update_scaler(self, found_inf: Scalar, device: torch.device) -> None:
         """Tell the scaler what this window found, as `scaler.step` would have recorded it."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,10 @@ from torch._C._profiler import _RecordFunctionFast as record_function
 from torch.amp import GradScaler
 
 from accumext import _checks, distributed
-from accumext import _straight as straight
 from accumext._arguments import OP
-from accumext._gradients import HALF_DTYPES, nonfinite, zero_flag
-from accumext._intake import Intake
+from accumext._gradients import nonfinite, zero_flag
 from accumext._numbers import Scalar, known
+from accumext._reduction import Reduction
 from accumext._report import WindowReport
 from accumext._window import UNSCALED, LossScale, Window
 from accumext._wrapper import OptimizerWrapper
@@ -37,10 +36,14 @@ class Progress:
         self.part: Window | None = None  # inside micro_batch: its half-precision gradients so far
         self.part_weight: Scalar | None = None
         self.group: distributed.Group | None = None  # of the model given to micro_batch
+        self.reduction: Reduction | None = None  # of the window, if it is on its way already
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "group": None}  # which no copy can share: `held_back` tells
 
 
 class Taking(OptimizerWrapper):
-    """The half of `AccumulatingOptimizer` that fills the window."""
+    """The part of `AccumulatingOptimizer` that fills the window."""
 
     window: int
     max_norm: float | None
@@ -50,6 +53,7 @@ class Taking(OptimizerWrapper):
     reduction: str
     process_group: distributed.Group | None
     accumulate_in_backward: bool
+    reduce_in_backward: bool
     _needs_closure: bool
     _progress: Progress
 
@@ -97,6 +101,11 @@ class Taking(OptimizerWrapper):
         """Whatever lies there is nothing new, until somebody writes it."""
         for grad in grads:
             setattr(grad, _USED, grad._version)
+
+    def _group(self) -> distributed.Group | None:
+        """Over which the window is to be summed."""
+        group = self.process_group or self._progress.group
+        return None if group is None or group.size() == 1 else group
 
     # Loss scales
 
@@ -177,6 +186,7 @@ class Taking(OptimizerWrapper):
         grads = self._new_grads()
         if not grads:
             return
+        self._refuse_while_reducing(op)
         scale = self._own_scale(op) if scale is None else scale
         if self._attaches():  # with what an earlier step used and nobody cleared: it adds up
             self._attach(op, 1.0, scale)
@@ -197,137 +207,6 @@ class Taking(OptimizerWrapper):
             got = "inf or NaN in " + ", ".join(str(names[p]) for p in nonfinite(grads))
             raise RuntimeError(_checks.message(op, "gradients", "be finite", got))
 
-    # Backward passes
-
-    def _resident_factor(
-        self, loss: Tensor, weight: Scalar, scale: LossScale, room: bool
-    ) -> Scalar | None:
-        """What to multiply the loss with so that autograd can add to the main gradients in place.
-
-        That needs no memory for a second set of gradients. None where they have to be taken in
-        afterwards: where they must be looked at, cast or rescaled, and under a GradScaler with
-        another weight, as the ratio could overflow float16.
-        """
-        window = self._progress.window
-        if (
-            self.on_nonfinite != "skip_window"
-            or not window.mains.tensors
-            or window.unit_weight is None
-            or (not isinstance(weight, Tensor) and weight == 0.0)
-            or not room
-            or window.mains.casts
-            or not window.mains.dense
-        ):
-            return None
-        factor = window.factor(weight, scale)
-        if not isinstance(factor, Tensor) and factor == 1.0:
-            return factor
-        exact = loss.dtype in (torch.float32, torch.float64)
-        return factor if self.scaler is None and exact else None
-
-    def _backward_resident(
-        self, loss: Tensor, factor: Scalar, weight: Scalar, scale: LossScale
-    ) -> None:
-        """Run a backward pass that adds to the main gradients themselves."""
-        window = self._progress.window
-        with self._dropping_the_window(window):
-            window.mains.lend()
-            if isinstance(factor, Tensor) or factor != 1.0:
-                loss = loss * (factor.to(loss) if isinstance(factor, Tensor) else factor)
-
-            def destination(parameter: Tensor) -> straight.Destination | None:
-                main = window.main.get(parameter) if straight.expected(parameter) else None
-                return None if main is None else straight.Destination(main, 1.0)
-
-            with straight.offering(destination):
-                loss.backward()
-            with record_function("accumext::accumulate"), torch.no_grad():
-                window.count(weight, scale)
-                window.take_back(self._parameters(), self._lying())
-                self._clear_grads()
-
-    def _backward_then_take(self, op: str, loss: Tensor, weight: Scalar, scale: LossScale) -> None:
-        """Run a backward pass, then take in the gradients that lie in `.grad`."""
-        try:
-            loss.backward()
-            if self._attaches():
-                self._attach(op, weight, scale)
-            else:
-                self._take(op, self._grads(), weight, scale)
-        except BaseException:
-            self._clear_grads()
-            raise
-
-    def _backward_taking(self, op: str, loss: Tensor, weight: Scalar, scale: LossScale) -> None:
-        """Run a backward pass that hands every gradient over as soon as it is complete."""
-        window = self._progress.window
-        with self._dropping_the_window(window):
-            before = window.mains
-            factor = window.count(weight, scale)
-
-            def take(grads: dict[Tensor, Tensor]) -> None:
-                with record_function("accumext::accumulate"), torch.no_grad():
-                    window.take(grads, factor)
-
-            mine = set(self._parameters())
-            straight.mark(mine)
-            offered = {parameter for parameter in mine if straight.expected(parameter)}
-
-            def destination(parameter: Tensor) -> straight.Destination | None:
-                main = window.destination(parameter) if parameter in offered else None
-                return None if main is None else straight.Destination(main, factor)
-
-            with Intake(op, take).watching(mine), straight.offering(destination):
-                loss.backward()
-            take(self._grads())
-            self._clear_grads()
-            window.in_order = window.in_order and window.mains is before
-
-    def _backward_part(self, op: str, loss: Tensor) -> None:
-        """Inside micro_batch: run a backward pass, and take out half gradients: see `_gather`."""
-        halves = [p for p in self._parameters() if p.dtype in HALF_DTYPES]
-        watched = halves if self.accumulate_in_backward else []
-        with Intake(op, self._gather).watching(watched):
-            loss.backward()
-        self._gather_part()
-
-    @contextmanager
-    def _dropping_the_window(self, window: Window) -> Iterator[None]:
-        """An exception inside drops the window, and says so: gradients were added to it."""
-        held = window.micro_batches > 0
-        try:
-            yield
-        except BaseException as error:
-            self._clear_grads()
-            self._progress.window = Window()
-            if held:
-                _explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
-            raise
-
-    def _gather(self, halves: dict[Tensor, Tensor]) -> None:
-        """Inside micro_batch: add half gradients up in float32, as `.grad` could not."""
-        part = self._progress.part
-        assert part is not None
-        with torch.no_grad():
-            part.take(halves, 1.0)
-
-    def _gather_part(self) -> None:
-        """Inside micro_batch: gather the half gradients that lie in `.grad`."""
-        halves = {p: grad for p, grad in self._grads().items() if p.dtype in HALF_DTYPES}
-        self._gather(halves)
-        for parameter in halves:
-            parameter.grad = None
-
-    def _check_part_weight(self, op: str, weight: Scalar) -> None:
-        """Inside micro_batch: one weight for all calls, as far as the host can see."""
-        progress = self._progress
-        first = weight if progress.part_weight is None else progress.part_weight
-        progress.part_weight = first
-        if isinstance(first, Tensor) or isinstance(weight, Tensor) or first == weight:
-            return
-        contract = f"be that of the whole micro-batch, {first:g}"
-        _checks.fail_value(op, "weight", contract, weight)
-
     # Refusals
 
     def _refuse_inside_micro_batch(self, op: str) -> None:
@@ -335,6 +214,13 @@ class Taking(OptimizerWrapper):
             raise RuntimeError(
                 _checks.message(op, "the call", "be outside micro_batch()", "one inside")
             )
+
+    def _refuse_while_reducing(self, op: str) -> None:
+        if self._progress.reduction is not None:
+            contract = "be the one backward of a micro-batch and be followed by step"
+            got = "another after the window's last"
+            advice = "Use reduce_in_backward=False for several backward passes in a micro-batch"
+            raise RuntimeError(_checks.message(op, "the call", contract, got, advice))
 
     def _refuse_closure_optimizer(self, op: str) -> None:
         if self._needs_closure:
@@ -348,11 +234,3 @@ class Taking(OptimizerWrapper):
 def _is_used(grad: Tensor) -> bool:
     """Whether a step has used this gradient and nobody has written it since."""
     return getattr(grad, _USED, None) == grad._version
-
-
-def _explain(error: BaseException, note: str) -> None:
-    """Add a sentence to an exception on its way out."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:  # Python 3.10
-        raise RuntimeError(note) from error

@@ -56,6 +56,7 @@ class Window:
         self.survivors: Scalar | None = None  # micro-batches kept, once bad ones are dropped
         self.gathered: Scalar | None = None  # micro-batches of all processes, once reduced
         self.dropped: list[Tensor] = []  # parameters that had them dropped, where the host knows
+        self.held_back = False  # a model's synchronisation: to be summed over its processes
 
     @property
     def main(self) -> dict[Tensor, Tensor]:
@@ -230,10 +231,6 @@ class Window:
         if self.gathered is not None:
             return self.gathered
         return self.micro_batches if self.survivors is None else self.survivors
-
-    def is_empty(self) -> bool:
-        """Whether nothing came in on any process. May read the device."""
-        return not self.micro_batches and (self.gathered is None or not bool(self.gathered))
 
     def note(self, found_inf: Tensor) -> None:
         """Remember a found_inf that somebody else formed; any value but zero counts."""

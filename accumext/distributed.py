@@ -1,4 +1,4 @@
-"""Windows over several processes: sums of main gradients, found_inf, norms of sharded gradients."""
+"""Several processes: whose synchronisation to hold back, and norms of sharded gradients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accumext import _checks, ops
-from accumext._gradients import is_dtensor, main_dtype, plain, scale_
-from accumext._numbers import as_tensor, known
-from accumext._window import UNSCALED, Window
+from accumext._gradients import is_dtensor, plain
 
 Group: TypeAlias = "dist.ProcessGroup"
 
@@ -60,52 +58,6 @@ def _no_sync(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
         for replica in replicas:
             held.enter_context(replica.no_sync())
         yield
-
-
-def reduce_window(window: Window, parameters: Sequence[Tensor], group: Group) -> None:
-    """Sum the windows of all processes: main gradients and weights by SUM, found_inf by MAX.
-
-    Every process sends every parameter, zeros where it has no gradient, so that the calls match. A
-    parameter without a gradient on any process is left without one; only a process that lacks a
-    gradient has to read, on the host, whether another has it.
-    """
-    if group.size() == 1:
-        return
-    window.detach()
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    scale_(window.mains.tensors, window.normaliser("sum"))
-    device = parameters[0].device
-    kept = window.micro_batches if window.survivors is None else window.survivors
-    sums = torch.stack([as_tensor(n, torch.float64, device) for n in (window.weight, kept)])
-    present = [float(p in window.main) for p in parameters]
-    found_inf = as_tensor(window.found_inf(), torch.float32, device)
-    flags = torch.cat([found_inf.reshape(1), torch.tensor(present).to(device, non_blocking=True)])
-    dist.all_reduce(sums, group=group)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    mains = {p: _sum_main_grad(p, window.main.get(p), group) for p in parameters}
-    if not all(present):
-        nowhere = [p for p, count in zip(parameters, flags[1:].tolist(), strict=True) if not count]
-        for parameter in nowhere:
-            del mains[parameter]
-    window.replace(mains)
-    window.in_order = True
-    window.note(flags[0])
-    window.weight, window.gathered = known(sums[0]), known(sums[1])
-    window.unit_weight, window.unit_scale = 1.0, UNSCALED
-    if window.survivors is not None:
-        window.survivors = window.gathered
-
-
-def _sum_main_grad(parameter: Tensor, main: Tensor | None, group: Group) -> Tensor:
-    """The sum of a main gradient over processes; a sparse one travels dense."""
-    if main is None:
-        main = torch.zeros_like(parameter, dtype=main_dtype(parameter))
-    sent = plain(main.to_dense() if main.is_sparse else main).contiguous()
-    dist.all_reduce(sent, group=group)
-    if main.is_sparse:
-        return sent.to_sparse(main.sparse_dim())
-    plain(main).copy_(sent)
-    return main
 
 
 def total_norm(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from accumext import _checks, _resume, distributed
+from accumext import _checks, distributed
 from accumext import _straight as straight
 from accumext._arguments import (
     OP,
@@ -23,12 +23,12 @@ from accumext._arguments import (
     needs_closure,
 )
 from accumext._report import WindowReport
-from accumext._stepping import Stepping
+from accumext._resume import Resuming
 from accumext._taking import Progress
 from accumext._window import Window
 
 
-class AccumulatingOptimizer(Stepping):
+class AccumulatingOptimizer(Resuming):
     """Any optimizer, stepping once per window of micro-batches on the gradient of the whole window.
 
     `gradient = sum(weight_i * grad_i) / sum(weight_i)` over the micro-batches of a window (without
@@ -87,6 +87,7 @@ class AccumulatingOptimizer(Stepping):
         reduction: str = "mean",
         process_group: distributed.Group | None = None,
         accumulate_in_backward: bool = False,
+        reduce_in_backward: bool = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AccumulatingOptimizer):
             contract = "be a torch.optim.Optimizer that is not wrapped already"
@@ -106,7 +107,12 @@ class AccumulatingOptimizer(Stepping):
         check_policy(on_nonfinite, self._parameters())
         self.reduction = _checks.one_of(OP, "reduction", reduction, ("mean", "sum"))
         self.process_group = distributed.check_group(OP, process_group)
-        self.accumulate_in_backward = check_in_backward(accumulate_in_backward, on_nonfinite)
+        self.accumulate_in_backward = check_in_backward(
+            "accumulate_in_backward", accumulate_in_backward, on_nonfinite
+        )
+        self.reduce_in_backward = check_in_backward(
+            "reduce_in_backward", reduce_in_backward, on_nonfinite
+        )
         if accumulate_in_backward:
             straight.mark(p for group in optimizer.param_groups for p in group["params"])
         self._needs_closure = needs_closure(optimizer)
@@ -139,16 +145,20 @@ class AccumulatingOptimizer(Stepping):
         check_loss(op, loss)
         count = check_weight(op, weight)
         progress = self._progress
+        self._refuse_while_reducing(op)
         if progress.part is not None:
             self._check_part_weight(op, count)
         room = self._make_room()
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        if progress.part is not None:
+        reduction = self._reduction_of_the_last(op, count)
+        if progress.part is not None and reduction is None:
             self._backward_part(op, scaled)
             return
         scale = self._own_scale(op)
         factor = self._resident_factor(loss, count, scale, room)
-        if factor is not None:
+        if reduction is not None:
+            self._backward_taking(op, scaled, count, scale, reduction)
+        elif factor is not None:
             self._backward_resident(scaled, factor, count, scale)
         elif self.accumulate_in_backward and not self._attaches():
             self._backward_taking(op, scaled, count, scale)
@@ -212,8 +222,10 @@ class AccumulatingOptimizer(Stepping):
         op = f"{OP}.micro_batch"
         self._refuse_closure_optimizer(op)
         self._refuse_inside_micro_batch(op)
-        held, group = distributed.hold_back(op, model, self.process_group)
         progress = self._progress
+        self._refuse_while_reducing(op)
+        held, group = distributed.hold_back(op, model, self.process_group)
+        progress.group = group or progress.group
         self._make_room()
         progress.part, progress.part_weight = Window(), None
         try:
@@ -221,10 +233,13 @@ class AccumulatingOptimizer(Stepping):
                 yield
             self._gather_part()
             grads = self._grads() | progress.part.main
-            if grads or progress.part_weight is not None:
+            if grads:
+                self._refuse_while_reducing(op)
+            if grads or (progress.part_weight is not None and progress.reduction is None):
                 weight = 1.0 if progress.part_weight is None else progress.part_weight
                 self._take(op, grads, weight, self._own_scale(op))
-                progress.accumulated, progress.group = True, group or progress.group
+                progress.accumulated = True
+            progress.window.held_back |= group is not None
         except BaseException:
             self._clear_grads()
             raise
@@ -282,7 +297,7 @@ class AccumulatingOptimizer(Stepping):
         """
         self._refuse_inside_micro_batch(f"{OP}.discard")
         self._progress.window.detach()
-        self._progress.window = Window()
+        self._progress.window, self._progress.reduction = Window(), None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`. An open window keeps what it has: see `discard`.
@@ -354,43 +369,6 @@ class AccumulatingOptimizer(Stepping):
         window.refresh()
         main = window.main.get(parameter)
         return None if main is None else main * window.normaliser("sum")
-
-    @torch.no_grad()
-    def accumulation_state_dict(self) -> dict[str, Any]:
-        """The open window as plain tensors and numbers; a run resumes from it bit for bit.
-
-        `state_dict` does not contain it. Gradients that lie in `.grad`, not yet accumulated, are
-        not part of it.
-
-        Returns:
-            Copies; for `load_accumulation_state_dict` and `torch.load(weights_only=True)`.
-
-        Example:
-            >>> torch.save({"opt": opt.state_dict(), "open": opt.accumulation_state_dict()}, path)
-        """
-        return _resume.pack(self._progress.window, self._parameters())
-
-    @torch.no_grad()
-    def load_accumulation_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the open window by a saved one. Load the scaler's state, if there is one, before.
-
-        Args:
-            state_dict: what `accumulation_state_dict` returned, for the same parameters in order.
-
-        Raises:
-            TypeError: an entry is of the wrong type or dtype.
-            ValueError: keys, indices, shapes or values are not those of this optimizer.
-            RuntimeError: inside `micro_batch()`.
-
-        Example:
-            >>> opt.load_accumulation_state_dict(torch.load(path)["open"])
-        """
-        op = f"{OP}.load_accumulation_state_dict"
-        self._refuse_inside_micro_batch(op)
-        window = _resume.unpack(op, state_dict, self._parameters())
-        self._recognise_scale(window)
-        self.discard()
-        self._progress.window = window
 
     def __repr__(self) -> str:
         names = ("window", "max_norm", "norm_type", "on_nonfinite", "reduction")

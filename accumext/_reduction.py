@@ -1,0 +1,226 @@
+"""A window summed over processes: its numbers first, then its main gradients in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accumext import _checks, ops
+from accumext._gradients import HALF_DTYPES, is_dtensor, main_dtype, plain
+from accumext._numbers import Scalar, as_tensor, known, on, on_host
+from accumext._window import UNSCALED, Window
+from accumext.distributed import Group
+
+# What DistributedDataParallel sends at a time: enough for full bandwidth, little enough for the
+# next bucket to be filled, or its gradients made, meanwhile.
+BUCKET_BYTES = 25 * 2**20
+
+ALIGNMENT = 16  # elements; gradients begin where vector instructions like it
+
+_FULL = -1.0  # in place of a number of micro-batches: of a window that is full
+_SAME_COUNT = (
+    "Give every process as many micro-batches, one of weight=0 counts for nothing, and call step "
+    "and flush on all of them"
+)
+
+
+class Bucket:
+    """Main gradients of some parameters in one flat tensor, and word of who has which.
+
+    Every process sends every parameter, so that the calls match: zeros for a missing gradient, a
+    sparse one dense. At the end of the tensor stand, for each parameter, how many processes have a
+    gradient, and the sum of its sparse dimensions on them, which is 0 for a dense one.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self.awaited = set(parameters)  # their gradients may still change
+        self._begins = [0]
+        for parameter in parameters:
+            size = -(-_like(parameter).numel() // ALIGNMENT) * ALIGNMENT
+            self._begins.append(self._begins[-1] + size)
+        self._flat = torch.empty(0)
+        self._ordinary = True  # this process has a dense gradient for each parameter
+        self._work: dist.Work | None = None
+
+    def send(self, mains: dict[Tensor, Tensor], factor: Scalar, group: Group) -> None:
+        """Begin to sum `mains * factor` over the group; these mains leave the dict."""
+        mine = [mains.pop(parameter, None) for parameter in self.parameters]
+        first = _like(self.parameters[0])
+        size = self._begins[-1] + 2 * len(mine)
+        self._flat = torch.empty(size, dtype=_sum_dtype(first), device=first.device)
+        self._ordinary = not any(main is None or main.is_sparse for main in mine)
+        present, sparse_dims = self._word()
+        if self._ordinary:
+            present.fill_(1.0)
+            sparse_dims.zero_()
+        else:
+            present.copy_(torch.tensor([float(main is not None) for main in mine]))
+            dims = [
+                main.sparse_dim() if main is not None and main.is_sparse else 0 for main in mine
+            ]
+            sparse_dims.copy_(torch.tensor(dims))
+        views = self._views()
+        there, sources = [], []
+        for view, main in zip(views, mine, strict=True):
+            if main is None:
+                view.zero_()
+            else:
+                there.append(view)
+                sources.append(plain(main.to_dense() if main.is_sparse else main))
+        ops.accumulate_(there, sources, inv_scale=on(first.device, factor), overwrite=True)
+        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+
+    def receive(self) -> dict[Tensor, Tensor]:
+        """The sums, as main gradients; none for a parameter that no process has a gradient for.
+
+        Only a process that lacks a gradient, or has a sparse one, reads what the others have.
+        """
+        assert self._work is not None
+        self._work.wait()
+        sums = dict(zip(self.parameters, self._views(), strict=True))
+        if self._ordinary:
+            return {p: _as_main(p, view) for p, view in sums.items()}
+        mains = {}
+        words = (word.tolist() for word in self._word())
+        for p, processes, sparse_dims in zip(sums, *words, strict=True):
+            if processes:
+                main = _as_main(p, sums[p])
+                mains[p] = main.to_sparse(round(sparse_dims / processes)) if sparse_dims else main
+        return mains
+
+    def _word(self) -> tuple[Tensor, Tensor]:
+        """The end of the tensor."""
+        present, sparse_dims = self._flat[self._begins[-1] :].view(2, -1)
+        return present, sparse_dims
+
+    def _views(self) -> list[Tensor]:
+        """The part of each parameter, with its strides where it has no gaps."""
+        views = []
+        for begin, parameter in zip(self._begins, self.parameters, strict=False):
+            like = _like(parameter)
+            stride = torch.empty_like(like, device="meta").stride()
+            views.append(self._flat.as_strided(like.shape, stride, begin))
+        return views
+
+
+class Reduction:
+    """The sum of one window over a group of processes."""
+
+    def __init__(self, parameters: Sequence[Tensor], group: Group) -> None:
+        self._group = group
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._buckets = _plan(self._parameters)
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._sent = 0  # buckets; all processes send them in one order
+
+    def agree(self, op: str, window: Window, weight: Scalar, count: int, flushing: bool) -> bool:
+        """Sum the numbers of the window, and raise where processes do not close the same one.
+
+        Nothing has changed then. If only a device knows the sums, a flush alone looks at them.
+
+        Returns:
+            Whether any process has something in the window.
+
+        Raises:
+            RuntimeError: windows are not all full, or not all flushed with equally many
+                micro-batches; or a process did not come.
+        """
+        device = self._parameters[0].device
+        closing = torch.zeros(self._group.size(), dtype=torch.float64)
+        closing[self._group.rank()] = count if flushing else _FULL
+        kept = count if window.survivors is None else window.survivors
+        mine = [as_tensor(n, torch.float64, device) for n in (weight, kept, window.found_inf())]
+        numbers = torch.cat([torch.stack(mine), closing.to(device, non_blocking=True)])
+        try:
+            dist.all_reduce(numbers, group=self._group)
+        except RuntimeError as error:
+            got = f"no answer from some ({str(error).splitlines()[0]})"
+            text = _checks.message(op, "the window", "be closed by every process", got, _SAME_COUNT)
+            raise RuntimeError(text) from error
+        self._weight, self._kept, self._found_inf = known(numbers[0]), known(numbers[1]), numbers[2]
+        if not flushing and not on_host(numbers):
+            return True
+        counts = numbers[3:].tolist()
+        if len(set(counts)) > 1:
+            got = ", ".join("full" if n == _FULL else f"{n:.0f}" for n in counts) + " by rank"
+            contract = "hold as many micro-batches on every process"
+            raise RuntimeError(_checks.message(op, "the window", contract, got, _SAME_COUNT))
+        return any(counts)
+
+    def complete(self, op: str, window: Window, parameters: Iterable[Tensor]) -> None:
+        """Send what can be sent now that these parameters have their last gradient.
+
+        Raises:
+            RuntimeError: one of them had its last already.
+        """
+        for parameter in parameters:
+            awaited = self._bucket_of[parameter].awaited
+            if parameter not in awaited:
+                contract = "be complete when autograd has accumulated it"
+                got = "one in several parts, as reentrant checkpoints make them"
+                advice = "Use reduce_in_backward=False"
+                raise RuntimeError(_checks.message(op, ".grad", contract, got, advice))
+            awaited.remove(parameter)
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].awaited:
+            self._send_next(dict(window.main), window.normaliser("sum"))
+
+    def finish(self, window: Window) -> None:
+        """Send the rest, wait, and make the sum of all processes the window."""
+        mains, factor = dict(window.main), window.normaliser("sum")
+        window.replace({})  # a bucket frees what it has copied
+        while self._sent < len(self._buckets):
+            self._send_next(mains, factor)
+        sums: dict[Tensor, Tensor] = {}
+        for bucket in self._buckets:
+            sums |= bucket.receive()
+        window.replace({p: sums[p] for p in self._parameters if p in sums})
+        window.in_order = True
+        window.note(self._found_inf)
+        window.weight, window.gathered = self._weight, self._kept
+        window.unit_weight, window.unit_scale = 1.0, UNSCALED
+        if window.survivors is not None:
+            window.survivors = self._kept
+
+    def _send_next(self, mains: dict[Tensor, Tensor], factor: Scalar) -> None:
+        self._buckets[self._sent].send(mains, factor, self._group)
+        self._sent += 1
+
+
+def _plan(parameters: Sequence[Tensor]) -> list[Bucket]:
+    """Buckets of one device and dtype each, the last parameters first: so backward makes them."""
+    planned: list[Bucket] = []
+    open_: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
+    for parameter in reversed(parameters):
+        like = _like(parameter)
+        dtype = _sum_dtype(like)
+        members, size = open_.pop((like.device, dtype), ([], 0))
+        members.append(parameter)
+        size += like.numel() * dtype.itemsize
+        if size >= BUCKET_BYTES:
+            planned.append(Bucket(members))
+        else:
+            open_[like.device, dtype] = (members, size)
+    return planned + [Bucket(members) for members, _ in open_.values()]
+
+
+def _like(parameter: Tensor) -> Tensor:
+    """What a parameter's dense main gradient looks like here, but for its dtype."""
+    return plain(parameter.detach())
+
+
+def _sum_dtype(like: Tensor) -> torch.dtype:
+    """float32 for half-precision parameters."""
+    return torch.float32 if like.dtype in HALF_DTYPES else like.dtype
+
+
+def _as_main(parameter: Tensor, view: Tensor) -> Tensor:
+    """A part of a bucket as the main gradient of a real, complex or sharded parameter."""
+    if is_dtensor(parameter):
+        main = torch.zeros_like(parameter, dtype=main_dtype(parameter)).detach()
+        plain(main).copy_(view)
+        return main
+    return torch.view_as_complex(view) if parameter.is_complex() else view

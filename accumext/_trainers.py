@@ -1,0 +1,24 @@
+"""What AccumulatingOptimizer has to know of a trainer around it."""
+
+from __future__ import annotations
+
+import sys
+
+from accumext import _checks
+
+
+def refuse_second_accumulation(op: str, window: int) -> None:
+    """RuntimeError where Accelerate leaves out steps itself: the two windows would multiply.
+
+    Its state is one per process, and says nothing before Accelerate is imported. Other trainers
+    keep theirs to themselves: several backward passes before a step may be a micro-batch.
+    """
+    state = None if window == 1 else sys.modules.get("accelerate.state")
+    if state is None:
+        return
+    steps = state.GradientState().num_steps
+    if steps > 1:
+        got = f"window={window} and gradient_accumulation_steps={steps}"
+        advice = "Pass gradient_accumulation_steps=1 to Accelerator, or window=1 to the optimizer"
+        contract = "be 1 where Accelerate accumulates too"
+        raise RuntimeError(_checks.message(op, "window", contract, got, advice))

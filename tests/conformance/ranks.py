@@ -1,0 +1,59 @@
+"""Scenarios that several processes (gloo, CPU) run together, and what each of them saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from filelock import FileLock
+from optimizer_oracle import assert_equal
+
+Scenario: TypeAlias = Callable[[int, int], dict[str, Any]]  # rank, number of processes
+
+
+def work(rank: int, world: int, scenarios: Sequence[Scenario], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    seen = {}
+    for scenario in scenarios:
+        torch.manual_seed(0)
+        seen[scenario.__name__] = scenario(rank, world)
+    torch.save(seen, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_on(
+    world: int, scenarios: Sequence[Scenario], name: str, temporary: pytest.TempPathFactory
+) -> list[dict[str, dict[str, Any]]]:
+    """What each rank saw; run once for all workers of the test session."""
+    base = temporary.getbasetemp()
+    shared = base.parent if base.name.startswith("popen-") else base  # one worker of several
+    folder: Path = shared / f"{name}-{world}"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / f"{world - 1}.pt").exists():
+            folder.mkdir(exist_ok=True)
+            torch.multiprocessing.spawn(work, (world, scenarios, str(folder)), nprocs=world)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def agreed(seen: Sequence[dict[str, dict[str, Any]]], scenario: Scenario) -> dict[str, Any]:
+    """What rank 0 saw of a scenario; parameters and statistics are equal on all ranks."""
+    first, *others = (rank[scenario.__name__] for rank in seen)
+    for other in others:
+        if "parameters" in first:
+            assert_equal(other["parameters"], first["parameters"])
+        if "stats" in first:
+            ours, theirs = ({**r["stats"], "loss_scale": None} for r in (first, other))
+            assert str(ours) == str(theirs)  # as text, where NaN equals itself
+    return first

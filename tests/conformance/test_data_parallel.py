@@ -1,0 +1,153 @@
+"""Data-parallel training (DDP, or a process group), 2 and 3 processes."""
+
+from __future__ import annotations
+
+import data_parallel as does
+import pytest
+import ranks
+import torch
+from data_parallel import BATCHES, MAX_NORM, WEIGHTS, WINDOW, Branches, adam, branch_of
+from optimizer_oracle import assert_close, assert_equal, make_model, train_by_hand
+
+
+def by_hand(world, **kwargs):
+    """One process that sees the micro-batches of all."""
+    return train_by_hand(adam, BATCHES, WINDOW * world, max_norm=MAX_NORM, **kwargs)
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda world: f"{world}-processes")
+def world(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def seen(world, tmp_path_factory):
+    return ranks.run_on(world, does.SCENARIOS, "data_parallel", tmp_path_factory)
+
+
+@pytest.mark.parametrize("scenario", does.WEIGHTED, ids=lambda s: s.__name__)
+def test_a_window_of_four_with_different_token_weights_per_rank(seen, world, scenario):
+    """Window 4 on every rank, weighted by tokens, equals one process on the joined batch"""
+    first = ranks.agreed(seen, scenario)
+    assert_close(first["parameters"], by_hand(world, weights=WEIGHTS))
+    assert first["stats"]["weight"] == sum(WEIGHTS[-WINDOW * world :])
+    assert first["stats"]["micro_batches"] == WINDOW * world
+    assert first["stats"]["clip_coef"] < 1.0
+
+
+def test_sum_over_micro_batches_and_ranks(seen, world):
+    """reduction="sum" adds over the window and over all ranks"""
+    first = ranks.agreed(seen, does.group_sum)
+    assert_close(first["parameters"], by_hand(world, weights=WEIGHTS, reduction="sum"))
+
+
+@pytest.mark.parametrize("scenario", [does.plain_loop_in_group, does.ddp_synchronising])
+def test_loops_that_know_nothing_of_ranks(seen, world, scenario):
+    """DDP that synchronises every backward, and a plain loop with process_group, work too"""
+    first = ranks.agreed(seen, scenario)
+    assert_close(first["parameters"], by_hand(world))
+
+
+@pytest.mark.parametrize("scenario", [does.traffic_afterwards, does.traffic_meanwhile])
+def test_main_grads_travel_once_per_window(seen, world, scenario):
+    """One all-reduce per window, in buckets, or while the last backward pass still runs"""
+    numbers = (3 + world) * 8  # weight, micro-batches, found_inf, and how each rank closes
+    bucket = (64 + 16) * 8 + 2 * 2 * 8  # a layer, its bias padded; two words per parameter
+    backward = [f"gradient {number}" for number in (3, 2, 1, 0)]
+    after = [numbers, *[bucket] * 4]
+    for rank in seen:
+        log = rank[scenario.__name__]["log"]
+        if scenario is does.traffic_afterwards:
+            assert log == 2 * (2 * backward + after)
+            continue
+        first, last = log[:4], log[4 : len(log) // 2]
+        assert first == backward
+        assert last[0] == numbers
+        assert sorted(last[1:], key=str) == sorted(backward + [bucket] * 4, key=str)
+        assert last.index(bucket) < last.index("gradient 1")
+        assert log[len(log) // 2 :] == log[: len(log) // 2]
+
+
+def test_half_precision_sums_travel_in_float32(seen, world):
+    """Half-precision gradients are summed over micro-batches and ranks in float32"""
+    first = ranks.agreed(seen, does.half_precision)
+    # In bfloat16 257 - 255 (- 255) would be 256 - 256, or less still.
+    assert first["p"].tolist() == [-(257.0 - 255.0 * (world - 1))] * 2
+
+
+def test_parameters_used_on_some_ranks_only(seen, world):
+    """A parameter without a gradient on some ranks is stepped, one without any is left alone"""
+    first = ranks.agreed(seen, does.partial_models)
+    mean = [1.0 / world] * world + [3.0]
+    stepped = [1.0 - 0.5 - grad for grad in mean]
+    assert_close(
+        first["parameters"], [torch.full((2,), s, dtype=torch.float64) for s in [*stepped, 1.0]]
+    )
+
+
+def test_branches_used_in_some_micro_batches_only(seen):
+    """DDP parameters used in some micro-batches only need no find_unused_parameters"""
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for start in (0, 12):
+        optimizer.zero_grad()
+        for number in range(start, start + 12):
+            (model(BATCHES[number], branch_of(number)).square().mean() / 12).backward()
+        optimizer.step()
+    first = ranks.agreed(seen, does.branches)
+    assert_close(first["parameters"], [p.detach() for p in model.parameters()])
+
+
+def test_sparse_gradients_stay_sparse(seen):
+    """Sparse gradients stay sparse, on ranks without any as well"""
+    for rank in seen:
+        moved = rank["sparse"]["moved"].tolist()
+        assert moved == pytest.approx(
+            [-1.0, -1.0, 0.0, -1.0, 0.0], abs=1e-5
+        )  # Adam's eps takes 2e-6
+
+
+@pytest.mark.parametrize("scenario", does.POISONED, ids=lambda s: s.__name__)
+def test_inf_skips_on_all_ranks(seen, world, scenario):
+    """An inf on one rank or on all skips the window everywhere, and loss scales stay equal"""
+    first = ranks.agreed(seen, scenario)
+    for rank in seen:
+        assert rank[scenario.__name__]["skipped"] == [True, False]
+        assert rank[scenario.__name__]["scales"] == [4.0, 4.0]
+        assert rank[scenario.__name__]["names"] == [[0, 1, 2, 3], []]
+    good = BATCHES[2 * world : 4 * world]
+    assert_close(first["parameters"], train_by_hand(adam, good, 2 * world))
+
+
+def test_inf_on_all_ranks_skips_a_fused_optimizer(seen):
+    """An inf on all ranks skips a fused optimizer"""
+    first = ranks.agreed(seen, does.inf_with_a_fused_optimizer)
+    assert_equal(first["parameters"], [p.detach() for p in make_model(torch.float32).parameters()])
+    for rank in seen:
+        assert rank["inf_with_a_fused_optimizer"]["skipped"] == [True]
+        assert rank["inf_with_a_fused_optimizer"]["scales"] == [4.0]
+
+
+def test_a_bad_micro_batch_of_one_rank_is_dropped_alone(seen, world):
+    """skip_micro_batch drops a bad micro-batch of one rank and renormalises on all"""
+    first = ranks.agreed(seen, does.bad_micro_batch_on_one_rank)
+    good = [batch for n, batch in enumerate(BATCHES[: 2 * world]) if n != 1]
+    assert_close(first["parameters"], train_by_hand(adam, good, len(good)))
+    assert first["stats"]["micro_batches"] == len(good)
+
+
+def test_flush_steps_on_a_partial_window_of_all_ranks(seen, world):
+    """flush() steps on what all ranks hold, and does nothing on an empty window"""
+    first = ranks.agreed(seen, does.even_flush)
+    batches = BATCHES[: 3 * world]
+    assert_close(first["parameters"], train_by_hand(adam, batches, 2 * world, max_norm=MAX_NORM))
+    assert first["stats"]["micro_batches"] == world
+    assert first["stepped"] == [True, False]
+
+
+def test_copies_do_not_forget_that_a_window_is_to_be_summed(seen):
+    """A copy or pickle made after micro_batch(ddp_model) refuses to step on its own share"""
+    for rank in seen:
+        assert all(rank["copies"]["same"])
+        assert "the group must be known" in rank["copies"]["error"]
