@@ -16,6 +16,8 @@ from accumext._numbers import Scalar, on_host
 
 OP = "AccumulatingOptimizer"
 
+UNWEIGHTED = 1.0  # the default weight; this very object tells that none was given
+
 
 def check_loss(op: str, loss: object) -> None:
     """A 0-dim tensor with a graph."""

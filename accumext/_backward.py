@@ -56,8 +56,7 @@ class BackwardPasses(Taking):
         window = self._progress.window
         with self._dropping_the_window(window):
             window.mains.lend()
-            if isinstance(factor, Tensor) or factor != 1.0:
-                loss = loss * (factor.to(loss) if isinstance(factor, Tensor) else factor)
+            loss = times(loss, factor)
 
             def destination(parameter: Tensor) -> straight.Destination | None:
                 main = window.main.get(parameter) if straight.expected(parameter) else None
@@ -174,6 +173,13 @@ class BackwardPasses(Taking):
             return
         contract = f"be that of the whole micro-batch, {first:g}"
         _checks.fail_value(op, "weight", contract, weight)
+
+
+def times(loss: Tensor, factor: Scalar) -> Tensor:
+    """`loss * factor` in the loss's dtype; the host number 1.0 costs nothing."""
+    if isinstance(factor, Tensor):
+        return loss * factor.to(loss)
+    return loss if factor == 1.0 else loss * factor
 
 
 def _explain(error: BaseException, note: str) -> None:

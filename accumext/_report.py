@@ -85,6 +85,7 @@ class WindowReport:
     def nonfinite(self) -> list[Name]:
         """Names (indices, if the optimizer has no names) of parameters with an inf or NaN gradient.
 
+        Of sharded ones, those whose shard on this process has one.
         Empty unless something was dropped. After a fused step on a GPU the host does not know yet:
         ask before the gradients are cleared.
         """

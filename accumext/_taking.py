@@ -204,7 +204,8 @@ class Taking(OptimizerWrapper):
         distributed.total_norm(list(grads.values()), norm_type=2.0, found_inf=found_inf)
         if bool(found_inf):
             names = self._names()
-            got = "inf or NaN in " + ", ".join(str(names[p]) for p in nonfinite(grads))
+            mine = ", ".join(str(names[p]) for p in nonfinite(grads))
+            got = f"inf or NaN in {mine or 'shards of other processes'}"
             raise RuntimeError(_checks.message(op, "gradients", "be finite", got))
 
     # Refusals

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accumext import _checks, ops
 from accumext._gradients import is_dtensor, plain
+from accumext._numbers import Scalar, as_tensor, known
 
 Group: TypeAlias = "dist.ProcessGroup"
 
@@ -58,6 +59,28 @@ def _no_sync(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
         for replica in replicas:
             held.enter_context(replica.no_sync())
         yield
+
+
+def shared_weight(weight: Scalar, parameters: Sequence[Tensor]) -> tuple[Scalar, Scalar]:
+    """The weight of a micro-batch whose gradients are averaged over processes in the backward pass.
+
+    Each then holds a part of the same average, so they must count it alike: with their mean weight.
+    What a process's own loss has to be multiplied with makes the average a weighted one.
+
+    Returns:
+        factor of the loss, weight to count; `(1.0, weight)` where no parameter is sharded.
+    """
+    sharded = next(filter(is_dtensor, parameters), None)
+    if sharded is None:
+        return 1.0, weight
+    mesh = sharded.device_mesh  # type: ignore[attr-defined]
+    total = as_tensor(weight, torch.float64, sharded.device).clone()
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(total, group=mesh.get_group(dimension))
+    mean = known(total / mesh.size())
+    if isinstance(mean, Tensor):
+        return weight / torch.where(mean > 0, mean, 1.0), mean
+    return weight / (mean or 1.0), mean
 
 
 def total_norm(

@@ -15,6 +15,7 @@ from accumext import _checks, distributed
 from accumext import _straight as straight
 from accumext._arguments import (
     OP,
+    UNWEIGHTED,
     check_closure_optimizer,
     check_in_backward,
     check_loss,
@@ -22,6 +23,7 @@ from accumext._arguments import (
     check_weight,
     needs_closure,
 )
+from accumext._backward import times
 from accumext._report import WindowReport
 from accumext._resume import Resuming
 from accumext._taking import Progress
@@ -122,7 +124,7 @@ class AccumulatingOptimizer(Resuming):
             )
         self._progress = Progress()
 
-    def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
+    def backward(self, loss: Tensor, weight: float | Tensor = UNWEIGHTED) -> None:
         """Scale the loss, run its backward pass and take in the gradients as one micro-batch.
 
         Inside `micro_batch()` the gradients join that micro-batch instead.
@@ -130,7 +132,8 @@ class AccumulatingOptimizer(Resuming):
         Args:
             loss: 0-dim, with a graph.
             weight: what the micro-batch counts, at least 0, for example its number of tokens if the
-                loss is a mean over them. A number, or a 0-dim tensor that stays on its device.
+                loss is a mean over them. A number, or a 0-dim tensor that stays on its device. With
+                sharded parameters (`fully_shard`), give one on all processes or on none.
 
         Raises:
             TypeError: `loss` is not a tensor, or `weight` neither a number nor a tensor.
@@ -146,6 +149,9 @@ class AccumulatingOptimizer(Resuming):
         count = check_weight(op, weight)
         progress = self._progress
         self._refuse_while_reducing(op)
+        if weight is not UNWEIGHTED:
+            share, count = distributed.shared_weight(count, self._parameters())
+            loss = times(loss, share)
         if progress.part is not None:
             self._check_part_weight(op, count)
         room = self._make_room()
