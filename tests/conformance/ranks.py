@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,18 +14,37 @@ import torch.distributed as dist
 from filelock import FileLock
 from optimizer_oracle import assert_equal
 
+PRELOADED = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "pytest",
+    "accumext",
+]
+
 Scenario: TypeAlias = Callable[[int, int], dict[str, Any]]  # rank, number of processes
 
 
-def work(rank: int, world: int, scenarios: Sequence[Scenario], folder: str) -> None:
+def spawn(function: Callable[..., None], args: tuple[Any, ...], world: int) -> None:
+    """Run `function(rank, *args)` in new processes, which need not import torch each by itself."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    torch.multiprocessing.start_processes(function, args, world, start_method="forkserver")
+
+
+def join(rank: int, world: int, meeting: str, seconds: float = 60) -> None:
+    """Make the processes that name the same file, which is not there yet, a group."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/rendezvous",
+        init_method=f"file://{meeting}",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=seconds),
     )
+
+
+def work(rank: int, world: int, scenarios: Sequence[Scenario], folder: str) -> None:
+    join(rank, world, f"{folder}/meeting")
     seen = {}
     for scenario in scenarios:
         torch.manual_seed(0)
@@ -43,7 +63,7 @@ def run_on(
     with FileLock(f"{folder}.lock"):
         if not (folder / f"{world - 1}.pt").exists():
             folder.mkdir(exist_ok=True)
-            torch.multiprocessing.spawn(work, (world, scenarios, str(folder)), nprocs=world)
+            spawn(work, (world, scenarios, str(folder)), world)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 from data_parallel import BATCHES, adam, in_group
 from optimizer_oracle import assert_close, assert_equal, loss_of, make_model, train_by_hand
 
@@ -100,13 +99,7 @@ def test_an_uneven_last_window_is_an_error_on_all_ranks(seen, scenario, counts):
 
 def alone(rank: int, folder: str, leaves: bool) -> None:
     """Rank 1 never closes its window: it goes, or does something else until rank 0 has given up."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=ranks.timedelta(seconds=4),
-    )
+    ranks.join(rank, 2, f"{folder}/meeting", seconds=4)
     model = make_model()
     opt = in_group(model, window=1)
     said = Path(folder, "said")
@@ -128,7 +121,7 @@ def alone(rank: int, folder: str, leaves: bool) -> None:
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "stays-away"])
 def test_a_rank_that_never_closes_its_window(tmp_path, leaves):
     """A rank that never closes its window is an error after the group's timeout, not a hang"""
-    torch.multiprocessing.spawn(alone, (str(tmp_path), leaves), nprocs=2)
+    ranks.spawn(alone, (str(tmp_path), leaves), 2)
     said = (tmp_path / "said").read_text(encoding="utf-8")
     assert said.startswith(f"{OP}.step: the window must be closed by every process, got no answer")
     assert "call step and flush on all of them" in said
