@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Intake:
         self._waiting: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
         self._bytes: defaultdict[torch.device, int] = defaultdict(int)
         self._taken: set[Tensor] = set()
+        self._one_at_a_time = Lock()
 
     @contextmanager
     def watching(self, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -62,10 +64,11 @@ class Intake:
 
     def _hand_over(self, bundle: Iterable[Tensor]) -> None:
         grads = {p: p.grad for p in bundle if p.grad is not None}
-        self._take(grads)
-        for parameter in grads:
-            parameter.grad = None
-        self._taken |= grads.keys()
+        with self._one_at_a_time:
+            self._take(grads)
+            for parameter in grads:
+                parameter.grad = None
+            self._taken |= grads.keys()
 
     def _refuse_late_gradients(self) -> None:
         """What was taken in must have been all: DistributedDataParallel writes the sum later."""

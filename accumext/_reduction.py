@@ -178,7 +178,6 @@ class Reduction:
         for bucket in self._buckets:
             sums |= bucket.receive()
         window.replace({p: sums[p] for p in self._parameters if p in sums})
-        window.in_order = True
         window.note(self._found_inf)
         window.weight, window.gathered = self._weight, self._kept
         window.unit_weight, window.unit_scale = 1.0, UNSCALED

@@ -55,9 +55,8 @@ class Stepping(BackwardPasses):
 
     def _flush(self, op: str) -> None:
         """Take in what is pending, and close the window if any process has something in it."""
-        if isinstance(
-            self.optimizer, Stepping
-        ):  # Lightning's clone of this class wraps the wrapper
+        # Lightning's clone of this class has the wrapper itself for its optimizer.
+        if isinstance(self.optimizer, Stepping):
             self.optimizer._flush(op)
             return
         self._progress.stepped = self._progress.accumulated = False

@@ -29,6 +29,21 @@ def check_group(op: str, group: object) -> Group | None:
     return group
 
 
+def packed_group(op: str, group: Group | None) -> str | None:
+    """The group as a pickle or copy can hold it: the default one, or none."""
+    if group is None:
+        return None
+    if group is not dist.group.WORLD:
+        contract = "be the default group to be copied or pickled"
+        raise RuntimeError(_checks.message(op, "process_group", contract, "another"))
+    return "default"
+
+
+def unpacked_group(packed: str | None) -> Group | None:
+    """The group of the process that unpickles."""
+    return None if packed is None else dist.group.WORLD
+
+
 def hold_back(
     op: str, model: object, group: Group | None
 ) -> tuple[AbstractContextManager[None], Group | None]:

@@ -376,6 +376,14 @@ class AccumulatingOptimizer(Resuming):
         main = window.main.get(parameter)
         return None if main is None else main * window.normaliser("sum")
 
+    def __getstate__(self) -> dict[str, Any]:
+        packed = distributed.packed_group(OP, self.process_group)
+        return {**super().__getstate__(), "process_group": packed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        group = distributed.unpacked_group(state["process_group"])
+        super().__setstate__({**state, "process_group": group})
+
     def __repr__(self) -> str:
         names = ("window", "max_norm", "norm_type", "on_nonfinite", "reduction")
         fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

@@ -262,14 +262,26 @@ def inf_with_a_fused_optimizer(rank, world):
 POISONED = (inf_on_one_rank, inf_on_all_ranks, inf_while_backward_runs)
 
 
-def bad_micro_batch_on_one_rank(rank, world):
+def dropping(rank, world, bad):
+    """`bad` are the rank's own micro-batches, of two, that hold an inf."""
     model = make_model()
-    opt = in_group(model, window=2, on_nonfinite="skip_micro_batch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    opt = in_group(model, window=2, scaler=scaler, on_nonfinite="skip_micro_batch")
     for i, (batch, _) in enumerate(own_share(rank, world, 2 * world)):
-        factor = INF if (rank, i) == (1, 0) else 1.0
-        opt.backward(loss_of(model, batch) * factor)
+        opt.backward(loss_of(model, batch) * (INF if i in bad else 1.0))
         opt.step()
-    return outcome(model, opt)
+    return outcome(model, opt, scale=scaler.get_scale())
+
+
+def bad_micro_batch_on_one_rank(rank, world):
+    return dropping(rank, world, [0] if rank == 1 else [])
+
+
+def only_bad_micro_batches_on_one_rank(rank, world):
+    return dropping(rank, world, [0, 1] if rank == 1 else [])
+
+
+DROPPING = (bad_micro_batch_on_one_rank, only_bad_micro_batches_on_one_rank)
 
 
 def even_flush(rank, world):
@@ -291,14 +303,33 @@ def copies(rank, world):
     opt = in_group(model, process_group=None)
     with opt.micro_batch(model):
         opt.backward(loss_of(model, BATCHES[rank]))
-    twin = pickle.loads(pickle.dumps(opt))
-    deep = copy.deepcopy(opt)
-    same = [torch.equal(opt.main_grad(p), deep.main_grad(q)) for p, q in pairs(opt, deep)]
+    same = []
+    for twin in (pickle.loads(pickle.dumps(opt)), copy.deepcopy(opt)):
+        same += [torch.equal(opt.main_grad(p), twin.main_grad(q)) for p, q in pairs(opt, twin)]
     try:
         twin.flush()
     except RuntimeError as error:
         return {"same": same, "error": str(error)}
     return {"same": same, "error": ""}
+
+
+def copies_in_a_group(rank, world):
+    """A copy of an optimizer with a process_group goes on in it."""
+    model = make_model()
+    opt = in_group(model, max_norm=MAX_NORM)
+    share = own_share(rank, world)
+    for batch, weight in share[:2]:
+        opt.backward(loss_of(model, batch), weight)
+        opt.step()
+    model, opt = copy.deepcopy((model, opt))
+    for batch, weight in share[2:6]:
+        opt.backward(loss_of(model, batch), weight)
+        opt.step()
+    model, opt = pickle.loads(pickle.dumps((model, opt)))
+    for batch, weight in share[6:]:
+        opt.backward(loss_of(model, batch), weight)
+        opt.step()
+    return outcome(model, opt)
 
 
 def pairs(one, other):
@@ -318,7 +349,8 @@ SCENARIOS = (
     branches,
     sparse,
     inf_with_a_fused_optimizer,
-    bad_micro_batch_on_one_rank,
+    *DROPPING,
     even_flush,
     copies,
+    copies_in_a_group,
 )

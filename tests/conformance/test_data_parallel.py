@@ -129,12 +129,15 @@ def test_inf_on_all_ranks_skips_a_fused_optimizer(seen):
         assert rank["inf_with_a_fused_optimizer"]["scales"] == [4.0]
 
 
-def test_a_bad_micro_batch_of_one_rank_is_dropped_alone(seen, world):
-    """skip_micro_batch drops a bad micro-batch of one rank and renormalises on all"""
-    first = ranks.agreed(seen, does.bad_micro_batch_on_one_rank)
-    good = [batch for n, batch in enumerate(BATCHES[: 2 * world]) if n != 1]
+@pytest.mark.parametrize("scenario", does.DROPPING, ids=lambda s: s.__name__)
+def test_bad_micro_batches_of_one_rank_are_dropped_alone(seen, world, scenario):
+    """skip_micro_batch drops bad micro-batches of one rank and renormalises on all"""
+    first = ranks.agreed(seen, scenario)
+    bad = [1] if scenario is does.bad_micro_batch_on_one_rank else [1, 1 + world]
+    good = [batch for n, batch in enumerate(BATCHES[: 2 * world]) if n not in bad]
     assert_close(first["parameters"], train_by_hand(adam, good, len(good)))
     assert first["stats"]["micro_batches"] == len(good)
+    assert [rank[scenario.__name__]["scale"] for rank in seen] == [4.0] * world
 
 
 def test_flush_steps_on_a_partial_window_of_all_ranks(seen, world):
@@ -151,3 +154,9 @@ def test_copies_do_not_forget_that_a_window_is_to_be_summed(seen):
     for rank in seen:
         assert all(rank["copies"]["same"])
         assert "the group must be known" in rank["copies"]["error"]
+
+
+def test_copies_go_on_in_their_process_group(seen, world):
+    """deepcopy and pickle in the middle of a window keep the default process group"""
+    first = ranks.agreed(seen, does.copies_in_a_group)
+    assert_close(first["parameters"], by_hand(world, weights=WEIGHTS))

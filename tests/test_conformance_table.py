@@ -1,0 +1,95 @@
+"""The page of what works says what the run says, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent / "conformance"
+
+
+@pytest.fixture
+def table():
+    """The script, which is no module of a package."""
+    spec = importlib.util.spec_from_file_location("table", FOLDER / "table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def report(path, outcome_of):
+    """A JUnit report of two cases of every test, as pytest writes it."""
+    suite = ElementTree.Element("testsuite")
+    for file in FOLDER.glob("test_*.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                for number in range(2):
+                    names = {"classname": f"tests.conformance.{file.stem}"}
+                    names["name"] = f"{node.name}[{number}]"
+                    case = ElementTree.SubElement(suite, "testcase", names)
+                    outcome = outcome_of(file.stem, node.name, number)
+                    if outcome != "passed":
+                        ElementTree.SubElement(case, outcome)
+    ElementTree.ElementTree(suite).write(path)
+    return str(path)
+
+
+def passed(*_):
+    return "passed"
+
+
+@pytest.fixture
+def page(tmp_path, table):
+    """A page written from a run that passed."""
+    path = tmp_path / "page.md"
+    path.write_text(f"Before.\n{table.BEGIN}\n{table.END}\nAfter.\n", encoding="utf-8")
+    assert table.main([report(tmp_path / "good.xml", passed), "--page", str(path)]) == 0
+    return path
+
+
+def test_the_page_holds_a_row_per_test_and_what_stands_around_it(page, table):
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("Before.\n")
+    assert text.endswith("After.\n")
+    row = "| An inf on one rank or on all skips the window everywhere, and loss scales stay equal |"
+    assert f"{row} 2 passed |" in text
+    assert "### Data-parallel training (DDP, or a process group), 2 and 3 processes" in text
+    assert f"{table.VERSIONS}Python" in text
+
+
+def test_a_good_run_of_other_versions_agrees_with_the_page(page, table, tmp_path, monkeypatch):
+    monkeypatch.setattr(table.metadata, "version", lambda name: "0")
+    good = report(tmp_path / "good.xml", passed)
+    assert table.main([good, "--page", str(page), "--check"]) == 0
+
+
+@pytest.mark.parametrize("outcome", ["failure", "error", "skipped"])
+def test_a_case_that_did_not_pass_is_seen(page, table, tmp_path, outcome, capsys):
+    def one_bad(file, name, number):
+        bad = (file, name, number) == ("test_sharded", "test_sharded_raise", 1)
+        return outcome if bad else "passed"
+
+    before = page.read_text(encoding="utf-8")
+    bad = report(tmp_path / "bad.xml", one_bad)
+    assert table.main([bad, "--page", str(page), "--check"]) == 1
+    assert "**1 of 2 passed**" in capsys.readouterr().out
+    assert page.read_text(encoding="utf-8") == before
+    assert table.main([bad, "--page", str(page)]) == 1
+    assert "**1 of 2 passed**" in page.read_text(encoding="utf-8")
+
+
+def test_a_row_that_did_not_run_is_seen(page, table, tmp_path):
+    empty = tmp_path / "empty.xml"
+    empty.write_text("<testsuite/>", encoding="utf-8")
+    assert table.main([str(empty), "--page", str(page)]) == 1
+    assert "**0 of 0 passed**" in page.read_text(encoding="utf-8")
+
+
+def test_a_page_that_says_something_else_is_seen(page, table, tmp_path):
+    page.write_text(page.read_text(encoding="utf-8").replace("2 passed", "3 passed"))
+    good = report(tmp_path / "good.xml", passed)
+    assert table.main([good, "--page", str(page), "--check"]) == 1
