@@ -37,7 +37,11 @@ def as_tensor(
 
 def on(device: torch.device, number: Scalar) -> Scalar:
     """The number where it is needed; a float is at home everywhere."""
-    return number.to(device, non_blocking=True) if isinstance(number, Tensor) else number
+    if isinstance(number, Tensor):
+        return number.to(device, non_blocking=True)
+    if torch.compiler.is_compiling():  # an operator would be compiled anew for every float
+        return torch.tensor(number, dtype=torch.float64, device=device)
+    return number
 
 
 def quotient(a: Scalar, b: Scalar) -> Scalar:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast as record_function
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 
 from accumext import _checks, distributed
@@ -105,6 +106,7 @@ class Stepping(BackwardPasses):
         reduction.finish(window)
         return True
 
+    @_disable_dynamo  # torch.compile loses the record
     def _update_scaler(self, found_inf: Scalar, device: torch.device) -> None:
         """Tell the scaler what this window found, as `scaler.step` would have recorded it."""
         assert self.scaler is not None

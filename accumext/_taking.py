@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast as record_function
+from torch._compile import _disable_dynamo
 from torch.amp import GradScaler
 
 from accumext import _checks, distributed
@@ -176,6 +177,7 @@ class Taking(OptimizerWrapper):
         with record_function("accumext::accumulate"), torch.no_grad():
             self._progress.window.attach(self._parameters(), self._lying(), weight, scale)
 
+    @_disable_dynamo  # torch.compile cannot trace it, and is after the wrapped step alone
     def _take_pending(self, op: str, scale: LossScale | None, found_inf: Tensor | None) -> None:
         """Take in what a backward pass of the user left in `.grad`, if anything."""
         window = self._progress.window

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,11 @@ class Window:
         self.gathered: Scalar | None = None  # micro-batches of all processes, once reduced
         self.dropped: list[Tensor] = []  # parameters that had them dropped, where the host knows
         self.held_back = False  # a model's synchronisation: to be summed over its processes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy, whose parameters come without `.grad`: the main gradients on their own."""
+        self.refresh()
+        return {**self.__dict__, "lying": None}
 
     @property
     def main(self) -> dict[Tensor, Tensor]:
@@ -199,6 +204,8 @@ class Window:
         for p, g in grads.items():
             if p not in mains:
                 mains[p] = torch.zeros_like(g, dtype=main_dtype(p))
+            elif mains[p].is_sparse and not g.is_sparse:
+                mains[p] = mains[p].to_dense()
         incoming = {p: g.coalesce() if g.is_sparse else g for p, g in grads.items()}
         addends = {  # what a sparse gradient adds is formed apart and joined below
             p: g.to(main_dtype(p), copy=True) for p, g in incoming.items() if g.is_sparse

@@ -245,7 +245,7 @@ class AccumulatingOptimizer(Resuming):
                 weight = 1.0 if progress.part_weight is None else progress.part_weight
                 self._take(op, grads, weight, self._own_scale(op))
                 progress.accumulated = True
-            progress.window.held_back |= group is not None
+            progress.window.held_back |= self._group() is not None and model is not None
         except BaseException:
             self._clear_grads()
             raise
@@ -291,6 +291,7 @@ class AccumulatingOptimizer(Resuming):
         """
         self._refuse_inside_micro_batch(f"{OP}.flush")
         self._flush(f"{OP}.flush")
+        self._opt_called = True  # what a learning-rate scheduler looks for; it wraps only `step`
 
     def discard(self) -> None:
         """Drop the open window.

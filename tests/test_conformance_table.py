@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 from pathlib import Path
 from xml.etree import ElementTree
@@ -21,19 +20,17 @@ def table():
     return module
 
 
-def report(path, outcome_of):
+def report(table, path, outcome_of):
     """A JUnit report of two cases of every test, as pytest writes it."""
     suite = ElementTree.Element("testsuite")
-    for file in FOLDER.glob("test_*.py"):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                for number in range(2):
-                    names = {"classname": f"tests.conformance.{file.stem}"}
-                    names["name"] = f"{node.name}[{number}]"
-                    case = ElementTree.SubElement(suite, "testcase", names)
-                    outcome = outcome_of(file.stem, node.name, number)
-                    if outcome != "passed":
-                        ElementTree.SubElement(case, outcome)
+    for _, rows in table.sections():
+        for file, function, _ in rows:
+            for number in range(2):
+                names = {"classname": f"tests.any.{file}", "name": f"{function}[{number}]"}
+                case = ElementTree.SubElement(suite, "testcase", names)
+                outcome = outcome_of(file, function, number)
+                if outcome != "passed":
+                    ElementTree.SubElement(case, outcome)
     ElementTree.ElementTree(suite).write(path)
     return str(path)
 
@@ -47,7 +44,7 @@ def page(tmp_path, table):
     """A page written from a run that passed."""
     path = tmp_path / "page.md"
     path.write_text(f"Before.\n{table.BEGIN}\n{table.END}\nAfter.\n", encoding="utf-8")
-    assert table.main([report(tmp_path / "good.xml", passed), "--page", str(path)]) == 0
+    assert table.main([report(table, tmp_path / "good.xml", passed), "--page", str(path)]) == 0
     return path
 
 
@@ -57,13 +54,14 @@ def test_the_page_holds_a_row_per_test_and_what_stands_around_it(page, table):
     assert text.endswith("After.\n")
     row = "| An inf on one rank or on all skips the window everywhere, and loss scales stay equal |"
     assert f"{row} 2 passed |" in text
+    assert "| gradcheck of decode_loss | 2 passed |" in text
     assert "### Data-parallel training (DDP, or a process group), 2 and 3 processes" in text
     assert f"{table.VERSIONS}Python" in text
 
 
 def test_a_good_run_of_other_versions_agrees_with_the_page(page, table, tmp_path, monkeypatch):
     monkeypatch.setattr(table.metadata, "version", lambda name: "0")
-    good = report(tmp_path / "good.xml", passed)
+    good = report(table, tmp_path / "good.xml", passed)
     assert table.main([good, "--page", str(page), "--check"]) == 0
 
 
@@ -74,7 +72,7 @@ def test_a_case_that_did_not_pass_is_seen(page, table, tmp_path, outcome, capsys
         return outcome if bad else "passed"
 
     before = page.read_text(encoding="utf-8")
-    bad = report(tmp_path / "bad.xml", one_bad)
+    bad = report(table, tmp_path / "bad.xml", one_bad)
     assert table.main([bad, "--page", str(page), "--check"]) == 1
     assert "**1 of 2 passed**" in capsys.readouterr().out
     assert page.read_text(encoding="utf-8") == before
@@ -91,5 +89,12 @@ def test_a_row_that_did_not_run_is_seen(page, table, tmp_path):
 
 def test_a_page_that_says_something_else_is_seen(page, table, tmp_path):
     page.write_text(page.read_text(encoding="utf-8").replace("2 passed", "3 passed"))
-    good = report(tmp_path / "good.xml", passed)
+    good = report(table, tmp_path / "good.xml", passed)
     assert table.main([good, "--page", str(page), "--check"]) == 1
+
+
+def test_every_row_is_a_test_that_exists(table):
+    for _, rows in table.sections():
+        for file, function, _ in rows:
+            (path,) = FOLDER.parent.rglob(f"{file}.py")
+            assert f"\ndef {function}(" in path.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The table of docs/conformance.md, from a run of the tests in this folder.
+"""The table of docs/conformance.md, from a run of the tests.
 
-    pytest tests/conformance --junitxml=run.xml
+    pytest --junitxml=run.xml
     python tests/conformance/table.py run.xml
 
 Several runs (of both backends) make one table; a row is a test function, its text the docstring.
@@ -13,7 +13,7 @@ import argparse
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
@@ -32,20 +32,87 @@ PACKAGES = (
     "tensorboard",
 )
 
+# Tests of other rooms that belong to the table: file, function, text of the row.
+ELSEWHERE = (
+    ("test_registration", "test_opcheck", "torch.library.opcheck passes for every operator"),
+    (
+        "test_registration",
+        "test_compile_in_one_graph",
+        "torch.compile(fullgraph=True) of a loss with the gradient operations after it",
+    ),
+    ("test_decoder", "test_gradcheck", "gradcheck of decode_loss"),
+    ("test_chunked", "test_gradcheck", "gradcheck of chunked_loss"),
+    (
+        "test_accumulate",
+        "test_the_bits_do_not_depend_on_the_number_of_threads",
+        "Accumulation gives the same bits for any number of threads",
+    ),
+    (
+        "test_norm",
+        "test_the_bits_do_not_depend_on_the_number_of_threads",
+        "Norms are the same bits for any number of threads",
+    ),
+    (
+        "test_backend",
+        "test_import_prints_nothing_compiles_nothing_and_initialises_nothing",
+        "import accumext prints nothing, compiles nothing and initialises no device",
+    ),
+    ("test_backend", "test_two_processes_compile_once", "Two processes at once compile once"),
+    (
+        "test_backend",
+        "test_the_lock_of_a_killed_compile_does_not_hang_the_next",
+        "A killed compile leaves no lock that hangs the next",
+    ),
+    (
+        "test_backend",
+        "test_a_cache_that_cannot_be_written_is_replaced_for_this_process",
+        "A read-only cache folder is replaced for this process",
+    ),
+    (
+        "test_package",
+        "test_install_without_build_isolation",
+        "pip install --no-build-isolation compiles ahead of time, without network",
+    ),
+    (
+        "test_package",
+        "test_editable_install_compiles_in_place",
+        "pip install -e compiles in place",
+    ),
+    (
+        "test_package",
+        "test_isolated_install_finds_the_torch_of_the_environment",
+        "pip install . compiles against the torch of the environment, not another one",
+    ),
+    (
+        "test_package",
+        "test_without_torch_a_pure_wheel_compiles_on_first_use",
+        "Without torch the install succeeds, and kernels compile on first use",
+    ),
+    (
+        "test_package",
+        "test_without_a_compiler_the_install_succeeds_and_pytorch_answers",
+        "Without a compiler the install succeeds, and plain PyTorch answers",
+    ),
+    (
+        "test_package",
+        "test_cuda_kernels_cross_compile_and_stay_out_of_a_cpu_torch",
+        "CUDA kernels compile beside a CPU build of torch, and stay out of it",
+    ),
+)
+
 Outcomes = dict[tuple[str, str], list[str]]  # file and function: what became of its cases
 
 
 def outcomes(reports: Sequence[Path]) -> Outcomes:
-    """Of every test function of this folder: "passed", "failed" or "skipped", case by case."""
+    """Of every test function: "passed", "failed" or "skipped", case by case."""
     cases: Outcomes = defaultdict(list)
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
             module = case.get("classname", "").rpartition(".")[2]
-            if (HERE / f"{module}.py").exists():
-                name = case.get("name", "").partition("[")[0]
-                bad = [kind for kind in ("failure", "error") if case.find(kind) is not None]
-                skipped = case.find("skipped") is not None
-                cases[module, name].append("failed" if bad else "skipped" if skipped else "passed")
+            name = case.get("name", "").partition("[")[0]
+            bad = [kind for kind in ("failure", "error") if case.find(kind) is not None]
+            skipped = case.find("skipped") is not None
+            cases[module, name].append("failed" if bad else "skipped" if skipped else "passed")
     return cases
 
 
@@ -60,19 +127,30 @@ def docstring(node: ast.Module | ast.FunctionDef) -> str:
 def table(cases: Outcomes) -> tuple[list[str], int]:
     """The lines, and how many rows did not pass."""
     lines, wrong = [], 0
+    for title, rows in sections():
+        lines += ["", f"### {title}", "", "| | checks |", "|---|---|"]
+        for module, name, text in rows:
+            seen = cases.get((module, name), [])
+            passed = seen.count("passed")
+            result = f"{passed} passed"
+            if not seen or passed < len(seen):
+                wrong += 1
+                result = f"**{passed} of {len(seen)} passed**"
+            lines.append(f"| {text} | {result} |")
+    return lines, wrong
+
+
+def sections() -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
+    """Titles, and rows as (file, function, text)."""
     for path in sorted(HERE.glob("test_*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
-        lines += ["", f"### {docstring(module)}", "", "| | checks |", "|---|---|"]
-        for node in module.body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                seen = cases.get((path.stem, node.name), [])
-                passed = seen.count("passed")
-                result = f"{passed} passed"
-                if not seen or passed < len(seen):
-                    wrong += 1
-                    result = f"**{passed} of {len(seen)} passed**"
-                lines.append(f"| {docstring(node)} | {result} |")
-    return lines, wrong
+        tests = [
+            node
+            for node in module.body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        ]
+        yield docstring(module), [(path.stem, node.name, docstring(node)) for node in tests]
+    yield "Operators, import and installation", ELSEWHERE
 
 
 def versions() -> str:

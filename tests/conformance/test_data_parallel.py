@@ -35,6 +35,15 @@ def test_a_window_of_four_with_different_token_weights_per_rank(seen, world, sce
     assert first["stats"]["clip_coef"] < 1.0
 
 
+def test_one_process_runs_the_same_script(tmp_path_factory):
+    """A script for several processes runs on one as well"""
+    scenarios = (does.group_mean, does.ddp, does.ddp_while_backward_runs)
+    seen = ranks.run_on(1, scenarios, "alone", tmp_path_factory)
+    for scenario in scenarios:
+        first = ranks.agreed(seen, scenario)
+        assert_close(first["parameters"], by_hand(1, weights=WEIGHTS))
+
+
 def test_sum_over_micro_batches_and_ranks(seen, world):
     """reduction="sum" adds over the window and over all ranks"""
     first = ranks.agreed(seen, does.group_sum)

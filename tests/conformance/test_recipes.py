@@ -1,0 +1,160 @@
+"""Loggers and recipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from optimizer_oracle import loss_of, make_batches, make_model, window_gradient, windows_of
+from oracle import DeviceReads
+
+import accumext
+from accumext import AccumulatingOptimizer, _arguments, _numbers, _window
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.py"))
+NEEDS = {  # recipe -> what it imports beside torch
+    "plain_pytorch": [],
+    "with_accelerate": ["accelerate"],
+    "with_ddp": [],
+    "with_ignite": ["ignite"],
+    "with_lightning": ["lightning"],
+    "with_lightning_manual": ["lightning"],
+    "with_tensorboard": ["tensorboard"],
+    "with_trainer": ["transformers", "accelerate"],
+}
+STATS = ["total_norm", "clip_coef", "loss_scale", "weight", "micro_batches", "skipped"]
+BATCHES = make_batches(6)
+MAX_NORM = 0.1  # below the norm of every window
+FLOAT32 = 1e-6  # TensorBoard keeps values in float32
+EXACT = 1e-12
+
+
+def build(dtype=torch.float64, fused=False):
+    model = make_model(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    return model, AccumulatingOptimizer(optimizer, window=2, max_norm=MAX_NORM)
+
+
+def norms_by_hand():
+    """The norm of each window's gradient before clipping, in plain PyTorch."""
+    model = make_model()
+    norms = []
+    for batches in windows_of(BATCHES, 2):
+        for parameter, grad in zip(model.parameters(), window_gradient(model, batches, [1.0, 1.0])):
+            parameter.grad = grad
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return norms
+
+
+def train(log):
+    """Two micro-batches a window; `log(stats, window)` after each."""
+    model, opt = build()
+    windows = 0
+    for batch in BATCHES:
+        opt.backward(loss_of(model, batch))
+        opt.step()
+        windows += opt.stepped
+        if opt.stepped:
+            log(opt.stats(), windows)
+
+
+def test_dict_logger(tmp_path):
+    """A dict or JSON logger: stats() is a flat dict of floats, with the norm before clipping"""
+    path = tmp_path / "stats.jsonl"
+    with path.open("w") as file:
+        train(lambda stats, window: file.write(json.dumps({"step": window, **stats}) + "\n"))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [list(row) for row in rows] == [["step", *STATS]] * 3
+    assert [row["total_norm"] for row in rows] == pytest.approx(norms_by_hand(), rel=EXACT)
+    assert [row["micro_batches"] for row in rows] == [2.0] * 3
+
+
+def test_tensorboard(tmp_path):
+    """TensorBoard: add_scalar takes stats() as it is, and the event file holds those values"""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    written = []
+
+    def log(stats, window):
+        written.append(stats)
+        for name, value in stats.items():
+            writer.add_scalar(f"window/{name}", value, window)
+
+    with SummaryWriter(tmp_path) as writer:
+        train(log)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["scalars"]) == {f"window/{name}" for name in STATS}
+    for name in STATS:
+        scalars = events.Scalars(f"window/{name}")
+        assert [scalar.step for scalar in scalars] == [1, 2, 3]
+        values = [stats[name] for stats in written]
+        assert [scalar.value for scalar in scalars] == pytest.approx(values, rel=FLOAT32)
+    norms = [scalar.value for scalar in events.Scalars("window/total_norm")]
+    assert norms == pytest.approx(norms_by_hand(), rel=FLOAT32)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_device_reads(monkeypatch, every):
+    """Logging every n-th window reads the device in those windows alone, and once in each"""
+    for module in (_arguments, _numbers, _window):  # the CPU plays a device not to be waited for
+        monkeypatch.setattr(module, "on_host", lambda tensor: False)
+    model, opt = build(torch.float32, fused=True)
+    tolist = torch.Tensor.tolist
+    lists = []
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: lists.append(1) or tolist(self))
+    with DeviceReads() as reads:
+        for window in range(1, 7):
+            for batch in BATCHES[:2]:
+                opt.backward(loss_of(model, batch.float()))
+                opt.step()
+            assert opt.stepped
+            assert (reads.count, len(lists)) == (0, (window - 1) // every)
+            report = opt.last.total_norm, opt.last.clip_coef, opt.last.loss_scale, opt.last.weight
+            assert all(value.shape == () for value in report)
+            assert (reads.count, len(lists)) == (0, (window - 1) // every)
+            if window % every == 0:
+                assert opt.stats()["micro_batches"] == 2.0
+                assert (reads.count, len(lists)) == (0, window // every)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe(recipe, tmp_path):
+    """Each recipe in examples/recipes runs as it is, writes no file, and prints its last window"""
+    for package in NEEDS[recipe.stem]:
+        pytest.importorskip(package)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(accumext.__file__).parents[1]),  # the package under test
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(recipe)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'total_norm': 0." in done.stdout.replace('"', "'")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recipes_are_documented():
+    """Every recipe is shown in docs/recipes.md, as it is in the file"""
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert [path.stem for path in RECIPES] == sorted(NEEDS)
+    for path in RECIPES:
+        assert f"{{literalinclude}} ../examples/recipes/{path.name}\n" in text
