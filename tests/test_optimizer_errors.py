@@ -101,25 +101,6 @@ def test_constructor_wants_an_unwrapped_optimizer(wrong):
         AccumulatingOptimizer(wrong)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"window": 2}, f"{OP}: window must be 1 for LBFGS, which needs a closure, got 2"),
-        ({"max_norm": 1.0}, f"{OP}: max_norm must be None for LBFGS"),
-        ({"scaler": torch.amp.GradScaler("cpu")}, f"{OP}: scaler must be None for LBFGS"),
-        (
-            {"accumulate_in_backward": True},
-            f"{OP}: accumulate_in_backward must be False for LBFGS, which needs a closure",
-        ),
-    ],
-    ids=["window", "max_norm", "scaler", "accumulate_in_backward"],
-)
-def test_closure_optimizers_have_no_windows(arguments, text):
-    lbfgs = torch.optim.LBFGS(make_model().parameters())
-    with pytest.raises(ValueError, match=says(text)):
-        AccumulatingOptimizer(lbfgs, **arguments)
-
-
 def test_closure_optimizers_take_gradients_from_their_closure():
     model = make_model()
     opt = AccumulatingOptimizer(torch.optim.LBFGS(model.parameters()))

@@ -98,65 +98,6 @@ def test_an_overflow_in_the_cast_to_float16_skips():
     assert parameter.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch", "raise"])
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-@pytest.mark.parametrize("window", [1, 3])
-def test_sparse_gradients(window, max_norm, on_nonfinite):
-    def make(sparse):
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            return nn.Embedding(6, 3, sparse=sparse, dtype=torch.float64)
-
-    tokens = [torch.tensor([1, 1, 4]), torch.tensor([0, 4, 4]), torch.tensor([2, 1, 0])]
-    dense, sparse = make(False), make(True)
-    reference = sgd(dense.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    opt = AccumulatingOptimizer(
-        sgd(sparse.parameters()),
-        window=window,
-        max_norm=max_norm,
-        scaler=scaler,
-        on_nonfinite=on_nonfinite,
-    )
-    for start in range(0, 3, window):
-        some = tokens[start : start + window]
-        reference.zero_grad()
-        (sum(dense(t).square().sum() for t in some) / len(some)).backward()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(dense.parameters(), max_norm)
-        reference.step()
-        for t in some:
-            opt.backward(sparse(t).square().sum())
-            opt.step()
-    assert_close([sparse.weight.detach()], [dense.weight.detach()])
-
-
-def test_sparse_gradients_reach_a_sparse_optimizer():
-    embedding = nn.Embedding(5, 2, sparse=True)
-    opt = AccumulatingOptimizer(torch.optim.SparseAdam(embedding.parameters()), window=2)
-    before = embedding.weight.detach().clone()
-    for token in (1, 3):
-        opt.backward(embedding(torch.tensor([token])).sum())
-        opt.step()
-    moved = (embedding.weight != before).any(dim=1)
-    assert moved.tolist() == [False, True, False, True, False]
-
-
-@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch", "raise"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
-def test_parameters_without_gradients_in_some_micro_batches(scaled, on_nonfinite):
-    a, b, never = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
-    decay = torch.optim.SGD([a, b, never], lr=1.0, weight_decay=0.5)
-    opt = AccumulatingOptimizer(decay, window=4, scaler=scaler, on_nonfinite=on_nonfinite)
-    for loss in (2 * a.sum(), 3 * b.sum(), 4 * a.sum() + 5 * b.sum(), 6 * b.sum()):
-        opt.backward(loss)
-        opt.step()
-    assert a.tolist() == [1.0 - 6 / 4 - 0.5] * 2
-    assert b.tolist() == [1.0 - 14 / 4 - 0.5] * 2
-    assert never.tolist() == [1.0, 1.0]
-
-
 def test_the_norm_covers_parameters_that_the_last_micro_batch_left_out():
     """The last pass may know the norm already, but only of the gradients that it went over."""
     a, b = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))

@@ -1,207 +1,212 @@
-"""What an inf or NaN does to a window: skipped whole, dropped alone, or raised."""
+"""Inf and NaN."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_oracle import (
-    INF,
-    assert_close,
-    assert_equal,
+from optimizer_oracle import INF, assert_equal, make_batches, make_model
+from optimizer_oracle import loss_of as model_loss
+from scaler_protocols import (
+    DTYPES,
+    EACH,
+    ONCE,
+    OWN,
+    WEIGHTED,
+    WEIGHTS,
+    WINDOW,
+    assert_exact,
     loss_of,
-    make_batches,
-    make_model,
-    train_by_hand,
+    make_optimizer,
+    make_parameters,
+    make_scaler,
+    micro_batch,
+    parameters_by_hand,
+    protocols,
+    scales_by_hand,
 )
 
 from accumext.optimizer import AccumulatingOptimizer
 
 NAN = float("nan")
-BATCHES = make_batches(6)
-SCALE = 1024.0
-PROTOCOLS = ["none", "own", "outer", "outer-unscaled"]
+COUNT = 3 * WINDOW
+POSITIONS = pytest.mark.parametrize("bad", [0, 1, 2], ids=["first", "middle", "last"])
+CULPRIT = 1  # the index of the parameter that gets the inf
 
 
 def adam(parameters, **kwargs):
     return torch.optim.Adam(parameters, lr=0.05, **kwargs)
 
 
-def poisoned_loss(model, batch, value):
-    """A loss whose gradient is not finite for the first weight alone."""
-    return loss_of(model, batch) + model[0].weight[0, 0] * value
-
-
-def train(protocol, bad, value=INF, *, batches=BATCHES, fused=False, model=None, **kwargs):
-    """Two windows of 3 micro-batches; those in `bad` have a gradient of `value`."""
-    model = make_model() if model is None else model
-    scaler = None
-    if protocol != "none":
-        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
-    own = scaler if protocol == "own" else None
-    opt = AccumulatingOptimizer(
-        adam(model.parameters(), fused=fused), window=3, scaler=own, **kwargs
-    )
-    reports = []
-    for i, batch in enumerate(batches):
-        loss = poisoned_loss(model, batch, value) if i in bad else loss_of(model, batch)
-        if protocol in ("none", "own"):
-            opt.backward(loss)
-            opt.step()
-        else:
-            scaler.scale(loss).backward()
-            if protocol == "outer-unscaled":
-                scaler.unscale_(opt)
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
-        if opt.stepped:
+def train(protocol, dtype, bad, *, value=INF, weights=None, **options):
+    """Three windows; the gradients of the micro-batches in `bad` are not finite."""
+    scaler = make_scaler(protocol)
+    parameters = make_parameters(dtype)
+    opt = make_optimizer(protocol, parameters, scaler, **options)
+    reports, scales = [], []
+    for number in range(COUNT):
+        loss = loss_of(parameters, number, value if number in bad else 0.0)
+        weight = weights[number] if weights else 1.0
+        micro_batch(protocol, opt, scaler, loss, number, weight)
+        if opt.last is not None and opt.last not in reports:
             reports.append(opt.last)
-    return [p.detach() for p in model.parameters()], reports, scaler
+        scales.append(None if scaler is None else scaler.get_scale())
+    return parameters, reports, scales
+
+
+def windows_without(bad):
+    windows = [range(start, start + WINDOW) for start in range(0, COUNT, WINDOW)]
+    return [[number for number in window if number not in bad] for window in windows]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("value", [INF, -INF, NAN])
-@pytest.mark.parametrize("bad", [0, 1, 2], ids=["first", "middle", "last"])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_skip_window(protocol, bad, value, fused):
-    actual, (first, second), scaler = train(protocol, {bad}, value, fused=fused)
-    assert_close(actual, train_by_hand(adam, BATCHES[3:], 3))
-    assert (first.skipped, second.skipped) == (True, False)
-    assert (first.nonfinite, second.nonfinite) == ([0], [])
-    if scaler is not None:
-        assert scaler.get_scale() == SCALE / 2
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-@pytest.mark.parametrize("bad", [{0}, {1}, {2}, {0, 2}], ids=str)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_skip_micro_batch(protocol, bad, max_norm):
-    actual, (first, second), scaler = train(
-        protocol, bad, max_norm=max_norm, on_nonfinite="skip_micro_batch"
-    )
-    good = [batch for i, batch in enumerate(BATCHES[:3]) if i not in bad]
-    model = make_model()
-    expected = AccumulatingOptimizer(adam(model.parameters()), window=len(good), max_norm=max_norm)
-    for some in (good, BATCHES[3:]):
-        for batch in some:
-            expected.backward(loss_of(model, batch))
-        expected.flush()
-    assert_close(actual, [p.detach() for p in model.parameters()])
-    assert not first.skipped
-    assert first.nonfinite == [0]
-    assert (first.micro_batches, first.weight.item()) == (len(good), len(good))
-    assert second.nonfinite == []
-    if scaler is not None:
-        assert scaler.get_scale() == SCALE / 2 ** (1 if protocol == "own" else len(bad))
-
-
-@pytest.mark.parametrize("bad", [0, 1, 2], ids=["first", "middle", "last"])
-@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [3.0, 5.0, 7.0]], ids=["equal", "unequal"])
-def test_the_sum_of_the_good_ones_is_theirs_bit_for_bit(bad, weights):
-    def sums(skip_bad):
-        model = make_model(torch.float32)
-        opt = AccumulatingOptimizer(
-            adam(model.parameters()), window=4, on_nonfinite="skip_micro_batch"
-        )
-        for i, (batch, weight) in enumerate(zip(make_batches(3, torch.float32), weights)):
-            if i == bad and skip_bad:
-                continue
-            poison = poisoned_loss(model, batch, NAN)
-            opt.backward(poison if i == bad else loss_of(model, batch), weight)
-        return [opt.main_grad(p) for p in model.parameters()]
-
-    assert_equal(sums(skip_bad=False), sums(skip_bad=True))
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_window_without_survivors_is_skipped(protocol):
-    actual, (first, second), _ = train(protocol, {0, 1, 2}, on_nonfinite="skip_micro_batch")
-    assert_close(actual, train_by_hand(adam, BATCHES[3:], 3))
-    assert (first.skipped, second.skipped) == (True, False)
-    assert first.micro_batches == 0
-
-
-def test_window_of_one_skips_the_micro_batch():
-    for policy in ("skip_window", "skip_micro_batch"):
-        model = make_model()
-        opt = AccumulatingOptimizer(adam(model.parameters()), on_nonfinite=policy)
-        for i, batch in enumerate(BATCHES[:3]):
-            opt.backward(poisoned_loss(model, batch, INF) if i == 1 else loss_of(model, batch))
-            opt.step()
-        expected = train_by_hand(adam, [BATCHES[0], BATCHES[2]], 1)
-        assert_close([p.detach() for p in model.parameters()], expected)
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_raise_leaves_everything_as_it_was(protocol):
-    model = make_model()
-    scaler = None
+@pytest.mark.parametrize("value", [INF, -INF, NAN], ids=["inf", "-inf", "nan"])
+@POSITIONS
+@pytest.mark.parametrize(("protocol", "dtype"), protocols("none", *OWN, *EACH, *ONCE))
+def test_skip_window(protocol, dtype, bad, value, fused):
+    """`"skip_window"`, inf in the first, middle or last micro-batch: no step, a smaller scale"""
+    bad += WINDOW  # of the second window
+    parameters, reports, scales = train(protocol, dtype, {bad}, value=value, fused=fused)
+    windows = [range(WINDOW), range(2 * WINDOW, COUNT)]
+    assert_exact(parameters, parameters_by_hand(windows, [[1.0] * WINDOW] * 2))
+    assert [report.skipped for report in reports] == [False, True, False]
+    assert [report.nonfinite for report in reports] == [[], [CULPRIT], []]
     if protocol != "none":
-        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-    named = adam(model.named_parameters())
-    opt = AccumulatingOptimizer(
-        named, window=3, on_nonfinite="raise", scaler=scaler if protocol == "own" else None
+        assert scales == scales_by_hand(protocol, COUNT, {bad})
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("several", [False, True], ids=["one", "two"])
+@POSITIONS
+@pytest.mark.parametrize(("protocol", "dtype"), protocols("none", *OWN, *EACH))
+def test_skip_micro_batch(protocol, dtype, bad, several, fused):
+    """`"skip_micro_batch"`: the mean over those that are finite, by their weights"""
+    all_bad = {bad, (bad + 1) % WINDOW} if several else {bad}
+    weights = [1.0] * COUNT
+    if protocol in WEIGHTED:
+        weights[:WINDOW] = WEIGHTS
+    parameters, reports, scales = train(
+        protocol, dtype, all_bad, weights=weights, fused=fused, on_nonfinite="skip_micro_batch"
     )
+    windows = windows_without(all_bad)
+    its_weights = [[weights[number] for number in window] for window in windows]
+    assert_exact(parameters, parameters_by_hand(windows, its_weights))
+    assert not any(report.skipped for report in reports)
+    assert [report.nonfinite for report in reports] == [[CULPRIT], [], []]
+    assert [report.micro_batches for report in reports] == [len(window) for window in windows]
+    assert [report.weight.item() for report in reports] == [sum(its) for its in its_weights]
+    if protocol != "none":
+        assert scales == scales_by_hand(protocol, COUNT, all_bad)
 
-    def run(loss):
-        if protocol in ("none", "own"):
-            opt.backward(loss)
-            opt.step()
-            return
-        scaler.scale(loss).backward()
-        if protocol == "outer-unscaled":
-            scaler.unscale_(opt)
-        scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
 
-    run(loss_of(model, BATCHES[0]))
+@pytest.mark.parametrize(("protocol", "dtype"), protocols("none", *OWN, *EACH))
+def test_a_window_without_survivors_is_skipped(protocol, dtype):
+    """`"skip_micro_batch"` where none of a window is finite: no step"""
+    bad = range(WINDOW, 2 * WINDOW)
+    parameters, reports, scales = train(protocol, dtype, bad, on_nonfinite="skip_micro_batch")
+    windows = [range(WINDOW), range(2 * WINDOW, COUNT)]
+    assert_exact(parameters, parameters_by_hand(windows, [[1.0] * WINDOW] * 2))
+    assert [report.skipped for report in reports] == [False, True, False]
+    assert [report.micro_batches for report in reports] == [WINDOW, 0, WINDOW]
+    if protocol != "none":
+        assert scales == scales_by_hand(protocol, COUNT, set(bad))
+
+
+@POSITIONS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("protocol", ["none", *OWN, "each"])
+def test_the_surviving_sum_is_that_of_the_good_ones_bit_for_bit(protocol, dtype, bad):
+    """`"skip_micro_batch"`: the sum is bit for bit that of the finite micro-batches alone"""
+    scaler = make_scaler(protocol)
+    model, weights = make_model(dtype), WEIGHTS if protocol in WEIGHTED else [1.0] * WINDOW
+    parameters = list(model.parameters())
+    opt = AccumulatingOptimizer(
+        adam(parameters),
+        window=WINDOW + 1,
+        scaler=scaler if protocol in OWN else None,
+        on_nonfinite="skip_micro_batch",
+    )
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    for number, batch in enumerate(make_batches(WINDOW, dtype)):
+        loss = model_loss(model, batch).float()
+        if number == bad:
+            loss = loss + parameters[CULPRIT][0].float() * NAN
+        else:
+            grads = torch.autograd.grad(loss, parameters, retain_graph=True)
+            sums = [s + grad.float() * weights[number] for s, grad in zip(sums, grads)]
+        micro_batch(protocol, opt, scaler, loss, number, weights[number])
+    assert not opt.stepped
+    assert_equal([opt.main_grad(p) for p in parameters], sums)
+
+
+@pytest.mark.parametrize(("protocol", "dtype"), protocols("none", *OWN, *EACH, *ONCE))
+def test_raise_leaves_everything_as_it_was(protocol, dtype):
+    """`"raise"`: an error that names the parameter, before anything is taken in; then go on"""
+    scaler = make_scaler(protocol)
+    parameters = make_parameters(dtype)
+    named = [("first", parameters[0]), ("second", parameters[1])]
+    opt = make_optimizer(protocol, named, scaler, on_nonfinite="raise")
+
+    def run(number, poison=0.0):
+        micro_batch(protocol, opt, scaler, loss_of(parameters, number, poison), number)
+
+    run(0)
+    if protocol in ONCE:  # all of it is one micro-batch to the wrapper
+        run(1)
     before = opt.accumulation_state_dict()
-    with pytest.raises(
-        RuntimeError, match=r"gradients must be finite, got inf or NaN in 0\.weight$"
-    ):
-        run(poisoned_loss(model, BATCHES[1], INF))
+    text = r"gradients must be finite, got inf or NaN in second$"
+    last = 2 if protocol in ONCE else 1
+    with pytest.raises(RuntimeError, match=text):
+        run(last, INF)
     after = opt.accumulation_state_dict()
     assert_equal(list(after.pop("main_grads").values()), list(before.pop("main_grads").values()))
     assert str(after) == str(before)
-    assert not named.state
-    if protocol.startswith("outer"):
-        scaler.update()  # what the user does who catches the error: the record holds the inf
-        opt.zero_grad()
-        assert scaler.get_scale() == SCALE / 2
-    run(loss_of(model, BATCHES[1]))
-    run(loss_of(model, BATCHES[2]))
-    assert_close([p.detach() for p in model.parameters()], train_by_hand(adam, BATCHES[:3], 3))
+    assert not opt.stepped
+    assert_exact(parameters, [p.detach().double() for p in make_parameters(dtype)])
+    opt.zero_grad()  # what the user does who catches the error
+    if protocol in (*EACH, *ONCE):
+        scale = scaler.get_scale()
+        scaler.update()  # the record holds the inf
+        assert scaler.get_scale() == scale / 2
+    for number in range(WINDOW) if protocol in ONCE else range(1, WINDOW):
+        run(number)
+    assert opt.stepped
+    assert_exact(parameters, parameters_by_hand([range(WINDOW)], [[1.0] * WINDOW]))
+
+
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
+def test_a_window_of_one_is_left_out(scaled, policy):
+    """`window=1`: the step of a micro-batch that is not finite is left out, by either policy"""
+    protocol = "own" if scaled else "none"
+    scaler = make_scaler(protocol)
+    parameters = make_parameters(torch.float32)
+    inner = torch.optim.SGD(parameters, lr=0.125)
+    opt = AccumulatingOptimizer(inner, scaler=scaler, on_nonfinite=policy)
+    for number in range(COUNT):
+        opt.backward(loss_of(parameters, number, INF if number == 1 else 0.0))
+        opt.step()
+        assert opt.last.skipped == (number == 1)
+    windows = [[number] for number in range(COUNT) if number != 1]
+    assert_exact(parameters, parameters_by_hand(windows, [[1.0]] * len(windows)))
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_names_where_the_optimizer_has_names(max_norm):
-    model = make_model()
+    """`opt.last.nonfinite` names the parameters where the optimizer has `named_parameters`"""
+    model, batches = make_model(), make_batches(2)
     opt = AccumulatingOptimizer(adam(model.named_parameters()), window=2, max_norm=max_norm)
-    opt.backward(loss_of(model, BATCHES[0]))
-    opt.backward(loss_of(model, BATCHES[1]) + (model[2].bias * INF).sum())
+    opt.backward(model_loss(model, batches[0]))
+    opt.backward(model_loss(model, batches[1]) + (model[2].bias * INF).sum())
     opt.step()
     assert opt.last.nonfinite == ["2.bias"]
     assert opt.stats()["skipped"] == 1.0
 
 
-def test_own_scaler_is_updated_once_per_window():
-    model = make_model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1)
-    opt = AccumulatingOptimizer(adam(model.parameters()), window=3, scaler=scaler)
-    scales = []
-    for batch in BATCHES:
-        opt.backward(loss_of(model, batch))
-        opt.step()
-        scales.append(scaler.get_scale() / SCALE)
-    assert scales == [1.0, 1.0, 2.0, 2.0, 2.0, 4.0]
-
-
 def test_a_found_inf_that_was_summed_over_devices_skips_too():
-    """GradScaler adds the flags of devices up, and fused kernels skip for exactly 1.0."""
+    """A `found_inf` that GradScaler has summed over several devices skips fused optimizers too"""
     model = make_model(torch.float32)
     opt = AccumulatingOptimizer(adam(model.parameters(), fused=True))
-    loss_of(model, make_batches(1, torch.float32)[0]).backward()
+    model_loss(model, make_batches(1, torch.float32)[0]).backward()
     opt.grad_scale, opt.found_inf = None, torch.tensor(2.0)
     opt.step()
     assert opt.last.skipped
@@ -209,6 +214,7 @@ def test_a_found_inf_that_was_summed_over_devices_skips_too():
 
 
 def test_a_norm_that_overflows_skips_instead_of_clipping_to_zero():
+    """A norm that overflows skips the step, where a clip would have made every gradient zero"""
     model = make_model(torch.float32)
     opt = AccumulatingOptimizer(adam(model.parameters()), max_norm=1.0)
     opt.backward((model[0].weight * 1e30).sum())
