@@ -77,6 +77,16 @@ def says(text):
             ValueError,
             f"{OP}: accumulate_in_backward must be False for on_nonfinite='raise', which looks at",
         ),
+        (
+            {"reduce_in_backward": 1},
+            TypeError,
+            f"{OP}: reduce_in_backward must be a bool, got int",
+        ),
+        (
+            {"reduce_in_backward": True, "on_nonfinite": "raise"},
+            ValueError,
+            f"{OP}: reduce_in_backward must be False for on_nonfinite='raise', which looks at",
+        ),
     ],
     ids=str,
 )
@@ -237,6 +247,7 @@ def changed(**entries):
         (changed(more=1), ValueError, "state_dict must have the keys"),
         (changed(micro_batches=-1), ValueError, "state_dict['micro_batches'] must be an int"),
         (changed(micro_batches=1.0), ValueError, "state_dict['micro_batches'] must be an int"),
+        (changed(held_back=1), TypeError, "state_dict['held_back'] must be a bool, got int"),
         (changed(weight=None), TypeError, "state_dict['weight'] must be a number"),
         (changed(weight=NAN), ValueError, "state_dict['weight'] must be finite"),
         (changed(unit_scale="1"), TypeError, "state_dict['unit_scale'] must be a number"),

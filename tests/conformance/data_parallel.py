@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import ranks
 import torch
 import torch.distributed as dist
 from optimizer_oracle import (
@@ -16,7 +17,6 @@ from optimizer_oracle import (
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accumext import _intake, _reduction
 from accumext.optimizer import AccumulatingOptimizer
 
 WINDOW = 4
@@ -134,15 +134,13 @@ def traffic(rank, world, **kwargs):
         layer.weight.register_hook(lambda grad, number=number: log.append(f"gradient {number}"))
     opt = in_group(model, window=2, **kwargs)
     dist.all_reduce = counting
-    whole = _reduction.BUCKET_BYTES, _intake.BUNDLE_BYTES
-    _reduction.BUCKET_BYTES = _intake.BUNDLE_BYTES = (64 + 8) * 8  # a layer
     try:
-        for _ in range(4):
-            opt.backward(model(torch.ones(1, 8, dtype=torch.float64)).sum())
-            opt.step()
+        with ranks.small_buckets((64 + 8) * 8):  # a layer
+            for _ in range(4):
+                opt.backward(model(torch.ones(1, 8, dtype=torch.float64)).sum())
+                opt.step()
     finally:
         dist.all_reduce = all_reduce
-        _reduction.BUCKET_BYTES, _intake.BUNDLE_BYTES = whole
     return {"log": log}
 
 
@@ -303,14 +301,16 @@ def copies(rank, world):
     opt = in_group(model, process_group=None)
     with opt.micro_batch(model):
         opt.backward(loss_of(model, BATCHES[rank]))
-    same = []
-    for twin in (pickle.loads(pickle.dumps(opt)), copy.deepcopy(opt)):
+    loaded = in_group(make_model(), process_group=None)
+    loaded.load_accumulation_state_dict(opt.accumulation_state_dict())
+    same, errors = [], []
+    for twin in (pickle.loads(pickle.dumps(opt)), copy.deepcopy(opt), loaded):
         same += [torch.equal(opt.main_grad(p), twin.main_grad(q)) for p, q in pairs(opt, twin)]
-    try:
-        twin.flush()
-    except RuntimeError as error:
-        return {"same": same, "error": str(error)}
-    return {"same": same, "error": ""}
+        try:
+            twin.flush()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return {"same": same, "errors": errors}
 
 
 def copies_in_a_group(rank, world):

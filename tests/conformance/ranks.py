@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from filelock import FileLock
 from optimizer_oracle import assert_equal
 
+from accumext import _intake, _reduction
+
 PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
@@ -23,6 +26,17 @@ PRELOADED = [
 ]
 
 Scenario: TypeAlias = Callable[[int, int], dict[str, Any]]  # rank, number of processes
+
+
+@contextmanager
+def small_buckets(size: int = 1) -> Iterator[None]:
+    """Main gradients are taken in and sent in pieces of this many bytes, or one tensor."""
+    whole = _reduction.BUCKET_BYTES, _intake.BUNDLE_BYTES
+    _reduction.BUCKET_BYTES = _intake.BUNDLE_BYTES = size
+    try:
+        yield
+    finally:
+        _reduction.BUCKET_BYTES, _intake.BUNDLE_BYTES = whole
 
 
 def spawn(function: Callable[..., None], args: tuple[Any, ...], world: int) -> None:
