@@ -1,0 +1,311 @@
+"""Parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optimizer_oracle import (
+    assert_close,
+    loss_of,
+    make_batches,
+    make_model,
+    windows_of,
+)
+from torch import nn
+
+from accumext.optimizer import AccumulatingOptimizer
+
+BATCHES = make_batches(9)
+POLICIES = ["skip_window", "skip_micro_batch", "raise"]
+
+
+def sgd(parameters):
+    """A parameter without a gradient keeps its value; one with a gradient of zero decays."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def parameters_of(model):
+    return [p.detach() for p in model.parameters()]
+
+
+def one_call(opt, loss, scaler=None):
+    opt.backward(loss)
+    opt.step()
+
+
+def own_backward(opt, loss, scaler=None):
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def outer_scaler(opt, loss, scaler):
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+
+
+LOOPS = [one_call, own_backward, outer_scaler]
+
+
+def make_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+
+class ByHand:
+    """Steps on the mean over micro-batches, in which a gradient that is missing counts as zero."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.total, self.count = optimizer, {}, 0
+
+    def held(self):
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def add(self, loss):
+        wanted = [p for p in self.held() if p.requires_grad]
+        for p, grad in zip(wanted, torch.autograd.grad(loss, wanted, allow_unused=True)):
+            if grad is not None:
+                self.total[p] = self.total.get(p, 0.0) + grad
+        self.count += 1
+
+    def step(self):
+        for p in self.held():
+            p.grad = self.total[p] / self.count if p in self.total else None
+        self.optimizer.step()
+        self.total, self.count = {}, 0
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["afterwards", "in-backward"])
+@pytest.mark.parametrize("frozen", [{3, 4, 5}, {1, 4, 5, 6}], ids=["a-window", "inside-windows"])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_parameters_may_freeze_and_thaw(loop, window, frozen, in_backward):
+    """Parameters frozen and unfrozen during the run, between windows or inside one"""
+    reference, model = make_model(), make_model()
+    by_hand = ByHand(sgd(reference.parameters()))
+    opt = AccumulatingOptimizer(
+        sgd(model.parameters()), window=window, accumulate_in_backward=in_backward
+    )
+    scaler = make_scaler()
+    for i, batch in enumerate(BATCHES):
+        for some in (reference, model):
+            some[0].requires_grad_(i not in frozen)
+        by_hand.add(loss_of(reference, batch))
+        loop(opt, loss_of(model, batch), scaler)
+        assert opt.stepped == ((i + 1) % window == 0)
+        if opt.stepped:
+            by_hand.step()
+            assert_close(parameters_of(model), parameters_of(reference))
+
+
+class Tied(nn.Module):
+    """A language model of one word of context, with one weight for both ends."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.embedding = nn.Embedding(6, 3, sparse=sparse, dtype=torch.float64)
+        self.head = nn.Linear(3, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return F.cross_entropy(self.head(self.embedding(tokens[:-1])), tokens[1:])
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_tied_parameters(loop, window, sparse):
+    """One weight at both ends of a model, also with a sparse gradient from one end"""
+    texts = [torch.tensor(t) for t in ([1, 2, 3, 1], [0, 4, 4, 5], [2, 1, 0, 3])] * 2
+    reference, model = Tied(sparse=False), Tied(sparse)
+    by_hand = ByHand(sgd(reference.parameters()))
+    opt = AccumulatingOptimizer(sgd(model.parameters()), window=window)
+    scaler = make_scaler()
+    for some in windows_of(texts, window):
+        for text in some:
+            by_hand.add(reference(text))
+            loop(opt, model(text), scaler)
+        by_hand.step()
+    assert opt.stepped
+    assert_close(parameters_of(model), parameters_of(reference))
+
+
+@pytest.mark.parametrize("on_nonfinite", POLICIES)
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_sparse_gradients(loop, window, max_norm, on_nonfinite):
+    """`nn.Embedding(sparse=True)` trains as a dense one, with clipping and scalers"""
+    tokens = [torch.tensor([1, 1, 4]), torch.tensor([0, 4, 4]), torch.tensor([2, 1, 0])] * 2
+
+    def make(sparse):
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            return nn.Embedding(6, 3, sparse=sparse, dtype=torch.float64)
+
+    def plain_sgd(parameters):  # weight decay would touch rows that a sparse gradient leaves out
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    dense, sparse = make(False), make(True)
+    optimizer = plain_sgd(dense.parameters())
+    scaler = make_scaler()
+    opt = AccumulatingOptimizer(
+        plain_sgd(sparse.parameters()),
+        window=window,
+        max_norm=max_norm,
+        scaler=scaler if loop is one_call else None,
+        on_nonfinite=on_nonfinite,
+    )
+    for some in windows_of(tokens, window):
+        optimizer.zero_grad()
+        (sum(dense(t).square().sum() for t in some) / len(some)).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(dense.parameters(), max_norm)
+        optimizer.step()
+        for t in some:
+            loop(opt, sparse(t).square().sum(), scaler)
+    assert_close(parameters_of(sparse), parameters_of(dense))
+
+
+# Adagrad makes sparse tensors without saying whether torch should check them.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("kind", ["SparseAdam", "Adagrad", "SGD"])
+def test_sparse_gradients_stay_sparse(kind, window):
+    """Only the rows that a window has used move, under SparseAdam, Adagrad and SGD"""
+    embedding = nn.Embedding(5, 2, sparse=True)
+    inner = getattr(torch.optim, kind)(embedding.parameters(), lr=0.1)
+    opt = AccumulatingOptimizer(inner, window=window)
+    seen = []
+    opt.register_step_pre_hook(lambda *_: seen.append(embedding.weight.grad.is_sparse))
+    before = embedding.weight.detach().clone()
+    for token in (1, 3):
+        one_call(opt, embedding(torch.tensor([token])).sum())
+    moved = (embedding.weight != before).any(dim=1)
+    assert moved.tolist() == [False, True, False, True, False]
+    assert all(seen)
+
+
+@pytest.mark.parametrize("order", ["sparse-first", "dense-first"])
+@pytest.mark.parametrize("on_nonfinite", POLICIES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_sparse_and_dense_gradients_by_turns(loop, on_nonfinite, order):
+    """A parameter with a sparse gradient in one micro-batch and a dense one in the next"""
+
+    def losses(weight, sparse):
+        tokens = torch.tensor([1, 1, 4])
+        looked_up = F.embedding(tokens, weight, sparse=sparse).square().sum()
+        projected = (weight @ torch.ones(3, dtype=torch.float64)).square().sum()
+        pair = [looked_up, projected]
+        return pair if order == "sparse-first" else pair[::-1]
+
+    start = torch.linspace(-1, 1, 18, dtype=torch.float64).reshape(6, 3)
+    reference, weight = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    by_hand = ByHand(sgd([reference]))
+    opt = AccumulatingOptimizer(sgd([weight]), window=4, on_nonfinite=on_nonfinite)
+    scaler = make_scaler()
+    for _ in range(2):
+        for expected, loss in zip(losses(reference, False), losses(weight, True)):
+            by_hand.add(expected)
+            loop(opt, loss, scaler)
+    by_hand.step()
+    assert opt.stepped
+    assert_close([weight.detach()], [reference.detach()])
+
+
+@pytest.mark.parametrize("on_nonfinite", POLICIES)
+@pytest.mark.parametrize(("loop", "own"), [*((loop, False) for loop in LOOPS), (one_call, True)])
+def test_parameters_without_gradients_in_some_micro_batches(loop, own, on_nonfinite):
+    """Parameters without a gradient in some micro-batches, or in all of a window"""
+    a, b, never = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
+    decay = torch.optim.SGD([a, b, never], lr=1.0, weight_decay=0.5)
+    scaler = make_scaler()
+    opt = AccumulatingOptimizer(
+        decay, window=4, scaler=scaler if own else None, on_nonfinite=on_nonfinite
+    )
+    for loss in (2 * a.sum(), 3 * b.sum(), 4 * a.sum() + 5 * b.sum(), 6 * b.sum()):
+        loop(opt, loss, scaler)
+    assert a.tolist() == [1.0 - 6 / 4 - 0.5] * 2
+    assert b.tolist() == [1.0 - 14 / 4 - 0.5] * 2
+    assert never.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("before", ["frozen", "trainable"])
+@pytest.mark.parametrize("added_at", [3, 4], ids=["between-windows", "inside-a-window"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_parameter_group_is_added(loop, added_at, before):
+    """`add_param_group` between windows or inside one, with a learning rate of its own"""
+    window = 3
+    reference, model = make_model(), make_model()
+    by_hand = ByHand(sgd(reference[2].parameters()))
+    opt = AccumulatingOptimizer(sgd(model[2].parameters()), window=window)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for some in (reference, model):
+        some[0].requires_grad_(before == "trainable")
+    for i, batch in enumerate(BATCHES):
+        if i == added_at:
+            for some, its in ((reference, by_hand.optimizer), (model, opt)):
+                some[0].requires_grad_(True).zero_grad()
+                its.add_param_group({"params": list(some[0].parameters()), "lr": 0.5})
+        by_hand.add(loss_of(reference, batch))
+        loop(opt, loss_of(model, batch), scaler)
+        if opt.stepped:
+            by_hand.step()
+    assert opt.optimizer.param_groups[1]["lr"] == 0.5
+    assert_close(parameters_of(model), parameters_of(reference))
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("loop", [one_call, own_backward])
+def test_the_gradients_of_others_are_left_alone(loop, window):
+    """An optimizer over a part of the model leaves the other gradients in `.grad`"""
+    reference, model = make_model(), make_model()
+    by_hand = ByHand(sgd(reference[2].parameters()))
+    opt = AccumulatingOptimizer(sgd(model[2].parameters()), window=window)
+    others = [torch.zeros_like(p) for p in reference[0].parameters()]
+    for i, batch in enumerate(BATCHES):
+        loss = loss_of(reference, batch)
+        by_hand.add(loss_of(reference, batch))
+        for other, grad in zip(others, torch.autograd.grad(loss, list(reference[0].parameters()))):
+            other += grad
+        loop(opt, loss_of(model, batch))
+        if (i + 1) % window == 0:
+            by_hand.step()
+    assert_close([p.grad for p in model[0].parameters()], others)
+    assert_close(parameters_of(model), parameters_of(reference))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_parameters_of_several_dtypes(window, fused, max_norm):
+    """Parameters in bfloat16, float32 and float64 under one optimizer, clipped as one vector"""
+    dtypes = [torch.bfloat16, torch.float32, torch.float64]
+    factors = [1.0, 2.0, -3.0, 5.0, 0.25, 2.0]
+
+    def gradients(factor):  # of few bits, so that sums of them are exact in every dtype
+        return [torch.tensor([1.0, -2.0, 0.5 * k], dtype=torch.float64) * factor for k in (1, 2, 3)]
+
+    parameters = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
+    inner = torch.optim.SGD(parameters, lr=0.125, fused=fused)
+    opt = AccumulatingOptimizer(inner, window=window, max_norm=max_norm)
+    truth = [torch.ones(3, dtype=torch.float64) for _ in dtypes]
+    for some in windows_of(factors, window):
+        mean = [sum(g) / len(some) for g in zip(*(gradients(factor) for factor in some))]
+        norm = torch.cat(mean).norm()
+        coef = 1.0 if max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))
+        truth = [t - 0.125 * coef * m for t, m in zip(truth, mean)]
+        for factor in some:
+            losses = [(p.double() * g).sum() for p, g in zip(parameters, gradients(factor))]
+            one_call(opt, sum(losses))
+    for parameter, expected in zip(parameters, truth):
+        # The gradient and the parameter are rounded once per step, and the norm of the float32
+        # gradients, which clips all, to float32.
+        tolerance = 2 * len(factors) * torch.finfo(parameter.dtype).eps
+        if max_norm is not None:
+            tolerance += torch.finfo(torch.float32).eps
+        assert_close([parameter.detach().double()], [expected], tolerance)

@@ -1,0 +1,220 @@
+"""Several optimizers, and copies of the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_oracle import (
+    EXACT,
+    INF,
+    assert_close,
+    loss_of,
+    make_batches,
+    make_model,
+    train_by_hand,
+    windows_of,
+)
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from accumext.optimizer import AccumulatingOptimizer
+
+BATCHES = make_batches(12)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def make_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+
+def parameters_of(model):
+    return [p.detach() for p in model.parameters()]
+
+
+def taken_by_hand(window, bad, on_nonfinite):
+    """Parameters after stepping on the windows, or what is left of them, without `bad`."""
+    model = make_model()
+    optimizer = adam(model.parameters())
+    for numbers in windows_of(range(len(BATCHES)), window):
+        kept = [number for number in numbers if number != bad]
+        if kept and (len(kept) == len(numbers) or on_nonfinite == "skip_micro_batch"):
+            optimizer.zero_grad()
+            (sum(loss_of(model, BATCHES[number]) for number in kept) / len(kept)).backward()
+            optimizer.step()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("bad", [None, 1, 5], ids=["finite", "inf-in-one", "inf-in-one-later"])
+@pytest.mark.parametrize("protocol", ["own", "each", "each-unscaled"])
+def test_several_optimizers_under_one_scaler(protocol, bad, on_nonfinite):
+    """Two optimizers with windows of their own under one GradScaler, an inf in one alone"""
+    models, windows, scaler = (make_model(), make_model()), (3, 2), make_scaler()
+    opts = [
+        AccumulatingOptimizer(
+            adam(model.parameters()),
+            window=window,
+            scaler=scaler if protocol == "own" else None,
+            on_nonfinite=on_nonfinite,
+        )
+        for model, window in zip(models, windows)
+    ]
+    for number, batch in enumerate(BATCHES):
+        losses = [loss_of(model, batch) for model in models]
+        if number == bad:
+            losses[0] = losses[0] + models[0][0].weight[0, 0] * INF
+        if protocol == "own":
+            for opt, loss in zip(opts, losses):
+                opt.backward(loss)
+            for opt in opts:
+                opt.step()
+            continue
+        for loss in losses:
+            scaler.scale(loss).backward()
+        for opt in opts:
+            if protocol == "each-unscaled":
+                scaler.unscale_(opt)
+            scaler.step(opt)
+        scaler.update()
+        for opt in opts:
+            opt.zero_grad()
+    assert_close(parameters_of(models[0]), taken_by_hand(3, bad, on_nonfinite))
+    assert_close(parameters_of(models[1]), taken_by_hand(2, None, on_nonfinite))
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["plain", "unscale-first"])
+def test_a_bare_optimizer_beside_a_wrapped_one(unscale):
+    """A bare and a wrapped optimizer under one GradScaler that you call"""
+    bare_model, model, scaler = make_model(), make_model(), make_scaler()
+    bare = adam(bare_model.parameters())
+    opt = AccumulatingOptimizer(adam(model.parameters()), window=3)
+    for batch in BATCHES:
+        scaler.scale(loss_of(bare_model, batch) + loss_of(model, batch)).backward()
+        for some in (bare, opt):
+            if unscale:
+                scaler.unscale_(some)
+            scaler.step(some)
+        scaler.update()
+        bare.zero_grad()
+        opt.zero_grad()
+    # Torch divides the bare optimizer's gradients by multiplying with a float32, a power of two.
+    assert_close(parameters_of(bare_model), train_by_hand(adam, BATCHES, 1))
+    assert_close(parameters_of(model), train_by_hand(adam, BATCHES, 3))
+
+
+class Gan:
+    """A generator and a discriminator, with the losses of Goodfellow et al. (2014)."""
+
+    def __init__(self):
+        with torch.random.fork_rng():
+            torch.manual_seed(6)
+            self.generator = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+            self.discriminator = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    def judge(self, batch, real):
+        verdict = self.discriminator(batch)
+        return nn.functional.binary_cross_entropy_with_logits(
+            verdict, torch.full_like(verdict, float(real))
+        )
+
+    def discriminator_loss(self, batch):
+        fake = self.generator(batch.flip(0)).detach()
+        return self.judge(batch, True) + self.judge(fake, False)
+
+    def generator_loss(self, batch):
+        return self.judge(self.generator(batch.flip(0)), True)
+
+    def parameters(self):
+        return [*self.generator.parameters(), *self.discriminator.parameters()]
+
+
+def train_gan_by_hand(windows):
+    """Each network on the mean of its own window, with autograd.grad, so that nothing leaks."""
+    gan = Gan()
+    sides = []
+    for network, loss, window in (
+        (gan.discriminator, gan.discriminator_loss, windows[0]),
+        (gan.generator, gan.generator_loss, windows[1]),
+    ):
+        held = list(network.parameters())
+        sides.append((adam(held), held, loss, window, [torch.zeros_like(p) for p in held]))
+    for number, batch in enumerate(BATCHES):
+        for optimizer, held, loss, window, total in sides:
+            for t, grad in zip(total, torch.autograd.grad(loss(batch), held)):
+                t += grad / window
+            if (number + 1) % window == 0:
+                for p, t in zip(held, total):
+                    p.grad = t.clone()
+                    t.zero_()
+                optimizer.step()
+    return [p.detach() for p in gan.parameters()]
+
+
+@pytest.mark.parametrize("freeze", [False, True], ids=["leaking", "frozen-meanwhile"])
+@pytest.mark.parametrize("windows", [(1, 1), (3, 3), (2, 3)], ids=str)
+@pytest.mark.parametrize("protocol", ["none", "raw", "own", "each"])
+def test_a_gan_with_two_wrappers(protocol, windows, freeze):
+    """A GAN with a wrapper for each side: the other side's gradients count nowhere"""
+    gan, scaler = Gan(), make_scaler()
+    opts = [
+        AccumulatingOptimizer(
+            adam(network.parameters()),
+            window=window,
+            scaler=scaler if protocol == "own" else None,
+        )
+        for network, window in zip((gan.discriminator, gan.generator), windows)
+    ]
+
+    def play(opt, loss):
+        opt.zero_grad()
+        if protocol in ("none", "own"):
+            opt.backward(loss)
+            opt.step()
+        elif protocol == "raw":
+            loss.backward()
+            opt.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+
+    for batch in BATCHES:
+        play(opts[0], gan.discriminator_loss(batch))
+        gan.discriminator.requires_grad_(not freeze)
+        play(opts[1], gan.generator_loss(batch))
+        gan.discriminator.requires_grad_(True)
+    assert_close([p.detach() for p in gan.parameters()], train_gan_by_hand(windows))
+
+
+@pytest.mark.parametrize("skip", [None, 4], ids=["finite", "inf"])
+@pytest.mark.parametrize("average", ["mean", "ema"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_averages_of_the_weights(window, average, skip):
+    """`AveragedModel`, mean or EMA, updated once per step by `if opt.stepped`"""
+    decay = 0.9
+    function = get_ema_multi_avg_fn(decay) if average == "ema" else None
+    model = make_model()
+    opt = AccumulatingOptimizer(adam(model.parameters()), window=window)
+    averaged = AveragedModel(model, multi_avg_fn=function)
+    trace = []
+    for number, batch in enumerate(BATCHES):
+        opt.backward(loss_of(model, batch) * (INF if number == skip else 1.0))
+        opt.step()
+        if opt.stepped and not opt.last.skipped:
+            averaged.update_parameters(model)
+            trace.append([p.clone() for p in parameters_of(model)])
+
+    taken = [some for some in windows_of(range(12), window) if skip not in some]
+    batches = [BATCHES[number] for some in taken for number in some]
+    assert len(trace) == len(taken)
+    expected = None
+    for count in range(1, len(taken) + 1):
+        weights = train_by_hand(adam, batches[: count * window], window)
+        share = 1.0 if expected is None else (1 - decay if average == "ema" else 1 / count)
+        expected = weights if expected is None else expected
+        expected = [e + share * (w - e) for e, w in zip(expected, weights)]
+    assert averaged.n_averaged == len(taken)
+    assert_close([p.detach() for p in averaged.module.parameters()], expected, EXACT)
