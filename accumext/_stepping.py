@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast as record_function
 from torch._compile import _disable_dynamo
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import GradScaler, OptState
 
 from accumext import _checks, distributed
 from accumext._backward import BackwardPasses
@@ -68,6 +68,8 @@ class Stepping(BackwardPasses):
     def _close(self, op: str, flushing: bool = False) -> None:
         """Step on the open window, if there is anything in it, and start the next."""
         progress, window = self._progress, self._progress.window
+        if self.scaler is not None and window.micro_batches:
+            self._refuse_to_forget_others(op, self.scaler)
         with record_function("accumext::step"):
             if not self._sum_over_processes(op, flushing):
                 return
@@ -105,6 +107,14 @@ class Stepping(BackwardPasses):
         progress.reduction = None
         reduction.finish(window)
         return True
+
+    def _refuse_to_forget_others(self, op: str, scaler: GradScaler) -> None:
+        """`update` would let the scaler forget that it has unscaled another optimizer already."""
+        others = [r for key, r in scaler._per_optimizer_states.items() if key != id(self)]
+        if any(record["stage"] is OptState.UNSCALED for record in others):
+            contract = "have no optimizer that is unscaled and has not stepped"
+            advice = "Call scaler.step for that one first"
+            raise RuntimeError(_checks.message(op, "the scaler", contract, "one", advice))
 
     @_disable_dynamo  # torch.compile loses the record
     def _update_scaler(self, found_inf: Scalar, device: torch.device) -> None:

@@ -61,7 +61,8 @@ class Window:
     def __getstate__(self) -> dict[str, Any]:
         """For a copy, whose parameters come without `.grad`: the main gradients on their own."""
         self.refresh()
-        return {**self.__dict__, "lying": None}
+        value_alone = LossScale(self.unit_scale.value)  # a key means something in one process only
+        return {**self.__dict__, "lying": None, "unit_scale": value_alone}
 
     @property
     def main(self) -> dict[Tensor, Tensor]:

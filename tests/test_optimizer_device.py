@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from optimizer_oracle import INF, assert_close, loss_of, make_batches, make_model
@@ -124,3 +126,16 @@ def test_a_zero_weight_on_the_device():
     assert opt.stats()["total_norm"] == 0.0
     assert opt.stats()["weight"] == 0.0
     assert_close([p.detach() for p in model.parameters()], before, ROUNDING)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_pickle_holds_no_key_of_this_process():
+    """A key names the tensor of a loss scale by its address, which another may have elsewhere."""
+    model = make_model(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    opt = AccumulatingOptimizer(adam(model.parameters()), window=2, scaler=scaler)
+    opt.backward(loss_of(model, BATCHES[0]))
+    assert opt._progress.window.unit_scale.key is not None
+    twin = pickle.loads(pickle.dumps(opt))
+    assert twin._progress.window.unit_scale.key is None
+    assert twin._progress.window.unit_scale.value == 64.0

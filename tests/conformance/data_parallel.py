@@ -14,9 +14,11 @@ from optimizer_oracle import (
     make_batches,
     make_model,
 )
+from oracle import DeviceReads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accumext import _arguments, _numbers, _reduction, _window
 from accumext.optimizer import AccumulatingOptimizer
 
 WINDOW = 4
@@ -84,6 +86,38 @@ def plain_loop_in_group(rank, world):
         opt.step()
         opt.zero_grad()
     return outcome(model, opt)
+
+
+def without_device_reads(rank, world, **kwargs):
+    """The CPU plays a device: what two windows read of it."""
+    modules = (_arguments, _numbers, _window, _reduction)
+    on_host, tolist, lists = _numbers.on_host, torch.Tensor.tolist, []
+    model = make_model(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    fused = adam(model.parameters(), fused=True)
+    options = {"window": 2, "max_norm": MAX_NORM, "scaler": scaler, **kwargs}
+    opt = AccumulatingOptimizer(fused, process_group=dist.group.WORLD, **options)
+    for module in modules:
+        module.on_host = lambda tensor: False
+    torch.Tensor.tolist = lambda self: lists.append(1) or tolist(self)
+    try:
+        with DeviceReads() as reads:
+            for batch, weight in own_share(rank, world, 4 * world):
+                opt.backward(loss_of(model, batch.float()), torch.tensor(weight))
+                opt.step()
+    finally:
+        torch.Tensor.tolist = tolist
+        for module in modules:
+            module.on_host = on_host
+    return outcome(model, opt, reads=[reads.count, len(lists)])
+
+
+def reads_at_the_step(rank, world):
+    return without_device_reads(rank, world)
+
+
+def reads_while_backward_runs(rank, world):
+    return without_device_reads(rank, world, reduce_in_backward=True)
 
 
 def ddp(rank, world, parts=2, **kwargs):
@@ -344,6 +378,8 @@ SCENARIOS = (
     ddp_synchronising,
     traffic_afterwards,
     traffic_meanwhile,
+    reads_at_the_step,
+    reads_while_backward_runs,
     half_precision,
     partial_models,
     branches,

@@ -77,6 +77,17 @@ def test_main_grads_travel_once_per_window(seen, world, scenario):
         assert log[len(log) // 2 :] == log[: len(log) // 2]
 
 
+@pytest.mark.parametrize("scenario", [does.reads_at_the_step, does.reads_while_backward_runs])
+def test_ranks_read_no_device(seen, world, scenario):
+    """Windows of several ranks with a fused optimizer read nothing from the device"""
+    first = ranks.agreed(seen, scenario)
+    assert [rank[scenario.__name__]["reads"] for rank in seen] == [[0, 0]] * world
+    some, weights = BATCHES[: 4 * world], WEIGHTS[: 4 * world]
+    expected = train_by_hand(adam, some, 2 * world, weights=weights, max_norm=MAX_NORM)
+    # Sums and the clip are in float32, and Adam divides by the size of each element.
+    assert_close([p.double() for p in first["parameters"]], expected, 1e-5)
+
+
 def test_half_precision_sums_travel_in_float32(seen, world):
     """Half-precision gradients are summed over micro-batches and ranks in float32"""
     first = ranks.agreed(seen, does.half_precision)

@@ -8,6 +8,7 @@ from optimizer_oracle import (
     EXACT,
     INF,
     assert_close,
+    assert_equal,
     loss_of,
     make_batches,
     make_model,
@@ -103,6 +104,32 @@ def test_a_bare_optimizer_beside_a_wrapped_one(unscale):
     # Torch divides the bare optimizer's gradients by multiplying with a float32, a power of two.
     assert_close(parameters_of(bare_model), train_by_hand(adam, BATCHES, 1))
     assert_close(parameters_of(model), train_by_hand(adam, BATCHES, 3))
+
+
+@pytest.mark.parametrize("in_order", [True, False], ids=["step-first", "wrapper-first"])
+def test_an_unscaled_optimizer_beside_a_wrapper_with_its_scaler(in_order):
+    """`unscale_` of a bare optimizer under a wrapper's own scaler: kept, or refused in words"""
+    bare_model, model, scaler = make_model(), make_model(), make_scaler()
+    bare = adam(bare_model.parameters())
+    opt = AccumulatingOptimizer(adam(model.parameters()), scaler=scaler)
+    for batch in BATCHES[:3]:
+        scaler.scale(loss_of(bare_model, batch)).backward()
+        opt.backward(loss_of(model, batch))
+        scaler.unscale_(bare)
+        if not in_order:
+            before = [p.clone() for p in parameters_of(model)]
+            with pytest.raises(RuntimeError) as error:
+                opt.step()
+            assert str(error.value) == (
+                "AccumulatingOptimizer.step: the scaler must have no optimizer that is unscaled "
+                "and has not stepped, got one. Call scaler.step for that one first"
+            )
+            assert_equal(parameters_of(model), before)
+        scaler.step(bare)
+        opt.step()
+        bare.zero_grad()
+    for some in (bare_model, model):
+        assert_close(parameters_of(some), train_by_hand(adam, BATCHES[:3], 1))
 
 
 class Gan:
