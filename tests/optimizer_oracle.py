@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,41 @@ def make_batches(count: int, dtype: torch.dtype = torch.float64) -> list[Tensor]
     return [draw.to(dtype) for draw in draws]
 
 
+def adam(parameters: Iterable[Tensor], **kwargs) -> torch.optim.Adam:
+    """What most tests wrap."""
+    return torch.optim.Adam(parameters, lr=0.05, **kwargs)
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    return [p.detach() for p in model.parameters()]
+
+
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
+
+
+def one_call(opt, loss, scaler=None):
+    opt.backward(loss)
+    opt.step()
+
+
+def own_backward(opt, loss, scaler=None):
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def outer_scaler(opt, loss, scaler):
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+
+
+def run(opt, model, batches):
+    """A micro-batch and a step for every batch."""
+    for batch in batches:
+        one_call(opt, loss_of(model, batch))
 
 
 def windows_of(items: Sequence, size: int) -> list[Sequence]:

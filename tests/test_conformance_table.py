@@ -54,8 +54,8 @@ def test_the_page_holds_a_row_per_test_and_what_stands_around_it(page, table):
     assert text.endswith("After.\n")
     row = "| An inf on one rank or on all skips the window everywhere, and loss scales stay equal |"
     assert f"{row} 2 passed |" in text
-    assert "| gradcheck of decode_loss | 2 passed |" in text
-    assert "### Data-parallel training (DDP, or a process group), 2 and 3 processes" in text
+    assert "| `gradcheck` of `decode_loss` | 2 passed |" in text
+    assert "## Data-parallel training (DDP, or a process group), 2 and 3 processes" in text
     assert f"{table.VERSIONS}Python" in text
 
 

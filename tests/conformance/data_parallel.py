@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from optimizer_oracle import (
     INF,
+    adam,
     loss_of,
     make_batches,
     make_model,
@@ -25,10 +26,6 @@ WINDOW = 4
 BATCHES = make_batches(24)  # whole windows for 2 processes and for 3
 WEIGHTS = [float(n % 7 + 1) for n in range(24)]
 MAX_NORM = 0.02  # clips every window
-
-
-def adam(parameters, **kwargs):
-    return torch.optim.Adam(parameters, lr=0.05, **kwargs)
 
 
 def in_group(model, **kwargs):

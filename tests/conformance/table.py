@@ -34,14 +34,14 @@ PACKAGES = (
 
 # Tests of other rooms that belong to the table: file, function, text of the row.
 ELSEWHERE = (
-    ("test_registration", "test_opcheck", "torch.library.opcheck passes for every operator"),
+    ("test_registration", "test_opcheck", "`torch.library.opcheck` passes for every operator"),
     (
         "test_registration",
         "test_compile_in_one_graph",
-        "torch.compile(fullgraph=True) of a loss with the gradient operations after it",
+        "`torch.compile(fullgraph=True)` of a loss with the gradient operations after it",
     ),
-    ("test_decoder", "test_gradcheck", "gradcheck of decode_loss"),
-    ("test_chunked", "test_gradcheck", "gradcheck of chunked_loss"),
+    ("test_decoder", "test_gradcheck", "`gradcheck` of `decode_loss`"),
+    ("test_chunked", "test_gradcheck", "`gradcheck` of `chunked_loss`"),
     (
         "test_accumulate",
         "test_the_bits_do_not_depend_on_the_number_of_threads",
@@ -55,7 +55,7 @@ ELSEWHERE = (
     (
         "test_backend",
         "test_import_prints_nothing_compiles_nothing_and_initialises_nothing",
-        "import accumext prints nothing, compiles nothing and initialises no device",
+        "`import accumext` prints nothing, compiles nothing and initialises no device",
     ),
     ("test_backend", "test_two_processes_compile_once", "Two processes at once compile once"),
     (
@@ -71,17 +71,17 @@ ELSEWHERE = (
     (
         "test_package",
         "test_install_without_build_isolation",
-        "pip install --no-build-isolation compiles ahead of time, without network",
+        "`pip install --no-build-isolation` compiles ahead of time, without network",
     ),
     (
         "test_package",
         "test_editable_install_compiles_in_place",
-        "pip install -e compiles in place",
+        "`pip install -e` compiles in place",
     ),
     (
         "test_package",
         "test_isolated_install_finds_the_torch_of_the_environment",
-        "pip install . compiles against the torch of the environment, not another one",
+        "`pip install .` compiles against the torch of the environment, not another one",
     ),
     (
         "test_package",
@@ -128,7 +128,7 @@ def table(cases: Outcomes) -> tuple[list[str], int]:
     """The lines, and how many rows did not pass."""
     lines, wrong = [], 0
     for title, rows in sections():
-        lines += ["", f"### {title}", "", "| | checks |", "|---|---|"]
+        lines += ["", f"## {title}", "", "| | checks |", "|---|---|"]
         for module, name, text in rows:
             seen = cases.get((module, name), [])
             passed = seen.count("passed")

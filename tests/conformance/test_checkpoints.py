@@ -15,6 +15,8 @@ from optimizer_oracle import (
     loss_of,
     make_batches,
     make_model,
+    parameters_of,
+    run,
     train_by_hand,
     windows_of,
 )
@@ -30,10 +32,6 @@ WINDOW = 3
 BATCHES = make_batches(12)
 
 
-def parameters_of(model):
-    return [p.detach() for p in model.parameters()]
-
-
 def run_bare(opt, model, batches, window=WINDOW):
     """On the joined batches of each window."""
     for some in windows_of(batches, window):
@@ -45,12 +43,6 @@ def run_bare(opt, model, batches, window=WINDOW):
             return loss
 
         opt.step(closure)
-
-
-def run(opt, model, batches):
-    for batch in batches:
-        opt.backward(loss_of(model, batch))
-        opt.step()
 
 
 def through_a_file(state):

@@ -45,14 +45,14 @@ def test_one_process_runs_the_same_script(tmp_path_factory):
 
 
 def test_sum_over_micro_batches_and_ranks(seen, world):
-    """reduction="sum" adds over the window and over all ranks"""
+    """`reduction="sum"` adds over the window and over all ranks"""
     first = ranks.agreed(seen, does.group_sum)
     assert_close(first["parameters"], by_hand(world, weights=WEIGHTS, reduction="sum"))
 
 
 @pytest.mark.parametrize("scenario", [does.plain_loop_in_group, does.ddp_synchronising])
 def test_loops_that_know_nothing_of_ranks(seen, world, scenario):
-    """DDP that synchronises every backward, and a plain loop with process_group, work too"""
+    """DDP that synchronises every backward, and a plain loop with `process_group`, work too"""
     first = ranks.agreed(seen, scenario)
     assert_close(first["parameters"], by_hand(world))
 
@@ -106,7 +106,7 @@ def test_parameters_used_on_some_ranks_only(seen, world):
 
 
 def test_branches_used_in_some_micro_batches_only(seen):
-    """DDP parameters used in some micro-batches only need no find_unused_parameters"""
+    """DDP parameters used in some micro-batches only need no `find_unused_parameters`"""
     torch.manual_seed(0)
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -151,7 +151,7 @@ def test_inf_on_all_ranks_skips_a_fused_optimizer(seen):
 
 @pytest.mark.parametrize("scenario", does.DROPPING, ids=lambda s: s.__name__)
 def test_bad_micro_batches_of_one_rank_are_dropped_alone(seen, world, scenario):
-    """skip_micro_batch drops bad micro-batches of one rank and renormalises on all"""
+    """`"skip_micro_batch"` drops bad micro-batches of one rank and renormalises on all"""
     first = ranks.agreed(seen, scenario)
     bad = [1] if scenario is does.bad_micro_batch_on_one_rank else [1, 1 + world]
     good = [batch for n, batch in enumerate(BATCHES[: 2 * world]) if n not in bad]
@@ -161,7 +161,7 @@ def test_bad_micro_batches_of_one_rank_are_dropped_alone(seen, world, scenario):
 
 
 def test_flush_steps_on_a_partial_window_of_all_ranks(seen, world):
-    """flush() steps on what all ranks hold, and does nothing on an empty window"""
+    """`flush()` steps on what all ranks hold, and does nothing on an empty window"""
     first = ranks.agreed(seen, does.even_flush)
     batches = BATCHES[: 3 * world]
     assert_close(first["parameters"], train_by_hand(adam, batches, 2 * world, max_norm=MAX_NORM))
@@ -170,7 +170,7 @@ def test_flush_steps_on_a_partial_window_of_all_ranks(seen, world):
 
 
 def test_copies_do_not_forget_that_a_window_is_to_be_summed(seen):
-    """A copy, pickle or saved window of micro_batch(ddp_model) refuses to step on its own share"""
+    """A copy, pickle or saved window of `micro_batch(ddp)` refuses to step on its own share"""
     for rank in seen:
         assert all(rank["copies"]["same"])
         assert len(rank["copies"]["errors"]) == 3
@@ -178,6 +178,6 @@ def test_copies_do_not_forget_that_a_window_is_to_be_summed(seen):
 
 
 def test_copies_go_on_in_their_process_group(seen, world):
-    """deepcopy and pickle in the middle of a window keep the default process group"""
+    """`copy.deepcopy` and `pickle` in the middle of a window keep the default process group"""
     first = ranks.agreed(seen, does.copies_in_a_group)
     assert_close(first["parameters"], by_hand(world, weights=WEIGHTS))

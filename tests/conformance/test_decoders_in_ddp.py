@@ -1,4 +1,4 @@
-"""Decoders inside DistributedDataParallel with window > 1, 2 and 3 processes."""
+"""Decoders inside DistributedDataParallel with `window` above 1, 2 and 3 processes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def seen(request, tmp_path_factory):
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_decoders_in_ddp(seen, scenario):
-    """decode_loss, tbptt and chunked_loss in DDP equal plain autograd on the joined batch"""
+    """`decode_loss`, `tbptt` and `chunked_loss` in DDP equal plain autograd on the joined batch"""
     model = make()
     optimizer = sgd(model)
     joined = list(micro_batches())

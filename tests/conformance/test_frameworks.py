@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from optimizer_oracle import (
+    adam,
     assert_close,
     assert_equal,
     loss_of,
@@ -43,10 +44,6 @@ def forget_accelerate():
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.05)
 
 
 def build(window=1, max_norm=MAX_NORM):
@@ -83,7 +80,7 @@ def make_accelerator(**kwargs):
 
 
 def test_accelerate():
-    """Accelerate: prepare and backward, window=3, max_norm, a prepared schedule once per window"""
+    """Accelerate: `prepare`, `window=3`, `max_norm`, a prepared schedule once per window"""
     inner, opt, schedule = build(window=3)
     accelerator = make_accelerator()
     model, optimizer, scheduler = accelerator.prepare(inner, opt, schedule)
@@ -97,7 +94,7 @@ def test_accelerate():
 
 
 def test_accelerate_accumulates():
-    """Accelerate: accumulate() and clip_grad_norm_ of its own around window=1"""
+    """Accelerate: `accumulate` and `clip_grad_norm_` of its own around `window=1`"""
     inner, opt, schedule = build(max_norm=None)
     accelerator = make_accelerator(gradient_accumulation_steps=3)
     model, optimizer, scheduler = accelerator.prepare(inner, opt, schedule)
@@ -114,7 +111,7 @@ def test_accelerate_accumulates():
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "outer-scaler"])
 def test_accelerate_accumulates_too(scaled):
-    """Accelerate: its own accumulation and window=2 is an error, before anything has changed"""
+    """Accelerate: its own accumulation and `window=2` is an error, before anything has changed"""
     make_accelerator(gradient_accumulation_steps=4)
     model, opt, schedule = build(window=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
@@ -180,7 +177,7 @@ def make_trainer(folder, opt, schedule, model, data, **kwargs):
 
 
 def test_trainer(tmp_path):
-    """transformers Trainer: optimizers=(opt, schedule), window=3, a schedule in batches"""
+    """transformers Trainer: `optimizers=(opt, schedule)`, `window=3`, a schedule in batches"""
     model, opt, _ = build(window=3)
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda batch: GAMMA ** (batch // 3))
     trainer = make_trainer(tmp_path, opt, schedule, Rows(model), ROWS)
@@ -190,7 +187,7 @@ def test_trainer(tmp_path):
 
 
 def test_trainer_accumulates(tmp_path):
-    """transformers Trainer: gradient_accumulation_steps=4, a partial last step, window=1"""
+    """transformers Trainer: `gradient_accumulation_steps=4`, a partial last step, `window=1`"""
     model, opt, schedule = build()
     options = {"data": ROWS[:50], "gradient_accumulation_steps": 4}
     make_trainer(tmp_path, opt, schedule, Rows(model), **options).train()
@@ -198,7 +195,7 @@ def test_trainer_accumulates(tmp_path):
 
 
 def test_trainer_counts_items(tmp_path):
-    """transformers Trainer: num_items_in_batch weighs its own accumulation by tokens, window=1"""
+    """transformers Trainer: `num_items_in_batch` weighs its own accumulation, `window=1`"""
     model, opt, schedule = build()
     kept = [batch[: 1 + i % 5] for i, batch in enumerate(BATCHES)]
     data = [
@@ -212,7 +209,7 @@ def test_trainer_counts_items(tmp_path):
 
 
 def test_trainer_checkpoint(tmp_path):
-    """transformers Trainer: resume_from_checkpoint goes on, and the bare optimizer loads it"""
+    """transformers Trainer: `resume_from_checkpoint` goes on, and the bare optimizer loads it"""
     options = {"gradient_accumulation_steps": 3, "save_strategy": "steps", "save_steps": 2}
     folder = tmp_path / "checkpoint-2"
     for checkpoint in (None, str(folder)):
@@ -278,7 +275,7 @@ def fit(folder, module, batches, ckpt_path=None, **kwargs):
 
 
 def test_lightning(tmp_path):
-    """Lightning: automatic optimization, window=5, flush(), training_step once per micro-batch"""
+    """Lightning: automatic optimization, `window=5`, `flush()`, `training_step` once per batch"""
     model, opt, schedule = build(window=5)
     module = make_module(model, opt, schedule)
     fit(tmp_path, module, BATCHES)
@@ -287,7 +284,7 @@ def test_lightning(tmp_path):
 
 
 def test_lightning_accumulates(tmp_path):
-    """Lightning: accumulate_grad_batches=3 and gradient_clip_val around window=1"""
+    """Lightning: `accumulate_grad_batches=3` and `gradient_clip_val` around `window=1`"""
     model, opt, schedule = build(max_norm=None)
     module = make_module(model, opt, schedule)
     fit(tmp_path, module, BATCHES, accumulate_grad_batches=3, gradient_clip_val=MAX_NORM)
@@ -295,7 +292,7 @@ def test_lightning_accumulates(tmp_path):
 
 
 def test_lightning_manual(tmp_path):
-    """Lightning: manual optimization, accumulate(weight), window=5 and flush() of the rest"""
+    """Lightning: manual optimization, `accumulate(weight)`, `window=5`, `flush()` of the rest"""
     weights = [1.0 + i % 3 for i in range(len(BATCHES))]
     model, opt, schedule = build(window=5)
     module = make_module(model, opt, schedule, weights)
@@ -338,14 +335,14 @@ def run_ignite(model, opt, schedule, batches, accumulation=1):
 
 
 def test_ignite():
-    """ignite: create_supervised_trainer, window=5, flush() and the schedule in handlers"""
+    """ignite: `create_supervised_trainer`, `window=5`, `flush()` and the schedule in handlers"""
     model, opt, schedule = build(window=5)
     run_ignite(model, opt, schedule, BATCHES)
     assert_as_plain(model, opt, BATCHES, 5)
 
 
 def test_ignite_accumulates():
-    """ignite: gradient_accumulation_steps=3 around window=1"""
+    """ignite: `gradient_accumulation_steps=3` around `window=1`"""
     model, opt, schedule = build()
     run_ignite(model, opt, schedule, BATCHES, accumulation=3)
     assert_as_plain(model, opt, BATCHES, 3)
@@ -353,7 +350,7 @@ def test_ignite_accumulates():
 
 @pytest.mark.parametrize("framework", ["trainer", "lightning", "ignite"])
 def test_two_windows_multiply(tmp_path, framework):
-    """Trainer, Lightning and ignite: 2 batches of theirs in window=3 are one step of 6"""
+    """Trainer, Lightning and ignite: 2 batches of theirs in `window=3` are one step of 6"""
     model, opt, schedule = build(window=3)
     if framework == "trainer":
         schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: GAMMA ** (step // 3))
@@ -368,7 +365,7 @@ def test_two_windows_multiply(tmp_path, framework):
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["bare", "under-accelerate"])
 def test_schedule_free(prepared):
-    """schedule-free: train() and eval() reach it through the wrapper, also under Accelerate"""
+    """schedule-free: `train()` and `eval()` reach it through the wrapper, also under Accelerate"""
     schedulefree = pytest.importorskip("schedulefree")
     plain = []
 

@@ -6,10 +6,15 @@ import pytest
 import torch
 from optimizer_oracle import (
     INF,
+    adam,
     assert_close,
     loss_of,
     make_batches,
     make_model,
+    one_call,
+    outer_scaler,
+    own_backward,
+    parameters_of,
     window_gradient,
     windows_of,
 )
@@ -24,34 +29,8 @@ from accumext.optimizer import AccumulatingOptimizer
 BATCHES = make_batches(8)
 
 
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.05)
-
-
 def wrapped(model, **kwargs):
     return AccumulatingOptimizer(adam(model.parameters()), **{"window": 3, **kwargs})
-
-
-def parameters_of(model):
-    return [p.detach() for p in model.parameters()]
-
-
-def one_call(opt, loss, scaler):
-    opt.backward(loss)
-    opt.step()
-
-
-def own_backward(opt, loss, scaler):
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-
-
-def outer_scaler(opt, loss, scaler):
-    scaler.scale(loss).backward()
-    scaler.step(opt)
-    scaler.update()
-    opt.zero_grad()
 
 
 @pytest.mark.parametrize("loop", [one_call, own_backward, outer_scaler])

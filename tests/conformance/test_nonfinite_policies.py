@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_oracle import INF, assert_equal, make_batches, make_model
+from optimizer_oracle import INF, adam, assert_equal, make_batches, make_model
 from optimizer_oracle import loss_of as model_loss
 from scaler_protocols import (
     DTYPES,
@@ -31,10 +31,6 @@ NAN = float("nan")
 COUNT = 3 * WINDOW
 POSITIONS = pytest.mark.parametrize("bad", [0, 1, 2], ids=["first", "middle", "last"])
 CULPRIT = 1  # the index of the parameter that gets the inf
-
-
-def adam(parameters, **kwargs):
-    return torch.optim.Adam(parameters, lr=0.05, **kwargs)
 
 
 def train(protocol, dtype, bad, *, value=INF, weights=None, **options):

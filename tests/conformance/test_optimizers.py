@@ -19,11 +19,13 @@ from optimizer_cases import (
     model_for,
 )
 from optimizer_oracle import (
+    adam,
     assert_close,
     assert_equal,
     loss_of,
     make_batches,
     make_model,
+    parameters_of,
     train_by_hand,
     windows_of,
 )
@@ -33,14 +35,6 @@ from torch.optim import lr_scheduler
 from accumext.optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(9)
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.05)
-
-
-def parameters_of(model):
-    return [p.detach() for p in model.parameters()]
 
 
 def one_call(opt, loss, weight=1.0):

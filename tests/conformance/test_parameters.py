@@ -10,6 +10,10 @@ from optimizer_oracle import (
     loss_of,
     make_batches,
     make_model,
+    one_call,
+    outer_scaler,
+    own_backward,
+    parameters_of,
     windows_of,
 )
 from torch import nn
@@ -23,28 +27,6 @@ POLICIES = ["skip_window", "skip_micro_batch", "raise"]
 def sgd(parameters):
     """A parameter without a gradient keeps its value; one with a gradient of zero decays."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
-
-
-def parameters_of(model):
-    return [p.detach() for p in model.parameters()]
-
-
-def one_call(opt, loss, scaler=None):
-    opt.backward(loss)
-    opt.step()
-
-
-def own_backward(opt, loss, scaler=None):
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-
-
-def outer_scaler(opt, loss, scaler):
-    scaler.scale(loss).backward()
-    scaler.step(opt)
-    scaler.update()
-    opt.zero_grad()
 
 
 LOOPS = [one_call, own_backward, outer_scaler]

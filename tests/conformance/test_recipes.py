@@ -68,7 +68,7 @@ def train(log):
 
 
 def test_dict_logger(tmp_path):
-    """A dict or JSON logger: stats() is a flat dict of floats, with the norm before clipping"""
+    """A dict or JSON logger: `stats()` is a flat dict of floats, with the norm before clipping"""
     path = tmp_path / "stats.jsonl"
     with path.open("w") as file:
         train(lambda stats, window: file.write(json.dumps({"step": window, **stats}) + "\n"))
@@ -79,7 +79,7 @@ def test_dict_logger(tmp_path):
 
 
 def test_tensorboard(tmp_path):
-    """TensorBoard: add_scalar takes stats() as it is, and the event file holds those values"""
+    """TensorBoard: `add_scalar` takes `stats()` as it is, and the event file holds those values"""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
@@ -131,7 +131,7 @@ def test_device_reads(monkeypatch, every):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe(recipe, tmp_path):
-    """Each recipe in examples/recipes runs as it is, writes no file, and prints its last window"""
+    """Each recipe in `examples/recipes` runs as it is, writes no file, and prints its window"""
     for package in NEEDS[recipe.stem]:
         pytest.importorskip(package)
     environment = {
@@ -154,7 +154,7 @@ def test_recipe(recipe, tmp_path):
 
 
 def test_recipes_are_documented():
-    """Every recipe is shown in docs/recipes.md, as it is in the file"""
+    """Every recipe is shown in [recipes](recipes.md), as it is in the file"""
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert [path.stem for path in RECIPES] == sorted(NEEDS)
     for path in RECIPES:

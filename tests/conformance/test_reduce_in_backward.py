@@ -1,4 +1,4 @@
-"""reduce_in_backward: what it takes, and errors that leave a way on."""
+"""`reduce_in_backward`: what it takes, and errors that leave a way on."""
 
 from __future__ import annotations
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 from optimizer_oracle import (
     INF,
+    adam,
     assert_close,
     assert_equal,
     loss_of,
     make_batches,
     make_model,
+    parameters_of,
+    run,
     train_by_hand,
 )
 from torch import nn
@@ -23,22 +26,8 @@ from accumext.optimizer import AccumulatingOptimizer
 BATCHES = make_batches(3)
 
 
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.05)
-
-
 def wrapped(model, **kwargs):
     return AccumulatingOptimizer(adam(model.parameters()), **{"window": 3, **kwargs})
-
-
-def run(opt, model, batches):
-    for batch in batches:
-        opt.backward(loss_of(model, batch))
-        opt.step()
-
-
-def parameters_of(model):
-    return [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("middle", [0, 1, 2])

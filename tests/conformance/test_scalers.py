@@ -9,6 +9,7 @@ from optimizer_oracle import (
     assert_close,
     make_batches,
     make_model,
+    parameters_of,
     train_by_hand,
     window_gradient,
     windows_of,
@@ -43,10 +44,6 @@ POLICIES = ["skip_window", "skip_micro_batch", "raise"]
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=RATE)
-
-
-def parameters_of(model):
-    return [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

@@ -11,7 +11,7 @@ import io
 
 import pytest
 import torch
-from optimizer_oracle import INF, assert_close, loss_of, make_batches, make_model
+from optimizer_oracle import INF, assert_close, loss_of, make_batches, make_model, parameters_of
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
@@ -67,10 +67,6 @@ OPTIMIZERS = {
 def groups_of(model):
     """Two groups, as every scheduler keeps a list of learning rates."""
     return [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
-
-
-def parameters_of(model):
-    return [p.detach() for p in model.parameters()]
 
 
 def rates(opt):

@@ -7,11 +7,13 @@ import torch
 from optimizer_oracle import (
     EXACT,
     INF,
+    adam,
     assert_close,
     assert_equal,
     loss_of,
     make_batches,
     make_model,
+    parameters_of,
     train_by_hand,
     windows_of,
 )
@@ -23,16 +25,8 @@ from accumext.optimizer import AccumulatingOptimizer
 BATCHES = make_batches(12)
 
 
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.05)
-
-
 def make_scaler():
     return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-
-
-def parameters_of(model):
-    return [p.detach() for p in model.parameters()]
 
 
 def taken_by_hand(window, bad, on_nonfinite):

@@ -224,7 +224,7 @@ def seen(world, tmp_path_factory):
 
 @pytest.mark.parametrize("scenario", EVERY_LOOP, ids=lambda s: s.__name__)
 def test_sharded_windows_equal_one_process(seen, world, scenario):
-    """A window of four under fully_shard equals one process on the joined batch, clipped alike"""
+    """A window of four under `fully_shard` equals one process on the joined batch, clipped"""
     first = ranks.agreed(seen, scenario)
     expected = train_by_hand(adam, BATCHES, WINDOW * world, max_norm=MAX_NORM)
     assert_close(first["parameters"], expected)
@@ -232,7 +232,7 @@ def test_sharded_windows_equal_one_process(seen, world, scenario):
 
 
 def test_sharded_token_weights(seen, world):
-    """Token weights may differ between ranks under fully_shard"""
+    """Token weights may differ between ranks under `fully_shard`"""
     first = ranks.agreed(seen, weighted)
     expected = train_by_hand(adam, BATCHES, WINDOW * world, weights=WEIGHTS, max_norm=MAX_NORM)
     assert_close(first["parameters"], expected)
@@ -266,7 +266,7 @@ def test_sharded_inf_skips_on_all_ranks(seen, world, scenario):
 
 
 def test_sharded_raise(seen):
-    """on_nonfinite="raise" raises on all ranks, and the window stays as it was"""
+    """`on_nonfinite="raise"` raises on all ranks, and the window stays as it was"""
     text = "AccumulatingOptimizer.backward: gradients must be finite, got inf or NaN in "
     for rank, saw in enumerate(seen):
         # Of the third process nothing is left to hold: it has no row of 4, nor of 2.
@@ -305,7 +305,7 @@ def primed_adam(parameters):
 
 
 def test_sharded_checkpoint_in_the_middle_of_a_window(seen, world):
-    """torch.distributed.checkpoint of sharded state in the middle of a window leaves it alone"""
+    """`torch.distributed.checkpoint` of shards in the middle of a window leaves it alone"""
     first = ranks.agreed(seen, priming)
     expected = train_by_hand(primed_adam, BATCHES[: WINDOW * world], WINDOW * world)
     assert_close(first["parameters"], expected)

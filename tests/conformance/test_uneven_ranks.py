@@ -139,7 +139,7 @@ def weight_of_zero(rank, world):
 
 
 def test_a_filler_of_weight_zero_makes_ranks_even(tmp_path_factory):
-    """A micro-batch of weight=0 fills a rank's last window and counts for nothing"""
+    """A micro-batch of `weight=0` fills a rank's last window and counts for nothing"""
     seen = ranks.run_on(2, (weight_of_zero,), "filler", tmp_path_factory)
     first = ranks.agreed(seen, weight_of_zero)
     good = BATCHES[: 2 * WINDOW - 1]
