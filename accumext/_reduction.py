@@ -32,7 +32,7 @@ class Bucket:
 
     Every process sends every parameter, so that the calls match: zeros for a missing gradient, a
     sparse one dense. At the end of the tensor stand, for each parameter, how many processes have a
-    gradient, and the sum of its sparse dimensions on them, which is 0 for a dense one.
+    dense gradient, how many a sparse one, and the sum of sparse dimensions over the latter.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -50,19 +50,13 @@ class Bucket:
         """Begin to sum `mains * factor` over the group; these mains leave the dict."""
         mine = [mains.pop(parameter, None) for parameter in self.parameters]
         first = _like(self.parameters[0])
-        size = self._begins[-1] + 2 * len(mine)
+        size = self._begins[-1] + 3 * len(mine)
         self._flat = torch.empty(size, dtype=_sum_dtype(first), device=first.device)
         self._ordinary = not any(main is None or main.is_sparse for main in mine)
-        present, sparse_dims = self._word()
         if self._ordinary:
-            present.fill_(1.0)
-            sparse_dims.zero_()
+            self._word().zero_()[0] = 1.0
         else:
-            present.copy_(torch.tensor([float(main is not None) for main in mine]))
-            dims = [
-                main.sparse_dim() if main is not None and main.is_sparse else 0 for main in mine
-            ]
-            sparse_dims.copy_(torch.tensor(dims))
+            self._word().copy_(torch.tensor([_word_of(main) for main in mine]).T)
         views = self._views()
         there, sources = [], []
         for view, main in zip(views, mine, strict=True):
@@ -77,7 +71,8 @@ class Bucket:
     def receive(self) -> dict[Tensor, Tensor]:
         """The sums, as main gradients; none for a parameter that no process has a gradient for.
 
-        Only a process that lacks a gradient, or has a sparse one, reads what the others have.
+        Only a process that lacks a gradient, or has a sparse one, reads what the others have. Where
+        any has a dense one, the sum is dense.
         """
         assert self._work is not None
         self._work.wait()
@@ -85,17 +80,15 @@ class Bucket:
         if self._ordinary:
             return {p: _as_main(p, view) for p, view in sums.items()}
         mains = {}
-        words = (word.tolist() for word in self._word())
-        for p, processes, sparse_dims in zip(sums, *words, strict=True):
-            if processes:
+        for p, (dense, sparse, sparse_dims) in zip(sums, self._word().T.tolist(), strict=True):
+            if dense or sparse:
                 main = _as_main(p, sums[p])
-                mains[p] = main.to_sparse(round(sparse_dims / processes)) if sparse_dims else main
+                mains[p] = main if dense else main.to_sparse(round(sparse_dims / sparse))
         return mains
 
-    def _word(self) -> tuple[Tensor, Tensor]:
-        """The end of the tensor."""
-        present, sparse_dims = self._flat[self._begins[-1] :].view(2, -1)
-        return present, sparse_dims
+    def _word(self) -> Tensor:
+        """The end of the tensor: [3, parameters]."""
+        return self._flat[self._begins[-1] :].view(3, -1)
 
     def _views(self) -> list[Tensor]:
         """The part of each parameter, with its strides where it has no gaps."""
@@ -158,6 +151,8 @@ class Reduction:
             RuntimeError: one of them had its last already.
         """
         for parameter in parameters:
+            if parameter not in self._bucket_of:  # it is frozen, and not summed
+                continue
             awaited = self._bucket_of[parameter].awaited
             if parameter not in awaited:
                 contract = "be complete when autograd has accumulated it"
@@ -204,6 +199,13 @@ def _plan(parameters: Sequence[Tensor]) -> list[Bucket]:
         else:
             open_[like.device, dtype] = (members, size)
     return planned + [Bucket(members) for members, _ in open_.values()]
+
+
+def _word_of(main: Tensor | None) -> tuple[float, float, float]:
+    """A process's own word: dense, sparse, sparse dimensions."""
+    if main is None:
+        return 0.0, 0.0, 0.0
+    return (0.0, 1.0, float(main.sparse_dim())) if main.is_sparse else (1.0, 0.0, 0.0)
 
 
 def _like(parameter: Tensor) -> Tensor:

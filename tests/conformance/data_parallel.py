@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 
-import ranks
 import torch
 import torch.distributed as dist
 from optimizer_oracle import (
@@ -15,11 +14,9 @@ from optimizer_oracle import (
     make_batches,
     make_model,
 )
-from oracle import DeviceReads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accumext import _arguments, _numbers, _reduction, _window
 from accumext.optimizer import AccumulatingOptimizer
 
 WINDOW = 4
@@ -85,38 +82,6 @@ def plain_loop_in_group(rank, world):
     return outcome(model, opt)
 
 
-def without_device_reads(rank, world, **kwargs):
-    """The CPU plays a device: what two windows read of it."""
-    modules = (_arguments, _numbers, _window, _reduction)
-    on_host, tolist, lists = _numbers.on_host, torch.Tensor.tolist, []
-    model = make_model(torch.float32)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    fused = adam(model.parameters(), fused=True)
-    options = {"window": 2, "max_norm": MAX_NORM, "scaler": scaler, **kwargs}
-    opt = AccumulatingOptimizer(fused, process_group=dist.group.WORLD, **options)
-    for module in modules:
-        module.on_host = lambda tensor: False
-    torch.Tensor.tolist = lambda self: lists.append(1) or tolist(self)
-    try:
-        with DeviceReads() as reads:
-            for batch, weight in own_share(rank, world, 4 * world):
-                opt.backward(loss_of(model, batch.float()), torch.tensor(weight))
-                opt.step()
-    finally:
-        torch.Tensor.tolist = tolist
-        for module in modules:
-            module.on_host = on_host
-    return outcome(model, opt, reads=[reads.count, len(lists)])
-
-
-def reads_at_the_step(rank, world):
-    return without_device_reads(rank, world)
-
-
-def reads_while_backward_runs(rank, world):
-    return without_device_reads(rank, world, reduce_in_backward=True)
-
-
 def ddp(rank, world, parts=2, **kwargs):
     model = DistributedDataParallel(make_model())
     opt = in_group(model, process_group=None, max_norm=MAX_NORM, **kwargs)
@@ -149,38 +114,6 @@ WEIGHTED = (
     ddp,
     ddp_while_backward_runs,
 )
-
-
-def traffic(rank, world, **kwargs):
-    """Bytes and kind of every collective of two windows, with the backward passes between them."""
-    model = nn.Sequential(*(nn.Linear(8, 8, dtype=torch.float64) for _ in range(4)))
-    log = []
-    all_reduce = dist.all_reduce
-
-    def counting(tensor, *args, **kw):
-        log.append(tensor.numel() * tensor.element_size())
-        return all_reduce(tensor, *args, **kw)
-
-    for number, layer in enumerate(model):
-        layer.weight.register_hook(lambda grad, number=number: log.append(f"gradient {number}"))
-    opt = in_group(model, window=2, **kwargs)
-    dist.all_reduce = counting
-    try:
-        with ranks.small_buckets((64 + 8) * 8):  # a layer
-            for _ in range(4):
-                opt.backward(model(torch.ones(1, 8, dtype=torch.float64)).sum())
-                opt.step()
-    finally:
-        dist.all_reduce = all_reduce
-    return {"log": log}
-
-
-def traffic_afterwards(rank, world):
-    return traffic(rank, world)
-
-
-def traffic_meanwhile(rank, world):
-    return traffic(rank, world, reduce_in_backward=True)
 
 
 def half_precision(rank, world):
@@ -244,6 +177,29 @@ def sparse(rank, world):
         opt.backward(model(torch.tensor(rows)).sum() if rows else idle * 1.0)
         opt.step()
     return {"moved": (model.weight.detach() - before)[:, 0]}
+
+
+def sparse_meets_dense(rank, world):
+    """One weight gives a sparse gradient on rank 0 and a dense one on the others."""
+    weight = nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
+    decay = torch.optim.SGD([weight], lr=1.0, weight_decay=0.5)  # which refuses sparse gradients
+    opt = AccumulatingOptimizer(decay, process_group=dist.group.WORLD)
+    rows = nn.functional.embedding(torch.tensor([1, 1]), weight, sparse=True)
+    opt.backward(rows.sum() if rank == 0 else weight.sum())
+    opt.step()
+    return {"parameters": [weight.detach()]}
+
+
+def frozen(rank, world):
+    """A parameter that was frozen after it had got a gradient is not summed, nor in the way."""
+    model = make_model()
+    opt = in_group(model, window=1, reduce_in_backward=True)
+    loss_of(model, BATCHES[rank]).backward()
+    model[0].requires_grad_(False)
+    model[2].zero_grad()
+    opt.backward(loss_of(model, BATCHES[rank]))
+    opt.step()
+    return {"parameters": [p.detach() for p in model.parameters()]}
 
 
 def poisoned(rank, world, bad_ranks, **kwargs):
@@ -373,14 +329,12 @@ SCENARIOS = (
     group_sum,
     plain_loop_in_group,
     ddp_synchronising,
-    traffic_afterwards,
-    traffic_meanwhile,
-    reads_at_the_step,
-    reads_while_backward_runs,
     half_precision,
     partial_models,
     branches,
     sparse,
+    sparse_meets_dense,
+    frozen,
     inf_with_a_fused_optimizer,
     *DROPPING,
     even_flush,

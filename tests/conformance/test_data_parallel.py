@@ -6,8 +6,9 @@ import data_parallel as does
 import pytest
 import ranks
 import torch
+import traffic
 from data_parallel import BATCHES, MAX_NORM, WEIGHTS, WINDOW, Branches, adam, branch_of
-from optimizer_oracle import assert_close, assert_equal, make_model, train_by_hand
+from optimizer_oracle import assert_close, assert_equal, loss_of, make_model, train_by_hand
 
 
 def by_hand(world, **kwargs):
@@ -22,7 +23,9 @@ def world(request):
 
 @pytest.fixture(scope="module")
 def seen(world, tmp_path_factory):
-    return ranks.run_on(world, does.SCENARIOS, "data_parallel", tmp_path_factory)
+    return ranks.run_on(
+        world, does.SCENARIOS + traffic.SCENARIOS, "data_parallel", tmp_path_factory
+    )
 
 
 @pytest.mark.parametrize("scenario", does.WEIGHTED, ids=lambda s: s.__name__)
@@ -57,16 +60,16 @@ def test_loops_that_know_nothing_of_ranks(seen, world, scenario):
     assert_close(first["parameters"], by_hand(world))
 
 
-@pytest.mark.parametrize("scenario", [does.traffic_afterwards, does.traffic_meanwhile])
+@pytest.mark.parametrize("scenario", [traffic.traffic_afterwards, traffic.traffic_meanwhile])
 def test_main_grads_travel_once_per_window(seen, world, scenario):
     """One all-reduce per window, in buckets, or while the last backward pass still runs"""
     numbers = (3 + world) * 8  # weight, micro-batches, found_inf, and how each rank closes
-    bucket = (64 + 16) * 8 + 2 * 2 * 8  # a layer, its bias padded; two words per parameter
+    bucket = (64 + 16 + 3 * 2) * 8  # a layer, its bias padded; three words per parameter
     backward = [f"gradient {number}" for number in (3, 2, 1, 0)]
     after = [numbers, *[bucket] * 4]
     for rank in seen:
         log = rank[scenario.__name__]["log"]
-        if scenario is does.traffic_afterwards:
+        if scenario is traffic.traffic_afterwards:
             assert log == 2 * (2 * backward + after)
             continue
         first, last = log[:4], log[4 : len(log) // 2]
@@ -77,7 +80,7 @@ def test_main_grads_travel_once_per_window(seen, world, scenario):
         assert log[len(log) // 2 :] == log[: len(log) // 2]
 
 
-@pytest.mark.parametrize("scenario", [does.reads_at_the_step, does.reads_while_backward_runs])
+@pytest.mark.parametrize("scenario", [traffic.reads_at_the_step, traffic.reads_while_backward_runs])
 def test_ranks_read_no_device(seen, world, scenario):
     """Windows of several ranks with a fused optimizer read nothing from the device"""
     first = ranks.agreed(seen, scenario)
@@ -126,6 +129,25 @@ def test_sparse_gradients_stay_sparse(seen):
         assert moved == pytest.approx(
             [-1.0, -1.0, 0.0, -1.0, 0.0], abs=1e-5
         )  # Adam's eps takes 2e-6
+
+
+def test_a_sparse_gradient_meets_a_dense_one(seen, world):
+    """A parameter with a sparse gradient on one rank and a dense one on others"""
+    first = ranks.agreed(seen, does.sparse_meets_dense)
+    grad = torch.full((4, 2), (world - 1) / world, dtype=torch.float64)
+    grad[1] += 2.0 / world
+    assert_close(first["parameters"], [1.0 - 0.5 - grad])
+
+
+def test_a_parameter_frozen_on_all_ranks(seen, world):
+    """A parameter frozen after it got a gradient is left alone, also by `reduce_in_backward`"""
+    first = ranks.agreed(seen, does.frozen)
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = adam(model.parameters())
+    sum(loss_of(model, batch) for batch in BATCHES[:world]).div(world).backward()
+    optimizer.step()
+    assert_close(first["parameters"], [p.detach() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("scenario", does.POISONED, ids=lambda s: s.__name__)

@@ -1,0 +1,81 @@
+"""What the ranks of test_data_parallel.py send, and what they read of a device."""
+
+from __future__ import annotations
+
+import ranks
+import torch
+import torch.distributed as dist
+from data_parallel import MAX_NORM, in_group, outcome, own_share
+from optimizer_oracle import adam, loss_of, make_model
+from oracle import DeviceReads
+from torch import nn
+
+from accumext import _arguments, _numbers, _reduction, _window
+from accumext.optimizer import AccumulatingOptimizer
+
+
+def traffic(rank, world, **kwargs):
+    """Bytes and kind of every collective of two windows, with the backward passes between them."""
+    model = nn.Sequential(*(nn.Linear(8, 8, dtype=torch.float64) for _ in range(4)))
+    log = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor, *args, **kw):
+        log.append(tensor.numel() * tensor.element_size())
+        return all_reduce(tensor, *args, **kw)
+
+    for number, layer in enumerate(model):
+        layer.weight.register_hook(lambda grad, number=number: log.append(f"gradient {number}"))
+    opt = in_group(model, window=2, **kwargs)
+    dist.all_reduce = counting
+    try:
+        with ranks.small_buckets((64 + 8) * 8):  # a layer
+            for _ in range(4):
+                opt.backward(model(torch.ones(1, 8, dtype=torch.float64)).sum())
+                opt.step()
+    finally:
+        dist.all_reduce = all_reduce
+    return {"log": log}
+
+
+def traffic_afterwards(rank, world):
+    return traffic(rank, world)
+
+
+def traffic_meanwhile(rank, world):
+    return traffic(rank, world, reduce_in_backward=True)
+
+
+def without_device_reads(rank, world, **kwargs):
+    """The CPU plays a device: what two windows read of it."""
+    modules = (_arguments, _numbers, _window, _reduction)
+    on_host, tolist, lists = _numbers.on_host, torch.Tensor.tolist, []
+    model = make_model(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    fused = adam(model.parameters(), fused=True)
+    options = {"window": 2, "max_norm": MAX_NORM, "scaler": scaler, **kwargs}
+    opt = AccumulatingOptimizer(fused, process_group=dist.group.WORLD, **options)
+    for module in modules:
+        module.on_host = lambda tensor: False
+    torch.Tensor.tolist = lambda self: lists.append(1) or tolist(self)
+    try:
+        with DeviceReads() as reads:
+            for batch, weight in own_share(rank, world, 4 * world):
+                opt.backward(loss_of(model, batch.float()), torch.tensor(weight))
+                opt.step()
+    finally:
+        torch.Tensor.tolist = tolist
+        for module in modules:
+            module.on_host = on_host
+    return outcome(model, opt, reads=[reads.count, len(lists)])
+
+
+def reads_at_the_step(rank, world):
+    return without_device_reads(rank, world)
+
+
+def reads_while_backward_runs(rank, world):
+    return without_device_reads(rank, world, reduce_in_backward=True)
+
+
+SCENARIOS = (traffic_afterwards, traffic_meanwhile, reads_at_the_step, reads_while_backward_runs)
