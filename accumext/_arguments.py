@@ -77,13 +77,14 @@ def check_closure_optimizer(
     max_norm: object,
     scaler: object,
     process_group: object,
-    in_backward: bool,
+    **in_backward: bool,
 ) -> None:
     """What evaluates a closure forms its own gradients, beyond the reach of a window."""
     kind = type(optimizer).__name__
-    if in_backward:
-        contract = f"be False for {kind}, which needs a closure"
-        _checks.fail_value(OP, "accumulate_in_backward", contract, in_backward)
+    for name, asked in in_backward.items():
+        if asked:
+            contract = f"be False for {kind}, which needs a closure"
+            _checks.fail_value(OP, name, contract, asked)
     if window != 1:
         _checks.fail_value(OP, "window", f"be 1 for {kind}, which needs a closure", window)
     others = {"max_norm": max_norm, "scaler": scaler, "process_group": process_group}

@@ -90,7 +90,7 @@ class BackwardPasses(Taking):
         count = window.micro_batches + 1
         if not self.reduce_in_backward or group is None or count < self.window:
             return None
-        reduction = Reduction(self._parameters(), group)
+        reduction = Reduction(self._parameters(), window, group)
         reduction.agree(op, window, window.weight + weight, count, flushing=False)
         return reduction
 
@@ -104,6 +104,7 @@ class BackwardPasses(Taking):
     ) -> None:
         """Run a backward pass that hands every gradient over as soon as it is complete."""
         window = self._progress.window
+        self._progress.reduction = reduction
         with self._dropping_the_window(window):
             before = window.mains
             factor = window.count(weight, scale)
@@ -115,7 +116,8 @@ class BackwardPasses(Taking):
                         reduction.complete(op, window, grads)
 
             mine = set(self._parameters())
-            straight.mark(mine)
+            if self.accumulate_in_backward:
+                straight.mark(mine)
             offered = {parameter for parameter in mine if straight.expected(parameter)}
 
             def destination(parameter: Tensor) -> straight.Destination | None:
@@ -127,7 +129,6 @@ class BackwardPasses(Taking):
             take(self._grads())
             self._clear_grads()
             window.in_order = window.in_order and window.mains is before
-            self._progress.reduction = reduction
 
     def _backward_part(self, op: str, loss: Tensor) -> None:
         """Inside micro_batch: run a backward pass, and take out half gradients: see `_gather`."""
@@ -145,7 +146,7 @@ class BackwardPasses(Taking):
             yield
         except BaseException as error:
             self._clear_grads()
-            self._progress.window = Window()
+            self._drop_window()
             if held:
                 _explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
             raise

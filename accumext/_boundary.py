@@ -49,7 +49,7 @@ def measure(
 
     Where the factor is known before the norm and nobody else will multiply, the read also writes.
     """
-    window.coalesce()
+    window.settle()
     found_inf = window.found_inf()
     if window.norm is not None and norm_type == 2.0:
         main_norm = window.norm

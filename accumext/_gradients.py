@@ -55,9 +55,9 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _owns_memory(grad: Tensor) -> bool:
-    """False for a view into a larger buffer, such as a DDP bucket, that its owner writes again."""
+    """False for a view, such as of a DDP bucket, whose owner writes it again."""
     local = grad if type(grad) is Tensor else _local(grad)
-    return local.untyped_storage().nbytes() == local.nbytes
+    return not local._is_view() and local.untyped_storage().nbytes() == local.nbytes
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -116,6 +116,16 @@ def scale_(tensors: list[Tensor], factor: Scalar, plain_already: bool = False) -
 def zero_flag(device: torch.device | None) -> Tensor:
     """A found_inf that has found nothing."""
     return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def settled(grad: Any) -> Any:
+    """A main gradient as norms need it: every element in one place, and whole in every shard."""
+    if is_dtensor(grad):
+        from torch.distributed.tensor import Replicate  # here, as its import takes long
+
+        whole = [Replicate() if p.is_partial() else p for p in grad.placements]
+        return grad if list(grad.placements) == whole else grad.redistribute(placements=whole)
+    return grad.coalesce() if grad.is_sparse else grad
 
 
 def nonfinite(grads: dict[Tensor, Tensor]) -> list[Tensor]:

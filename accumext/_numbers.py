@@ -32,7 +32,7 @@ def as_tensor(
     """A 0-dim tensor of the number; on its own device where none is given."""
     if isinstance(number, Tensor):
         return number.to(device, dtype, non_blocking=True)
-    return torch.tensor(number, dtype=dtype, device=device)
+    return torch.full((), number, dtype=dtype, device=device)  # torch.tensor would wait for a GPU
 
 
 def on(device: torch.device, number: Scalar) -> Scalar:

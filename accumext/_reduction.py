@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -37,7 +39,7 @@ class Bucket:
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self.parameters = parameters
-        self.awaited = set(parameters)  # their gradients may still change
+        self.awaited = {p for p in parameters if p.requires_grad or p.grad is not None}
         self._begins = [0]
         for parameter in parameters:
             size = -(-_like(parameter).numel() // ALIGNMENT) * ALIGNMENT
@@ -53,10 +55,13 @@ class Bucket:
         size = self._begins[-1] + 3 * len(mine)
         self._flat = torch.empty(size, dtype=_sum_dtype(first), device=first.device)
         self._ordinary = not any(main is None or main.is_sparse for main in mine)
-        if self._ordinary:
-            self._word().zero_()[0] = 1.0
-        else:
-            self._word().copy_(torch.tensor([_word_of(main) for main in mine]).T)
+        word = self._word().zero_()
+        word[0] = 1.0
+        for i, main in enumerate(mine):  # number by number: no copy from the host waits for a GPU
+            if main is None or main.is_sparse:
+                word[0, i] = 0.0
+            if main is not None and main.is_sparse:
+                word[1, i], word[2, i] = 1.0, float(main.sparse_dim())
         views = self._views()
         there, sources = [], []
         for view, main in zip(views, mine, strict=True):
@@ -101,11 +106,15 @@ class Bucket:
 
 
 class Reduction:
-    """The sum of one window over a group of processes."""
+    """The sum of one window over a group of processes: of all that is trained or has a gradient."""
 
-    def __init__(self, parameters: Sequence[Tensor], group: Group) -> None:
+    def __init__(self, parameters: Sequence[Tensor], window: Window, group: Group) -> None:
         self._group = group
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._device = parameters[0].device
+        mains = window.main
+        self._parameters = [
+            p for p in parameters if p.requires_grad or p in mains or p.grad is not None
+        ]
         self._buckets = _plan(self._parameters)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._sent = 0  # buckets; all processes send them in one order
@@ -120,14 +129,15 @@ class Reduction:
 
         Raises:
             RuntimeError: windows are not all full, or not all flushed with equally many
-                micro-batches; or a process did not come.
+                micro-batches; or not of the same parameters; or a process did not come.
         """
-        device = self._parameters[0].device
-        closing = torch.zeros(self._group.size(), dtype=torch.float64)
-        closing[self._group.rank()] = count if flushing else _FULL
+        world, device = self._group.size(), self._device
+        closing = torch.zeros(2, world, dtype=torch.float64, device=device)
+        closing[0, self._group.rank()] = count if flushing else _FULL
+        closing[1, self._group.rank()] = sum(p.numel() for p in self._parameters)
         kept = count if window.survivors is None else window.survivors
         mine = [as_tensor(n, torch.float64, device) for n in (weight, kept, window.found_inf())]
-        numbers = torch.cat([torch.stack(mine), closing.to(device, non_blocking=True)])
+        numbers = torch.cat([torch.stack(mine), closing.flatten()])
         try:
             dist.all_reduce(numbers, group=self._group)
         except RuntimeError as error:
@@ -137,11 +147,15 @@ class Reduction:
         self._weight, self._kept, self._found_inf = known(numbers[0]), known(numbers[1]), numbers[2]
         if not flushing and not on_host(numbers):
             return True
-        counts = numbers[3:].tolist()
+        counts, elements = numbers[3:].view(2, world).tolist()
         if len(set(counts)) > 1:
             got = ", ".join("full" if n == _FULL else f"{n:.0f}" for n in counts) + " by rank"
             contract = "hold as many micro-batches on every process"
             raise RuntimeError(_checks.message(op, "the window", contract, got, _SAME_COUNT))
+        if len(set(elements)) > 1:
+            got = ", ".join(f"{n:.0f}" for n in elements) + " elements by rank"
+            contract = "be of the same trainable parameters on every process"
+            raise RuntimeError(_checks.message(op, "the window", contract, got))
         return any(counts)
 
     def complete(self, op: str, window: Window, parameters: Iterable[Tensor]) -> None:
@@ -151,8 +165,6 @@ class Reduction:
             RuntimeError: one of them had its last already.
         """
         for parameter in parameters:
-            if parameter not in self._bucket_of:  # it is frozen, and not summed
-                continue
             awaited = self._bucket_of[parameter].awaited
             if parameter not in awaited:
                 contract = "be complete when autograd has accumulated it"
@@ -160,7 +172,8 @@ class Reduction:
                 advice = "Use reduce_in_backward=False"
                 raise RuntimeError(_checks.message(op, ".grad", contract, got, advice))
             awaited.remove(parameter)
-        while self._sent < len(self._buckets) and not self._buckets[self._sent].awaited:
+        # The last one stays: while it does, `abandon` can still tell the others.
+        while self._sent < len(self._buckets) - 1 and not self._buckets[self._sent].awaited:
             self._send_next(dict(window.main), window.normaliser("sum"))
 
     def finish(self, window: Window) -> None:
@@ -178,6 +191,14 @@ class Reduction:
         window.unit_weight, window.unit_scale = 1.0, UNSCALED
         if window.survivors is not None:
             window.survivors = self._kept
+
+    def abandon(self, window: Window) -> None:
+        """Let the sum arrive on the other processes, not finite, so that they skip the window."""
+        last = self._buckets[-1].parameters if self._buckets else []
+        poison = {p: torch.full_like(_like(p), math.nan) for p in last}
+        window.replace(window.main | poison)
+        with suppress(RuntimeError):  # others that are gone need nothing
+            self.finish(window)
 
     def _send_next(self, mains: dict[Tensor, Tensor], factor: Scalar) -> None:
         self._buckets[self._sent].send(mains, factor, self._group)
@@ -199,13 +220,6 @@ def _plan(parameters: Sequence[Tensor]) -> list[Bucket]:
         else:
             open_[like.device, dtype] = (members, size)
     return planned + [Bucket(members) for members, _ in open_.values()]
-
-
-def _word_of(main: Tensor | None) -> tuple[float, float, float]:
-    """A process's own word: dense, sparse, sparse dimensions."""
-    if main is None:
-        return 0.0, 0.0, 0.0
-    return (0.0, 1.0, float(main.sparse_dim())) if main.is_sparse else (1.0, 0.0, 0.0)
 
 
 def _like(parameter: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumext import distributed
 from accumext._arguments import OP
 from accumext._checks import fail_type, fail_value, type_name
 from accumext._gradients import main_dtype
@@ -21,7 +22,7 @@ _KEYS = {"main_grads", "micro_batches", "held_back", *_SCALARS}
 
 
 class Resuming(Stepping):
-    """The part of `AccumulatingOptimizer` that saves and loads the open window."""
+    """The part of `AccumulatingOptimizer` that saves and loads the open window, and copies."""
 
     @torch.no_grad()
     def accumulation_state_dict(self) -> dict[str, Any]:
@@ -63,7 +64,17 @@ class Resuming(Stepping):
         window = unpack(op, state_dict, self._parameters())
         self._recognise_scale(window)
         self._progress.window.detach()
-        self._progress.window, self._progress.reduction = window, None
+        self._drop_window()
+        self._progress.window = window
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._refuse_while_reducing(f"{OP}.__getstate__")
+        packed = distributed.packed_group(OP, self.process_group)
+        return {**super().__getstate__(), "process_group": packed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        group = distributed.unpacked_group(state["process_group"])
+        super().__setstate__({**state, "process_group": group})
 
 
 def pack(window: Window, parameters: Sequence[Tensor]) -> dict[str, Any]:

@@ -96,16 +96,24 @@ class Stepping(BackwardPasses):
                 got = "a window that was loaded"
                 raise RuntimeError(_checks.message(op, "the group", contract, got, advice))
             return window.micro_batches > 0
+        if window.gathered is not None:  # an earlier step ended in an error after that
+            return True
         reduction = progress.reduction
         if reduction is None:
             window.detach()
             if self.on_nonfinite == "skip_micro_batch" and window.survivors is None:
                 window.survivors = float(window.micro_batches)
-            reduction = Reduction(self._parameters(), group)
+            reduction = Reduction(self._parameters(), window, group)
             if not reduction.agree(op, window, window.weight, window.micro_batches, flushing):
                 return False
         progress.reduction = None
-        reduction.finish(window)
+        try:
+            reduction.finish(window)
+        except RuntimeError as error:
+            progress.window = Window()
+            contract = "be summed over all processes"
+            got = f"an error ({str(error).splitlines()[0]}), and it was dropped"
+            raise RuntimeError(_checks.message(op, "the window", contract, got)) from error
         return True
 
     def _refuse_to_forget_others(self, op: str, scaler: GradScaler) -> None:

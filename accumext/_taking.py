@@ -108,6 +108,14 @@ class Taking(OptimizerWrapper):
         group = self.process_group or self._progress.group
         return None if group is None or group.size() == 1 else group
 
+    def _drop_window(self) -> None:
+        """Start a new window. One that is on its way arrives first, as other processes expect."""
+        reduction = self._progress.reduction
+        self._progress.reduction = None
+        if reduction is not None:
+            reduction.abandon(self._progress.window)
+        self._progress.window = Window()
+
     # Loss scales
 
     def _own_scale(self, op: str) -> LossScale:
@@ -219,10 +227,11 @@ class Taking(OptimizerWrapper):
             )
 
     def _refuse_while_reducing(self, op: str) -> None:
-        if self._progress.reduction is not None:
-            contract = "be the one backward of a micro-batch and be followed by step"
-            got = "another after the window's last"
-            advice = "Use reduce_in_backward=False for several backward passes in a micro-batch"
+        progress = self._progress
+        if progress.reduction is not None or progress.window.gathered is not None:
+            contract = "come after step or discard"
+            got = "one for a window that is summed over processes already"
+            advice = "With reduce_in_backward=True a micro-batch has one backward pass"
             raise RuntimeError(_checks.message(op, "the call", contract, got, advice))
 
     def _refuse_closure_optimizer(self, op: str) -> None:

@@ -19,6 +19,7 @@ from accumext._gradients import (
     per_device,
     plain,
     scale_,
+    settled,
     zero_flag,
 )
 from accumext._main_grads import MainGrads
@@ -253,13 +254,14 @@ class Window:
         """1.0 where anything that came in, on any device, was not finite."""
         return any_of(map(known, self.flags.values()))
 
-    def coalesce(self) -> None:
-        """Give every element of a sparse main gradient one place, so that norms are right."""
-        if not self.mains.dense:
-            sparse = {p: main.coalesce() for p, main in self.main.items() if main.is_sparse}
-            if self.attached:
-                MainGrads.of(sparse).lend()
-            self.replace(self.main | sparse)
+    def settle(self) -> None:
+        """Give every element of sparse and sharded main gradients one place: norms need it."""
+        if not self.mains.plain:
+            others = {p: s for p, main in self.main.items() if (s := settled(main)) is not main}
+            if others and self.attached:
+                MainGrads.of(others).lend()
+            if others:
+                self.replace(self.main | others)
 
     def normaliser(self, reduction: str) -> Scalar:
         """What makes the window's gradient of the main gradients; finite also for a zero weight."""

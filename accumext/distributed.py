@@ -59,12 +59,16 @@ def hold_back(
         _checks.fail_type(op, "model", "be a torch.nn.Module or None", got)
     replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     others = [m for m in model.modules() if not isinstance(m, DistributedDataParallel)]
-    if any(hasattr(m, "no_sync") for m in others):
+    if any(hasattr(type(m), "no_sync") for m in others):  # wrappers may forward what is DDP's
         contract = "be a DistributedDataParallel or fully_shard model, or a plain module"
         advice = "Its sharded gradients carry no mesh, so their norm is unknown: use fully_shard"
         _checks.fail_type(op, "model", contract, _checks.type_name(model), advice)
-    group = group or next((replica.process_group for replica in replicas), None)
-    return _no_sync(replicas), group
+    groups = [replica.process_group for replica in replicas]
+    if group is None and any(other is not groups[0] for other in groups):
+        contract = "have DistributedDataParallel parts of one process group"
+        advice = "Give each part an optimizer of its own, or pass process_group"
+        _checks.fail_value(op, "model", contract, "several", advice)
+    return _no_sync(replicas), group or (groups[0] if groups else None)
 
 
 @contextmanager
@@ -112,6 +116,8 @@ def total_norm(
     for (device, groups), tensors in parts.items():
         flag = torch.zeros_like(found_inf, device=device)
         norm = ops.total_norm(tensors, norm_type=norm_type, found_inf=flag)
+        if groups and norm_type < 0 and not any(tensor.numel() for tensor in tensors):
+            norm = torch.full_like(norm, math.inf)  # of no elements, where the least one counts
         for group in groups:
             norm = _norm_over(group, norm, norm_type)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)

@@ -38,7 +38,8 @@ class AccumulatingOptimizer(Resuming):
     state, hooks and checkpoints are the wrapped optimizer's, `opt.optimizer`.
 
     With `window=1`, no clipping and finite gradients it is the wrapped optimizer, bit for bit, and
-    gradients stay visible in `.grad`. With more, `.grad` is empty except during a backward pass.
+    gradients stay visible in `.grad`. With more, or where windows are summed over processes,
+    `.grad` is empty except during a backward pass.
 
     Args:
         optimizer: any `torch.optim.Optimizer`. One whose `step` requires a closure (LBFGS) goes
@@ -120,7 +121,13 @@ class AccumulatingOptimizer(Resuming):
         self._needs_closure = needs_closure(optimizer)
         if self._needs_closure:
             check_closure_optimizer(
-                optimizer, window, max_norm, self.scaler, process_group, accumulate_in_backward
+                optimizer,
+                window,
+                max_norm,
+                self.scaler,
+                process_group,
+                accumulate_in_backward=accumulate_in_backward,
+                reduce_in_backward=reduce_in_backward,
             )
         self._progress = Progress()
 
@@ -193,6 +200,7 @@ class AccumulatingOptimizer(Resuming):
         op = f"{OP}.accumulate"
         self._refuse_closure_optimizer(op)
         self._refuse_inside_micro_batch(op)
+        self._refuse_while_reducing(op)
         count = check_weight(op, weight)
         grads = self._new_grads()
         if not grads:
@@ -216,7 +224,8 @@ class AccumulatingOptimizer(Resuming):
 
         Raises:
             TypeError: `model` is a wrapper whose gradients are not understood, or no module.
-            ValueError: the `backward` calls inside have different weights.
+            ValueError: the `backward` calls inside have different weights, or parts of `model` are
+                in different process groups.
             RuntimeError: a `micro_batch` is open already.
 
         Example:
@@ -267,7 +276,8 @@ class AccumulatingOptimizer(Resuming):
 
         Raises:
             RuntimeError: called through `scaler.step` although this optimizer has a scaler of its
-                own or has accumulated already, or inside `micro_batch()`.
+                own or has accumulated already, or inside `micro_batch()`, or where processes do not
+                close the same window.
 
         Example:
             >>> loss.backward()
@@ -284,7 +294,7 @@ class AccumulatingOptimizer(Resuming):
         """Step on what the window holds so far, normalised by just that; nothing if it is empty.
 
         Raises:
-            RuntimeError: inside `micro_batch()`.
+            RuntimeError: inside `micro_batch()`, or where processes do not close the same window.
 
         Example:
             >>> opt.flush()  # after the last batch of an epoch
@@ -304,7 +314,7 @@ class AccumulatingOptimizer(Resuming):
         """
         self._refuse_inside_micro_batch(f"{OP}.discard")
         self._progress.window.detach()
-        self._progress.window, self._progress.reduction = Window(), None
+        self._drop_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`. An open window keeps what it has: see `discard`.
@@ -376,14 +386,6 @@ class AccumulatingOptimizer(Resuming):
         window.refresh()
         main = window.main.get(parameter)
         return None if main is None else main * window.normaliser("sum")
-
-    def __getstate__(self) -> dict[str, Any]:
-        packed = distributed.packed_group(OP, self.process_group)
-        return {**super().__getstate__(), "process_group": packed}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        group = distributed.unpacked_group(state["process_group"])
-        super().__setstate__({**state, "process_group": group})
 
     def __repr__(self) -> str:
         names = ("window", "max_norm", "norm_type", "on_nonfinite", "reduction")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import ranks
 import torch
 import torch.distributed as dist
 from optimizer_oracle import (
@@ -63,12 +64,14 @@ def group_different_scales(rank, world):
 
 
 def group_while_backward_runs(rank, world):
-    return grouped(rank, world, reduce_in_backward=True)
+    with ranks.small_buckets():
+        return grouped(rank, world, reduce_in_backward=True)
 
 
 def group_while_backward_runs_with_a_scaler(rank, world):
     scaler = torch.amp.GradScaler("cpu", init_scale=[8.0, 24.0, 5.0][rank], growth_interval=1)
-    return grouped(rank, world, reduce_in_backward=True, scaler=scaler)
+    with ranks.small_buckets():
+        return grouped(rank, world, reduce_in_backward=True, scaler=scaler)
 
 
 def plain_loop_in_group(rank, world):
@@ -94,7 +97,8 @@ def ddp(rank, world, parts=2, **kwargs):
 
 
 def ddp_while_backward_runs(rank, world):
-    return ddp(rank, world, parts=1, reduce_in_backward=True)
+    with ranks.small_buckets():
+        return ddp(rank, world, parts=1, reduce_in_backward=True)
 
 
 def ddp_synchronising(rank, world):
@@ -106,6 +110,18 @@ def ddp_synchronising(rank, world):
     return outcome(model.module, opt)
 
 
+def compiled(rank, world):
+    """`torch.compile` of a DDP model forwards the attributes of what is inside."""
+    inside = make_model()
+    model = torch.compile(DistributedDataParallel(inside), backend="eager")
+    opt = in_group(inside, process_group=None, max_norm=MAX_NORM)
+    for batch, weight in own_share(rank, world):
+        with opt.micro_batch(model):
+            opt.backward(loss_of(model, batch), weight)
+        opt.step()
+    return outcome(inside, opt)
+
+
 WEIGHTED = (
     group_mean,
     group_different_scales,
@@ -113,6 +129,7 @@ WEIGHTED = (
     group_while_backward_runs_with_a_scaler,
     ddp,
     ddp_while_backward_runs,
+    compiled,
 )
 
 
@@ -125,7 +142,7 @@ def half_precision(rank, world):
     for factor in (256.0 if rank == 0 else -256.0, 1.0):
         opt.backward((p * factor).sum())
         opt.step()
-    return {"p": p.detach(), "stats": opt.stats()}
+    return {"parameters": [p.detach()], "stats": opt.stats()}
 
 
 def partial_models(rank, world):
@@ -166,6 +183,21 @@ def branches(rank, world):
     return outcome(model.module, opt)
 
 
+def one_bucket(rank, world):
+    """DDP whose bucket is one parameter, which so fills the memory that DDP writes again."""
+    module = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(module.weight)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    opt = AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), window=2)
+    seen = []
+    for factor in (1.0, 10.0) * 3:
+        (model(torch.ones(1, 3, dtype=torch.float64)).sum() * factor).backward()
+        opt.step()
+        opt.zero_grad()
+        seen.append(module.weight[0, 0].item())
+    return {"seen": seen}
+
+
 def sparse(rank, world):
     """Rows that ranks share, and from the third rank on no gradient at all."""
     model = nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
@@ -191,7 +223,7 @@ def sparse_meets_dense(rank, world):
 
 
 def frozen(rank, world):
-    """A parameter that was frozen after it had got a gradient is not summed, nor in the way."""
+    """A parameter that was frozen after it had got a gradient is stepped with that one."""
     model = make_model()
     opt = in_group(model, window=1, reduce_in_backward=True)
     loss_of(model, BATCHES[rank]).backward()
@@ -202,14 +234,14 @@ def frozen(rank, world):
     return {"parameters": [p.detach() for p in model.parameters()]}
 
 
-def poisoned(rank, world, bad_ranks, **kwargs):
-    """An inf in the first micro-batch of some ranks, then a window that is good."""
+def poisoned(rank, world, bad_ranks, bad=0, **kwargs):
+    """An inf in the first or last micro-batch of some ranks, then a window that is good."""
     model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     opt = in_group(model, scaler=scaler, window=2, **kwargs)
     skipped, scales, nonfinite = [], [], []
     for i, (batch, _) in enumerate(own_share(rank, world, 4 * world)):
-        factor = INF if i == 0 and rank in bad_ranks else 1.0
+        factor = INF if i == bad and rank in bad_ranks else 1.0
         opt.backward(loss_of(model, batch) * factor)
         opt.step()
         if opt.stepped:
@@ -228,7 +260,13 @@ def inf_on_all_ranks(rank, world):
 
 
 def inf_while_backward_runs(rank, world):
-    return poisoned(rank, world, [1], reduce_in_backward=True)
+    with ranks.small_buckets():
+        return poisoned(rank, world, [1], reduce_in_backward=True)
+
+
+def inf_in_the_last_while_backward_runs(rank, world):
+    with ranks.small_buckets():
+        return poisoned(rank, world, [1], bad=1, reduce_in_backward=True)
 
 
 def inf_with_a_fused_optimizer(rank, world):
@@ -244,7 +282,12 @@ def inf_with_a_fused_optimizer(rank, world):
     return {**outcome(model, opt), "skipped": [opt.last.skipped], "scales": [scaler.get_scale()]}
 
 
-POISONED = (inf_on_one_rank, inf_on_all_ranks, inf_while_backward_runs)
+POISONED = (
+    inf_on_one_rank,
+    inf_on_all_ranks,
+    inf_while_backward_runs,
+    inf_in_the_last_while_backward_runs,
+)
 
 
 def dropping(rank, world, bad):
@@ -335,6 +378,7 @@ SCENARIOS = (
     sparse,
     sparse_meets_dense,
     frozen,
+    one_bucket,
     inf_with_a_fused_optimizer,
     *DROPPING,
     even_flush,

@@ -63,7 +63,7 @@ def test_loops_that_know_nothing_of_ranks(seen, world, scenario):
 @pytest.mark.parametrize("scenario", [traffic.traffic_afterwards, traffic.traffic_meanwhile])
 def test_main_grads_travel_once_per_window(seen, world, scenario):
     """One all-reduce per window, in buckets, or while the last backward pass still runs"""
-    numbers = (3 + world) * 8  # weight, micro-batches, found_inf, and how each rank closes
+    numbers = (3 + 2 * world) * 8  # weight, micro-batches, found_inf; how each closes, and what
     bucket = (64 + 16 + 3 * 2) * 8  # a layer, its bias padded; three words per parameter
     backward = [f"gradient {number}" for number in (3, 2, 1, 0)]
     after = [numbers, *[bucket] * 4]
@@ -95,7 +95,7 @@ def test_half_precision_sums_travel_in_float32(seen, world):
     """Half-precision gradients are summed over micro-batches and ranks in float32"""
     first = ranks.agreed(seen, does.half_precision)
     # In bfloat16 257 - 255 (- 255) would be 256 - 256, or less still.
-    assert first["p"].tolist() == [-(257.0 - 255.0 * (world - 1))] * 2
+    assert first["parameters"][0].tolist() == [-(257.0 - 255.0 * (world - 1))] * 2
 
 
 def test_parameters_used_on_some_ranks_only(seen, world):
@@ -106,6 +106,12 @@ def test_parameters_used_on_some_ranks_only(seen, world):
     assert_close(
         first["parameters"], [torch.full((2,), s, dtype=torch.float64) for s in [*stepped, 1.0]]
     )
+
+
+def test_ddp_with_one_parameter_in_a_bucket(seen):
+    """DDP with `gradient_as_bucket_view`, also where a bucket is one parameter"""
+    for rank in seen:
+        assert rank["one_bucket"]["seen"] == [0.0, -5.5, -5.5, -11.0, -11.0, -16.5]
 
 
 def test_branches_used_in_some_micro_batches_only(seen):
@@ -140,10 +146,9 @@ def test_a_sparse_gradient_meets_a_dense_one(seen, world):
 
 
 def test_a_parameter_frozen_on_all_ranks(seen, world):
-    """A parameter frozen after it got a gradient is left alone, also by `reduce_in_backward`"""
+    """A parameter frozen after it got a gradient is stepped with that, as on one process"""
     first = ranks.agreed(seen, does.frozen)
     model = make_model()
-    model[0].requires_grad_(False)
     optimizer = adam(model.parameters())
     sum(loss_of(model, batch) for batch in BATCHES[:world]).div(world).backward()
     optimizer.step()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from data_parallel import BATCHES, WINDOW, adam, in_group
 from optimizer_oracle import assert_close, loss_of, make_model, train_by_hand
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from accumext.optimizer import AccumulatingOptimizer
+
 OP = "AccumulatingOptimizer"
-LATE = "must be the one backward of a micro-batch and be followed by step"
+LATE = "must come after step or discard, got one for a window that is summed over processes"
 
 
 def started(rank, world, **kwargs):
@@ -51,8 +56,10 @@ def too_late(rank, world):
         "backward": error_of(lambda: opt.backward(loss)),
         "micro_batch": error_of(micro_batch),
         "accumulation_state_dict": error_of(opt.accumulation_state_dict),
+        "__getstate__": error_of(lambda: copy.deepcopy(opt)),
     }
     loss_of(model, BATCHES[0]).backward()
+    errors["accumulate"] = error_of(opt.accumulate)
     errors["step"] = error_of(opt.step)
     opt.zero_grad()
     return finished(model, opt, errors=errors)
@@ -100,8 +107,149 @@ def gradients_in_parts(rank, world):
     return {"error": error, "untouched": untouched and clear and held == 0}
 
 
+class Partly(torch.nn.Module):
+    """Two layers, of which a rank may leave out the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(n, n, dtype=torch.float64) for n in (3, 3)
+        )
+
+    def loss(self, batch, both):
+        loss = self.layers[1](batch).square().mean()
+        return loss + self.layers[0](batch).square().mean() if both else loss
+
+
+def partly(rank, world, drop):
+    """Ranks have sent different buckets when the window is dropped; then they train on."""
+    torch.manual_seed(5)
+    model = Partly()
+    opt = in_group(model, window=1, reduce_in_backward=True)
+    with ranks.small_buckets():
+        errors = drop(opt, model)
+        for batch in BATCHES[rank : 2 * world : world]:
+            opt.backward(model.loss(batch, True))
+            opt.step()
+    return {"parameters": [p.detach() for p in model.parameters()], "errors": errors}
+
+
+def discarded_in_different_places(rank, world):
+    def drop(opt, model):
+        opt.backward(model.loss(BATCHES[0], rank == 0))
+        opt.discard()
+        return []
+
+    return partly(rank, world, drop)
+
+
+def backward_fails_on_one_rank(rank, world):
+    """Where it fails the window is dropped; elsewhere it is not finite, and skipped."""
+
+    def drop(opt, model):
+        def fail(grad):
+            raise ValueError("out of memory")
+
+        handle = model.layers[0].weight.register_hook(fail) if rank == 0 else None
+        errors = []
+        try:
+            opt.backward(model.loss(BATCHES[0], True))
+        except ValueError as error:
+            errors.append(str(error))
+        opt.step()
+        if rank == 0:
+            handle.remove()
+        else:
+            errors.append(str(opt.last.skipped))
+        return errors
+
+    return partly(rank, world, drop)
+
+
+def payload_fails(rank, world):
+    """A collective fails after the ranks have agreed: the window is dropped, in words."""
+
+    def drop(opt, model):
+        opt.reduce_in_backward = False
+        opt.backward(model.loss(BATCHES[0], True))
+        all_reduce, calls = dist.all_reduce, []
+
+        def failing(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == 2:
+                raise RuntimeError("connection reset")
+            return all_reduce(*args, **kwargs)
+
+        dist.all_reduce = failing
+        try:
+            errors = [error_of(opt.step)]
+        finally:
+            dist.all_reduce = all_reduce
+        opt.step()
+        return [*errors, str(opt.stepped)]
+
+    return partly(rank, world, drop)
+
+
+def step_fails(rank, world):
+    """The wrapped optimizer's step fails once, after the sum: it is not summed again."""
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    sgd = torch.optim.SGD([weight], lr=1.0)
+    opt = AccumulatingOptimizer(sgd, reduction="sum", process_group=dist.group.WORLD)
+    failures = ["disk full"]
+
+    def fail(optimizer, args, kwargs):
+        if failures:
+            raise RuntimeError(failures.pop())
+
+    sgd.register_step_pre_hook(fail)
+    opt.backward(weight.sum())
+    errors = [error_of(opt.step), error_of(lambda: opt.backward(weight.sum()))]
+    opt.step()
+    return {"parameters": [weight.detach()], "errors": errors, "stats": opt.stats()}
+
+
+def frozen_on_one_rank(rank, world):
+    model = make_model()
+    model[0].requires_grad_(rank == 0)
+    opt = in_group(model, window=1)
+    opt.backward(loss_of(model, BATCHES[0]))
+    held = opt.accumulation_state_dict()["micro_batches"]
+    return {"errors": [error_of(opt.step)], "held": held}
+
+
+def all_frozen(rank, world):
+    model = make_model().requires_grad_(False)
+    opt = in_group(model)
+    opt.flush()
+    return {"errors": [], "held": int(opt.stepped)}
+
+
+def groups_differ(rank, world):
+    alone = [dist.new_group([n]) for n in range(world)][rank]
+    model = torch.nn.ModuleList(
+        DistributedDataParallel(make_model(), process_group=group) for group in (None, alone)
+    )
+    opt = in_group(model, process_group=None)
+    try:
+        with opt.micro_batch(model):
+            pass
+    except ValueError as error:
+        return {"errors": [str(error)]}
+    return {"errors": []}
+
+
 ARRIVING = (too_late, two_in_a_micro_batch, discarded)
-SCENARIOS = (*ARRIVING, gradients_in_parts)
+DROPPED = (discarded_in_different_places, backward_fails_on_one_rank, payload_fails)
+SCENARIOS = (
+    *ARRIVING,
+    *DROPPED,
+    gradients_in_parts,
+    step_fails,
+    frozen_on_one_rank,
+    all_frozen,
+    groups_differ,
+)
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +268,50 @@ def test_a_window_on_its_way_arrives(seen, scenario):
             assert error.startswith(f"{OP}.{call}: the call {LATE}"), (call, error)
 
 
+@pytest.mark.parametrize("scenario", DROPPED, ids=lambda s: s.__name__)
+def test_ranks_train_on_after_a_dropped_window(seen, scenario):
+    """Ranks train on together after a window on its way was dropped, by you or by an error"""
+    torch.manual_seed(5)
+    model = Partly()
+    optimizer = adam(model.parameters())
+    for start in (0, 2):
+        optimizer.zero_grad()
+        sum(model.loss(batch, True) for batch in BATCHES[start : start + 2]).div(2).backward()
+        optimizer.step()
+    first = ranks.agreed(seen, scenario)
+    assert_close(first["parameters"], [p.detach() for p in model.parameters()])
+    errors = [rank[scenario.__name__]["errors"] for rank in seen]
+    if scenario is backward_fails_on_one_rank:
+        assert errors == [["out of memory"], ["True"]]
+    if scenario is payload_fails:
+        text = f"{OP}.step: the window must be summed over all processes, got an error (connection"
+        assert all(said.startswith(text) and stepped == "False" for said, stepped in errors)
+
+
+def test_a_failed_step_is_not_summed_again(seen):
+    """A step that fails after the sum over ranks is tried again without another sum"""
+    first = ranks.agreed(seen, step_fails)
+    assert first["parameters"][0].tolist() == [-2.0, -2.0]
+    assert first["stats"]["weight"] == 2.0
+    for rank in seen:
+        assert rank["step_fails"]["errors"][0] == "disk full"
+        assert LATE in rank["step_fails"]["errors"][1]
+
+
 def test_gradients_in_parts_are_an_error(seen):
     """A gradient that comes in parts after it was sent is an error, and nothing was stepped on"""
     for rank in seen:
         assert "got one in several parts, as reentrant" in rank["gradients_in_parts"]["error"]
         assert rank["gradients_in_parts"]["untouched"]
+
+
+def test_ranks_must_train_the_same(seen):
+    """Parameters frozen on some ranks only, or parts in several groups, are refused in words"""
+    for rank in seen:
+        (error,) = rank["frozen_on_one_rank"]["errors"]
+        text = f"{OP}.step: the window must be of the same trainable parameters on every process"
+        assert error == f"{text}, got 26, 10 elements by rank"
+        assert rank["frozen_on_one_rank"]["held"] == 1
+        (error,) = rank["groups_differ"]["errors"]
+        assert "must have DistributedDataParallel parts of one process group, got several" in error
+        assert rank["all_frozen"]["held"] == 0

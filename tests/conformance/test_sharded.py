@@ -16,12 +16,13 @@ from optimizer_oracle import (
     window_gradient,
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from accumext.optimizer import AccumulatingOptimizer
 
-NORMS = (1.0, 2.0, 3.0, INF)
+NORMS = (1.0, 2.0, 3.0, INF, -1.0, -INF)
 
 
 def sharded(dtype=torch.float64, **kwargs):
@@ -95,6 +96,25 @@ def norms(rank, world):
         opt.step()
         seen[norm_type] = float(opt.last.total_norm)
     return {"norms": seen}
+
+
+def unsummed_norm(rank, world):
+    """A replicated weight under sharded inputs: DTensor leaves its gradient as unsummed parts."""
+    mesh = init_device_mesh("cpu", (world,))
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(2, 3, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    parameter = torch.nn.Parameter(distribute_tensor(weight.clone(), mesh, [Replicate()]))
+    sgd = torch.optim.SGD([parameter], lr=1.0)
+    opt = AccumulatingOptimizer(sgd, window=2, max_norm=0.5)
+    for rows in inputs.split(3):
+        output = distribute_tensor(rows, mesh, [Shard(0)]) @ parameter.T
+        opt.backward(output.square().sum())
+        kinds = [p.is_partial() for p in opt._progress.window.mains.tensors[0].placements]
+        opt.step()
+    norm = float(opt.last.total_norm)
+    moved = parameter.full_tensor().detach() - weight
+    return {"partial": kinds, "norm": norm, "moved": moved, "weight": weight, "inputs": inputs}
 
 
 def poisoned(rank, world, bad_ranks, *, fused=False, own=True):
@@ -204,6 +224,7 @@ SCENARIOS = (
     *EVERY_LOOP,
     weighted,
     norms,
+    unsummed_norm,
     *POISONED,
     raising,
     one_bad_shard,
@@ -247,6 +268,17 @@ def test_sharded_norm_is_the_unsharded_one(seen, world):
     for rank in seen:
         for norm_type, norm in rank["norms"]["norms"].items():
             assert norm == pytest.approx(float(flat.norm(norm_type)), rel=EXACT)
+
+
+def test_the_norm_of_unsummed_parts_is_that_of_their_sum(seen):
+    """The norm and clip of replicated DTensor weights whose gradients are unsummed parts"""
+    for rank in seen:
+        saw = rank["unsummed_norm"]
+        weight = saw["weight"].requires_grad_()
+        ((saw["inputs"] @ weight.T).square().sum() / 2).backward()
+        assert saw["partial"] == [True]
+        assert saw["norm"] == pytest.approx(float(weight.grad.norm()), rel=EXACT)
+        assert_close([saw["moved"]], [-weight.grad * (0.5 / (weight.grad.norm() + 1e-6))])
 
 
 @pytest.mark.parametrize("scenario", POISONED, ids=lambda s: s.__name__)
