@@ -143,13 +143,10 @@ def discarded_in_different_places(rank, world):
     return partly(rank, world, drop)
 
 
-def backward_fails_on_one_rank(rank, world):
+def failing(rank, world, fail):
     """Where it fails the window is dropped; elsewhere it is not finite, and skipped."""
 
     def drop(opt, model):
-        def fail(grad):
-            raise ValueError("out of memory")
-
         handle = model.layers[0].weight.register_hook(fail) if rank == 0 else None
         errors = []
         try:
@@ -166,6 +163,21 @@ def backward_fails_on_one_rank(rank, world):
     return partly(rank, world, drop)
 
 
+def out_of_memory(*args):
+    raise ValueError("out of memory")
+
+
+def backward_fails_on_one_rank(rank, world):
+    return failing(rank, world, out_of_memory)
+
+
+def backward_fails_at_its_end_on_one_rank(rank, world):
+    def fail(grad):  # when all gradients have been made
+        torch.autograd.Variable._execution_engine.queue_callback(out_of_memory)
+
+    return failing(rank, world, fail)
+
+
 def payload_fails(rank, world):
     """A collective fails after the ranks have agreed: the window is dropped, in words."""
 
@@ -174,13 +186,13 @@ def payload_fails(rank, world):
         opt.backward(model.loss(BATCHES[0], True))
         all_reduce, calls = dist.all_reduce, []
 
-        def failing(*args, **kwargs):
+        def breaking(*args, **kwargs):
             calls.append(args)
             if len(calls) == 2:
                 raise RuntimeError("connection reset")
             return all_reduce(*args, **kwargs)
 
-        dist.all_reduce = failing
+        dist.all_reduce = breaking
         try:
             errors = [error_of(opt.step)]
         finally:
@@ -240,7 +252,8 @@ def groups_differ(rank, world):
 
 
 ARRIVING = (too_late, two_in_a_micro_batch, discarded)
-DROPPED = (discarded_in_different_places, backward_fails_on_one_rank, payload_fails)
+FAILING = (backward_fails_on_one_rank, backward_fails_at_its_end_on_one_rank)
+DROPPED = (discarded_in_different_places, *FAILING, payload_fails)
 SCENARIOS = (
     *ARRIVING,
     *DROPPED,
@@ -281,7 +294,7 @@ def test_ranks_train_on_after_a_dropped_window(seen, scenario):
     first = ranks.agreed(seen, scenario)
     assert_close(first["parameters"], [p.detach() for p in model.parameters()])
     errors = [rank[scenario.__name__]["errors"] for rank in seen]
-    if scenario is backward_fails_on_one_rank:
+    if scenario in FAILING:
         assert errors == [["out of memory"], ["True"]]
     if scenario is payload_fails:
         text = f"{OP}.step: the window must be summed over all processes, got an error (connection"
