@@ -45,6 +45,7 @@ class Bucket:
             size = -(-_like(parameter).numel() // ALIGNMENT) * ALIGNMENT
             self._begins.append(self._begins[-1] + size)
         self._flat = torch.empty(0)
+        self._views: list[Tensor] = []  # the part of each parameter in it
         self._ordinary = True  # this process has a dense gradient for each parameter
         self._work: dist.Work | None = None
 
@@ -62,9 +63,9 @@ class Bucket:
                 word[0, i] = 0.0
             if main is not None and main.is_sparse:
                 word[1, i], word[2, i] = 1.0, float(main.sparse_dim())
-        views = self._views()
+        self._views = self._parts()
         there, sources = [], []
-        for view, main in zip(views, mine, strict=True):
+        for view, main in zip(self._views, mine, strict=True):
             if main is None:
                 view.zero_()
             else:
@@ -81,7 +82,7 @@ class Bucket:
         """
         assert self._work is not None
         self._work.wait()
-        sums = dict(zip(self.parameters, self._views(), strict=True))
+        sums = dict(zip(self.parameters, self._views, strict=True))
         if self._ordinary:
             return {p: _as_main(p, view) for p, view in sums.items()}
         mains = {}
@@ -95,14 +96,15 @@ class Bucket:
         """The end of the tensor: [3, parameters]."""
         return self._flat[self._begins[-1] :].view(3, -1)
 
-    def _views(self) -> list[Tensor]:
-        """The part of each parameter, with its strides where it has no gaps."""
-        views = []
+    def _parts(self) -> list[Tensor]:
+        """The part of each parameter, with its strides, or what they are without gaps."""
+        parts = []
         for begin, parameter in zip(self._begins, self.parameters, strict=False):
             like = _like(parameter)
-            stride = torch.empty_like(like, device="meta").stride()
-            views.append(self._flat.as_strided(like.shape, stride, begin))
-        return views
+            if not like.is_contiguous():
+                like = torch.empty_like(like, device="meta")
+            parts.append(self._flat.as_strided(like.shape, like.stride(), begin))
+        return parts
 
 
 class Reduction:

@@ -60,7 +60,7 @@ def test_loops_that_know_nothing_of_ranks(seen, world, scenario):
     assert_close(first["parameters"], by_hand(world))
 
 
-@pytest.mark.parametrize("scenario", [traffic.traffic_afterwards, traffic.traffic_meanwhile])
+@pytest.mark.parametrize("scenario", traffic.TRAFFIC)
 def test_main_grads_travel_once_per_window(seen, world, scenario):
     """One all-reduce per window, in buckets, or while the last backward pass still runs"""
     numbers = (3 + 2 * world) * 8  # weight, micro-batches, found_inf; how each closes, and what
@@ -80,7 +80,7 @@ def test_main_grads_travel_once_per_window(seen, world, scenario):
         assert log[len(log) // 2 :] == log[: len(log) // 2]
 
 
-@pytest.mark.parametrize("scenario", [traffic.reads_at_the_step, traffic.reads_while_backward_runs])
+@pytest.mark.parametrize("scenario", traffic.READS)
 def test_ranks_read_no_device(seen, world, scenario):
     """Windows of several ranks with a fused optimizer read nothing from the device"""
     first = ranks.agreed(seen, scenario)
@@ -89,6 +89,15 @@ def test_ranks_read_no_device(seen, world, scenario):
     expected = train_by_hand(adam, some, 2 * world, weights=weights, max_norm=MAX_NORM)
     # Sums and the clip are in float32, and Adam divides by the size of each element.
     assert_close([p.double() for p in first["parameters"]], expected, 1e-5)
+
+
+def test_parameters_of_every_layout(seen, world):
+    """Channels-last, transposed, strided, 0-dim, empty and complex parameters on several ranks"""
+    mean = (sum(range(1, world + 1)) / world + 2.0) / 2
+    for rank in seen:
+        saw = rank["layouts"]
+        assert_close(saw["moved"], [before * mean for before in saw["before"]])
+        assert all(saw["same"])
 
 
 def test_half_precision_sums_travel_in_float32(seen, world):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ranks
 import torch
 import torch.distributed as dist
@@ -78,4 +80,38 @@ def reads_while_backward_runs(rank, world):
     return without_device_reads(rank, world, reduce_in_backward=True)
 
 
-SCENARIOS = (traffic_afterwards, traffic_meanwhile, reads_at_the_step, reads_while_backward_runs)
+def layouts(rank, world):
+    """Parameters of every layout; the gradients that the optimizer gets are laid out like them."""
+
+    def numbers(*shape, dtype=torch.float64):
+        return torch.arange(math.prod(shape)).view(shape).to(dtype)
+
+    parameters = [
+        nn.Parameter(tensor)
+        for tensor in (
+            numbers(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+            numbers(3, 4).T,
+            numbers(6, 4)[::2, ::2],  # has gaps, which its gradient has not
+            numbers(),
+            numbers(0, 3),
+            numbers(2, 3, dtype=torch.complex128).T,
+        )
+    ]
+    before = [p.detach().clone() for p in parameters]
+    sgd = torch.optim.SGD(parameters, lr=1.0)
+    opt = AccumulatingOptimizer(sgd, window=2, process_group=dist.group.WORLD)
+    strides = []
+    sgd.register_step_pre_hook(lambda *args: strides.extend(p.grad.stride() for p in parameters))
+    for factor in (rank + 1.0, 2.0):
+        reals = [torch.view_as_real(p) if p.is_complex() else p for p in parameters]
+        squares = [real.square().sum() / 2 for real in reals]
+        opt.backward(sum(squares) * factor)
+        opt.step()
+    moved = [b - p.detach() for b, p in zip(before, parameters)]
+    same = [s == torch.empty_like(p).stride() for s, p in zip(strides, parameters)]
+    return {"before": before, "moved": moved, "same": same}
+
+
+TRAFFIC = (traffic_afterwards, traffic_meanwhile)
+READS = (reads_at_the_step, reads_while_backward_runs)
+SCENARIOS = (*TRAFFIC, *READS, layouts)
