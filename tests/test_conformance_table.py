@@ -93,6 +93,16 @@ def test_a_page_that_says_something_else_is_seen(page, table, tmp_path):
     assert table.main([good, "--page", str(page), "--check"]) == 1
 
 
+def test_a_package_that_is_missing_is_left_out(table, monkeypatch):
+    def version(name):
+        if name == "lightning":
+            raise table.metadata.PackageNotFoundError(name)
+        return "0"
+
+    monkeypatch.setattr(table.metadata, "version", version)
+    assert "torch 0, accelerate 0, transformers 0, pytorch-ignite 0" in table.versions()
+
+
 def test_every_row_is_a_test_that_exists(table):
     for _, rows in table.sections():
         for file, function, _ in rows:

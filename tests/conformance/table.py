@@ -14,6 +14,7 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
@@ -154,11 +155,12 @@ def sections() -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
 
 
 def versions() -> str:
-    """What the run was with."""
-    python = "Python {}.{}.{}".format(*sys.version_info[:3])
-    return VERSIONS + ", ".join(
-        [python, *(f"{name} {metadata.version(name)}" for name in PACKAGES)]
-    )
+    """What the run was with; a package that is not installed has had no part in it."""
+    named = ["Python {}.{}.{}".format(*sys.version_info[:3])]
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            named.append(f"{package} {metadata.version(package)}")
+    return VERSIONS + ", ".join(named)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
