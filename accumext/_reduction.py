@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accumext import _checks, ops
-from accumext._gradients import HALF_DTYPES, is_dtensor, main_dtype, plain
+from accumext._gradients import is_dtensor, main_dtype, plain
 from accumext._numbers import Scalar, as_tensor, known, on, on_host
 from accumext._window import UNSCALED, Window
 from accumext.distributed import Group
@@ -39,6 +39,7 @@ class Bucket:
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self.parameters = parameters
+        # Whose gradients may still change: hooks tell when they are complete.
         self.awaited = {p for p in parameters if p.requires_grad or p.grad is not None}
         self._begins = [0]
         for parameter in parameters:
@@ -54,7 +55,7 @@ class Bucket:
         mine = [mains.pop(parameter, None) for parameter in self.parameters]
         first = _like(self.parameters[0])
         size = self._begins[-1] + 3 * len(mine)
-        self._flat = torch.empty(size, dtype=_sum_dtype(first), device=first.device)
+        self._flat = torch.empty(size, dtype=main_dtype(first), device=first.device)
         self._ordinary = not any(main is None or main.is_sparse for main in mine)
         word = self._word().zero_()
         word[0] = 1.0
@@ -213,7 +214,7 @@ def _plan(parameters: Sequence[Tensor]) -> list[Bucket]:
     open_: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
     for parameter in reversed(parameters):
         like = _like(parameter)
-        dtype = _sum_dtype(like)
+        dtype = main_dtype(like)
         members, size = open_.pop((like.device, dtype), ([], 0))
         members.append(parameter)
         size += like.numel() * dtype.itemsize
@@ -227,11 +228,6 @@ def _plan(parameters: Sequence[Tensor]) -> list[Bucket]:
 def _like(parameter: Tensor) -> Tensor:
     """What a parameter's dense main gradient looks like here, but for its dtype."""
     return plain(parameter.detach())
-
-
-def _sum_dtype(like: Tensor) -> torch.dtype:
-    """float32 for half-precision parameters."""
-    return torch.float32 if like.dtype in HALF_DTYPES else like.dtype
 
 
 def _as_main(parameter: Tensor, view: Tensor) -> Tensor:

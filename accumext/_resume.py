@@ -63,7 +63,6 @@ class Resuming(Stepping):
         self._refuse_inside_micro_batch(op)
         window = unpack(op, state_dict, self._parameters())
         self._recognise_scale(window)
-        self._progress.window.detach()
         self._drop_window()
         self._progress.window = window
 

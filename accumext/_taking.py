@@ -110,11 +110,12 @@ class Taking(OptimizerWrapper):
 
     def _drop_window(self) -> None:
         """Start a new window. One that is on its way arrives first, as other processes expect."""
-        reduction = self._progress.reduction
-        self._progress.reduction = None
+        progress = self._progress
+        progress.window.detach()
+        reduction, progress.reduction = progress.reduction, None
         if reduction is not None:
-            reduction.abandon(self._progress.window)
-        self._progress.window = Window()
+            reduction.abandon(progress.window)
+        progress.window = Window()
 
     # Loss scales
 

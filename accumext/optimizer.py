@@ -313,7 +313,6 @@ class AccumulatingOptimizer(Resuming):
             >>> opt.discard()
         """
         self._refuse_inside_micro_batch(f"{OP}.discard")
-        self._progress.window.detach()
         self._drop_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
 from itertools import pairwise
-from threading import Thread
 
 import pytest
 import torch
@@ -389,25 +387,3 @@ def test_ddp_may_not_write_a_gradient_after_it_was_taken_in(bucket_view, monkeyp
         opt.backward(loss_of(model, batch))
     expected = torch.autograd.grad(loss_of(model.module, batch), list(model.parameters()))
     assert_equal([opt.main_grad(p) for p in model.parameters()], [g.float() for g in expected])
-
-
-def test_threads_of_two_devices_take_turns():
-    """A backward pass runs on a thread per device, and the window is one."""
-    inside, most = [], []
-
-    def take(grads):
-        inside.append(grads)
-        time.sleep(0.05)
-        most.append(len(inside))
-        inside.pop()
-
-    intake = _intake.Intake("op", take)
-    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-    threads = [Thread(target=intake._hand_over, args=([p],)) for p in parameters]
-    for parameter, thread in zip(parameters, threads):
-        parameter.grad = torch.ones(1)
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1, 1]
-    assert [p.grad for p in parameters] == [None, None]
