@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from torch._C._profiler import _RecordFunctionFast as record_function
 from accumext import _checks
 from accumext import _straight as straight
 from accumext._arguments import OP
+from accumext._grad_slots import clear, param_grads, put
 from accumext._gradients import HALF_DTYPES
 from accumext._intake import Intake
 from accumext._numbers import Scalar
@@ -23,40 +24,30 @@ from accumext._window import LossScale, Window
 class BackwardPasses(Taking):
     """The part of `AccumulatingOptimizer` that runs backward passes."""
 
-    def _resident_factor(
-        self, loss: Tensor, weight: Scalar, scale: LossScale, room: bool
-    ) -> Scalar | None:
-        """What to multiply the loss with so that autograd can add to the main gradients in place.
+    def _adds_in_place(self, weight: Scalar, scale: LossScale, empty: bool) -> bool:
+        """Whether autograd may add to the main gradients themselves, and gives what we would.
 
-        That needs no memory for a second set of gradients. None where they have to be taken in
-        afterwards: where they must be looked at, cast or rescaled, and under a GradScaler with
-        another weight, as the ratio could overflow float16.
+        That needs no hooks. Not where gradients have to be cast or multiplied; and not without
+        `accumulate_in_backward`, since an exception in the middle of it leaves main gradients that
+        hold a part of the micro-batch.
         """
         window = self._progress.window
-        if (
-            self.on_nonfinite != "skip_window"
-            or not window.mains.tensors
-            or window.unit_weight is None
-            or (not isinstance(weight, Tensor) and weight == 0.0)
-            or not room
-            or window.mains.casts
-            or not window.mains.dense
-        ):
-            return None
-        factor = window.factor(weight, scale)
-        if not isinstance(factor, Tensor) and factor == 1.0:
-            return factor
-        exact = loss.dtype in (torch.float32, torch.float64)
-        return factor if self.scaler is None and exact else None
+        return (
+            self.accumulate_in_backward
+            and empty
+            and bool(window.mains.tensors)
+            and window.unit_weight is not None
+            and not isinstance(factor := window.factor(weight, scale), Tensor)
+            and factor == 1.0
+            and not window.mains.casts
+            and window.mains.dense
+        )
 
-    def _backward_resident(
-        self, loss: Tensor, factor: Scalar, weight: Scalar, scale: LossScale
-    ) -> None:
+    def _backward_in_place(self, loss: Tensor, weight: Scalar, scale: LossScale) -> None:
         """Run a backward pass that adds to the main gradients themselves."""
         window = self._progress.window
-        with self._dropping_the_window(window):
+        with self._dropping_the_window(window, []):
             window.mains.lend()
-            loss = times(loss, factor)
 
             def destination(parameter: Tensor) -> straight.Destination | None:
                 main = window.main.get(parameter) if straight.expected(parameter) else None
@@ -65,21 +56,26 @@ class BackwardPasses(Taking):
             with straight.offering(destination):
                 loss.backward()
             with record_function("accumext::accumulate"), torch.no_grad():
+                parameters = self._parameters()
                 window.count(weight, scale)
-                window.take_back(self._parameters(), self._lying())
-                self._clear_grads()
+                window.take_back(parameters, param_grads(parameters))
+                clear(parameters)
 
-    def _backward_then_take(self, op: str, loss: Tensor, weight: Scalar, scale: LossScale) -> None:
+    def _backward_then_take(
+        self, op: str, loss: Tensor, weight: Scalar, scale: LossScale, still: list[Tensor]
+    ) -> None:
         """Run a backward pass, then take in the gradients that lie in `.grad`."""
-        try:
+        with self._atomic() as atomic:
+            atomic.keep_contents(still)
             loss.backward()
-            if self._attaches():
-                self._attach(op, weight, scale)
-            else:
-                self._take(op, self._grads(), weight, scale)
-        except BaseException:
-            self._clear_grads()
-            raise
+            foreign = self._foreign()
+            if not self._attaches():
+                self._take(op, self._grads(), weight, scale, foreign)
+                return
+            self._attach(op, weight, scale)
+            attachment = self._progress.window.attachment
+            assert attachment is not None
+            attachment.watch(self._leave_grad)
 
     def _reduction_of_the_last(self, op: str, weight: Scalar) -> Reduction | None:
         """What sums the window while its last backward pass runs; None if it is not to, or not yet.
@@ -100,18 +96,19 @@ class BackwardPasses(Taking):
         loss: Tensor,
         weight: Scalar,
         scale: LossScale,
+        still: list[Tensor],
         reduction: Reduction | None = None,
     ) -> None:
         """Run a backward pass that hands every gradient over as soon as it is complete."""
         window = self._progress.window
         self._progress.reduction = reduction
-        with self._dropping_the_window(window):
+        with self._dropping_the_window(window, still):
             before = window.mains
             factor = window.count(weight, scale)
 
-            def take(grads: dict[Tensor, Tensor]) -> None:
+            def take(grads: dict[Tensor, Tensor], foreign: Container[int]) -> None:
                 with record_function("accumext::accumulate"), torch.no_grad():
-                    window.take(grads, factor)
+                    window.take_part(grads, factor, foreign)
                     if reduction is not None:
                         reduction.complete(op, window, grads)
 
@@ -126,44 +123,77 @@ class BackwardPasses(Taking):
 
             with Intake(op, take).watching(mine), straight.offering(destination):
                 loss.backward()
-            take(self._grads())
-            self._clear_grads()
+            foreign = self._foreign()
+            take(self._grads(), foreign)
+            clear(self._parameters())
             window.in_order = window.in_order and window.mains is before
 
     def _backward_part(self, op: str, loss: Tensor) -> None:
         """Inside micro_batch: run a backward pass, and take out half gradients: see `_gather`."""
         halves = [p for p in self._parameters() if p.dtype in HALF_DTYPES]
         watched = halves if self.accumulate_in_backward else []
-        with Intake(op, self._gather).watching(watched):
-            loss.backward()
-        self._gather_part()
+        try:
+            with Intake(op, self._gather).watching(watched):
+                loss.backward()
+            self._gather_part()
+        except BaseException:
+            self._progress.part_failed = True
+            raise
 
     @contextmanager
-    def _dropping_the_window(self, window: Window) -> Iterator[None]:
-        """An exception inside drops the window, and says so: gradients were added to it."""
+    def _dropping_the_window(self, window: Window, still: list[Tensor]) -> Iterator[None]:
+        """An exception inside drops the window, and says so: gradients were added to it.
+
+        What a backward pass of the user's own had put into `.grad` comes back.
+        """
         held = window.micro_batches > 0
+        parameters = self._parameters()
+        before = param_grads(parameters) if still else [None] * len(parameters)
+        contents = [(grad, grad.detach().clone()) for grad in still]
         try:
             yield
         except BaseException as error:
-            self._clear_grads()
             self._drop_window()
+            put(parameters, before)
+            for grad, content in contents:
+                grad.detach().copy_(content)
             if held:
                 _explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
             raise
 
-    def _gather(self, halves: dict[Tensor, Tensor]) -> None:
+    def _gather(self, halves: dict[Tensor, Tensor], foreign: Container[int]) -> None:
         """Inside micro_batch: add half gradients up in float32, as `.grad` could not."""
         part = self._progress.part
         assert part is not None
         with torch.no_grad():
-            part.take(halves, 1.0)
+            part.take_part(halves, 1.0, foreign)
 
     def _gather_part(self) -> None:
         """Inside micro_batch: gather the half gradients that lie in `.grad`."""
         halves = {p: grad for p, grad in self._grads().items() if p.dtype in HALF_DTYPES}
-        self._gather(halves)
-        for parameter in halves:
-            parameter.grad = None
+        self._gather(halves, ())  # they are cast: none is kept
+        clear(halves)
+
+    def _take_part(self, op: str, held_back: bool) -> None:
+        """At the end of micro_batch: take in what its backward passes brought."""
+        progress = self._progress
+        if progress.part_failed:
+            got = "one that ended in an exception, and the micro-batch is dropped"
+            advice = "Let the exception leave micro_batch()"
+            contract = "come to its end"
+            raise RuntimeError(_checks.message(op, "a backward pass", contract, got, advice))
+        self._gather_part()
+        part = progress.part
+        assert part is not None
+        foreign = self._foreign()
+        grads = self._grads() | part.main
+        if grads:
+            self._refuse_while_reducing(op)
+        progress.window.held_back |= held_back and self._group() is not None
+        if grads or (progress.part_weight is not None and progress.reduction is None):
+            weight = 1.0 if progress.part_weight is None else progress.part_weight
+            self._take(op, grads, weight, self._own_scale(op), foreign)
+            progress.accumulated = True
 
     def _check_part_weight(self, op: str, weight: Scalar) -> None:
         """Inside micro_batch: one weight for all calls, as far as the host can see."""

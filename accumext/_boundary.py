@@ -1,15 +1,18 @@
-"""Closing a window: measure its gradient, then clip it and hand it to the wrapped optimizer."""
+"""Closing a window: measure its gradient, clip it, and lend it to the wrapped optimizer's step."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from accumext import ops
-from accumext._gradients import per_device, scale_, zero_flag
+from accumext._grad_slots import exchange, param_grads, put, versions
+from accumext._gradients import per_device, zero_flag
+from accumext._main_grads import MainGrads
 from accumext._numbers import (
     Scalar,
     any_of,
@@ -36,6 +39,16 @@ class Measure(NamedTuple):
     factor: Scalar  # main gradients to clipped gradient
     skip: Scalar  # 1.0 where no step may be taken
     found_inf: Scalar  # 1.0 where anything that came in was not finite
+    scaled: list[Tensor] | None  # main * factor, where the read that found the norm formed it too
+
+
+class StepGradient(NamedTuple):
+    """The window's gradient as the wrapped optimizer is to see it."""
+
+    lent: MainGrads  # for `.grad`, while the step runs
+    factor: Scalar  # what is left for the optimizer to multiply it with
+    takes_scale: bool  # whether the optimizer does that, and skips at `found_inf`
+    skip: Scalar
 
 
 def measure(
@@ -47,83 +60,127 @@ def measure(
 ) -> Measure:
     """Norm, finite check, clip coefficient and factor, in at most one read of the gradients.
 
-    Where the factor is known before the norm and nobody else will multiply, the read also writes.
+    Where the factor is known before the norm, and nobody else will multiply, the read also writes.
     """
     window.settle()
+    mains = window.mains
     found_inf = window.found_inf()
-    if window.norm is not None and norm_type == 2.0:
+    normaliser = window.normaliser(reduction)
+    scaled: list[Tensor] | None = None
+    if window.norm is not None and norm_type == 2.0 and not _overflowed(window.norm):
         main_norm = window.norm
+        norm = known(main_norm) * normaliser
         broken = not_finite(known(main_norm))
-    elif max_norm is None and norm_type == 2.0 and _may_normalise(optimizer, window, reduction):
-        main_norm, overflow = window.normalise(reduction)
-        broken = known(overflow)
+    elif max_norm is None and norm_type == 2.0 and _multiplies(optimizer, window, normaliser):
+        overflow = zero_flag(mains.tensors[0].device)
+        scaled = [torch.empty_like(main) for main in mains.tensors]
+        factor = on(overflow.device, normaliser)
+        main_norm = ops.accumulate_(
+            scaled, mains.tensors, inv_scale=factor, found_inf=overflow, overwrite=True
+        )
+        norm, broken = known(main_norm), known(overflow)
     else:
-        mains = window.mains.tensors
-        overflow = zero_flag(mains[0].device if mains else None)
-        norm_of = ops.total_norm if window.mains.plain else total_norm
-        main_norm = norm_of(mains, norm_type=norm_type, found_inf=overflow)
-        broken = known(overflow)
+        overflow = zero_flag(mains.tensors[0].device if mains.tensors else None)
+        # Powers of scaled gradients overflow where those of the gradients do not. Squares are far
+        # from it, unless one has.
+        first = norm_type != 2.0 or window.norm is not None
+        norm_of = ops.total_norm if mains.plain else total_norm
+        main_norm = norm_of(
+            mains.tensors,
+            norm_type=norm_type,
+            inv_scale=on(overflow.device, _number(normaliser)) if first else 1.0,
+            found_inf=overflow,
+        )
+        norm, broken = known(main_norm), known(overflow)
+        if not first:
+            norm = norm * normaliser
         if max_norm is not None:  # a norm that overflowed would clip everything to zero
             broken = larger(broken, not_finite(known(main_norm)))
+    broken = larger(broken, not_finite(normaliser))  # a loss scale that has become zero
     dropped = found_inf if window.survivors is None else flag(window.survivors == 0)
-    skip = larger(broken, dropped)
-    normaliser = window.normaliser(reduction)
-    norm = known(main_norm) * normaliser
     clip_coef: Scalar = 1.0
-    factor = normaliser
     if max_norm is not None:
         clip_coef = at_most_one(quotient(max_norm, norm + 1e-6))
-        factor = normaliser * clip_coef
-    if isinstance(skip, Tensor):  # what is skipped keeps its values, for the report to name
-        factor = torch.where(skip > 0, 1.0, factor)
     return Measure(
         norm=norm,
         norm_dtype=main_norm.dtype,
         device=main_norm.device,
         clip_coef=clip_coef,
-        factor=factor,
-        skip=skip,
+        factor=normaliser if max_norm is None else normaliser * clip_coef,
+        skip=larger(broken, dropped),
         found_inf=larger(broken, found_inf),
+        scaled=scaled,
     )
 
 
-def apply(optimizer: Optimizer, window: Window, measured: Measure) -> Scalar:
-    """Put `main * factor` into `.grad` and step, unless the gradient is not finite.
+def step_gradient(optimizer: Optimizer, window: Window, measured: Measure) -> StepGradient:
+    """`main * factor`, in new memory unless the optimizer multiplies, or there is nothing to.
 
     An optimizer that takes `grad_scale` and `found_inf` multiplies and skips in its own read. For
-    any other one the gradients are multiplied in place, and the host reads whether to skip.
-
-    Returns:
-        1.0 where the step was skipped.
+    any other one the host reads whether to skip.
     """
-    factor, skip = measured.factor, measured.skip
-    if not isinstance(skip, Tensor) and skip:
-        return skip
-    mains = window.mains
+    mains, factor, skip = window.mains, measured.factor, measured.skip
     takes_scale = _takes_scale(optimizer, window)
+    if not isinstance(skip, Tensor) and skip:
+        return StepGradient(mains, factor, takes_scale, skip)
     casts = {} if window.attached else mains.casts
     # What divides in a fused kernel is a float32, and only where a gradient is dense.
     folds = takes_scale and mains.dense and not casts and measured.norm_dtype == torch.float32
     whole = mains.without(casts)
-    multiplied = [] if folds else whole.tensors
-    scale_(multiplied, factor, mains.plain)
+    lent = dict(whole.by_parameter)
+    if measured.scaled is not None:
+        lent = dict(zip(whole.parameters, measured.scaled, strict=True))
+    elif not folds and (isinstance(factor, Tensor) or factor != 1.0):
+        lent = _multiplied(whole.by_parameter, factor)[0]
+    if casts:
+        stored, norms = _multiplied(casts, factor)
+        lent |= stored
+        skip = larger(skip, any_of(not_finite(known(norm)) for norm in norms))
+    if isinstance(skip, Tensor) and not takes_scale:
+        skip = 0.0 if skip.is_meta else float(bool(skip))
+    return StepGradient(MainGrads.of(lent), factor if folds else 1.0, takes_scale, skip)
+
+
+def run_step(
+    optimizer: Optimizer, gradient: StepGradient, device: torch.device, kwargs: dict[str, Any]
+) -> Any:
+    """The wrapped optimizer's step, with this gradient in `.grad` for as long as it runs."""
+    parameters = gradient.lent.parameters
+    before = param_grads(parameters)
+    attributes: dict[str, Tensor | None] = {}
+    if gradient.takes_scale:
+        attributes = dict.fromkeys(("grad_scale", "found_inf"))
+        if isinstance(gradient.factor, Tensor) or gradient.factor != 1.0:
+            divisor = quotient(1.0, gradient.factor)
+            attributes["grad_scale"] = as_tensor(divisor, torch.float32, device)
+        if isinstance(gradient.skip, Tensor):
+            attributes["found_inf"] = gradient.skip.float()
     try:
-        if not window.attached:
-            whole.lend()
-        if casts:
-            skip = larger(skip, _cast(casts, factor))
-        if (not takes_scale or not isinstance(skip, Tensor)) and bool(skip):
-            return skip
-        if takes_scale:
-            _step_scaled(optimizer, factor if folds else 1.0, skip, measured.device)
-        else:
-            optimizer.step()
-    except BaseException:
-        scale_(multiplied, quotient(1.0, factor), mains.plain)
-        if not window.attached:
-            mains.withdraw()
-        raise
-    return skip
+        for name, value in attributes.items():
+            setattr(optimizer, name, value)
+        put(parameters, gradient.lent.tensors)
+        return optimizer.step(**kwargs)
+    finally:
+        for name in attributes:
+            vars(optimizer).pop(name, None)
+        exchange(parameters, gradient.lent.tensors, before)
+
+
+def moved(parameters: list[Tensor]) -> Callable[[], bool]:
+    """Tells, later, whether an optimizer has written any of the parameters by then."""
+    before = versions(parameters)
+    return lambda: versions(parameters) != before
+
+
+def _number(factor: Scalar) -> Scalar:
+    """A factor that an operator takes: one that is not finite makes nothing finite, and skips."""
+    return 1.0 if not isinstance(factor, Tensor) and not_finite(factor) else factor
+
+
+def _overflowed(norm: Tensor) -> bool:
+    """Whether the squares may have overflowed where the elements did not, as far as known here."""
+    value = known(norm)
+    return not isinstance(value, Tensor) and bool(not_finite(value))
 
 
 def _takes_scale(optimizer: Optimizer, window: Window) -> bool:
@@ -131,37 +188,25 @@ def _takes_scale(optimizer: Optimizer, window: Window) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not window.mains.sharded
 
 
-def _may_normalise(optimizer: Optimizer, window: Window, reduction: str) -> bool:
-    """Whether main gradients have to be multiplied in place, and one call can do it."""
+def _multiplies(optimizer: Optimizer, window: Window, factor: Scalar) -> bool:
+    """Whether it is here that main gradients have to be multiplied, and one call can do it."""
     if _takes_scale(optimizer, window) or window.mains.casts or not window.mains.plain:
         return False
-    factor = window.normaliser(reduction)
+    if not isinstance(factor, Tensor) and not_finite(factor):
+        return False
     return bool(window.mains.tensors) and (isinstance(factor, Tensor) or factor != 1.0)
 
 
-def _step_scaled(optimizer: Optimizer, factor: Scalar, skip: Scalar, device: torch.device) -> None:
-    """Step with what GradScaler would set; the optimizer divides by grad_scale."""
-    attributes: dict[str, Tensor | None] = {"grad_scale": None, "found_inf": None}
-    if isinstance(factor, Tensor) or factor != 1.0:
-        attributes["grad_scale"] = as_tensor(quotient(1.0, factor), torch.float32, device)
-    if isinstance(skip, Tensor):
-        attributes["found_inf"] = skip.float()
-    for name, value in attributes.items():
-        setattr(optimizer, name, value)
-    try:
-        optimizer.step()
-    finally:
-        for name in attributes:
-            delattr(optimizer, name)
-
-
-def _cast(casts: dict[Tensor, Tensor], factor: Scalar) -> Scalar:
-    """`.grad = main * factor` in the dtype of the parameters; 1.0 where that is not finite."""
-    grads = [torch.empty_like(main, dtype=p.dtype) for p, main in casts.items()]
+def _multiplied(
+    mains: dict[Tensor, Tensor], factor: Scalar
+) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+    """`main * factor` in the dtype of the parameters, in new memory; norms of what came out."""
+    stored = {
+        p: main.to(p.dtype, copy=True) if main.is_sparse else torch.empty_like(main, dtype=p.dtype)
+        for p, main in mains.items()
+    }
     norms = [
-        ops.accumulate_(stored, mains, inv_scale=on(device, factor), overwrite=True)
-        for device, (stored, mains) in per_device(grads, list(casts.values()))
+        ops.accumulate_(products, sources, inv_scale=on(device, factor), overwrite=True)
+        for device, (products, sources) in per_device(list(stored.values()), list(mains.values()))
     ]
-    for parameter, grad in zip(casts, grads, strict=True):
-        parameter.grad = grad
-    return any_of(not_finite(known(norm)) for norm in norms)
+    return stored, norms

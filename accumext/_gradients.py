@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection, Container, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 from typing import Any, cast
@@ -16,6 +17,7 @@ from accumext._numbers import Scalar, on
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 _is_sparse = attrgetter("is_sparse")
+_grad_of = attrgetter("grad")
 
 
 def main_dtype(parameter: Tensor) -> torch.dtype:
@@ -23,13 +25,17 @@ def main_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in HALF_DTYPES else parameter.dtype
 
 
-def own(grads: dict[Tensor, Tensor], factor: Scalar = 1.0) -> dict[Tensor, Tensor]:
-    """`grads * factor` as main gradients: the tensors themselves where no one else writes them."""
+def own(grads: dict[Tensor, Tensor], foreign: Container[int] | None) -> dict[Tensor, Tensor]:
+    """Gradients as main gradients: the tensors themselves where nobody else can see them.
+
+    Args:
+        foreign: ids of gradients that somebody else holds; None for all.
+    """
     mains: dict[Tensor, Tensor] = {}
     halves: list[Tensor] = []
     casts: list[Tensor] = []
-    taken: list[Tensor] = []
     for parameter, grad in grads.items():
+        ours = foreign is not None and id(grad) not in foreign
         grad = grad.detach() if grad.requires_grad else grad
         dtype = main_dtype(parameter)
         if grad.dtype != dtype and not grad.is_sparse:
@@ -38,26 +44,51 @@ def own(grads: dict[Tensor, Tensor], factor: Scalar = 1.0) -> dict[Tensor, Tenso
             casts.append(mains[parameter])
             continue
         if grad.is_sparse:
-            grad = grad.to(dtype)
-        elif not _owns_memory(grad):
+            grad = grad.to(dtype, copy=not ours)
+        elif grad.is_complex() and grad.is_conj():
+            grad = grad.resolve_conj()
+        elif not (ours and _owns_memory(grad)):
             grad = grad.clone()
         mains[parameter] = grad
-        taken.append(grad)
-    scale_(taken, factor)
-    for device, (own_casts, own_halves) in per_device(casts, halves):
-        ops.accumulate_(own_casts, own_halves, inv_scale=on(device, factor), overwrite=True)
+    for _, (own_casts, own_halves) in per_device(casts, halves):
+        ops.accumulate_(own_casts, own_halves, overwrite=True)
     return mains
+
+
+def foreign_grads(parameters: Iterable[Tensor]) -> set[int]:
+    """ids of the gradients in `.grad` that somebody else holds: a variable, another parameter.
+
+    To be asked before anything of ours refers to them.
+    """
+    counts = list(map(sys.getrefcount, map(_grad_of, parameters)))
+    pairs = zip(parameters, counts, strict=True)
+    return {
+        id(grad)
+        for parameter, count in pairs
+        if (grad := parameter.grad) is not None and (count > _UNHELD or _users(grad) > _IN_ONE_SLOT)
+    }
+
+
+def _users(tensor: Any) -> int:
+    """How many places in torch hold a tensor."""
+    return cast(int, tensor._use_count())
+
+
+def _owns_memory(grad: Tensor) -> bool:
+    """False for a view, such as of a DDP bucket, and for memory that others have as well."""
+    local = grad if type(grad) is Tensor else _local(grad)
+    if local._is_view() or local.is_inference() or local.is_neg():
+        return False
+    storage = local.untyped_storage()
+    if storage.nbytes() != local.nbytes or not storage.resizable():
+        return False
+    users = torch._C._storage_Use_Count(storage._cdata)
+    return users <= _STORAGE_IN_ONE_TENSOR
 
 
 def _local(tensor: Any) -> Tensor:
     """This process's part of a DTensor, in the same memory; any other tensor as it is."""
     return cast(Tensor, tensor._local_tensor) if is_dtensor(tensor) else tensor
-
-
-def _owns_memory(grad: Tensor) -> bool:
-    """False for a view, such as of a DDP bucket, whose owner writes it again."""
-    local = grad if type(grad) is Tensor else _local(grad)
-    return not local._is_view() and local.untyped_storage().nbytes() == local.nbytes
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -74,7 +105,7 @@ def plain(tensor: Tensor) -> Tensor:
     """The dense real tensor that holds the numbers of a DTensor, a sparse or a complex tensor."""
     tensor = _local(tensor)
     tensor = tensor._values() if tensor.is_sparse else tensor
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def are_plain(tensors: Collection[Tensor]) -> bool:
@@ -131,3 +162,19 @@ def settled(grad: Any) -> Any:
 def nonfinite(grads: dict[Tensor, Tensor]) -> list[Tensor]:
     """The keys whose gradient holds an inf or NaN. Reads the device."""
     return [key for key, grad in grads.items() if not bool(plain(grad).isfinite().all())]
+
+
+def zeros_like(grad: Tensor) -> Tensor:
+    """No gradient: what one that counts for nothing is worth, whatever it holds."""
+    return torch.zeros_like(grad).detach()
+
+
+# How often a gradient, and its memory, is referred to that only `.grad` of one parameter holds, as
+# `foreign_grads` and `_owns_memory` see it.
+_probe = torch.nn.Parameter(torch.zeros(1), requires_grad=True)
+_probe.grad = torch.zeros(1)
+_UNHELD = next(map(sys.getrefcount, map(_grad_of, [_probe])))
+_IN_ONE_SLOT = _users(_probe.grad)
+_storage = _probe.grad.untyped_storage()
+_STORAGE_IN_ONE_TENSOR = torch._C._storage_Use_Count(_storage._cdata)
+del _probe, _storage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from threading import Lock
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from accumext import _checks
+from accumext._gradients import foreign_grads
 
 # Bytes of gradients that one call takes in. A GPU moves them, and the main gradients, in about the
 # time that a call takes to launch, so more in a call saves little, and less would cost calls.
@@ -25,7 +26,9 @@ class Intake:
     none, parameters may come and thaw at any time, and copies and pickles have nothing to carry.
     """
 
-    def __init__(self, op: str, take: Callable[[dict[Tensor, Tensor]], None]) -> None:
+    def __init__(
+        self, op: str, take: Callable[[dict[Tensor, Tensor], Container[int]], None]
+    ) -> None:
         self._op = op
         self._take = take
         # Parameters whose gradient waits in `.grad`, and the bytes of those gradients. A backward
@@ -62,10 +65,11 @@ class Intake:
             self._bytes[device] = 0
             self._hand_over(self._waiting.pop(device))
 
-    def _hand_over(self, bundle: Iterable[Tensor]) -> None:
+    def _hand_over(self, bundle: list[Tensor]) -> None:
+        foreign = foreign_grads(bundle)
         grads = {p: p.grad for p in bundle if p.grad is not None}
         with self._one_at_a_time:
-            self._take(grads)
+            self._take(grads, foreign)
             for parameter in grads:
                 parameter.grad = None
             self._taken |= grads.keys()

@@ -192,6 +192,7 @@ class Reduction:
         window.note(self._found_inf)
         window.weight, window.gathered = self._weight, self._kept
         window.unit_weight, window.unit_scale = 1.0, UNSCALED
+        window.writes += 1
         if window.survivors is not None:
             window.survivors = self._kept
 

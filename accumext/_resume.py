@@ -63,8 +63,7 @@ class Resuming(Stepping):
         self._refuse_inside_micro_batch(op)
         window = unpack(op, state_dict, self._parameters())
         self._recognise_scale(window)
-        self._drop_window()
-        self._progress.window = window
+        self._drop_window(window)
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_while_reducing(f"{OP}.__getstate__")

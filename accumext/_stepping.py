@@ -13,8 +13,9 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from accumext import _checks, distributed
 from accumext._backward import BackwardPasses
-from accumext._boundary import Measure, apply, measure
-from accumext._gradients import nonfinite, zero_flag
+from accumext._boundary import Measure, measure, moved, run_step, step_gradient
+from accumext._grad_slots import Consumed, exchange, param_grads
+from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, as_tensor, known, larger
 from accumext._reduction import Reduction
 from accumext._report import WindowReport
@@ -25,26 +26,34 @@ from accumext._window import Window
 class Stepping(BackwardPasses):
     """The part of `AccumulatingOptimizer` that empties the window."""
 
-    def _step(self, op: str, closure: Callable[[], Any] | None) -> Any:
+    def _step(self, op: str, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Take in what is pending, and close the window if it is full."""
         progress = self._progress
         progress.stepped = False
         try:
             refuse_second_accumulation(op, self.window)
-            if self._needs_closure:
-                return self._closure_step(op, closure)
+            self._refuse_second_unscale(op)
+            if self._hands_closure_through(closure):
+                return self._closure_step(op, closure, kwargs)
             scale, found_inf = self._outer_scale(op)
             value = None
             if closure is not None:
                 with torch.enable_grad():
                     value = closure()
             elif self._is_priming():
-                self.optimizer.step()
-                return None
-            self._take_pending(op, scale, found_inf)
-            if progress.window.micro_batches >= self.window:
-                self._close(op)
-            return value
+                return self.optimizer.step(**kwargs)
+            parameters = self._parameters()
+            foreign = () if self._attaches() else foreign_grads(parameters)
+            with self._atomic():
+                self._take_pending(op, scale, found_inf, foreign)
+                if progress.window.micro_batches >= self.window:
+                    result = self._close(op, kwargs)
+                elif self._attaches() and all(p.grad is None for p in parameters):
+                    # Without a gradient the optimizer runs its hooks, as it would alone.
+                    result = self.optimizer.step(**kwargs)
+                else:
+                    result = None
+            return value if result is None else result
         except BaseException:
             # GradScaler deletes these only when step returns, and multiplies what is left into the
             # next scale.
@@ -60,31 +69,80 @@ class Stepping(BackwardPasses):
         if isinstance(self.optimizer, Stepping):
             self.optimizer._flush(op)
             return
-        self._progress.stepped = self._progress.accumulated = False
-        if not self._needs_closure:
-            self._take_pending(op, None, None)
-            self._close(op, flushing=True)
+        progress = self._progress
+        progress.stepped = progress.accumulated = False
+        if self._needs_closure:
+            return
+        self._refuse_second_unscale(op)
+        grads = self._grads().values()
+        fresh = any(grad not in progress.consumed for grad in grads)
+        del grads
+        foreign = self._foreign()
+        with self._atomic():
+            if fresh or progress.window.attached:
+                self._take_pending(op, None, None, foreign)
+            self._close(op, {}, flushing=True)
 
-    def _close(self, op: str, flushing: bool = False) -> None:
+    def _close(self, op: str, kwargs: dict[str, Any], flushing: bool = False) -> Any:
         """Step on the open window, if there is anything in it, and start the next."""
-        progress, window = self._progress, self._progress.window
+        window, parameters = self._progress.window, self._parameters()
         if self.scaler is not None and window.micro_batches:
             self._refuse_to_forget_others(op, self.scaler)
         with record_function("accumext::step"):
             if not self._sum_over_processes(op, flushing):
-                return
-            window.arrange(self._parameters())
-            optimizer = self.optimizer
-            measured = measure(optimizer, window, self.max_norm, self.norm_type, self.reduction)
-            skipped = apply(optimizer, window, measured)
-            if self.scaler is not None:
-                self._update_scaler(larger(skipped, measured.found_inf), measured.device)
-        progress.last = self._report(window, measured, skipped)
-        if window.attached:
-            self._mark_used(window.mains.tensors)
-        else:
-            window.mains.withdraw()
-        progress.window, progress.stepped = Window(), True
+                return None
+            with self._atomic() as atomic:
+                window.arrange(parameters)
+                optimizer = self.optimizer
+                measured = measure(optimizer, window, self.max_norm, self.norm_type, self.reduction)
+                gradient = step_gradient(optimizer, window, measured)
+                lent = gradient.lent
+                before, has_moved = param_grads(lent.parameters), moved(parameters)
+                close, has_updated = self._closing(window, measured, gradient.skip)
+
+                def finish() -> None:
+                    exchange(lent.parameters, lent.tensors, before)
+                    close()
+
+                atomic.after(finish, lambda: has_moved() or has_updated())
+                result = None
+                if isinstance(gradient.skip, Tensor) or not gradient.skip:
+                    result = run_step(optimizer, gradient, measured.device, kwargs)
+                finish()
+        return result
+
+    def _closing(
+        self, window: Window, measured: Measure, skip: Scalar
+    ) -> tuple[Callable[[], None], Callable[[], bool]]:
+        """What is left to do after the step, and whether the part of it that cannot be undone is.
+
+        It may be done twice.
+        """
+        progress, scaler = self._progress, self.scaler
+        kept: list[Tensor | None] = []
+        brought = False
+        if window.attachment is not None:
+            kept, brought = param_grads(self._parameters()), window.attachment.watched
+        after = {
+            "last": self._report(window, measured, skip),
+            "window": Window(),
+            "stepped": True,
+            "consumed": Consumed(kept, brought),
+        }
+        found_inf = larger(skip, measured.found_inf)
+        records = None if scaler is None else scaler._per_optimizer_states  # which update() drops
+
+        def updated() -> bool:
+            return scaler is not None and scaler._per_optimizer_states is not records
+
+        def close() -> None:
+            if window.attachment is not None:
+                window.attachment.end()
+            vars(progress).update(after)
+            if scaler is not None and not updated():
+                self._update_scaler(found_inf, measured.device)
+
+        return close, updated
 
     def _sum_over_processes(self, op: str, flushing: bool) -> bool:
         """Make the open window that of all processes; False if there is nothing in it."""
@@ -109,8 +167,10 @@ class Stepping(BackwardPasses):
         progress.reduction = None
         try:
             reduction.finish(window)
-        except RuntimeError as error:
+        except BaseException as error:
             progress.window = Window()
+            if not isinstance(error, RuntimeError):
+                raise
             contract = "be summed over all processes"
             got = f"an error ({str(error).splitlines()[0]}), and it was dropped"
             raise RuntimeError(_checks.message(op, "the window", contract, got)) from error
@@ -151,28 +211,63 @@ class Stepping(BackwardPasses):
             report.name([name for p, name in self._names().items() if p in culprits])
         return report
 
-    def _closure_step(self, op: str, closure: Callable[[], Any] | None) -> Any:
-        """Hand the closure through; the report tells of its first evaluation."""
+    def _hands_closure_through(self, closure: Callable[[], Any] | None) -> bool:
+        """Whether the wrapped optimizer may call the closure itself, when and as often as it likes.
+
+        That is where nothing is left to do with the gradient but to look whether it is finite.
+        """
+        if self._needs_closure:
+            return True
+        return (
+            closure is not None
+            and self.window == 1
+            and self.max_norm is None
+            and self.scaler is None
+            and "found_inf" not in self.__dict__
+            and self._progress.window.micro_batches == 0
+            and self._group() is None
+            and not getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        )
+
+    def _closure_step(
+        self, op: str, closure: Callable[[], Any] | None, kwargs: dict[str, Any]
+    ) -> Any:
+        """Hand the closure through; the report tells of its first evaluation.
+
+        If that gives an inf or NaN, and no parameter has changed yet, there is no step.
+        """
         if closure is None:
             _checks.fail_type(op, "closure", "be callable for this optimizer", "None")
-        norms: list[Tensor] = []
+        parameters = self._parameters()
+        has_moved = moved(parameters)
+        seen: list[Tensor] = []
 
         def evaluate() -> Any:
-            value = closure()
-            if not norms:
-                grads = list(self._grads().values())
+            with torch.enable_grad():
+                value = closure()
+            if not seen:
+                grads = self._grads()
                 found_inf = zero_flag(device)
-                norms.append(
-                    distributed.total_norm(grads, norm_type=self.norm_type, found_inf=found_inf)
+                norm = distributed.total_norm(
+                    list(grads.values()), norm_type=self.norm_type, found_inf=found_inf
                 )
+                seen.append(norm)
+                bad = bool(found_inf) and not has_moved()
+                if bad and self.on_nonfinite == "raise":
+                    self._raise_nonfinite(op, grads, 1.0)
+                if bad:
+                    raise _NotFinite(value, nonfinite(grads))
             return value
 
-        device = self._parameters()[0].device
-        value = self.optimizer.step(evaluate)
-        norm = norms[0] if norms else zero_flag(device)
-        self._progress.stepped = True
-        self._progress.last = WindowReport(
-            skipped=0.0,
+        device = parameters[0].device
+        culprits: list[Tensor] = []
+        try:
+            value = self.optimizer.step(evaluate, **kwargs)
+        except _NotFinite as bad:
+            value, culprits = bad.value, bad.culprits
+        norm = seen[0] if seen else zero_flag(device)
+        report = WindowReport(
+            skipped=float(bool(culprits)),
             total_norm=known(norm),
             clip_coef=1.0,
             loss_scale=1.0,
@@ -181,4 +276,14 @@ class Stepping(BackwardPasses):
             dtype=norm.dtype,
             device=norm.device,
         )
+        report.name([name for p, name in self._names().items() if p in set(culprits)])
+        self._progress.stepped, self._progress.last = True, report
         return value
+
+
+class _NotFinite(Exception):
+    """Out of a step whose closure gave a gradient that is not finite."""
+
+    def __init__(self, value: Any, culprits: list[Tensor]) -> None:
+        super().__init__()
+        self.value, self.culprits = value, culprits

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from operator import attrgetter
+import sys
+import warnings
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -11,19 +12,18 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast as record_function
 from torch._compile import _disable_dynamo
 from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 
 from accumext import _checks, distributed
 from accumext._arguments import OP
-from accumext._gradients import nonfinite, zero_flag
+from accumext._atomic import Atomic
+from accumext._grad_slots import Consumed, clear, param_grads
+from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, known
 from accumext._reduction import Reduction
 from accumext._report import WindowReport
 from accumext._window import UNSCALED, LossScale, Window
 from accumext._wrapper import OptimizerWrapper
-
-_USED = "_accumext_used"  # attribute of a gradient that a step has used: its version at that time
-
-_grad_of = attrgetter("grad")
 
 
 class Progress:
@@ -34,10 +34,13 @@ class Progress:
         self.last: WindowReport | None = None
         self.stepped = False
         self.accumulated = False  # since the last step: too late for an outer GradScaler
+        self.consumed = Consumed()  # what the last step left in `.grad`
         self.part: Window | None = None  # inside micro_batch: its half-precision gradients so far
         self.part_weight: Scalar | None = None
+        self.part_failed = False  # a backward pass inside micro_batch did not come to its end
         self.group: distributed.Group | None = None  # of the model given to micro_batch
         self.reduction: Reduction | None = None  # of the window, if it is on its way already
+        self.warned: frozenset[str] = frozenset()  # of what: each once
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "group": None}  # which no copy can share: `held_back` tells
@@ -58,64 +61,79 @@ class Taking(OptimizerWrapper):
     _needs_closure: bool
     _progress: Progress
 
+    def _atomic(self) -> Atomic:
+        """A context that leaves things as before it or as after it."""
+        return Atomic(self._progress, self._parameters())
+
     # Gradients in `.grad`
 
-    def _lying(self) -> list[Tensor | None]:
-        """`.grad` of every parameter."""
-        return list(map(_grad_of, self._parameters()))
-
     def _grads(self) -> dict[Tensor, Tensor]:
-        """Every gradient in `.grad`, but for the window's own."""
+        """Every gradient in `.grad`, but for the window's own, and for what is used up."""
         parameters, window = self._parameters(), self._progress.window
         if window.attached:
             parameters = [p for p in parameters if p not in window.main]
-        return {p: grad for p in parameters if (grad := p.grad) is not None}
+        used_up = self._progress.consumed.used_up
+        return {p: g for p in parameters if (g := p.grad) is not None and not used_up(g)}
 
-    def _new_grads(self) -> dict[Tensor, Tensor]:
-        """Those of them that no step has used."""
-        return {p: grad for p, grad in self._grads().items() if not _is_used(grad)}
-
-    def _clear_grads(self) -> None:
-        for parameter in self._parameters():
-            parameter.grad = None
+    def _foreign(self) -> set[int]:
+        """Gradients that somebody else holds too; asked before anything here holds them."""
+        return foreign_grads(self._parameters())
 
     def _forget(self) -> None:
         """Let go of the gradients that the last report may still be asked about."""
         if self._progress.last is not None:
             self._progress.last.forget()
 
-    def _make_room(self) -> bool:
-        """Before a backward pass, let go of what the last step left; is `.grad` empty then?"""
+    def _detach(self) -> None:
+        """Take the window's gradients out of `.grad`, where another micro-batch is to come."""
+        window = self._progress.window
+        if self.on_nonfinite == "skip_micro_batch":  # which looks at whole micro-batches
+            window.detach_if_finite()
+        else:
+            window.detach()
+
+    def _clear_consumed(self) -> list[Tensor]:
+        """Before a backward pass, let go of what the last step left; returns what lies there yet.
+
+        That belongs to the micro-batch which is to come, as autograd adds to it.
+        """
         self._forget()
-        self._progress.window.detach()
-        empty = True
-        for parameter, grad in zip(self._parameters(), self._lying(), strict=True):
+        self._detach()
+        consumed, still = self._progress.consumed, []
+        for parameter in self._parameters():
+            grad = parameter.grad
             if grad is None:
                 continue
-            if _is_used(grad):
+            if grad in consumed:
                 parameter.grad = None
             else:
-                empty = False
-        return empty
-
-    def _mark_used(self, grads: Iterable[Tensor]) -> None:
-        """Whatever lies there is nothing new, until somebody writes it."""
-        for grad in grads:
-            setattr(grad, _USED, grad._version)
+                still.append(grad)
+        return still
 
     def _group(self) -> distributed.Group | None:
         """Over which the window is to be summed."""
         group = self.process_group or self._progress.group
         return None if group is None or group.size() == 1 else group
 
-    def _drop_window(self) -> None:
-        """Start a new window. One that is on its way arrives first, as other processes expect."""
-        progress = self._progress
-        progress.window.detach()
-        reduction, progress.reduction = progress.reduction, None
+    def _drop_window(self, successor: Window | None = None) -> None:
+        """Start another window. One that is on its way arrives first, as other processes expect."""
+        progress, window = self._progress, self._progress.window
+        reduction = progress.reduction
         if reduction is not None:
-            reduction.abandon(progress.window)
-        progress.window = Window()
+            progress.reduction = None
+            reduction.abandon(window)
+        with self._atomic():
+            if window.attachment is not None:
+                window.attachment.end()
+                clear(window.mains.parameters)
+            progress.window = Window() if successor is None else successor
+
+    def _warn_once(self, about: str, text: str) -> None:
+        """A warning that points at the user's line, the first time."""
+        progress = self._progress
+        if about not in progress.warned:
+            progress.warned |= {about}
+            warnings.warn(text, stacklevel=_frames_of_ours())
 
     # Loss scales
 
@@ -150,6 +168,18 @@ class Taking(OptimizerWrapper):
             found_inf if isinstance(found_inf, Tensor) else None,  # the int 0 without gradients
         )
 
+    def _refuse_second_unscale(self, op: str) -> None:
+        """`scaler.unscale_` on an optimizer that unscales with that scaler itself."""
+        if self.scaler is None:
+            return
+        states = self.scaler._per_optimizer_states
+        mine = (states[key]["stage"] for key in (id(self), id(self.optimizer)) if key in states)
+        if OptState.UNSCALED in mine:
+            contract = "be unscaled by the optimizer alone, which was given the scaler"
+            advice = "Leave scaler.unscale_ out: clip with max_norm, look at opt.last.total_norm"
+            got = "gradients that scaler.unscale_ has unscaled"
+            raise RuntimeError(_checks.message(op, ".grad", contract, got, advice))
+
     def _recognise_scale(self, window: Window) -> None:
         """Give a loaded window the key of the scale in force, if that is the one of its unit."""
         if self.scaler is not None and window.mains.tensors:
@@ -161,50 +191,75 @@ class Taking(OptimizerWrapper):
 
     # Taking in
 
-    def _take(self, op: str, grads: dict[Tensor, Tensor], weight: Scalar, scale: LossScale) -> None:
+    def _take(
+        self,
+        op: str,
+        grads: dict[Tensor, Tensor],
+        weight: Scalar,
+        scale: LossScale,
+        foreign: Container[int] | None,
+        found_inf: Tensor | None = None,  # what somebody else found in them
+    ) -> None:
         """Take in one micro-batch and empty `.grad`."""
-        window = self._progress.window
-        self._forget()
-        self._raise_nonfinite(op, grads, weight)
-        with record_function("accumext::accumulate"), torch.no_grad():
-            window.detach()
-            if self.on_nonfinite == "skip_micro_batch":
-                window.take_if_finite(grads, weight, scale)
-            else:
-                window.take(grads, window.count(weight, scale))
-            for parameter in grads:
-                parameter.grad = None
+        with self._atomic() as atomic:
+            self._forget()
+            self._raise_nonfinite(op, grads, weight)
+            window = self._progress.window
+            atomic.after(lambda: clear(grads))
+            with record_function("accumext::accumulate"), torch.no_grad():
+                self._detach()
+                if found_inf is not None and self.on_nonfinite != "skip_micro_batch":
+                    window.note(found_inf)
+                if self.on_nonfinite == "skip_micro_batch":
+                    window.take_if_finite(grads, weight, scale)
+                else:
+                    window.take(grads, weight, scale, foreign)
+                clear(grads)
 
     def _attaches(self) -> bool:
         """Whether the next micro-batch may stay in `.grad`: it is all that the window will hold."""
-        return self.window == 1 and self._progress.window.micro_batches == 0
+        window = self._progress.window
+        return self.window == 1 and window.micro_batches == 0 and self._group() is None
 
     def _attach(self, op: str, weight: Scalar, scale: LossScale) -> None:
         """Take in one micro-batch and leave it in `.grad`, as the window's main gradients."""
         self._forget()
         self._raise_nonfinite(op, self._grads(), weight)
+        parameters = self._parameters()
         with record_function("accumext::accumulate"), torch.no_grad():
-            self._progress.window.attach(self._parameters(), self._lying(), weight, scale)
+            self._progress.window.attach(parameters, param_grads(parameters), weight, scale)
+
+    def _leave_grad(self) -> None:
+        """A backward pass of the user's is about to add to the window's gradients in `.grad`."""
+        with self._atomic(), torch.no_grad():
+            self._detach()
 
     @_disable_dynamo  # torch.compile cannot trace it, and is after the wrapped step alone
-    def _take_pending(self, op: str, scale: LossScale | None, found_inf: Tensor | None) -> None:
+    def _take_pending(
+        self,
+        op: str,
+        scale: LossScale | None,
+        found_inf: Tensor | None,
+        foreign: Container[int],
+    ) -> None:
         """Take in what a backward pass of the user left in `.grad`, if anything."""
         window = self._progress.window
-        if window.attached:
-            if window.is_where_it_was(self._lying()):
+        parameters = self._parameters()
+        if window.attachment is not None:
+            if window.attachment.is_where_it_was(param_grads(parameters)):
                 return
             window.refresh()
-        grads = self._new_grads()
+        grads = self._grads()
         if not grads:
             return
         self._refuse_while_reducing(op)
         scale = self._own_scale(op) if scale is None else scale
-        if self._attaches():  # with what an earlier step used and nobody cleared: it adds up
+        if self._attaches():
             self._attach(op, 1.0, scale)
+            if found_inf is not None and window.survivors is None:
+                window.note(found_inf)
         else:
-            self._take(op, grads, 1.0, scale)
-        if found_inf is not None and window.survivors is None:
-            window.note(found_inf)
+            self._take(op, grads, 1.0, scale, foreign, found_inf)
 
     def _raise_nonfinite(self, op: str, grads: dict[Tensor, Tensor], weight: Scalar) -> None:
         """With `on_nonfinite="raise"`, refuse a micro-batch that counts and is not finite."""
@@ -244,6 +299,13 @@ class Taking(OptimizerWrapper):
             )
 
 
-def _is_used(grad: Tensor) -> bool:
-    """Whether a step has used this gradient and nobody has written it since."""
-    return getattr(grad, _USED, None) == grad._version
+def _frames_of_ours() -> int:
+    """How many frames lie between a warning and the user's line, for `stacklevel`."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "accumext",
+        "torch",
+        "contextlib",
+    ):
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    return level - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accumext import ops
+from accumext._grad_slots import Attachment, clear, param_grads
 from accumext._gradients import (
     are_plain,
     main_dtype,
@@ -21,6 +22,7 @@ from accumext._gradients import (
     scale_,
     settled,
     zero_flag,
+    zeros_like,
 )
 from accumext._main_grads import MainGrads
 from accumext._numbers import Scalar, any_of, known, on, on_host, quotient
@@ -41,12 +43,15 @@ class Window:
 
     The unit is that of the first micro-batch, so its gradients join as they are; each later
     micro-batch is brought to the unit with its own scale and weight.
+
+    A micro-batch is taken in as a whole or not at all: everything is prepared on a draft, then
+    kernels write the main gradients, and the draft becomes the window.
     """
 
     def __init__(self) -> None:
         self.mains = MainGrads([], [])
         self.in_order = True  # the parameters came in the order in which the optimizer has them
-        self.lying: list[Tensor | None] | None = None  # `.grad` while that is the main gradients
+        self.attachment: Attachment | None = None  # while the main gradients lie in `.grad`
         self.micro_batches = 0
         self.weight: Scalar = 0.0
         self.unit_weight: Scalar | None = None  # None while every weight was the number zero
@@ -58,12 +63,22 @@ class Window:
         self.gathered: Scalar | None = None  # micro-batches of all processes, once reduced
         self.dropped: list[Tensor] = []  # parameters that had them dropped, where the host knows
         self.held_back = False  # a model's synchronisation: to be summed over its processes
+        self.writes = 0  # how often main gradients were written or exchanged for good
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy, whose parameters come without `.grad`: the main gradients on their own."""
         self.refresh()
         value_alone = LossScale(self.unit_scale.value)  # a key means something in one process only
-        return {**self.__dict__, "lying": None, "unit_scale": value_alone}
+        return {**self.__dict__, "attachment": None, "unit_scale": value_alone}
+
+    def _draft(self) -> Window:
+        """The same window in an object of its own, to be changed without being seen."""
+        draft = Window.__new__(Window)
+        vars(draft).update(vars(self), flags=dict(self.flags), writes=self.writes + 1)
+        return draft
+
+    def _become(self, draft: Window) -> None:
+        vars(self).update(vars(draft))
 
     @property
     def main(self) -> dict[Tensor, Tensor]:
@@ -79,9 +94,13 @@ class Window:
         if self.unit_weight is None:
             return 1.0
         relative = weight / self.unit_weight
-        if scale.key is not None and scale.key == self.unit_scale.key:
+        unit = self.unit_scale
+        if scale.key is not None and scale.key == unit.key:
             return relative
-        return relative * quotient(self.unit_scale.value, scale.value)
+        known_both = not isinstance(scale.value, Tensor) and not isinstance(unit.value, Tensor)
+        if known_both and scale.value == unit.value:  # also where both are zero
+            return relative
+        return relative * quotient(unit.value, scale.value)
 
     def count(self, weight: Scalar, scale: LossScale) -> Scalar:
         """Count a micro-batch in, let the first one set the unit, and return its factor."""
@@ -99,10 +118,32 @@ class Window:
         self.loss_scale = scale.value
         return factor
 
-    def take(self, grads: dict[Tensor, Tensor], factor: Scalar) -> None:
-        """Add gradients of a micro-batch. A parameter's first one becomes its main gradient."""
-        if not isinstance(factor, Tensor) and factor == 0.0:
-            factor = _cleared(grads.values())
+    def take(
+        self,
+        grads: dict[Tensor, Tensor],
+        weight: Scalar,
+        scale: LossScale,
+        foreign: Container[int] | None,  # ids of gradients that somebody else holds; None: all
+    ) -> None:
+        """Take in one micro-batch, or after an exception nothing of it."""
+        draft = self._draft()
+        self._add(draft, grads, draft.count(weight, scale), foreign)
+
+    def take_part(
+        self, grads: dict[Tensor, Tensor], factor: Scalar, foreign: Container[int] | None
+    ) -> None:
+        """Add some gradients of a micro-batch that is counted already."""
+        self._add(self._draft(), grads, factor, foreign)
+
+    def _add(
+        self,
+        draft: Window,
+        grads: dict[Tensor, Tensor],
+        factor: Scalar,
+        foreign: Container[int] | None,
+    ) -> None:
+        """Become the draft plus these gradients. A parameter's first one is its main gradient."""
+        counts = isinstance(factor, Tensor) or factor != 0.0
         fresh: dict[Tensor, Tensor] = {}
         sparse: dict[Tensor, Tensor] = {}
         mains: list[Tensor] = []
@@ -111,19 +152,51 @@ class Window:
         for parameter, grad in grads.items():
             main = before.get(parameter)
             if main is None:
-                fresh[parameter] = grad
+                # What counts for nothing may hold NaN, the mean of nothing.
+                fresh[parameter] = grad if counts else zeros_like(grad)
+            elif not counts:
+                continue
             elif grad.is_sparse or main.is_sparse:
                 grad = grad.to(main.dtype) * factor
                 sparse[parameter] = grad + main if main.is_sparse else main + grad
             else:
                 mains.append(main)
                 addends.append(grad)
-        norm = self._accumulate(mains, addends, factor)
+        taken: list[Tensor] = []
         if fresh or sparse:
-            self.in_order = self.in_order and not (fresh and self.main)
-            self.replace(self.main | sparse | own(fresh, factor))
-        else:
-            self.norm = norm if len(mains) == len(self.mains.tensors) else None
+            owned = own(fresh, foreign)
+            if counts and (isinstance(factor, Tensor) or factor != 1.0):
+                taken = list(owned.values())
+            draft.in_order = draft.in_order and not (fresh and before)
+            draft.replace(before | sparse | owned)
+        self._write(draft, taken, mains, addends, factor)
+
+    def _write(
+        self,
+        draft: Window,
+        taken: list[Tensor],
+        mains: list[Tensor],
+        addends: list[Tensor],
+        factor: Scalar,
+    ) -> None:
+        """Become the draft, with `taken *= factor` and `main += addend * factor` in it."""
+        plain_already = self.mains.plain and bool(mains) and are_plain([mains[0], *addends])
+        calls = list(per_device(mains, addends, plain_already=plain_already))
+        factors = [on(device, factor) for device, _ in calls]
+        flags = [draft.flag(device) for device, _ in calls]
+        whole = len(mains) == len(draft.mains.tensors) and not self.mains.sharded
+        norms: list[Tensor] = []
+        try:
+            scale_(taken, factor)
+            for (_, lists), number, flag in zip(calls, factors, flags, strict=True):
+                norms.append(ops.accumulate_(*lists, inv_scale=number, found_inf=flag))
+        except BaseException:
+            if norms:
+                self._become(draft)
+            raise
+        if norms:
+            draft.norm = norms[0] if whole and len(norms) == 1 else None
+        self._become(draft)
 
     def destination(self, parameter: Tensor) -> Tensor | None:
         """The main gradient, of zeros where there was none, for somebody to add a gradient to."""
@@ -138,29 +211,32 @@ class Window:
     def attach(
         self,
         parameters: Sequence[Tensor],
-        lying: list[Tensor | None],  # `.grad` of each parameter
+        grads: Sequence[Tensor | None],  # `.grad` of each parameter
         weight: Scalar,
         scale: LossScale,
     ) -> None:
         """Take in the first micro-batch and leave it in `.grad`."""
-        factor = self.count(weight, scale)
-        grads = [grad for grad in lying if grad is not None]
-        if len(grads) < len(lying):
-            parameters = [p for p, g in zip(parameters, lying, strict=True) if g is not None]
-        self.mains, self.lying = MainGrads(parameters, grads), lying
+        draft = self._draft()
+        draft.writes = self.writes  # none: this can be undone
+        factor = draft.count(weight, scale)
+        there = [grad for grad in grads if grad is not None]
+        holders = parameters
+        if len(there) < len(grads):
+            holders = [p for p, g in zip(parameters, grads, strict=True) if g is not None]
         if not isinstance(factor, Tensor) and factor == 0.0:
-            factor = _cleared(grads)
-        scale_(grads, factor, self.mains.plain)
+            there = [zeros_like(grad) for grad in there]
+        draft.mains = MainGrads(holders, there)
+        if isinstance(factor, Tensor):  # 0 or 1, which only the device knows
+            scale_(there, factor, draft.mains.plain)
+        elif factor == 0.0:
+            draft.mains.lend()
+        draft.attachment = Attachment(parameters, param_grads(parameters))
+        self._become(draft)
 
     @property
     def attached(self) -> bool:
         """Whether the main gradients are the tensors in `.grad`."""
-        return self.lying is not None
-
-    def is_where_it_was(self, lying: Sequence[Tensor | None]) -> bool:
-        """Whether `.grad` of every parameter is what it was when the main gradients were left."""
-        before = self.lying
-        return before is not None and len(before) == len(lying) and all(map(is_, before, lying))
+        return self.attachment is not None
 
     def refresh(self) -> None:
         """While the main gradients lie in `.grad`, they are whatever lies there."""
@@ -169,21 +245,38 @@ class Window:
 
     def detach(self) -> None:
         """Take the main gradients out of `.grad`."""
-        if self.attached:
-            self.refresh()
-            self.mains.withdraw()
-            self.replace(own(self.main))
-            self.lying = None
+        if self.attachment is None:
+            return
+        attachment, holders = self.attachment, self.mains.parameters
+        self.refresh()
+        mains = own(self.main, None)  # the user may have looked at them, and hold them
+        clear(holders)
+        self.replace(mains)
+        self.attachment = None
+        attachment.end()
 
-    def take_back(self, parameters: Sequence[Tensor], lying: Sequence[Tensor | None]) -> None:
+    def detach_if_finite(self) -> None:
+        """Take the one micro-batch that lies in `.grad` out of it, and drop it if it is bad."""
+        if self.attachment is None:
+            return
+        attachment, holders = self.attachment, self.mains.parameters
+        self.refresh()
+        checked = Window()
+        checked.take_if_finite(self.main, self.weight, self.unit_scale)
+        checked.writes = self.writes  # only copies were written: this can be undone
+        clear(holders)
+        self._become(checked)
+        attachment.end()
+
+    def take_back(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """The main gradients are what lies in `.grad`, where autograd added a micro-batch to it."""
         self.norm = None
-        if len(lying) == len(self.mains.tensors) and all(map(is_, lying, self.mains.tensors)):
+        if len(grads) == len(self.mains.tensors) and all(map(is_, grads, self.mains.tensors)):
             return
-        pairs = zip(parameters, lying, strict=True)
+        pairs = zip(parameters, grads, strict=True)
         others = {p: g for p, g in pairs if g is not None and g is not self.main.get(p)}
         self.in_order = self.in_order and others.keys() <= self.main.keys()
-        self.replace(self.main | own(others))
+        self.replace(self.main | own(others, None))
 
     def arrange(self, parameters: Iterable[Tensor]) -> None:
         """Bring the main gradients into the order of the parameters: their norm depends on it."""
@@ -196,13 +289,16 @@ class Window:
 
         The unit is 1, so that no dropped micro-batch can show in the sum of the others.
         """
+        if not isinstance(weight, Tensor) and weight == 0.0:  # counts for nothing, finite or not
+            grads = {p: zeros_like(grad) for p, grad in grads.items()}
         found_inf = zero_flag(next(iter(grads.values())).device if grads else None)
-        if self.survivors is None:
-            self.survivors = float(self.micro_batches)
-        if self.unit_weight is None:
-            self.unit_weight = 1.0
+        draft = self._draft()
+        if draft.survivors is None:
+            draft.survivors = float(self.micro_batches)
+        if draft.unit_weight is None:
+            draft.unit_weight = 1.0
         mains = dict(self.main)
-        self.in_order = self.in_order and (not mains or grads.keys() <= mains.keys())
+        in_order = self.in_order and (not mains or grads.keys() <= mains.keys())
         for p, g in grads.items():
             if p not in mains:
                 mains[p] = torch.zeros_like(g, dtype=main_dtype(p))
@@ -214,24 +310,47 @@ class Window:
         }
         for addend in addends.values():
             addend._values().zero_()
-        ops.unscale_check_clip_accumulate_(
+        factor = draft.factor(weight, scale)
+        lists = (
             [plain(addends.get(p, mains[p])) for p in incoming],
             [plain(grad) for grad in incoming.values()],
-            inv_scale=self.factor(weight, scale),
-            max_norm=math.inf,
-            found_inf=found_inf,
-            if_finite=True,
         )
-        for p, addend in addends.items():
-            mains[p] = mains[p] + addend
+        draft.micro_batches += 1
+        draft.loss_scale = scale.value
+        norms: list[Tensor] = []
+        try:
+            norms.append(
+                ops.unscale_check_clip_accumulate_(
+                    *lists,
+                    inv_scale=on(found_inf.device, factor),
+                    max_norm=math.inf,
+                    found_inf=found_inf,
+                    if_finite=True,
+                )
+            )
+        finally:
+            if norms:
+                draft._join(mains, addends, found_inf, weight, grads, in_order)
+                self._become(draft)
+
+    def _join(
+        self,
+        mains: dict[Tensor, Tensor],
+        addends: dict[Tensor, Tensor],
+        found_inf: Tensor,
+        weight: Scalar,
+        grads: dict[Tensor, Tensor],
+        in_order: bool,
+    ) -> None:
+        """Count a micro-batch that was added if it was finite."""
         self.note(found_inf)
-        self.micro_batches += 1
-        self.loss_scale = scale.value
         if on_host(found_inf) and bool(found_inf):
-            self.dropped += nonfinite(grads)
+            self.dropped = self.dropped + nonfinite(grads)
             return
         kept = 1.0 - known(found_inf)
-        self.replace(mains)
+        self.in_order = in_order
+        self.replace(mains | {p: mains[p] + addend for p, addend in addends.items()})
+        assert self.survivors is not None
         self.survivors = self.survivors + kept
         self.weight = self.weight + weight * kept
 
@@ -244,11 +363,13 @@ class Window:
     def note(self, found_inf: Tensor) -> None:
         """Remember a found_inf that somebody else formed; any value but zero counts."""
         flag = self.flag(found_inf.device)
-        flag.masked_fill_(found_inf != 0, 1.0)
+        self.flags = {**self.flags, found_inf.device: flag.masked_fill(found_inf != 0, 1.0)}
 
     def flag(self, device: torch.device) -> Tensor:
         """The found_inf of this window on a device."""
-        return self.flags.setdefault(device, zero_flag(device))
+        if device not in self.flags:
+            self.flags = {**self.flags, device: zero_flag(device)}
+        return self.flags[device]
 
     def found_inf(self) -> Scalar:
         """1.0 where anything that came in, on any device, was not finite."""
@@ -275,38 +396,3 @@ class Window:
         else:
             relative = unit / (self.weight or unit)
         return quotient(relative, self.unit_scale.value)
-
-    def normalise(self, reduction: str) -> tuple[Tensor, Tensor]:
-        """Make the main gradients the window's gradient, in one pass; its norm and found_inf."""
-        mains = self.mains.tensors
-        found_inf = zero_flag(mains[0].device)
-        factor = on(mains[0].device, self.normaliser(reduction))
-        norm = ops.accumulate_(mains, mains, inv_scale=factor, found_inf=found_inf, overwrite=True)
-        if reduction == "sum":
-            self.unit_weight = 1.0
-        elif isinstance(self.weight, Tensor):
-            self.unit_weight = torch.where(self.weight > 0, self.weight, 1.0)
-        else:
-            self.unit_weight = self.weight or 1.0
-        self.unit_scale = UNSCALED
-        return norm, found_inf
-
-    def _accumulate(
-        self, mains: list[Tensor], addends: list[Tensor], factor: Scalar
-    ) -> Tensor | None:
-        """`main += addend * factor`; returns the norm where one process and device holds it all."""
-        if not mains:
-            return None
-        plain_already = self.mains.plain and are_plain([mains[0], *addends])
-        norms = [
-            ops.accumulate_(*lists, inv_scale=on(device, factor), found_inf=self.flag(device))
-            for device, lists in per_device(mains, addends, plain_already=plain_already)
-        ]
-        return norms[0] if len(norms) == 1 and not self.mains.sharded else None
-
-
-def _cleared(grads: Iterable[Tensor]) -> float:
-    """Set to zero what may hold NaN, the mean of nothing; returns the factor that is left, 1."""
-    for grad in grads:
-        grad.detach().zero_()
-    return 1.0

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accumext import _checks, ops
 from accumext._gradients import is_dtensor, plain
-from accumext._numbers import Scalar, as_tensor, known
+from accumext._numbers import Scalar, as_tensor, known, on
 
 Group: TypeAlias = "dist.ProcessGroup"
 
@@ -106,16 +106,18 @@ def total_norm(
     grads: Sequence[Tensor],
     *,
     norm_type: float,
+    inv_scale: Scalar = 1.0,
     found_inf: Tensor,  # []; set to 1.0 where a gradient is not finite, on all processes alike
 ) -> Tensor:  # []
-    """The norm of all gradients as one vector, whatever devices and processes hold their parts."""
+    """The norm of `grads * inv_scale` as one vector, whatever devices and processes hold them."""
     parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
     for grad in grads:
         parts.setdefault((grad.device, _shard_groups(grad)), []).append(plain(grad))
     norms = []
     for (device, groups), tensors in parts.items():
         flag = torch.zeros_like(found_inf, device=device)
-        norm = ops.total_norm(tensors, norm_type=norm_type, found_inf=flag)
+        factor = on(device, inv_scale)
+        norm = ops.total_norm(tensors, norm_type=norm_type, inv_scale=factor, found_inf=flag)
         if groups and norm_type < 0 and not any(tensor.numel() for tensor in tensors):
             norm = torch.full_like(norm, math.inf)  # of no elements, where the least one counts
         for group in groups:

@@ -24,6 +24,7 @@ from accumext._arguments import (
     needs_closure,
 )
 from accumext._backward import times
+from accumext._grad_slots import Consumed, param_grads
 from accumext._report import WindowReport
 from accumext._resume import Resuming
 from accumext._taking import Progress
@@ -161,22 +162,21 @@ class AccumulatingOptimizer(Resuming):
             loss = times(loss, share)
         if progress.part is not None:
             self._check_part_weight(op, count)
-        room = self._make_room()
+        still = self._clear_consumed() if progress.part is None else []
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         reduction = self._reduction_of_the_last(op, count)
         if progress.part is not None and reduction is None:
             self._backward_part(op, scaled)
             return
         scale = self._own_scale(op)
-        factor = self._resident_factor(loss, count, scale, room)
         if reduction is not None:
-            self._backward_taking(op, scaled, count, scale, reduction)
-        elif factor is not None:
-            self._backward_resident(scaled, factor, count, scale)
+            self._backward_taking(op, scaled, count, scale, still, reduction)
+        elif self._adds_in_place(count, scale, not still):
+            self._backward_in_place(scaled, count, scale)
         elif self.accumulate_in_backward and not self._attaches():
-            self._backward_taking(op, scaled, count, scale)
+            self._backward_taking(op, scaled, count, scale, still)
         else:
-            self._backward_then_take(op, scaled, count, scale)
+            self._backward_then_take(op, scaled, count, scale, still)
         progress.accumulated = True
 
     def accumulate(self, weight: float | Tensor = 1.0) -> None:
@@ -202,11 +202,13 @@ class AccumulatingOptimizer(Resuming):
         self._refuse_inside_micro_batch(op)
         self._refuse_while_reducing(op)
         count = check_weight(op, weight)
-        grads = self._new_grads()
+        self._refuse_second_unscale(op)
+        foreign = self._foreign()
+        grads = self._grads()
         if not grads:
             advice = "Run a backward pass first; backward() has accumulated already"
             raise RuntimeError(_checks.message(op, ".grad", "hold new gradients", "none", advice))
-        self._take(op, grads, count, self._own_scale(op))
+        self._take(op, grads, count, self._own_scale(op), foreign)
         self._progress.accumulated = True
 
     @contextmanager
@@ -241,28 +243,19 @@ class AccumulatingOptimizer(Resuming):
         self._refuse_while_reducing(op)
         held, group = distributed.hold_back(op, model, self.process_group)
         progress.group = group or progress.group
-        self._make_room()
-        progress.part, progress.part_weight = Window(), None
-        try:
-            with held:
-                yield
-            self._gather_part()
-            grads = self._grads() | progress.part.main
-            if grads:
-                self._refuse_while_reducing(op)
-            if grads or (progress.part_weight is not None and progress.reduction is None):
-                weight = 1.0 if progress.part_weight is None else progress.part_weight
-                self._take(op, grads, weight, self._own_scale(op))
-                progress.accumulated = True
-            progress.window.held_back |= self._group() is not None and model is not None
-        except BaseException:
-            self._clear_grads()
-            raise
-        finally:
-            progress.part = None
+        still = self._clear_consumed()
+        with self._atomic() as atomic:
+            atomic.keep_contents(still)
+            progress.part, progress.part_weight, progress.part_failed = Window(), None, False
+            try:
+                with held:
+                    yield
+                self._take_part(op, held_back=model is not None)
+            finally:
+                progress.part = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Take in gradients not yet accumulated, then step if the window is full; else do nothing.
 
         Works under `scaler.step(opt)` too, before or after `scaler.unscale_(opt)`.
@@ -285,7 +278,7 @@ class AccumulatingOptimizer(Resuming):
             >>> opt.zero_grad()
         """
         self._refuse_inside_micro_batch(f"{OP}.step")
-        return self._step(f"{OP}.step", closure)
+        return self._step(f"{OP}.step", closure, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # hooks run around the wrapped step alone
 
@@ -324,10 +317,11 @@ class AccumulatingOptimizer(Resuming):
         Example:
             >>> opt.zero_grad()
         """
-        self._progress.window.detach()
-        self._forget()
-        self.optimizer.zero_grad(set_to_none)
-        self._mark_used(self._grads().values())
+        with self._atomic():
+            self._detach()
+            self._forget()
+            self.optimizer.zero_grad(set_to_none)
+            self._progress.consumed = Consumed(param_grads(self._parameters()))
 
     @property
     def stepped(self) -> bool:

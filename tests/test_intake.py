@@ -15,7 +15,7 @@ def test_threads_of_two_devices_take_turns():
     """A backward pass runs on a thread per device, and the window is one."""
     inside, most = [], []
 
-    def take(grads):
+    def take(grads, foreign):
         inside.append(grads)
         time.sleep(0.05)
         most.append(len(inside))

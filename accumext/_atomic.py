@@ -1,0 +1,80 @@
+"""Calls that happen as a whole or not at all, whatever exception ends them, and wherever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from accumext._grad_slots import param_grads, put
+
+if TYPE_CHECKING:
+    from accumext._taking import Progress
+
+
+class Atomic:
+    """A context: an exception leaves the window and `.grad` as before it, or as after it.
+
+    Inside, memory is allocated first and everything is prepared on drafts; nothing that can be seen
+    is written in place. What cannot be undone is one call: a kernel that adds to main gradients, of
+    which `Window.writes` tells, or the wrapped optimizer's step, of which `evidence` does. After an
+    exception before it, everything is put back; after one behind it, what was left to do is done.
+    """
+
+    def __init__(self, progress: Progress, parameters: list[Tensor]) -> None:
+        self._progress, self._window = progress, progress.window
+        self._fields, self._window_fields = vars(progress).copy(), vars(progress.window).copy()
+        self._parameters, self._grads = parameters, param_grads(parameters)
+        self._contents: list[tuple[Tensor, Tensor]] = []
+        self._evidence: Callable[[], bool] | None = None
+        self._rest: Callable[[], None] = _nothing
+
+    def keep_contents(self, grads: Iterable[Tensor]) -> None:
+        """Copy gradients that somebody may write in place, to put their values back too."""
+        self._contents = [(grad, grad.detach().clone()) for grad in grads]
+
+    def after(self, rest: Callable[[], None], evidence: Callable[[], bool] | None = None) -> None:
+        """What is left to do once the irrevocable call was made; it may be run twice."""
+        self._rest, self._evidence = rest, evidence
+
+    def __enter__(self) -> Atomic:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            return
+        if self._is_done():
+            self._rest()
+        else:
+            self._restore()
+
+    def _is_done(self) -> bool:
+        """Whether the irrevocable call was made."""
+        if self._progress.window is not self._window:
+            return True
+        if self._window.writes != self._window_fields["writes"]:
+            return True
+        return self._evidence is not None and self._evidence()
+
+    def _restore(self) -> None:
+        before, now = self._window_fields["attachment"], self._window.attachment
+        if now is not None and now is not before:
+            now.end()
+        vars(self._progress).update(self._fields)
+        vars(self._window).update(self._window_fields)
+        put(self._parameters, self._grads)
+        if before is not None:
+            before.resume()
+        for grad, content in self._contents:
+            grad.detach().copy_(content)
+
+
+def _nothing() -> None:
+    """What is left to do where nothing is."""
