@@ -16,11 +16,15 @@ from accumext._numbers import Scalar, on_host
 
 OP = "AccumulatingOptimizer"
 
+_STEPS_FROM_SCALE = (
+    4  # operations after scaler.scale that are looked through: `scaler.scale(l) / n`
+)
+
 UNWEIGHTED = 1.0  # the default weight; this very object tells that none was given
 
 
-def check_loss(op: str, loss: object) -> None:
-    """A 0-dim tensor with a graph."""
+def check_loss(op: str, loss: object, scale: Tensor | None) -> None:
+    """A 0-dim tensor with a graph, that was not multiplied with the loss scale already."""
     if not isinstance(loss, Tensor):
         _checks.fail_type(op, "loss", "be a tensor", _checks.type_name(loss))
     if loss.dim() != 0:
@@ -28,6 +32,23 @@ def check_loss(op: str, loss: object) -> None:
     if not loss.requires_grad:
         advice = "Compute it from the parameters with gradients enabled"
         _checks.fail_value(op, "loss", "have a graph", "a tensor without one", advice)
+    if scale is not None and _is_scaled_with(loss, scale):
+        contract = "be unscaled where the optimizer was given the scaler, which it scales with"
+        advice = "Pass the loss itself: opt.backward(loss)"
+        _checks.fail_value(op, "loss", contract, "scaler.scale(loss)", advice)
+
+
+def _is_scaled_with(loss: Tensor, scale: Tensor) -> bool:
+    """Whether `scaler.scale` made this loss, perhaps with a division or the like after it."""
+    node = loss.grad_fn
+    for _ in range(_STEPS_FROM_SCALE):
+        if node is None or not node.name().startswith(("Mul", "Div", "Add", "Neg", "View")):
+            return False
+        other = getattr(node, "_saved_other", None) if node.name() == "MulBackward0" else None
+        if isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr():
+            return True
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False
 
 
 def check_weight(op: str, weight: object) -> Scalar:

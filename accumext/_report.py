@@ -82,6 +82,11 @@ class WindowReport:
         return bool(self._skipped)
 
     @property
+    def known_to_be_skipped(self) -> bool:
+        """Whether the host knows already that the step was left out."""
+        return not isinstance(self._skipped, Tensor) and bool(self._skipped)
+
+    @property
     def nonfinite(self) -> list[Name]:
         """Names (indices, if the optimizer has no names) of parameters with an inf or NaN gradient.
 

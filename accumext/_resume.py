@@ -42,7 +42,9 @@ class Resuming(Stepping):
             >>> torch.save({"opt": opt.state_dict(), "open": opt.accumulation_state_dict()}, path)
         """
         self._refuse_while_reducing(f"{OP}.accumulation_state_dict")
-        return pack(self._progress.window, self._parameters())
+        packed = pack(self._progress.window, self._parameters())
+        self._progress.saved = self._progress.window.micro_batches
+        return packed
 
     @torch.no_grad()
     def load_accumulation_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -64,6 +66,7 @@ class Resuming(Stepping):
         window = unpack(op, state_dict, self._parameters())
         self._recognise_scale(window)
         self._drop_window(window)
+        self._progress.saved = window.micro_batches
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_while_reducing(f"{OP}.__getstate__")
@@ -157,11 +160,21 @@ def _scalar(op: str, name: str, value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         if value.dim() != 0:
             fail_value(op, f"state_dict[{name!r}]", contract, f"shape {list(value.shape)}")
+        if name not in ("norm", "found_inf"):
+            _check_range(op, name, float(value))
         return value.detach().to(device, copy=True)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         fail_type(op, f"state_dict[{name!r}]", contract, type_name(value))
+    _check_range(op, name, value)
+    return float(value)
+
+
+def _check_range(op: str, name: str, value: float) -> None:
+    """What a sum of weights, a unit or a loss scale can be."""
     if not math.isfinite(value):
         fail_value(op, f"state_dict[{name!r}]", "be finite", value)
-    return float(value)
+    if value < 0.0 or (value == 0.0 and name == "unit_weight"):
+        bound = "be positive" if name == "unit_weight" else "be at least 0"
+        fail_value(op, f"state_dict[{name!r}]", bound, value)

@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from accumext import _checks, distributed
+from accumext._arguments import OP
 from accumext._backward import BackwardPasses
 from accumext._boundary import Measure, measure, moved, run_step, step_gradient
 from accumext._grad_slots import Consumed, exchange, param_grads
@@ -19,7 +20,7 @@ from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, as_tensor, known, larger
 from accumext._reduction import Reduction
 from accumext._report import WindowReport
-from accumext._trainers import refuse_second_accumulation
+from accumext._trainers import refuse_second_accumulation, tell_of_a_skipped_step
 from accumext._window import Window
 
 
@@ -53,6 +54,8 @@ class Stepping(BackwardPasses):
                     result = self.optimizer.step(**kwargs)
                 else:
                     result = None
+            if "found_inf" in self.__dict__ and not self._took_a_step():
+                tell_of_a_skipped_step(self)
             return value if result is None else result
         except BaseException:
             # GradScaler deletes these only when step returns, and multiplies what is left into the
@@ -62,6 +65,11 @@ class Stepping(BackwardPasses):
             raise
         finally:
             progress.accumulated = False
+
+    def _took_a_step(self) -> bool:
+        """Whether the last `step` has stepped, as far as the host knows."""
+        last = self._progress.last
+        return self._progress.stepped and last is not None and not last.known_to_be_skipped
 
     def _flush(self, op: str) -> None:
         """Take in what is pending, and close the window if any process has something in it."""
@@ -109,6 +117,7 @@ class Stepping(BackwardPasses):
                 if isinstance(gradient.skip, Tensor) or not gradient.skip:
                     result = run_step(optimizer, gradient, measured.device, kwargs)
                 finish()
+        self._warn_of_skip(window)
         return result
 
     def _closing(
@@ -119,16 +128,8 @@ class Stepping(BackwardPasses):
         It may be done twice.
         """
         progress, scaler = self._progress, self.scaler
-        kept: list[Tensor | None] = []
-        brought = False
-        if window.attachment is not None:
-            kept, brought = param_grads(self._parameters()), window.attachment.watched
-        after = {
-            "last": self._report(window, measured, skip),
-            "window": Window(),
-            "stepped": True,
-            "consumed": Consumed(kept, brought),
-        }
+        report, successor = self._report(window, measured, skip), Window()
+        parameters, attachment = self._parameters(), window.attachment
         found_inf = larger(skip, measured.found_inf)
         records = None if scaler is None else scaler._per_optimizer_states  # which update() drops
 
@@ -136,9 +137,11 @@ class Stepping(BackwardPasses):
             return scaler is not None and scaler._per_optimizer_states is not records
 
         def close() -> None:
-            if window.attachment is not None:
-                window.attachment.end()
-            vars(progress).update(after)
+            consumed = Consumed()
+            if attachment is not None:
+                attachment.end()
+                consumed = Consumed(param_grads(parameters), attachment.watched)
+            vars(progress).update(last=report, window=successor, stepped=True, consumed=consumed)
             if scaler is not None and not updated():
                 self._update_scaler(found_inf, measured.device)
 
@@ -211,6 +214,22 @@ class Stepping(BackwardPasses):
             report.name([name for p, name in self._names().items() if p in culprits])
         return report
 
+    def _warn_of_skip(self, window: Window) -> None:
+        """Say once that a window was skipped where no loss scale is there to be found by trying."""
+        report, scale = self._progress.last, window.loss_scale
+        if report is None or not report.known_to_be_skipped or "found_inf" in self.__dict__:
+            return
+        if isinstance(scale, Tensor) or scale > 1.0:
+            return
+        names = ", ".join(map(str, report.nonfinite))
+        where = f"the gradient of {names}" if names else f"its sum, with a loss scale of {scale:g}"
+        self._warn_once(
+            "skip",
+            f"{OP}: a window was skipped, for inf or NaN in {where}. This is said once; "
+            "opt.last.skipped and opt.last.nonfinite tell of every window, and "
+            "on_nonfinite='raise' stops at the first",
+        )
+
     def _hands_closure_through(self, closure: Callable[[], Any] | None) -> bool:
         """Whether the wrapped optimizer may call the closure itself, when and as often as it likes.
 
@@ -238,33 +257,39 @@ class Stepping(BackwardPasses):
         """
         if closure is None:
             _checks.fail_type(op, "closure", "be callable for this optimizer", "None")
-        parameters = self._parameters()
+        progress, parameters = self._progress, self._parameters()
         has_moved = moved(parameters)
         seen: list[Tensor] = []
 
         def evaluate() -> Any:
             with torch.enable_grad():
                 value = closure()
-            if not seen:
-                grads = self._grads()
-                found_inf = zero_flag(device)
-                norm = distributed.total_norm(
+            if seen:
+                return value
+            window, found_inf = progress.window, zero_flag(device)
+            if window.micro_batches and not (window.attached and self._is_the_gradient(window)):
+                raise _Left(value, None)
+            grads = {p: p.grad for p in parameters if p.grad is not None}
+            seen.append(
+                distributed.total_norm(
                     list(grads.values()), norm_type=self.norm_type, found_inf=found_inf
                 )
-                seen.append(norm)
-                bad = bool(found_inf) and not has_moved()
-                if bad and self.on_nonfinite == "raise":
-                    self._raise_nonfinite(op, grads, 1.0)
-                if bad:
-                    raise _NotFinite(value, nonfinite(grads))
+            )
+            if bool(found_inf) and not has_moved():
+                self._raise_nonfinite(op, grads, 1.0)
+                raise _Left(value, nonfinite(grads))
             return value
 
         device = parameters[0].device
         culprits: list[Tensor] = []
         try:
             value = self.optimizer.step(evaluate, **kwargs)
-        except _NotFinite as bad:
-            value, culprits = bad.value, bad.culprits
+        except _Left as left:
+            value = left.value
+            if left.culprits is None:
+                result = self._close(op, kwargs)
+                return value if result is None else result
+            culprits = left.culprits
         norm = seen[0] if seen else zero_flag(device)
         report = WindowReport(
             skipped=float(bool(culprits)),
@@ -277,13 +302,23 @@ class Stepping(BackwardPasses):
             device=norm.device,
         )
         report.name([name for p, name in self._names().items() if p in set(culprits)])
-        self._progress.stepped, self._progress.last = True, report
+        attachment = progress.window.attachment
+        if attachment is not None:
+            attachment.end()
+        consumed = Consumed(param_grads(parameters), attachment is not None)
+        vars(progress).update(last=report, window=Window(), stepped=True, consumed=consumed)
         return value
 
+    def _is_the_gradient(self, window: Window) -> bool:
+        """Whether the main gradients are what the optimizer is to step on, as they are."""
+        normaliser = window.normaliser(self.reduction)
+        return not isinstance(normaliser, Tensor) and normaliser == 1.0
 
-class _NotFinite(Exception):
-    """Out of a step whose closure gave a gradient that is not finite."""
 
-    def __init__(self, value: Any, culprits: list[Tensor]) -> None:
+class _Left(Exception):
+    """Out of a step in which the closure gave a gradient that the optimizer may not use as it is:
+    one that is not finite, or, without culprits, one that the closure has taken in itself."""
+
+    def __init__(self, value: Any, culprits: list[Tensor] | None) -> None:
         super().__init__()
         self.value, self.culprits = value, culprits

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import warnings
 from collections.abc import Container
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,13 +19,21 @@ from torch.amp.grad_scaler import OptState
 from accumext import _checks, distributed
 from accumext._arguments import OP
 from accumext._atomic import Atomic
-from accumext._grad_slots import Consumed, clear, param_grads
+from accumext._grad_slots import Consumed, clear, param_grads, versions
 from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, known
 from accumext._reduction import Reduction
 from accumext._report import WindowReport
 from accumext._window import UNSCALED, LossScale, Window
 from accumext._wrapper import OptimizerWrapper
+
+_alive: WeakSet[Progress] = WeakSet()
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    for progress in list(_alive):
+        progress.warn_of_loss()
 
 
 class Progress:
@@ -41,9 +51,31 @@ class Progress:
         self.group: distributed.Group | None = None  # of the model given to micro_batch
         self.reduction: Reduction | None = None  # of the window, if it is on its way already
         self.warned: frozenset[str] = frozenset()  # of what: each once
+        self.saved = 0  # micro-batches of the window that are in a checkpoint, or another's
+        _alive.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "group": None}  # which no copy can share: `held_back` tells
+        saved = self.window.micro_batches  # the original is there to step on them
+        return {**self.__dict__, "group": None, "saved": saved}  # no copy can share a group
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _alive.add(self)
+
+    def warn_of_loss(self) -> None:
+        """At the end of the optimizer or of the program: gradients that nobody has stepped on."""
+        lost = self.window.micro_batches
+        if lost > self.saved and not hasattr(sys, "last_type"):
+            self.saved = lost
+            text = (
+                f"{OP} ended with micro-batches in its window that no step has used, {lost}. "
+                "Call opt.flush() after the last batch, or opt.discard()"
+            )
+            warnings.warn(text, stacklevel=2)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.warn_of_loss()
 
 
 class Taking(OptimizerWrapper):
@@ -133,7 +165,7 @@ class Taking(OptimizerWrapper):
         progress = self._progress
         if about not in progress.warned:
             progress.warned |= {about}
-            warnings.warn(text, stacklevel=_frames_of_ours())
+            warnings.warn(text, stacklevel=_users_level())
 
     # Loss scales
 
@@ -253,6 +285,7 @@ class Taking(OptimizerWrapper):
         if not grads:
             return
         self._refuse_while_reducing(op)
+        self._warn_of_sums(op, grads, scale)
         scale = self._own_scale(op) if scale is None else scale
         if self._attaches():
             self._attach(op, 1.0, scale)
@@ -260,6 +293,21 @@ class Taking(OptimizerWrapper):
                 window.note(found_inf)
         else:
             self._take(op, grads, 1.0, scale, foreign, found_inf)
+
+    def _warn_of_sums(
+        self, op: str, grads: dict[Tensor, Tensor], outer_scale: LossScale | None
+    ) -> None:
+        """Say once that a window counts calls of `step`, where each may be meant to end one."""
+        if self.window == 1 or outer_scale is not None:  # a GradScaler has written them all
+            return
+        if all(version is None or version > 0 for version in versions(grads.values())):
+            self._warn_once(
+                "sums",
+                f"{op}: every gradient was added to, or changed, since autograd made it, and "
+                f"window={self.window} counts this call of step as one micro-batch. Call step "
+                "after every backward pass, not after every window; put several passes that are "
+                "one micro-batch into `with opt.micro_batch():`; and leave the clip to max_norm",
+            )
 
     def _raise_nonfinite(self, op: str, grads: dict[Tensor, Tensor], weight: Scalar) -> None:
         """With `on_nonfinite="raise"`, refuse a micro-batch that counts and is not finite."""
@@ -299,13 +347,13 @@ class Taking(OptimizerWrapper):
             )
 
 
-def _frames_of_ours() -> int:
-    """How many frames lie between a warning and the user's line, for `stacklevel`."""
-    frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
-        "accumext",
-        "torch",
-        "contextlib",
-    ):
-        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
-    return level - 1
+def _users_level() -> int:
+    """The `stacklevel` of the user's line, for a warning that the caller is to give."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("accumext", "contextlib", "torch")

@@ -153,10 +153,11 @@ class AccumulatingOptimizer(Resuming):
         """
         op = f"{OP}.backward"
         self._refuse_closure_optimizer(op)
-        check_loss(op, loss)
+        check_loss(op, loss, None if self.scaler is None else self.scaler._get_scale_async())
         count = check_weight(op, weight)
         progress = self._progress
         self._refuse_while_reducing(op)
+        self._refuse_second_unscale(op)
         if weight is not UNWEIGHTED:
             share, count = distributed.shared_weight(count, self._parameters())
             loss = times(loss, share)
