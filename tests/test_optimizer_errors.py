@@ -338,7 +338,7 @@ def test_an_error_in_the_first_backward_pass_leaves_the_window_empty():
     assert all(opt.main_grad(p) is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("policy", ["skip_micro_batch", "raise"])
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
 def test_an_error_in_a_later_backward_pass_leaves_the_window_as_it_was(policy):
     model = make_model()
     opt = AccumulatingOptimizer(sgd(model.parameters()), window=2, on_nonfinite=policy)
@@ -352,7 +352,7 @@ def test_an_error_in_a_later_backward_pass_leaves_the_window_as_it_was(policy):
 
 def test_an_error_while_autograd_adds_in_place_drops_the_window_and_says_so():
     model = make_model()
-    opt = AccumulatingOptimizer(sgd(model.parameters()), window=2)
+    opt = AccumulatingOptimizer(sgd(model.parameters()), window=2, accumulate_in_backward=True)
     opt.backward(loss_of(model, BATCHES[0]))
     with pytest.raises((ZeroDivisionError, RuntimeError)) as raised:
         opt.backward(fail_in_backward(model, BATCHES[1]))

@@ -132,20 +132,21 @@ def test_the_first_gradient_is_taken_without_a_copy():
     assert opt._progress.window.main[parameter].data_ptr() == address
 
 
-@pytest.mark.parametrize("weights", [[1.0, 1.0], [3.0, 7.0]], ids=["equal", "unequal"])
-def test_autograd_adds_to_the_main_gradient_in_place(weights):
-    """The second backward pass must not hold a second set of gradients."""
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_second_gradient_is_added_to_the_first(in_backward):
+    """By autograd where no second set of gradients is to be held, else by one fused pass."""
     parameter = nn.Parameter(torch.zeros(2))
-    opt = AccumulatingOptimizer(sgd([parameter]), window=3)
-    opt.backward(parameter.sum(), weights[0])
+    opt = AccumulatingOptimizer(sgd([parameter]), window=3, accumulate_in_backward=in_backward)
+    opt.backward(parameter.sum())
     address = opt._progress.window.main[parameter].data_ptr()
     seen = []
     handle = parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
-    opt.backward(parameter.sum(), weights[1])
+    opt.backward(parameter.sum())
     handle.remove()
-    assert seen == [address]
+    assert (seen == [address]) == in_backward
     assert parameter.grad is None
-    assert opt.main_grad(parameter).tolist() == [sum(weights)] * 2
+    assert opt._progress.window.main[parameter].data_ptr() == address
+    assert opt.main_grad(parameter).tolist() == [2.0] * 2
 
 
 def test_window_of_one_keeps_gradients_visible():

@@ -86,13 +86,17 @@ def test_resume_in_the_middle_of_a_window_bit_for_bit(dtype, scaled, on_nonfinit
     assert len(reports) == 2
 
 
-def test_a_resumed_window_is_added_to_in_place_too():
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_resumed_window_is_added_to_in_place_too(in_backward):
     """A resumed window goes on by the same route, so memory and the order of sums are the same"""
     parameter = nn.Parameter(torch.zeros(2))
 
     def build():
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        return AccumulatingOptimizer(torch.optim.SGD([parameter]), window=3, scaler=scaler)
+        sgd = torch.optim.SGD([parameter])
+        return AccumulatingOptimizer(
+            sgd, window=3, scaler=scaler, accumulate_in_backward=in_backward
+        )
 
     opt, resumed = build(), build()
     opt.backward(parameter.sum())
@@ -101,7 +105,8 @@ def test_a_resumed_window_is_added_to_in_place_too():
     seen = []
     parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
     resumed.backward(parameter.sum())
-    assert seen == [address]
+    assert (seen == [address]) == in_backward
+    assert resumed._progress.window.main[parameter].data_ptr() == address
 
 
 def test_a_saved_window_is_a_copy():
