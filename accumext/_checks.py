@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -46,13 +47,22 @@ def type_name(value: object) -> str:
     return type(value).__name__
 
 
+def integer(op: str, argument: str, value: Any) -> int:
+    """An int, or what stands for one, such as numpy's; no tensor, which may lie on a device."""
+    if not isinstance(value, (bool, Tensor)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    fail_type(op, argument, "be an int", type_name(value))
+
+
 def positive_int(op: str, argument: str, value: Any) -> int:
     """An int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        fail_type(op, argument, "be an int", type_name(value))
-    if value < 1:
-        fail_value(op, argument, "be at least 1", value)
-    return value
+    count = integer(op, argument, value)
+    if count < 1:
+        fail_value(op, argument, "be at least 1", count)
+    return count
 
 
 def number(op: str, argument: str, value: Any, low: float = -math.inf) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from accumext._checks import (
     FLOAT_DTYPES,
     fail_type,
     fail_value,
+    integer,
     number,
     one_of,
     positive_int,
@@ -43,7 +46,7 @@ class Job:
     feedback: Feedback
     criterion: Criterion
     reduction: str
-    num_items: int | Tensor | None
+    num_items: float | Tensor | None
     k1: int | None
     k2: int | None
     truncated: bool  # does anything cut the gradient, and with it the last state
@@ -117,8 +120,8 @@ def check_arguments(
         if isinstance(feedback, Tensor) and feedback.dim() == 2:
             feedback = feedback.t()
     steps, batch = targets.shape
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        fail_type(OP, "ignore_index", "be an int", type_name(ignore_index))
+    doubts = _layout_doubts(cell, targets, batch_first, [state, lengths, start])
+    ignore_index = integer(OP, "ignore_index", ignore_index)
     within = _within(lengths, steps, batch, device)
     counted = targets != ignore_index
     if within is not None:
@@ -129,10 +132,15 @@ def check_arguments(
         adapted.check_state(OP, state, batch)
     _same_device("state", tensors(state), device)
     k1, k2 = _truncation(k1, k2, truncation)
+    if k1 is not None and k2 is None:
+        doubts.append(
+            f"k1={k1} has no effect without k2: the gradient flows all the way back. "
+            f"Pass k2={k1} to truncate it, or leave k1 out"
+        )
     if state_grad_clip is not None and number(OP, "state_grad_clip", state_grad_clip) <= 0:
         fail_value(OP, "state_grad_clip", "be greater than 0", state_grad_clip)
     if eos is not None:
-        _token("eos", eos, vocabulary)
+        eos = _token("eos", eos, vocabulary)
     one_of(OP, "reduction", reduction, ("mean", "sum", "none"))
     if number(OP, "label_smoothing", label_smoothing, 0) > 1:
         fail_value(OP, "label_smoothing", "be at most 1", label_smoothing)
@@ -149,7 +157,7 @@ def check_arguments(
         fail_value(OP, "cuda_graph", "be False where the head is not on a GPU", device)
     row_bytes = vocabulary * accumulation_dtype(weight.dtype).itemsize
     if memory_budget is not None:
-        positive_int(OP, "memory_budget", memory_budget)
+        memory_budget = positive_int(OP, "memory_budget", memory_budget)
         if memory_budget < row_bytes:
             contract = f"hold one row of logits, {row_bytes} bytes"
             fail_value(OP, "memory_budget", contract, memory_budget)
@@ -157,6 +165,8 @@ def check_arguments(
     if rows < vocabulary and not (isinstance(feedback, str) and feedback == "teacher"):
         contract = f"have a row for each of the {vocabulary} words that can be fed back"
         fail_value(OP, "embedding", contract, f"{rows} rows")
+    for doubt in doubts:
+        warnings.warn(f"{OP}: {doubt}", stacklevel=3)  # where the user called
     # last, because random numbers are drawn
     plan = feedback_plan(
         OP,
@@ -263,11 +273,29 @@ def _in_range(name: str, tokens: Tensor, size: int, where: Tensor | None = None)
         fail_value(OP, name, f"be in [0, {size})", int(tokens[wrong][0]))
 
 
-def _token(name: str, value: Any, size: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        fail_type(OP, name, "be an int", type_name(value))
-    if not 0 <= value < size:
-        fail_value(OP, name, f"be in [0, {size})", value)
+def _token(name: str, value: Any, size: int) -> int:
+    token = integer(OP, name, value)
+    if not 0 <= token < size:
+        fail_value(OP, name, f"be in [0, {size})", token)
+    return token
+
+
+def _layout_doubts(cell: Any, targets: Tensor, batch_first: bool, rows: list[State]) -> list[str]:
+    """What to say about a module with `batch_first`, which orders nothing here, where targets are
+    taken to be [T, B]. State, lengths and start tokens in `rows` may tell what they are."""
+    if batch_first or not isinstance(cell, nn.RNNBase) or not cell.batch_first:
+        return []
+    steps, batch = targets.shape
+    sizes = {t.shape[max(0, t.dim() - 2)] for t in tensors(rows) if t.dim() > 0}  # [B], [L, B, H]
+    if steps == batch or not sizes:
+        return [
+            f"targets {[steps, batch]} are read as [T, B], though the cell has batch_first=True. "
+            "Pass batch_first=True if they are [B, T], and set cell.batch_first = False if not"
+        ]
+    if sizes == {steps}:
+        advice = "Pass batch_first=True if they are [B, T]: that of the cell does not say so"
+        fail_value(OP, "targets", f"be [T, B] with B = {steps}", [steps, batch], advice)
+    return []
 
 
 def _within(lengths: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
@@ -286,16 +314,17 @@ def _within(lengths: Any, steps: int, batch: int, device: torch.device) -> Tenso
 def _truncation(k1: Any, k2: Any, truncation: Any) -> tuple[int | None, int | None]:
     one_of(OP, "truncation", truncation, ("fixed", "random"))
     if k1 is not None:
-        positive_int(OP, "k1", k1)
+        k1 = positive_int(OP, "k1", k1)
+    if k2 is not None:
+        k2 = positive_int(OP, "k2", k2)
     if truncation == "random":
         if k1 is not None:
             fail_value(OP, "k1", "be None where cuts are random", k1)
-        if k2 is None or positive_int(OP, "k2", k2) < 2:
+        if k2 is None or k2 < 2:
             fail_value(OP, "k2", "be at least 2, the mean of steps between random cuts", k2)
         return None, k2
     if k2 is None:
         return k1, None
-    positive_int(OP, "k2", k2)
     k1 = k2 if k1 is None else k1
     if k2 < k1:
         fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
@@ -313,7 +342,7 @@ def _class_weight(value: Any, vocabulary: int, device: torch.device) -> Tensor |
     return value
 
 
-def _num_items(value: Any, reduction: str) -> int | Tensor | None:
+def _num_items(value: Any, reduction: str) -> float | Tensor | None:
     if value is None:
         return None
     if reduction != "mean":
@@ -324,11 +353,12 @@ def _num_items(value: Any, reduction: str) -> int | Tensor | None:
         if value.device.type == "cpu" and not bool(value >= 0):
             fail_value(OP, "num_items", "be at least 0", value.item())
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (float, SupportsIndex)):
         fail_type(OP, "num_items", "be a number or a 0-dim tensor", type_name(value))
-    if not value >= 0:
-        fail_value(OP, "num_items", "be at least 0", value)
-    return value  # type: ignore[return-value]
+    count = value if isinstance(value, float) else operator.index(value)
+    if not count >= 0:
+        fail_value(OP, "num_items", "be at least 0", count)
+    return count
 
 
 def _context(value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -126,9 +127,9 @@ def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | N
         if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
             fail_value(op, "start", f"have shape {[batch]}", list(start.shape))
         _fits(op, "start", start, fed, rows)
-    elif isinstance(start, bool) or not isinstance(start, int):
+    elif isinstance(start, bool) or not isinstance(start, SupportsIndex):
         fail_type(op, "start", "be an int or an int64 tensor [B]", type_name(start))
-    elif start < 0 or (rows is not None and start >= rows):
+    elif (start := operator.index(start)) < 0 or (rows is not None and start >= rows):
         fail_value(op, "start", "be at least 0" if rows is None else f"be in [0, {rows})", start)
     _fits(op, "targets that are fed", fed[:-1], fed, rows)
     first = torch.empty(1, batch, dtype=torch.int64, device=fed.device)

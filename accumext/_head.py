@@ -100,6 +100,7 @@ class Head:
         self._exps: Tensor | None = None  # [V, rows]: rows next to each other, as products want it
         self._held: list[_Rows] = []
         self.filled = 0  # rows in the workspace
+        self._written_to = 0  # rows of it that were ever written
         self._smoothed = new(hidden, dtype=self.dtype).zero_()  # sum of q h, [H]
         self._smoothed_bias = new((), dtype=self.dtype).zero_()
         self.gradients: Gradients | None = None
@@ -229,9 +230,23 @@ class Head:
         bias_dot = 0.0 if self.bias is None else weights @ self.bias
         return product(weights[:, None], self.weight, self.dtype)[0], bias_dot, weights.sum()
 
+    def _write_rest(self, exps: Tensor) -> None:
+        """Zeros in what nobody has written, once at most: where rows ended before the workspace was
+        full for the first time.
+
+        The products take the rows that are filled, out of longer ones. There torch's may read past
+        the last, whole tiles of the processor (32 columns of bfloat16 with AMX), and multiply what
+        they find by zero, which makes NaN of the NaN that fresh memory may hold.
+        """
+        self._written_to = max(self._written_to, self.filled)
+        if self._written_to < exps.shape[1]:
+            exps[:, self._written_to :].zero_()
+            self._written_to = exps.shape[1]
+
     def _form_gradients(self) -> None:
         if self.gradients is None or self._exps is None or self.filled == 0:
             return
+        self._write_rest(self._exps)
         exps = self._exps[:, : self.filled]  # [V, M]
         held, self._held = self._held, []
         self.filled = 0

@@ -88,7 +88,7 @@ def decode_loss(
             `targets[:-1]`, with `embedding.padding_idx` (or 0) where that target is ignored.
         teacher_forcing: probability of feeding the target under "scheduled".
         k1: steps between two backward passes of truncated BPTT; k2 if only that is given. Of no
-            effect when k2 is None.
+            effect when k2 is None, which a warning says.
         k2: steps a gradient flows back, at least k1 (Williams & Peng 1990). The losses of the last
             k1 steps before every multiple of k1, and before T, flow back k2 steps from there; with
             k1 = k2 the state is simply detached every k1 steps. None: all the way, exact BPTT.
@@ -115,7 +115,7 @@ def decode_loss(
         cuda_graph: on a GPU, with one of torch's modules and feedback, capture a window of steps
             and replay it, so that the host no longer launches every kernel. Not yet run on a GPU.
         batch_first: targets, inputs, a feedback mask and the results are [B, T]. The state is as
-            the cell has it.
+            the cell has it. That a module is built with `batch_first` of its own changes nothing.
 
     Returns:
         A `DecodeOutput`. A call in which nothing counts has loss 0 and zero gradients. Ties of the

@@ -135,6 +135,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:decode_loss. k1=5 has no effect without k2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_at_once(kind: str) -> None:
     @settings(max_examples=50, deadline=None)

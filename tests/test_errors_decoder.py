@@ -1,12 +1,15 @@
-"""Every wrong argument of decode_loss and tbptt: the exact sentence, nothing changed."""
+"""Every wrong argument of decode_loss and tbptt: the exact sentence, nothing changed. What is
+doubtful: one warning that says what to type."""
 
 # ruff: noqa: E501  (one contract to a line)
 
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,7 +74,23 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"teacher_forcing": float("nan")}, ValueError, "teacher_forcing must be at least 0, got nan"),
     ({"k1": 0}, ValueError, "k1 must be at least 1, got 0"),
     ({"k1": 2.0}, TypeError, "k1 must be an int, got float"),
+    ({"k1": True}, TypeError, "k1 must be an int, got bool"),
+    ({"k2": np.bool_(True)}, TypeError, "k2 must be an int, got bool"),
+    ({"k2": np.float64(2.0)}, TypeError, "k2 must be an int, got float64"),
+    ({"k2": torch.tensor(2)}, TypeError, "k2 must be an int, got an int64 tensor"),
+    ({"k2": np.int64(0)}, ValueError, "k2 must be at least 1, got 0"),
     ({"k1": 4, "k2": 2}, ValueError, "k2 must be at least k1, got k1=4, k2=2"),
+    ({"start": True}, TypeError, "start must be an int or an int64 tensor [B], got bool"),
+    ({"start": np.int64(V)}, ValueError, "start must be in [0, 7), got 7"),
+    ({"num_items": True}, TypeError, "num_items must be a number or a 0-dim tensor, got bool"),
+    ({"num_items": np.int64(-1)}, ValueError, "num_items must be at least 0, got -1"),
+    ({"eos": np.int64(V)}, ValueError, "eos must be in [0, 7), got 7"),
+    ({"cell": nn.GRU(H, H, batch_first=True), "state": torch.zeros(1, T, H)}, ValueError,
+     "targets must be [T, B] with B = 4, got [4, 3]. "
+     "Pass batch_first=True if they are [B, T]: that of the cell does not say so"),
+    ({"cell": nn.LSTM(H, H, batch_first=True), "lengths": torch.tensor([1, 2, 3, 1])}, ValueError,
+     "targets must be [T, B] with B = 4, got [4, 3]. "
+     "Pass batch_first=True if they are [B, T]: that of the cell does not say so"),
     ({"lengths": torch.tensor([1, 2, 5])}, ValueError, "lengths must be in [0, 4], got [1, 2, 5]"),
     ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths must have shape [3], got [2]"),
     ({"lengths": [1, 2, 3]}, TypeError, "lengths must be an int64 tensor [B], got list"),
@@ -109,6 +128,84 @@ def test_decode_loss(change: dict[str, Any], kind: type[Exception], text: str) -
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+BATCH_FIRST = nn.GRU(H, H, batch_first=True)
+DOUBTFUL: list[tuple[dict[str, Any], str]] = [
+    ({"k1": 2}, "k1=2 has no effect without k2: the gradient flows all the way back. "
+     "Pass k2=2 to truncate it, or leave k1 out"),
+    ({"cell": BATCH_FIRST}, "targets [4, 3] are read as [T, B], though the cell has batch_first=True. "
+     "Pass batch_first=True if they are [B, T], and set cell.batch_first = False if not"),
+    ({"cell": BATCH_FIRST, "targets": TARGETS[:3], "state": torch.zeros(1, B, H)},
+     "targets [3, 3] are read as [T, B], though the cell has batch_first=True. "
+     "Pass batch_first=True if they are [B, T], and set cell.batch_first = False if not"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "text"), DOUBTFUL, ids=[text[:60] for _, text in DOUBTFUL])
+@pytest.mark.parametrize("call", [accumext.decode_loss, accumext.decode_memory])
+def test_doubtful_arguments(call: Any, change: dict[str, Any], text: str) -> None:
+    with pytest.warns(UserWarning, match=rf"^decode_loss: {re.escape(text)}$") as caught:
+        call(**base(**change))
+    assert [warning.filename for warning in caught] == [__file__]  # one, at the user's line
+
+
+def test_a_line_is_warned_about_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()  # what a program starts with
+        for _ in range(3):
+            accumext.decode_loss(**base(k1=2))
+    assert len(caught) == 1
+
+
+CLEAR: list[dict[str, Any]] = [
+    {"k2": 2},
+    {"k1": 2, "k2": 3},
+    {"cell": BATCH_FIRST, "state": torch.zeros(1, B, H)},
+    {"cell": BATCH_FIRST, "lengths": torch.tensor([1, 2, 3])},
+    {"cell": BATCH_FIRST, "start": torch.tensor([1, 2, 3])},
+    {"cell": BATCH_FIRST, "batch_first": True, "targets": TARGETS.t()},
+    {"batch_first": True, "targets": TARGETS.t()},
+]
+
+
+@pytest.mark.parametrize("change", CLEAR, ids=[", ".join(change) for change in CLEAR])
+def test_nothing_is_said_of_what_is_clear(change: dict[str, Any]) -> None:
+    accumext.decode_loss(**base(**change))  # a warning is an error in this suite
+
+
+def test_batch_first_of_the_cell_changes_nothing() -> None:
+    plain = nn.GRU(H, H)
+    plain.load_state_dict(BATCH_FIRST.state_dict())
+    state = torch.randn(1, B, H)
+    call = base(state=state)
+    found, expected = (
+        accumext.decode_loss(**{**call, "cell": cell}) for cell in (BATCH_FIRST, plain)
+    )
+    assert torch.equal(found.token_losses, expected.token_losses)
+
+
+NUMBERS: list[dict[str, int]] = [
+    {"k1": 2, "k2": 3},
+    {"start": 4},
+    {"eos": 2},
+    {"ignore_index": 3},
+    {"num_items": 5},
+    {"memory_budget": 100},
+]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+@pytest.mark.parametrize("arguments", NUMBERS, ids=[", ".join(names) for names in NUMBERS])
+def test_integers_of_numpy(arguments: dict[str, int], kind: Any) -> None:
+    call = base()
+    expected = accumext.decode_loss(**call, **arguments)
+    found = accumext.decode_loss(**call, **{name: kind(n) for name, n in arguments.items()})
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.inputs, expected.inputs)
+    parameters = list(call["cell"].parameters())
+    for got, want in zip(*(torch.autograd.grad(o.loss, parameters) for o in (found, expected))):
+        assert torch.equal(got, want)
+
+
 def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
     return F.one_hot(token, V).float().requires_grad_(), state
 
@@ -120,6 +217,9 @@ WRONG_TBPTT: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"targets": TARGETS.float()}, TypeError, "targets must be an int64 tensor [T, B], got a float32 tensor"),
     ({"targets": TARGETS[0]}, ValueError, "targets must have shape [T, B], got [3]"),
     ({"k1": 0}, ValueError, "k1 must be at least 1, got 0"),
+    ({"k1": np.bool_(True)}, TypeError, "k1 must be an int, got bool"),
+    ({"k2": True}, TypeError, "k2 must be an int, got bool"),
+    ({"start": np.int64(-1)}, ValueError, "start must be at least 0, got -1"),
     ({"k1": 3, "k2": 2}, ValueError, "k2 must be at least k1, got k1=3, k2=2"),
     ({"reduction": "none"}, ValueError, "reduction must be one of 'mean', 'sum', got 'none'"),
     ({"feedback": "best"}, ValueError,
@@ -136,3 +236,40 @@ def test_tbptt(change: dict[str, Any], kind: type[Exception], text: str) -> None
     accumext.tbptt(**call)
     with pytest.raises(kind, match=rf"^tbptt: {re.escape(text)}$"):
         accumext.tbptt(**{**call, **change})
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_tbptt_with_integers_of_numpy(kind: Any) -> None:
+    cell, head = nn.GRUCell(V, H), nn.Linear(H, V)
+
+    def recurrent(token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = cell(F.one_hot(token, V).float(), state)
+        return head(state), state
+
+    def gradient(number: Any) -> torch.Tensor:
+        cell.weight_hh.grad = None
+        accumext.tbptt(
+            recurrent, TARGETS, torch.zeros(B, H), criterion=F.cross_entropy,
+            k1=number(2), k2=number(3), start=number(4),
+        )  # fmt: skip
+        assert cell.weight_hh.grad is not None
+        return cell.weight_hh.grad
+
+    assert torch.equal(gradient(kind), gradient(int))
+
+
+@pytest.mark.parametrize("name", ["chunks", "chunk_size"])
+def test_chunked_loss_with_integers_of_numpy(name: str) -> None:
+    rows = torch.randn(7, 3, requires_grad=True)
+    sizes: list[int] = []
+
+    def loss(some: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(some))
+        return some.square().sum()
+
+    accumext.chunked_loss(loss, rows, **{name: np.int64(3)})
+    expected, sizes = sizes, []
+    accumext.chunked_loss(loss, rows, **{name: 3})
+    assert sizes == expected
+    with pytest.raises(TypeError, match=rf"^chunked_loss: {name} must be an int, got bool$"):
+        accumext.chunked_loss(loss, rows, **{name: True})

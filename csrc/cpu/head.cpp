@@ -34,6 +34,9 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
         transposed[k * padded(size) + i] = h[(done + i) * depth + k];
       }
     }
+    for (int64_t k = 0; k < depth; ++k) {
+      std::fill_n(&transposed[k * padded(size) + size], padded(size) - size, T(0));
+    }
     head.evaluate(transposed.get(), padded(size), nullptr,
                   {.count = size,
                    .targets = target + done,

@@ -59,6 +59,8 @@ class Backward {
     require(!call.d_h || call.d_h->numel() == steps_ * state * gates_);
     require(!call.live || call.live->numel() == steps_ * batch_);
     require(!call.carry || call.carry->numel() == steps_ * batch_);
+    // Columns behind the batch are multiplied, too.
+    std::fill_n(d_pre_.get(), gates_ * units_ * width_, T(0));
   }
 
   void run() {
