@@ -98,9 +98,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     fetch(folder)
     library = build(folder)
-    environment = os.environ | {"ACCUMEXT_BACKEND": "reference"}  # so no other kernels are loaded
-        "ACCUMEXT_BACKEND": "reference"
-    }  # its kernels are those loaded here
+    environment = os.environ | {"ACCUMEXT_BACKEND": "reference"}  # no kernels but those loaded
     command = [sys.executable, "-c", SELF_TEST, library]
     subprocess.run(command, check=True, env=environment)
     print(f"the CPU library compiled for torch {VERSION} works in torch {torch.__version__}")
