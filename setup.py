@@ -40,8 +40,11 @@ record: dict[str, Any] = {
 
 def missing(library: str, reason: str, fix: str) -> None:
     """Note why a library is not compiled; stop if it was asked for."""
-    asked = mode == "require" and not (library == "cuda" and record["torch_cuda"] is None)
-    if asked or (library == "cuda" and build.setting("ACCUMEXT_CUDA") == "1"):
+    required = mode == "require" and library in build.LIBRARIES  # "bind" holds facts, no kernels
+    if library == "cuda":
+        wanted = build.setting("ACCUMEXT_CUDA") == "1"
+        required = wanted or (required and record["torch_cuda"] is not None)
+    if required:
         raise SystemExit(f"accumext: the {library} library cannot be compiled: {reason}. {fix}")
     print(f"accumext: the {library} library is not compiled: {reason}. {fix}", file=sys.stderr)
     record["missing"][library] = {"reason": reason, "fix": fix}

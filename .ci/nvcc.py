@@ -1,14 +1,25 @@
-"""Compiles every CUDA source for each architecture; prints registers; a spill is an error."""
+"""Compiles every CUDA source for each architecture; prints registers; a spill is an error.
+
+    python .ci/nvcc.py [FOLDER]
+
+FOLDER is where oldest.py has unpacked the headers of the oldest torch. One architecture is then
+compiled against them and the other against the torch that is installed, of which no newer symbol
+may be needed: launchers meet both, and kernels include no header of torch.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import oldest
 import torch
 
 from accumext import _build
@@ -20,28 +31,27 @@ class Kernel(NamedTuple):
     """One kernel as ptxas compiled it."""
 
     name: str  # mangled
-    arch: str
     spilled: int  # bytes stored and loaded
     registers: int
 
 
-def compile_source(nvcc: str, source: str) -> list[Kernel]:
+def compile_source(nvcc: str, source: str, arch: str, include: Path, target: Path) -> list[Kernel]:
     """The kernels of one file; an error stops the run."""
-    includes = [f"-I{_build.csrc()}", f"-I{Path(torch.__file__).parent / 'include'}"]
-    command = [nvcc, *_build.nvcc_flags(), *includes, "-Xptxas=-v", f"--threads={len(ARCHS)}"]
-    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
-    command += ["-Xcompiler=-fPIC", "-c", source, "-o", "/dev/null"]
+    command = [nvcc, *_build.nvcc_flags(), f"-I{_build.csrc()}", f"-I{include}", "-Xptxas=-v"]
+    command += ["--expt-relaxed-constexpr"]  # as torch's own builds have it
+    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC"]
+    command += ["-c", source, "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        sys.exit(f"{source} does not compile:\n{done.stdout}{done.stderr}")
+        sys.exit(f"{source} does not compile with {include}:\n{done.stdout}{done.stderr}")
     pattern = (
-        r"Compiling entry function '(\S+)' for 'sm_(\d+)'.*?"
+        rf"Compiling entry function '(\S+)' for 'sm_{arch}'.*?"
         r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
     )
     found = re.findall(pattern, done.stdout + done.stderr, flags=re.DOTALL)
     return [
-        Kernel(name, arch, int(stores) + int(loads), int(registers))
-        for name, arch, stores, loads, registers in found
+        Kernel(name, int(stores) + int(loads), int(registers))
+        for name, stores, loads, registers in found
     ]
 
 
@@ -49,22 +59,38 @@ def main() -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         sys.exit("nvcc was not found")
-    total = 0
+    installed = Path(torch.__file__).parent / "include"
+    headers = dict.fromkeys(ARCHS, installed)
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    if folder is not None:
+        headers[ARCHS[0]] = oldest.include(folder)
+    for arch, include in headers.items():
+        print(f"sm_{arch}: {include}")
+
+    jobs = [(source, arch) for source in _build.sources("cuda") for arch in ARCHS]
+    with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
+        targets = [Path(objects, f"{Path(source).stem}_{arch}.o") for source, arch in jobs]
+
+        def compiled(job: tuple[str, str], target: Path) -> list[Kernel]:
+            return compile_source(nvcc, *job, headers[job[1]], target)
+
+        results = list(pool.map(compiled, jobs, targets))
+        if folder is not None:
+            for target in targets:
+                if missing := oldest.undeclared(target, folder):
+                    sys.exit(f"{target.name} needs what {folder} lacks: {', '.join(missing)}")
     spilling = 0
-    for source in _build.sources("cuda"):
-        kernels = compile_source(nvcc, source)
-        total += len(kernels)
-        for arch in ARCHS:
-            used = [kernel.registers for kernel in kernels if kernel.arch == arch]
-            spilled = sum(kernel.spilled for kernel in kernels if kernel.arch == arch)
-            registers = f"{min(used)} to {max(used)} registers" if used else "none of its own"
-            name = Path(source).name
-            print(f"{name} sm_{arch}: {len(used)} kernels, {registers}, {spilled} bytes spilled")
+    for (source, arch), kernels in zip(jobs, results):
+        used = [kernel.registers for kernel in kernels]
+        registers = f"{min(used)} to {max(used)} registers" if used else "none of its own"
+        spilled = sum(kernel.spilled for kernel in kernels)
+        name = Path(source).name
+        print(f"{name} sm_{arch}: {len(used)} kernels, {registers}, {spilled} bytes spilled")
         for kernel in kernels:
             if kernel.spilled:
                 spilling += 1
-                print(f"  sm_{kernel.arch} spills {kernel.spilled} bytes: {kernel.name}")
-    if total == 0:
+                print(f"  sm_{arch} spills {kernel.spilled} bytes: {kernel.name}")
+    if not any(results):
         sys.exit("ptxas reported no kernel at all")
     if spilling:
         sys.exit(f"{spilling} kernels spill registers to memory, whose bandwidth they live on")

@@ -81,10 +81,11 @@ class Decoder:
         state = self.cell(self.embedding(token), state)
         return (state[0] if isinstance(state, tuple) else state), state
 
-    def double(self) -> Decoder:
+    def cast(self, dtype: torch.dtype) -> Decoder:
+        """A copy whose parameters are rounded to another precision."""
         other = copy.copy(self)
         for name in ("embedding", "cell", "head"):
-            setattr(other, name, copy.deepcopy(getattr(self, name)).double())
+            setattr(other, name, copy.deepcopy(getattr(self, name)).to(dtype))
         return other
 
 

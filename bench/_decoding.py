@@ -185,7 +185,7 @@ class Truth:
     """Exact gradients on given tokens; remembers the last, since most ways feed the same tokens."""
 
     def __init__(self, decoder: Decoder, shape: Shape, wanted: bool = True) -> None:
-        self._decoder = decoder.double() if shape.logits <= IN_DOUBLE else decoder
+        self._decoder = decoder.cast(torch.float64) if shape.logits <= IN_DOUBLE else decoder
         self._wanted = wanted
         self._last: tuple[Tensor, Exact] | None = None
 

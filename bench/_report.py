@@ -106,16 +106,23 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def write_json(
-    path: Path,
+    path: Path | None,
     facts: dict[str, Any],
     results: Sequence[Result],
     figures: Sequence[dict[str, Any]],
+    failed: dict[str, str],
 ) -> None:
-    write(path, {"machine": facts, "jobs": [as_json(r) for r in results], "figures": figures})
+    jobs = [as_json(result) for result in results]
+    write(path, {"machine": facts, "jobs": jobs, "figures": figures, "failed": failed})
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def write(path: Path | None, content: dict[str, Any]) -> None:
+    """Replaces the file as a whole: who is cut off leaves what was there before."""
+    if path is None:
+        return
+    beside = path.with_name(f"{path.name}.part")
+    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
 
 
 def interval(values: Spread, unit: float = 1.0, digits: int = 2) -> str:

@@ -11,6 +11,7 @@ their names do less than the others.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def jobs(shapes: Sequence[Shape], names: Sequence[str], device: torch.device) ->
                 yield from JOBS[name](shape, device)
 
 
-def main() -> None:
+def main() -> int:
     args = arguments()
     device = torch.device(args.device)
     torch.manual_seed(0)
@@ -111,19 +112,26 @@ def main() -> None:
     memory = Memory(device)
     results = [measure(job, seconds_of, patience) for job in memory.jobs()]
     yardstick = memory.yardstick(*results)
+    facts["limit"] = f"{yardstick.reader} and {yardstick.updater}, in every repetition"
     print(*map(table, results), sep="\n", flush=True)
+    failed: dict[str, str] = {}
     for job in jobs(args.shape or default_shapes(device, args.quick), args.jobs, device):
         cold = device.type == "cuda" or job.shape.elements >= COLD
-        results.append(measure(job, seconds_of, patience, yardstick if cold else None))
-        print(table(results[-1]), flush=True)
+        try:
+            results.append(measure(job, seconds_of, patience, yardstick if cold else None))
+        except (AssertionError, RuntimeError) as error:  # contenders differ, or memory is short
+            failed[f"{job.name}, {job.shape}"] = f"{type(error).__name__}: {error}"
+            print(f"\n{job.name}: {job.shape}: {error}", file=sys.stderr, flush=True)
+        else:
+            print(table(results[-1]), flush=True)
         del job  # and its tensors, before those of the next are made
+        write_json(args.json, facts, results, evaluate(figures(device), results), failed)
 
     rows = evaluate(figures(device), results) + promises(device)
     print(figure_lines(rows))
-    facts["limit"] = f"{yardstick.reader} and {yardstick.updater}, in every repetition"
     print("", *(f"{name}: {fact}" for name, fact in facts.items()), sep="\n")
-    if args.json is not None:
-        write_json(args.json, facts, results, rows)
+    write_json(args.json, facts, results, rows, failed)
+    return 1 if failed else 0
 
 
 def default_shapes(device: torch.device, quick: bool) -> Sequence[Shape]:
@@ -135,7 +143,9 @@ def default_shapes(device: torch.device, quick: bool) -> Sequence[Shape]:
 def arguments() -> argparse.Namespace:
     lines = (__doc__ or "").splitlines()
     parser = argparse.ArgumentParser(description=lines[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="every sample, written after every job"
+    )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -168,4 +178,4 @@ def _shape(text: str) -> Shape:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

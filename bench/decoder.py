@@ -29,9 +29,11 @@ import argparse
 import itertools
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import _head_peers
 import torch
@@ -121,7 +123,7 @@ FIGURES: dict[str, list[Faster | Smaller | Growth]] = {
 PROMISED = {"cpu": ("gru", torch.float32), "cuda": ("gru", torch.bfloat16)}  # of the figures
 
 
-def main() -> None:
+def main() -> int:
     args = arguments()
     device = torch.device(args.device)
     facts = machine(device) | _head_peers.status()  # compiles what is to be compiled
@@ -135,26 +137,40 @@ def main() -> None:
     elif args.quick:
         patience = QUICK
     results: list[Result] = []
+    failed: dict[str, str] = {}
     paces: Paces = {}
     for case in cases(args):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
             measured = processes.submit(measure, case, device, patience, paces)
-            result, paces = measured.result()
-        results.append(result)
-        print(table(result), flush=True)
+            try:
+                result, paces = measured.result()
+            except RuntimeError as error:  # memory is short, or the process was killed
+                failed[str(case)] = f"{type(error).__name__}: {error}"
+                print(f"\n{case}: {error}", file=sys.stderr, flush=True)
+            else:
+                results.append(result)
+                print(table(result), flush=True)
+        rows = figures(args, device, results)
+        content = {"cases": [as_json(r) for r in results], "figures": rows, "failed": failed}
+        write(args.json, {"machine": facts, **content})
 
-    rows = []
-    if (args.cell, args.dtype) == PROMISED[device.type]:
-        rows = [row for figure in FIGURES[device.type] for row in figure.rows(results)]
+    if rows:
         print(figure_lines(rows))
     print("", *(f"{name}: {fact}" for name, fact in facts.items()), sep="\n")
-    if args.json is not None:
-        content = {"machine": facts, "cases": [as_json(r) for r in results], "figures": rows}
-        write(args.json, content)
     if args.plot is not None:
         from _decoder_plot import plot  # matplotlib is not needed otherwise
 
         plot(args.plot, results, facts)
+    return 1 if failed else 0
+
+
+def figures(
+    args: argparse.Namespace, device: torch.device, results: list[Result]
+) -> list[dict[str, Any]]:
+    """What is promised, of what was measured."""
+    if (args.cell, args.dtype) != PROMISED[device.type]:
+        return []
+    return [row for figure in FIGURES[device.type] for row in figure.rows(results)]
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -193,7 +209,9 @@ def warm_up(device: torch.device, cell: str, dtype: torch.dtype) -> None:
 def arguments() -> argparse.Namespace:
     lines = (__doc__ or "").splitlines()
     parser = argparse.ArgumentParser(description=lines[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="every sample, written after every case"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and memory (PNG)")
     parser.add_argument(
         "--device",
@@ -232,4 +250,4 @@ def _shape(text: str) -> Shape:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

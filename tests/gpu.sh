@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in one command, in under nine minutes and without a network: build, doctor,
-# tests, compute-sanitizer on small tensors, both benchmarks. Each part has a time limit, and one that
-# fails does not keep the others from running.
+# What a GPU can show, in one command, in nine minutes and without a network: build, every operator
+# once, decode_loss beside plain autograd, doctor, both benchmarks, tests, compute-sanitizer on small
+# tensors. What matters most comes first. Each part has a time limit, one that fails does not keep the
+# others from running, and what is found is written at once: cutting the run off loses no result.
 #
-#   tests/gpu.sh [FOLDER]
+#   tests/gpu.sh [FOLDER [PART...]]
 #
 # Writes FOLDER/<gpu>.json and FOLDER/<gpu>_decoder.json, the benchmarks of the gradient operations and
-# of the decoder, and FOLDER/<gpu>_checks.json, what became of each part; FOLDER is bench/results
-# unless given. PYTHON chooses the interpreter, whose torch (2.10 or newer, with CUDA) and nvcc (on PATH,
-# in CUDA_HOME, /usr/local/cuda or its site-packages) are used; the package is compiled in a copy of the
+# of the decoder, FOLDER/<gpu>_operators.json and FOLDER/<gpu>_decode_loss.json, the checks of
+# gpu_checks.py, and FOLDER/<gpu>_checks.json, what became of each part; FOLDER is bench/results
+# unless given. PARTs, as named at the end of this file, are run instead of all, after the build.
+# PYTHON chooses the interpreter, whose torch (2.10 or newer, with CUDA) and nvcc (on PATH, in
+# CUDA_HOME, /usr/local/cuda or its site-packages) are used; the package is compiled in a copy of the
 # tree, and nothing is installed. Exit status: 0 if no part failed, 1 if one did, 2 without a GPU.
 set -uo pipefail
 
-TOTAL=520    # s, for everything
+TOTAL=540    # s, for everything
 NOT_RUN=77   # exit status of a part that cannot run here; its last line says why
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -33,13 +36,17 @@ PY
 ) || exit 2
 mkdir -p "${1:-$root/bench/results}" || exit 1
 results=$(cd "${1:-$root/bench/results}" && pwd)
+wanted=("${@:2}")
 gpu=${facts%%$'\n'*}
+machine=${facts##*$'\n'}
 export benchmark_json=$results/$gpu.json decoder_json=$results/${gpu}_decoder.json
+export operators_json=$results/${gpu}_operators.json decode_loss_json=$results/${gpu}_decode_loss.json
 checks_json=$results/${gpu}_checks.json
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/accumext-gpu.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 export tree=$work/tree TORCH_EXTENSIONS_DIR=$work/extensions PYTHONPATH=$work/tree
+export PYTHONUNBUFFERED=1  # what a part has printed is there when it is cut off
 mkdir "$tree"
 for name in accumext csrc tests bench setup.py pyproject.toml README.md LICENSE; do
   cp -R "$root/$name" "$tree"
@@ -47,26 +54,48 @@ done
 rm -f "$tree"/accumext/*.so "$tree/accumext/_build_info.json"
 cd "$tree" || exit 1
 unset ACCUMEXT_BUILD ACCUMEXT_CUDA
+export ACCUMEXT_BACKEND=native
+export MAX_JOBS=${MAX_JOBS:-$(env -u OMP_NUM_THREADS nproc)}  # nproc would say that number
+
+report() {  # report [--print]: of the parts so far
+  "$python" tests/gpu_report.py "$work/parts" "$checks_json" "$machine" "$ACCUMEXT_BACKEND" "$SECONDS" "$@"
+}
 
 part() {  # part NAME SECONDS FUNCTION [ARGUMENT]: runs it in a shell of its own, and notes the end
   local name=$1 limit=$2 start=$SECONDS result reason=
   shift 2
+  if [ ${#wanted[@]} -gt 0 ] && [ "$name" != build ] && [[ " ${wanted[*]} " != *" $name "* ]]; then
+    return 0
+  fi
   ((limit = limit < TOTAL - SECONDS ? limit : TOTAL - SECONDS))
   printf '\n=== %s, at most %d s\n' "$name" "$limit"
-  timeout -k 5 "$((limit > 1 ? limit : 1))" bash -c '"$@"' part "$@" 2>&1 | tee "$work/log"
-  case ${PIPESTATUS[0]} in
-    0) result=passed ;;
-    "$NOT_RUN") result="not run" reason=$(tail -n 1 "$work/log") ;;
-    124 | 137) result=failed reason="cut off after $limit s" ;;
-    *) result=failed reason=$(tail -n 1 "$work/log") ;;
-  esac
-  printf '%s\t%s\t%d\t%s\n' "$name" "$result" $((SECONDS - start)) "$reason" >>"$work/parts"
+  if [ "$limit" -lt 5 ]; then
+    result="not run" reason="no time was left"
+  else
+    timeout -k 5 "$limit" bash -c '"$@"' part "$@" 2>&1 | tee "$work/log"
+    case ${PIPESTATUS[0]} in
+      0) result=passed ;;
+      "$NOT_RUN") result="not run" reason=$(tail -n 1 "$work/log") ;;
+      124 | 137) result=failed reason="cut off after $limit s" ;;
+      *) result=failed reason=$(tail -n 1 "$work/log") ;;
+    esac
+  fi
+  printf '%s\t%s\t%d\t%s\n' "$name" "$result" $((SECONDS - start)) "${reason//$'\t'/ }" >>"$work/parts"
+  report
   [ "$result" = passed ]
 }
 
 build() {
   ACCUMEXT_BUILD=require ACCUMEXT_CUDA=1 "$python" setup.py --quiet build_ext --inplace &&
     ls accumext/_C_cuda.*.so
+}
+
+operators() {
+  "$python" tests/gpu_checks.py operators --json "$operators_json"
+}
+
+decode_loss() {
+  "$python" tests/gpu_checks.py decoder --json "$decode_loss_json"
 }
 
 doctor() {
@@ -121,32 +150,19 @@ decoder() {
 }
 
 export NOT_RUN
-export -f build doctor tests sanitized benchmark decoder
-echo "$facts"
-if part build 180 build; then
-  export ACCUMEXT_BACKEND=native
-else
-  export ACCUMEXT_BACKEND=jit  # compiles on first use, in another way
-fi
-part doctor 120 doctor
+export -f build operators decode_loss doctor tests sanitized benchmark decoder
+echo "$machine"
+# Where the kernels do not build, they are compiled on first use, in another way.
+part build 180 build || export ACCUMEXT_BACKEND=jit
+part operators 90 operators
+part decode_loss 60 decode_loss
+part doctor 60 doctor
+part decoder 90 decoder
+part benchmark 200 benchmark
 part tests 150 tests
 part memcheck 60 sanitized memcheck
 part racecheck 40 sanitized racecheck
-part decoder 90 decoder
-part benchmark "$TOTAL" benchmark
 
 echo
-"$python" - "$work/parts" "$checks_json" "${facts##*$'\n'}" "$ACCUMEXT_BACKEND" "$SECONDS" <<'PY'
-import json, sys
-source, target, machine, backend, seconds = sys.argv[1:]
-with open(source) as lines:
-    rows = [line.rstrip("\n").split("\t", 3) for line in lines]
-parts = [dict(name=n, result=r, seconds=int(s), reason=why) for n, r, s, why in rows]
-report = dict(machine=machine, backend=backend, seconds=int(seconds), parts=parts)
-with open(target, "w") as file:
-    json.dump(report, file, indent=2)
-print(f"=== {machine}: {seconds} s, written to {target}")
-for name, result, taken, reason in rows:
-    print(f"{name:<10} {result:<8} {taken:>4} s  {reason}".rstrip())
-PY
+report --print
 ! grep -q $'\tfailed\t' "$work/parts"

@@ -4,7 +4,8 @@ Lower bounds, for K micro-batches of gradients of s bytes: parameters of half pr
 `K * (s + 8) - 4` until the norm is known, and the step reads them once more. float32 ones cost 12
 for each micro-batch after the first, whose last pass finds the norm, one read for it where there is
 but one, and the step's read. What no fused optimizer multiplies is copied, so that a step that
-fails leaves it as it was. Torch's fused kernels also write back what they divided. A GradScaler around the optimizer checks each micro-batch in a pass of its own, 2 * s.
+fails leaves it as it was. Torch's fused kernels also write back what they divided. A GradScaler
+around the optimizer checks each micro-batch in a pass of its own, 2 * s.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
-from oracle import says
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -106,9 +106,9 @@ def test_unscaling_what_the_optimizer_unscales(window, inner):
     scaler.unscale_(opt.optimizer if inner else opt)
     text = f"{OP}.{{}}: .grad must be unscaled by the optimizer alone, which was given the scaler"
     for name in ("step", "flush", "accumulate"):
-        with pytest.raises(RuntimeError, match=says(text.format(name))):
+        with pytest.raises(RuntimeError, match=re.escape(text.format(name))):
             getattr(opt, name)()
-    with pytest.raises(RuntimeError, match="Leave scaler.unscale_ out"):
+    with pytest.raises(RuntimeError, match=r"Leave scaler\.unscale_ out"):
         opt.backward(parameter * 1)
     scaler._per_optimizer_states.clear()
     opt.discard()
@@ -119,7 +119,7 @@ def test_scaling_what_the_optimizer_scales(then):
     scaler = torch.amp.GradScaler("cpu")
     parameter, opt = build(scaler=scaler)
     text = f"{OP}.backward: loss must be unscaled where the optimizer was given the scaler"
-    with pytest.raises(ValueError, match=says(text)):
+    with pytest.raises(ValueError, match=re.escape(text)):
         opt.backward(then(scaler.scale(parameter * 1)))
     assert parameter.grad is None
     other = torch.tensor(scaler.get_scale())

@@ -258,6 +258,20 @@ def test_require_fails_where_auto_would_go_without(
     assert "accumext: the cpu library cannot be compiled" in done.stdout + done.stderr
 
 
+def test_require_asks_for_kernels_and_not_for_the_bindings(
+    project: Path, environment: Environment, tmp_path: Path
+) -> None:
+    for path in (project / "csrc" / "cpu").glob("*.cpp"):
+        if path.stem != "scale":  # one source will do, since nothing is loaded
+            path.unlink()
+    (project / "csrc" / "module.cpp").write_text(BROKEN_SOURCE)
+    target = str(tmp_path / "wheel")
+    succeed(environment.pip("wheel", str(project), "-w", target, ACCUMEXT_BUILD="require"))
+    record = record_in(wheel_in(tmp_path / "wheel"))
+    assert record["compiled"] == ["cpu"]
+    assert "bind" in record["missing"]
+
+
 @pytest.mark.parametrize("variable", ["ACCUMEXT_BUILD", "ACCUMEXT_CUDA", "ACCUMEXT_BACKEND"])
 def test_a_bad_value_fails_with_the_choices(
     project: Path, environment_without_torch: Environment, variable: str

@@ -1,0 +1,112 @@
+"""The oldest torch that is supported: every source fits its headers, every library its symbols.
+
+    python .ci/oldest.py FOLDER
+
+Unpacks its headers into FOLDER, from a wheel without dependencies. Against them it compiles the CPU
+library, which must then load and pass the self-test in the torch that is installed; and of the CPU
+library that is installed every symbol of torch must be declared in them. Exit status 77 if the
+wheel cannot be had; the last line says why.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from accumext import _build
+
+NOT_RUN = 77
+VERSION = "{}.{}.0".format(*_build.TORCH_MINIMUM)
+# The smallest wheel for Linux: the headers that the sources include are the same in all of them.
+WHEEL = ("--platform", "manylinux_2_28_aarch64", "--python-version", "3.12")
+OF_TORCH = re.compile(r"aoti_torch_|torch_|_ZN?K?(?:3c10|2at|5torch)")  # how its symbols begin
+SELF_TEST = """
+import sys
+import torch
+from accumext import _build, _doctor
+torch.ops.load_library(sys.argv[1])
+for name in _build.registered_ops("cpu"):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"accumext::{name}", "CPU"), name
+outcomes = _doctor.examine()["self_test"]
+assert set(outcomes.values()) == {"ok"}, outcomes
+"""
+
+
+def include(folder: Path) -> Path:
+    """Where the headers lie."""
+    return folder / "torch" / "include"
+
+
+def fetch(folder: Path) -> None:
+    """Unpack the headers; leaves with NOT_RUN if there is no wheel to be had."""
+    with tempfile.TemporaryDirectory() as download:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", download]
+        command += ["--only-binary=:all:", *WHEEL, f"torch=={VERSION}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheels = list(Path(download).glob("*.whl"))
+        if done.returncode != 0 or not wheels:
+            words = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            print(f"no wheel of torch {VERSION}: {words[-1] if words else 'pip gives no reason'}")
+            sys.exit(NOT_RUN)
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            names = [n for n in wheel.namelist() if n.startswith("torch/include/torch/")]
+            wheel.extractall(folder, names)
+
+
+def undeclared(binary: Path, folder: Path) -> list[str]:
+    """Symbols of torch that a library or object needs and the headers do not declare."""
+    headers = [*include(folder).rglob("*shim*.h"), *include(folder).rglob("stable/**/*.h")]
+    declared = set(re.findall(r"\w+", "".join(path.read_text("utf-8") for path in headers)))
+    command = ["nm", "-Du" if binary.suffix == ".so" else "-u", binary]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    needed = {line.split()[-1] for line in listed.splitlines()}
+    of_torch = [name for name in needed if OF_TORCH.match(name)]
+    if not of_torch:
+        sys.exit(f"nm lists no symbol of torch in {binary}")
+    return sorted(set(of_torch) - declared)
+
+
+def build(folder: Path) -> Path:
+    """The CPU library, compiled against the headers and linked with the torch installed."""
+    compiler = (os.environ.get("CXX") or "c++").split()
+    flags = [*_build.cxx_flags("cpu"), "-O0", "-fPIC"]  # -O0: it is to load, not to be fast
+    flags += [f"-I{_build.csrc()}", f"-isystem{include(folder)}"]
+
+    def compile_source(source: str) -> Path:
+        target = folder / f"{Path(source).stem}.o"
+        subprocess.run([*compiler, *flags, "-c", source, "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_source, _build.sources("cpu")))
+    library = folder / "_C_cpu.so"
+    torch_libraries = f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"
+    command = [*compiler, "-shared", *objects, *torch_libraries, "-o", library]
+    subprocess.run(command, check=True)
+    return library
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    fetch(folder)
+    library = build(folder)
+    environment = os.environ | {"ACCUMEXT_BACKEND": "reference"}  # no kernels but those loaded
+    command = [sys.executable, "-c", SELF_TEST, library]
+    subprocess.run(command, check=True, env=environment)
+    print(f"the CPU library compiled for torch {VERSION} works in torch {torch.__version__}")
+    installed = _build.installation() / "_C_cpu.abi3.so"
+    if missing := undeclared(installed, folder):
+        sys.exit(f"{installed} needs what torch {VERSION} does not have: {', '.join(missing)}")
+    print(f"the CPU library compiled for torch {torch.__version__} needs no symbol newer than that")
+
+
+if __name__ == "__main__":
+    main()
