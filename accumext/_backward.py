@@ -72,7 +72,7 @@ class BackwardPasses(Taking):
             if not self._attaches():
                 self._take(op, self._grads(), weight, scale, foreign)
                 return
-            self._attach(op, weight, scale)
+            self._attach(op, self._grads(), weight, scale)
             attachment = self._progress.window.attachment
             assert attachment is not None
             attachment.watch(self._leave_grad)

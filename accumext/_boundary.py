@@ -50,6 +50,11 @@ class StepGradient(NamedTuple):
     takes_scale: bool  # whether the optimizer does that, and skips at `found_inf`
     skip: Scalar
 
+    def of(self, parameters: list[Tensor]) -> list[Tensor | None]:
+        """What each parameter is lent."""
+        lent = self.lent.by_parameter
+        return [lent.get(parameter) for parameter in parameters]
+
 
 def measure(
     optimizer: Optimizer,
@@ -142,11 +147,14 @@ def step_gradient(optimizer: Optimizer, window: Window, measured: Measure) -> St
 
 
 def run_step(
-    optimizer: Optimizer, gradient: StepGradient, device: torch.device, kwargs: dict[str, Any]
+    optimizer: Optimizer,
+    parameters: list[Tensor],
+    gradient: StepGradient,
+    device: torch.device,
+    kwargs: dict[str, Any],
 ) -> Any:
-    """The wrapped optimizer's step, with this gradient in `.grad` for as long as it runs."""
-    parameters = gradient.lent.parameters
-    before = param_grads(parameters)
+    """The wrapped optimizer's step, with this gradient alone in `.grad` for as long as it runs."""
+    before, lent = param_grads(parameters), gradient.of(parameters)
     attributes: dict[str, Tensor | None] = {}
     if gradient.takes_scale:
         attributes = dict.fromkeys(("grad_scale", "found_inf"))
@@ -158,12 +166,12 @@ def run_step(
     try:
         for name, value in attributes.items():
             setattr(optimizer, name, value)
-        put(parameters, gradient.lent.tensors)
+        put(parameters, lent)
         return optimizer.step(**kwargs)
     finally:
         for name in attributes:
             vars(optimizer).pop(name, None)
-        exchange(parameters, gradient.lent.tensors, before)
+        exchange(parameters, lent, before)
 
 
 def moved(parameters: list[Tensor]) -> Callable[[], bool]:

@@ -66,9 +66,13 @@ class Consumed:
     does; only `flush`, which a bare one does not have, asks whether it is new.
     """
 
-    def __init__(self, grads: Iterable[Tensor | None] = (), brought: bool = False) -> None:
+    def __init__(
+        self,
+        grads: Iterable[Tensor | None] = (),
+        brought: Iterable[Tensor | None] = (),  # by the wrapper's own backward pass
+    ) -> None:
         there = [grad for grad in grads if grad is not None]
-        self._brought = brought  # by the wrapper's own backward pass
+        self._brought = {id(grad) for grad in brought}.intersection(map(id, there))
         self._seen = {  # weakly: the memory is the user's to free
             id(grad): (TensorWeakRef(grad), version)
             for grad, version in zip(there, versions(there), strict=True)
@@ -81,10 +85,10 @@ class Consumed:
 
     def used_up(self, grad: Tensor) -> bool:
         """Whether it is one that no step takes again."""
-        return self._brought and grad in self
+        return id(grad) in self._brought and grad in self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_seen": {}, "_brought": False}  # a copy's parameters come without `.grad`
+        return {"_seen": {}, "_brought": set()}  # a copy's parameters come without `.grad`
 
 
 class Attachment:
@@ -95,10 +99,8 @@ class Attachment:
     """
 
     def __init__(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        self.parameters = parameters  # all: whatever comes to lie there belongs to the window
         self.grads = grads
-        self._watched = [
-            p for p, g in zip(parameters, grads, strict=True) if g is not None and p.requires_grad
-        ]
         self._leave: Callable[[], None] | None = None
         self._handles: list[RemovableHandle] = []
         self._one_at_a_time = RLock()  # a backward pass runs on one thread per device
@@ -108,9 +110,9 @@ class Attachment:
         return len(grads) == len(self.grads) and all(map(is_, self.grads, grads))
 
     @property
-    def watched(self) -> bool:
-        """Whether it was the wrapper's own backward pass that brought the gradients."""
-        return self._leave is not None
+    def brought(self) -> Sequence[Tensor | None]:
+        """The gradients, if it was the wrapper's own backward pass that brought them."""
+        return () if self._leave is None else self.grads
 
     def watch(self, leave: Callable[[], None]) -> None:
         """Call `leave` before any backward pass adds to one of the gradients."""
@@ -122,7 +124,8 @@ class Attachment:
         if self._leave is not None and not self._handles:
             self._handles = [
                 p.register_hook(unserializable_hook(partial(self._before_accumulation, p)))
-                for p in self._watched
+                for p in self.parameters
+                if p.requires_grad
             ]
 
     def end(self) -> None:

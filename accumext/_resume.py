@@ -80,6 +80,7 @@ class Resuming(Stepping):
 
 def pack(window: Window, parameters: Sequence[Tensor]) -> dict[str, Any]:
     """Copies of everything that the window holds, main gradients by parameter index."""
+    window = window.apart()
     survivors = window.survivors
     values = {
         "weight": window.weight,
@@ -90,7 +91,6 @@ def pack(window: Window, parameters: Sequence[Tensor]) -> dict[str, Any]:
         "found_inf": as_tensor(window.found_inf(), torch.float32) if window.flags else None,
         "survivors": None if survivors is None else as_tensor(survivors, torch.float64),
     }
-    window.refresh()
     mains = {i: window.main[p] for i, p in enumerate(parameters) if p in window.main}
     return {
         "main_grads": {i: main.detach().clone() for i, main in mains.items()},

@@ -15,7 +15,7 @@ from accumext import _checks, distributed
 from accumext._arguments import OP
 from accumext._backward import BackwardPasses
 from accumext._boundary import Measure, measure, moved, run_step, step_gradient
-from accumext._grad_slots import Consumed, exchange, param_grads
+from accumext._grad_slots import Consumed, clear, exchange, param_grads
 from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, as_tensor, known, larger
 from accumext._reduction import Reduction
@@ -35,7 +35,9 @@ class Stepping(BackwardPasses):
             refuse_second_accumulation(op, self.window)
             self._refuse_second_unscale(op)
             if self._hands_closure_through(closure):
-                return self._closure_step(op, closure, kwargs)
+                value = self._closure_step(op, closure, kwargs)
+                progress.accumulated = False
+                return value
             scale, found_inf = self._outer_scale(op)
             value = None
             if closure is not None:
@@ -56,6 +58,7 @@ class Stepping(BackwardPasses):
                     result = None
             if "found_inf" in self.__dict__ and not self._took_a_step():
                 tell_of_a_skipped_step(self)
+            progress.accumulated = False
             return value if result is None else result
         except BaseException:
             # GradScaler deletes these only when step returns, and multiplies what is left into the
@@ -63,8 +66,6 @@ class Stepping(BackwardPasses):
             for name in ("grad_scale", "found_inf"):
                 self.__dict__.pop(name, None)
             raise
-        finally:
-            progress.accumulated = False
 
     def _took_a_step(self) -> bool:
         """Whether the last `step` has stepped, as far as the host knows."""
@@ -82,13 +83,9 @@ class Stepping(BackwardPasses):
         if self._needs_closure:
             return
         self._refuse_second_unscale(op)
-        grads = self._grads().values()
-        fresh = any(grad not in progress.consumed for grad in grads)
-        del grads
         foreign = self._foreign()
         with self._atomic():
-            if fresh or progress.window.attached:
-                self._take_pending(op, None, None, foreign)
+            self._take_pending(op, None, None, foreign, new=True)
             self._close(op, {}, flushing=True)
 
     def _close(self, op: str, kwargs: dict[str, Any], flushing: bool = False) -> Any:
@@ -104,18 +101,18 @@ class Stepping(BackwardPasses):
                 optimizer = self.optimizer
                 measured = measure(optimizer, window, self.max_norm, self.norm_type, self.reduction)
                 gradient = step_gradient(optimizer, window, measured)
-                lent = gradient.lent
-                before, has_moved = param_grads(lent.parameters), moved(parameters)
+                lent, before = gradient.of(parameters), param_grads(parameters)
+                has_moved = moved(parameters)
                 close, has_updated = self._closing(window, measured, gradient.skip)
 
                 def finish() -> None:
-                    exchange(lent.parameters, lent.tensors, before)
+                    exchange(parameters, lent, before)
                     close()
 
                 atomic.after(finish, lambda: has_moved() or has_updated())
                 result = None
                 if isinstance(gradient.skip, Tensor) or not gradient.skip:
-                    result = run_step(optimizer, gradient, measured.device, kwargs)
+                    result = run_step(optimizer, parameters, gradient, measured.device, kwargs)
                 finish()
         self._warn_of_skip(window)
         return result
@@ -137,10 +134,10 @@ class Stepping(BackwardPasses):
             return scaler is not None and scaler._per_optimizer_states is not records
 
         def close() -> None:
-            consumed = Consumed()
+            consumed = progress.consumed
             if attachment is not None:
                 attachment.end()
-                consumed = Consumed(param_grads(parameters), attachment.watched)
+                consumed = Consumed(param_grads(parameters), attachment.brought)
             vars(progress).update(last=report, window=successor, stepped=True, consumed=consumed)
             if scaler is not None and not updated():
                 self._update_scaler(found_inf, measured.device)
@@ -197,13 +194,16 @@ class Stepping(BackwardPasses):
         self.scaler.update()
 
     def _report(self, window: Window, measured: Measure, skipped: Scalar) -> WindowReport:
+        counted, weight = window.counted(), window.weight
+        if window.unchecked:  # a micro-batch that would have been dropped
+            counted, weight = counted * (1.0 - skipped), weight * (1.0 - skipped)
         report = WindowReport(
             skipped=skipped,
             total_norm=measured.norm,
             clip_coef=measured.clip_coef,
             loss_scale=window.loss_scale,
-            weight=window.weight,
-            micro_batches=window.counted(),
+            weight=weight,
+            micro_batches=counted,
             dtype=measured.norm_dtype,
             device=measured.device,
         )
@@ -259,6 +259,7 @@ class Stepping(BackwardPasses):
             _checks.fail_type(op, "closure", "be callable for this optimizer", "None")
         progress, parameters = self._progress, self._parameters()
         has_moved = moved(parameters)
+        clear(p for p in parameters if p.grad is not None and progress.consumed.used_up(p.grad))
         seen: list[Tensor] = []
 
         def evaluate() -> Any:
@@ -305,7 +306,8 @@ class Stepping(BackwardPasses):
         attachment = progress.window.attachment
         if attachment is not None:
             attachment.end()
-        consumed = Consumed(param_grads(parameters), attachment is not None)
+        brought = () if attachment is None else attachment.brought
+        consumed = Consumed(param_grads(parameters), brought)
         vars(progress).update(last=report, window=Window(), stepped=True, consumed=consumed)
         return value
 

@@ -101,11 +101,10 @@ class Taking(OptimizerWrapper):
 
     def _grads(self) -> dict[Tensor, Tensor]:
         """Every gradient in `.grad`, but for the window's own, and for what is used up."""
-        parameters, window = self._parameters(), self._progress.window
-        if window.attached:
-            parameters = [p for p in parameters if p not in window.main]
+        if self._progress.window.attached:
+            return {}
         used_up = self._progress.consumed.used_up
-        return {p: g for p in parameters if (g := p.grad) is not None and not used_up(g)}
+        return {p: g for p in self._parameters() if (g := p.grad) is not None and not used_up(g)}
 
     def _foreign(self) -> set[int]:
         """Gradients that somebody else holds too; asked before anything here holds them."""
@@ -116,21 +115,13 @@ class Taking(OptimizerWrapper):
         if self._progress.last is not None:
             self._progress.last.forget()
 
-    def _detach(self) -> None:
-        """Take the window's gradients out of `.grad`, where another micro-batch is to come."""
-        window = self._progress.window
-        if self.on_nonfinite == "skip_micro_batch":  # which looks at whole micro-batches
-            window.detach_if_finite()
-        else:
-            window.detach()
-
     def _clear_consumed(self) -> list[Tensor]:
         """Before a backward pass, let go of what the last step left; returns what lies there yet.
 
         That belongs to the micro-batch which is to come, as autograd adds to it.
         """
         self._forget()
-        self._detach()
+        self._progress.window.detach()
         consumed, still = self._progress.consumed, []
         for parameter in self._parameters():
             grad = parameter.grad
@@ -239,7 +230,7 @@ class Taking(OptimizerWrapper):
             window = self._progress.window
             atomic.after(lambda: clear(grads))
             with record_function("accumext::accumulate"), torch.no_grad():
-                self._detach()
+                self._progress.window.detach()
                 if found_inf is not None and self.on_nonfinite != "skip_micro_batch":
                     window.note(found_inf)
                 if self.on_nonfinite == "skip_micro_batch":
@@ -253,18 +244,22 @@ class Taking(OptimizerWrapper):
         window = self._progress.window
         return self.window == 1 and window.micro_batches == 0 and self._group() is None
 
-    def _attach(self, op: str, weight: Scalar, scale: LossScale) -> None:
+    def _attach(
+        self, op: str, grads: dict[Tensor, Tensor], weight: Scalar, scale: LossScale
+    ) -> None:
         """Take in one micro-batch and leave it in `.grad`, as the window's main gradients."""
         self._forget()
-        self._raise_nonfinite(op, self._grads(), weight)
+        self._raise_nonfinite(op, grads, weight)
         parameters = self._parameters()
+        unchecked = self.on_nonfinite == "skip_micro_batch"
         with record_function("accumext::accumulate"), torch.no_grad():
-            self._progress.window.attach(parameters, param_grads(parameters), weight, scale)
+            lying = [grads.get(p) for p in parameters]
+            self._progress.window.attach(parameters, lying, weight, scale, unchecked)
 
     def _leave_grad(self) -> None:
         """A backward pass of the user's is about to add to the window's gradients in `.grad`."""
         with self._atomic(), torch.no_grad():
-            self._detach()
+            self._progress.window.detach()
 
     @_disable_dynamo  # torch.compile cannot trace it, and is after the wrapped step alone
     def _take_pending(
@@ -273,22 +268,28 @@ class Taking(OptimizerWrapper):
         scale: LossScale | None,
         found_inf: Tensor | None,
         foreign: Container[int],
+        new: bool = False,
     ) -> None:
-        """Take in what a backward pass of the user left in `.grad`, if anything."""
+        """Take in what a backward pass of the user left in `.grad`, if anything.
+
+        Args:
+            new: only what no step has used.
+        """
         window = self._progress.window
-        parameters = self._parameters()
         if window.attachment is not None:
-            if window.attachment.is_where_it_was(param_grads(parameters)):
-                return
-            window.refresh()
+            if not window.attachment.is_where_it_was(param_grads(self._parameters())):
+                window.refresh()
+            return
         grads = self._grads()
+        if new:
+            grads = {p: g for p, g in grads.items() if g not in self._progress.consumed}
         if not grads:
             return
         self._refuse_while_reducing(op)
         self._warn_of_sums(op, grads, scale)
         scale = self._own_scale(op) if scale is None else scale
         if self._attaches():
-            self._attach(op, 1.0, scale)
+            self._attach(op, grads, 1.0, scale)
             if found_inf is not None and window.survivors is None:
                 window.note(found_inf)
         else:

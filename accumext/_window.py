@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from accumext import ops
-from accumext._grad_slots import Attachment, clear, param_grads
+from accumext._grad_slots import Attachment, clear
 from accumext._gradients import (
     are_plain,
     main_dtype,
@@ -63,13 +63,14 @@ class Window:
         self.gathered: Scalar | None = None  # micro-batches of all processes, once reduced
         self.dropped: list[Tensor] = []  # parameters that had them dropped, where the host knows
         self.held_back = False  # a model's synchronisation: to be summed over its processes
+        self.unchecked = False  # in `.grad`, and not to be taken in if it is not finite
         self.writes = 0  # how often main gradients were written or exchanged for good
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy, whose parameters come without `.grad`: the main gradients on their own."""
-        self.refresh()
+        window = self.apart()
         value_alone = LossScale(self.unit_scale.value)  # a key means something in one process only
-        return {**self.__dict__, "attachment": None, "unit_scale": value_alone}
+        return {**vars(window), "unit_scale": value_alone}
 
     def _draft(self) -> Window:
         """The same window in an object of its own, to be changed without being seen."""
@@ -211,11 +212,16 @@ class Window:
     def attach(
         self,
         parameters: Sequence[Tensor],
-        grads: Sequence[Tensor | None],  # `.grad` of each parameter
+        grads: Sequence[Tensor | None],  # of each parameter
         weight: Scalar,
         scale: LossScale,
+        unchecked: bool,
     ) -> None:
-        """Take in the first micro-batch and leave it in `.grad`."""
+        """Take in the first micro-batch and leave it in `.grad`.
+
+        Args:
+            unchecked: it is to be dropped if it is not finite, should another one come.
+        """
         draft = self._draft()
         draft.writes = self.writes  # none: this can be undone
         factor = draft.count(weight, scale)
@@ -230,7 +236,9 @@ class Window:
             scale_(there, factor, draft.mains.plain)
         elif factor == 0.0:
             draft.mains.lend()
-        draft.attachment = Attachment(parameters, param_grads(parameters))
+        lying = dict(zip(holders, there, strict=True))
+        draft.attachment = Attachment(parameters, [lying.get(p) for p in parameters])
+        draft.unchecked = unchecked
         self._become(draft)
 
     @property
@@ -240,32 +248,32 @@ class Window:
 
     def refresh(self) -> None:
         """While the main gradients lie in `.grad`, they are whatever lies there."""
-        if self.attached:
-            self.replace({p: p.grad for p in self.mains.parameters if p.grad is not None})
+        if self.attachment is not None:
+            self.replace({p: p.grad for p in self.attachment.parameters if p.grad is not None})
+
+    def apart(self) -> Window:
+        """This window as it is without `.grad`, in an object of its own."""
+        draft = self._draft()
+        draft.writes = self.writes  # only copies are written: this can be undone
+        if self.attachment is None:
+            return draft
+        draft.refresh()
+        draft.attachment, draft.unchecked = None, False
+        if not self.unchecked:
+            draft.replace(own(draft.main, None))  # the user may have looked at them, and hold them
+            return draft
+        checked = Window()
+        checked.take_if_finite(draft.main, self.weight, self.unit_scale)
+        checked.held_back, checked.writes = self.held_back, self.writes
+        return checked
 
     def detach(self) -> None:
         """Take the main gradients out of `.grad`."""
         if self.attachment is None:
             return
-        attachment, holders = self.attachment, self.mains.parameters
-        self.refresh()
-        mains = own(self.main, None)  # the user may have looked at them, and hold them
-        clear(holders)
-        self.replace(mains)
-        self.attachment = None
-        attachment.end()
-
-    def detach_if_finite(self) -> None:
-        """Take the one micro-batch that lies in `.grad` out of it, and drop it if it is bad."""
-        if self.attachment is None:
-            return
-        attachment, holders = self.attachment, self.mains.parameters
-        self.refresh()
-        checked = Window()
-        checked.take_if_finite(self.main, self.weight, self.unit_scale)
-        checked.writes = self.writes  # only copies were written: this can be undone
-        clear(holders)
-        self._become(checked)
+        attachment, draft = self.attachment, self.apart()
+        clear(attachment.parameters)
+        self._become(draft)
         attachment.end()
 
     def take_back(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -379,8 +387,6 @@ class Window:
         """Give every element of sparse and sharded main gradients one place: norms need it."""
         if not self.mains.plain:
             others = {p: s for p, main in self.main.items() if (s := settled(main)) is not main}
-            if others and self.attached:
-                MainGrads.of(others).lend()
             if others:
                 self.replace(self.main | others)
 

@@ -319,7 +319,7 @@ class AccumulatingOptimizer(Resuming):
             >>> opt.zero_grad()
         """
         with self._atomic():
-            self._detach()
+            self._progress.window.detach()
             self._forget()
             self.optimizer.zero_grad(set_to_none)
             self._progress.consumed = Consumed(param_grads(self._parameters()))
@@ -377,8 +377,7 @@ class AccumulatingOptimizer(Resuming):
             contract = "be a parameter of this optimizer"
             _checks.fail_value(f"{OP}.main_grad", "parameter", contract, "another tensor")
         window = self._progress.window
-        window.refresh()
-        main = window.main.get(parameter)
+        main = parameter.grad if window.attached else window.main.get(parameter)
         return None if main is None else main * window.normaliser("sum")
 
     def __repr__(self) -> str:
