@@ -285,17 +285,16 @@ def _within(lengths: Any, steps: int, batch: int, device: torch.device) -> Tenso
 
 def _truncation(k1: Any, k2: Any, truncation: Any) -> tuple[int | None, int | None]:
     one_of(OP, "truncation", truncation, ("fixed", "random"))
-    if k1 is not None:
-        positive_int(OP, "k1", k1)
+    k1 = None if k1 is None else positive_int(OP, "k1", k1)
+    k2 = None if k2 is None else positive_int(OP, "k2", k2)
     if truncation == "random":
         if k1 is not None:
             fail_value(OP, "k1", "be None where cuts are random", k1)
-        if k2 is None or positive_int(OP, "k2", k2) < 2:
+        if k2 is None or k2 < 2:
             fail_value(OP, "k2", "be at least 2, the mean of steps between random cuts", k2)
         return None, k2
     if k2 is None:
         return k1, None
-    positive_int(OP, "k2", k2)
     k1 = k2 if k1 is None else k1
     if k2 < k1:
         fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")

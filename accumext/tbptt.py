@@ -237,7 +237,7 @@ def _check(
     if targets.dim() != 2:
         fail_value(OP, "targets", "have shape [T, B]", list(targets.shape))
     check_nesting(OP, "state", state)
-    positive_int(OP, "k1", k1)
+    k1 = positive_int(OP, "k1", k1)
     k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
     if k2 < k1:
         fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
