@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from accumext import _overlap
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -66,8 +69,8 @@ def positive_int(op: str, argument: str, value: Any) -> int:
 
 
 def number(op: str, argument: str, value: Any, low: float = -math.inf) -> float:
-    """A real number of at least `low`; never NaN."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A real number of at least `low`, of Python or of a library that has its own; never NaN."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         fail_type(op, argument, "be a number", type_name(value))
     if math.isnan(value) or value < low:
         bound = "not be NaN" if low == -math.inf else f"be at least {low:g}"
@@ -89,7 +92,7 @@ def one_of(op: str, argument: str, value: Any, choices: Iterable[str]) -> str:
 
 
 def accumulate_(main_grads: Any, grads: Any, inv_scale: Any, found_inf: Any) -> None:
-    """The contract of `accumext.accumulate_`."""
+    """The contract of `accumext.accumulate_`, but for `accumulate_memory`."""
     op = "accumulate_"
     tensors = _pairs(op, main_grads, grads)
     _one_device(op, tensors | _scalars(op, "inv_scale", inv_scale, found_inf))
@@ -98,7 +101,7 @@ def accumulate_(main_grads: Any, grads: Any, inv_scale: Any, found_inf: Any) -> 
 def unscale_check_clip_accumulate_(
     main_grads: Any, grads: Any, inv_scale: Any, max_norm: Any, norm_type: Any, found_inf: Any
 ) -> None:
-    """The contract of `accumext.unscale_check_clip_accumulate_`."""
+    """The contract of `accumext.unscale_check_clip_accumulate_`, but for `accumulate_memory`."""
     op = "unscale_check_clip_accumulate_"
     tensors = _pairs(op, main_grads, grads)
     _one_device(op, tensors | _scalars(op, "inv_scale", inv_scale, found_inf))
@@ -107,7 +110,7 @@ def unscale_check_clip_accumulate_(
 
 
 def total_norm(grads: Any, norm_type: Any, inv_scale: Any, found_inf: Any) -> None:
-    """The contract of `accumext.total_norm`."""
+    """The contract of `accumext.total_norm`, but for `norm_memory`."""
     op = "total_norm"
     tensors = _dense_floats(op, "grads", grads)
     _one_device(op, tensors | _scalars(op, "inv_scale", inv_scale, found_inf))
@@ -115,19 +118,72 @@ def total_norm(grads: Any, norm_type: Any, inv_scale: Any, found_inf: Any) -> No
 
 
 def scale_(grads: Any, factor: Any) -> None:
-    """The contract of `accumext.scale_`."""
+    """The contract of `accumext.scale_`, but for `scale_memory`."""
     op = "scale_"
     tensors = _dense_floats(op, "grads", grads, written=True)
     _one_device(op, tensors | _scalars(op, "factor", factor, None))
 
 
-def clip_limits(max_norm: Any, norm_type: Any, foreach: Any) -> float:
-    """The contract of `accumext.clip_grad_norm_` but for the parameters; returns the norm type."""
+# What arguments may share of memory is asked apart: tensors without memory, such as those that
+# torch.compile traces with, cannot tell.
+
+
+def accumulate_memory(op: str, main_grads: Any, grads: Any, inv_scale: Any, found_inf: Any) -> None:
+    """What is written shares no memory, but for a main gradient that is its own gradient."""
+    named = _named("main_grads", main_grads) | _named("grads", grads)
+    _apart(op, named | _scalars(op, "inv_scale", inv_scale, found_inf), ("main_grads", "found_inf"))
+
+
+def norm_memory(grads: Any, inv_scale: Any, found_inf: Any) -> None:
+    """`found_inf` shares no memory with what is read."""
+    named = _named("grads", grads) | _scalars("total_norm", "inv_scale", inv_scale, found_inf)
+    _apart("total_norm", named, ("found_inf",))
+
+
+def scale_memory(grads: Any, factor: Any) -> None:
+    """`factor` is not in the memory that it multiplies."""
+    if isinstance(factor, Tensor):
+        _apart("scale_", _named("grads", grads) | {"factor": factor}, ("factor",))
+
+
+def writable(op: str, argument: str, tensors: Any) -> None:
+    """No tensor of torch.inference_mode outside of it: autograd could not know of the write."""
+    if torch.is_inference_mode_enabled():
+        return
+    named = {argument: tensors} if isinstance(tensors, Tensor) else _named(argument, tensors or ())
+    for name, tensor in named.items():
+        if tensor.is_inference():
+            contract = "not be an inference tensor outside of inference mode"
+            advice = (
+                "Inplace update to inference tensor outside InferenceMode is not allowed: "
+                f"{name}.clone() is a normal tensor"
+            )
+            raise RuntimeError(message(op, name, contract, "one", advice))
+
+
+def clip_limits(max_norm: Any, norm_type: Any, foreach: Any) -> tuple[float, float]:
+    """The contract of `accumext.clip_grad_norm_` but for the parameters.
+
+    Returns:
+        norm type, largest norm: whatever `float` makes of them, as in torch, but for other words
+        than inf and -inf as the norm type.
+    """
     op = "clip_grad_norm_"
-    number(op, "max_norm", max_norm, low=0.0)
     if not (foreach is None or isinstance(foreach, bool)):
         fail_type(op, "foreach", "be a bool or None", type_name(foreach))
-    return _norm_type(op, norm_type)
+    words = isinstance(norm_type, str) and norm_type in ("inf", "-inf")
+    p = float(norm_type) if words else _any_number(op, "norm_type", norm_type)
+    return number(op, "norm_type", p), _any_number(op, "max_norm", max_norm)
+
+
+def _any_number(op: str, argument: str, value: Any) -> float:
+    """Any number that `float` reads, also from a tensor of one element."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        fail_value(op, argument, "have one element", f"shape {list(value.shape)}")
+    try:
+        return float("none" if isinstance(value, str) else value)
+    except (TypeError, ValueError, RuntimeError):
+        fail_type(op, argument, "be a number", type_name(value))
 
 
 def clip_grad_norm_(parameters: Any) -> None:
@@ -137,15 +193,17 @@ def clip_grad_norm_(parameters: Any) -> None:
         if not isinstance(parameter, Tensor):
             fail_type(op, f"parameters[{i}]", "be a tensor", type_name(parameter))
         if parameter.grad is not None:
-            grad = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+            grad = getattr(parameter.grad, "_local_tensor", parameter.grad)  # of a DTensor
+            grad = grad._values() if grad.is_sparse else grad
             _dense_float(op, f"parameters[{i}].grad", grad, written=True)
 
 
-def broken_contract(error: Exception, check: Callable[..., None], *args: Any) -> Exception:
-    """What to raise for a failed call: what `check` finds broken, or else `error` itself."""
+def broken_contract(error: Exception, *checks: Callable[[], None]) -> Exception:
+    """What to raise for a failed call: what a check finds broken, or else `error` itself."""
     try:
-        check(*args)
-    except (ValueError, TypeError) as sentence:
+        for check in checks:
+            check()
+    except (ValueError, TypeError, RuntimeError) as sentence:
         return sentence
     return error
 
@@ -154,10 +212,14 @@ def _dense_floats(op: str, argument: str, tensors: Any, written: bool = False) -
     """A list of dense floating-point tensors, by name."""
     if not isinstance(tensors, (list, tuple)):
         fail_type(op, argument, "be a list of tensors", type_name(tensors))
-    named = {f"{argument}[{i}]": tensor for i, tensor in enumerate(tensors)}
+    named = _named(argument, tensors)
     for name, tensor in named.items():
         _dense_float(op, name, tensor, written)
     return named
+
+
+def _named(argument: str, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    return {f"{argument}[{i}]": tensor for i, tensor in enumerate(tensors)}
 
 
 def _dense_float(op: str, name: str, tensor: Any, written: bool) -> None:
@@ -165,27 +227,31 @@ def _dense_float(op: str, name: str, tensor: Any, written: bool) -> None:
     contract = "be a dense float16, bfloat16, float32 or float64 tensor"
     if not isinstance(tensor, Tensor):
         fail_type(op, name, contract, type_name(tensor))
+    if tensor.is_nested:
+        fail_type(op, name, contract, "a nested tensor")
     if tensor.layout != torch.strided:
         fail_type(op, name, contract, f"a {str(tensor.layout).removeprefix('torch.')} tensor")
     if tensor.dtype not in FLOAT_DTYPES:
         fail_type(op, name, contract, type_name(tensor))
-    if written and _overlaps_itself(tensor):
+    if written and _overlap.overlaps_itself(tensor):
         got = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
         advice = f"Give it memory of its own: {name}.contiguous()"
         fail_value(op, name, "not overlap itself in memory", got, advice)
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether elements may share an address: by stride, a dimension must step over the smaller."""
-    if tensor.is_contiguous() or tensor.numel() == 0:
-        return False
-    reach = 0
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
+def _apart(op: str, named: dict[str, Tensor], written: tuple[str, ...]) -> None:
+    """No argument that begins with a word of `written` shares memory with another one."""
+    names, tensors = list(named), list(named.values())
+    shared = _overlap.sharing_pairs(tensors, [name.startswith(written) for name in names])
+    for i, j in sorted(shared, key=lambda pair: (pair[1], pair[0])):
+        first, name = names[i], names[j]
+        contract = f"share no memory with {first}"
+        if name.partition("[")[0] == "grads" and first == f"main_{name}":
+            if _overlap.is_same(tensors[i], tensors[j]):
+                continue
+            contract = f"be {first} or share no memory with it"
+        advice = f"Give it memory of its own: {name}.clone()"
+        fail_value(op, name, contract, "some of its elements", advice)
 
 
 def _pairs(op: str, main_grads: Any, grads: Any) -> dict[str, Tensor]:
@@ -216,6 +282,9 @@ def _scalars(op: str, argument: str, factor: Any, found_inf: Any) -> dict[str, T
         if not isinstance(found_inf, Tensor) or found_inf.dtype != torch.float32:
             fail_type(op, "found_inf", "be a 0-dim float32 tensor", type_name(found_inf))
         _zero_dim(op, "found_inf", found_inf)
+        if found_inf.is_neg():
+            advice = "Give it memory of its own: found_inf.resolve_neg()"
+            fail_value(op, "found_inf", "not be a negated view", "one", advice)
         scalars["found_inf"] = found_inf
     return scalars
 

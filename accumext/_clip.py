@@ -5,11 +5,13 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from accumext import _checks, reference
+from accumext import _checks, distributed, reference
+from accumext._gradients import is_dtensor, per_device, settled, zero_flag
 from accumext._numbers import on_host
 from accumext.ops import scale_, total_norm
 
@@ -29,20 +31,27 @@ def clip_grad_norm_(
 
     Args:
         parameters: an iterable of tensors, or one tensor. Those without a gradient are passed over;
-            dtypes and devices may differ. A sparse gradient counts with its coalesced values.
-        max_norm: the largest norm the gradients may keep.
-        norm_type: p of the p-norm, any nonzero number, or `inf` for the largest magnitude.
-        error_if_nonfinite: raise if the norm is not finite. This alone reads the device.
+            dtypes and devices may differ. A sparse gradient counts with its coalesced values, a
+            DTensor (of `fully_shard`) with those of all processes, which must call this together. A
+            gradient that several parameters share counts, and is scaled, once for each of them.
+        max_norm: the largest norm the gradients may keep. A number or a tensor of one element,
+            which is read from its device. Any value goes into the formula, as in torch: a negative
+            one turns the gradients round, NaN makes them NaN.
+        norm_type: p of the p-norm, or `inf` for the largest magnitude; 0 counts the gradients that
+            are not all zero, as torch does.
+        error_if_nonfinite: raise if the norm is not finite. Reads the device.
         foreach: accepted for torch's signature; there is one implementation.
 
     Returns:
         The norm before clipping, on the device of the first gradient: 0-dim, float32 also for half
-        gradients (torch rounds it to their dtype), float64 if a gradient is.
+        gradients (torch rounds it to their dtype), float64 if a gradient is. Where all gradients
+        are DTensors of one mesh it is a replicated DTensor, so that `norm.full_tensor()` works as
+        with torch's, and needs no communication.
 
     Raises:
-        ValueError: `max_norm` is negative or NaN, `norm_type` is 0 or NaN, or a gradient overlaps
-            itself.
-        TypeError: a gradient is not floating point.
+        ValueError: `norm_type` is NaN, `max_norm` has more elements than one, or a gradient
+            overlaps itself.
+        TypeError: a gradient is not floating point, or `max_norm` or `norm_type` not a number.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; nothing was scaled.
 
     Example:
@@ -63,53 +72,44 @@ def clip_grad_norm_(
         if not parameters:
             warnings.warn("`parameters` is an empty generator, nothing is clipped.", stacklevel=3)
     parameters = list(parameters)
-    p = float(norm_type) if norm_type in ("inf", "-inf") else norm_type  # as torch does
-    p = _checks.clip_limits(max_norm, p, foreach)
-    try:  # dense gradients on one device: where they are not, the operator finds out
-        groups = [[grad for parameter in parameters if (grad := parameter.grad) is not None]]
-        norms = [total_norm(groups[0], norm_type=p)]
+    p, limit = _checks.clip_limits(max_norm, norm_type, foreach)
+    grads: list[Tensor] = []
+    try:  # dense gradients on one device, a norm: if it is something else, the operator finds out
+        grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+        norm, usual = total_norm(grads, norm_type=p), True
     except (AttributeError, RuntimeError, TypeError, ValueError):
         _checks.clip_grad_norm_(parameters)
-        by_device = _by_device(parameters)
-        groups = [[_values(grad) for grad in grads] for grads in by_device]
-        norms = [
-            total_norm([_values(_coalesced(grad)) for grad in grads], norm_type=p)
-            for grads in by_device
-        ]
-    if len(norms) == 1:
-        norm = norms[0]
-    else:
-        norm = total_norm([n.to(norms[0].device) for n in norms], norm_type=p)
+        norm, usual = _norm_anywhere(grads, p), False
     if error_if_nonfinite and not norm.isfinite():
         advice = "To scale by a non-finite norm anyway, set error_if_nonfinite=False"
         op, got = "clip_grad_norm_", norm.item()
         raise RuntimeError(_checks.message(op, "total_norm", "be finite", got, advice))
-    coef = reference.clip_coef(norm, max_norm)
-    if on_host(coef) and coef == 1.0:
-        return norm
-    for grads, device_norm in zip(groups, norms, strict=True):
+    coef = reference.clip_coef(norm, limit)
+    if not (on_host(coef) and coef == 1.0):
         try:
-            scale_(grads, coef.to(device_norm.device))
+            for device, (mine,) in per_device(grads, plain_already=usual):
+                scale_(mine, coef.to(device))
         except ValueError:  # a gradient overlaps itself: say which
             _checks.clip_grad_norm_(parameters)
             raise
-    return norm
+    return norm if usual else _on_mesh_of(grads, norm)
 
 
-def _by_device(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The gradients, grouped by the device they lie on."""
-    groups: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            groups.setdefault(parameter.grad.device, []).append(parameter.grad)
-    return list(groups.values())
+def _norm_anywhere(grads: list[Tensor], norm_type: float) -> Tensor:
+    """The norm of gradients of any kind, on the device of the first."""
+    if norm_type == 0:
+        return distributed.nonzero_tensors(grads)
+    flag = zero_flag(grads[0].device)
+    return distributed.total_norm(list(map(settled, grads)), norm_type=norm_type, found_inf=flag)
 
 
-def _values(grad: Tensor) -> Tensor:
-    """The memory of the gradient; if uncoalesced, terms that add up to its elements."""
-    return grad._values() if grad.is_sparse else grad
+def _on_mesh_of(grads: list[Any], norm: Tensor) -> Tensor:
+    """The norm as a replicated DTensor where all gradients are DTensors of one mesh."""
+    if not grads or not all(map(is_dtensor, grads)):
+        return norm
+    mesh = grads[0].device_mesh
+    if any(grad.device_mesh != mesh for grad in grads):
+        return norm
+    from torch.distributed.tensor import DTensor, Replicate  # here, as its import takes long
 
-
-def _coalesced(grad: Tensor) -> Tensor:
-    """The same gradient with each element stored once."""
-    return grad.coalesce() if grad.is_sparse else grad
+    return DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -313,10 +313,8 @@ def _within(lengths: Any, steps: int, batch: int, device: torch.device) -> Tenso
 
 def _truncation(k1: Any, k2: Any, truncation: Any) -> tuple[int | None, int | None]:
     one_of(OP, "truncation", truncation, ("fixed", "random"))
-    if k1 is not None:
-        k1 = positive_int(OP, "k1", k1)
-    if k2 is not None:
-        k2 = positive_int(OP, "k2", k2)
+    k1 = None if k1 is None else positive_int(OP, "k1", k1)
+    k2 = None if k2 is None else positive_int(OP, "k2", k2)
     if truncation == "random":
         if k1 is not None:
             fail_value(OP, "k1", "be None where cuts are random", k1)

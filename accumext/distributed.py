@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accumext import _checks, ops
-from accumext._gradients import is_dtensor, plain
+from accumext import _checks, ops, reference
+from accumext._gradients import is_dtensor, plain, settled
 from accumext._numbers import Scalar, as_tensor, known, on
 
 Group: TypeAlias = "dist.ProcessGroup"
@@ -126,6 +126,22 @@ def total_norm(
         found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
         norms.append(norm.to(found_inf.device, non_blocking=True))
     return norms[0] if len(norms) == 1 else ops.total_norm(norms, norm_type=norm_type)
+
+
+def nonzero_tensors(grads: Sequence[Tensor]) -> Tensor:  # []
+    """How many gradients are not all zero: the 0-norm of their 0-norms."""
+    parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
+    for grad in map(settled, grads):
+        part = parts.setdefault((grad.device, _shard_groups(grad)), [])
+        part.append((plain(grad) != 0).any())
+    dtype = reference.accumulation_dtype(*grads)
+    count = torch.zeros((), dtype=dtype, device=grads[0].device if grads else None)
+    for (_, groups), flags in parts.items():
+        nonzero = torch.stack(flags).to(dtype)
+        for group in groups:
+            dist.all_reduce(nonzero, op=dist.ReduceOp.MAX, group=group)
+        count += nonzero.sum().to(count.device)
+    return count
 
 
 def _shard_groups(tensor: Any) -> tuple[Group, ...]:

@@ -58,9 +58,61 @@ def _without_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def _mark_written(tensors: Sequence[Tensor]) -> None:
+def _mark_written(tensors: Sequence[Tensor], found_inf: Tensor | None = None) -> None:
     """Tell autograd, which compiled kernels bypass: what it saved must not change unseen."""
-    torch.autograd.graph.increment_version(tensors)
+    if tensors:
+        torch.autograd.graph.increment_version(tensors)
+    if found_inf is not None:
+        torch.autograd.graph.increment_version(found_inf)
+
+
+def _require_writable(tensors: Sequence[Tensor], found_inf: Tensor | None = None) -> None:
+    """RuntimeError for what operators do not see, or too late; `_checks` has the words.
+
+    That is a tensor of torch.inference_mode, outside of it, and a negated view as `found_inf`: the
+    dispatcher makes a plain copy of it for the call and does not put back what was written.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if found_inf is not None and found_inf.is_neg():
+        raise RuntimeError
+    if torch.is_inference_mode_enabled():
+        return
+    if found_inf is not None and found_inf.is_inference():
+        raise RuntimeError
+    for tensor in tensors:
+        tensor._version  # noqa: B018 - inference tensors have none: the quickest way to ask
+
+
+def _accumulated_else(
+    error: Exception,
+    check: Callable[[], None],  # the contract of the operator
+    op: Any,
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    options: dict[str, Any],
+) -> Tensor:
+    """What a failed call returns after all, or what is to be raised.
+
+    Operators do not write lists with negated views in them: those are written through copies.
+    """
+    name, found_inf = op._schema.name.partition("::")[2], options["found_inf"]
+    inv_scale = options["inv_scale"]
+    broken = _checks.broken_contract(
+        error,
+        check,
+        functools.partial(_checks.accumulate_memory, name, main_grads, grads, inv_scale, found_inf),
+        functools.partial(_checks.writable, name, "main_grads", main_grads),
+        functools.partial(_checks.writable, name, "found_inf", found_inf),
+    )
+    if broken is not error or not any(main_grad.is_neg() for main_grad in main_grads):
+        raise broken from None
+    plain = [main_grad.resolve_neg() for main_grad in main_grads]
+    norm: Tensor = op(plain, grads, **options)
+    for main_grad, written in zip(main_grads, plain, strict=True):
+        if main_grad.is_neg():
+            main_grad.copy_(written)
+    return norm
 
 
 def _accumulate_fake(
@@ -124,15 +176,14 @@ def accumulate_(
     The pass is the one of `multi_tensor_axpby` in NVIDIA apex's former `amp`, with the norm added.
     """
     op = _ops.accumulate_.default if isinstance(inv_scale, Tensor) else _ops.accumulate_.scalar
+    options = {"inv_scale": inv_scale, "found_inf": found_inf, "overwrite": overwrite}
     try:
-        norm: Tensor = op(
-            main_grads, grads, inv_scale=inv_scale, found_inf=found_inf, overwrite=overwrite
-        )
-    except (RuntimeError, TypeError) as error:
-        raise _checks.broken_contract(
-            error, _checks.accumulate_, main_grads, grads, inv_scale, found_inf
-        ) from None
-    _mark_written(main_grads)
+        _require_writable(main_grads, found_inf)
+        norm: Tensor = op(main_grads, grads, **options)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        check = functools.partial(_checks.accumulate_, main_grads, grads, inv_scale, found_inf)
+        norm = _accumulated_else(error, check, op, main_grads, grads, options)
+    _mark_written(main_grads, found_inf)
     return norm
 
 
@@ -210,23 +261,24 @@ def unscale_check_clip_accumulate_(
     """
     overloads = _ops.unscale_check_clip_accumulate_
     op = overloads.default if isinstance(inv_scale, Tensor) else overloads.scalar
+    options = {
+        "inv_scale": inv_scale,
+        "max_norm": max_norm,
+        "norm_type": norm_type,
+        "found_inf": found_inf,
+        "overwrite": overwrite,
+        "if_finite": if_finite,
+    }
     try:
-        norm: Tensor = op(
-            main_grads,
-            grads,
-            inv_scale=inv_scale,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            found_inf=found_inf,
-            overwrite=overwrite,
-            if_finite=if_finite,
+        _require_writable(main_grads, found_inf)
+        norm: Tensor = op(main_grads, grads, **options)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        contract = _checks.unscale_check_clip_accumulate_
+        check = functools.partial(
+            contract, main_grads, grads, inv_scale, max_norm, norm_type, found_inf
         )
-    except (RuntimeError, TypeError) as error:
-        check = _checks.unscale_check_clip_accumulate_
-        raise _checks.broken_contract(
-            error, check, main_grads, grads, inv_scale, max_norm, norm_type, found_inf
-        ) from None
-    _mark_written(main_grads)
+        norm = _accumulated_else(error, check, op, main_grads, grads, options)
+    _mark_written(main_grads, found_inf)
     return norm
 
 
@@ -283,11 +335,16 @@ def total_norm(
     """
     op = _ops.total_norm.default if isinstance(inv_scale, Tensor) else _ops.total_norm.scalar
     try:
+        _require_writable((), found_inf)
         norm: Tensor = op(grads, norm_type=norm_type, inv_scale=inv_scale, found_inf=found_inf)
-    except (RuntimeError, TypeError) as error:
+    except (AttributeError, RuntimeError, TypeError) as error:
         raise _checks.broken_contract(
-            error, _checks.total_norm, grads, norm_type, inv_scale, found_inf
+            error,
+            functools.partial(_checks.total_norm, grads, norm_type, inv_scale, found_inf),
+            functools.partial(_checks.norm_memory, grads, inv_scale, found_inf),
+            functools.partial(_checks.writable, "total_norm", "found_inf", found_inf),
         ) from None
+    _mark_written((), found_inf)
     return norm
 
 
@@ -328,7 +385,17 @@ def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """
     op = _ops.scale_.default if isinstance(factor, Tensor) else _ops.scale_.scalar
     try:
+        _require_writable(grads)
         op(grads, factor)
-    except (RuntimeError, TypeError) as error:
-        raise _checks.broken_contract(error, _checks.scale_, grads, factor) from None
+    except (AttributeError, RuntimeError, TypeError) as error:
+        broken = _checks.broken_contract(
+            error,
+            functools.partial(_checks.scale_, grads, factor),
+            functools.partial(_checks.scale_memory, grads, factor),
+            functools.partial(_checks.writable, "scale_", "grads", grads),
+        )
+        if broken is not error or not any(grad.is_neg() for grad in grads):
+            raise broken from None
+        # Whether the memory of a negated view is multiplied or its negative is the same.
+        op([torch._neg_view(grad) if grad.is_neg() else grad for grad in grads], factor)
     _mark_written(grads)

@@ -24,6 +24,7 @@ def accumulate_(
 ) -> Tensor:  # []
     """`main_grad = main_grad + grad * inv_scale`; returns the 2-norm of the result."""
     _checks.accumulate_(main_grads, grads, inv_scale, found_inf)
+    _checks.accumulate_memory("accumulate_", main_grads, grads, inv_scale, found_inf)
     _mark_nonfinite(found_inf, grads)
     for main_grad, grad in zip(main_grads, grads, strict=True):
         main_grad.copy_(_updated(main_grad, grad, inv_scale, overwrite))
@@ -46,6 +47,8 @@ def unscale_check_clip_accumulate_(
     _checks.unscale_check_clip_accumulate_(
         main_grads, grads, inv_scale, max_norm, norm_type, found_inf
     )
+    op = "unscale_check_clip_accumulate_"
+    _checks.accumulate_memory(op, main_grads, grads, inv_scale, found_inf)
     norm = _norm(grads, norm_type, inv_scale)
     coef = clip_coef(norm, max_norm)
     finite = _all_finite(grads)
@@ -68,6 +71,7 @@ def total_norm(
 ) -> Tensor:  # []
     """The norm of `grads * inv_scale`, taken as one vector."""
     _checks.total_norm(grads, norm_type, inv_scale, found_inf)
+    _checks.norm_memory(grads, inv_scale, found_inf)
     _mark_nonfinite(found_inf, grads)
     return _norm(grads, norm_type, inv_scale)
 
@@ -79,6 +83,7 @@ def scale_(
 ) -> None:
     """`grad = grad * factor`."""
     _checks.scale_(grads, factor)
+    _checks.scale_memory(grads, factor)
     for grad in grads:
         dtype = accumulation_dtype(grad)
         if grad.dtype == dtype:  # the same, without a second tensor of its size
@@ -100,7 +105,7 @@ def clip_coef(
 
     Without a limit it is 1, also where the norm of finite gradients overflowed.
     """
-    if math.isinf(max_norm):
+    if max_norm == math.inf:
         return torch.ones_like(norm)
     coef: Tensor = max_norm / (norm + 1e-6)
     return coef.clamp(max=1.0)

@@ -12,8 +12,10 @@
 #include <utility>
 #include <vector>
 
+#include "aliases.h"
 #include "boxed.h"
 #include "operands.h"
+#include "overlap.h"
 
 namespace accumext {
 
@@ -52,7 +54,7 @@ class Arguments {
     const size_t size = grads.size();
     spans.reserve(size);
     for (size_t i = 0; i < size; ++i) {
-      const TensorHandle grad = grads[i];
+      const TensorHandle& grad = grads[i];
       const Dtype dtype = dense_float(grad);
       const int64_t numel = property(aoti_torch_get_numel, grad);
       spans.push_back({property(aoti_torch_get_data_ptr, grad), dtype, numel,
@@ -67,8 +69,8 @@ class Arguments {
     require(main_grads.size() == size);
     pairs.reserve(size);
     for (size_t i = 0; i < size; ++i) {
-      const TensorHandle main_grad = main_grads[i];
-      const TensorHandle grad = grads[i];
+      const TensorHandle& main_grad = main_grads[i];
+      const TensorHandle& grad = grads[i];
       const Dtype main_dtype = dense_float(main_grad);
       const Dtype grad_dtype = dense_float(grad);
       require_same_shape(main_grad, grad);
@@ -78,6 +80,33 @@ class Arguments {
                        layout<2>({&main_grad, &grad}, numel, /*written=*/true)});
     }
     return pairs;
+  }
+
+  // What is written may share no memory with another argument, but for a main gradient that is its
+  // own gradient.
+  static void require_apart(const std::vector<Pair>& pairs, const Scalar& factor,
+                            const float* found_inf) {
+    const Cell flag{found_inf, Dtype::kFloat};
+    const Cell number{factor.data, factor.dtype};
+    for (const Pair& pair : pairs) {
+      require(!meets(number, main_place(pair)) && !meets(flag, main_place(pair)));
+      require(!meets(flag, grad_place(pair)));
+    }
+    require(!meets(flag, number) && !share_memory(pairs));
+  }
+
+  // Of tensors that are only read.
+  static void require_apart(const std::vector<Span>& spans, const Scalar& factor,
+                            const float* found_inf) {
+    const Cell flag{found_inf, Dtype::kFloat};
+    for (const Span& span : spans) require(!meets(flag, place(span)));
+    require(!meets(flag, Cell{factor.data, factor.dtype}));
+  }
+
+  // Of tensors that are multiplied in place.
+  static void require_apart(const std::vector<Span>& spans, const Scalar& factor) {
+    const Cell number{factor.data, factor.dtype};
+    for (const Span& span : spans) require(!meets(number, place(span)));
   }
 
   // Of the tensors collected; there must be one.

@@ -9,53 +9,65 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace accumext {
 
-// One tensor of a list, owned.
+// A tensor, owned.
 class TensorHandle {
  public:
   explicit TensorHandle(AtenTensorHandle tensor) : tensor_(tensor) {}
-  TensorHandle(const TensorHandle&) = delete;
-  ~TensorHandle() { aoti_torch_delete_tensor_object(tensor_); }
+  TensorHandle(TensorHandle&& other) noexcept : tensor_(other.release()) {}
+  ~TensorHandle() {
+    if (tensor_ != nullptr) aoti_torch_delete_tensor_object(tensor_);
+  }
 
   AtenTensorHandle get() const { return tensor_; }
+  AtenTensorHandle release() { return std::exchange(tensor_, nullptr); }
 
  private:
   AtenTensorHandle tensor_;
 };
 
-// A Tensor[] argument, owned: its tensors live as long as it does.
+// A Tensor[] argument. It owns its tensors, and for the whole call: a list from the dispatcher
+// holds handles that are ours to delete, and where a tensor was made for this call (of one with the
+// negative or conjugate bit the dispatcher makes a plain copy) nobody else has any.
 class TensorList {
  public:
-  explicit TensorList(StableListHandle list) : list_(list) {}
-  TensorList(TensorList&& other) noexcept : list_(std::exchange(other.list_, nullptr)) {}
-  ~TensorList() {
-    if (list_ != nullptr) torch_delete_list(list_);
-  }
-
-  size_t size() const {
+  explicit TensorList(StableListHandle list) {
+    const std::unique_ptr<StableListOpaque, Delete> owned(list);
     size_t size;
-    TORCH_ERROR_CODE_CHECK(torch_list_size(list_, &size));
-    return size;
+    TORCH_ERROR_CODE_CHECK(torch_list_size(list, &size));
+    tensors_.reserve(size);
+    for (size_t i = 0; i < size; ++i) {
+      StableIValue element;
+      TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &element));
+      tensors_.emplace_back(torch::stable::detail::to<AtenTensorHandle>(element));
+    }
   }
 
-  TensorHandle operator[](size_t i) const { return TensorHandle(item(i)); }
+  size_t size() const { return tensors_.size(); }
 
-  // The same as an object that may outlive the list.
-  torch::stable::Tensor tensor(size_t i) const { return torch::stable::Tensor(item(i)); }
+  const TensorHandle& operator[](size_t i) const { return tensors_[i]; }
+
+  // The same as objects, which take the tensors over.
+  std::vector<torch::stable::Tensor> tensors() && {
+    std::vector<torch::stable::Tensor> result;
+    result.reserve(size());
+    for (TensorHandle& tensor : tensors_) result.emplace_back(tensor.release());
+    return result;
+  }
 
  private:
-  AtenTensorHandle item(size_t i) const {
-    StableIValue element;
-    TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, i, &element));
-    return torch::stable::detail::to<AtenTensorHandle>(element);
-  }
+  struct Delete {
+    void operator()(StableListHandle list) const { torch_delete_list(list); }
+  };
 
-  StableListHandle list_;
+  std::vector<TensorHandle> tensors_;
 };
 
 template <typename T>

@@ -47,20 +47,4 @@ Layout<kOperands> simplified(Layout<kOperands> dims) {
   return dense ? Layout<kOperands>{} : joined;
 }
 
-// Whether two elements of an operand may share an address: ordered by stride, a dimension has to
-// step over everything that the smaller ones reach.
-template <int kOperands>
-bool overlaps_itself(Layout<kOperands> dims, int operand) {
-  std::erase_if(dims, [](const Dim<kOperands>& dim) { return dim.size == 1; });
-  std::sort(dims.begin(), dims.end(), [operand](const Dim<kOperands>& a, const Dim<kOperands>& b) {
-    return a.stride[operand] < b.stride[operand];
-  });
-  int64_t reach = 0;
-  for (const Dim<kOperands>& dim : dims) {
-    if (dim.stride[operand] <= reach) return true;
-    reach += dim.stride[operand] * (dim.size - 1);
-  }
-  return false;
-}
-
 }  // namespace accumext

@@ -11,6 +11,18 @@ namespace accumext {
 
 enum class Dtype : int32_t { kHalf, kBFloat16, kFloat, kDouble };  // in this order: arguments.h
 
+inline int64_t size_of(Dtype dtype) {  // bytes
+  switch (dtype) {
+    case Dtype::kHalf:
+    case Dtype::kBFloat16:
+      return 2;
+    case Dtype::kFloat:
+      return 4;
+    default:
+      return 8;
+  }
+}
+
 // One tensor that is reduced or scaled.
 struct Span {
   void* data;

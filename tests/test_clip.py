@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -169,6 +170,47 @@ def test_equals_torch(norm_type, max_norm):
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
     for got, want in zip(grads_of(ours), grads_of(theirs), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+
+
+MAX_NORMS = {
+    "tensor": torch.tensor(0.5),
+    "tensor of one element": torch.tensor([0.5], dtype=torch.float64),
+    "int tensor": torch.tensor(2),
+    "numpy": np.float32(0.5),
+    "numpy int": np.int64(2),
+    "numpy array": np.array(0.5),
+    "bool": True,
+    "zero": 0.0,
+    "negative": -2.0,
+    "-inf": -math.inf,
+    "nan": math.nan,
+}
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["", "without gradients"])
+@pytest.mark.parametrize("norm_type", [0, 0.0, 2.0, "inf", np.float64(3.0), np.int32(1)], ids=str)
+@pytest.mark.parametrize("max_norm", MAX_NORMS.values(), ids=MAX_NORMS)
+def test_any_limit_goes_into_the_formula_like_torchs(max_norm, norm_type, empty):
+    ours = [] if empty else parameters((torch.float32, torch.float64))
+    for parameter in ours[-1:]:
+        parameter.grad.zero_()  # the 0-norm counts gradients that are not all zero
+    theirs = twin(ours)
+    norm = accumext.clip_grad_norm_(ours, max_norm, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type)
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    for got, want in zip(grads_of(ours), grads_of(theirs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 0.0], ids=str)
+def test_the_0_norm_counts_gradients(value):
+    ours = parameters()
+    ours[0].grad.zero_()
+    ours[0].grad[5] = value
+    theirs = twin(ours)
+    norm = accumext.clip_grad_norm_(ours, 1.0, 0)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 1.0, 0))
+    assert norm.item() == 2 + (value != 0)
 
 
 def test_half_gradients_are_clipped_by_a_float32_norm():

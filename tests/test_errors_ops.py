@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 import accumext
+from accumext import _checks
 
 DENSE = "be a dense float16, bfloat16, float32 or float64 tensor"
 SPARSE = torch.eye(3).to_sparse()
@@ -165,10 +168,10 @@ def parameter_with(grad):
 
 COMPLEX = torch.ones(3, dtype=torch.complex64)
 CLIP_CASES = [
-    ({"max_norm": math.nan}, ValueError, "max_norm must be at least 0, got nan"),
-    ({"max_norm": -1.0}, ValueError, "max_norm must be at least 0, got -1.0"),
     ({"max_norm": "1"}, TypeError, "max_norm must be a number, got str"),
-    ({"norm_type": 0}, ValueError, "norm_type must be nonzero, got 0"),
+    ({"max_norm": None}, TypeError, "max_norm must be a number, got NoneType"),
+    ({"max_norm": ones(2)}, ValueError, "max_norm must have one element, got shape [2]"),
+    ({"norm_type": math.nan}, ValueError, "norm_type must not be NaN, got nan"),
     ({"norm_type": None}, TypeError, "norm_type must be a number, got NoneType"),
     ({"norm_type": "fro"}, TypeError, "norm_type must be a number, got str"),
     ({"parameters": 5}, TypeError,
@@ -194,3 +197,42 @@ def test_clip_grad_norm(broken, error, sentence):
         accumext.clip_grad_norm_(**({"parameters": [parameter], "max_norm": 1.0} | broken))
     assert str(raised.value) == f"clip_grad_norm_: {sentence}"
     assert torch.equal(parameter.grad, torch.full([3], 2.0))
+
+
+# --- numbers of other libraries -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int64, np.uint16, int])
+def test_integers_of_numpy(kind):
+    got = _checks.positive_int("op", "n", kind(3))
+    assert type(got) is int
+    assert got == 3
+    with pytest.raises(ValueError, match="op: n must be at least 1, got 0"):
+        _checks.positive_int("op", "n", kind(0))
+
+
+@pytest.mark.parametrize(
+    "value", [True, np.True_, 2.0, np.float64(2), "2", torch.tensor(2)], ids=repr
+)
+def test_what_is_no_integer(value):
+    with pytest.raises(TypeError, match="op: n must be an int, got"):
+        _checks.positive_int("op", "n", value)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int32, Fraction])
+def test_numbers_of_numpy(kind):
+    got = _checks.number("op", "x", kind(3))
+    assert type(got) is float
+    assert got == 3.0
+    expected, grads = [torch.ones(4)], [torch.ones(4)]
+    accumext.scale_(expected, 3.0)
+    if kind is not Fraction:
+        accumext.scale_(grads, kind(3))
+        assert torch.equal(grads[0], expected[0])
+        assert accumext.total_norm(grads, norm_type=kind(1), inv_scale=kind(1)).item() == 12.0
+
+
+@pytest.mark.parametrize("value", [True, np.True_, "2", 1j, torch.tensor(2.0)], ids=repr)
+def test_what_is_no_number(value):
+    with pytest.raises(TypeError, match="op: x must be a number, got"):
+        _checks.number("op", "x", value)

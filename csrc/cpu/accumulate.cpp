@@ -36,6 +36,7 @@ Tensor accumulate_cpu(TensorList main_grads, TensorList grads, scale_t inv_scale
   const std::vector<Pair> pairs = arguments.pairs(main_grads, grads);
   const Scalar unscale = arguments.scalar(inv_scale);
   float* flag = arguments.found_inf(found_inf);
+  arguments.require_apart(pairs, unscale, flag);
   const Reduced result = accumulate(pairs, value(unscale), /*clip_coef=*/1.0, overwrite);
   return report(result, norm_dtype(pairs, &Pair::main_dtype), flag);
 }

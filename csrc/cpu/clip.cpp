@@ -18,19 +18,20 @@ Tensor clip_accumulate_cpu(TensorList main_grads, TensorList grads, scale_t inv_
   std::vector<Span> spans;
   spans.reserve(pairs.size());
   for (const Pair& pair : pairs) spans.push_back(grad_of(pair));
-  const double unscale = value(arguments.scalar(inv_scale));
+  const Scalar unscale = arguments.scalar(inv_scale);
   const double limit = arguments.max_norm(max_norm);
   const double p = arguments.norm_type(norm_type);
   float* flag = arguments.found_inf(found_inf);
+  arguments.require_apart(pairs, unscale, flag);
 
-  const Reduced incoming = norm_of(spans, p, unscale);
+  const Reduced incoming = norm_of(spans, p, value(unscale));
   const Dtype dtype = norm_dtype(spans, &Span::dtype);
   const Tensor norm = report(incoming, dtype, flag);
   if (if_finite && !incoming.finite) return norm;
   const double coef = dtype == Dtype::kDouble
                           ? clip_coef(incoming.norm, limit)
                           : clip_coef(static_cast<float>(incoming.norm), static_cast<float>(limit));
-  accumulate(pairs, unscale, coef, overwrite);
+  accumulate(pairs, value(unscale), coef, overwrite);
   return norm;
 }
 

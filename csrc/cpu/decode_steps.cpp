@@ -33,12 +33,6 @@ struct Call {
   int64_t columns;
 };
 
-std::vector<Tensor> tensors(TensorList list) {
-  std::vector<Tensor> result;
-  for (size_t i = 0; i < list.size(); ++i) result.push_back(list.tensor(i));
-  return result;
-}
-
 template <typename T>
 class Decoding {
  public:
@@ -250,8 +244,8 @@ int64_t decode_steps_cpu(Tensor table, TensorList cell, TensorList states, int64
                          std::optional<Tensor> exps, std::optional<Tensor> stats,
                          std::optional<Tensor> rows, int64_t columns, int64_t begin, int64_t end) {
   const Call call{table,
-                  tensors(std::move(cell)),
-                  tensors(std::move(states)),
+                  std::move(cell).tensors(),
+                  std::move(states).tensors(),
                   cell_kind(kind),
                   kept,
                   kept_scale,

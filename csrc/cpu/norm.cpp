@@ -53,6 +53,7 @@ Tensor total_norm_cpu(TensorList grads, double norm_type, scale_t inv_scale,
   const std::vector<Span> spans = arguments.spans(grads, /*written=*/false);
   const Scalar unscale = arguments.scalar(inv_scale);
   float* flag = arguments.found_inf(found_inf);
+  arguments.require_apart(spans, unscale, flag);
   const double p = arguments.norm_type(norm_type);
   return report(cpu::norm_of(spans, p, value(unscale)), norm_dtype(spans, &Span::dtype), flag);
 }

@@ -6,16 +6,25 @@
 namespace accumext::cpu {
 namespace {
 
+void scale(const std::vector<Span>& spans, double factor) {
+  const Kernels& inner = kernels();
+  for_each_chunk(plan_chunks(numels(spans)), [&](const Chunk& chunk, int64_t) {
+    inner.scale(spans[chunk.tensor], chunk, factor);
+  });
+}
+
 template <typename scale_t>  // double or Tensor
 void scale_cpu(TensorList grads, scale_t factor) {
   Arguments arguments;
   const std::vector<Span> spans = arguments.spans(grads, /*written=*/true);
-  const double multiplier = value(arguments.scalar(factor));
-  if (multiplier == 1.0) return;
-  const Kernels& inner = kernels();
-  for_each_chunk(plan_chunks(numels(spans)), [&](const Chunk& chunk, int64_t) {
-    inner.scale(spans[chunk.tensor], chunk, multiplier);
-  });
+  const Scalar multiplier = arguments.scalar(factor);
+  arguments.require_apart(spans, multiplier);
+  if (value(multiplier) == 1.0) return;
+  if (share_memory(spans)) {  // one after the other
+    for (const Span& span : spans) scale({span}, value(multiplier));
+  } else {
+    scale(spans, value(multiplier));
+  }
 }
 
 }  // namespace

@@ -20,6 +20,7 @@ Tensor accumulate_cuda(TensorList main_grads, TensorList grads, scale_t inv_scal
   const std::vector<Pair> pairs = arguments.pairs(main_grads, grads);
   const Scalar unscale = arguments.scalar(inv_scale);
   float* flag = arguments.found_inf(found_inf);
+  arguments.require_apart(pairs, unscale, flag);
   if (grads.size() == 0) return norm_of_nothing();
 
   const Call<2> call(pairs, arguments.device_index());

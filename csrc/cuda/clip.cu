@@ -18,6 +18,7 @@ Tensor clip_accumulate_cuda(TensorList main_grads, TensorList grads, scale_t inv
   const double limit = arguments.max_norm(max_norm);
   const double p = arguments.norm_type(norm_type);
   float* flag = arguments.found_inf(found_inf);
+  arguments.require_apart(pairs, unscale, flag);
   if (grads.size() == 0) return norm_of_nothing();
 
   const Call<2> call(pairs, arguments.device_index());

@@ -11,8 +11,16 @@ void scale_cuda(TensorList grads, scale_t factor) {
   Arguments arguments;
   const std::vector<Span> spans = arguments.spans(grads, /*written=*/true);
   const Scalar multiplier = arguments.scalar(factor);
+  arguments.require_apart(spans, multiplier);
   if (grads.size() == 0) return;
-  Call<1>(spans, arguments.device_index()).for_chunks(scale_kernel, multiplier);
+  const auto scale = [&](const std::vector<Span>& some) {
+    Call<1>(some, arguments.device_index()).for_chunks(scale_kernel, multiplier);
+  };
+  if (share_memory(spans)) {  // one after the other
+    for (const Span& span : spans) scale({span});
+  } else {
+    scale(spans);
+  }
 }
 
 }  // namespace

@@ -57,18 +57,6 @@ struct Table {
   int64_t chunks;  // of all tensors together
 };
 
-inline int64_t size_of(Dtype dtype) {  // bytes
-  switch (dtype) {
-    case Dtype::kHalf:
-    case Dtype::kBFloat16:
-      return 2;
-    case Dtype::kFloat:
-      return 4;
-    default:
-      return 8;
-  }
-}
-
 // The bytes of a table: its entries, then the dimensions of those that are not dense.
 template <int kOperands>
 class Packed {

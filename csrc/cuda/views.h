@@ -6,6 +6,7 @@
 
 #include "arguments.h"
 #include "cuda/view.h"
+#include "overlap.h"
 
 namespace accumext::cuda {
 

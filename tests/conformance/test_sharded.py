@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import ranks
 import torch
@@ -15,11 +17,13 @@ from optimizer_oracle import (
     train_by_hand,
     window_gradient,
 )
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import accumext
 from accumext.optimizer import AccumulatingOptimizer
 
 NORMS = (1.0, 2.0, 3.0, INF, -1.0, -INF)
@@ -115,6 +119,52 @@ def unsummed_norm(rank, world):
     norm = float(opt.last.total_norm)
     moved = parameter.full_tensor().detach() - weight
     return {"partial": kinds, "norm": norm, "moved": moved, "weight": weight, "inputs": inputs}
+
+
+def clipped_by_hand(rank, world):
+    """clip_grad_norm_ on the gradients of one backward pass; torch's on those of one process."""
+    seen = {}
+    for norm_type in (*NORMS, 0.0):
+        results = []
+        for make, clip in (
+            (sharded, accumext.clip_grad_norm_),
+            (lambda: make_model(torch.float64), nn.utils.clip_grad_norm_),
+        ):
+            model = make()
+            loss_of(model, BATCHES[0]).backward()
+            norm = clip(model.parameters(), MAX_NORM, norm_type)
+            grads = [p.grad for p in model.parameters()]
+            if make is sharded:
+                assert float(norm) == float(norm.full_tensor())  # whole on every rank already
+                norm, *grads = (t.full_tensor() for t in (norm, *grads))
+            results.append([norm, *grads])
+        seen[norm_type] = results
+    return seen
+
+
+def clipped_parts(rank, world):
+    """clip_grad_norm_ where gradients are unsummed parts, replicas, shards and plain tensors."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(1.0, 13).reshape(6, 2)
+    kinds = [
+        DTensor.from_local(whole / world, mesh, [Partial()]),
+        distribute_tensor(whole.clone(), mesh, [Replicate()]),
+        distribute_tensor(whole.clone(), mesh, [Shard(0)]),
+    ]
+    parameters = []
+    for grad in kinds:
+        parameters.append(torch.nn.Parameter(torch.zeros_like(grad)))
+        parameters[-1].grad = grad
+    same_mesh = accumext.clip_grad_norm_(parameters, 1.0)
+    parameters.append(torch.nn.Parameter(torch.zeros(6, 2)))
+    parameters[-1].grad = whole.clone()
+    mixed = accumext.clip_grad_norm_(parameters, math.inf)
+    return {
+        "whole": whole,
+        "grads": [p.grad.full_tensor() for p in parameters[:3]],
+        "norm": same_mesh.full_tensor(),
+        "mixed": mixed,
+    }
 
 
 def poisoned(rank, world, bad_ranks, *, fused=False, own=True):
@@ -230,6 +280,8 @@ SCENARIOS = (
     one_bad_shard,
     half_precision,
     priming,
+    clipped_by_hand,
+    clipped_parts,
 )
 
 
@@ -279,6 +331,28 @@ def test_the_norm_of_unsummed_parts_is_that_of_their_sum(seen):
         assert saw["partial"] == [True]
         assert saw["norm"] == pytest.approx(float(weight.grad.norm()), rel=EXACT)
         assert_close([saw["moved"]], [-weight.grad * (0.5 / (weight.grad.norm() + 1e-6))])
+
+
+@pytest.mark.parametrize("norm_type", [*NORMS, 0.0], ids=str)
+def test_clip_grad_norm_of_sharded_gradients_is_torchs(seen, norm_type):
+    """`clip_grad_norm_` on the parameters of `fully_shard`"""
+    for rank in seen:
+        ours, theirs = rank["clipped_by_hand"][norm_type]
+        for got, want in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+
+
+def test_clip_grad_norm_of_dtensors_of_every_placement(seen):
+    for rank in seen:
+        found = rank["clipped_parts"]
+        whole = found["whole"]
+        norm = math.sqrt(3) * whole.norm().item()
+        assert found["norm"].item() == pytest.approx(norm, rel=1e-6)
+        for grad in found["grads"]:
+            torch.testing.assert_close(grad, whole / (norm + 1e-6))
+        norm = math.sqrt(3 * (whole.norm().item() / norm) ** 2 + whole.norm().item() ** 2)
+        assert found["mixed"].item() == pytest.approx(norm, rel=1e-5)
+        assert not isinstance(found["mixed"], DTensor)
 
 
 @pytest.mark.parametrize("scenario", POISONED, ids=lambda s: s.__name__)
