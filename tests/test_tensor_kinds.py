@@ -120,6 +120,7 @@ def test_a_decoder_with_negated_weights(kind):
             (view(state), view(state)) if kind == "LSTM" else view(state),
             feedback="greedy",
             k1=2,
+            k2=4,
         )
         out.loss.backward()
         leaves = (table, weight, bias, *cell.parameters())
