@@ -35,6 +35,7 @@ record: dict[str, Any] = {
     "archs": None,
     "compiled": [],
     "missing": {},
+    "sha256": {},
 }
 
 
@@ -82,6 +83,8 @@ def build_kernels(torch: Any) -> type:
         def run(self) -> None:
             folder = package_folder(self, bool(self.inplace))
             super().run()
+            libraries = [*folder.glob("_C_*.so"), *folder.glob("_bind.*.so")]
+            record["sha256"] = {path.name: build.sha256(path) for path in libraries}
             build.write_record(folder, record)
 
         def build_extensions(self) -> None:

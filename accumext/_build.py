@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import site
 import subprocess
@@ -325,13 +326,50 @@ def sources_key() -> str:
     return digest.hexdigest()[:16]
 
 
+def jit_obstacle(library: str, torch: Any) -> tuple[str, str] | None:
+    """What keeps one library from being compiled on first use, and the remedy."""
+    found = obstacle(torch)
+    if found is None and library == "cuda" and (toolkit := cuda(torch)).home is None:
+        found = toolkit.reason, toolkit.fix
+    return found
+
+
 def jit_key(library: str, torch: Any) -> str:
-    """The name of a JIT build's folder: whatever the compiled library depends on is in it."""
-    parts = [library, sources_key(), torch.__version__, platform.machine(), *cxx_flags(library)]
+    """The name of a JIT build's folder: two digests, of what is compiled and of what compiles it.
+
+    The first is of the sources, torch, the machine and our flags; the second of the compilers and
+    of the variables that they obey. Without a compiler the second is `*`, a pattern: any will do.
+    Python is in neither, for the libraries do not use its interface.
+    """
+    machine = f"{platform.machine()} {platform.libc_ver()}"
+    what = [sources_key(), torch.__version__, str(torch.version.git_version), machine]
+    what += cxx_flags(library)
     if library == "cuda":
-        parts += [str(torch.version.cuda), archs(torch), *nvcc_flags()]
-    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    return f"{library}-{digest}"
+        what += [str(torch.version.cuda), archs(torch), *nvcc_flags(), *arch_flags(torch)]
+    how = "*" if jit_obstacle(library, torch) else _digest(_compilers(library, torch))
+    return f"{library}-{_digest(what)}-{how}"
+
+
+_COMPILER_VARIABLES = (
+    *("CXX", "CC", "CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "TORCH_NO_COMPILER_WRAPPER"),
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH"),
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "PYTORCH_NVCC", "CUDA_INC_PATH"),
+)
+
+
+def _compilers(library: str, torch: Any) -> list[str]:
+    """Which compilers a JIT build runs, and what they are told by the environment."""
+    facts = [f"{name}={os.environ.get(name, '')}" for name in _COMPILER_VARIABLES]
+    command = shlex.split(os.environ.get("CXX") or "c++")
+    facts += [str(shutil.which(command[0])), _output([*command, "--version"])]
+    if library == "cuda":
+        home = cuda(torch).home
+        facts += [str(home), _output([f"{home}/bin/nvcc", "--version"])]
+    return facts
+
+
+def _digest(facts: list[str]) -> str:
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
 
 
 # --- the record --------------------------------------------------------------------------------
@@ -364,9 +402,22 @@ def read_record() -> dict[str, Any]:
     return _record_in(installation())
 
 
+def changed_libraries() -> list[str]:
+    """The installed libraries that are not what the installation compiled, as strip makes them."""
+    digests: dict[str, str] = read_record().get("sha256", {})
+    paths = {name: installation() / name for name in sorted(digests)}
+    return [name for name, path in paths.items() if path.exists() and sha256(path) != digests[name]]
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _record_in(folder: Path) -> dict[str, Any]:
+    """The record in a folder; empty if there is none, or a damaged one."""
     try:
-        record: dict[str, Any] = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
         return {}
-    return record
+    return record if isinstance(record, dict) else {}

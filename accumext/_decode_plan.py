@@ -24,7 +24,7 @@ CELL_ROWS = 256
 
 def cell_steps(batch: int) -> int:
     """Steps that CELL_ROWS come to."""
-    return max(1, -(-CELL_ROWS // max(1, batch)))
+    return -(-CELL_ROWS // max(1, batch))
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def make_plan(
         rows = -(-wanted // max(1, batch)) * batch
     else:
         columns = max(1, min(columns, memory_budget // (logit_bytes + exps_bytes)))
-        rows = max(1, (memory_budget - columns * logit_bytes) // exps_bytes)
+        rows = (memory_budget - columns * logit_bytes) // exps_bytes
         if rows >= batch > 0:
             rows -= rows % batch
     return Plan(max(1, min(rows, steps * batch)), columns, SEGMENT)

@@ -48,6 +48,7 @@ def examine() -> dict[str, Any]:
         "versions": _versions(),
         "settings": {name: os.environ.get(name) for name in _build.CHOICES},
         "installation": _build.read_record(),
+        "changed": _build.changed_libraries(),
         "self_test": self_test,
         "passed": all(outcome == "ok" for outcome in self_test.values()),
     }
@@ -78,7 +79,6 @@ def _fix(backend: str) -> str | None:
 def _versions() -> dict[str, str | None]:
     cuda = _build.cuda(torch)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    bindings = _native.bindings()
     return {
         "accumext": _distribution("accumext"),
         "python": platform.python_version(),
@@ -89,8 +89,16 @@ def _versions() -> dict[str, str | None]:
         "compiler": _first_line(os.environ.get("CXX") or "c++", "--version"),
         "nvcc": f"{cuda.version} in {cuda.home}" if cuda.home else f"not used: {cuda.reason}",
         "ninja": _distribution("ninja"),
-        "bindings": json.dumps(bindings.build_facts()) if bindings else None,
+        "bindings": _bindings(),
     }
+
+
+def _bindings() -> str | None:
+    try:
+        bindings = _native.bindings()
+    except (ImportError, OSError) as error:
+        return str(error)
+    return json.dumps(bindings.build_facts()) if bindings else None
 
 
 def _distribution(name: str) -> str | None:
@@ -191,6 +199,7 @@ def _print(report: dict[str, Any]) -> None:
     rows += report["versions"].items()
     rows += [(name, value or "auto (unset)") for name, value in report["settings"].items()]
     rows += _installation_rows(report["installation"])
+    rows += [(name, "not as compiled: its digest differs") for name in report["changed"]]
     rows += [(f"self-test {name}", outcome) for name, outcome in report["self_test"].items()]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:

@@ -7,15 +7,14 @@ for each of its operators, which compiles and loads the library, leaves, and cal
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
+import errno
 import importlib.machinery
 import importlib.util
 import logging
 import os
-import shutil
-import tempfile
+import struct
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -29,8 +28,8 @@ from accumext import _build
 _log = logging.getLogger("accumext")
 _log.addHandler(logging.NullHandler())
 
-_LOCK_TIMEOUT_S = 600.0  # several times the longest compile: beyond it the other process hangs
 _REINSTALL = "in the accumext sources: pip install --force-reinstall --no-deps ."
+_MORE_ROOM = "set TORCH_EXTENSIONS_DIR and TMPDIR to folders with more room"
 
 
 class _Library:
@@ -99,6 +98,7 @@ class _Library:
         record = _build.read_record()
         try:
             self._check_record(record)
+            _check_length(self._path())
             self._open(self._path())
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
@@ -115,11 +115,16 @@ class _Library:
             raise RuntimeError(f"compiled for CUDA {nvcc}, torch is for CUDA {torch.version.cuda}")
 
     def _open(self, path: Path) -> None:
+        """Load a library; RuntimeError if an operator that it should have is not there then."""
         if self.name == "cuda":
             # torch opens its libraries for itself alone; ours needs their CUDA symbols made global.
             torch_cuda = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
             ctypes.CDLL(str(torch_cuda), mode=ctypes.RTLD_GLOBAL)
         torch.ops.load_library(path)
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        for name in _build.registered_ops(self.name):
+            if not has_kernel(f"accumext::{name}", self.label):
+                raise RuntimeError(f"{path} has no {self.label} kernel of {name}")
 
     def _accept(self, reason: str) -> None:
         self.loaded, self.reason = True, reason
@@ -153,15 +158,17 @@ class _Library:
     def _compile(self) -> None:
         self.reason = "compiling on first use was interrupted"
         try:
-            folder = self._compiled()
+            where = self._compiled()
         except Exception as error:
             self._give_up(error)
         else:
-            self._accept(f"compiled on first use, in {folder}")
+            self._accept(where)
 
     def _give_up(self, error: Exception) -> None:
         _log.debug("the whole error: %s", error)
         reason = f"compiling on first use failed: {_telling_line(error)}"
+        if os.strerror(errno.ENOSPC) in str(error):
+            reason += f"; {_MORE_ROOM}"
         if (absence := self._absence()) is not None:
             reason = f"{absence}; {reason}"
         if _build.setting("ACCUMEXT_BACKEND") == "jit":
@@ -170,42 +177,91 @@ class _Library:
         self.reason = reason
         _log.warning("%s tensors are served by pure PyTorch: %s", self.label, reason)
 
-    def _compiled(self) -> Path:
-        """Load the library from the cache, after compiling it if need be; returns its folder."""
-        from filelock import FileLock
+    def _compiled(self) -> str:
+        """Load the library from the cache, after compiling it if need be; says where it is."""
+        from accumext import _cache
 
         key = _build.jit_key(self.name, torch)
-        root = _cache_root()
-        folder = root / key
-        with FileLock(root / f"{key}.lock", timeout=_LOCK_TIMEOUT_S):
-            library = folder / f"_C_{self.name}.so"
-            complete = folder / "complete"
-            if complete.exists():
+        root, passing = _cache.open_cache()
+        folder = self._load_kept(root, key)
+        if folder is None:
+            if (obstacle := _build.jit_obstacle(self.name, torch)) is not None:
+                raise RuntimeError(". ".join(obstacle))
+            if not passing:
+                root, passing = _cache.writable_cache(root)
+            with _cache.turn(root / f"{key}.lock"):
+                folder = self._load_kept(root, key)
+                if folder is None:
+                    folder = root / key
+                    passing = self._make(folder) or passing
+        where = f"compiled on first use, in {folder}"
+        return f"{where}, for this process alone: {passing}" if passing else where
+
+    def _load_kept(self, root: Path, key: str) -> Path | None:
+        """Load an undamaged library of the cache; its folder, None if there is none that works."""
+        from accumext import _cache
+
+        for library in _cache.kept(root, key, f"_C_{self.name}.so"):
+            try:
                 self._open(library)
+            except (OSError, RuntimeError) as error:
+                _log.warning("%s does not load and is compiled again: %s", library, error)
             else:
-                self._run_compiler(folder)
-                complete.touch()
-        return folder
+                return library.parent
+        return None
+
+    def _make(self, folder: Path) -> str:
+        """Compile and load the library, and keep it in a folder; why not, if it cannot be kept.
+
+        What is kept has been loaded and has its operators.
+        """
+        from accumext import _cache
+
+        with _cache.workshop(folder) as workshop:
+            self._run_compiler(workshop)
+            library = workshop / f"_C_{self.name}.so"
+            self._open(library)
+            try:
+                _cache.keep(library, folder)
+            except OSError as error:
+                _log.warning("%s is not kept: %s", folder, error)
+                return f"it could not be kept ({error.strerror}); {_MORE_ROOM}"
+        return ""
 
     def _run_compiler(self, folder: Path) -> None:
-        obstacle = _build.obstacle(torch)
-        if obstacle is not None:
-            raise RuntimeError(". ".join(obstacle))
         from torch.utils import cpp_extension
 
-        folder.mkdir(exist_ok=True)
-        # The lock of torch's own loader outlives a killed process, and then all wait for ever. We
-        # hold a lock of our own around it, so one found here belongs to nobody.
-        (folder / "lock").unlink(missing_ok=True)
         arguments = _build.load_arguments(self.name, torch)
         if self.name == "cuda":
-            cuda = _build.cuda(torch)
-            if cuda.home is None:
-                raise RuntimeError(f"{cuda.reason}. {cuda.fix}")
-            cpp_extension.CUDA_HOME = cuda.home
-            arguments["extra_ldflags"] = _build.cudart_flags(cuda.home, folder)
+            home = _build.cuda(torch).home
+            assert home is not None  # or there would have been an obstacle
+            cpp_extension.CUDA_HOME = home
+            arguments["extra_ldflags"] = _build.cudart_flags(home, folder)
         with _environment(_build.environment()):
             cpp_extension.load(**arguments, build_directory=str(folder))
+
+
+def _check_length(path: Path) -> None:
+    """OSError if a library's file ends before what its headers speak of.
+
+    The loader maps what they speak of, and to read beyond the end of the file kills the process.
+    Headers rather than a recorded size: packagers strip libraries and rewrite their search paths.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+        if header[:6] != b"\x7fELF\x02\x01" or len(header) < 64:
+            return  # the loader says what is wrong; only ELF of 64 bits is mapped unasked
+        segments_at, sections_at = struct.unpack_from("<QQ", header, 32)
+        segment_bytes, segments, section_bytes, sections = struct.unpack_from("<4H", header, 54)
+        file.seek(segments_at)
+        table = file.read(segments * segment_bytes)
+    ends = [segments_at + segments * segment_bytes, sections_at + sections * section_bytes]
+    for at in range(0, len(table) - segment_bytes + 1, segment_bytes):
+        offset, _, _, length = struct.unpack_from("<4Q", table, at + 8)
+        ends.append(offset + length)
+    size = path.stat().st_size
+    if size < max(ends):
+        raise OSError(f"{path} is cut short: {size} bytes of {max(ends)}")
 
 
 def _bound(kernel: Callable[..., Any], op: Any) -> Callable[..., Any]:
@@ -223,25 +279,6 @@ def _telling_line(error: Exception) -> str:
 
 def _major(version: str) -> str:
     return version.split(".")[0]
-
-
-def _cache_root() -> Path:
-    """accumext's folder among torch's extensions; where that is read-only, one for this process."""
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if not folder:
-        from torch.utils.cpp_extension import get_default_build_root
-
-        folder = get_default_build_root()
-    root = Path(folder, "accumext")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            return root
-    except OSError as error:
-        root = Path(tempfile.mkdtemp(prefix="accumext-"))
-        atexit.register(shutil.rmtree, root, ignore_errors=True)
-        _log.info("compiling in %s, which this process removes: %s", root, error)
-        return root
 
 
 @contextlib.contextmanager
@@ -311,11 +348,16 @@ def backend_reason() -> str:
 
 
 def bindings() -> types.ModuleType | None:
-    """The installed pybind11 module, typed in _bind.pyi; None where nothing was compiled."""
+    """The installed pybind11 module, typed in _bind.pyi; None where nothing was compiled.
+
+    Raises:
+        ImportError, OSError: it does not load.
+    """
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = _build.installation() / f"_bind{suffix}"
         spec = importlib.util.spec_from_file_location("accumext._bind", path)
         if path.exists() and spec is not None and spec.loader is not None:
+            _check_length(path)
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             return module

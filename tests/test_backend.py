@@ -1,101 +1,16 @@
-"""Which kernels answer: each case in a process of its own, on a source tree with one tiny kernel.
-
-The kernel fills tensors with 42, so that a result tells which kernel answered; it compiles in
-seconds.
-"""
+"""Which kernels answer: each case in a process of its own, on a tree with one tiny kernel."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from source_tree import CALL, NATIVE, PROBE, REFERENCE, SHOW, Tree
 
 import accumext
 from accumext import _build, _native
-
-PROBE = """
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <vector>
-
-void Fill(std::vector<torch::stable::Tensor> tensors, double factor) {
-  for (torch::stable::Tensor& tensor : tensors) {
-    if (tensor.numel() > 0) *static_cast<float*>(tensor.data_ptr()) = 42;
-  }
-}
-
-STABLE_TORCH_LIBRARY_IMPL(accumext, CPU, m) { m.impl("scale_.scalar", TORCH_BOX(&Fill)); }
-"""
-CALL = """
-import torch, accumext
-tensor = torch.tensor([2.0])
-accumext.scale_([tensor], 0.5)
-"""
-SHOW = CALL + "print(tensor.item(), accumext.backend(), accumext.backend_reason(), sep='|')"
-NATIVE, REFERENCE = "42.0", "1.0"
-
-
-class Tree:
-    """A source tree of the package that nothing was installed from."""
-
-    def __init__(self, folder: Path) -> None:
-        ignore = shutil.ignore_patterns("*.so", "_build_info.json", "_csrc", "__pycache__")
-        shutil.copytree(Path(accumext.__file__).parent, folder / "accumext", ignore=ignore)
-        (folder / "csrc" / "cpu").mkdir(parents=True)
-        self.folder = folder
-        self.source = folder / "csrc" / "cpu" / "probe.cpp"
-        self.source.write_text(PROBE)
-        self.cache = folder / "extensions"
-        self.installed = folder / "accumext" / "_C_cpu.abi3.so"
-
-    def start(self, code: str, **variables: str) -> subprocess.Popen[str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCUMEXT_")}
-        clean |= {"PYTHONPATH": str(self.folder), "TORCH_EXTENSIONS_DIR": str(self.cache)}
-        return subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=self.folder,
-            env=clean | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        with self.start(code, **variables) as process:
-            try:
-                out, err = process.communicate(timeout=100)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-    def show(self, **variables: str) -> tuple[str, str, str]:
-        """The result of one call, the backend and the reason."""
-        done = self.run(SHOW, **variables)
-        assert done.returncode == 0, done.stderr
-        result, backend, reason = done.stdout.strip().split("|")
-        return result, backend, reason
-
-    def built(self) -> Path:
-        """The folder of the library compiled on first use."""
-        (marker,) = self.cache.glob("accumext/*/complete")
-        return marker.parent
-
-    def install(self) -> None:
-        """Put a compiled library where an installation would."""
-        self.show()
-        shutil.copy(self.built() / "_C_cpu.so", self.installed)
-        key = self.run("from accumext import _build; print(_build.sources_key())").stdout.strip()
-        record = {"sources": key, "torch": "2.13.0", "compiled": ["cpu"], "missing": {}}
-        (self.folder / "accumext" / "_build_info.json").write_text(json.dumps(record))
-        shutil.rmtree(self.cache)
 
 
 @pytest.fixture
@@ -258,14 +173,6 @@ def test_two_processes_compile_once(tree: Tree) -> None:
     assert [output.partition("|")[0] for output in outputs] == [NATIVE, NATIVE]
     compilations = [line for line in log.read_text().splitlines() if "probe.cpp" in line]
     assert len(compilations) == 1
-
-
-def test_the_lock_of_a_killed_compile_does_not_hang_the_next(tree: Tree) -> None:
-    code = "import torch; from accumext import _build; print(_build.jit_key('cpu', torch))"
-    folder = tree.cache / "accumext" / tree.run(code).stdout.strip()
-    folder.mkdir(parents=True)
-    (folder / "lock").touch()
-    assert tree.show()[0] == NATIVE
 
 
 def test_a_cache_that_cannot_be_written_is_replaced_for_this_process(tree: Tree) -> None:

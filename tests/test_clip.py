@@ -71,6 +71,19 @@ def test_below_max_norm_it_is_accumulate(main_dtype, grad_dtype, overwrite):
     assert all(map(torch.equal, main_grads, expected))
 
 
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_a_limit_just_above_the_norm_does_not_scale_up(norm_type, grad_dtype):
+    grads = [oracle.random(shape, grad_dtype) for shape in [(2049,), (13, 7), ()]]
+    expected = [torch.ones(g.shape) for g in grads]
+    main_grads = [torch.ones(g.shape) for g in grads]
+    accumext.accumulate_(expected, grads, inv_scale=0.25)
+    limit = 1.25 * oracle.norm(grads, norm_type, 0.25)
+    accumext.unscale_check_clip_accumulate_(
+        main_grads, grads, inv_scale=0.25, max_norm=limit, norm_type=norm_type
+    )
+    assert all(map(torch.equal, main_grads, expected))
+
+
 @pytest.mark.parametrize("operator", [False, True], ids=["function", "operator"])
 def test_inv_scale_as_tensor_equals_float_and_is_not_read(operator, dtype):
     op = torch.ops.accumext if operator else accumext

@@ -108,11 +108,12 @@ def test_predicted_peak_of_a_callable_cell(vocabulary: int, steps: int) -> None:
     assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
 
 
-def test_predicted_peak_with_dropout() -> None:
-    """The masks of eight layers, where states are all that is large."""
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_predicted_peak_with_dropout(dropout: float) -> None:
+    """The masks of eight layers, or none, where states are all that is large."""
     size, vocabulary = 64, 100
     embedding, _, head = modules(vocabulary, size, torch.float32, False)
-    parts = (embedding, nn.RNN(size, size, 8, dropout=0.5), head)
+    parts = (embedding, nn.RNN(size, size, 8, dropout=dropout), head)
     targets = torch.randint(vocabulary, (400, 16))
     predicted = accumext.decode_memory(*parts, (400, 16), feedback="greedy")
     assert predicted == pytest.approx(measured(parts, targets, feedback="greedy"), rel=PREDICTION)

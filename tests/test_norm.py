@@ -71,6 +71,14 @@ def test_half_gradients_whose_norm_is_no_half():
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_the_norm_of_either_zero_is_positive_zero(zero, norm_type, dtype):
+    norm = accumext.total_norm([torch.tensor([zero], dtype=dtype)], norm_type=norm_type)
+    assert norm.item() == 0.0
+    assert not norm.signbit()
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_empty_is_zero(norm_type):
     for grads in ([], [torch.empty(0)], [torch.empty(2, 0), torch.empty(0)]):
         norm = accumext.total_norm(grads, norm_type=norm_type)
