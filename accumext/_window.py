@@ -135,6 +135,7 @@ class Window:
     ) -> None:
         """Add some gradients of a micro-batch that is counted already."""
         self._add(self._draft(), grads, factor, foreign)
+        self.norm = None  # which depends on the order of the parts
 
     def _add(
         self,
