@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from accumext import ops
 from accumext._grad_slots import exchange, param_grads, put, versions
@@ -151,6 +154,7 @@ def run_step(
     parameters: list[Tensor],
     gradient: StepGradient,
     device: torch.device,
+    has_stepped: Moved,
     kwargs: dict[str, Any],
 ) -> Any:
     """The wrapped optimizer's step, with this gradient alone in `.grad` for as long as it runs."""
@@ -167,17 +171,46 @@ def run_step(
         for name, value in attributes.items():
             setattr(optimizer, name, value)
         put(parameters, lent)
-        return optimizer.step(**kwargs)
+        with has_stepped.watching(optimizer):
+            return optimizer.step(**kwargs)
     finally:
         for name in attributes:
             vars(optimizer).pop(name, None)
         exchange(parameters, lent, before)
 
 
-def moved(parameters: list[Tensor]) -> Callable[[], bool]:
-    """Tells, later, whether an optimizer has written any of the parameters by then."""
-    before = versions(parameters)
-    return lambda: versions(parameters) != before
+class Moved:
+    """Tells, after an exception, whether an optimizer has written parameters.
+
+    Their versions say so, but not after torch's fused kernels, which do not count. After those the
+    first of the post-hooks does: the step itself had come to its end.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._parameters, self._before = parameters, versions(parameters)
+        self._ended = False
+
+    def __call__(self) -> bool:
+        return self._ended or versions(self._parameters) != self._before
+
+    @contextmanager
+    def watching(self, optimizer: Optimizer) -> Iterator[None]:
+        """A context for the step."""
+        handle = self._watch(optimizer)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @_disable_dynamo  # it would compile the step anew for every hook
+    def _watch(self, optimizer: Optimizer) -> RemovableHandle:
+        handle = optimizer.register_step_post_hook(self._end)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(handle.id, last=False)
+        return handle
+
+    def _end(self, *args: object) -> None:
+        self._ended = True
 
 
 def _number(factor: Scalar) -> Scalar:

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from accumext import _checks, distributed
 from accumext._arguments import OP
 from accumext._backward import BackwardPasses
-from accumext._boundary import Measure, measure, moved, run_step, step_gradient
+from accumext._boundary import Measure, Moved, measure, run_step, step_gradient
 from accumext._grad_slots import Consumed, clear, exchange, param_grads
 from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, as_tensor, known, larger
@@ -102,7 +102,7 @@ class Stepping(BackwardPasses):
                 measured = measure(optimizer, window, self.max_norm, self.norm_type, self.reduction)
                 gradient = step_gradient(optimizer, window, measured)
                 lent, before = gradient.of(parameters), param_grads(parameters)
-                has_moved = moved(parameters)
+                has_moved = Moved(parameters)
                 close, has_updated = self._closing(window, measured, gradient.skip)
 
                 def finish() -> None:
@@ -112,7 +112,9 @@ class Stepping(BackwardPasses):
                 atomic.after(finish, lambda: has_moved() or has_updated())
                 result = None
                 if isinstance(gradient.skip, Tensor) or not gradient.skip:
-                    result = run_step(optimizer, parameters, gradient, measured.device, kwargs)
+                    result = run_step(
+                        optimizer, parameters, gradient, measured.device, has_moved, kwargs
+                    )
                 finish()
         self._warn_of_skip(window)
         return result
@@ -258,7 +260,7 @@ class Stepping(BackwardPasses):
         if closure is None:
             _checks.fail_type(op, "closure", "be callable for this optimizer", "None")
         progress, parameters = self._progress, self._parameters()
-        has_moved = moved(parameters)
+        has_moved = Moved(parameters)
         clear(p for p in parameters if p.grad is not None and progress.consumed.used_up(p.grad))
         seen: list[Tensor] = []
 

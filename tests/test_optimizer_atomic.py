@@ -93,11 +93,14 @@ def test_a_failed_step_changes_no_bit_and_may_be_tried_again(dtype, window, max_
 
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("max_norm", [None, 1e-3])
-def test_a_post_hook_that_raises_leaves_the_window_closed(window, max_norm):
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_post_hook_that_raises_leaves_the_window_closed(window, max_norm, fused):
     model = make_model()
     parameters = list(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    opt = AccumulatingOptimizer(sgd(parameters), window=window, max_norm=max_norm, scaler=scaler)
+    opt = AccumulatingOptimizer(
+        sgd(parameters, fused=fused), window=window, max_norm=max_norm, scaler=scaler
+    )
     opt.register_step_post_hook(Once())
     for batch in BATCHES[:window]:
         opt.backward(loss_of(model, batch))
