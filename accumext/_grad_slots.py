@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import TensorWeakRef
@@ -66,6 +67,7 @@ class Consumed:
     does; only `flush`, which a bare one does not have, asks whether it is new.
     """
 
+    @_disable_dynamo  # it would compile anew for every gradient
     def __init__(
         self,
         grads: Iterable[Tensor | None] = (),
