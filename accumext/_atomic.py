@@ -27,6 +27,7 @@ class Atomic:
         self._progress, self._window = progress, progress.window
         self._fields, self._window_fields = vars(progress).copy(), vars(progress.window).copy()
         self._parameters, self._grads = parameters, param_grads(parameters)
+        self._leave = progress.watch.leave
         self._contents: list[tuple[Tensor, Tensor]] = []
         self._evidence: Callable[[], bool] | None = None
         self._rest: Callable[[], None] = _nothing
@@ -64,14 +65,10 @@ class Atomic:
         return self._evidence is not None and self._evidence()
 
     def _restore(self) -> None:
-        before, now = self._window_fields["attachment"], self._window.attachment
-        if now is not None and now is not before:
-            now.end()
         vars(self._progress).update(self._fields)
         vars(self._window).update(self._window_fields)
+        self._progress.watch.resume(self._leave)
         put(self._parameters, self._grads)
-        if before is not None:
-            before.resume()
         for grad, content in self._contents:
             grad.detach().copy_(content)
 

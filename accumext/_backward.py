@@ -72,10 +72,7 @@ class BackwardPasses(Taking):
             if not self._attaches():
                 self._take(op, self._grads(), weight, scale, foreign)
                 return
-            self._attach(op, self._grads(), weight, scale)
-            attachment = self._progress.window.attachment
-            assert attachment is not None
-            attachment.watch(self._leave_grad)
+            self._attach(op, weight, scale, brought=True)
 
     def _reduction_of_the_last(self, op: str, weight: Scalar) -> Reduction | None:
         """What sums the window while its last backward pass runs; None if it is not to, or not yet.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,9 @@ class StepGradient(NamedTuple):
 
     def of(self, parameters: list[Tensor]) -> list[Tensor | None]:
         """What each parameter is lent."""
+        holders = self.lent.parameters
+        if len(holders) == len(parameters) and all(map(is_, holders, parameters)):
+            return list(self.lent.tensors)
         lent = self.lent.by_parameter
         return [lent.get(parameter) for parameter in parameters]
 
@@ -134,19 +138,18 @@ def step_gradient(optimizer: Optimizer, window: Window, measured: Measure) -> St
     casts = {} if window.attached else mains.casts
     # What divides in a fused kernel is a float32, and only where a gradient is dense.
     folds = takes_scale and mains.dense and not casts and measured.norm_dtype == torch.float32
-    whole = mains.without(casts)
-    lent = dict(whole.by_parameter)
+    lent = mains.without(casts)
     if measured.scaled is not None:
-        lent = dict(zip(whole.parameters, measured.scaled, strict=True))
+        lent = MainGrads(lent.parameters, measured.scaled)
     elif not folds and (isinstance(factor, Tensor) or factor != 1.0):
-        lent = _multiplied(whole.by_parameter, factor)[0]
+        lent = _multiplied(lent, factor)[0]
     if casts:
-        stored, norms = _multiplied(casts, factor)
-        lent |= stored
+        stored, norms = _multiplied(MainGrads.of(casts), factor)
+        lent = MainGrads.of(lent.by_parameter | stored.by_parameter)
         skip = larger(skip, any_of(not_finite(known(norm)) for norm in norms))
     if isinstance(skip, Tensor) and not takes_scale:
         skip = 0.0 if skip.is_meta else float(bool(skip))
-    return StepGradient(MainGrads.of(lent), factor if folds else 1.0, takes_scale, skip)
+    return StepGradient(lent, factor if folds else 1.0, takes_scale, skip)
 
 
 def run_step(
@@ -238,16 +241,14 @@ def _multiplies(optimizer: Optimizer, window: Window, factor: Scalar) -> bool:
     return bool(window.mains.tensors) and (isinstance(factor, Tensor) or factor != 1.0)
 
 
-def _multiplied(
-    mains: dict[Tensor, Tensor], factor: Scalar
-) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+def _multiplied(mains: MainGrads, factor: Scalar) -> tuple[MainGrads, list[Tensor]]:
     """`main * factor` in the dtype of the parameters, in new memory; norms of what came out."""
-    stored = {
-        p: main.to(p.dtype, copy=True) if main.is_sparse else torch.empty_like(main, dtype=p.dtype)
-        for p, main in mains.items()
-    }
+    stored = [
+        main.to(p.dtype, copy=True) if main.is_sparse else torch.empty_like(main, dtype=p.dtype)
+        for p, main in zip(mains.parameters, mains.tensors, strict=True)
+    ]
     norms = [
         ops.accumulate_(products, sources, inv_scale=on(device, factor), overwrite=True)
-        for device, (products, sources) in per_device(list(stored.values()), list(mains.values()))
+        for device, (products, sources) in per_device(stored, mains.tensors)
     ]
-    return stored, norms
+    return MainGrads(mains.parameters, stored), norms

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter, is_
+from operator import and_, attrgetter, eq, is_
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle, unserializable_hook
-from torch.utils.weak import TensorWeakRef
 
 grad_of = attrgetter("grad")
 _version_of = attrgetter("_version")
@@ -50,9 +50,8 @@ def clear(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
-def versions(tensors: Iterable[Tensor | None]) -> list[int | None]:
+def versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
     """How often each tensor has been written, as far as autograd was told; None without a count."""
-    tensors = list(tensors)
     try:
         return list(map(_version_of, tensors))
     except (AttributeError, RuntimeError):  # a missing tensor, or one made in inference mode
@@ -70,77 +69,102 @@ class Consumed:
     @_disable_dynamo  # it would compile anew for every gradient
     def __init__(
         self,
-        grads: Iterable[Tensor | None] = (),
-        brought: Iterable[Tensor | None] = (),  # by the wrapper's own backward pass
+        grads: Sequence[Tensor | None] = (),  # of the optimizer's parameters, in their order
+        brought: Sequence[Tensor | None] = (),  # by the wrapper's own backward pass
     ) -> None:
-        there = [grad for grad in grads if grad is not None]
-        self._brought = {id(grad) for grad in brought}.intersection(map(id, there))
-        self._seen = {  # weakly: the memory is the user's to free
-            id(grad): (TensorWeakRef(grad), version)
-            for grad, version in zip(there, versions(there), strict=True)
-        }
+        # Weakly: the memory is the user's to free.
+        self._seen = [None if grad is None else ref(grad) for grad in grads]
+        self._versions = versions(grads)
+        self._brought = list(map(is_, grads, brought))
 
-    def __contains__(self, grad: Tensor) -> bool:
-        """Whether this gradient is one of them, unless it was seen to be written since."""
-        reference, version = self._seen.get(id(grad), (None, None))
-        return reference is not None and reference() is grad and versions([grad]) == [version]
+    def among(self, grads: Sequence[Tensor | None]) -> list[bool]:
+        """Which of these are still there, and were not seen to be written since."""
+        if not self._seen:
+            return [False] * len(grads)
+        same = [r is not None and r() is grad for r, grad in zip(self._seen, grads, strict=False)]
+        unwritten = map(eq, self._versions, versions(grads))
+        flags = list(map(and_, same, unwritten))
+        return flags + [False] * (len(grads) - len(flags))
 
-    def used_up(self, grad: Tensor) -> bool:
-        """Whether it is one that no step takes again."""
-        return id(grad) in self._brought and grad in self
+    def fresh(self, grads: Sequence[Tensor | None], new: bool = False) -> list[Tensor | None]:
+        """The same, without what is used up; if `new`, without anything that a step has used."""
+        if not self._seen or not (new or any(self._brought)):
+            return list(grads)
+        flags = self.among(grads)
+        if not new:
+            flags = list(map(and_, flags, self._brought + [False] * len(grads)))
+        return [None if flag else grad for flag, grad in zip(flags, grads, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_seen": {}, "_brought": set()}  # a copy's parameters come without `.grad`
+        return {"_seen": [], "_versions": [], "_brought": []}  # copies come without `.grad`
 
 
-class Attachment:
-    """A window's gradients while they lie in `.grad`, for the user to see.
+class Watch:
+    """Hooks on parameters, which tell that a backward pass is about to add to `.grad`.
 
-    A backward pass of the user's own would add to them there, although it is another micro-batch.
-    So hooks wait for one, for as long as this lasts, and have the window leave `.grad` first.
+    They stay, since to add and remove them for every step takes longer than a small step itself,
+    and do nothing but look whether anybody wants to know. They hold nothing alive, and go with the
+    optimizer.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        self.parameters = parameters  # all: whatever comes to lie there belongs to the window
-        self.grads = grads
-        self._leave: Callable[[], None] | None = None
+    def __init__(self) -> None:
+        self.leave: Callable[[], None] | None = None
+        self._watched: list[ReferenceType[Tensor]] = []
         self._handles: list[RemovableHandle] = []
         self._one_at_a_time = RLock()  # a backward pass runs on one thread per device
 
-    def is_where_it_was(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether `.grad` of every parameter is still the same tensor."""
-        return len(grads) == len(self.grads) and all(map(is_, self.grads, grads))
-
-    @property
-    def brought(self) -> Sequence[Tensor | None]:
-        """The gradients, if it was the wrapper's own backward pass that brought them."""
-        return () if self._leave is None else self.grads
-
-    def watch(self, leave: Callable[[], None]) -> None:
-        """Call `leave` before any backward pass adds to one of the gradients."""
-        self._leave = leave
-        self.resume()
-
-    def resume(self) -> None:
-        """Watch again, if this had watched and was ended."""
-        if self._leave is not None and not self._handles:
-            self._handles = [
-                p.register_hook(unserializable_hook(partial(self._before_accumulation, p)))
-                for p in self.parameters
-                if p.requires_grad
-            ]
+    def begin(self, parameters: Sequence[Tensor], leave: Callable[[], None]) -> None:
+        """Call `leave` before the next backward pass adds to `.grad` of any of these."""
+        watched = [reference() for reference in self._watched]
+        if len(watched) != len(parameters) or not all(map(is_, watched, parameters)):
+            self._register(parameters)
+        self.leave = leave
 
     def end(self) -> None:
         """Wait no longer."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
+        self.leave = None
 
-    def _before_accumulation(self, parameter: Tensor, grad: Tensor) -> None:
-        """The hook: autograd has a gradient, for `.grad` or for `autograd.grad` to return."""
+    def resume(self, leave: Callable[[], None] | None) -> None:
+        """Wait for what was waited for earlier."""
+        self.leave = leave
+
+    def _register(self, parameters: Sequence[Tensor]) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._watched = [ref(parameter) for parameter in parameters]
+        self._handles = []
+        mine = ref(self)
+        for parameter, reference in zip(parameters, self._watched, strict=True):
+            if parameter.requires_grad:
+                hook = unserializable_hook(partial(_before_accumulation, mine, reference))
+                self._handles.append(parameter.register_hook(hook))
+        finalize(self, _remove, self._handles)
+
+    def _tell(self, parameter: Tensor | None) -> None:
         with self._one_at_a_time:
-            if self._handles and self._leave is not None and _accumulates(parameter):
-                self._leave()
+            if self.leave is not None and parameter is not None and _accumulates(parameter):
+                leave, self.leave = self.leave, None
+                leave()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Watch.__init__(self)
+
+
+def _before_accumulation(
+    watch: ReferenceType[Watch], parameter: ReferenceType[Tensor], grad: Tensor
+) -> None:
+    """The hook: autograd has a gradient, for `.grad` or for `autograd.grad` to return."""
+    listener = watch()
+    if listener is not None and listener.leave is not None:
+        listener._tell(parameter())
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _accumulates(parameter: Tensor) -> bool:
@@ -150,3 +174,15 @@ def _accumulates(parameter: Tensor) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # of a leaf, while autograd.grad runs
         return False
+
+
+class Attachment(NamedTuple):
+    """A window's gradients while they lie in `.grad`, for the user to see."""
+
+    parameters: Sequence[Tensor]  # all: whatever comes to lie there belongs to the window
+    grads: Sequence[Tensor | None]
+    brought: bool  # by the wrapper's own backward pass
+
+    def is_where_it_was(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether `.grad` of every parameter is still the same tensor."""
+        return len(grads) == len(self.grads) and all(map(is_, self.grads, grads))

@@ -15,7 +15,7 @@ from accumext import _checks, distributed
 from accumext._arguments import OP
 from accumext._backward import BackwardPasses
 from accumext._boundary import Measure, Moved, measure, run_step, step_gradient
-from accumext._grad_slots import Consumed, clear, exchange, param_grads
+from accumext._grad_slots import Attachment, Consumed, exchange, param_grads, put
 from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, as_tensor, known, larger
 from accumext._reduction import Reduction
@@ -138,8 +138,8 @@ class Stepping(BackwardPasses):
         def close() -> None:
             consumed = progress.consumed
             if attachment is not None:
-                attachment.end()
-                consumed = Consumed(param_grads(parameters), attachment.brought)
+                progress.watch.end()
+                consumed = _left(parameters, attachment)
             vars(progress).update(last=report, window=successor, stepped=True, consumed=consumed)
             if scaler is not None and not updated():
                 self._update_scaler(found_inf, measured.device)
@@ -261,7 +261,8 @@ class Stepping(BackwardPasses):
             _checks.fail_type(op, "closure", "be callable for this optimizer", "None")
         progress, parameters = self._progress, self._parameters()
         has_moved = Moved(parameters)
-        clear(p for p in parameters if p.grad is not None and progress.consumed.used_up(p.grad))
+        if progress.window.attachment is None:
+            put(parameters, progress.consumed.fresh(param_grads(parameters)))
         seen: list[Tensor] = []
 
         def evaluate() -> Any:
@@ -306,10 +307,10 @@ class Stepping(BackwardPasses):
         )
         report.name([name for p, name in self._names().items() if p in set(culprits)])
         attachment = progress.window.attachment
+        progress.watch.end()
+        consumed = Consumed(param_grads(parameters))
         if attachment is not None:
-            attachment.end()
-        brought = () if attachment is None else attachment.brought
-        consumed = Consumed(param_grads(parameters), brought)
+            consumed = _left(parameters, attachment)
         vars(progress).update(last=report, window=Window(), stepped=True, consumed=consumed)
         return value
 
@@ -317,6 +318,11 @@ class Stepping(BackwardPasses):
         """Whether the main gradients are what the optimizer is to step on, as they are."""
         normaliser = window.normaliser(self.reduction)
         return not isinstance(normaliser, Tensor) and normaliser == 1.0
+
+
+def _left(parameters: list[Tensor], attachment: Attachment) -> Consumed:
+    """What lies in `.grad` after a step."""
+    return Consumed(param_grads(parameters), attachment.grads if attachment.brought else ())
 
 
 class _Left(Exception):

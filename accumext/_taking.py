@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 from accumext import _checks, distributed
 from accumext._arguments import OP
 from accumext._atomic import Atomic
-from accumext._grad_slots import Consumed, clear, param_grads, versions
+from accumext._grad_slots import Consumed, Watch, clear, param_grads, put, versions
 from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, known
 from accumext._reduction import Reduction
@@ -45,6 +45,7 @@ class Progress:
         self.stepped = False
         self.accumulated = False  # since the last step: too late for an outer GradScaler
         self.consumed = Consumed()  # what the last step left in `.grad`
+        self.watch = Watch()  # for backward passes that are not the wrapper's
         self.part: Window | None = None  # inside micro_batch: its half-precision gradients so far
         self.part_weight: Scalar | None = None
         self.part_failed = False  # a backward pass inside micro_batch did not come to its end
@@ -99,12 +100,17 @@ class Taking(OptimizerWrapper):
 
     # Gradients in `.grad`
 
-    def _grads(self) -> dict[Tensor, Tensor]:
-        """Every gradient in `.grad`, but for the window's own, and for what is used up."""
+    def _grads(self, new: bool = False) -> dict[Tensor, Tensor]:
+        """Every gradient in `.grad`, but for the window's own, and for what is used up.
+
+        Args:
+            new: only what no step has used.
+        """
         if self._progress.window.attached:
             return {}
-        used_up = self._progress.consumed.used_up
-        return {p: g for p in self._parameters() if (g := p.grad) is not None and not used_up(g)}
+        parameters = self._parameters()
+        grads = self._progress.consumed.fresh(param_grads(parameters), new)
+        return {p: g for p, g in zip(parameters, grads, strict=True) if g is not None}
 
     def _foreign(self) -> set[int]:
         """Gradients that somebody else holds too; asked before anything here holds them."""
@@ -121,17 +127,19 @@ class Taking(OptimizerWrapper):
         That belongs to the micro-batch which is to come, as autograd adds to it.
         """
         self._forget()
+        self._detach()
+        parameters = self._parameters()
+        grads = param_grads(parameters)
+        if all(grad is None for grad in grads):
+            return []
+        still = self._progress.consumed.fresh(grads, new=True)
+        put(parameters, still)
+        return [grad for grad in still if grad is not None]
+
+    def _detach(self) -> None:
+        """Take the window's gradients out of `.grad`, where another micro-batch is to come."""
         self._progress.window.detach()
-        consumed, still = self._progress.consumed, []
-        for parameter in self._parameters():
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if grad in consumed:
-                parameter.grad = None
-            else:
-                still.append(grad)
-        return still
+        self._progress.watch.end()
 
     def _group(self) -> distributed.Group | None:
         """Over which the window is to be summed."""
@@ -147,8 +155,8 @@ class Taking(OptimizerWrapper):
             reduction.abandon(window)
         with self._atomic():
             if window.attachment is not None:
-                window.attachment.end()
-                clear(window.mains.parameters)
+                progress.watch.end()
+                clear(window.attachment.parameters)
             progress.window = Window() if successor is None else successor
 
     def _warn_once(self, about: str, text: str) -> None:
@@ -230,7 +238,7 @@ class Taking(OptimizerWrapper):
             window = self._progress.window
             atomic.after(lambda: clear(grads))
             with record_function("accumext::accumulate"), torch.no_grad():
-                self._progress.window.detach()
+                self._detach()
                 if found_inf is not None and self.on_nonfinite != "skip_micro_batch":
                     window.note(found_inf)
                 if self.on_nonfinite == "skip_micro_batch":
@@ -245,21 +253,27 @@ class Taking(OptimizerWrapper):
         return self.window == 1 and window.micro_batches == 0 and self._group() is None
 
     def _attach(
-        self, op: str, grads: dict[Tensor, Tensor], weight: Scalar, scale: LossScale
+        self, op: str, weight: Scalar, scale: LossScale, *, new: bool = False, brought: bool
     ) -> None:
         """Take in one micro-batch and leave it in `.grad`, as the window's main gradients."""
         self._forget()
-        self._raise_nonfinite(op, grads, weight)
-        parameters = self._parameters()
+        progress, parameters = self._progress, self._parameters()
+        grads = progress.consumed.fresh(param_grads(parameters), new)
+        if self.on_nonfinite == "raise":
+            pairs = zip(parameters, grads, strict=True)
+            self._raise_nonfinite(op, {p: g for p, g in pairs if g is not None}, weight)
         unchecked = self.on_nonfinite == "skip_micro_batch"
         with record_function("accumext::accumulate"), torch.no_grad():
-            lying = [grads.get(p) for p in parameters]
-            self._progress.window.attach(parameters, lying, weight, scale, unchecked)
+            progress.window.attach(
+                parameters, grads, weight, scale, unchecked=unchecked, brought=brought
+            )
+            if brought:
+                progress.watch.begin(parameters, self._leave_grad)
 
     def _leave_grad(self) -> None:
         """A backward pass of the user's is about to add to the window's gradients in `.grad`."""
         with self._atomic(), torch.no_grad():
-            self._progress.window.detach()
+            self._detach()
 
     @_disable_dynamo  # torch.compile cannot trace it, and is after the wrapped step alone
     def _take_pending(
@@ -280,16 +294,14 @@ class Taking(OptimizerWrapper):
             if not window.attachment.is_where_it_was(param_grads(self._parameters())):
                 window.refresh()
             return
-        grads = self._grads()
-        if new:
-            grads = {p: g for p, g in grads.items() if g not in self._progress.consumed}
+        grads = self._grads(new)
         if not grads:
             return
         self._refuse_while_reducing(op)
         self._warn_of_sums(op, grads, scale)
         scale = self._own_scale(op) if scale is None else scale
         if self._attaches():
-            self._attach(op, grads, 1.0, scale)
+            self._attach(op, 1.0, scale, new=new, brought=False)
             if found_inf is not None and window.survivors is None:
                 window.note(found_inf)
         else:
@@ -301,7 +313,7 @@ class Taking(OptimizerWrapper):
         """Say once that a window counts calls of `step`, where each may be meant to end one."""
         if self.window == 1 or outer_scale is not None:  # a GradScaler has written them all
             return
-        if all(version is None or version > 0 for version in versions(grads.values())):
+        if all(version is None or version > 0 for version in versions(list(grads.values()))):
             self._warn_once(
                 "sums",
                 f"{op}: every gradient was added to, or changed, since autograd made it, and "

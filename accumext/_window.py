@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from accumext import ops
-from accumext._grad_slots import Attachment, clear
+from accumext._grad_slots import Attachment, clear, param_grads
 from accumext._gradients import (
     are_plain,
     main_dtype,
@@ -216,12 +216,15 @@ class Window:
         grads: Sequence[Tensor | None],  # of each parameter
         weight: Scalar,
         scale: LossScale,
+        *,
         unchecked: bool,
+        brought: bool,
     ) -> None:
         """Take in the first micro-batch and leave it in `.grad`.
 
         Args:
             unchecked: it is to be dropped if it is not finite, should another one come.
+            brought: by the wrapper's own backward pass.
         """
         draft = self._draft()
         draft.writes = self.writes  # none: this can be undone
@@ -237,8 +240,8 @@ class Window:
             scale_(there, factor, draft.mains.plain)
         elif factor == 0.0:
             draft.mains.lend()
-        lying = dict(zip(holders, there, strict=True))
-        draft.attachment = Attachment(parameters, [lying.get(p) for p in parameters])
+            grads = param_grads(parameters)
+        draft.attachment = Attachment(parameters, grads, brought)
         draft.unchecked = unchecked
         self._become(draft)
 
@@ -272,10 +275,9 @@ class Window:
         """Take the main gradients out of `.grad`."""
         if self.attachment is None:
             return
-        attachment, draft = self.attachment, self.apart()
-        clear(attachment.parameters)
+        parameters, draft = self.attachment.parameters, self.apart()
+        clear(parameters)
         self._become(draft)
-        attachment.end()
 
     def take_back(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """The main gradients are what lies in `.grad`, where autograd added a micro-batch to it."""

@@ -319,7 +319,7 @@ class AccumulatingOptimizer(Resuming):
             >>> opt.zero_grad()
         """
         with self._atomic():
-            self._progress.window.detach()
+            self._detach()
             self._forget()
             self.optimizer.zero_grad(set_to_none)
             self._progress.consumed = Consumed(param_grads(self._parameters()))

@@ -6,7 +6,10 @@ With a window of one, every use here is that of the bare optimizer, which is the
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -257,27 +260,40 @@ def test_autograd_grad_is_no_backward_pass():
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
 
 
-def test_no_hook_is_left_on_a_parameter():
-    model, batches = make_model(), make_batches(3)
+def test_hooks_on_parameters_are_one_each_and_go_with_the_optimizer():
+    model, batches = make_model(), make_batches(2)
     opt = AccumulatingOptimizer(sgd(model.parameters()))
-    ends = [
-        opt.step,
-        opt.flush,
-        opt.discard,
-        opt.zero_grad,
-        lambda: loss_of(model, batches[1]).backward(),
-        lambda: opt.backward(loss_of(model, batches[2])) or opt.step(),
-    ]
-    for end in ends:
-        opt.backward(loss_of(model, batches[0]))
-        assert all(p._backward_hooks for p in model.parameters())
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            copy.deepcopy(model)
-        assert not any("hook" in str(warning.message) for warning in said)
-        end()
-        assert not any(p._backward_hooks for p in model.parameters())
-        opt.discard()
+    for batch in batches:
+        opt.backward(loss_of(model, batch))
+        opt.step()
+        assert [len(p._backward_hooks) for p in model.parameters()] == [1] * 4
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(list(model.parameters())))
+    assert not any("hook" in str(warning.message) for warning in said)
+    assert not any(p._backward_hooks for p in [*copied.parameters(), *loaded])
+    model[0].weight.requires_grad_(False)
+    opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    opt.backward(loss_of(model, batches[0]))
+    opt.step()
+    assert len(model[2].weight._backward_hooks) == 1
+    del opt
+    gc.collect()
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_hooks_keep_nothing_alive():
+    parameter = nn.Parameter(torch.zeros(2))
+    opt = AccumulatingOptimizer(sgd([parameter]))
+    opt.backward(parameter.sum())
+    opt.step()
+    gone = [weakref.ref(parameter), weakref.ref(opt)]
+    gc.disable()
+    try:
+        del opt, parameter
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_gradients_of_the_last_step_are_not_kept_alive():
