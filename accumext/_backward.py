@@ -68,11 +68,11 @@ class BackwardPasses(Taking):
         with self._atomic() as atomic:
             atomic.keep_contents(still)
             loss.backward()
-            foreign = self._foreign()
-            if not self._attaches():
+            if self._attaches():
+                self._attach(op, weight, scale, brought=True)
+            else:
+                foreign = self._foreign()
                 self._take(op, self._grads(), weight, scale, foreign)
-                return
-            self._attach(op, weight, scale, brought=True)
 
     def _reduction_of_the_last(self, op: str, weight: Scalar) -> Reduction | None:
         """What sums the window while its last backward pass runs; None if it is not to, or not yet.

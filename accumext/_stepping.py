@@ -46,7 +46,8 @@ class Stepping(BackwardPasses):
             elif self._is_priming():
                 return self.optimizer.step(**kwargs)
             parameters = self._parameters()
-            foreign = () if self._attaches() else foreign_grads(parameters)
+            stays = progress.window.attached or self._attaches()
+            foreign = () if stays else foreign_grads(parameters)
             with self._atomic():
                 self._take_pending(op, scale, found_inf, foreign)
                 if progress.window.micro_batches >= self.window:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _ops = torch.ops.accumext
+_version_of = attrgetter("_version")
 
 
 def _define(
@@ -80,8 +82,8 @@ def _require_writable(tensors: Sequence[Tensor], found_inf: Tensor | None = None
         return
     if found_inf is not None and found_inf.is_inference():
         raise RuntimeError
-    for tensor in tensors:
-        tensor._version  # noqa: B018 - inference tensors have none: the quickest way to ask
+    for _ in map(_version_of, tensors):  # inference tensors have none: the quickest way to ask
+        pass
 
 
 def _accumulated_else(
