@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from accumext._grad_slots import param_grads, put
+from accumext._grad_slots import contents_of, param_grads, put, write
 
 if TYPE_CHECKING:
     from accumext._taking import Progress
+
+
+def _nothing() -> None:
+    """What is left to do where nothing is."""
 
 
 class Atomic:
@@ -29,16 +34,23 @@ class Atomic:
         self._parameters, self._grads = parameters, param_grads(parameters)
         self._leave = progress.watch.leave
         self._contents: list[tuple[Tensor, Tensor]] = []
+        self._grad_enabled = torch.is_grad_enabled()
         self._evidence: Callable[[], bool] | None = None
+        self._always: Callable[[], None] = _nothing
         self._rest: Callable[[], None] = _nothing
 
     def keep_contents(self, grads: Iterable[Tensor]) -> None:
         """Copy gradients that somebody may write in place, to put their values back too."""
-        self._contents = [(grad, grad.detach().clone()) for grad in grads]
+        self._contents = contents_of(grads)
 
-    def after(self, rest: Callable[[], None], evidence: Callable[[], bool] | None = None) -> None:
-        """What is left to do once the irrevocable call was made; it may be run twice."""
-        self._rest, self._evidence = rest, evidence
+    def after(
+        self,
+        rest: Callable[[], None],
+        evidence: Callable[[], bool] | None = None,
+        always: Callable[[], None] = _nothing,
+    ) -> None:
+        """What is left to do once the irrevocable call was made, or always; perhaps twice."""
+        self._rest, self._evidence, self._always = rest, evidence, always
 
     def __enter__(self) -> Atomic:
         return self
@@ -51,8 +63,12 @@ class Atomic:
     ) -> None:
         if kind is None:
             return
+        torch.set_grad_enabled(self._grad_enabled)
+        self._always()
+        self._window.complete()
         if self._is_done():
             self._rest()
+            self._progress.part = self._fields["part"]
         else:
             self._restore()
 
@@ -69,9 +85,4 @@ class Atomic:
         vars(self._window).update(self._window_fields)
         self._progress.watch.resume(self._leave)
         put(self._parameters, self._grads)
-        for grad, content in self._contents:
-            grad.detach().copy_(content)
-
-
-def _nothing() -> None:
-    """What is left to do where nothing is."""
+        write(self._contents)

@@ -12,7 +12,7 @@ from torch._C._profiler import _RecordFunctionFast as record_function
 from accumext import _checks
 from accumext import _straight as straight
 from accumext._arguments import OP
-from accumext._grad_slots import clear, param_grads, put
+from accumext._grad_slots import clear, contents_of, param_grads, put, write
 from accumext._gradients import HALF_DTYPES
 from accumext._intake import Intake
 from accumext._numbers import Scalar
@@ -66,6 +66,7 @@ class BackwardPasses(Taking):
     ) -> None:
         """Run a backward pass, then take in the gradients that lie in `.grad`."""
         with self._atomic() as atomic:
+            self._detach()
             atomic.keep_contents(still)
             loss.backward()
             if self._attaches():
@@ -146,14 +147,13 @@ class BackwardPasses(Taking):
         held = window.micro_batches > 0
         parameters = self._parameters()
         before = param_grads(parameters) if still else [None] * len(parameters)
-        contents = [(grad, grad.detach().clone()) for grad in still]
+        contents = contents_of(still)
         try:
             yield
         except BaseException as error:
             self._drop_window()
             put(parameters, before)
-            for grad, content in contents:
-                grad.detach().copy_(content)
+            write(contents)
             if held:
                 _explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
             raise

@@ -50,6 +50,18 @@ def clear(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
+def contents_of(grads: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Gradients, and copies of what they hold."""
+    return [(grad, grad.detach().clone()) for grad in grads]
+
+
+@torch.no_grad()
+def write(contents: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Have the gradients hold again what they held."""
+    for grad, content in contents:
+        grad.copy_(content)
+
+
 def versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
     """How often each tensor has been written, as far as autograd was told; None without a count."""
     try:

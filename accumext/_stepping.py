@@ -110,7 +110,11 @@ class Stepping(BackwardPasses):
                     exchange(parameters, lent, before)
                     close()
 
-                atomic.after(finish, lambda: has_moved() or has_updated())
+                def clean_up() -> None:
+                    for name in ("grad_scale", "found_inf"):
+                        vars(optimizer).pop(name, None)
+
+                atomic.after(finish, lambda: has_moved() or has_updated(), clean_up)
                 result = None
                 if isinstance(gradient.skip, Tensor) or not gradient.skip:
                     result = run_step(
@@ -285,34 +289,40 @@ class Stepping(BackwardPasses):
                 raise _Left(value, nonfinite(grads))
             return value
 
+        def conclude(culprits: list[Tensor]) -> None:
+            norm = seen[0] if seen else zero_flag(device)
+            report = WindowReport(
+                skipped=float(bool(culprits)),
+                total_norm=known(norm),
+                clip_coef=1.0,
+                loss_scale=1.0,
+                weight=1.0,
+                micro_batches=1,
+                dtype=norm.dtype,
+                device=norm.device,
+            )
+            report.name([name for p, name in self._names().items() if p in set(culprits)])
+            attachment = progress.window.attachment
+            progress.watch.end()
+            consumed = Consumed(param_grads(parameters))
+            if attachment is not None:
+                consumed = _left(parameters, attachment)
+            vars(progress).update(last=report, window=Window(), stepped=True, consumed=consumed)
+
         device = parameters[0].device
-        culprits: list[Tensor] = []
         try:
             value = self.optimizer.step(evaluate, **kwargs)
+            conclude([])
         except _Left as left:
             value = left.value
             if left.culprits is None:
                 result = self._close(op, kwargs)
                 return value if result is None else result
-            culprits = left.culprits
-        norm = seen[0] if seen else zero_flag(device)
-        report = WindowReport(
-            skipped=float(bool(culprits)),
-            total_norm=known(norm),
-            clip_coef=1.0,
-            loss_scale=1.0,
-            weight=1.0,
-            micro_batches=1,
-            dtype=norm.dtype,
-            device=norm.device,
-        )
-        report.name([name for p, name in self._names().items() if p in set(culprits)])
-        attachment = progress.window.attachment
-        progress.watch.end()
-        consumed = Consumed(param_grads(parameters))
-        if attachment is not None:
-            consumed = _left(parameters, attachment)
-        vars(progress).update(last=report, window=Window(), stepped=True, consumed=consumed)
+            conclude(left.culprits)
+        except BaseException:
+            if has_moved():
+                conclude([])
+            raise
         return value
 
     def _is_the_gradient(self, window: Window) -> bool:

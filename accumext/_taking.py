@@ -127,10 +127,9 @@ class Taking(OptimizerWrapper):
         That belongs to the micro-batch which is to come, as autograd adds to it.
         """
         self._forget()
-        self._detach()
         parameters = self._parameters()
         grads = param_grads(parameters)
-        if all(grad is None for grad in grads):
+        if self._progress.window.attached or all(grad is None for grad in grads):
             return []
         still = self._progress.consumed.fresh(grads, new=True)
         put(parameters, still)

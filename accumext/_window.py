@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -38,6 +37,13 @@ class LossScale(NamedTuple):
 UNSCALED = LossScale()
 
 
+class Writing(NamedTuple):
+    """Kernels that write main gradients at this moment."""
+
+    norms: list[Tensor]  # from those that have
+    written: Callable[[], Window]  # the window then
+
+
 class Window:
     """`main[p] = unit_scale.value / unit_weight * sum(weight_i * grad_i)` over what was taken in.
 
@@ -64,6 +70,7 @@ class Window:
         self.dropped: list[Tensor] = []  # parameters that had them dropped, where the host knows
         self.held_back = False  # a model's synchronisation: to be summed over its processes
         self.unchecked = False  # in `.grad`, and not to be taken in if it is not finite
+        self.writing: Writing | None = None  # while kernels write main gradients
         self.writes = 0  # how often main gradients were written or exchanged for good
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,7 +82,7 @@ class Window:
     def _draft(self) -> Window:
         """The same window in an object of its own, to be changed without being seen."""
         draft = Window.__new__(Window)
-        vars(draft).update(vars(self), flags=dict(self.flags), writes=self.writes + 1)
+        vars(draft).update(vars(self), writes=self.writes + 1, writing=None)
         return draft
 
     def _become(self, draft: Window) -> None:
@@ -188,17 +195,22 @@ class Window:
         flags = [draft.flag(device) for device, _ in calls]
         whole = len(mains) == len(draft.mains.tensors) and not self.mains.sharded
         norms: list[Tensor] = []
-        try:
-            scale_(taken, factor)
-            for (_, lists), number, flag in zip(calls, factors, flags, strict=True):
-                norms.append(ops.accumulate_(*lists, inv_scale=number, found_inf=flag))
-        except BaseException:
+
+        def written() -> Window:
             if norms:
-                self._become(draft)
-            raise
-        if norms:
-            draft.norm = norms[0] if whole and len(norms) == 1 else None
-        self._become(draft)
+                draft.norm = norms[0] if whole and len(norms) == 1 else None
+            return draft
+
+        self.writing = Writing(norms, written)
+        scale_(taken, factor)
+        for (_, lists), number, flag in zip(calls, factors, flags, strict=True):
+            ops.accumulate_recorded(norms, *lists, inv_scale=number, found_inf=flag)
+        self._become(written())
+
+    def complete(self) -> None:
+        """After an exception: become what was written, if anything was."""
+        if self.writing is not None and self.writing.norms:
+            self._become(self.writing.written())
 
     def destination(self, parameter: Tensor) -> Tensor | None:
         """The main gradient, of zeros where there was none, for somebody to add a gradient to."""
@@ -328,21 +340,23 @@ class Window:
         )
         draft.micro_batches += 1
         draft.loss_scale = scale.value
+        draft.flag(found_inf.device)  # what joins later may not have to make it
         norms: list[Tensor] = []
-        try:
-            norms.append(
-                ops.unscale_check_clip_accumulate_(
-                    *lists,
-                    inv_scale=on(found_inf.device, factor),
-                    max_norm=math.inf,
-                    found_inf=found_inf,
-                    if_finite=True,
-                )
-            )
-        finally:
-            if norms:
-                draft._join(mains, addends, found_inf, weight, grads, in_order)
-                self._become(draft)
+
+        def written() -> Window:
+            joined = draft._draft()
+            joined._join(mains, addends, found_inf, weight, grads, in_order)
+            return joined
+
+        self.writing = Writing(norms, written)
+        ops.accumulate_recorded(
+            norms,
+            *lists,
+            inv_scale=on(found_inf.device, factor),
+            found_inf=found_inf,
+            if_finite=True,
+        )
+        self._become(written())
 
     def _join(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
@@ -187,6 +188,30 @@ def accumulate_(
         norm = _accumulated_else(error, check, op, main_grads, grads, options)
     _mark_written(main_grads, found_inf)
     return norm
+
+
+def accumulate_recorded(
+    norms: list[Tensor],
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    inv_scale: float | Tensor,
+    found_inf: Tensor,
+    if_finite: bool = False,
+) -> None:
+    """`accumulate_` of valid operands, which appends the norm to a list.
+
+    With `if_finite`, `unscale_check_clip_accumulate_` without a limit. A signal, such as that of
+    Ctrl-C, is looked at between two calls in Python; call and record are one, so that after any
+    exception the list tells whether the main gradients were written.
+    """
+    operation = _ops.unscale_check_clip_accumulate_ if if_finite else _ops.accumulate_
+    op = operation.default if isinstance(inv_scale, Tensor) else operation.scalar
+    options: dict[str, Any] = {"inv_scale": inv_scale, "found_inf": found_inf}
+    if if_finite:
+        options.update(max_norm=math.inf, if_finite=True)
+    _mark_written(main_grads, found_inf)
+    norms.extend(map(functools.partial(op._op, main_grads, **options), (grads,)))
 
 
 def _unscale_check_clip_accumulate_fake(

@@ -170,6 +170,9 @@ class AccumulatingOptimizer(Resuming):
             self._backward_part(op, scaled)
             return
         scale = self._own_scale(op)
+        if self.accumulate_in_backward or reduction is not None:
+            with self._atomic():
+                self._detach()
         if reduction is not None:
             self._backward_taking(op, scaled, count, scale, still, reduction)
         elif self._adds_in_place(count, scale, not still):
@@ -246,6 +249,7 @@ class AccumulatingOptimizer(Resuming):
         progress.group = group or progress.group
         still = self._clear_consumed()
         with self._atomic() as atomic:
+            self._detach()
             atomic.keep_contents(still)
             progress.part, progress.part_weight, progress.part_failed = Window(), None, False
             try:
