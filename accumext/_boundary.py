@@ -171,8 +171,7 @@ def run_step(
         if isinstance(gradient.skip, Tensor):
             attributes["found_inf"] = gradient.skip.float()
     try:
-        for name, value in attributes.items():
-            setattr(optimizer, name, value)
+        _set(optimizer, attributes)
         put(parameters, lent)
         with has_stepped.watching(optimizer):
             return optimizer.step(**kwargs)
@@ -180,6 +179,12 @@ def run_step(
         for name in attributes:
             vars(optimizer).pop(name, None)
         exchange(parameters, lent, before)
+
+
+@_disable_dynamo  # which does not set attributes of an optimizer before torch 2.13
+def _set(optimizer: Optimizer, attributes: dict[str, Tensor | None]) -> None:
+    for name, value in attributes.items():
+        setattr(optimizer, name, value)
 
 
 class Moved:

@@ -64,6 +64,9 @@ class Bucket:
                 word[0, i] = 0.0
             if main is not None and main.is_sparse:
                 word[1, i], word[2, i] = 1.0, float(main.sparse_dim())
+        ends = [begin + _like(p).numel() for begin, p in zip(self._begins, self.parameters)]
+        gaps = [self._flat[e:b] for e, b in zip(ends, self._begins[1:], strict=True) if e < b]
+        torch._foreach_zero_(gaps)  # they travel too, and nobody may find NaN in them
         self._views = self._parts()
         there, sources = [], []
         for view, main in zip(self._views, mine, strict=True):

@@ -42,6 +42,9 @@ class AccumulatingOptimizer(Resuming):
     gradients stay visible in `.grad`. With more, or where windows are summed over processes,
     `.grad` is empty except during a backward pass.
 
+    An exception, of a hook, an allocation or the keyboard, leaves the window, `.grad` and the
+    parameters as before the call or as after it.
+
     Args:
         optimizer: any `torch.optim.Optimizer`. One whose `step` requires a closure (LBFGS) goes
             with `window=1`, and without `max_norm`, `scaler` and `process_group`.
@@ -194,7 +197,7 @@ class AccumulatingOptimizer(Resuming):
         Raises:
             TypeError: `weight` is neither a number nor a tensor.
             ValueError: `weight` is negative or not finite.
-            RuntimeError: `.grad` holds nothing new, the scaler has not scaled any loss yet, this is
+            RuntimeError: `.grad` holds nothing, or nothing that is not used up, the scaler has not scaled any loss yet, this is
                 inside `micro_batch()`, or, with `on_nonfinite="raise"`, a gradient is not finite.
 
         Example:
@@ -265,12 +268,19 @@ class AccumulatingOptimizer(Resuming):
 
         Works under `scaler.step(opt)` too, before or after `scaler.unscale_(opt)`.
 
+        It takes whatever lies in `.grad`, as a bare optimizer does, but for what `backward` brought
+        and an earlier step used. With `window=1` the wrapped step is called without a gradient, too.
+
         Args:
-            closure: called once with gradients enabled before anything else; not for a step that is
-                already under a GradScaler.
+            closure: evaluated with gradients enabled; not for a step that is already under a
+                GradScaler. With `window=1`, no `max_norm`, scaler and process group, the wrapped
+                optimizer evaluates it, when and as often as it likes; else it is evaluated once,
+                before anything else.
+            kwargs: for the wrapped optimizer's `step`, if it is called.
 
         Returns:
-            What the closure returned, else None.
+            What the wrapped `step` returned, if it was called and returned anything; else what the
+            closure did.
 
         Raises:
             RuntimeError: called through `scaler.step` although this optimizer has a scaler of its
@@ -317,7 +327,8 @@ class AccumulatingOptimizer(Resuming):
         """Clear `.grad`. An open window keeps what it has: see `discard`.
 
         Args:
-            set_to_none: as in torch; zeros that are left in `.grad` instead count as nothing new.
+            set_to_none: as in torch. Zeros that are left in `.grad` instead are a gradient to
+                `step`, as without the wrapper, but nothing new to `flush`.
 
         Example:
             >>> opt.zero_grad()
