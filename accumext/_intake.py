@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from threading import Lock
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from accumext._gradients import foreign_grads
 # Bytes of gradients that one call takes in. A GPU moves them, and the main gradients, in about the
 # time that a call takes to launch, so more in a call saves little, and less would cost calls.
 BUNDLE_BYTES = 4 * 2**20
+
+
+class _Pass:
+    """A backward pass, for as long as it runs."""
 
 
 class Intake:
@@ -36,19 +41,22 @@ class Intake:
         self._waiting: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
         self._bytes: defaultdict[torch.device, int] = defaultdict(int)
         self._taken: set[Tensor] = set()
+        self._running = ref(_Pass())
         self._one_at_a_time = Lock()
 
     @contextmanager
     def watching(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """A context for the backward pass. Gradients of the last bundles are left in `.grad`."""
-        handles = [
-            parameter.register_post_accumulate_grad_hook(self._collect)
-            for parameter in parameters
-            if parameter.requires_grad
-        ]
+        handles = []
+        running = _Pass()
+        self._running = ref(running)  # a hook that an interrupt leaves behind does nothing
         try:
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    handles.append(parameter.register_post_accumulate_grad_hook(self._collect))
             yield
         finally:
+            del running
             for handle in handles:
                 handle.remove()
         self._refuse_late_gradients()
@@ -56,7 +64,7 @@ class Intake:
     def _collect(self, parameter: Tensor) -> None:
         """The hook: `.grad` is complete."""
         grad = parameter.grad
-        if grad is None:  # a hook of the user's was faster
+        if grad is None or self._running() is None:  # a hook of the user's was faster
             return
         device = grad.device
         self._waiting[device].append(parameter)

@@ -197,8 +197,9 @@ class AccumulatingOptimizer(Resuming):
         Raises:
             TypeError: `weight` is neither a number nor a tensor.
             ValueError: `weight` is negative or not finite.
-            RuntimeError: `.grad` holds nothing, or nothing that is not used up, the scaler has not scaled any loss yet, this is
-                inside `micro_batch()`, or, with `on_nonfinite="raise"`, a gradient is not finite.
+            RuntimeError: `.grad` holds nothing, or only what is used up, the scaler has not scaled
+                any loss yet, this is inside `micro_batch()`, or, with `on_nonfinite="raise"`, a
+                gradient is not finite.
 
         Example:
             >>> scaler.scale(loss).backward()
@@ -269,7 +270,7 @@ class AccumulatingOptimizer(Resuming):
         Works under `scaler.step(opt)` too, before or after `scaler.unscale_(opt)`.
 
         It takes whatever lies in `.grad`, as a bare optimizer does, but for what `backward` brought
-        and an earlier step used. With `window=1` the wrapped step is called without a gradient, too.
+        and an earlier step used. With `window=1` the wrapped step is called without gradients, too.
 
         Args:
             closure: evaluated with gradients enabled; not for a step that is already under a
