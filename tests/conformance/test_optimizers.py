@@ -151,6 +151,40 @@ def test_the_closure_runs_once_per_step(window, names):
     assert_close(parameters_of(model), train_by_hand(adam, BATCHES, window))
 
 
+@pytest.mark.parametrize(("name", "variant"), cases(WITHOUT_CLOSURE))
+def test_steps_with_a_closure_without_gradients_and_on_the_same_ones(name, variant):
+    """Closures, steps without gradients and on the same ones again, zeros: bit for bit, hooks too"""
+
+    def train(wrap):
+        model, calls = model_for(name), []
+        opt = wrap(make_optimizer(name, model.parameters(), variant))
+        opt.register_step_pre_hook(lambda *_: calls.append("pre"))
+        opt.register_step_post_hook(lambda *_: calls.append("post"))
+        batches = batches_for(name, [4, 5])
+
+        def closure():
+            opt.zero_grad()
+            loss = loss_of(model, batches[0])
+            loss.backward()
+            return loss
+
+        returned = [opt.step(closure).item() for _ in range(2)]
+        opt.zero_grad()
+        opt.step()
+        for batch in batches:
+            loss_of(model, batch).backward()
+            opt.step()
+            opt.step()
+        if name != "SparseAdam":  # which does not take a dense zero
+            opt.zero_grad(set_to_none=False)
+            opt.step()
+        return parameters_of(model), [returned, calls]
+
+    (expected, facts), (actual, ours) = train(lambda bare: bare), train(AccumulatingOptimizer)
+    assert_equal(actual, expected)
+    assert ours == facts
+
+
 def test_lbfgs_is_handed_its_closure():
     """LBFGS with `window=1`: its closure runs as often as it likes, bit for bit"""
 

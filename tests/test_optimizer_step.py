@@ -1,0 +1,129 @@
+"""`step` is the wrapped one's: without gradients, with keywords and closures, and in its answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_oracle import INF
+from torch import nn
+
+from accumext.optimizer import AccumulatingOptimizer
+
+
+def scalar(value=0.0):
+    return nn.Parameter(torch.tensor(value))
+
+
+def sgd(parameters, **kwargs):
+    return torch.optim.SGD(parameters, **{"lr": 1.0, **kwargs})
+
+
+@pytest.mark.parametrize("cleared", ["never made", "zero_grad"])
+def test_without_gradients_the_wrapped_step_runs_its_hooks(cleared):
+    parameter, calls = scalar(), []
+    opt = AccumulatingOptimizer(sgd([parameter]))
+    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
+    opt.register_step_post_hook(lambda *_: calls.append("post"))
+    if cleared == "zero_grad":
+        (parameter * 1).backward()
+        opt.zero_grad()
+    opt.step()
+    assert calls == ["pre", "post"]
+    assert not opt.stepped  # no window was closed
+    assert parameter.item() == 0.0
+
+
+def test_a_larger_window_without_gradients_is_left_alone():
+    parameter, calls = scalar(), []
+    opt = AccumulatingOptimizer(sgd([parameter]), window=2)
+    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
+    opt.backward(parameter * 1)
+    for _ in range(3):
+        opt.step()
+    assert calls == []
+    opt.flush()
+    assert calls == ["pre"]
+
+
+class Talking(torch.optim.SGD):
+    """A step with a keyword of its own, and something to say."""
+
+    @torch.no_grad()
+    def step(self, closure=None, *, factor=1.0):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(factor * parameter.grad)
+        return {"factor": factor}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_keywords_reach_the_wrapped_step_and_its_answer_comes_back(window):
+    parameter = scalar()
+    opt = AccumulatingOptimizer(Talking([parameter], lr=1.0), window=window)
+    answers = []
+    for _ in range(2 * window):
+        opt.backward(parameter * 1)
+        answers.append(opt.step(factor=3.0))
+    assert answers == ([None] * (window - 1) + [{"factor": 3.0}]) * 2
+    assert parameter.item() == -6.0
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Steps with the gradient at the end of a first step; evaluates its closure in between."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None
+        (parameter,) = self.param_groups[0]["params"]
+        before = parameter.clone()
+        parameter.add_(0.1 * parameter.grad)
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        parameter.copy_(before - self.param_groups[0]["lr"] * parameter.grad)
+        return loss
+
+
+def test_a_closure_is_evaluated_when_the_wrapped_optimizer_likes():
+    results = []
+    for wrap in (lambda optimizer: optimizer, AccumulatingOptimizer):
+        parameter = scalar(2.0)
+        opt = wrap(SharpnessAware([parameter], lr=0.25))
+
+        def closure(parameter=parameter):
+            loss = parameter**3
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            closure()
+            results.append(opt.step(closure).item())
+            opt.zero_grad()
+        results.append(parameter.item())
+    assert results[:4] == results[4:]
+
+
+@pytest.mark.parametrize("policy", ["skip_window", "raise"])
+def test_a_closure_that_gives_no_finite_gradient(policy):
+    parameter = scalar()
+    opt = AccumulatingOptimizer(sgd([parameter], momentum=0.5), on_nonfinite=policy)
+
+    def closure(factor):
+        opt.zero_grad()
+        loss = parameter * factor
+        loss.backward()
+        return loss
+
+    assert opt.step(lambda: closure(2.0)).item() == 0.0
+    if policy == "raise":
+        with pytest.raises(RuntimeError, match="gradients must be finite"):
+            opt.step(lambda: closure(INF))
+    else:
+        opt.step(lambda: closure(INF))
+        assert opt.last.skipped
+        assert opt.last.nonfinite == [0]
+    assert parameter.item() == -2.0
