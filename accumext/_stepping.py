@@ -145,7 +145,9 @@ class Stepping(BackwardPasses):
             if attachment is not None:
                 progress.watch.end()
                 consumed = _left(parameters, attachment)
-            vars(progress).update(last=report, window=successor, stepped=True, consumed=consumed)
+            vars(progress).update(
+                last=report, window=successor, stepped=True, consumed=consumed, accumulated=False
+            )
             if scaler is not None and not updated():
                 self._update_scaler(found_inf, measured.device)
 

@@ -156,7 +156,8 @@ class Taking(OptimizerWrapper):
             if window.attachment is not None:
                 progress.watch.end()
                 clear(window.attachment.parameters)
-            progress.window = Window() if successor is None else successor
+            successor = Window() if successor is None else successor
+            vars(progress).update(window=successor, accumulated=False)
 
     def _warn_once(self, about: str, text: str) -> None:
         """A warning that points at the user's line, the first time."""

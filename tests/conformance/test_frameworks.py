@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from optimizer_oracle import (
+    INF,
     adam,
     assert_close,
     assert_equal,
@@ -91,6 +92,29 @@ def test_accelerate():
         if opt.stepped:
             scheduler.step()
     assert_as_plain(inner, opt, BATCHES, 3)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_accelerate_with_a_scaler(window):
+    """Accelerate with a GradScaler: a prepared schedule waits where no step was taken"""
+    accelerator = make_accelerator()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    parameter = torch.nn.Parameter(torch.ones(()))
+    module = torch.nn.ParameterList([parameter])
+    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=window)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    _, optimizer, scheduler = accelerator.prepare(module, opt, schedule)
+    taken = []
+    for number in range(4 * window):
+        factor = INF if number == window else 1.0  # the first micro-batch of the second window
+        accelerator.backward(parameter * factor)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        taken.append(not optimizer.step_was_skipped)
+    closing = [False] * (window - 1) + [True]
+    assert taken == closing + [False] * window + closing * 2
+    assert scheduler.get_last_lr() == [0.5**3]
 
 
 def test_accelerate_accumulates():

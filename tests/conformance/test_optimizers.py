@@ -153,7 +153,7 @@ def test_the_closure_runs_once_per_step(window, names):
 
 @pytest.mark.parametrize(("name", "variant"), cases(WITHOUT_CLOSURE))
 def test_steps_with_a_closure_without_gradients_and_on_the_same_ones(name, variant):
-    """Closures, steps without gradients and on the same ones again, zeros: bit for bit, hooks too"""
+    """Closures, steps without gradients and on the same ones again: bit for bit, hooks too"""
 
     def train(wrap):
         model, calls = model_for(name), []
