@@ -87,7 +87,7 @@ class Consumed:
         # Weakly: the memory is the user's to free.
         self._seen = [None if grad is None else ref(grad) for grad in grads]
         self._versions = versions(grads)
-        self._brought = list(map(is_, grads, brought))
+        self._brought = [g is not None and g is b for g, b in zip(grads, brought, strict=False)]
 
     def among(self, grads: Sequence[Tensor | None]) -> list[bool]:
         """Which of these are still there, and were not seen to be written since."""
@@ -98,14 +98,28 @@ class Consumed:
         flags = list(map(and_, same, unwritten))
         return flags + [False] * (len(grads) - len(flags))
 
+    def used_up(self, grads: Sequence[Tensor | None]) -> list[bool]:
+        """Which of these no step takes again."""
+        if not any(self._brought):
+            return [False] * len(grads)
+        rest = [False] * (len(grads) - len(self._brought))
+        return list(map(and_, self.among(grads), self._brought + rest))
+
     def fresh(self, grads: Sequence[Tensor | None], new: bool = False) -> list[Tensor | None]:
         """The same, without what is used up; if `new`, without anything that a step has used."""
-        if not self._seen or not (new or any(self._brought)):
-            return list(grads)
-        flags = self.among(grads)
-        if not new:
-            flags = list(map(and_, flags, self._brought + [False] * len(grads)))
+        flags = self.among(grads) if new else self.used_up(grads)
         return [None if flag else grad for flag, grad in zip(flags, grads, strict=True)]
+
+    def after(
+        self, grads: Sequence[Tensor | None], brought: Sequence[Tensor | None] | None
+    ) -> Consumed:
+        """What is consumed after a step on gradients that were brought or, if None, were not.
+
+        What was used up before, and was passed over, still is.
+        """
+        fresh = brought or [None] * len(grads)
+        pairs = zip(self.used_up(grads), grads, fresh, strict=True)
+        return Consumed(grads, [grad if used else new for used, grad, new in pairs])
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_seen": [], "_versions": [], "_brought": []}  # copies come without `.grad`

@@ -15,7 +15,7 @@ from accumext import _checks, distributed
 from accumext._arguments import OP
 from accumext._backward import BackwardPasses
 from accumext._boundary import Measure, Moved, measure, run_step, step_gradient
-from accumext._grad_slots import Attachment, Consumed, exchange, param_grads, put
+from accumext._grad_slots import exchange, param_grads, put
 from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, as_tensor, known, larger
 from accumext._reduction import Reduction
@@ -144,7 +144,9 @@ class Stepping(BackwardPasses):
             consumed = progress.consumed
             if attachment is not None:
                 progress.watch.end()
-                consumed = _left(parameters, attachment)
+                consumed = consumed.after(
+                    param_grads(parameters), attachment.grads if attachment.brought else None
+                )
             vars(progress).update(
                 last=report, window=successor, stepped=True, consumed=consumed, accumulated=False
             )
@@ -306,9 +308,8 @@ class Stepping(BackwardPasses):
             report.name([name for p, name in self._names().items() if p in set(culprits)])
             attachment = progress.window.attachment
             progress.watch.end()
-            consumed = Consumed(param_grads(parameters))
-            if attachment is not None:
-                consumed = _left(parameters, attachment)
+            brought = attachment.grads if attachment is not None else None
+            consumed = progress.consumed.after(param_grads(parameters), brought)
             vars(progress).update(last=report, window=Window(), stepped=True, consumed=consumed)
 
         device = parameters[0].device
@@ -331,11 +332,6 @@ class Stepping(BackwardPasses):
         """Whether the main gradients are what the optimizer is to step on, as they are."""
         normaliser = window.normaliser(self.reduction)
         return not isinstance(normaliser, Tensor) and normaliser == 1.0
-
-
-def _left(parameters: list[Tensor], attachment: Attachment) -> Consumed:
-    """What lies in `.grad` after a step."""
-    return Consumed(param_grads(parameters), attachment.grads if attachment.brought else ())
 
 
 class _Left(Exception):
