@@ -253,3 +253,19 @@ def test_a_part_that_failed_takes_its_micro_batch_with_it():
         caught()
     handle.remove()
     assert state(opt, parameters) == before
+
+
+def test_an_addition_that_fails_before_it_writes_counts_nothing(monkeypatch):
+    parameter = nn.Parameter(torch.zeros(2))
+    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=3)
+    opt.backward(parameter.sum())
+
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("accumext.ops.accumulate_", fail)
+        with pytest.raises(MemoryError):
+            opt.backward(parameter.sum())
+    assert opt._progress.window.micro_batches == 1
+    assert opt.main_grad(parameter).tolist() == [1.0, 1.0]

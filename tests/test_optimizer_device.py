@@ -6,13 +6,14 @@ import pickle
 
 import pytest
 import torch
-from optimizer_oracle import INF, assert_close, loss_of, make_batches, make_model
+from optimizer_oracle import INF, assert_close, loss_of, make_batches, make_model, window_gradient
 from oracle import DeviceReads
 
 from accumext import _arguments, _numbers, _window
 from accumext.optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(6, torch.float32)
+BATCHES64 = make_batches(3)
 # One multiplication by the clip coefficient more or less in float32, over two Adam steps of 0.05.
 ROUNDING = 1e-6
 
@@ -126,6 +127,34 @@ def test_a_zero_weight_on_the_device():
     assert opt.stats()["total_norm"] == 0.0
     assert opt.stats()["weight"] == 0.0
     assert_close([p.detach() for p in model.parameters()], before, ROUNDING)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("weights", [[0.5, 3.0, 0.25], [0.0, 0.5, 3.0], [2.0, 0.0, 0.0]], ids=str)
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("scale", [None, 64.0])
+def test_weights_of_a_window_on_the_device(scale, reduction, policy, weights):
+    """The first one sets the unit, also where only the device knows whether it is zero."""
+    model = make_model()
+    total = window_gradient(model, BATCHES64[:3], weights, "sum")
+    expected = window_gradient(model, BATCHES64[:3], weights, reduction)
+    before = [p.detach().clone() for p in model.parameters()]
+    opt = AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        window=3,
+        reduction=reduction,
+        scaler=None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale),
+        on_nonfinite=policy,
+    )
+    for batch, weight in zip(BATCHES64, weights):
+        opt.backward(loss_of(model, batch), torch.tensor(weight))
+        if batch is BATCHES64[2]:
+            assert_close([opt.main_grad(p) for p in model.parameters()], total)
+        opt.step()
+    assert opt.stats()["weight"] == sum(weights)
+    moved = [old - p.detach() for p, old in zip(model.parameters(), before)]
+    assert_close(moved, expected)
 
 
 @pytest.mark.usefixtures("device")

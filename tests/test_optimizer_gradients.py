@@ -109,6 +109,41 @@ def test_the_norm_covers_parameters_that_the_last_micro_batch_left_out():
     assert opt.last.total_norm.item() == 5.0
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["dense-first", "sparse-first"])
+@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch"])
+def test_sparse_gradients_of_unequal_weight(on_nonfinite, first):
+    table = nn.Parameter(torch.zeros(4, 2, dtype=torch.float64))
+    rows = [torch.tensor(row) for row in ([0, 1, 1], [1, 2], [3], [0])]
+    weights, kinds = [2.0, 3.0, 0.0, 0.5], [first, True, True, not first]
+    opt = AccumulatingOptimizer(
+        torch.optim.SGD([table], lr=1.0), window=4, on_nonfinite=on_nonfinite
+    )
+    expected = torch.zeros(4, 2, dtype=torch.float64)
+    for row, weight, sparse in zip(rows, weights, kinds):
+        expected.index_add_(0, row, torch.full((len(row), 2), weight, dtype=torch.float64))
+        opt.backward(nn.functional.embedding(row, table, sparse=sparse).sum(), weight)
+    assert_close([opt.main_grad(table).to_dense()], [expected])
+    opt.step()
+    assert_close([table.detach()], [-expected / sum(weights)])
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch"])
+def test_the_norm_adds_up_in_the_order_of_the_optimizer(on_nonfinite, window):
+    """Not in that in which gradients came: the last bit of the norm would depend on it."""
+    a, b = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    opt = AccumulatingOptimizer(
+        torch.optim.SGD([a, b], lr=1.0), window=window, on_nonfinite=on_nonfinite
+    )
+    orders = []
+    opt.optimizer.register_step_pre_hook(lambda *_: orders.append([*opt._progress.window.main]))
+    for loss in (b, b, a + b):
+        opt.backward(loss.sum())
+    opt.flush()
+    assert len(orders) == 1
+    assert all(p is q for p, q in zip(orders[0], [a, b], strict=True))
+
+
 def test_a_view_of_a_bucket_is_copied():
     """DDP keeps gradients as views of a bucket that it writes again in the next backward pass."""
     parameter = nn.Parameter(torch.zeros(2))

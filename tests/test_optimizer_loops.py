@@ -330,11 +330,12 @@ def test_a_fused_optimizer_loses_no_float64(window):
     assert not {"grad_scale", "found_inf"} & set(vars(fused))
 
 
+@pytest.mark.parametrize("max_norm", [0.01, None])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_report_of_a_window(norm_type):
+def test_report_of_a_window(norm_type, max_norm):
     model = make_model()
     opt = AccumulatingOptimizer(
-        adam(model.parameters()), window=2, max_norm=0.01, norm_type=norm_type, scaler=scaler()
+        adam(model.parameters()), window=2, max_norm=max_norm, norm_type=norm_type, scaler=scaler()
     )
     grads = [torch.zeros_like(p) for p in model.parameters()]
     for batch, weight in zip(BATCHES, [3.0, 1.0]):
@@ -346,7 +347,8 @@ def test_report_of_a_window(norm_type):
     norm = torch.linalg.vector_norm(flat, norm_type).item()
     assert opt.stepped
     assert opt.last.total_norm.item() == pytest.approx(norm, rel=1e-12)
-    assert opt.last.clip_coef.item() == pytest.approx(0.01 / (norm + 1e-6), rel=1e-12)
+    clip_coef = 1.0 if max_norm is None else max_norm / (norm + 1e-6)
+    assert opt.last.clip_coef.item() == pytest.approx(clip_coef, rel=1e-12)
     assert (opt.last.weight, opt.last.micro_batches, opt.last.loss_scale) == (4.0, 2, 1024.0)
     assert not opt.last.skipped
     assert opt.last.nonfinite == []
@@ -358,3 +360,18 @@ def test_report_of_a_window(norm_type):
         "micro_batches": 2.0,
         "skipped": 0.0,
     }
+
+
+def test_a_norm_whose_powers_overflow_only_while_scaled():
+    """1e90 times 2^100, cubed, is beyond float64; 1e90 cubed is not."""
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    opt = AccumulatingOptimizer(
+        torch.optim.SGD([parameter], lr=1.0),
+        max_norm=1.0,
+        norm_type=3.0,
+        scaler=scaler(init_scale=2.0**100),
+    )
+    opt.backward((1e90 * parameter).sum())
+    opt.step()
+    assert opt.last.total_norm.item() == pytest.approx(1e90 * 3 ** (1 / 3), rel=1e-12)
+    assert parameter.detach().tolist() == pytest.approx([-(3 ** (-1 / 3))] * 3, rel=1e-12)
