@@ -295,13 +295,14 @@ class Stepping(BackwardPasses):
 
         def conclude(culprits: list[Tensor]) -> None:
             norm = seen[0] if seen else zero_flag(device)
+            counted = int(not culprits or self.on_nonfinite != "skip_micro_batch")
             report = WindowReport(
                 skipped=float(bool(culprits)),
                 total_norm=known(norm),
                 clip_coef=1.0,
                 loss_scale=1.0,
-                weight=1.0,
-                micro_batches=1,
+                weight=float(counted),
+                micro_batches=counted,
                 dtype=norm.dtype,
                 device=norm.device,
             )
