@@ -155,16 +155,17 @@ class Watch:
         self.leave = leave
 
     def _register(self, parameters: Sequence[Tensor]) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._watched = [ref(parameter) for parameter in parameters]
-        self._handles = []
         mine = ref(self)
-        for parameter, reference in zip(parameters, self._watched, strict=True):
-            if parameter.requires_grad:
-                hook = unserializable_hook(partial(_before_accumulation, mine, reference))
-                self._handles.append(parameter.register_hook(hook))
-        finalize(self, _remove, self._handles)
+        before, handles = self._handles, []
+        try:
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    hook = partial(_before_accumulation, mine, ref(parameter))
+                    handles.append(parameter.register_hook(unserializable_hook(hook)))
+            finalize(self, _remove, handles)
+            self._handles, self._watched = handles, list(map(ref, parameters))
+        finally:
+            _remove(before if self._handles is handles else handles)
 
     def _tell(self, parameter: Tensor | None) -> None:
         with self._one_at_a_time:

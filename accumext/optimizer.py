@@ -255,8 +255,8 @@ class AccumulatingOptimizer(Resuming):
         with self._atomic() as atomic:
             self._detach()
             atomic.keep_contents(still)
-            progress.part, progress.part_weight, progress.part_failed = Window(), None, False
             try:
+                progress.part, progress.part_weight, progress.part_failed = Window(), None, False
                 with held:
                     yield
                 self._take_part(op, held_back=model is not None)

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from hypothesis import settings
 from torch import Tensor
+
+settings.register_profile("nightly")  # --hypothesis-profile=nightly: the long state machine
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -60,9 +60,9 @@ ELSEWHERE = (
     ),
     ("test_backend", "test_two_processes_compile_once", "Two processes at once compile once"),
     (
-        "test_backend",
-        "test_the_lock_of_a_killed_compile_does_not_hang_the_next",
-        "A killed compile leaves no lock that hangs the next",
+        "test_cache",
+        "test_a_killed_compile_neither_hangs_nor_harms_the_next",
+        "A killed compile neither hangs nor harms the next",
     ),
     (
         "test_backend",

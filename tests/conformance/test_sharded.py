@@ -343,6 +343,7 @@ def test_clip_grad_norm_of_sharded_gradients_is_torchs(seen, norm_type):
 
 
 def test_clip_grad_norm_of_dtensors_of_every_placement(seen):
+    """`clip_grad_norm_` of DTensor gradients in every placement: the norm and clip of the whole"""
     for rank in seen:
         found = rank["clipped_parts"]
         whole = found["whole"]
