@@ -144,13 +144,14 @@ class BackwardPasses(Taking):
 
         What a backward pass of the user's own had put into `.grad` comes back.
         """
-        held = window.micro_batches > 0
+        held, enabled = window.micro_batches > 0, torch.is_grad_enabled()
         parameters = self._parameters()
         before = param_grads(parameters) if still else [None] * len(parameters)
         contents = contents_of(still)
         try:
             yield
         except BaseException as error:
+            torch.set_grad_enabled(enabled)
             self._drop_window()
             put(parameters, before)
             write(contents)

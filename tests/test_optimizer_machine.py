@@ -169,7 +169,7 @@ class Machine(RuleBasedStateMachine):
         return None
 
     def with_scale(self) -> None:
-        """A GradScaler makes the tensor with its scale when first called; copies have none."""
+        """A GradScaler makes the tensor of its scale when first called; copies come without."""
         if self.system.scaler is not None:
             self.system.scaler.scale(torch.zeros(()))
 
@@ -510,7 +510,7 @@ class Machine(RuleBasedStateMachine):
         assert torch.is_grad_enabled()
         for optimizer in (self.opt, self.opt.optimizer):
             assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
-        assert all(len(p._backward_hooks or ()) <= 1 for p in self.system.parameters)
+        assert not any(p._post_accumulate_grad_hooks for p in self.system.parameters)
 
 
 def assert_same(mine: Tensor, theirs: Tensor, tolerance: float) -> None:

@@ -437,7 +437,7 @@ class Oracle:
     def copied(self) -> None:
         """A copy's parameters come without `.grad`; the window comes whole."""
         self.detach()
-        self.slots = [None] * len(self.slots)
+        self.slots, self.left = [None] * len(self.slots), [None] * len(self.slots)
 
 
 def p_norm(tensors: Sequence[Tensor], p: float) -> float:
