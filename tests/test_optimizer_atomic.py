@@ -264,7 +264,7 @@ def test_an_addition_that_fails_before_it_writes_counts_nothing(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("accumext.ops.accumulate_", fail)
+        patch.setattr("accumext.ops.accumulate_recorded", fail)
         with pytest.raises(MemoryError):
             opt.backward(parameter.sum())
     assert opt._progress.window.micro_batches == 1
