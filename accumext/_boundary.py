@@ -176,8 +176,7 @@ def run_step(
         with has_stepped.watching(optimizer):
             return optimizer.step(**kwargs)
     finally:
-        for name in attributes:
-            vars(optimizer).pop(name, None)
+        forget_scale(optimizer)
         exchange(parameters, lent, before)
 
 
@@ -185,6 +184,12 @@ def run_step(
 def _set(optimizer: Optimizer, attributes: dict[str, Tensor | None]) -> None:
     for name, value in attributes.items():
         setattr(optimizer, name, value)
+
+
+def forget_scale(optimizer: Optimizer) -> None:
+    """Remove what GradScaler, or `run_step` in its place, sets for the length of a step."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
 
 
 class Moved:

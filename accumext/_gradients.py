@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from accumext import ops
+from accumext._grad_slots import grad_of
 from accumext._numbers import Scalar, on
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 _is_sparse = attrgetter("is_sparse")
-_grad_of = attrgetter("grad")
 
 
 def main_dtype(parameter: Tensor) -> torch.dtype:
@@ -60,7 +60,7 @@ def foreign_grads(parameters: Iterable[Tensor]) -> set[int]:
 
     To be asked before anything of ours refers to them.
     """
-    counts = list(map(sys.getrefcount, map(_grad_of, parameters)))
+    counts = list(map(sys.getrefcount, map(grad_of, parameters)))
     pairs = zip(parameters, counts, strict=True)
     return {
         id(grad)
@@ -173,7 +173,7 @@ def zeros_like(grad: Tensor) -> Tensor:
 # `foreign_grads` and `_owns_memory` see it.
 _probe = torch.nn.Parameter(torch.zeros(1), requires_grad=True)
 _probe.grad = torch.zeros(1)
-_UNHELD = next(map(sys.getrefcount, map(_grad_of, [_probe])))
+_UNHELD = next(map(sys.getrefcount, map(grad_of, [_probe])))
 _IN_ONE_SLOT = _users(_probe.grad)
 _storage = _probe.grad.untyped_storage()
 _STORAGE_IN_ONE_TENSOR = torch._C._storage_Use_Count(_storage._cdata)

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from accumext import _checks, distributed
 from accumext._arguments import OP
 from accumext._backward import BackwardPasses
-from accumext._boundary import Measure, Moved, measure, run_step, step_gradient
+from accumext._boundary import Measure, Moved, forget_scale, measure, run_step, step_gradient
 from accumext._grad_slots import exchange, param_grads, put
 from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, as_tensor, known, larger
@@ -35,9 +35,7 @@ class Stepping(BackwardPasses):
             refuse_second_accumulation(op, self.window)
             self._refuse_second_unscale(op)
             if self._hands_closure_through(closure):
-                value = self._closure_step(op, closure, kwargs)
-                progress.accumulated = False
-                return value
+                return self._closure_step(op, closure, kwargs)
             scale, found_inf = self._outer_scale(op)
             value = None
             if closure is not None:
@@ -64,8 +62,7 @@ class Stepping(BackwardPasses):
         except BaseException:
             # GradScaler deletes these only when step returns, and multiplies what is left into the
             # next scale.
-            for name in ("grad_scale", "found_inf"):
-                self.__dict__.pop(name, None)
+            forget_scale(self)
             raise
 
     def _took_a_step(self) -> bool:
@@ -110,11 +107,10 @@ class Stepping(BackwardPasses):
                     exchange(parameters, lent, before)
                     close()
 
-                def clean_up() -> None:
-                    for name in ("grad_scale", "found_inf"):
-                        vars(optimizer).pop(name, None)
+                def has_happened() -> bool:
+                    return has_moved() or has_updated()
 
-                atomic.after(finish, lambda: has_moved() or has_updated(), clean_up)
+                atomic.after(finish, has_happened, lambda: forget_scale(optimizer))
                 result = None
                 if isinstance(gradient.skip, Tensor) or not gradient.skip:
                     result = run_step(
@@ -311,7 +307,9 @@ class Stepping(BackwardPasses):
             progress.watch.end()
             brought = attachment.grads if attachment is not None else None
             consumed = progress.consumed.after(param_grads(parameters), brought)
-            vars(progress).update(last=report, window=Window(), stepped=True, consumed=consumed)
+            vars(progress).update(
+                last=report, window=Window(), stepped=True, consumed=consumed, accumulated=False
+            )
 
         device = parameters[0].device
         try:

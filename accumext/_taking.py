@@ -311,7 +311,8 @@ class Taking(OptimizerWrapper):
         self, op: str, grads: dict[Tensor, Tensor], outer_scale: LossScale | None
     ) -> None:
         """Say once that a window counts calls of `step`, where each may be meant to end one."""
-        if self.window == 1 or outer_scale is not None:  # a GradScaler has written them all
+        said = "sums" in self._progress.warned
+        if said or self.window == 1 or outer_scale is not None:  # a GradScaler has written them all
             return
         if all(version is None or version > 0 for version in versions(list(grads.values()))):
             self._warn_once(

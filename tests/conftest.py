@@ -6,15 +6,18 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
-from hypothesis import settings
 from torch import Tensor
 
-settings.register_profile("nightly")  # --hypothesis-profile=nightly: the long state machine
+with suppress(ImportError):  # on a machine with a GPU it may be missing
+    from hypothesis import settings
+
+    settings.register_profile("nightly")  # --hypothesis-profile=nightly: the long state machine
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
