@@ -33,4 +33,5 @@ for _ in range(10):
         opt.step()
 if rank == 0:
     print(f"loss {loss.item():.3f}, last window: {opt.stats()}")
+dist.barrier()  # no thread of the group holds a gradient of the last window any more
 dist.destroy_process_group()

@@ -57,6 +57,16 @@ def join(rank: int, world: int, meeting: str, seconds: float = 60) -> None:
     )
 
 
+def leave() -> None:
+    """End the group: after the barrier none of its threads holds a tensor of Python.
+
+    A thread that drops one while the interpreter ends takes the process down with it:
+    https://github.com/pytorch/pytorch/issues/190489
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def work(rank: int, world: int, scenarios: Sequence[Scenario], folder: str) -> None:
     join(rank, world, f"{folder}/meeting")
     seen = {}
@@ -64,7 +74,7 @@ def work(rank: int, world: int, scenarios: Sequence[Scenario], folder: str) -> N
         torch.manual_seed(0)
         seen[scenario.__name__] = scenario(rank, world)
     torch.save(seen, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def run_on(

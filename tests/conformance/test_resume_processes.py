@@ -125,7 +125,7 @@ def going_on(rank, world, folder, meeting):
         resumed.load(path)
         seen[case] = resumed.finish(), make().finish()
     torch.save(seen, Path(folder, f"seen-{rank}.pt"))
-    dist.destroy_process_group()
+    ranks.leave()
 
 
 @pytest.mark.parametrize("world", [1, 2], ids=["1-process", "2-processes"])
@@ -172,7 +172,7 @@ def replicated(rank, world, folder, meeting, part):
     if rank == 0:
         state = {"model": module.state_dict(), "optimizer": opt.state_dict()}
         torch.save({**state, "open": opt.accumulation_state_dict()}, path)
-    dist.destroy_process_group()
+    ranks.leave()
 
 
 def sharded(rank, world, folder, meeting, part):
@@ -191,7 +191,7 @@ def sharded(rank, world, folder, meeting, part):
     full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     if rank == 0:
         torch.save({"model": full}, Path(folder, "checkpoint.pt"))
-    dist.destroy_process_group()
+    ranks.leave()
 
 
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 1)], ids=["2-to-3", "3-to-1"])
