@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from accumext import ops
+from accumext import _overlap, ops
 from accumext._grad_slots import exchange, param_grads, put, versions
 from accumext._gradients import per_device, zero_flag
 from accumext._main_grads import MainGrads
@@ -136,12 +136,16 @@ def step_gradient(optimizer: Optimizer, window: Window, measured: Measure) -> St
     if not isinstance(skip, Tensor) and skip:
         return StepGradient(mains, factor, takes_scale, skip)
     casts = {} if window.attached else mains.casts
-    # What divides in a fused kernel is a float32, and only where a gradient is dense.
+    multiplies = isinstance(factor, Tensor) or factor != 1.0
+    # What divides in a fused kernel is a float32, and only where a gradient is dense. The kernel
+    # writes back what it has divided, which nothing else may share.
     folds = takes_scale and mains.dense and not casts and measured.norm_dtype == torch.float32
+    if folds and multiplies and window.attached and _any_shared(mains.tensors):
+        folds = False
     lent = mains.without(casts)
     if measured.scaled is not None:
         lent = MainGrads(lent.parameters, measured.scaled)
-    elif not folds and (isinstance(factor, Tensor) or factor != 1.0):
+    elif multiplies and not folds:
         lent = _multiplied(lent, factor)[0]
     if casts:
         stored, norms = _multiplied(MainGrads.of(casts), factor)
@@ -178,6 +182,9 @@ def run_step(
     finally:
         forget_scale(optimizer)
         exchange(parameters, lent, before)
+
+
+_any_shared = _disable_dynamo(_overlap.any_shared)  # a tensor that is traced has no address
 
 
 @_disable_dynamo  # which does not set attributes of an optimizer before torch 2.13

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -122,6 +123,17 @@ def is_same(a: Tensor, b: Tensor) -> bool:
         and a.dtype == b.dtype
         and all(s == t for s, t, size in zip(a.stride(), b.stride(), a.shape) if size > 1)
     )
+
+
+def any_shared(tensors: Sequence[Tensor]) -> bool:
+    """Whether any byte belongs to two elements, of one tensor or of two."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        spans = sorted((_address(tensor), tensor.nbytes) for tensor in tensors)
+        if all(begin + size <= after for (begin, size), (after, _) in pairwise(spans)):
+            return False
+    if any(map(overlaps_itself, tensors)):
+        return True
+    return next(sharing_pairs(tensors, [True] * len(tensors)), None) is not None
 
 
 def sharing_pairs(tensors: Sequence[Tensor], written: Sequence[bool]) -> Iterator[tuple[int, int]]:

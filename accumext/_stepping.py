@@ -266,8 +266,6 @@ class Stepping(BackwardPasses):
             _checks.fail_type(op, "closure", "be callable for this optimizer", "None")
         progress, parameters = self._progress, self._parameters()
         has_moved = Moved(parameters)
-        if progress.window.attachment is None:
-            put(parameters, progress.consumed.fresh(param_grads(parameters)))
         seen: list[Tensor] = []
 
         def evaluate() -> Any:
@@ -278,6 +276,8 @@ class Stepping(BackwardPasses):
             window, found_inf = progress.window, zero_flag(device)
             if window.micro_batches and not (window.attached and self._is_the_gradient(window)):
                 raise _Left(value, None)
+            if window.attachment is None:  # as a step without a closure: used gradients are left
+                put(parameters, progress.consumed.fresh(param_grads(parameters)))
             grads = {p: p.grad for p in parameters if p.grad is not None}
             seen.append(
                 distributed.total_norm(

@@ -195,6 +195,7 @@ def test_answers_are_exact():
         shared = bool(bytes_of(a) & bytes_of(b))
         assert _overlap.overlaps_itself(a) == a_in_itself
         assert _overlap.share_memory(a, b) == shared
+        assert _overlap.any_shared([a, b]) == (a_in_itself or b_in_itself or shared)
         refused = False
         try:
             accumext.accumulate_([a, b], [torch.zeros_like(a), torch.zeros_like(b)])

@@ -332,9 +332,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(values=coefficients(), clears=st.booleans(), fails=st.booleans())
     def closure_step(self, values, clears, fails) -> None:
-        if not clears and any(map(self.oracle.used_up, PARAMETERS)):
-            return  # what a closure may find there is not said
-
         def closure() -> float:
             if clears:
                 self.opt.zero_grad()

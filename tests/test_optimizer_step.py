@@ -107,6 +107,30 @@ def test_a_closure_is_evaluated_when_the_wrapped_optimizer_likes():
     assert results[:4] == results[4:]
 
 
+@pytest.mark.parametrize("handed", [True, False], ids=["handed-through", "evaluated-here"])
+def test_a_closure_finds_the_gradients_that_a_step_without_one_would(handed):
+    """A closure that does not clear `.grad` adds to it, as in a bare optimizer."""
+    results = []
+    for wrapped in (False, True):
+        parameter = scalar()
+        opt = bare = sgd([parameter], lr=1.0)
+        if wrapped:
+            opt = AccumulatingOptimizer(bare, max_norm=None if handed else 1e9)
+
+        def closure(parameter=parameter):
+            loss = parameter * 1.0
+            loss.backward()
+            return loss
+
+        if wrapped:
+            opt.backward(parameter * 1.0)
+        else:
+            closure()
+        opt.step()
+        results.append([opt.step(closure).item() for _ in range(3)] + [parameter.item()])
+    assert results[0] == results[1] == [-1.0, -3.0, -6.0, -10.0]
+
+
 @pytest.mark.parametrize("policy", ["skip_window", "raise"])
 def test_a_closure_that_gives_no_finite_gradient(policy):
     parameter = scalar()
@@ -127,3 +151,40 @@ def test_a_closure_that_gives_no_finite_gradient(policy):
         assert opt.last.skipped
         assert opt.last.nonfinite == [0]
     assert parameter.item() == -2.0
+
+
+SHARED = {
+    "one-tensor": lambda memory: (memory[:4], memory[:4]),
+    "parts-of-one": lambda memory: (memory[:4], memory[2:6]),
+    "rows-and-columns": lambda memory: (memory.view(3, 3)[0], memory.view(3, 3)[:, 0]),
+    "an-expanded-element": lambda memory: (memory[:1].expand(4), memory[4:8]),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("scaled_by", ["clipping", "own-scaler", "scaler-around"])
+@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
+def test_gradients_that_share_memory_are_scaled_once(shared, scaled_by, fused):
+    """A fused optimizer writes back what it has divided, element by element and list by list."""
+    grads = shared(torch.arange(1.0, 10.0))
+    if scaled_by == "scaler-around" and 0 in grads[0].stride():
+        pytest.skip("GradScaler refuses to look for inf in it")
+    parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))  # makes its scale
+    opt = AccumulatingOptimizer(
+        sgd(parameters, lr=1.0, fused=fused),
+        max_norm=1.0 if scaled_by == "clipping" else None,
+        scaler=scaler if scaled_by == "own-scaler" else None,
+    )
+    factor = 0.25
+    if scaled_by == "clipping":
+        factor = 1 / (sum(float(grad.square().sum()) for grad in grads) ** 0.5 + 1e-6)
+    expected = [-factor * grad for grad in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+    if scaled_by == "scaler-around":
+        scaler.step(opt)
+    else:
+        opt.step()
+    torch.testing.assert_close([p.detach() for p in parameters], expected)

@@ -399,8 +399,7 @@ class Oracle:
         dropping = self.settings.policy == "skip_micro_batch"
         skip = window.kept == 0 if dropping else window.bad
         called = not skip
-        moves = called and any(g is not None for g in gradient)
-        if called and (fails == "pre" or (fails == "post" and not moves)):
+        if called and fails == "pre":
             if taken is not None:  # as it was before the step
                 self.drop()
             return False
