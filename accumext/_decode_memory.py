@@ -8,11 +8,14 @@ from accumext._decode_plan import Plan, cell_steps
 from accumext._decode_run import run_plan
 from accumext._head import accumulation_dtype, product_dtype
 from accumext._narrow import SLICE, exps_dtype
-from accumext._rnn import Layers
+from accumext._rnn import GRU, LSTM, RNN_RELU, RNN_TANH, Layers
 
 # A callable cell is taken to be a GRU as torch builds it: tensors of [B, H] that the graph of one
 # step keeps, as measured; and its gates, where it does not show its weights.
 GRAPH, GATES = 10, 3
+# What torch's recurrent modules have of every row in a pass back: the products of gates and what is
+# made of them, then their gradients, in units.
+OF_A_ROW = {GRU: 10, LSTM: 8, RNN_TANH: 1, RNN_RELU: 1}
 
 
 def predicted_peak(job: Job, layers: Layers | None) -> int:
@@ -65,11 +68,18 @@ def _layers(job: Job, layers: Layers, wide: int) -> tuple[int, int]:
     """States of every step; and what the backward pass through the layers adds."""
     states = layers.parts * layers.count * (job.steps + 1) * job.batch * layers.units
     masks = job.steps * (layers.count - 1) * job.batch * layers.units * (layers.dropout > 0)
-    weights = sum(w.numel() for w in layers.weights if w is not None)
-    step = job.batch * layers.units * wide * 12
     steps = min(max(end - begin for begin, _, end in job.windows()), cell_steps(job.batch))
-    inputs = steps * job.batch * job.table.weight.shape[1] * wide
-    return states * wide + masks, steps * step + inputs + 2 * weights * wide
+    width = job.table.weight.shape[1]
+    row = OF_A_ROW[layers.kind] * layers.units + width
+    if layers.count > 1:  # the layer above has left the gradient of its inputs
+        row = max(row, (OF_A_ROW[layers.kind] + 1) * layers.units) + layers.units
+    elif job.k2 is not None and job.k1 != job.k2:  # windows overlap: what counted before is zeroed
+        row += layers.units
+    given = [w for w in layers.weights if w is not None]
+    weights = sum(w.numel() for w in given)
+    weights *= 2 if given[0].element_size() < wide else 1  # as the products take them
+    transposed = sum(w.numel() for w in layers.weights[1::4] if w is not None)
+    return states * wide + masks, (steps * job.batch * row + weights + transposed) * wide
 
 
 def _callable_cell(job: Job, plan: Plan, wide: int) -> tuple[int, int]:

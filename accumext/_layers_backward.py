@@ -111,49 +111,64 @@ class LayersBackward:
     def _chunk(self, begin: int, end: int, counting: int, carried: list[Tensor]) -> None:
         """Steps [begin, end) backward; losses before step `counting` are another window's."""
         run, job, layers = self.run, self.job, self.layers
-        span, around = slice(begin, end), slice(begin, end + 1)
+        span = slice(begin, end)
         d_out = self.d_out[span]
         if counting > begin:
             d_out = d_out.clone()
             d_out[: counting - begin] = 0
-        live = None if run.live is None else run.live[span]
         carry = self._carry(begin, end)
-        for layer in reversed(range(layers.count)):
-            own = layer * layers.parts
-            h = run.states[own][around]
-            c = run.states[own + 1][around] if layers.parts == 2 else None
-            x = self._inputs(layer, span)
-            weights = run.weights[4 * layer : 4 * layer + 4]
-            before = h[:-1].flatten(0, 1)
-            pre = None
-            if self.gates > 1:
-                pre = pre_activations(layers.kind, x, before, weights)
-                pre = pre.view(end - begin, job.batch, -1)
-            d_x = d_out.new_empty(end - begin, job.batch, self.gates * layers.units)
-            d_h = torch.empty_like(d_x) if layers.kind == GRU else None
-            _decode_ops.rnn_backward(
-                layers.kind,
-                d_out.contiguous(),
-                pre,
-                h,
-                c,
-                live,
-                carry,
-                job.carry.limit,
-                self.to_h[layer],
-                carried[own],
-                carried[own + 1] if c is not None else None,
-                d_x,
-                d_h,
-            )
-            d_x = d_x.flatten(0, 1)
-            self._add_weights(layer, x, before, d_x, d_x if d_h is None else d_h.flatten(0, 1))
-            if layer > 0:
-                d_out = torch.mm(d_x, weights[0]).view(end - begin, job.batch, -1)
-                if run.kept is not None:
-                    d_out.mul_(run.kept[span, layer - 1]).mul_(run.kept_scale)
-            elif self.needs_table:
-                self._add_rows(span, torch.mm(d_x, weights[0]))
+        for layer in reversed(range(1, layers.count)):
+            d_gates = self._layer(layer, begin, end, d_out, carry, carried)
+            d_out = torch.mm(d_gates, run.weights[4 * layer]).view(end - begin, job.batch, -1)
+            del d_gates
+            if run.kept is not None:
+                d_out.mul_(run.kept[span, layer - 1]).mul_(run.kept_scale)
+        d_gates = self._layer(0, begin, end, d_out, carry, carried)
+        if self.needs_table:
+            self._add_rows(span, torch.mm(d_gates, run.weights[0]))
+
+    def _layer(
+        self,
+        layer: int,
+        begin: int,
+        end: int,
+        d_out: Tensor,
+        carry: Tensor | None,
+        carried: list[Tensor],
+    ) -> Tensor:
+        """One layer's steps [begin, end) backward; gradients of x's part in its gates, [n B, G]."""
+        run, job, layers = self.run, self.job, self.layers
+        span, around = slice(begin, end), slice(begin, end + 1)
+        own = layer * layers.parts
+        h = run.states[own][around]
+        c = run.states[own + 1][around] if layers.parts == 2 else None
+        x = self._inputs(layer, span)
+        weights = run.weights[4 * layer : 4 * layer + 4]
+        before = h[:-1].flatten(0, 1)
+        pre = None
+        if self.gates > 1:
+            pre = pre_activations(layers.kind, x, before, weights)
+            pre = pre.view(end - begin, job.batch, -1)
+        d_x = d_out.new_empty(end - begin, job.batch, self.gates * layers.units)
+        d_h = torch.empty_like(d_x) if layers.kind == GRU else None
+        _decode_ops.rnn_backward(
+            layers.kind,
+            d_out.contiguous(),
+            pre,
+            h,
+            c,
+            None if run.live is None else run.live[span],
+            carry,
+            job.carry.limit,
+            self.to_h[layer],
+            carried[own],
+            carried[own + 1] if c is not None else None,
+            d_x,
+            d_h,
+        )
+        d_x = d_x.flatten(0, 1)
+        self._add_weights(layer, x, before, d_x, d_x if d_h is None else d_h.flatten(0, 1))
+        return d_x
 
     def _carry(self, begin: int, end: int) -> Tensor | None:
         job, factors = self.job, self.job.carry.factors

@@ -108,6 +108,30 @@ def test_predicted_peak_of_a_callable_cell(vocabulary: int, steps: int) -> None:
     assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
 
 
+@pytest.mark.parametrize(("k1", "k2"), [(None, None), (32, 32), (4, 32)])
+@pytest.mark.parametrize(
+    ("module", "width"),
+    [
+        (nn.GRU(256, 256), 256),
+        (nn.GRU(64, 256, 2), 64),
+        (nn.LSTM(256, 256), 256),
+        (nn.LSTM(512, 64, 3), 512),
+        (nn.RNN(256, 256, 2), 256),
+    ],
+    ids=str,
+)
+def test_predicted_peak_of_the_pass_back_through_layers(
+    module: nn.RNNBase, width: int, k1: int | None, k2: int | None
+) -> None:
+    """Windows of 4 to 32 steps: the longest is what counts."""
+    vocabulary, steps = 50, 36
+    parts = nn.Embedding(vocabulary, width), module, nn.Linear(module.hidden_size, vocabulary)
+    targets = torch.randint(vocabulary, (steps, 16))
+    call = {"feedback": "greedy", "k1": k1, "k2": k2}
+    predicted = accumext.decode_memory(*parts, targets.shape, **call)
+    assert predicted == pytest.approx(measured(parts, targets, **call), rel=0.05)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_predicted_peak_with_dropout(dropout: float) -> None:
     """The masks of eight layers, or none, where states are all that is large."""

@@ -178,7 +178,7 @@ class Machine(RuleBasedStateMachine):
         if self.given.fused and self.opt.stepped:
             for p, cell in zip(self.system.parameters, self.oracle.slots):
                 if p.grad is not None and cell is not None:
-                    cell.value = p.grad.double()
+                    cell.value = p.grad.to(torch.float64, copy=True)
 
     # Micro-batches
 
