@@ -29,9 +29,10 @@ class Stepping(BackwardPasses):
 
     def _step(self, op: str, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Take in what is pending, and close the window if it is full."""
-        progress = self._progress
-        progress.stepped = False
         try:
+            self._refuse_inside_micro_batch(op)
+            progress = self._progress
+            progress.stepped = False
             refuse_second_accumulation(op, self.window)
             self._refuse_second_unscale(op)
             if self._hands_closure_through(closure):

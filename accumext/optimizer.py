@@ -293,7 +293,6 @@ class AccumulatingOptimizer(Resuming):
             >>> opt.step()
             >>> opt.zero_grad()
         """
-        self._refuse_inside_micro_batch(f"{OP}.step")
         return self._step(f"{OP}.step", closure, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # hooks run around the wrapped step alone

@@ -380,3 +380,17 @@ def test_an_error_in_the_wrapped_step_leaves_the_window_open(window):
     assert opt.stepped
     expected = train_by_hand(sgd, BATCHES[:window], window, max_norm=0.01)
     assert_close([p.detach() for p in model.parameters()], expected)
+
+
+def test_a_step_of_an_outer_scaler_that_is_refused_leaves_nothing_of_it():
+    """What GradScaler lays on an optimizer would scale the next step that is called directly."""
+    model = make_model()
+    opt, scaler = AccumulatingOptimizer(sgd(model.parameters())), torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, BATCHES[0])).backward()
+    with opt.micro_batch(), pytest.raises(RuntimeError, match=r"be outside micro_batch\(\)"):
+        scaler.step(opt)
+    opt.discard()
+    opt.zero_grad()
+    loss_of(model, BATCHES[1]).backward()
+    opt.step()
+    assert_close([p.detach() for p in model.parameters()], train_by_hand(sgd, BATCHES[1:2], 1))
