@@ -129,6 +129,8 @@ class Stepping(BackwardPasses):
         It may be done twice.
         """
         progress, scaler = self._progress, self.scaler
+        if scaler is not None and scaler._get_scale_async() is None:
+            scaler.scale(zero_flag(measured.device))  # a copy has none to update
         report, successor = self._report(window, measured, skip), Window()
         parameters, attachment = self._parameters(), window.attachment
         found_inf = larger(skip, measured.found_inf)

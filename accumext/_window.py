@@ -76,8 +76,8 @@ class Window:
     def __getstate__(self) -> dict[str, Any]:
         """For a copy, whose parameters come without `.grad`: the main gradients on their own."""
         window = self.apart()
-        value_alone = LossScale(self.unit_scale.value)  # a key means something in one process only
-        return {**vars(window), "unit_scale": value_alone}
+        # A key means something in one process only.
+        return {**vars(window), "unit_scale": LossScale(window.unit_scale.value)}
 
     def _draft(self) -> Window:
         """The same window in an object of its own, to be changed without being seen."""

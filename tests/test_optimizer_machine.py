@@ -435,6 +435,7 @@ class Machine(RuleBasedStateMachine):
             self.oracle.accumulated = False
         else:
             self.oracle.detach()
+            self.oracle.unsure()
         self.opt.load_accumulation_state_dict(packed)
 
     # Invariants

@@ -66,17 +66,21 @@ def test_copies_go_on_from_the_middle_of_a_window(clone, on_nonfinite, scaled):
 
 
 @pytest.mark.parametrize("loop", ["backward", "accumulate"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
+@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch", "raise"])
 @pytest.mark.parametrize("clone", CLONES.values(), ids=CLONES)
-def test_copies_between_backward_and_step(clone, loop):
+def test_copies_between_backward_and_step(clone, on_nonfinite, scaled, loop):
     """Copies between `backward` and `step`, with `window=1`, keep the gradient"""
     model = make_model()
-    opt = wrapped(model, window=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+    opt = wrapped(model, window=1, on_nonfinite=on_nonfinite, scaler=scaler)
     run(opt, model, BATCHES[:1])
+    loss = loss_of(model, BATCHES[1])
     if loop == "backward":
-        opt.backward(loss_of(model, BATCHES[1]))
+        opt.backward(loss)
     else:
         opt.zero_grad()
-        loss_of(model, BATCHES[1]).backward()
+        (scaler.scale(loss) if scaled else loss).backward()
         opt.accumulate()
     twin_model, twin = clone((model, opt))
     for some, its in ((twin, twin_model), (opt, model)):
