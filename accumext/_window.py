@@ -281,6 +281,7 @@ class Window:
         checked = Window()
         checked.take_if_finite(draft.main, self.weight, self.unit_scale)
         checked.held_back, checked.writes = self.held_back, self.writes
+        checked.loss_scale = self.loss_scale  # of a micro-batch of weight 0 too
         return checked
 
     def detach(self) -> None:

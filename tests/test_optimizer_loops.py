@@ -148,6 +148,17 @@ def test_a_weight_of_zero_is_not_looked_at():
     assert_close([p.detach() for p in model.parameters()], expected)
 
 
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
+def test_the_report_keeps_the_loss_scale_of_a_window_that_left_grad(policy, weight):
+    model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    opt = AccumulatingOptimizer(adam(model.parameters()), scaler=scaler, on_nonfinite=policy)
+    opt.backward(loss_of(model, BATCHES[0]), weight)
+    opt.zero_grad()
+    opt.flush()
+    assert (opt.last.loss_scale, opt.last.weight) == (4.0, weight)
+
+
 def test_partial_window_is_divided_by_what_it_holds():
     expected = train_by_hand(adam, BATCHES[:6], 4)
     assert_close(train(one_call, 4, batches=BATCHES[:6]), expected)
