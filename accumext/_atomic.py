@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from accumext._grad_slots import contents_of, param_grads, put, write
+from accumext._grad_slots import Slots, contents_of, write
 
 if TYPE_CHECKING:
     from accumext._taking import Progress
@@ -28,11 +28,10 @@ class Atomic:
     exception before it, everything is put back; after one behind it, what was left to do is done.
     """
 
-    def __init__(self, progress: Progress, parameters: list[Tensor]) -> None:
+    def __init__(self, progress: Progress, slots: Slots) -> None:
         self._progress, self._window = progress, progress.window
         self._fields, self._window_fields = vars(progress).copy(), vars(progress.window).copy()
-        self._parameters, self._grads = parameters, param_grads(parameters)
-        self._leave = progress.watch.leave
+        self._slots, self._leave = slots, progress.watch.leave
         self._contents: list[tuple[Tensor, Tensor]] = []
         self._grad_enabled = torch.is_grad_enabled()
         self._evidence: Callable[[], bool] | None = None
@@ -84,5 +83,5 @@ class Atomic:
         vars(self._progress).update(self._fields)
         vars(self._window).update(self._window_fields)
         self._progress.watch.resume(self._leave)
-        put(self._parameters, self._grads)
+        self._slots.restore()
         write(self._contents)

@@ -12,7 +12,7 @@ from torch._C._profiler import _RecordFunctionFast as record_function
 from accumext import _checks
 from accumext import _straight as straight
 from accumext._arguments import OP
-from accumext._grad_slots import clear, contents_of, param_grads, put, write
+from accumext._grad_slots import Slots, clear, contents_of, param_grads, put, write
 from accumext._gradients import HALF_DTYPES
 from accumext._intake import Intake
 from accumext._numbers import Scalar
@@ -62,15 +62,26 @@ class BackwardPasses(Taking):
                 clear(parameters)
 
     def _backward_then_take(
-        self, op: str, loss: Tensor, weight: Scalar, scale: LossScale, still: list[Tensor]
+        self,
+        op: str,
+        loss: Tensor,
+        weight: Scalar,
+        scale: LossScale,
+        slots: Slots | None,
+        still: list[Tensor],
     ) -> None:
-        """Run a backward pass, then take in the gradients that lie in `.grad`."""
-        with self._atomic() as atomic:
+        """Run a backward pass, then take in the gradients that lie in `.grad`.
+
+        Args:
+            slots: what lies there before, where that is known.
+            still: those of it that autograd is to add to.
+        """
+        with self._atomic(slots) as atomic:
             self._detach()
             atomic.keep_contents(still)
             loss.backward()
             if self._attaches():
-                self._attach(op, weight, scale, brought=True)
+                self._attach(op, self._slots(), weight, scale, brought=True)
             else:
                 foreign = self._foreign()
                 self._take(op, self._grads(), weight, scale, foreign)

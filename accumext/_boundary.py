@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from accumext import _overlap, ops
-from accumext._grad_slots import exchange, param_grads, put, versions
+from accumext._grad_slots import versions
 from accumext._gradients import per_device, zero_flag
 from accumext._main_grads import MainGrads
 from accumext._numbers import (
@@ -158,14 +156,12 @@ def step_gradient(optimizer: Optimizer, window: Window, measured: Measure) -> St
 
 def run_step(
     optimizer: Optimizer,
-    parameters: list[Tensor],
     gradient: StepGradient,
     device: torch.device,
     has_stepped: Moved,
     kwargs: dict[str, Any],
 ) -> Any:
-    """The wrapped optimizer's step, with this gradient alone in `.grad` for as long as it runs."""
-    before, lent = param_grads(parameters), gradient.of(parameters)
+    """The wrapped optimizer's step on what was lent, told what to multiply it with, and to skip."""
     attributes: dict[str, Tensor | None] = {}
     if gradient.takes_scale:
         attributes = dict.fromkeys(("grad_scale", "found_inf"))
@@ -174,23 +170,25 @@ def run_step(
             attributes["grad_scale"] = as_tensor(divisor, torch.float32, device)
         if isinstance(gradient.skip, Tensor):
             attributes["found_inf"] = gradient.skip.float()
+    hook = _prepare(optimizer, attributes, has_stepped)
     try:
-        _set(optimizer, attributes)
-        put(parameters, lent)
-        with has_stepped.watching(optimizer):
-            return optimizer.step(**kwargs)
+        return optimizer.step(**kwargs)
     finally:
-        forget_scale(optimizer)
-        exchange(parameters, lent, before)
+        hook.remove()
 
 
 _any_shared = _disable_dynamo(_overlap.any_shared)  # a tensor that is traced has no address
 
 
-@_disable_dynamo  # which does not set attributes of an optimizer before torch 2.13
-def _set(optimizer: Optimizer, attributes: dict[str, Tensor | None]) -> None:
-    for name, value in attributes.items():
-        setattr(optimizer, name, value)
+# torch.compile would compile the step anew for every hook, and does not set attributes of an
+# optimizer before torch 2.13.
+@_disable_dynamo
+def _prepare(
+    optimizer: Optimizer, attributes: dict[str, Tensor | None], has_stepped: Moved
+) -> RemovableHandle:
+    """Set the attributes, and have the first of the post-hooks tell that the step has ended."""
+    vars(optimizer).update(attributes)
+    return has_stepped.watch(optimizer)
 
 
 def forget_scale(optimizer: Optimizer) -> None:
@@ -213,17 +211,8 @@ class Moved:
     def __call__(self) -> bool:
         return self._ended or versions(self._parameters) != self._before
 
-    @contextmanager
-    def watching(self, optimizer: Optimizer) -> Iterator[None]:
-        """A context for the step."""
-        handle = self._watch(optimizer)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    @_disable_dynamo  # it would compile the step anew for every hook
-    def _watch(self, optimizer: Optimizer) -> RemovableHandle:
+    def watch(self, optimizer: Optimizer) -> RemovableHandle:
+        """Hear of the end of the step, before any other hook does, until the handle is removed."""
         handle = optimizer.register_step_post_hook(self._end)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(handle.id, last=False)
@@ -264,8 +253,9 @@ def _multiplied(mains: MainGrads, factor: Scalar) -> tuple[MainGrads, list[Tenso
         main.to(p.dtype, copy=True) if main.is_sparse else torch.empty_like(main, dtype=p.dtype)
         for p, main in zip(mains.parameters, mains.tensors, strict=True)
     ]
+    calls = per_device(stored, mains.tensors, plain_already=mains.plain)
     norms = [
         ops.accumulate_(products, sources, inv_scale=on(device, factor), overwrite=True)
-        for device, (products, sources) in per_device(stored, mains.tensors)
+        for device, (products, sources) in calls
     ]
     return MainGrads(mains.parameters, stored), norms

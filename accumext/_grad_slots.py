@@ -35,13 +35,32 @@ def put(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
             parameter.grad = grad
 
 
-def exchange(
-    parameters: Sequence[Tensor], lent: Sequence[Tensor | None], before: Sequence[Tensor | None]
-) -> None:
-    """Put back what was there before, wherever what was lent still is."""
-    for parameter, mine, grad in zip(parameters, lent, before, strict=True):
-        if mine is not grad and parameter.grad is mine:
-            parameter.grad = grad
+class Slots(NamedTuple):
+    """An optimizer's parameters, and what lay in `.grad` of each at one moment."""
+
+    parameters: list[Tensor]
+    grads: list[Tensor | None]
+
+    @classmethod
+    def of(cls, parameters: list[Tensor]) -> Slots:
+        """As they are now."""
+        return cls(parameters, param_grads(parameters))
+
+    def restore(self) -> None:
+        """Have them be so again."""
+        put(self.parameters, self.grads)
+
+    def lend(self, grads: Sequence[Tensor | None]) -> None:
+        """Make these the gradients for a while, where others lie yet."""
+        for parameter, mine, grad in zip(self.parameters, grads, self.grads, strict=True):
+            if mine is not grad:
+                parameter.grad = mine
+
+    def take_back(self, lent: Sequence[Tensor | None]) -> None:
+        """Have them be so again, wherever what was lent still lies there."""
+        for parameter, mine, grad in zip(self.parameters, lent, self.grads, strict=True):
+            if mine is not grad and parameter.grad is mine:
+                parameter.grad = grad
 
 
 def clear(parameters: Iterable[Tensor]) -> None:
@@ -87,7 +106,7 @@ class Consumed:
         # Weakly: the memory is the user's to free.
         self._seen = [None if grad is None else ref(grad) for grad in grads]
         self._versions = versions(grads)
-        self._brought = [g is not None and g is b for g, b in zip(grads, brought, strict=False)]
+        self._brought = list(map(is_, grads, brought))  # empty where none was
 
     def among(self, grads: Sequence[Tensor | None]) -> list[bool]:
         """Which of these are still there, and were not seen to be written since."""
@@ -100,7 +119,7 @@ class Consumed:
 
     def used_up(self, grads: Sequence[Tensor | None]) -> list[bool]:
         """Which of these no step takes again."""
-        if not any(self._brought):
+        if not self._brought:
             return [False] * len(grads)
         rest = [False] * (len(grads) - len(self._brought))
         return list(map(and_, self.among(grads), self._brought + rest))
@@ -117,7 +136,11 @@ class Consumed:
 
         What was used up before, and was passed over, still is.
         """
-        fresh = brought or [None] * len(grads)
+        if brought is None and not self._brought:
+            return Consumed(grads)
+        if brought is not None and len(brought) == len(grads) and all(map(is_, brought, grads)):
+            return Consumed(grads, grads)
+        fresh = [None] * len(grads) if brought is None else brought
         pairs = zip(self.used_up(grads), grads, fresh, strict=True)
         return Consumed(grads, [grad if used else new for used, grad, new in pairs])
 

@@ -17,7 +17,7 @@ from accumext._numbers import Scalar, on
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-_is_sparse = attrgetter("is_sparse")
+is_sparse = attrgetter("is_sparse")
 
 
 def main_dtype(parameter: Tensor) -> torch.dtype:
@@ -115,7 +115,7 @@ def are_plain(tensors: Collection[Tensor]) -> bool:
     """
     return (
         set(map(type, tensors)) <= {Tensor}
-        and not any(map(_is_sparse, tensors))
+        and not any(map(is_sparse, tensors))
         and not any(map(Tensor.is_complex, tensors))
         and len(set(map(Tensor.get_device, tensors))) <= 1
     )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from operator import attrgetter
 
 from torch import Tensor
 
 from accumext._gradients import any_dtensor, are_plain
+
+_dtype_of = attrgetter("dtype")
 
 
 class MainGrads:
@@ -50,6 +53,8 @@ class MainGrads:
     @cached_property
     def casts(self) -> dict[Tensor, Tensor]:
         """Those of another dtype than their parameter: float32 for one of half precision."""
+        if list(map(_dtype_of, self.parameters)) == list(map(_dtype_of, self.tensors)):
+            return {}
         pairs = zip(self.parameters, self.tensors, strict=True)
         return {p: main for p, main in pairs if main.dtype != p.dtype}
 

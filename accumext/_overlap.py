@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import add, attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+_bytes_of = attrgetter("nbytes")
 _MOST_TRIES = 1 << 14  # values that one search may try; strides of real tensors need a handful
 
 
@@ -127,13 +129,24 @@ def is_same(a: Tensor, b: Tensor) -> bool:
 
 def any_shared(tensors: Sequence[Tensor]) -> bool:
     """Whether any byte belongs to two elements, of one tensor or of two."""
-    if all(tensor.is_contiguous() for tensor in tensors):
-        spans = sorted((_address(tensor), tensor.nbytes) for tensor in tensors)
-        if all(begin + size <= after for (begin, size), (after, _) in pairwise(spans)):
-            return False
+    if _lie_apart(tensors):
+        return False
     if any(map(overlaps_itself, tensors)):
         return True
     return next(sharing_pairs(tensors, [True] * len(tensors)), None) is not None
+
+
+def _lie_apart(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are contiguous, and each ends before the next begins: found without a loop."""
+    if not all(map(Tensor.is_contiguous, tensors)):
+        return False
+    try:
+        begins = list(map(Tensor.data_ptr, tensors))
+    except RuntimeError:  # one that does not show its memory
+        return False
+    ends = map(add, begins, map(_bytes_of, tensors))
+    spans = sorted(zip(begins, ends, strict=True))
+    return all(end <= begin for (_, end), (begin, _) in pairwise(spans))
 
 
 def sharing_pairs(tensors: Sequence[Tensor], written: Sequence[bool]) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from accumext import _checks, distributed
 from accumext._arguments import OP
 from accumext._backward import BackwardPasses
 from accumext._boundary import Measure, Moved, forget_scale, measure, run_step, step_gradient
-from accumext._grad_slots import exchange, param_grads, put
-from accumext._gradients import foreign_grads, nonfinite, zero_flag
+from accumext._grad_slots import Slots, param_grads, put
+from accumext._gradients import nonfinite, zero_flag
 from accumext._numbers import Scalar, as_tensor, known, larger
 from accumext._reduction import Reduction
 from accumext._report import WindowReport
@@ -44,14 +45,14 @@ class Stepping(BackwardPasses):
                     value = closure()
             elif self._is_priming():
                 return self.optimizer.step(**kwargs)
-            parameters = self._parameters()
             stays = progress.window.attached or self._attaches()
-            foreign = () if stays else foreign_grads(parameters)
-            with self._atomic():
-                self._take_pending(op, scale, found_inf, foreign)
+            foreign = () if stays else self._foreign()
+            slots = self._slots()
+            with self._atomic(slots):
+                slots = self._take_pending(op, slots, scale, found_inf, foreign)
                 if progress.window.micro_batches >= self.window:
-                    result = self._close(op, kwargs)
-                elif self._attaches() and all(p.grad is None for p in parameters):
+                    result = self._close(op, slots, kwargs)
+                elif self._attaches() and all(grad is None for grad in slots.grads):
                     # Without a gradient the optimizer runs its hooks, as it would alone.
                     result = self.optimizer.step(**kwargs)
                 else:
@@ -83,29 +84,37 @@ class Stepping(BackwardPasses):
             return
         self._refuse_second_unscale(op)
         foreign = self._foreign()
-        with self._atomic():
-            self._take_pending(op, None, None, foreign, new=True)
-            self._close(op, {}, flushing=True)
+        slots = self._slots()
+        with self._atomic(slots):
+            slots = self._take_pending(op, slots, None, None, foreign, new=True)
+            self._close(op, slots, {}, flushing=True)
 
-    def _close(self, op: str, kwargs: dict[str, Any], flushing: bool = False) -> Any:
-        """Step on the open window, if there is anything in it, and start the next."""
-        window, parameters = self._progress.window, self._parameters()
+    def _close(self, op: str, slots: Slots, kwargs: dict[str, Any], flushing: bool = False) -> Any:
+        """Step on the open window, if there is anything in it, and start the next.
+
+        Args:
+            slots: what lies in `.grad`.
+        """
+        window, parameters = self._progress.window, slots.parameters
         if self.scaler is not None and window.micro_batches:
             self._refuse_to_forget_others(op, self.scaler)
-        with record_function("accumext::step"):
-            if not self._sum_over_processes(op, flushing):
+        with _span("accumext::step"):
+            group = self._group()
+            if not self._sum_over_processes(op, group, flushing):
                 return None
-            with self._atomic() as atomic:
+            if group is not None:  # a window that lay in `.grad` was taken out
+                slots = self._slots()
+            with self._atomic(slots) as atomic:
                 window.arrange(parameters)
                 optimizer = self.optimizer
                 measured = measure(optimizer, window, self.max_norm, self.norm_type, self.reduction)
                 gradient = step_gradient(optimizer, window, measured)
-                lent, before = gradient.of(parameters), param_grads(parameters)
+                lent = gradient.of(parameters)
                 has_moved = Moved(parameters)
-                close, has_updated = self._closing(window, measured, gradient.skip)
+                close, has_updated = self._closing(window, parameters, measured, gradient.skip)
 
                 def finish() -> None:
-                    exchange(parameters, lent, before)
+                    slots.take_back(lent)
                     close()
 
                 def has_happened() -> bool:
@@ -114,15 +123,15 @@ class Stepping(BackwardPasses):
                 atomic.after(finish, has_happened, lambda: forget_scale(optimizer))
                 result = None
                 if isinstance(gradient.skip, Tensor) or not gradient.skip:
-                    result = run_step(
-                        optimizer, parameters, gradient, measured.device, has_moved, kwargs
-                    )
+                    slots.lend(lent)
+                    result = run_step(optimizer, gradient, measured.device, has_moved, kwargs)
+                forget_scale(optimizer)
                 finish()
         self._warn_of_skip(window)
         return result
 
     def _closing(
-        self, window: Window, measured: Measure, skip: Scalar
+        self, window: Window, parameters: list[Tensor], measured: Measure, skip: Scalar
     ) -> tuple[Callable[[], None], Callable[[], bool]]:
         """What is left to do after the step, and whether the part of it that cannot be undone is.
 
@@ -132,7 +141,7 @@ class Stepping(BackwardPasses):
         if scaler is not None and scaler._get_scale_async() is None:
             scaler.scale(zero_flag(measured.device))  # a copy has none to update
         report, successor = self._report(window, measured, skip), Window()
-        parameters, attachment = self._parameters(), window.attachment
+        attachment = window.attachment
         found_inf = larger(skip, measured.found_inf)
         records = None if scaler is None else scaler._per_optimizer_states  # which update() drops
 
@@ -154,9 +163,9 @@ class Stepping(BackwardPasses):
 
         return close, updated
 
-    def _sum_over_processes(self, op: str, flushing: bool) -> bool:
+    def _sum_over_processes(self, op: str, group: distributed.Group | None, flushing: bool) -> bool:
         """Make the open window that of all processes; False if there is nothing in it."""
-        progress, window, group = self._progress, self._progress.window, self._group()
+        progress, window = self._progress, self._progress.window
         if group is None:
             if window.held_back:
                 contract = "be known for gradients that micro_batch(model) has held back"
@@ -321,7 +330,7 @@ class Stepping(BackwardPasses):
         except _Left as left:
             value = left.value
             if left.culprits is None:
-                result = self._close(op, kwargs)
+                result = self._close(op, self._slots(), kwargs)
                 return value if result is None else result
             conclude(left.culprits)
         except BaseException:
@@ -334,6 +343,11 @@ class Stepping(BackwardPasses):
         """Whether the main gradients are what the optimizer is to step on, as they are."""
         normaliser = window.normaliser(self.reduction)
         return not isinstance(normaliser, Tensor) and normaliser == 1.0
+
+
+def _span(name: str) -> AbstractContextManager[Any]:
+    """For a profiler to show; torch.compile does not know it."""
+    return nullcontext() if torch.compiler.is_compiling() else record_function(name)
 
 
 class _Left(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import warnings
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 from accumext import _checks, distributed
 from accumext._arguments import OP
 from accumext._atomic import Atomic
-from accumext._grad_slots import Consumed, Watch, clear, param_grads, put, versions
+from accumext._grad_slots import Consumed, Slots, Watch, clear, versions
 from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, known
 from accumext._reduction import Reduction
@@ -94,46 +94,50 @@ class Taking(OptimizerWrapper):
     _needs_closure: bool
     _progress: Progress
 
-    def _atomic(self) -> Atomic:
-        """A context that leaves things as before it or as after it."""
-        return Atomic(self._progress, self._parameters())
+    def _atomic(self, slots: Slots | None = None) -> Atomic:
+        """A context that leaves things, and what lies in `.grad`, as before it or as after it."""
+        return Atomic(self._progress, self._slots() if slots is None else slots)
 
     # Gradients in `.grad`
 
-    def _grads(self, new: bool = False) -> dict[Tensor, Tensor]:
-        """Every gradient in `.grad`, but for the window's own, and for what is used up.
+    def _slots(self) -> Slots:
+        """What lies in `.grad` now."""
+        return Slots.of(self._parameters())
 
-        Args:
-            new: only what no step has used.
-        """
+    def _grads(self) -> dict[Tensor, Tensor]:
+        """Every gradient in `.grad`, but for the window's own, and for what is used up."""
         if self._progress.window.attached:
             return {}
-        parameters = self._parameters()
-        grads = self._progress.consumed.fresh(param_grads(parameters), new)
-        return {p: g for p, g in zip(parameters, grads, strict=True) if g is not None}
+        parameters, grads = self._slots()
+        return _present(parameters, self._progress.consumed.fresh(grads))
 
     def _foreign(self) -> set[int]:
-        """Gradients that somebody else holds too; asked before anything here holds them."""
-        return foreign_grads(self._parameters())
+        """Gradients that somebody else holds too; asked before anything here holds them.
+
+        Only those that may become main gradients are looked at.
+        """
+        parameters = self._parameters()
+        return set() if self._progress.window.holds(parameters) else foreign_grads(parameters)
 
     def _forget(self) -> None:
         """Let go of the gradients that the last report may still be asked about."""
         if self._progress.last is not None:
             self._progress.last.forget()
 
-    def _clear_consumed(self) -> list[Tensor]:
-        """Before a backward pass, let go of what the last step left; returns what lies there yet.
+    def _clear_consumed(self) -> tuple[Slots, list[Tensor]]:
+        """Before a backward pass, let go of what the last step left.
 
-        That belongs to the micro-batch which is to come, as autograd adds to it.
+        Returns:
+            What lies in `.grad` yet, and those of it that belong to the micro-batch which is to
+            come, as autograd adds to them.
         """
         self._forget()
-        parameters = self._parameters()
-        grads = param_grads(parameters)
-        if self._progress.window.attached or all(grad is None for grad in grads):
-            return []
-        still = self._progress.consumed.fresh(grads, new=True)
-        put(parameters, still)
-        return [grad for grad in still if grad is not None]
+        slots = self._slots()
+        if self._progress.window.attached or all(grad is None for grad in slots.grads):
+            return slots, []
+        still = self._progress.consumed.fresh(slots.grads, new=True)
+        slots.lend(still)
+        return Slots(slots.parameters, still), [grad for grad in still if grad is not None]
 
     def _detach(self) -> None:
         """Take the window's gradients out of `.grad`, where another micro-batch is to come."""
@@ -253,15 +257,13 @@ class Taking(OptimizerWrapper):
         return self.window == 1 and window.micro_batches == 0 and self._group() is None
 
     def _attach(
-        self, op: str, weight: Scalar, scale: LossScale, *, new: bool = False, brought: bool
+        self, op: str, slots: Slots, weight: Scalar, scale: LossScale, *, brought: bool
     ) -> None:
         """Take in one micro-batch and leave it in `.grad`, as the window's main gradients."""
         self._forget()
-        progress, parameters = self._progress, self._parameters()
-        grads = progress.consumed.fresh(param_grads(parameters), new)
+        progress, (parameters, grads) = self._progress, slots
         if self.on_nonfinite == "raise":
-            pairs = zip(parameters, grads, strict=True)
-            self._raise_nonfinite(op, {p: g for p, g in pairs if g is not None}, weight)
+            self._raise_nonfinite(op, _present(parameters, grads), weight)
         unchecked = self.on_nonfinite == "skip_micro_batch"
         with record_function("accumext::accumulate"), torch.no_grad():
             progress.window.attach(
@@ -279,42 +281,48 @@ class Taking(OptimizerWrapper):
     def _take_pending(
         self,
         op: str,
+        slots: Slots,
         scale: LossScale | None,
         found_inf: Tensor | None,
         foreign: Container[int],
         new: bool = False,
-    ) -> None:
+    ) -> Slots:
         """Take in what a backward pass of the user left in `.grad`, if anything.
 
         Args:
+            slots: what lies there.
             new: only what no step has used.
+
+        Returns:
+            What lies there afterwards.
         """
-        window = self._progress.window
+        window, (parameters, there) = self._progress.window, slots
         if window.attachment is not None:
-            if not window.attachment.is_where_it_was(param_grads(self._parameters())):
+            if not window.attachment.is_where_it_was(there):
                 window.refresh()
-            return
-        grads = self._grads(new)
-        if not grads:
-            return
+            return slots
+        fresh = self._progress.consumed.fresh(there, new)
+        if all(grad is None for grad in fresh):
+            return slots
         self._refuse_while_reducing(op)
-        self._warn_of_sums(op, grads, scale)
+        self._warn_of_sums(op, fresh, scale)
         scale = self._own_scale(op) if scale is None else scale
         if self._attaches():
-            self._attach(op, 1.0, scale, new=new, brought=False)
+            self._attach(op, Slots(parameters, fresh), 1.0, scale, brought=False)
             if found_inf is not None and window.survivors is None:
                 window.note(found_inf)
-        else:
-            self._take(op, grads, 1.0, scale, foreign, found_inf)
+            return slots
+        self._take(op, _present(parameters, fresh), 1.0, scale, foreign, found_inf)
+        return self._slots()
 
     def _warn_of_sums(
-        self, op: str, grads: dict[Tensor, Tensor], outer_scale: LossScale | None
+        self, op: str, grads: Sequence[Tensor | None], outer_scale: LossScale | None
     ) -> None:
         """Say once that a window counts calls of `step`, where each may be meant to end one."""
         said = "sums" in self._progress.warned
         if said or self.window == 1 or outer_scale is not None:  # a GradScaler has written them all
             return
-        if all(version is None or version > 0 for version in versions(list(grads.values()))):
+        if all(version is None or version > 0 for version in versions(grads)):
             self._warn_once(
                 "sums",
                 f"{op}: every gradient was added to, or changed, since autograd made it, and "
@@ -359,6 +367,12 @@ class Taking(OptimizerWrapper):
             raise RuntimeError(
                 _checks.message(op, "the optimizer", "step without a closure", kind, advice)
             )
+
+
+def _present(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[Tensor, Tensor]:
+    """The gradients of the parameters that have one."""
+    pairs = zip(parameters, grads, strict=True)
+    return {parameter: grad for parameter, grad in pairs if grad is not None}
 
 
 def _users_level() -> int:

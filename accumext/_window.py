@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from accumext import ops
 from accumext._grad_slots import Attachment, clear, param_grads
 from accumext._gradients import (
     are_plain,
+    is_sparse,
     main_dtype,
     nonfinite,
     own,
@@ -93,6 +94,11 @@ class Window:
         """The main gradients by parameter, to read."""
         return self.mains.by_parameter
 
+    def holds(self, parameters: Collection[Tensor]) -> bool:
+        """Whether these are the parameters of the main gradients, in this order."""
+        holders = self.mains.parameters
+        return len(holders) == len(parameters) and all(map(is_, holders, parameters))
+
     def replace(self, mains: dict[Tensor, Tensor]) -> None:
         """Set the main gradients, of which nothing is known then."""
         self.mains, self.norm = MainGrads.of(mains), None
@@ -158,6 +164,9 @@ class Window:
         mains: list[Tensor] = []
         addends: list[Tensor] = []
         before = self.main
+        alike = counts and self.holds(grads) and self.mains.dense
+        if alike and not any(map(is_sparse, grads.values())):  # nearly always: without the loop
+            mains, addends, grads = self.mains.tensors, list(grads.values()), {}
         for parameter, grad in grads.items():
             main = before.get(parameter)
             if main is None:

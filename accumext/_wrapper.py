@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+_params_of = itemgetter("params")
 _TRANSIENT = ("step", "grad_scale", "found_inf")  # set by schedulers and by GradScaler.step
 
 
@@ -70,7 +73,7 @@ class OptimizerWrapper(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return list(chain.from_iterable(map(_params_of, self.optimizer.param_groups)))
 
     def _names(self) -> dict[Tensor, str | int]:
         """Names of the parameters where the optimizer was given any, else their indices."""

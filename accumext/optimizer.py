@@ -166,7 +166,7 @@ class AccumulatingOptimizer(Resuming):
             loss = times(loss, share)
         if progress.part is not None:
             self._check_part_weight(op, count)
-        still = self._clear_consumed() if progress.part is None else []
+        slots, still = (None, []) if progress.part is not None else self._clear_consumed()
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         reduction = self._reduction_of_the_last(op, count)
         if progress.part is not None and reduction is None:
@@ -183,7 +183,7 @@ class AccumulatingOptimizer(Resuming):
         elif self.accumulate_in_backward and not self._attaches():
             self._backward_taking(op, scaled, count, scale, still)
         else:
-            self._backward_then_take(op, scaled, count, scale, still)
+            self._backward_then_take(op, scaled, count, scale, slots, still)
         progress.accumulated = True
 
     def accumulate(self, weight: float | Tensor = 1.0) -> None:
@@ -251,8 +251,8 @@ class AccumulatingOptimizer(Resuming):
         self._refuse_while_reducing(op)
         held, group = distributed.hold_back(op, model, self.process_group)
         progress.group = group or progress.group
-        still = self._clear_consumed()
-        with self._atomic() as atomic:
+        slots, still = self._clear_consumed()
+        with self._atomic(slots) as atomic:
             self._detach()
             atomic.keep_contents(still)
             try:
