@@ -27,6 +27,7 @@ from accumext._numbers import (
     on,
     quotient,
 )
+from accumext._product import ProductMemory
 from accumext._window import Window
 from accumext.distributed import total_norm
 
@@ -67,6 +68,7 @@ def measure(
     max_norm: float | None,
     norm_type: float,
     reduction: str,
+    memory: ProductMemory,
 ) -> Measure:
     """Norm, finite check, clip coefficient and factor, in at most one read of the gradients.
 
@@ -83,7 +85,7 @@ def measure(
         broken = not_finite(known(main_norm))
     elif max_norm is None and norm_type == 2.0 and _multiplies(optimizer, window, normaliser):
         overflow = zero_flag(mains.tensors[0].device)
-        scaled = [torch.empty_like(main) for main in mains.tensors]
+        scaled = memory.like(mains)
         factor = on(overflow.device, normaliser)
         main_norm = ops.accumulate_(
             scaled, mains.tensors, inv_scale=factor, found_inf=overflow, overwrite=True
@@ -123,8 +125,10 @@ def measure(
     )
 
 
-def step_gradient(optimizer: Optimizer, window: Window, measured: Measure) -> StepGradient:
-    """`main * factor`, in new memory unless the optimizer multiplies, or there is nothing to.
+def step_gradient(
+    optimizer: Optimizer, window: Window, measured: Measure, memory: ProductMemory
+) -> StepGradient:
+    """`main * factor`, apart from `main` unless the optimizer multiplies, or there is nothing to.
 
     An optimizer that takes `grad_scale` and `found_inf` multiplies and skips in its own read. For
     any other one the host reads whether to skip.
@@ -144,9 +148,9 @@ def step_gradient(optimizer: Optimizer, window: Window, measured: Measure) -> St
     if measured.scaled is not None:
         lent = MainGrads(lent.parameters, measured.scaled)
     elif multiplies and not folds:
-        lent = _multiplied(lent, factor)[0]
+        lent = _multiplied(lent, factor, memory)[0]
     if casts:
-        stored, norms = _multiplied(MainGrads.of(casts), factor)
+        stored, norms = _multiplied(MainGrads.of(casts), factor, memory)
         lent = MainGrads.of(lent.by_parameter | stored.by_parameter)
         skip = larger(skip, any_of(not_finite(known(norm)) for norm in norms))
     if isinstance(skip, Tensor) and not takes_scale:
@@ -247,12 +251,11 @@ def _multiplies(optimizer: Optimizer, window: Window, factor: Scalar) -> bool:
     return bool(window.mains.tensors) and (isinstance(factor, Tensor) or factor != 1.0)
 
 
-def _multiplied(mains: MainGrads, factor: Scalar) -> tuple[MainGrads, list[Tensor]]:
-    """`main * factor` in the dtype of the parameters, in new memory; norms of what came out."""
-    stored = [
-        main.to(p.dtype, copy=True) if main.is_sparse else torch.empty_like(main, dtype=p.dtype)
-        for p, main in zip(mains.parameters, mains.tensors, strict=True)
-    ]
+def _multiplied(
+    mains: MainGrads, factor: Scalar, memory: ProductMemory
+) -> tuple[MainGrads, list[Tensor]]:
+    """`main * factor` in the dtype of the parameters; norms of what came out."""
+    stored = memory.like(mains)
     calls = per_device(stored, mains.tensors, plain_already=mains.plain)
     norms = [
         ops.accumulate_(products, sources, inv_scale=on(device, factor), overwrite=True)

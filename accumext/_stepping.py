@@ -107,8 +107,11 @@ class Stepping(BackwardPasses):
             with self._atomic(slots) as atomic:
                 window.arrange(parameters)
                 optimizer = self.optimizer
-                measured = measure(optimizer, window, self.max_norm, self.norm_type, self.reduction)
-                gradient = step_gradient(optimizer, window, measured)
+                memory = self._progress.product_memory
+                measured = measure(
+                    optimizer, window, self.max_norm, self.norm_type, self.reduction, memory
+                )
+                gradient = step_gradient(optimizer, window, measured, memory)
                 lent = gradient.of(parameters)
                 has_moved = Moved(parameters)
                 close, has_updated = self._closing(window, parameters, measured, gradient.skip)

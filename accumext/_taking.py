@@ -22,6 +22,7 @@ from accumext._atomic import Atomic
 from accumext._grad_slots import Consumed, Slots, Watch, clear, versions
 from accumext._gradients import foreign_grads, nonfinite, zero_flag
 from accumext._numbers import Scalar, known
+from accumext._product import ProductMemory
 from accumext._reduction import Reduction
 from accumext._report import WindowReport
 from accumext._window import UNSCALED, LossScale, Window
@@ -39,12 +40,13 @@ def _warn_at_exit() -> None:
 class Progress:
     """Everything that changes, in one object never rebound: Lightning clones what is around it."""
 
-    def __init__(self) -> None:
+    def __init__(self, product_memory: ProductMemory) -> None:
         self.window = Window()
         self.last: WindowReport | None = None
         self.stepped = False
         self.accumulated = False  # since the last step: too late for an outer GradScaler
         self.consumed = Consumed()  # what the last step left in `.grad`
+        self.product_memory = product_memory
         self.watch = Watch()  # for backward passes that are not the wrapper's
         self.part: Window | None = None  # inside micro_batch: its half-precision gradients so far
         self.part_weight: Scalar | None = None

@@ -25,6 +25,7 @@ from accumext._arguments import (
 )
 from accumext._backward import times
 from accumext._grad_slots import Consumed, param_grads
+from accumext._product import ProductMemory
 from accumext._report import WindowReport
 from accumext._resume import Resuming
 from accumext._taking import Progress
@@ -133,7 +134,8 @@ class AccumulatingOptimizer(Resuming):
                 accumulate_in_backward=accumulate_in_backward,
                 reduce_in_backward=reduce_in_backward,
             )
-        self._progress = Progress()
+        # Kept memory is what `accumulate_in_backward` is there to do without.
+        self._progress = Progress(ProductMemory(keeps=not accumulate_in_backward))
 
     def backward(self, loss: Tensor, weight: float | Tensor = UNWEIGHTED) -> None:
         """Scale the loss, run its backward pass and take in the gradients as one micro-batch.
