@@ -165,7 +165,10 @@ def run_step(
     has_stepped: Moved,
     kwargs: dict[str, Any],
 ) -> Any:
-    """The wrapped optimizer's step on what was lent, told what to multiply it with, and to skip."""
+    """The wrapped optimizer's step on what was lent, told what to multiply it with, and to skip.
+
+    What tells it stays on the optimizer, also after an exception: see `forget_scale`.
+    """
     attributes: dict[str, Tensor | None] = {}
     if gradient.takes_scale:
         attributes = dict.fromkeys(("grad_scale", "found_inf"))

@@ -50,14 +50,14 @@ class Slots(NamedTuple):
         """Have them be so again."""
         put(self.parameters, self.grads)
 
-    def lend(self, grads: Sequence[Tensor | None]) -> None:
-        """Make these the gradients for a while, where others lie yet."""
+    def replace(self, grads: Sequence[Tensor | None]) -> None:
+        """Put these into `.grad`; those that lay there already are left alone."""
         for parameter, mine, grad in zip(self.parameters, grads, self.grads, strict=True):
             if mine is not grad:
                 parameter.grad = mine
 
     def take_back(self, lent: Sequence[Tensor | None]) -> None:
-        """Have them be so again, wherever what was lent still lies there."""
+        """After `replace`: have them be so again, wherever what was lent still lies there."""
         for parameter, mine, grad in zip(self.parameters, lent, self.grads, strict=True):
             if mine is not grad and parameter.grad is mine:
                 parameter.grad = grad

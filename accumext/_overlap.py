@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_bytes_of = attrgetter("nbytes")
+bytes_of = attrgetter("nbytes")
 _MOST_TRIES = 1 << 14  # values that one search may try; strides of real tensors need a handful
 
 
@@ -144,7 +144,7 @@ def _lie_apart(tensors: Sequence[Tensor]) -> bool:
         begins = list(map(Tensor.data_ptr, tensors))
     except RuntimeError:  # one that does not show its memory
         return False
-    ends = map(add, begins, map(_bytes_of, tensors))
+    ends = map(add, begins, map(bytes_of, tensors))
     spans = sorted(zip(begins, ends, strict=True))
     return all(end <= begin for (_, end), (begin, _) in pairwise(spans))
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumext._main_grads import MainGrads
+from accumext._overlap import bytes_of
 
 # The C library gives larger blocks back to the system as soon as they are freed.
 _LARGE = 32 << 20  # bytes
 _ALIGNMENT = 64  # bytes, as every tensor's memory on a CPU; a multiple of every element's size
-
-_bytes_of = attrgetter("nbytes")
 
 
 class ProductMemory:
@@ -31,7 +29,10 @@ class ProductMemory:
         self._block: torch.UntypedStorage | None = None
 
     def like(self, mains: MainGrads) -> list[Tensor]:
-        """A tensor for each, in the dtype of its parameter; a sparse one has the indices too."""
+        """A tensor to be overwritten for each main gradient, in the dtype of its parameter.
+
+        That of a sparse one is a copy, as its indices are needed.
+        """
         tensors = mains.tensors
         if not mains.plain or mains.casts:
             return [
@@ -66,7 +67,7 @@ def _is_large(tensors: Sequence[Tensor]) -> bool:
     """Whether to keep as much memory pays."""
     if not tensors or not tensors[0].is_cpu or torch.compiler.is_compiling():
         return False
-    total: int = sum(map(_bytes_of, tensors))
+    total: int = sum(map(bytes_of, tensors))
     return total >= _LARGE
 
 

@@ -126,7 +126,7 @@ class Stepping(BackwardPasses):
                 atomic.after(finish, has_happened, lambda: forget_scale(optimizer))
                 result = None
                 if isinstance(gradient.skip, Tensor) or not gradient.skip:
-                    slots.lend(lent)
+                    slots.replace(lent)
                     result = run_step(optimizer, gradient, measured.device, has_moved, kwargs)
                 forget_scale(optimizer)
                 finish()
@@ -349,7 +349,7 @@ class Stepping(BackwardPasses):
 
 
 def _span(name: str) -> AbstractContextManager[Any]:
-    """For a profiler to show; torch.compile does not know it."""
+    """A range in a profile; none under torch.compile, which cannot trace the class."""
     return nullcontext() if torch.compiler.is_compiling() else record_function(name)
 
 

@@ -138,7 +138,7 @@ class Taking(OptimizerWrapper):
         if self._progress.window.attached or all(grad is None for grad in slots.grads):
             return slots, []
         still = self._progress.consumed.fresh(slots.grads, new=True)
-        slots.lend(still)
+        slots.replace(still)
         return Slots(slots.parameters, still), [grad for grad in still if grad is not None]
 
     def _detach(self) -> None:
