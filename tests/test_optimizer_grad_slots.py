@@ -404,3 +404,42 @@ def test_meta_parameters(window, max_norm):
         opt.step()
     assert opt.stepped
     assert "momentum_buffer" in opt.state[parameter]
+
+
+def test_what_a_step_has_used_stays_used_beside_what_others_bring():
+    used, other = scalar(), scalar()
+    opt = AccumulatingOptimizer(sgd([used, other]))
+    opt.backward(used * 1.0)
+    opt.step()
+    other.grad = torch.ones(())
+    for steps in (1, 2):  # a tensor that was assigned is a gradient again and again
+        opt.step()
+        assert (used.item(), other.item()) == (-1.0, -steps)
+
+
+def test_what_took_the_place_of_a_brought_gradient_is_nobodys():
+    parameter, other = scalar(), scalar()
+    opt = AccumulatingOptimizer(sgd([parameter, other]))
+    opt.backward(parameter * 1.0 + other * 1.0)
+    parameter.grad = torch.tensor(2.0)
+    for steps in (1, 2):
+        opt.step()
+        assert (parameter.item(), other.item()) == (-2.0 * steps, -1.0)
+
+
+def test_micro_batches_of_as_many_other_parameters():
+    parameters = [scalar() for _ in range(3)]
+    opt = AccumulatingOptimizer(sgd(parameters), window=3, reduction="sum")
+    for first, second in ((0, 1), (1, 2), (0, 1)):
+        opt.backward(parameters[first] * 1.0 + parameters[second] * 10.0)
+        opt.step()
+    assert [p.item() for p in parameters] == [-2.0, -21.0, -10.0]
+
+
+def test_micro_batches_of_the_same_parameters_in_another_order():
+    first, second = scalar(), scalar()
+    opt = AccumulatingOptimizer(sgd([first, second]), window=3, reduction="sum")
+    for loss in (second * 10.0, first * 1.0, first * 2.0 + second * 20.0):
+        opt.backward(loss)
+        opt.step()
+    assert (first.item(), second.item()) == (-3.0, -30.0)
