@@ -17,8 +17,10 @@ COMPILING_COMMANDS = {"bdist_wheel", "build", "build_ext", "editable_wheel", "de
 
 
 def load_settings() -> Any:
-    """accumext/_build.py, by path: importing the package would import torch."""
-    spec = importlib.util.spec_from_file_location("_build", ROOT / "accumext" / "_build.py")
+    """accumext/backend/_build.py, by path: importing the package would import torch."""
+    spec = importlib.util.spec_from_file_location(
+        "_build", ROOT / "accumext" / "backend" / "_build.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -53,7 +55,7 @@ def missing(library: str, reason: str, fix: str) -> None:
 
 def package_folder(command: Any, inplace: bool) -> Path:
     """Where a command puts the package."""
-    return ROOT / "accumext" if inplace else Path(command.build_lib, "accumext")
+    return (ROOT if inplace else Path(command.build_lib)) / "accumext"
 
 
 def remove_libraries(folder: Path) -> None:
@@ -68,11 +70,11 @@ class BuildModules(build_py):
 
     def run(self) -> None:
         if self.editable_mode:
-            remove_libraries(ROOT / "accumext")
+            remove_libraries(ROOT / "accumext" / "backend")
         else:
             shutil.rmtree(package_folder(self, False), ignore_errors=True)
         super().run()
-        build.write_record(package_folder(self, self.editable_mode), record)
+        build.write_record(package_folder(self, self.editable_mode) / "backend", record)
 
 
 def build_kernels(torch: Any) -> type:
@@ -81,7 +83,7 @@ def build_kernels(torch: Any) -> type:
 
     class BuildKernels(BuildExtension):
         def run(self) -> None:
-            folder = package_folder(self, bool(self.inplace))
+            folder = package_folder(self, bool(self.inplace)) / "backend"
             super().run()
             libraries = [*folder.glob("_C_*.so"), *folder.glob("_bind.*.so")]
             record["sha256"] = {path.name: build.sha256(path) for path in libraries}
@@ -111,7 +113,7 @@ def extensions(torch: Any) -> list[Extension]:
 
     def library(name: str, **extra_flags: list[str]) -> Extension:
         return cpp_extension.CppExtension(
-            f"accumext._C_{name}",
+            f"accumext.backend._C_{name}",
             [os.path.relpath(path, ROOT) for path in build.sources(name)],
             include_dirs=[str(build.csrc())],
             extra_compile_args={"cxx": build.cxx_flags(name), **extra_flags},
@@ -128,7 +130,7 @@ def extensions(torch: Any) -> list[Extension]:
         found.append(library("cuda", nvcc=build.nvcc_flags() + build.arch_flags(torch)))
     found.append(
         Extension(
-            "accumext._bind",
+            "accumext.backend._bind",
             [os.path.relpath(path, ROOT) for path in build.sources("bind")],
             include_dirs=[str(build.csrc()), build.pybind11_include(torch)],
             extra_compile_args=build.cxx_flags("bind"),

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import oldest
 import torch
 
-from accumext import _build
+from accumext.backend import _build
 
 ARCHS = ("80", "90")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from accumext import _build
+from accumext.backend import _build
 
 NOT_RUN = 77
 VERSION = "{}.{}.0".format(*_build.TORCH_MINIMUM)
@@ -31,7 +31,7 @@ OF_TORCH = re.compile(r"aoti_torch_|torch_|_ZN?K?(?:3c10|2at|5torch)")  # how it
 SELF_TEST = """
 import sys
 import torch
-from accumext import _build, _doctor
+from accumext.backend import _build, _doctor
 torch.ops.load_library(sys.argv[1])
 for name in _build.registered_ops("cpu"):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"accumext::{name}", "CPU"), name

@@ -1,9 +1,10 @@
 """Gradient accumulation and truncated backpropagation through time, without the memory traffic."""
 
-from accumext import _native, ops  # noqa: F401  (ops defines the schemas that the libraries implement)
-from accumext._clip import clip_grad_norm_ as clip_grad_norm_
-from accumext._native import backend as backend
-from accumext._native import backend_reason as backend_reason
+from accumext import ops as ops
+from accumext._clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
+from accumext.backend import _libraries
+from accumext.backend._libraries import backend as backend
+from accumext.backend._libraries import backend_reason as backend_reason
 from accumext.chunked import chunked_loss as chunked_loss
 from accumext.decoder import DecodeOutput as DecodeOutput
 from accumext.decoder import decode_loss as decode_loss
@@ -13,9 +14,10 @@ from accumext.ops import scale_ as scale_
 from accumext.ops import total_norm as total_norm
 from accumext.ops import unscale_check_clip_accumulate_ as unscale_check_clip_accumulate_
 from accumext.optimizer import AccumulatingOptimizer as AccumulatingOptimizer
+from accumext.optimizer import WindowReport as WindowReport
 from accumext.tbptt import TBPTTResult as TBPTTResult
 from accumext.tbptt import tbptt as tbptt
 
 __version__ = "0.1.0"
 
-_native.load_installed()
+_libraries.load_installed()  # after ops, which defines what the libraries implement

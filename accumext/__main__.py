@@ -6,7 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from accumext import _doctor, demo
+from accumext import demo
+from accumext.backend import _doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:

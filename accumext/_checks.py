@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from accumext import _overlap
+from accumext import _memory_overlap
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -233,7 +233,7 @@ def _dense_float(op: str, name: str, tensor: Any, written: bool) -> None:
         fail_type(op, name, contract, f"a {str(tensor.layout).removeprefix('torch.')} tensor")
     if tensor.dtype not in FLOAT_DTYPES:
         fail_type(op, name, contract, type_name(tensor))
-    if written and _overlap.overlaps_itself(tensor):
+    if written and _memory_overlap.overlaps_itself(tensor):
         got = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
         advice = f"Give it memory of its own: {name}.contiguous()"
         fail_value(op, name, "not overlap itself in memory", got, advice)
@@ -242,12 +242,12 @@ def _dense_float(op: str, name: str, tensor: Any, written: bool) -> None:
 def _apart(op: str, named: dict[str, Tensor], written: tuple[str, ...]) -> None:
     """No argument that begins with a word of `written` shares memory with another one."""
     names, tensors = list(named), list(named.values())
-    shared = _overlap.sharing_pairs(tensors, [name.startswith(written) for name in names])
+    shared = _memory_overlap.sharing_pairs(tensors, [name.startswith(written) for name in names])
     for i, j in sorted(shared, key=lambda pair: (pair[1], pair[0])):
         first, name = names[i], names[j]
         contract = f"share no memory with {first}"
         if name.partition("[")[0] == "grads" and first == f"main_{name}":
-            if _overlap.is_same(tensors[i], tensors[j]):
+            if _memory_overlap.is_same(tensors[i], tensors[j]):
                 continue
             contract = f"be {first} or share no memory with it"
         advice = f"Give it memory of its own: {name}.clone()"

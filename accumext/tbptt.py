@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from accumext._checks import fail_type, fail_value, one_of, positive_int, type_name
-from accumext._feedback import Feedback, feedback_plan
-from accumext._state import (
+from accumext.decoder._feedback import Feedback, feedback_plan
+from accumext.decoder._recurrent_state import (
     State,
     check_nesting,
     detach,

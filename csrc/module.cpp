@@ -10,8 +10,8 @@
 #include <tuple>
 #include <vector>
 
-#include "chunks.h"
-#include "isa.h"
+#include "common/chunks.h"
+#include "cpu/simd/isa.h"
 
 namespace py = pybind11;
 

@@ -45,20 +45,20 @@ checks_json=$results/${gpu}_checks.json
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/accumext-gpu.XXXXXX")
 trap 'rm -rf "$work"' EXIT
-export tree=$work/tree TORCH_EXTENSIONS_DIR=$work/extensions PYTHONPATH=$work/tree
+export tree=$work/tree TORCH_EXTENSIONS_DIR=$work/extensions PYTHONPATH=$work/tree:$work/tree/tests
 export PYTHONUNBUFFERED=1  # what a part has printed is there when it is cut off
 mkdir "$tree"
 for name in accumext csrc tests bench setup.py pyproject.toml README.md LICENSE; do
   cp -R "$root/$name" "$tree"
 done
-rm -f "$tree"/accumext/*.so "$tree/accumext/_build_info.json"
+rm -f "$tree"/accumext/backend/*.so "$tree/accumext/backend/_build_info.json"
 cd "$tree" || exit 1
 unset ACCUMEXT_BUILD ACCUMEXT_CUDA
 export ACCUMEXT_BACKEND=native
 export MAX_JOBS=${MAX_JOBS:-$(env -u OMP_NUM_THREADS nproc)}  # nproc would say that number
 
 report() {  # report [--print]: of the parts so far
-  "$python" tests/gpu_report.py "$work/parts" "$checks_json" "$machine" "$ACCUMEXT_BACKEND" "$SECONDS" "$@"
+  "$python" tests/cuda/gpu_report.py "$work/parts" "$checks_json" "$machine" "$ACCUMEXT_BACKEND" "$SECONDS" "$@"
 }
 
 part() {  # part NAME SECONDS FUNCTION [ARGUMENT]: runs it in a shell of its own, and notes the end
@@ -87,15 +87,15 @@ part() {  # part NAME SECONDS FUNCTION [ARGUMENT]: runs it in a shell of its own
 
 build() {
   ACCUMEXT_BUILD=require ACCUMEXT_CUDA=1 "$python" setup.py --quiet build_ext --inplace &&
-    ls accumext/_C_cuda.*.so
+    ls accumext/backend/_C_cuda.*.so
 }
 
 operators() {
-  "$python" tests/gpu_checks.py operators --json "$operators_json"
+  "$python" tests/cuda/gpu_checks.py operators --json "$operators_json"
 }
 
 decode_loss() {
-  "$python" tests/gpu_checks.py decoder --json "$decode_loss_json"
+  "$python" tests/cuda/gpu_checks.py decoder --json "$decode_loss_json"
 }
 
 doctor() {
@@ -109,7 +109,7 @@ tests() {  # of the operations; no other settings than these, since plugins may 
     return "$NOT_RUN"
   fi
   local files=() file
-  for file in tests/test_{cuda,cuda_decoder,decoder,accumulate,norm,clip,scale,registration}.py; do
+  for file in tests/{cuda/test_{cuda,cuda_decoder},decoder/test_decoder,ops/test_{accumulate,norm,clip,scale,registration}}.py; do
     if grep -q '^from hypothesis' "$file" && ! "$python" -c 'import hypothesis' 2>/dev/null; then
       echo "left out, because hypothesis is not installed: $file"
     else
@@ -131,7 +131,7 @@ sanitized() {  # sanitized TOOL: each tensor in memory of its own, so that its e
   fi
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$program" --tool "$tool" --error-exitcode 9 \
     --report-api-errors no --kernel-name kernel_substring=accumext \
-    "$python" tests/host_cuda/small_calls.py >"$tool.log" 2>&1
+    "$python" tests/cuda/host_cuda/small_calls.py >"$tool.log" 2>&1
   local status=$?
   cat "$tool.log"
   if grep -q "Device not supported" "$tool.log"; then

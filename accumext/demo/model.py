@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext.decoder import DecodeOutput, decode_loss
+from accumext.decoder._decode_loss import DecodeOutput, decode_loss
 
 
 class Batch(NamedTuple):

@@ -8,8 +8,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "chunks.h"
-#include "layout.h"
+#include "common/chunks.h"
+#include "common/layout.h"
 
 namespace accumext::cpu {
 namespace {

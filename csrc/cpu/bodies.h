@@ -7,8 +7,8 @@
 
 #include "cpu/blocks.h"
 #include "cpu/kernels.h"
-#include "cpu/types.h"
-#include "cpu/vectors.h"
+#include "cpu/simd/types.h"
+#include "cpu/simd/vectors.h"
 #include "math/accumulate.h"
 #include "math/norm.h"
 

@@ -2,9 +2,9 @@
 // has is known only when they run.
 #pragma once
 
-#include "chunks.h"
+#include "common/chunks.h"
+#include "common/operands.h"
 #include "math/norm.h"
-#include "operands.h"
 
 namespace accumext::cpu {
 

@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "chunks.h"
+#include "common/chunks.h"
 #include "cpu/kernels.h"
-#include "cpu/types.h"
-#include "isa.h"
+#include "cpu/simd/isa.h"
+#include "cpu/simd/types.h"
 
 namespace accumext::cpu {
 

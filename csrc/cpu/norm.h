@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "arguments.h"
+#include "common/arguments.h"
 #include "cpu/loops.h"
 #include "math/norm.h"
 

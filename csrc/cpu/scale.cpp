@@ -1,6 +1,6 @@
 #include <vector>
 
-#include "arguments.h"
+#include "common/arguments.h"
 #include "cpu/loops.h"
 
 namespace accumext::cpu {

@@ -11,9 +11,9 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cuda/table.h"
+#include "common/operands.h"
+#include "cuda/tensor_list.h"
 #include "math/norm.h"
-#include "operands.h"
 
 namespace accumext::cuda {
 

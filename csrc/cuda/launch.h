@@ -13,11 +13,11 @@
 #include <memory>
 #include <vector>
 
-#include "arguments.h"
+#include "common/arguments.h"
 #include "cuda/device.cuh"
 #include "cuda/norm.cuh"
-#include "cuda/table.h"
-#include "cuda/tables.h"
+#include "cuda/tensor_list.h"
+#include "cuda/upload_cache.h"
 
 namespace accumext::cuda {
 

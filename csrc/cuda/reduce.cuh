@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "cuda/device.cuh"
-#include "cuda/table.h"
+#include "cuda/tensor_list.h"
 #include "math/norm.h"
 
 namespace accumext::cuda {

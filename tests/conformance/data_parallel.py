@@ -8,7 +8,7 @@ import pickle
 import ranks
 import torch
 import torch.distributed as dist
-from optimizer_oracle import (
+from support.optimizer_oracle import (
     INF,
     adam,
     loss_of,
@@ -18,7 +18,7 @@ from optimizer_oracle import (
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 WINDOW = 4
 BATCHES = make_batches(24)  # whole windows for 2 processes and for 3

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 
 import torch
-from optimizer_oracle import make_model
+from support.optimizer_oracle import make_model
 from torch import Tensor, nn
 
 # By class, settings under which all of its own arithmetic takes part.

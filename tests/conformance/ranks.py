@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from filelock import FileLock
-from optimizer_oracle import assert_equal
+from support.optimizer_oracle import assert_equal
 
-from accumext import _intake, _reduction
+from accumext.optimizer import _backward_hooks, _window_all_reduce
 
 PRELOADED = [
     "torch",
@@ -31,12 +31,12 @@ Scenario: TypeAlias = Callable[[int, int], dict[str, Any]]  # rank, number of pr
 @contextmanager
 def small_buckets(size: int = 1) -> Iterator[None]:
     """Main gradients are taken in and sent in pieces of this many bytes, or one tensor."""
-    whole = _reduction.BUCKET_BYTES, _intake.BUNDLE_BYTES
-    _reduction.BUCKET_BYTES = _intake.BUNDLE_BYTES = size
+    whole = _window_all_reduce.BUCKET_BYTES, _backward_hooks.BUNDLE_BYTES
+    _window_all_reduce.BUCKET_BYTES = _backward_hooks.BUNDLE_BYTES = size
     try:
         yield
     finally:
-        _reduction.BUCKET_BYTES, _intake.BUNDLE_BYTES = whole
+        _window_all_reduce.BUCKET_BYTES, _backward_hooks.BUNDLE_BYTES = whole
 
 
 def spawn(function: Callable[..., None], args: tuple[Any, ...], world: int) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 
 import pytest
 import torch
-from conftest import dtype_id
+from support.tensors import dtype_id
 from torch import Tensor, nn
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 WINDOW = 3
 RATE = 0.125

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from optimizer_cases import CLASSES, batches_for, make_optimizer, model_for
-from optimizer_oracle import (
+from support.optimizer_oracle import (
     assert_close,
     assert_equal,
     loss_of,
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 WINDOW = 3
 BATCHES = make_batches(12)

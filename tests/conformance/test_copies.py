@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from optimizer_oracle import (
+from support.optimizer_oracle import (
     adam,
     assert_close,
     assert_equal,
@@ -21,7 +21,7 @@ from optimizer_oracle import (
 )
 from torch.optim import lr_scheduler
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(9)
 

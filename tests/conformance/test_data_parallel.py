@@ -8,7 +8,7 @@ import ranks
 import torch
 import traffic
 from data_parallel import BATCHES, MAX_NORM, WEIGHTS, WINDOW, Branches, adam, branch_of
-from optimizer_oracle import assert_close, assert_equal, loss_of, make_model, train_by_hand
+from support.optimizer_oracle import assert_close, assert_equal, loss_of, make_model, train_by_hand
 
 
 def by_hand(world, **kwargs):

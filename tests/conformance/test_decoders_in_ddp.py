@@ -6,12 +6,12 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from optimizer_oracle import assert_close
+from support.optimizer_oracle import assert_close
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accumext
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 WINDOW = 2
 STEPS, ROWS, VOCABULARY, SIZE = 5, 12, 11, 6  # rows of a micro-batch of all ranks together

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from optimizer_oracle import (
+from support.optimizer_oracle import (
     INF,
     adam,
     assert_close,

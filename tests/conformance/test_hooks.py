@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_oracle import (
+from support.optimizer_oracle import (
     INF,
     adam,
     assert_close,
@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(8)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_oracle import INF, adam, assert_equal, make_batches, make_model
-from optimizer_oracle import loss_of as model_loss
 from scaler_protocols import (
     DTYPES,
     EACH,
@@ -24,8 +22,10 @@ from scaler_protocols import (
     protocols,
     scales_by_hand,
 )
+from support.optimizer_oracle import INF, adam, assert_equal, make_batches, make_model
+from support.optimizer_oracle import loss_of as model_loss
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 NAN = float("nan")
 COUNT = 3 * WINDOW

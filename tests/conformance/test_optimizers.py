@@ -18,7 +18,7 @@ from optimizer_cases import (
     make_optimizer,
     model_for,
 )
-from optimizer_oracle import (
+from support.optimizer_oracle import (
     adam,
     assert_close,
     assert_equal,
@@ -32,7 +32,7 @@ from optimizer_oracle import (
 from torch import nn
 from torch.optim import lr_scheduler
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(9)
 

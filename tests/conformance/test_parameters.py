@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from optimizer_oracle import (
+from support.optimizer_oracle import (
     assert_close,
     loss_of,
     make_batches,
@@ -18,7 +18,7 @@ from optimizer_oracle import (
 )
 from torch import nn
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(9)
 POLICIES = ["skip_window", "skip_micro_batch", "raise"]

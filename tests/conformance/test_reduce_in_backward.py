@@ -9,11 +9,11 @@ import ranks
 import torch
 import torch.distributed as dist
 from data_parallel import BATCHES, WINDOW, adam, in_group
-from optimizer_oracle import assert_close, loss_of, make_model, train_by_hand
+from support.optimizer_oracle import assert_close, loss_of, make_model, train_by_hand
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 OP = "AccumulatingOptimizer"
 LATE = "must come after step or discard, got one for a window that is summed over processes"

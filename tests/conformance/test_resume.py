@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from optimizer_oracle import (
+from support.optimizer_oracle import (
     INF,
     adam,
     assert_close,
@@ -21,7 +21,7 @@ from optimizer_oracle import (
 )
 from torch import nn
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(3)
 

@@ -13,13 +13,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data_parallel import BATCHES, adam
-from optimizer_oracle import INF, assert_close, assert_equal, loss_of, make_model, train_by_hand
+from support.optimizer_oracle import (
+    INF,
+    assert_close,
+    assert_equal,
+    loss_of,
+    make_model,
+    train_by_hand,
+)
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import ProcessExitedException
 from torch.nn.parallel import DistributedDataParallel
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 END = 14  # micro-batches; windows of 4, so the last is open
 KILLED_AFTER = (1, 6, 11)  # in the first window, in the middle and before the end of a later one

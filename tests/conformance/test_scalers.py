@@ -4,17 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_oracle import (
-    EXACT,
-    assert_close,
-    make_batches,
-    make_model,
-    parameters_of,
-    train_by_hand,
-    window_gradient,
-    windows_of,
-)
-from optimizer_oracle import loss_of as model_loss
 from scaler_protocols import (
     EACH,
     ONCE,
@@ -31,9 +20,20 @@ from scaler_protocols import (
     protocols,
     scales_by_hand,
 )
+from support.optimizer_oracle import (
+    EXACT,
+    assert_close,
+    make_batches,
+    make_model,
+    parameters_of,
+    train_by_hand,
+    window_gradient,
+    windows_of,
+)
+from support.optimizer_oracle import loss_of as model_loss
 from torch import nn
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 COUNT = 9
 BATCHES = make_batches(COUNT)

@@ -11,11 +11,18 @@ import io
 
 import pytest
 import torch
-from optimizer_oracle import INF, assert_close, loss_of, make_batches, make_model, parameters_of
+from support.optimizer_oracle import (
+    INF,
+    assert_close,
+    loss_of,
+    make_batches,
+    make_model,
+    parameters_of,
+)
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 WINDOW = 2
 BATCHES = make_batches(16)

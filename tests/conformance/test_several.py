@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_oracle import (
+from support.optimizer_oracle import (
     EXACT,
     INF,
     adam,
@@ -20,7 +20,7 @@ from optimizer_oracle import (
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(12)
 

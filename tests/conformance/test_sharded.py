@@ -8,7 +8,7 @@ import pytest
 import ranks
 import torch
 from data_parallel import BATCHES, MAX_NORM, WEIGHTS, WINDOW, adam, own_share
-from optimizer_oracle import (
+from support.optimizer_oracle import (
     EXACT,
     INF,
     assert_close,
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import accumext
-from accumext.optimizer import AccumulatingOptimizer
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 NORMS = (1.0, 2.0, 3.0, INF, -1.0, -INF)
 

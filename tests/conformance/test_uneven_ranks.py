@@ -10,7 +10,7 @@ import pytest
 import ranks
 import torch
 from data_parallel import BATCHES, adam, in_group
-from optimizer_oracle import assert_close, assert_equal, loss_of, make_model, train_by_hand
+from support.optimizer_oracle import assert_close, assert_equal, loss_of, make_model, train_by_hand
 
 WINDOW = 4
 OP = "AccumulatingOptimizer"

@@ -8,12 +8,13 @@ import ranks
 import torch
 import torch.distributed as dist
 from data_parallel import MAX_NORM, in_group, outcome, own_share
-from optimizer_oracle import adam, loss_of, make_model
-from oracle import DeviceReads
+from support.optimizer_oracle import adam, loss_of, make_model
+from support.oracle import DeviceReads
 from torch import nn
 
-from accumext import _arguments, _numbers, _reduction, _window
-from accumext.optimizer import AccumulatingOptimizer
+from accumext import _scalars
+from accumext.optimizer import _arguments, _window, _window_all_reduce
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 
 def traffic(rank, world, **kwargs):
@@ -50,8 +51,8 @@ def traffic_meanwhile(rank, world):
 
 def without_device_reads(rank, world, **kwargs):
     """The CPU plays a device: what two windows read of it."""
-    modules = (_arguments, _numbers, _window, _reduction)
-    on_host, tolist, lists = _numbers.on_host, torch.Tensor.tolist, []
+    modules = (_arguments, _scalars, _window, _window_all_reduce)
+    on_host, tolist, lists = _scalars.on_host, torch.Tensor.tolist, []
     model = make_model(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     fused = adam(model.parameters(), fused=True)

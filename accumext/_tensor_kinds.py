@@ -1,0 +1,171 @@
+"""Gradients of every kind (sharded, sparse, complex, half) as the op layer takes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accumext import ops, reference
+from accumext._scalars import Scalar, on
+
+Group: TypeAlias = "dist.ProcessGroup"
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+is_sparse = attrgetter("is_sparse")
+
+
+def main_dtype(parameter: Tensor) -> torch.dtype:
+    """float32 for half-precision parameters, otherwise the dtype of the parameter."""
+    return torch.float32 if parameter.dtype in HALF_DTYPES else parameter.dtype
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """This process's part of a DTensor, in the same memory; any other tensor as it is."""
+    return cast(Tensor, tensor._local_tensor) if is_dtensor(tensor) else tensor
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether the tensor is one process's view of a distributed one."""
+    return hasattr(tensor, "device_mesh")
+
+
+def any_dtensor(tensors: Collection[Tensor]) -> bool:
+    """Whether any of the tensors is."""
+    return any(hasattr(kind, "device_mesh") for kind in set(map(type, tensors)))
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The dense real tensor that holds the numbers of a DTensor, a sparse or a complex tensor."""
+    tensor = local_tensor(tensor)
+    tensor = tensor._values() if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def are_plain(tensors: Collection[Tensor]) -> bool:
+    """Whether all are such tensors already, on one device: what one call of an operator takes.
+
+    Nearly all gradients are, and this finds it out without a loop in Python.
+    """
+    return (
+        set(map(type, tensors)) <= {Tensor}
+        and not any(map(is_sparse, tensors))
+        and not any(map(Tensor.is_complex, tensors))
+        and len(set(map(Tensor.get_device, tensors))) <= 1
+    )
+
+
+def per_device(
+    *columns: list[Tensor], plain_already: bool = False
+) -> Iterator[tuple[torch.device, list[list[Tensor]]]]:
+    """Lists of tensors, one for one, as calls of an operator: what it takes, device by device."""
+    if plain_already or are_plain(list(chain(*columns))):
+        if columns[0]:
+            yield columns[0][0].device, list(columns)
+        return
+    groups: dict[torch.device, list[list[Tensor]]] = {}
+    for row in zip(*columns, strict=True):
+        group = groups.setdefault(row[0].device, [[] for _ in row])
+        for column, tensor in zip(group, row, strict=True):
+            column.append(plain(tensor))
+    yield from groups.items()
+
+
+def scale_(tensors: list[Tensor], factor: Scalar, plain_already: bool = False) -> None:
+    """Multiply in place, on whatever devices; the host number 1.0 costs nothing."""
+    if tensors and (isinstance(factor, Tensor) or factor != 1.0):
+        for device, (mine,) in per_device(tensors, plain_already=plain_already):
+            ops.scale_(mine, on(device, factor))
+
+
+def zero_flag(device: torch.device | None) -> Tensor:
+    """A found_inf that has found nothing."""
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def settled(grad: Any) -> Any:
+    """A main gradient as norms need it: every element in one place, and whole in every shard."""
+    if is_dtensor(grad):
+        from torch.distributed.tensor import Replicate  # here, as its import takes long
+
+        whole = [Replicate() if p.is_partial() else p for p in grad.placements]
+        return grad if list(grad.placements) == whole else grad.redistribute(placements=whole)
+    return grad.coalesce() if grad.is_sparse else grad
+
+
+def global_norm(
+    grads: Sequence[Tensor],
+    *,
+    norm_type: float,
+    inv_scale: Scalar = 1.0,
+    found_inf: Tensor,  # []; set to 1.0 where a gradient is not finite, on all processes alike
+) -> Tensor:  # []
+    """The norm of `grads * inv_scale` as one vector, whatever devices and processes hold them."""
+    parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
+    for grad in grads:
+        parts.setdefault((grad.device, _shard_groups(grad)), []).append(plain(grad))
+    norms = []
+    for (device, groups), tensors in parts.items():
+        flag = torch.zeros_like(found_inf, device=device)
+        factor = on(device, inv_scale)
+        norm = ops.total_norm(tensors, norm_type=norm_type, inv_scale=factor, found_inf=flag)
+        if groups and norm_type < 0 and not any(tensor.numel() for tensor in tensors):
+            norm = torch.full_like(norm, math.inf)  # of no elements, where the least one counts
+        for group in groups:
+            norm = _norm_over(group, norm, norm_type)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
+        norms.append(norm.to(found_inf.device, non_blocking=True))
+    return norms[0] if len(norms) == 1 else ops.total_norm(norms, norm_type=norm_type)
+
+
+def count_nonzero(grads: Sequence[Tensor]) -> Tensor:  # []
+    """How many gradients are not all zero: the 0-norm of their 0-norms."""
+    parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
+    for grad in map(settled, grads):
+        part = parts.setdefault((grad.device, _shard_groups(grad)), [])
+        part.append((plain(grad) != 0).any())
+    dtype = reference.accumulation_dtype(*grads)
+    count = torch.zeros((), dtype=dtype, device=grads[0].device if grads else None)
+    for (_, groups), flags in parts.items():
+        nonzero = torch.stack(flags).to(dtype)
+        for group in groups:
+            dist.all_reduce(nonzero, op=dist.ReduceOp.MAX, group=group)
+        count += nonzero.sum().to(count.device)
+    return count
+
+
+def _shard_groups(tensor: Any) -> tuple[Group, ...]:
+    """The groups over which a DTensor is split; none for any other tensor."""
+    if not is_dtensor(tensor):
+        return ()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())
+
+
+def _norm_over(group: Group, norm: Tensor, norm_type: float) -> Tensor:
+    """The norm of a vector split over a group, from the norms of its parts."""
+    if math.isinf(norm_type):
+        op = dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
+        dist.all_reduce(norm, op=op, group=group)
+        return norm
+    total = norm.double() ** norm_type
+    dist.all_reduce(total, group=group)
+    return (total ** (1.0 / norm_type)).to(norm.dtype)
+
+
+def nonfinite(grads: dict[Tensor, Tensor]) -> list[Tensor]:
+    """The keys whose gradient holds an inf or NaN. Reads the device."""
+    return [key for key, grad in grads.items() if not bool(plain(grad).isfinite().all())]
+
+
+def zeros_like(grad: Tensor) -> Tensor:
+    """No gradient: what one that counts for nothing is worth, whatever it holds."""
+    return torch.zeros_like(grad).detach()

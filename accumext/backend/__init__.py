@@ -1,0 +1,1 @@
+"""Compiled libraries: which answer, how they are built, cached and diagnosed."""

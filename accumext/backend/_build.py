@@ -1,0 +1,424 @@
+"""Build settings, for setup.py and the JIT loader alike: what is compiled, where, with which flags.
+
+setup.py loads this file by path, before the package or torch can be imported, so only the standard
+library is imported here; functions that need torch get it as an argument.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TORCH_MINIMUM = (2, 10)
+LIBRARIES = ("cpu", "cuda")
+
+CHOICES = {
+    "ACCUMEXT_BACKEND": ("auto", "native", "jit", "reference"),
+    "ACCUMEXT_BUILD": ("auto", "require", "off"),
+    "ACCUMEXT_CUDA": ("auto", "0", "1"),
+}
+_FOLDER = Path(__file__).resolve().parent  # of the libraries that an installation compiles
+_PACKAGE = _FOLDER.parent
+_DEFAULT_CUDA_HOME = "/usr/local/cuda"
+_DEFAULT_ARCHS = "8.0;9.0"  # A100 and H100: what a build without a visible GPU is meant for
+_BYTES_PER_JOB = 3 << 30  # nvcc's peak on one file of ours, with room to spare
+
+
+def setting(name: str) -> str:
+    """The value of one ACCUMEXT_* variable; ValueError lists the choices."""
+    choices = CHOICES[name]
+    value = os.environ.get(name) or choices[0]
+    if value not in choices:
+        raise ValueError(f"accumext: {name} must be one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def check_settings() -> None:
+    """ValueError if any ACCUMEXT_* variable has a value that means nothing."""
+    for name in CHOICES:
+        setting(name)
+
+
+# --- sources and flags -------------------------------------------------------------------------
+
+
+def in_checkout() -> bool:
+    """Whether the package runs from its source tree (also an editable install)."""
+    return not (_PACKAGE / "_csrc").is_dir()
+
+
+def csrc() -> Path:
+    """The folder of the sources: inside an installed package, beside it in a checkout."""
+    return _PACKAGE.parent / "csrc" if in_checkout() else _PACKAGE / "_csrc"
+
+
+def sources(library: str) -> list[str]:
+    """The files of library "cpu", "cuda" or "bind", in a fixed order."""
+    pattern = {"cpu": "cpu/**/*.cpp", "cuda": "cuda/**/*.cu", "bind": "module.cpp"}[library]
+    return sorted(str(path) for path in csrc().glob(pattern))
+
+
+def registered_ops(library: str) -> list[str]:
+    """The operators that a library implements, read where they are registered: in its sources."""
+    text = "".join(Path(path).read_text(encoding="utf-8") for path in sources(library))
+    return sorted(set(re.findall(r'\.impl\(\s*"(?:accumext::)?([\w.]+)"', text)))
+
+
+def cxx_flags(library: str) -> list[str]:
+    """Flags of the host compiler.
+
+    Contraction is off because elementwise results must equal PyTorch's bit for bit; there is no
+    -march, so that a wheel runs on any CPU: the kernels choose their instruction set when they run.
+    """
+    flags = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
+    return flags if library == "bind" else [*flags, _target_define()]
+
+
+def nvcc_flags() -> list[str]:
+    """Flags of nvcc; -fmad=false for the reason of -ffp-contract=off."""
+    flags = ["-std=c++20", "-O3", "-fmad=false", "-DUSE_CUDA", _target_define()]
+    flags.append("-Xcompiler=-ffp-contract=off,-fvisibility=hidden")
+    # torch's build takes away the half types' conversions; the kernels convert with them.
+    hidden = ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
+    return flags + [f"-U__CUDA_NO_{name}__" for name in hidden]
+
+
+def _target_define() -> str:
+    major, minor = TORCH_MINIMUM
+    return f"-DTORCH_TARGET_VERSION=0x{major:02x}{minor:02x}000000000000"
+
+
+def load_arguments(library: str, torch: Any = None) -> dict[str, Any]:
+    """Arguments for `torch.utils.cpp_extension.load`, to compile a library by hand.
+
+    Set ACCUMEXT_BACKEND=reference before importing accumext, so that an operator is not given two
+    kernels.
+
+    Args:
+        library: "cpu", "cuda" or "bind".
+        torch: the torch module; needed for "cuda", whose flags depend on the visible GPUs.
+
+    Example:
+        >>> from torch.utils.cpp_extension import load
+        >>> module = load(**load_arguments("bind"))  # doctest: +SKIP
+    """
+    arguments = {
+        "name": "_bind" if library == "bind" else f"_C_{library}",
+        "sources": sources(library),
+        "extra_cflags": cxx_flags(library),
+        "extra_include_paths": [str(csrc())],
+        "is_python_module": library == "bind",
+    }
+    if library == "cuda":
+        arguments |= {"extra_cuda_cflags": nvcc_flags() + arch_flags(torch), "with_cuda": True}
+    return arguments
+
+
+# --- torch -------------------------------------------------------------------------------------
+
+
+def find_torch() -> Any | None:
+    """The torch of the environment being installed into, or None.
+
+    pip builds in isolation, but with the interpreter of that environment: the environment's own
+    site-packages need only be appended to the path. Appended, not inserted, so that setuptools and
+    ninja remain those of the build.
+    """
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    folders += site.getsitepackages()
+    if sys.prefix == sys.base_prefix:
+        folders.append(site.getusersitepackages())
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        for folder in folders:
+            if os.path.isdir(folder) and folder not in sys.path:
+                site.addsitedir(folder)
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        return None
+
+
+def torch_is_too_old(torch: Any) -> bool:
+    """Whether a torch lacks the part of the stable ABI that the libraries use."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) < TORCH_MINIMUM
+
+
+# --- the compiler ---------------------------------------------------------------------------
+
+ON_FIRST_USE = "The kernels are compiled on first use"
+NO_TORCH_FIX = (
+    f"{ON_FIRST_USE}; to compile them now: pip install torch, then "
+    "pip install --no-build-isolation --no-deps --force-reinstall ."
+)
+
+
+def obstacle(torch: Any) -> tuple[str, str] | None:
+    """What keeps every library from being compiled, and the remedy; None if nothing does."""
+    if torch_is_too_old(torch):
+        minimum = ".".join(map(str, TORCH_MINIMUM))
+        reason = f"torch {torch.__version__} is older than {minimum}"
+        return reason, f'pip install "torch>={minimum}"'
+    command = (os.environ.get("CXX") or "c++").split()[0]
+    if shutil.which(command) is None:
+        return f"no C++ compiler ({command}) was found", "Install g++, or set CXX"
+    return None
+
+
+def pybind11_include(torch: Any) -> str:
+    """The folder of pybind11's headers: its package's, or the copy that torch carries."""
+    try:
+        include: str = importlib.import_module("pybind11").get_include()
+    except ImportError:
+        include = str(Path(torch.__file__).parent / "include")
+    return include
+
+
+# --- CUDA --------------------------------------------------------------------------------------
+
+
+class Cuda(NamedTuple):
+    """Whether CUDA kernels are to be compiled: the toolkit to do it with, or why not."""
+
+    home: str | None
+    version: str | None  # of nvcc, such as "13.0"
+    reason: str
+    fix: str
+
+
+def cuda(torch: Any) -> Cuda:
+    """Decide on CUDA kernels for this torch, by ACCUMEXT_CUDA and the toolkits at hand."""
+    wish = setting("ACCUMEXT_CUDA")
+    wanted: str | None = torch.version.cuda
+    if wish == "0":
+        return Cuda(None, None, "ACCUMEXT_CUDA=0", "Unset ACCUMEXT_CUDA")
+    if wanted is None and wish == "auto":
+        reason = f"torch {torch.__version__} has no CUDA"
+        return Cuda(None, None, reason, "Install a CUDA build of torch")
+    major = None if wanted is None else wanted.split(".")[0]
+    found = [(home, version) for home in _cuda_homes(torch) if (version := _nvcc_version(home))]
+    for home, version in found:
+        if major is None or version.split(".")[0] == major:
+            return Cuda(home, version, "", "")
+    if found:
+        reason = f"nvcc is {found[0][1]} and torch was built for CUDA {wanted}"
+    else:
+        reason = "nvcc was not found"
+    release = f"{wanted}.*" if wanted else "13.*"
+    fix = f'pip install "cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={release}"'
+    return Cuda(None, None, reason, fix)
+
+
+def _cuda_homes(torch: Any) -> list[str]:
+    """Where a toolkit may be, best first."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _home_of_nvcc_on_path()]
+    homes.append(_DEFAULT_CUDA_HOME)
+    site_packages = {str(Path(torch.__file__).parents[1]), sysconfig.get_path("purelib")}
+    for folder in sorted(site_packages):
+        homes += sorted(map(str, Path(folder).glob("nvidia/cu[0-9]*")), reverse=True)
+    return [home for home in homes if home and os.access(f"{home}/bin/nvcc", os.X_OK)]
+
+
+def _home_of_nvcc_on_path() -> str | None:
+    """The toolkit of the nvcc on PATH, asked of nvcc itself: the file found may be a wrapper."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    match = re.search(r"TOP=(\S+)", _output([nvcc, "--dryrun", "-x", "cu", "/dev/null"]))
+    return os.path.realpath(match[1]) if match else None
+
+
+def _nvcc_version(home: str) -> str | None:
+    match = re.search(r"release (\d+\.\d+)", _output([f"{home}/bin/nvcc", "--version"]))
+    return match[1] if match else None
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
+def archs(torch: Any) -> str:
+    """GPU architectures to compile for, as TORCH_CUDA_ARCH_LIST writes them."""
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if listed:
+        return listed
+    devices = range(torch.cuda.device_count())
+    visible = {"{}.{}".format(*torch.cuda.get_device_capability(device)) for device in devices}
+    return ";".join(sorted(visible)) or _DEFAULT_ARCHS
+
+
+def arch_flags(torch: Any) -> list[str]:
+    """nvcc's architecture flags where torch has nothing to derive them from (it would fail)."""
+    if os.environ.get("TORCH_CUDA_ARCH_LIST") or torch.cuda.device_count() > 0:
+        return []
+    numbers = [arch.replace(".", "") for arch in _DEFAULT_ARCHS.split(";")]
+    return [f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers]
+
+
+def cudart_flags(home: str, folder: Path) -> list[str]:
+    """Where to link libcudart: toolkits from PyPI lack the name that the linker looks for."""
+    versioned: list[Path] = []
+    for library in (Path(home, "lib64"), Path(home, "lib")):
+        if (library / "libcudart.so").exists():
+            return []
+        versioned += library.glob("libcudart.so.*")
+    if not versioned:
+        return []
+    link = folder / "libcudart.so"
+    link.unlink(missing_ok=True)
+    link.symlink_to(versioned[0])
+    return [f"-L{folder}"]
+
+
+# --- the compile -------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, str]:
+    """Variables for a compile: ninja of this Python on PATH, and jobs that fit into memory."""
+    variables = {}
+    try:
+        ninja = importlib.import_module("ninja")
+    except ImportError:
+        pass  # one on PATH will do; torch says what to install where there is none
+    else:
+        variables["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
+    if "MAX_JOBS" not in os.environ:
+        variables["MAX_JOBS"] = str(_jobs())
+    return variables
+
+
+def _jobs() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return cores or 1
+    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo)
+    fitting = int(match[1]) * 1024 // _BYTES_PER_JOB if match else 1
+    return max(1, min(cores or 1, fitting))
+
+
+@functools.cache
+def sources_key() -> str:
+    """A digest of every source and header: two equal keys mean equal C++ and CUDA code."""
+    digest = hashlib.sha256()
+    root = csrc()
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(root)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def jit_obstacle(library: str, torch: Any) -> tuple[str, str] | None:
+    """What keeps one library from being compiled on first use, and the remedy."""
+    found = obstacle(torch)
+    if found is None and library == "cuda" and (toolkit := cuda(torch)).home is None:
+        found = toolkit.reason, toolkit.fix
+    return found
+
+
+def jit_key(library: str, torch: Any) -> str:
+    """The name of a JIT build's folder: two digests, of what is compiled and of what compiles it.
+
+    The first is of the sources, torch, the machine and our flags; the second of the compilers and
+    of the variables that they obey. Without a compiler the second is `*`, a pattern: any will do.
+    Python is in neither, for the libraries do not use its interface.
+    """
+    machine = f"{platform.machine()} {platform.libc_ver()}"
+    what = [sources_key(), torch.__version__, str(torch.version.git_version), machine]
+    what += cxx_flags(library)
+    if library == "cuda":
+        what += [str(torch.version.cuda), archs(torch), *nvcc_flags(), *arch_flags(torch)]
+    how = "*" if jit_obstacle(library, torch) else _digest(_compilers(library, torch))
+    return f"{library}-{_digest(what)}-{how}"
+
+
+_COMPILER_VARIABLES = (
+    *("CXX", "CC", "CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "TORCH_NO_COMPILER_WRAPPER"),
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH"),
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "PYTORCH_NVCC", "CUDA_INC_PATH"),
+)
+
+
+def _compilers(library: str, torch: Any) -> list[str]:
+    """Which compilers a JIT build runs, and what they are told by the environment."""
+    facts = [f"{name}={os.environ.get(name, '')}" for name in _COMPILER_VARIABLES]
+    command = shlex.split(os.environ.get("CXX") or "c++")
+    facts += [str(shutil.which(command[0])), _output([*command, "--version"])]
+    if library == "cuda":
+        home = cuda(torch).home
+        facts += [str(home), _output([f"{home}/bin/nvcc", "--version"])]
+    return facts
+
+
+def _digest(facts: list[str]) -> str:
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+
+
+# --- the record --------------------------------------------------------------------------------
+
+_RECORD = "_build_info.json"
+
+
+def write_record(folder: str, record: dict[str, Any]) -> None:
+    """Write what an installation compiled, or why not, beside the package's modules."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record, indent=2, sort_keys=True) + "\n"
+    Path(folder, _RECORD).write_text(text, encoding="utf-8")
+
+
+def installation() -> Path:
+    """The folder that an installation put the libraries and their record into.
+
+    A checkout that the package was installed from counts as installed: `python -m accumext` imports
+    the checkout where it is the working folder, and would find no libraries there.
+    """
+    if in_checkout() and not (_FOLDER / _RECORD).exists():
+        installed = Path(sysconfig.get_path("platlib"), "accumext", "backend")
+        if _record_in(installed).get("sources") == sources_key():
+            return installed
+    return _FOLDER
+
+
+def read_record() -> dict[str, Any]:
+    """What the installation recorded; empty where the package was never installed."""
+    return _record_in(installation())
+
+
+def changed_libraries() -> list[str]:
+    """The installed libraries that are not what the installation compiled, as strip makes them."""
+    digests: dict[str, str] = read_record().get("sha256", {})
+    paths = {name: installation() / name for name in sorted(digests)}
+    return [name for name, path in paths.items() if path.exists() and sha256(path) != digests[name]]
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _record_in(folder: Path) -> dict[str, Any]:
+    """The record in a folder; empty if there is none, or a damaged one."""
+    try:
+        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -1,0 +1,217 @@
+"""Where libraries compiled on first use are kept, and which of them are believed.
+
+A library is code that runs as the user who loads it. So they are kept in a folder that belongs to
+this user and that nobody else can write to, and one counts only if it is, byte for byte, what was
+kept. It appears there whole, in one rename: neither a process that is killed nor a full disk leaves
+half of one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from accumext.backend import _build
+
+_log = logging.getLogger("accumext")
+
+_WAIT_S = 600.0  # several times the longest compile: beyond it the other process hangs
+_STALE_S = 24 * 3600.0  # no compile takes as long: a folder of this age was left by a killed one
+_LINKS = 40  # as many symbolic links as Linux follows
+_ADVICE = "set TORCH_EXTENSIONS_DIR to a folder of your own"
+
+
+# --- whose folder it is ------------------------------------------------------------------------
+
+
+def open_cache() -> tuple[Path, str]:
+    """The folder that holds a folder per library, and "" if it lasts, else why it does not."""
+    try:
+        return _own_folder(_extensions()), ""
+    except OSError as error:
+        return temporary_cache(f"{_words(error)}; {_ADVICE}")
+
+
+def writable_cache(root: Path) -> tuple[Path, str]:
+    """The same folder, or one for this process if nothing can be added to it."""
+    if os.access(root, os.W_OK):
+        return root, ""
+    return temporary_cache(f"{root} cannot be written to; {_ADVICE}")
+
+
+def temporary_cache(reason: str) -> tuple[Path, str]:
+    """A cache that this process removes, and why there is no better one."""
+    _log.warning("what is compiled on first use is not kept: %s", reason)
+    try:
+        place = _reached(Path(tempfile.gettempdir()))
+    except OSError as error:
+        raise RuntimeError(f"{reason}. For temporary files: {_words(error)}; set TMPDIR") from error
+    root = Path(tempfile.mkdtemp(prefix="accumext-", dir=place))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root, reason
+
+
+def _extensions() -> Path:
+    """The folder of torch's extensions."""
+    if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(folder)
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        return caches.expanduser() / "torch_extensions"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"user {os.geteuid()} has no home folder") from error
+
+
+def _own_folder(place: Path) -> Path:
+    """accumext's folder of this user in a place that may be shared; OSError if it is not safe."""
+    root = _reached(place) / f"accumext-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{root} is not a folder")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{root} belongs to user {found.st_uid}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others can write to {root}")
+    return root
+
+
+def _reached(place: Path) -> Path:
+    """A folder, made if need be, as a path without links; OSError if anyone can replace it.
+
+    What lies in a folder can be renamed by whoever can write to it, unless it has the sticky bit. A
+    symbolic link leads where its owner likes: those of root and of this user are followed.
+    """
+    reached, rest, links = Path("/"), list(Path(os.path.abspath(place)).parts[:0:-1]), 0
+    while True:
+        mode = reached.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise PermissionError(f"anyone can rename what is in {reached}")
+        if not rest:
+            return reached
+        step = reached / rest.pop()
+        if step.name == "..":
+            reached = reached.parent
+            continue
+        if not os.path.lexists(step):
+            with contextlib.suppress(FileExistsError):
+                step.mkdir(mode=0o755)
+        found = step.lstat()
+        if not stat.S_ISLNK(found.st_mode):
+            reached = step
+            continue
+        links += 1
+        if links > _LINKS or found.st_uid not in (0, os.geteuid()):
+            raise PermissionError(f"{step} is a symbolic link of user {found.st_uid}")
+        target = Path(os.readlink(step))
+        rest += target.parts[::-1]
+        if target.is_absolute():
+            reached = Path(rest.pop())
+
+
+def _words(error: OSError) -> str:
+    """What an error says, without its number."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+# --- what is believed --------------------------------------------------------------------------
+
+
+def kept(root: Path, key: str, file: str) -> list[Path]:
+    """The undamaged libraries in the folders that a key names, or matches with *; newest first."""
+    libraries = [folder / file for folder in root.glob(key)]
+    whole = [library for library in libraries if _is_whole(library)]
+    return sorted(whole, key=lambda library: library.stat().st_mtime, reverse=True)
+
+
+def _is_whole(library: Path) -> bool:
+    try:
+        return _seal_path(library).read_bytes() == _seal(library)
+    except OSError:
+        return False
+
+
+def _seal_path(library: Path) -> Path:
+    return library.with_name(f"{library.name}.sha256")
+
+
+def _seal(library: Path) -> bytes:
+    """A line that `sha256sum --check` reads."""
+    return f"{_build.sha256(library)}  {library.name}\n".encode()
+
+
+# --- putting something there -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def turn(lock: Path) -> Iterator[None]:
+    """Wait for a process that compiles the same, so that the work is done once.
+
+    Nothing depends on it: where a lock cannot be had, the same library is compiled twice, each time
+    in a folder of its own. A lock ends with its process, however that ends.
+    """
+    import fcntl
+
+    with lock.open("ab") as file:
+        give_up = time.monotonic() + _WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < give_up:
+                    time.sleep(0.1)
+                    continue
+                _log.warning(
+                    "another process has held %s for %.0f s: not waited for", lock, _WAIT_S
+                )
+            except OSError as error:  # file systems of other machines may know no locks
+                _log.info("%s cannot be locked: %s", lock, error)
+            break
+        yield
+
+
+@contextlib.contextmanager
+def workshop(folder: Path) -> Iterator[Path]:
+    """A new folder beside that of a library, to compile in; removed in the end."""
+    for left in folder.parent.glob("*.tmp*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp", dir=folder.parent))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def keep(library: Path, folder: Path) -> None:
+    """Move a library into its folder, in the place of what is there; OSError if that fails."""
+    with workshop(folder) as made:
+        new = made / "new"
+        new.mkdir()
+        library = library.rename(new / library.name)
+        _seal_path(library).write_bytes(_seal(library))
+        for path in (library, _seal_path(library), new):
+            _to_disk(path)
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(made / "damaged")
+        new.rename(folder)
+        _to_disk(folder.parent)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,371 @@
+"""Which kernels answer, and why: the only room that knows that compiled libraries exist.
+
+A library adds kernels to operators that `accumext.ops` has defined; the dispatcher does the rest. A
+library that is not installed is compiled on first use: until then, a small Python kernel stands in
+for each of its operators, which compiles and loads the library, leaves, and calls again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import struct
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accumext.backend import _build
+
+_log = logging.getLogger("accumext")
+_log.addHandler(logging.NullHandler())
+
+_REINSTALL = "in the accumext sources: pip install --force-reinstall --no-deps ."
+_MORE_ROOM = "set TORCH_EXTENSIONS_DIR and TMPDIR to folders with more room"
+
+
+class _Library:
+    """The kernels of one device: installed, compiled on first use, or absent."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # "cpu" or "cuda"
+        self.label = name.upper()  # also the dispatch key
+        self.loaded = False
+        self.reason = ""  # a clause: why the kernels are, or are not, in use
+        self._stand_ins: torch.library.Library | None = None
+        self._refusal: str | None = None
+        self._lock = threading.RLock()
+
+    def choose(self, mode: str) -> None:
+        """Load the installed library, or arrange for what happens on first use."""
+        if mode == "reference":
+            self.reason = "ACCUMEXT_BACKEND=reference"
+            return
+        if self.name == "cuda" and torch.version.cuda is None:
+            self.reason = f"torch {torch.__version__} has no CUDA"
+            return
+        absence = self._absence()
+        if mode != "jit" and absence is None:
+            self._load_installed()
+        elif mode != "native":
+            self._stand_in(self._compile_and_call_again)
+        elif self.name == "cpu":
+            raise RuntimeError(self._native_refusal(str(absence)))
+        else:  # asking now whether a GPU is there would initialise CUDA, which forbids forking
+            self._refuse(self._native_refusal(str(absence)))
+
+    def settle(self) -> None:
+        """Compile the library if that is pending; RuntimeError if it must work and does not."""
+        with self._lock:
+            if self._stand_ins is not None and self._refusal is None:
+                self._leave()
+                self._compile()
+            if self._refusal is not None:
+                raise RuntimeError(self._refusal)
+
+    # --- installed
+
+    def _absence(self) -> str | None:
+        """Why no installed library can be used; None if one can."""
+        record = _build.read_record()
+        if not self._path().exists():
+            missing = record.get("missing", {}).get(self.name)
+            return (
+                f"not compiled at installation: {missing['reason']}" if missing else "not installed"
+            )
+        if _build.in_checkout() and record.get("sources") != _build.sources_key():
+            return "the sources have changed since they were compiled"
+        return None
+
+    def _path(self) -> Path:
+        return _build.installation() / f"_C_{self.name}.abi3.so"
+
+    def _native_refusal(self, absence: str) -> str:
+        return (
+            f"accumext: ACCUMEXT_BACKEND=native needs installed {self.label} kernels: {absence}. "
+            f"To compile them, {_REINSTALL}"
+        )
+
+    def _load_installed(self) -> None:
+        record = _build.read_record()
+        try:
+            self._check_record(record)
+            _check_length(self._path())
+            self._open(self._path())
+        except (OSError, RuntimeError) as error:
+            raise RuntimeError(
+                f"accumext: the installed {self.label} kernels do not load: {error}. "
+                f"To compile them again, {_REINSTALL}; to do without: ACCUMEXT_BACKEND=reference"
+            ) from error
+        self._accept(f"compiled at installation, with torch {record.get('torch', 'unknown')}")
+
+    def _check_record(self, record: dict[str, Any]) -> None:
+        if _build.torch_is_too_old(torch):
+            raise RuntimeError(f"torch {torch.__version__} is too old for them")
+        nvcc = record.get("nvcc")
+        if self.name == "cuda" and nvcc and _major(nvcc) != _major(str(torch.version.cuda)):
+            raise RuntimeError(f"compiled for CUDA {nvcc}, torch is for CUDA {torch.version.cuda}")
+
+    def _open(self, path: Path) -> None:
+        """Load a library; RuntimeError if an operator that it should have is not there then."""
+        if self.name == "cuda":
+            # torch opens its libraries for itself alone; ours needs their CUDA symbols made global.
+            torch_cuda = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+            ctypes.CDLL(str(torch_cuda), mode=ctypes.RTLD_GLOBAL)
+        torch.ops.load_library(path)
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        for name in _build.registered_ops(self.name):
+            if not has_kernel(f"accumext::{name}", self.label):
+                raise RuntimeError(f"{path} has no {self.label} kernel of {name}")
+
+    def _accept(self, reason: str) -> None:
+        self.loaded, self.reason = True, reason
+        _log.info("%s kernels are in use: %s", self.label, reason)
+
+    # --- stand-ins
+
+    def _stand_in(self, kernel: Callable[..., Any]) -> None:
+        self._stand_ins = torch.library.Library("accumext", "IMPL")
+        for name in _build.registered_ops(self.name):
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.accumext, packet), overload or "default")
+            self._stand_ins.impl(op, _bound(kernel, op), self.label)
+
+    def _leave(self) -> None:
+        assert self._stand_ins is not None
+        self._stand_ins._destroy()
+        self._stand_ins = None
+
+    def _compile_and_call_again(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
+        return op(*args, **kwargs)
+
+    def _refuse(self, refusal: str) -> None:
+        """From now on every call is an error: what was asked for cannot be had."""
+        self._refusal, self.reason = refusal, refusal
+        self._stand_in(self._compile_and_call_again)
+
+    # --- compiling on first use
+
+    def _compile(self) -> None:
+        self.reason = "compiling on first use was interrupted"
+        try:
+            where = self._compiled()
+        except Exception as error:
+            self._give_up(error)
+        else:
+            self._accept(where)
+
+    def _give_up(self, error: Exception) -> None:
+        _log.debug("the whole error: %s", error)
+        reason = f"compiling on first use failed: {_telling_line(error)}"
+        if os.strerror(errno.ENOSPC) in str(error):
+            reason += f"; {_MORE_ROOM}"
+        if (absence := self._absence()) is not None:
+            reason = f"{absence}; {reason}"
+        if _build.setting("ACCUMEXT_BACKEND") == "jit":
+            self._refuse(f"accumext: ACCUMEXT_BACKEND=jit needs {self.label} kernels: {reason}")
+            return
+        self.reason = reason
+        _log.warning("%s tensors are served by pure PyTorch: %s", self.label, reason)
+
+    def _compiled(self) -> str:
+        """Load the library from the cache, after compiling it if need be; says where it is."""
+        from accumext.backend import _cache
+
+        key = _build.jit_key(self.name, torch)
+        root, passing = _cache.open_cache()
+        folder = self._load_kept(root, key)
+        if folder is None:
+            if (obstacle := _build.jit_obstacle(self.name, torch)) is not None:
+                raise RuntimeError(". ".join(obstacle))
+            if not passing:
+                root, passing = _cache.writable_cache(root)
+            with _cache.turn(root / f"{key}.lock"):
+                folder = self._load_kept(root, key)
+                if folder is None:
+                    folder = root / key
+                    passing = self._make(folder) or passing
+        where = f"compiled on first use, in {folder}"
+        return f"{where}, for this process alone: {passing}" if passing else where
+
+    def _load_kept(self, root: Path, key: str) -> Path | None:
+        """Load an undamaged library of the cache; its folder, None if there is none that works."""
+        from accumext.backend import _cache
+
+        for library in _cache.kept(root, key, f"_C_{self.name}.so"):
+            try:
+                self._open(library)
+            except (OSError, RuntimeError) as error:
+                _log.warning("%s does not load and is compiled again: %s", library, error)
+            else:
+                return library.parent
+        return None
+
+    def _make(self, folder: Path) -> str:
+        """Compile and load the library, and keep it in a folder; why not, if it cannot be kept.
+
+        What is kept has been loaded and has its operators.
+        """
+        from accumext.backend import _cache
+
+        with _cache.workshop(folder) as workshop:
+            self._run_compiler(workshop)
+            library = workshop / f"_C_{self.name}.so"
+            self._open(library)
+            try:
+                _cache.keep(library, folder)
+            except OSError as error:
+                _log.warning("%s is not kept: %s", folder, error)
+                return f"it could not be kept ({error.strerror}); {_MORE_ROOM}"
+        return ""
+
+    def _run_compiler(self, folder: Path) -> None:
+        from torch.utils import cpp_extension
+
+        arguments = _build.load_arguments(self.name, torch)
+        if self.name == "cuda":
+            home = _build.cuda(torch).home
+            assert home is not None  # or there would have been an obstacle
+            cpp_extension.CUDA_HOME = home
+            arguments["extra_ldflags"] = _build.cudart_flags(home, folder)
+        with _environment(_build.environment()):
+            cpp_extension.load(**arguments, build_directory=str(folder))
+
+
+def _check_length(path: Path) -> None:
+    """OSError if a library's file ends before what its headers speak of.
+
+    The loader maps what they speak of, and to read beyond the end of the file kills the process.
+    Headers rather than a recorded size: packagers strip libraries and rewrite their search paths.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+        if header[:6] != b"\x7fELF\x02\x01" or len(header) < 64:
+            return  # the loader says what is wrong; only ELF of 64 bits is mapped unasked
+        segments_at, sections_at = struct.unpack_from("<QQ", header, 32)
+        segment_bytes, segments, section_bytes, sections = struct.unpack_from("<4H", header, 54)
+        file.seek(segments_at)
+        table = file.read(segments * segment_bytes)
+    ends = [segments_at + segments * segment_bytes, sections_at + sections * section_bytes]
+    for at in range(0, len(table) - segment_bytes + 1, segment_bytes):
+        offset, _, _, length = struct.unpack_from("<4Q", table, at + 8)
+        ends.append(offset + length)
+    size = path.stat().st_size
+    if size < max(ends):
+        raise OSError(f"{path} is cut short: {size} bytes of {max(ends)}")
+
+
+def _bound(kernel: Callable[..., Any], op: Any) -> Callable[..., Any]:
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return kernel(op, *args, **kwargs)
+
+    return stand_in
+
+
+def _telling_line(error: Exception) -> str:
+    """The line of a compiler's output that says what is wrong."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line for line in lines if " error: " in line), lines[0]).strip()
+
+
+def _major(version: str) -> str:
+    return version.split(".")[0]
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Environment variables for the length of a compile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+_CPU, _CUDA = (_Library(name) for name in _build.LIBRARIES)
+
+
+def load_installed() -> None:
+    """Load what is installed, as ACCUMEXT_BACKEND says; the operators must be defined already.
+
+    Raises:
+        ValueError: an ACCUMEXT_* variable is not one of its choices.
+        RuntimeError: an installed library does not load, or `native` finds none.
+    """
+    _build.check_settings()
+    mode = _build.setting("ACCUMEXT_BACKEND")
+    if mode == "reference":
+        _log.info("pure PyTorch answers: ACCUMEXT_BACKEND=reference")
+    for library in (_CPU, _CUDA):
+        library.choose(mode)
+
+
+def backend() -> str:
+    """Which kernels are in use: compiled ones for the GPU or the CPU, or pure PyTorch.
+
+    Kernels that are to be compiled on first use are compiled now.
+
+    Returns:
+        "cuda", "cpu" or "reference".
+
+    Raises:
+        RuntimeError: ACCUMEXT_BACKEND asks for kernels that cannot be had.
+
+    Example:
+        >>> accumext.backend()
+        'cpu'
+    """
+    return next((library.name for library in _best_first() if library.loaded), "reference")
+
+
+def backend_reason() -> str:
+    """One sentence on why `backend()` is what it is, and why it is not something better.
+
+    Raises:
+        RuntimeError: ACCUMEXT_BACKEND asks for kernels that cannot be had.
+    """
+    clauses = []
+    for library in _best_first():
+        if library.loaded:
+            clauses.append(f"{library.label} kernels are in use ({library.reason})")
+            break
+        clauses.append(f"{library.label} tensors are served by pure PyTorch ({library.reason})")
+    return "; ".join(clauses) + "."
+
+
+def bindings() -> types.ModuleType | None:
+    """The installed pybind11 module, typed in _bind.pyi; None where nothing was compiled.
+
+    Raises:
+        ImportError, OSError: it does not load.
+    """
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = _build.installation() / f"_bind{suffix}"
+        spec = importlib.util.spec_from_file_location("accumext.backend._bind", path)
+        if path.exists() and spec is not None and spec.loader is not None:
+            _check_length(path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+    return None
+
+
+def _best_first() -> list[_Library]:
+    libraries = [_CUDA, _CPU] if torch.cuda.is_available() else [_CPU]
+    for library in libraries:
+        library.settle()
+    return libraries

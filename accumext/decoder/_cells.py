@@ -1,0 +1,117 @@
+"""Every recurrent cell as `(x [B, E], state, *context) -> (output [B, H], state)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from accumext._checks import fail_type, fail_value, type_name
+from accumext.decoder._recurrent_state import State, check_nesting, fresh
+
+Step = Callable[..., tuple[Tensor, State]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell as the decoder drives it."""
+
+    step: Step
+    module: nn.Module | None  # what owns the parameters, where that is known
+    input_size: int | None  # E, where the cell fixes it
+    output_size: int | None  # H of its output, where the cell fixes it
+    state_shapes: tuple[tuple[int, ...], ...] | None  # per state tensor with the batch left out
+    batch_dim: int  # of every state tensor
+    draws: bool  # may draw random numbers (dropout), so that a replay must restore the generators
+
+    def initial_state(self, batch: int, like: Tensor) -> State:
+        """Zeros, as torch's own modules start; `None` for a callable, which starts itself."""
+        if self.state_shapes is None:
+            return None
+        zeros = tuple(like.new_zeros(self._with_batch(s, batch)) for s in self.state_shapes)
+        return zeros if len(zeros) > 1 else zeros[0]
+
+    def check_state(self, op: str, state: State, batch: int) -> None:
+        """Raise if a state given to one of torch's modules has not its shape."""
+        check_nesting(op, "state", state)
+        if self.state_shapes is None:
+            return
+        pair = len(self.state_shapes) == 2
+        parts = state if pair and isinstance(state, (tuple, list)) else (state,)
+        if len(parts) != len(self.state_shapes) or not all(isinstance(p, Tensor) for p in parts):
+            what = "a pair of tensors (h, c)" if pair else "a tensor"
+            fail_type(op, "state", f"be {what} for this cell", type_name(state))
+        for index, (part, shape) in enumerate(zip(parts, self.state_shapes, strict=True)):
+            expected = list(self._with_batch(shape, batch))
+            if list(part.shape) != expected:
+                name = "state" if len(parts) == 1 else f"state[{index}]"
+                fail_value(op, name, f"have shape {expected}", list(part.shape))
+
+    def _with_batch(self, shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
+        return (*shape[: self.batch_dim], batch, *shape[self.batch_dim :])
+
+
+def adapt(op: str, cell: Any) -> Cell:
+    """Wrap an nn cell, an nn recurrent module (one direction), or any callable."""
+    if isinstance(cell, nn.RNNCellBase):
+        return _from_cell(cell)
+    if isinstance(cell, nn.RNNBase):
+        return _from_layers(op, cell)
+    if not callable(cell):
+        fail_type(op, "cell", "be a recurrent module or callable", type_name(cell))
+    module = cell if isinstance(cell, nn.Module) else None
+
+    def step(x: Tensor, state: State, *context: Tensor) -> tuple[Tensor, State]:
+        result = cell(x, fresh(state), *context)
+        if not isinstance(result, tuple) or len(result) != 2:
+            fail_type(op, "cell", "return (output, state)", type_name(result))
+        check_nesting(op, "state", result[1])
+        return result
+
+    return Cell(step, module, None, None, None, batch_dim=0, draws=True)
+
+
+def _from_cell(cell: nn.RNNCellBase) -> Cell:
+    pair = isinstance(cell, nn.LSTMCell)
+
+    def step(x: Tensor, state: State) -> tuple[Tensor, State]:
+        state = cell(x, tuple(state) if pair else state)
+        return (state[0] if pair else state), state
+
+    shapes = ((cell.hidden_size,),) * (2 if pair else 1)
+    return Cell(step, cell, cell.input_size, cell.hidden_size, shapes, batch_dim=0, draws=False)
+
+
+def _from_layers(op: str, cell: nn.RNNBase) -> Cell:
+    if cell.bidirectional:
+        fail_value(op, "cell", "have one direction", "bidirectional=True")
+    pair = isinstance(cell, nn.LSTM)
+    time_dim = 1 if cell.batch_first else 0
+    output_size = cell.proj_size or cell.hidden_size
+
+    def step(x: Tensor, state: State) -> tuple[Tensor, State]:
+        output, state = cell(x.unsqueeze(time_dim), tuple(state) if pair else state)
+        return output.squeeze(time_dim), state
+
+    hidden: tuple[tuple[int, ...], ...] = ((cell.num_layers, output_size),)
+    shapes = (*hidden, (cell.num_layers, cell.hidden_size)) if pair else hidden
+    draws = cell.dropout > 0 and cell.training
+    return Cell(step, cell, cell.input_size, output_size, shapes, batch_dim=1, draws=draws)
+
+
+def check_output(op: str, output: Any, batch: int, hidden: int) -> None:
+    """Raise if a callable's output is not [B, H]; the head would fail later with less to say."""
+    if not isinstance(output, Tensor):
+        fail_type(op, "cell", "return (output, state) with a tensor output", type_name(output))
+    if list(output.shape) != [batch, hidden]:
+        shape = list(output.shape)
+        fail_value(op, "cell", f"return an output of shape {[batch, hidden]}", shape)
+
+
+def parameter_tensors(cell: Cell) -> list[Tensor]:
+    """Parameters that a step can reach, where the cell is a module."""
+    if cell.module is None:
+        return []
+    return [p for p in cell.module.parameters() if p.requires_grad]

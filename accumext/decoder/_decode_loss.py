@@ -1,0 +1,227 @@
+"""`decode_loss`: an autoregressive decoder's loss and exact gradients in flat memory."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accumext.decoder._arguments import OP, Job, check_arguments
+from accumext.decoder._callable_path import CellRun
+from accumext.decoder._cells import Step
+from accumext.decoder._embedding import table
+from accumext.decoder._memory import predicted_peak
+from accumext.decoder._recurrent_state import State, zeros_on
+from accumext.decoder._rnn_path import LayersRun
+from accumext.decoder._rnn_weights import Layers, take_apart
+from accumext.decoder._run import Run
+
+
+class DecodeOutput(NamedTuple):
+    """What `decode_loss` returns; [B, T] in place of [T, B] with `batch_first`."""
+
+    loss: Tensor  # 0-dim, or [T, B] with reduction="none"; fp32, fp64 in double precision
+    tokens: Tensor  # int64 [T, B]: predicted at each step, also where the target was fed
+    inputs: Tensor  # int64 [T, B]: the tokens really fed; replays the run with feedback="teacher"
+    token_losses: Tensor  # [T, B] detached, 0 where ignored; fp32, fp64 in double precision
+    state: State  # after the last step; detached where k2 cut it
+    lengths: Tensor  # int64 [B]: steps until each row ended; replays a run that `eos` stopped
+
+
+def decode_loss(
+    embedding: nn.Embedding | Tensor,
+    cell: nn.Module | Step,
+    head: nn.Linear | tuple[Tensor, Tensor | None],
+    targets: Tensor,  # int64 [T, B]
+    state: State = None,
+    *,
+    feedback: str | Tensor,
+    start: int | Tensor = 0,
+    inputs: Tensor | None = None,  # int64 [T, B]
+    teacher_forcing: float = 1.0,
+    k1: int | None = None,
+    k2: int | None = None,
+    truncation: str = "fixed",
+    state_grad_clip: float | None = None,
+    lengths: Tensor | None = None,  # int64 [B]
+    eos: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weight: Tensor | None = None,  # [V]
+    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    context: tuple[Tensor, ...] = (),
+    memory_budget: int | None = None,
+    cuda_graph: bool = False,
+    batch_first: bool = False,
+) -> DecodeOutput:
+    """Run a decoder on its own predictions, or the targets, for a loss with exact gradients.
+
+    At step t the cell maps the embedded input and the state to an output [B, H], the head maps that
+    to V logits, the loss is that of `F.cross_entropy` against `targets[t]`, plus `z_loss *
+    logsumexp**2` per counted token, and the next input is the target or the prediction. Each step's
+    logits are turned into gradients at once and overwritten, so no more than `memory_budget` bytes
+    of them exist; what grows with T are the outputs of the cell, T x B x H, and the tokens.
+    `out.loss.backward()` brings every parameter, the state and the context the gradient of plain
+    autograd on the same tokens.
+
+    Args:
+        embedding: `nn.Embedding`, or a [V, E] tensor.
+        cell: `nn.GRUCell`, `LSTMCell` or `RNNCell`; `nn.GRU`, `LSTM` or `RNN` with one direction,
+            any layers, dropout; or any callable `(x [B, E], state, *context) -> (output [B, H],
+            state)`, which is called again in the backward pass.
+        head: `nn.Linear(H, V)`, or `(weight [V, H], bias [V] or None)`; may share the embedding's
+            weight.
+        targets: int64 [T, B].
+        state: initial state, a tensor or any nesting of tuples, lists and dicts; None starts
+            torch's cells at zero and is handed to a callable as it is. Gradients reach it.
+        feedback: "teacher" feeds the target, "greedy" the argmax, "sample" a sample, "scheduled"
+            the target with probability `teacher_forcing`, drawn per token, and the argmax
+            otherwise; a bool mask [T, B] feeds the target where it is True.
+        start: the first input token, an int or int64 [B].
+        inputs: int64 [T, B], the tokens fed where a target would be; by default `start` followed by
+            `targets[:-1]`, with `embedding.padding_idx` (or 0) where that target is ignored.
+        teacher_forcing: probability of feeding the target under "scheduled".
+        k1: steps between two backward passes of truncated BPTT; k2 if only that is given. Of no
+            effect when k2 is None, which a warning says.
+        k2: steps a gradient flows back, at least k1 (Williams & Peng 1990). The losses of the last
+            k1 steps before every multiple of k1, and before T, flow back k2 steps from there; with
+            k1 = k2 the state is simply detached every k1 steps. None: all the way, exact BPTT.
+        truncation: "fixed" by k1 and k2; "random" cuts each row's gradient between any two steps
+            with probability 1 / k2 and weights it by 1 / (1 - 1 / k2) where it goes on, so that its
+            expectation is the exact gradient (ARTBP).
+        state_grad_clip: bound on each element of the gradient that a state passes on to the step
+            before, as that of `out.loss`: a loss scale, or another upstream factor, scales the
+            bound along (not for `reduction="none"`).
+        lengths: int64 [B]. A row past its length keeps its state, counts nowhere, and reads the
+            padding token. Here and with `eos`, a callable's state has the batch in dimension 0 of
+            every tensor (0-dim tensors are everyone's), and is given, not None.
+        eos: a row that predicted this token stops after that step, as if its length ended there.
+        ignore_index, label_smoothing, class_weight [V], reduction ("mean", "sum" or "none"): as in
+            `F.cross_entropy`.
+        z_loss: coefficient of `logsumexp**2` per counted token, under the same divisor.
+        num_items: divisor of "mean" instead of this call's token count (or sum of class weights),
+            for windows of several calls.
+        temperature: of "sample".
+        generator: of "sample" and "scheduled"; by default one seeded from torch's global generator.
+        context: tensors handed to the cell at every step, such as attention memory. Gradients reach
+            them.
+        memory_budget: bytes of logits that may exist at once, at least one row's; None chooses.
+        cuda_graph: on a GPU, with one of torch's modules and feedback, capture a window of steps
+            and replay it, so that the host no longer launches every kernel. Not yet run on a GPU.
+        batch_first: targets, inputs, a feedback mask and the results are [B, T]. The state is as
+            the cell has it. That a module is built with `batch_first` of its own changes nothing.
+
+    Returns:
+        A `DecodeOutput`. A call in which nothing counts has loss 0 and zero gradients. Ties of the
+        argmax go to the lowest index.
+
+    Raises:
+        ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.
+        TypeError: a type is wrong.
+
+    Example:
+        >>> embedding, cell, head = nn.Embedding(100, 8), nn.GRUCell(8, 16), nn.Linear(16, 100)
+        >>> targets = torch.randint(100, (5, 3))
+        >>> out = accumext.decode_loss(embedding, cell, head, targets, feedback="greedy")
+        >>> out.loss.backward()
+
+    Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Bengio et al. 2015
+    (scheduled sampling); the derivation is in docs/decoder.md.
+    """
+    job = check_arguments(
+        embedding,
+        cell,
+        head,
+        targets,
+        state,
+        feedback=feedback,
+        start=start,
+        inputs=inputs,
+        teacher_forcing=teacher_forcing,
+        k1=k1,
+        k2=k2,
+        truncation=truncation,
+        state_grad_clip=state_grad_clip,
+        lengths=lengths,
+        eos=eos,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        class_weight=class_weight,
+        reduction=reduction,
+        num_items=num_items,
+        temperature=temperature,
+        generator=generator,
+        context=context,
+        memory_budget=memory_budget,
+        cuda_graph=cuda_graph,
+        batch_first=batch_first,
+    )
+    layers = _layers(job)
+    run: Run = CellRun(job) if layers is None else LayersRun(job, layers)
+    loss, last = run()
+
+    def laid_out(time_major: Tensor) -> Any:
+        return time_major.t() if batch_first and time_major.dim() == 2 else time_major
+
+    # the backward pass reads run.inputs again, so a caller gets a copy to write into
+    inputs = run.inputs.clone()
+    return DecodeOutput(
+        laid_out(loss),
+        laid_out(run.tokens),
+        laid_out(inputs),
+        laid_out(run.losses),
+        last,
+        run.lengths(),
+    )
+
+
+def _layers(job: Job) -> Layers | None:
+    """The call's cell taken apart, where operators run it; None: autograd does."""
+    layers = take_apart(job.cell.module)
+    if layers is None or job.table.max_norm is not None:
+        return None
+    weights = (w for w in layers.weights if w is not None)
+    uniform = {w.dtype for w in weights} == {job.table.weight.dtype} == {job.weight.dtype}
+    return layers if uniform else None
+
+
+def decode_memory(*args: Any, **kwargs: Any) -> int:
+    """The peak memory that `decode_loss` with these arguments and its backward pass would add.
+
+    Takes what `decode_loss` takes, and looks at shapes and dtypes only: `targets` may also be a
+    shape (T, B), and tensors and modules may be on the meta device. Counts the gradients of the
+    parameters, not the parameters; the graph of a callable cell is taken to be that of a GRU.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ValueError, TypeError: as `decode_loss`.
+
+    Example:
+        >>> peak = accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy")
+    """
+    bound = inspect.signature(decode_loss).bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = bound.arguments
+    device = table(OP, call["embedding"]).weight.device
+    if isinstance(call["targets"], (tuple, list)):
+        call["targets"] = torch.zeros(*call["targets"], dtype=torch.int64, device=device)
+    for name in ("targets", "state", "inputs", "lengths", "feedback", "context"):
+        call[name] = zeros_on(device, call[name])
+    if isinstance(call["feedback"], str) and call["feedback"] in ("sample", "scheduled"):
+        call["feedback"] = "greedy"  # the same memory, and nothing is drawn
+    if call["truncation"] == "random":
+        call["truncation"], call["k2"] = "fixed", None
+    job = check_arguments(**call)
+    return predicted_peak(job, _layers(job))
+
+
+decode_memory.__signature__ = inspect.signature(decode_loss)  # type: ignore[attr-defined]

@@ -1,0 +1,148 @@
+"""What a decoder is fed at each step: the target, its own prediction, or a mixture of them."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from accumext._checks import fail_type, fail_value, number, one_of, type_name
+from accumext.decoder._recurrent_state import own_generator
+
+MODES = ("teacher", "greedy", "sample", "scheduled")
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """The plan of one call's inputs."""
+
+    teacher: Tensor  # int64 [T, B]: what is fed where the mask is true
+    mask: Tensor | None  # bool [T, B]: True feeds the teacher; None feeds it everywhere
+    temperature: float = 1.0  # of the sample
+    uniforms: Tensor | None = None  # fp64 [T, B] in [0, 1), to sample with; None takes the argmax
+
+    @property
+    def predicts(self) -> bool:
+        """Is any prediction fed back?"""
+        return self.mask is not None
+
+    def choose(self, step: int, logits: Tensor) -> Tensor:
+        """The token [B] that logits [B, V] predict: the argmax in at least fp32, or a sample."""
+        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        if self.uniforms is None:
+            return wide.max(-1).indices
+        return sample(wide, self.uniforms[step], self.temperature)
+
+    def first(self) -> Tensor:
+        """The input of step 0, [B]."""
+        return self.teacher[0]
+
+    def next(self, step: int, predicted: Tensor) -> Tensor:
+        """The input of `step` >= 1, [B], after `predicted` [B] at the step before."""
+        if self.mask is None:
+            return self.teacher[step]
+        return torch.where(self.mask[step], self.teacher[step], predicted)
+
+
+def sample(
+    logits: Tensor,  # [M, V]
+    uniforms: Tensor,  # fp64 [M], in [0, 1)
+    temperature: float,
+) -> Tensor:
+    """Samples [M] of softmax(logits / temperature), by inversion: the first token at which the
+    running sum of the probabilities passes the uniform number."""
+    tokens = []
+    # a few rows at a time: the running sums take twice the memory of the logits
+    for row, uniform in zip(logits.split(4), uniforms.split(4), strict=True):
+        shifted = (row - row.amax(1, keepdim=True)) / temperature
+        running = shifted.exp_().cumsum(1, dtype=torch.float64)
+        thresholds = uniform[:, None] * running[:, -1:]
+        tokens.append(torch.searchsorted(running, thresholds, right=True).squeeze(1))
+    return torch.cat(tokens).clamp_(max=logits.shape[1] - 1)
+
+
+def feedback_plan(
+    op: str,
+    feedback: Any,
+    targets: Tensor,  # int64 [T, B]
+    *,
+    fed: Tensor,  # int64 [T, B]: the targets, with what is to be fed where a target is ignored
+    start: Any,
+    inputs: Any,
+    teacher_forcing: Any,
+    temperature: Any,
+    generator: Any,
+    rows: int | None,  # words that can be fed; None: unknown
+) -> Feedback:
+    """Check the arguments that choose the inputs, and draw the coins of scheduled sampling."""
+    shape, device = targets.shape, targets.device
+    if isinstance(feedback, Tensor):
+        if feedback.dtype != torch.bool:
+            fail_type(op, "feedback", "be a word or a bool mask [T, B]", type_name(feedback))
+        if feedback.shape != shape:
+            fail_value(op, "feedback", f"have shape {list(shape)}", list(feedback.shape))
+        if feedback.device != device:
+            fail_value(op, "feedback", f"be on the device of targets, {device}", feedback.device)
+    else:
+        one_of(op, "feedback", feedback, MODES)
+    probability = number(op, "teacher_forcing", teacher_forcing, 0)
+    if probability > 1:
+        fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
+    if number(op, "temperature", temperature) <= 0:
+        fail_value(op, "temperature", "be greater than 0", temperature)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        fail_type(op, "generator", "be a torch.Generator or None", type_name(generator))
+
+    teacher = _teacher_inputs(op, start, inputs, fed, rows)
+    if isinstance(feedback, Tensor):
+        return Feedback(teacher, feedback)
+    if feedback == "teacher":
+        return Feedback(teacher, None)
+    if feedback == "scheduled":
+        coins = torch.rand(shape, device=device, generator=own_generator(generator, device))
+        return Feedback(teacher, coins < probability)
+    never = torch.zeros(shape, dtype=torch.bool, device=device)
+    if feedback == "greedy":
+        return Feedback(teacher, never)
+    generator = own_generator(generator, device)
+    uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
+    return Feedback(teacher, never, float(temperature), uniforms)
+
+
+def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | None) -> Tensor:
+    steps, batch = fed.shape
+    if inputs is not None:
+        if not isinstance(inputs, Tensor) or inputs.dtype != torch.int64:
+            fail_type(op, "inputs", "be an int64 tensor [T, B]", type_name(inputs))
+        if inputs.shape != fed.shape:
+            fail_value(op, "inputs", f"have shape {[steps, batch]}", list(inputs.shape))
+        _fits(op, "inputs", inputs, fed, rows)
+        return inputs
+    if isinstance(start, Tensor):
+        if start.dtype != torch.int64:
+            fail_type(op, "start", "be an int or an int64 tensor [B]", type_name(start))
+        if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
+            fail_value(op, "start", f"have shape {[batch]}", list(start.shape))
+        _fits(op, "start", start, fed, rows)
+    elif isinstance(start, bool) or not isinstance(start, SupportsIndex):
+        fail_type(op, "start", "be an int or an int64 tensor [B]", type_name(start))
+    elif (start := operator.index(start)) < 0 or (rows is not None and start >= rows):
+        fail_value(op, "start", "be at least 0" if rows is None else f"be in [0, {rows})", start)
+    _fits(op, "targets that are fed", fed[:-1], fed, rows)
+    first = torch.empty(1, batch, dtype=torch.int64, device=fed.device)
+    first[:] = start
+    return torch.cat([first, fed[:-1]])[:steps]
+
+
+def _fits(op: str, name: str, tokens: Tensor, fed: Tensor, rows: int | None) -> None:
+    """Device, and on the CPU values: on a GPU the lookup itself asserts."""
+    if tokens.device != fed.device:
+        fail_value(op, name, f"be on the device of targets, {fed.device}", tokens.device)
+    if rows is None or tokens.device.type != "cpu":
+        return
+    wrong = (tokens < 0) | (tokens >= rows)
+    if wrong.any():
+        fail_value(op, name, f"be in [0, {rows})", int(tokens[wrong].flatten()[0]))

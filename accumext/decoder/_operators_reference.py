@@ -1,0 +1,285 @@
+"""The decoder's operations in plain PyTorch: the fallback of compiled kernels, and their meaning.
+
+_operators.py says what the arguments are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accumext.decoder._feedback import sample
+from accumext.decoder._half_matmul import SLICE
+from accumext.decoder._rnn_weights import GRU, LSTM, RNN_TANH
+
+
+def head_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    uniforms: Tensor | None,
+    temperature: float,
+    exps: Tensor | None,
+    columns: int,
+    tokens: Tensor,
+    stats: Tensor,
+) -> None:
+    for begin in range(0, len(hidden), columns):
+        piece = slice(begin, begin + columns)
+        torch.ops.accumext.softmax_stats(
+            _logits(hidden[piece], weight, bias),
+            targets[piece],
+            None if uniforms is None else uniforms[piece],
+            temperature,
+            None if exps is None else exps[piece],
+            tokens[piece],
+            stats[:, piece],
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[m, V]: operands rounded to the weight's dtype, sums in that of hidden."""
+    h = hidden.t()
+    if weight.dtype == hidden.dtype:
+        z = torch.mm(weight, h) if bias is None else torch.addmm(bias[:, None], weight, h)
+        return z.t()
+    h = h.to(weight.dtype).to(hidden.dtype)
+    z = hidden.new_empty(weight.shape[0], len(hidden))
+    for begin in range(0, len(weight), SLICE):
+        rows = slice(begin, begin + SLICE)
+        torch.mm(weight[rows].to(hidden.dtype), h, out=z[rows])
+    return z.t() if bias is None else z.add_(bias[:, None]).t()
+
+
+def softmax_stats(
+    logits: Tensor,
+    targets: Tensor,
+    uniforms: Tensor | None,
+    temperature: float,
+    exps: Tensor | None,
+    tokens: Tensor,
+    stats: Tensor,
+) -> None:
+    peak, argmax = logits.max(1)
+    stats[0], stats[2] = peak, logits.gather(1, targets[:, None])[:, 0]
+    tokens.copy_(argmax if uniforms is None else sample(logits, uniforms, temperature))
+    logits.sub_(peak[:, None]).exp_()
+    stats[1] = logits.sum(1)
+    if exps is not None:
+        exps.copy_(logits).scatter_(1, targets[:, None], 0.0)
+
+
+def rnn_advance(
+    kind: int,
+    from_x: Tensor,
+    from_h: Tensor,
+    live: Tensor | None,
+    h: Tensor,
+    c: Tensor | None,
+    h_next: Tensor,
+    c_next: Tensor | None,
+) -> None:
+    units = h.shape[1]
+    new_c = None
+    if kind == GRU:
+        r_x, z_x, n_x = from_x.split(units, 1)
+        r_h, z_h, n_h = from_h.split(units, 1)
+        n = torch.tanh(n_x + torch.sigmoid(r_x + r_h) * n_h)
+        new_h = n + torch.sigmoid(z_x + z_h) * (h - n)
+    elif kind == LSTM:
+        assert c is not None
+        i, f, g, o = (from_x + from_h).split(units, 1)
+        new_c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        new_h = o.sigmoid() * new_c.tanh()
+    else:
+        pre = from_x + from_h
+        new_h = pre.tanh() if kind == RNN_TANH else pre.relu()
+    for after, new, before in ((h_next, new_h, h), (c_next, new_c, c)):
+        if after is not None and new is not None and before is not None:
+            after.copy_(new if live is None else torch.where(live[:, None], new, before))
+
+
+def decode_steps(
+    table: Tensor,
+    cell: list[Tensor],
+    states: list[Tensor],
+    kind: int,
+    kept: Tensor | None,
+    kept_scale: float,
+    inputs: Tensor,
+    teacher: Tensor | None,
+    forced: Tensor | None,
+    live: Tensor | None,
+    eos: int,
+    pad: int,
+    uniforms: Tensor | None,
+    temperature: float,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    targets: Tensor,
+    tokens: Tensor,
+    exps: Tensor | None,
+    stats: Tensor | None,
+    rows: Tensor | None,
+    columns: int,
+    begin: int,
+    end: int,
+) -> int:
+    steps, batch = inputs.shape
+    everyone = torch.arange(batch, device=inputs.device)
+    used = 0
+    for t in range(begin, end):
+        x = table[inputs[t]].to(states[0].dtype)
+        alive = None if live is None else live[t]
+        for layer in range(len(cell) // 4):
+            w_ih, w_hh, b_ih, b_hh = cell[4 * layer : 4 * layer + 4]
+            h, c = states[layer], None
+            if kind == LSTM:
+                h, c = states[2 * layer : 2 * layer + 2]
+            torch.ops.accumext.rnn_advance(
+                kind,
+                linear(x, w_ih, b_ih),
+                linear(h[t], w_hh, b_hh),
+                alive,
+                h[t],
+                None if c is None else c[t],
+                h[t + 1],
+                None if c is None else c[t + 1],
+            )
+            x = h[t + 1]
+            if kept is not None and layer < kept.shape[1]:
+                x = x * kept[t, layer] * kept_scale
+        if stats is None:
+            continue
+        assert rows is not None
+        named = everyone
+        if alive is not None and alive.device.type == "cpu":  # elsewhere nothing waits to count
+            named = everyone[alive]
+        span = slice(used, used + len(named))
+        rows[span] = t * batch + named
+        token = tokens.new_empty(len(named))
+        head_forward(
+            x[named],
+            head_weight,
+            head_bias,
+            targets[t][named],
+            None if uniforms is None else uniforms[t][named],
+            temperature,
+            None if exps is None else exps[span],
+            columns,
+            token,
+            stats[:, span],
+        )
+        used = span.stop
+        tokens[t, named] = token if alive is None else torch.where(alive[named], token, pad)
+        if t + 1 == steps:
+            break
+        if eos >= 0:
+            assert live is not None
+            live[t + 1 :] &= live[t] & (tokens[t] != eos)
+        fed = tokens[t]
+        if teacher is not None and forced is None:
+            fed = teacher[t + 1]
+        elif teacher is not None and forced is not None:
+            fed = torch.where(forced[t + 1], teacher[t + 1], fed)
+        inputs[t + 1] = fed if live is None else torch.where(live[t + 1], fed, pad)
+    return used
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x @ weight.t() + bias; an empty bias is none."""
+    return torch.addmm(bias, x, weight.t()) if bias.numel() else torch.mm(x, weight.t())
+
+
+def rnn_backward(
+    kind: int,
+    d_out: Tensor,
+    pre: Tensor | None,
+    h: Tensor,
+    c: Tensor | None,
+    live: Tensor | None,
+    carry: Tensor | None,
+    limit: Tensor | None,
+    weight: Tensor,
+    dh: Tensor,
+    dc: Tensor | None,
+    d_x: Tensor,
+    d_h: Tensor | None,
+) -> None:
+    for t in reversed(range(len(d_out))):
+        torch.ops.accumext.rnn_gradient(
+            kind,
+            d_out[t],
+            None if pre is None else pre[t],
+            h[t] if kind in (GRU, LSTM) else h[t + 1],
+            None if c is None else c[t],
+            None if c is None else c[t + 1],
+            None if live is None else live[t],
+            dh,
+            dc,
+            d_x[t],
+            None if d_h is None else d_h[t],
+        )
+        dh.addmm_(d_x[t] if d_h is None else d_h[t], weight.t())
+        for gradient in (dh, dc):
+            if gradient is None:
+                continue
+            if carry is not None:
+                factor = carry[t][:, None]
+                gradient.copy_(torch.where(factor == 0, 0, gradient * factor))
+            if limit is not None:
+                gradient.copy_(torch.clamp(gradient, -limit, limit))
+
+
+def rnn_gradient(
+    kind: int,
+    d_out: Tensor,
+    pre: Tensor | None,
+    h: Tensor,
+    c: Tensor | None,
+    c_next: Tensor | None,
+    live: Tensor | None,
+    dh: Tensor,
+    dc: Tensor | None,
+    d_x: Tensor,
+    d_h: Tensor | None,
+) -> None:
+    units = dh.shape[1]
+    up, up_c = dh + d_out, None
+    if kind == GRU:
+        assert pre is not None
+        r_pre, z_pre, n_x, n_h = pre.split(units, 1)
+        r, z = r_pre.sigmoid(), z_pre.sigmoid()
+        n = torch.tanh(n_x + r * n_h)
+        d_n = up * (1 - z) * (1 - n * n)
+        d_r = d_n * n_h * r * (1 - r)
+        d_z = up * (h - n) * z * (1 - z)
+        parts, parts_h = [d_r, d_z, d_n], [d_r, d_z, d_n * r]
+        down = up * z
+    elif kind == LSTM:
+        assert pre is not None
+        assert c is not None
+        assert c_next is not None
+        assert dc is not None
+        i, f, g, o = pre.split(units, 1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        tanh_c = c_next.tanh()
+        all_c = dc + up * o * (1 - tanh_c * tanh_c)
+        d_i, d_f = all_c * g * i * (1 - i), all_c * c * f * (1 - f)
+        d_g, d_o = all_c * i * (1 - g * g), up * tanh_c * o * (1 - o)
+        parts = parts_h = [d_i, d_f, d_g, d_o]
+        down, up_c = torch.zeros_like(up), all_c * f
+    else:
+        parts = parts_h = [up * (1 - h * h) if kind == RNN_TANH else up * (h > 0)]
+        down = torch.zeros_like(up)
+    written = [(d_x, torch.cat(parts, 1))]
+    if d_h is not None:
+        written.append((d_h, torch.cat(parts_h, 1)))
+    for gradient, value in written:
+        gradient.copy_(value if live is None else torch.where(live[:, None], value, 0))
+    carried = [(dh, down)]
+    if dc is not None and up_c is not None:
+        carried.append((dc, up_c))
+    for gradient, value in carried:  # past a row that has ended it goes unchanged
+        gradient.copy_(value if live is None else torch.where(live[:, None], value, gradient))

@@ -1,0 +1,154 @@
+"""The main gradients of a window: which tensors they are, and of what kind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Iterable, Sequence
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from accumext import ops
+from accumext._tensor_kinds import any_dtensor, are_plain, local_tensor, main_dtype, per_device
+from accumext.optimizer._grad_slots import grad_of
+
+_dtype_of = attrgetter("dtype")
+
+
+class MainGrads:
+    """One tensor per parameter that received a gradient, in the order of the parameters.
+
+    Their values change, but not which tensors they are, so what is asked of them is asked once.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self.tensors = list(tensors)
+
+    @classmethod
+    def of(cls, mains: dict[Tensor, Tensor]) -> MainGrads:
+        """From main gradients by parameter."""
+        grads = cls(list(mains), list(mains.values()))
+        grads.by_parameter = mains
+        return grads
+
+    @cached_property
+    def by_parameter(self) -> dict[Tensor, Tensor]:
+        """The main gradient of each parameter that has one."""
+        return dict(zip(self.parameters, self.tensors, strict=True))
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether one call of an operator takes them all as they are."""
+        return are_plain(self.tensors)
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether any is only one process's part."""
+        return not self.plain and any_dtensor(self.tensors)
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether none is sparse."""
+        return self.plain or not any(main.is_sparse for main in self.tensors)
+
+    @cached_property
+    def casts(self) -> dict[Tensor, Tensor]:
+        """Those of another dtype than their parameter: float32 for one of half precision."""
+        if list(map(_dtype_of, self.parameters)) == list(map(_dtype_of, self.tensors)):
+            return {}
+        pairs = zip(self.parameters, self.tensors, strict=True)
+        return {p: main for p, main in pairs if main.dtype != p.dtype}
+
+    def without(self, others: dict[Tensor, Tensor]) -> MainGrads:
+        """All but those of some parameters."""
+        if not others:
+            return self
+        return MainGrads.of({p: m for p, m in self.by_parameter.items() if p not in others})
+
+    def lend(self) -> None:
+        """Put them into `.grad`."""
+        for parameter, main in zip(self.parameters, self.tensors, strict=True):
+            parameter.grad = main
+
+    def withdraw(self) -> None:
+        """Empty `.grad` of their parameters."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def take_ownership(
+    grads: dict[Tensor, Tensor], foreign: Container[int] | None
+) -> dict[Tensor, Tensor]:
+    """Gradients as main gradients: the tensors themselves where nobody else can see them.
+
+    Args:
+        foreign: ids of gradients that somebody else holds; None for all.
+    """
+    mains: dict[Tensor, Tensor] = {}
+    halves: list[Tensor] = []
+    casts: list[Tensor] = []
+    for parameter, grad in grads.items():
+        ours = foreign is not None and id(grad) not in foreign
+        grad = grad.detach() if grad.requires_grad else grad
+        dtype = main_dtype(parameter)
+        if grad.dtype != dtype and not grad.is_sparse:
+            mains[parameter] = torch.empty_like(grad, dtype=dtype)
+            halves.append(grad)
+            casts.append(mains[parameter])
+            continue
+        if grad.is_sparse:
+            grad = grad.to(dtype, copy=not ours)
+        elif grad.is_complex() and grad.is_conj():
+            grad = grad.resolve_conj()
+        elif not (ours and _owns_memory(grad)):
+            grad = grad.clone()
+        mains[parameter] = grad
+    for _, (own_casts, own_halves) in per_device(casts, halves):
+        ops.accumulate_(own_casts, own_halves, overwrite=True)
+    return mains
+
+
+def foreign_grads(parameters: Iterable[Tensor]) -> set[int]:
+    """ids of the gradients in `.grad` that somebody else holds: a variable, another parameter.
+
+    To be asked before anything of ours refers to them.
+    """
+    counts = list(map(sys.getrefcount, map(grad_of, parameters)))
+    pairs = zip(parameters, counts, strict=True)
+    return {
+        id(grad)
+        for parameter, count in pairs
+        if (grad := parameter.grad) is not None and (count > _UNHELD or _users(grad) > _IN_ONE_SLOT)
+    }
+
+
+def _users(tensor: Any) -> int:
+    """How many places in torch hold a tensor."""
+    return cast(int, tensor._use_count())
+
+
+def _owns_memory(grad: Tensor) -> bool:
+    """False for a view, such as of a DDP bucket, and for memory that others have as well."""
+    local = grad if type(grad) is Tensor else local_tensor(grad)
+    if local._is_view() or local.is_inference() or local.is_neg():
+        return False
+    storage = local.untyped_storage()
+    if storage.nbytes() != local.nbytes or not storage.resizable():
+        return False
+    users = torch._C._storage_Use_Count(storage._cdata)
+    return users <= _STORAGE_IN_ONE_TENSOR
+
+
+# How often a gradient, and its memory, is referred to that only `.grad` of one parameter holds, as
+# `foreign_grads` and `_owns_memory` see it.
+_probe = torch.nn.Parameter(torch.zeros(1), requires_grad=True)
+_probe.grad = torch.zeros(1)
+_UNHELD = next(map(sys.getrefcount, map(grad_of, [_probe])))
+_IN_ONE_SLOT = _users(_probe.grad)
+_storage = _probe.grad.untyped_storage()
+_STORAGE_IN_ONE_TENSOR = torch._C._storage_Use_Count(_storage._cdata)
+del _probe, _storage

@@ -1,0 +1,243 @@
+"""A window summed over processes: its numbers first, then its main gradients in buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accumext import _checks, ops
+from accumext._scalars import Scalar, as_tensor, known, on, on_host
+from accumext._tensor_kinds import is_dtensor, main_dtype, plain
+from accumext.optimizer._distributed import Group
+from accumext.optimizer._window import UNSCALED, Window
+
+# What DistributedDataParallel sends at a time: enough for full bandwidth, little enough for the
+# next bucket to be filled, or its gradients made, meanwhile.
+BUCKET_BYTES = 25 * 2**20
+
+ALIGNMENT = 16  # elements; gradients begin where vector instructions like it
+
+_FULL = -1.0  # in place of a number of micro-batches: of a window that is full
+_SAME_COUNT = (
+    "Give every process as many micro-batches, one of weight=0 counts for nothing, and call step "
+    "and flush on all of them"
+)
+
+
+class Bucket:
+    """Main gradients of some parameters in one flat tensor, and word of who has which.
+
+    Every process sends every parameter, so that the calls match: zeros for a missing gradient, a
+    sparse one dense. At the end of the tensor stand, for each parameter, how many processes have a
+    dense gradient, how many a sparse one, and the sum of sparse dimensions over the latter.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        # Whose gradients may still change: hooks tell when they are complete.
+        self.awaited = {p for p in parameters if p.requires_grad or p.grad is not None}
+        self._begins = [0]
+        for parameter in parameters:
+            size = -(-_like(parameter).numel() // ALIGNMENT) * ALIGNMENT
+            self._begins.append(self._begins[-1] + size)
+        self._flat = torch.empty(0)
+        self._views: list[Tensor] = []  # the part of each parameter in it
+        self._ordinary = True  # this process has a dense gradient for each parameter
+        self._work: dist.Work | None = None
+
+    def send(self, mains: dict[Tensor, Tensor], factor: Scalar, group: Group) -> None:
+        """Begin to sum `mains * factor` over the group; these mains leave the dict."""
+        mine = [mains.pop(parameter, None) for parameter in self.parameters]
+        first = _like(self.parameters[0])
+        size = self._begins[-1] + 3 * len(mine)
+        self._flat = torch.empty(size, dtype=main_dtype(first), device=first.device)
+        self._ordinary = not any(main is None or main.is_sparse for main in mine)
+        word = self._word().zero_()
+        word[0] = 1.0
+        for i, main in enumerate(mine):  # number by number: no copy from the host waits for a GPU
+            if main is None or main.is_sparse:
+                word[0, i] = 0.0
+            if main is not None and main.is_sparse:
+                word[1, i], word[2, i] = 1.0, float(main.sparse_dim())
+        ends = [begin + _like(p).numel() for begin, p in zip(self._begins, self.parameters)]
+        gaps = [self._flat[e:b] for e, b in zip(ends, self._begins[1:], strict=True) if e < b]
+        torch._foreach_zero_(gaps)  # they travel too, and nobody may find NaN in them
+        self._views = self._parts()
+        there, sources = [], []
+        for view, main in zip(self._views, mine, strict=True):
+            if main is None:
+                view.zero_()
+            else:
+                there.append(view)
+                sources.append(plain(main.to_dense() if main.is_sparse else main))
+        ops.accumulate_(there, sources, inv_scale=on(first.device, factor), overwrite=True)
+        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+
+    def receive(self) -> dict[Tensor, Tensor]:
+        """The sums, as main gradients; none for a parameter that no process has a gradient for.
+
+        Only a process that lacks a gradient, or has a sparse one, reads what the others have. Where
+        any has a dense one, the sum is dense.
+        """
+        assert self._work is not None
+        self._work.wait()
+        sums = dict(zip(self.parameters, self._views, strict=True))
+        if self._ordinary:
+            return {p: _as_main(p, view) for p, view in sums.items()}
+        mains = {}
+        for p, (dense, sparse, sparse_dims) in zip(sums, self._word().T.tolist(), strict=True):
+            if dense or sparse:
+                main = _as_main(p, sums[p])
+                mains[p] = main if dense else main.to_sparse(round(sparse_dims / sparse))
+        return mains
+
+    def _word(self) -> Tensor:
+        """The end of the tensor: [3, parameters]."""
+        return self._flat[self._begins[-1] :].view(3, -1)
+
+    def _parts(self) -> list[Tensor]:
+        """The part of each parameter, with its strides, or what they are without gaps."""
+        parts = []
+        for begin, parameter in zip(self._begins, self.parameters, strict=False):
+            like = _like(parameter)
+            if not like.is_contiguous():
+                like = torch.empty_like(like, device="meta")
+            parts.append(self._flat.as_strided(like.shape, like.stride(), begin))
+        return parts
+
+
+class Reduction:
+    """The sum of one window over a group of processes: of all that is trained or has a gradient."""
+
+    def __init__(self, parameters: Sequence[Tensor], window: Window, group: Group) -> None:
+        self._group = group
+        self._device = parameters[0].device
+        mains = window.main
+        self._parameters = [
+            p for p in parameters if p.requires_grad or p in mains or p.grad is not None
+        ]
+        self._buckets = _plan(self._parameters)
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._sent = 0  # buckets; all processes send them in one order
+
+    def agree(self, op: str, window: Window, weight: Scalar, count: int, flushing: bool) -> bool:
+        """Sum the numbers of the window, and raise where processes do not close the same one.
+
+        Nothing has changed then. If only a device knows the sums, a flush alone looks at them.
+
+        Returns:
+            Whether any process has something in the window.
+
+        Raises:
+            RuntimeError: windows are not all full, or not all flushed with equally many
+                micro-batches; or not of the same parameters; or a process did not come.
+        """
+        world, device = self._group.size(), self._device
+        closing = torch.zeros(2, world, dtype=torch.float64, device=device)
+        closing[0, self._group.rank()] = count if flushing else _FULL
+        closing[1, self._group.rank()] = sum(p.numel() for p in self._parameters)
+        kept = count if window.survivors is None else window.survivors
+        mine = [as_tensor(n, torch.float64, device) for n in (weight, kept, window.found_inf())]
+        numbers = torch.cat([torch.stack(mine), closing.flatten()])
+        try:
+            dist.all_reduce(numbers, group=self._group)
+        except RuntimeError as error:
+            got = f"no answer from some ({str(error).splitlines()[0]})"
+            text = _checks.message(op, "the window", "be closed by every process", got, _SAME_COUNT)
+            raise RuntimeError(text) from error
+        self._weight, self._kept, self._found_inf = known(numbers[0]), known(numbers[1]), numbers[2]
+        if not flushing and not on_host(numbers):
+            return True
+        counts, elements = numbers[3:].view(2, world).tolist()
+        if len(set(counts)) > 1:
+            got = ", ".join("full" if n == _FULL else f"{n:.0f}" for n in counts) + " by rank"
+            contract = "hold as many micro-batches on every process"
+            raise RuntimeError(_checks.message(op, "the window", contract, got, _SAME_COUNT))
+        if len(set(elements)) > 1:
+            got = ", ".join(f"{n:.0f}" for n in elements) + " elements by rank"
+            contract = "be of the same trainable parameters on every process"
+            raise RuntimeError(_checks.message(op, "the window", contract, got))
+        return any(counts)
+
+    def complete(self, op: str, window: Window, parameters: Iterable[Tensor]) -> None:
+        """Send what can be sent now that these parameters have their last gradient.
+
+        Raises:
+            RuntimeError: one of them had its last already.
+        """
+        for parameter in parameters:
+            awaited = self._bucket_of[parameter].awaited
+            if parameter not in awaited:
+                contract = "be complete when autograd has accumulated it"
+                got = "one in several parts, as reentrant checkpoints make them"
+                advice = "Use reduce_in_backward=False"
+                raise RuntimeError(_checks.message(op, ".grad", contract, got, advice))
+            awaited.remove(parameter)
+        # The last one stays: while it does, `abandon` can still tell the others.
+        while self._sent < len(self._buckets) - 1 and not self._buckets[self._sent].awaited:
+            self._send_next(dict(window.main), window.normaliser("sum"))
+
+    def finish(self, window: Window) -> None:
+        """Send the rest, wait, and make the sum of all processes the window."""
+        mains, factor = dict(window.main), window.normaliser("sum")
+        window.replace({})  # a bucket frees what it has copied
+        while self._sent < len(self._buckets):
+            self._send_next(mains, factor)
+        sums: dict[Tensor, Tensor] = {}
+        for bucket in self._buckets:
+            sums |= bucket.receive()
+        window.replace({p: sums[p] for p in self._parameters if p in sums})
+        window.note(self._found_inf)
+        window.weight, window.gathered = self._weight, self._kept
+        window.unit_weight, window.unit_scale = 1.0, UNSCALED
+        window.writes += 1
+        if window.survivors is not None:
+            window.survivors = self._kept
+
+    def abandon(self, window: Window) -> None:
+        """Let the sum arrive on the other processes, not finite, so that they skip the window."""
+        last = self._buckets[-1].parameters if self._buckets else []
+        poison = {p: torch.full_like(_like(p), math.nan) for p in last}
+        window.replace(window.main | poison)
+        with suppress(RuntimeError):  # others that are gone need nothing
+            self.finish(window)
+
+    def _send_next(self, mains: dict[Tensor, Tensor], factor: Scalar) -> None:
+        self._buckets[self._sent].send(mains, factor, self._group)
+        self._sent += 1
+
+
+def _plan(parameters: Sequence[Tensor]) -> list[Bucket]:
+    """Buckets of one device and dtype each, the last parameters first: so backward makes them."""
+    planned: list[Bucket] = []
+    open_: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
+    for parameter in reversed(parameters):
+        like = _like(parameter)
+        dtype = main_dtype(like)
+        members, size = open_.pop((like.device, dtype), ([], 0))
+        members.append(parameter)
+        size += like.numel() * dtype.itemsize
+        if size >= BUCKET_BYTES:
+            planned.append(Bucket(members))
+        else:
+            open_[like.device, dtype] = (members, size)
+    return planned + [Bucket(members) for members, _ in open_.values()]
+
+
+def _like(parameter: Tensor) -> Tensor:
+    """What a parameter's dense main gradient looks like here, but for its dtype."""
+    return plain(parameter.detach())
+
+
+def _as_main(parameter: Tensor, view: Tensor) -> Tensor:
+    """A part of a bucket as the main gradient of a real, complex or sharded parameter."""
+    if is_dtensor(parameter):
+        main = torch.zeros_like(parameter, dtype=main_dtype(parameter)).detach()
+        plain(main).copy_(view)
+        return main
+    return torch.view_as_complex(view) if parameter.is_complex() else view

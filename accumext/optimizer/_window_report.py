@@ -1,0 +1,130 @@
+"""What is remembered of the last closed window: `AccumulatingOptimizer.last` and `stats()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from accumext._scalars import Scalar, as_tensor
+from accumext._tensor_kinds import nonfinite
+
+Name: TypeAlias = str | int
+
+
+class WindowReport:
+    """The last closed window. Tensors stay on their device until they are looked at.
+
+    Attributes:
+        total_norm: norm of the window's gradient before clipping (0-dim).
+        clip_coef: `min(1, max_norm / (total_norm + 1e-6))`, 1 without `max_norm` (0-dim).
+        loss_scale: loss scale of the last micro-batch, 1 without a scaler (0-dim).
+        weight: sum of the weights that entered the gradient (0-dim).
+        micro_batches: how many micro-batches entered the gradient.
+        skipped: whether the optimizer step was left out.
+        nonfinite: parameters with an inf or NaN, where one was found.
+    """
+
+    def __init__(
+        self,
+        *,
+        skipped: Scalar,  # found_inf of the step
+        total_norm: Scalar,
+        clip_coef: Scalar,
+        loss_scale: Scalar,
+        weight: Scalar,
+        micro_batches: Scalar | int,
+        dtype: torch.dtype,  # of the norm
+        device: torch.device,  # of the norm
+    ) -> None:
+        self._skipped = skipped
+        self._total_norm = total_norm
+        self._clip_coef = clip_coef
+        self._loss_scale = loss_scale
+        self._weight = weight
+        self._micro_batches = micro_batches
+        self._dtype = dtype
+        self._device = device
+        self._nonfinite: list[Name] = []
+        self._evidence: dict[Tensor, Tensor] = {}
+        self._names: Callable[[], dict[Tensor, Name]] = dict
+
+    @property
+    def total_norm(self) -> Tensor:
+        """Norm of the window's gradient before clipping."""
+        return as_tensor(self._total_norm, self._dtype, self._device)
+
+    @property
+    def clip_coef(self) -> Tensor:
+        """`min(1, max_norm / (total_norm + 1e-6))`, 1 without `max_norm`."""
+        return as_tensor(self._clip_coef, self._dtype, self._device)
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """Loss scale of the last micro-batch, 1 without a scaler."""
+        return as_tensor(self._loss_scale, torch.float64)
+
+    @property
+    def weight(self) -> Tensor:
+        """Sum of the weights that entered the gradient."""
+        return as_tensor(self._weight, torch.float64)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches entered the gradient. Reads the device if bad ones are dropped."""
+        return int(self._micro_batches)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer step was left out. Reads the device."""
+        return bool(self._skipped)
+
+    @property
+    def known_to_be_skipped(self) -> bool:
+        """Whether the host knows already that the step was left out."""
+        return not isinstance(self._skipped, Tensor) and bool(self._skipped)
+
+    @property
+    def nonfinite(self) -> list[Name]:
+        """Names (indices, if the optimizer has no names) of parameters with an inf or NaN gradient.
+
+        Of sharded ones, those whose shard on this process has one.
+        Empty unless something was dropped. After a fused step on a GPU the host does not know yet:
+        ask before the gradients are cleared.
+        """
+        if self._evidence and self.skipped:
+            names = self._names()
+            self._nonfinite = [names[parameter] for parameter in nonfinite(self._evidence)]
+        self.forget()
+        return self._nonfinite
+
+    def name(self, culprits: list[Name]) -> None:
+        """Tell which parameters had an inf or NaN."""
+        self._nonfinite = culprits
+
+    def keep(self, evidence: dict[Tensor, Tensor], names: Callable[[], dict[Tensor, Name]]) -> None:
+        """Hold on to the gradients until someone asks, or they are cleared."""
+        self._evidence, self._names = evidence, names
+
+    def forget(self) -> None:
+        """Let go of the gradients."""
+        self._evidence, self._names = {}, dict
+
+    def stats(self) -> dict[str, float]:
+        """Everything that is a number, read from the device at once."""
+        values = {
+            "total_norm": self.total_norm,
+            "clip_coef": self.clip_coef,
+            "loss_scale": self.loss_scale,
+            "weight": self.weight,
+            "micro_batches": self._micro_batches,
+            "skipped": self._skipped,
+        }
+        row = [as_tensor(value, torch.float64, self._device) for value in values.values()]
+        return dict(zip(values, torch.stack(row).tolist(), strict=True))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value:g}" for name, value in self.stats().items())
+        return f"WindowReport({fields}, nonfinite={self.nonfinite})"

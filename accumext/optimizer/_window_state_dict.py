@@ -1,0 +1,180 @@
+"""An open window as plain tensors and numbers, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumext._checks import fail_type, fail_value, type_name
+from accumext._scalars import as_tensor, known
+from accumext._tensor_kinds import main_dtype
+from accumext.optimizer import _distributed
+from accumext.optimizer._arguments import OP
+from accumext.optimizer._stepping import Stepping
+from accumext.optimizer._window import LossScale, Window
+
+_SCALARS = ("weight", "unit_weight", "unit_scale", "loss_scale", "norm", "found_inf", "survivors")
+_KEYS = {"main_grads", "micro_batches", "held_back", *_SCALARS}
+
+
+class Resuming(Stepping):
+    """The part of `AccumulatingOptimizer` that saves and loads the open window, and copies."""
+
+    @torch.no_grad()
+    def accumulation_state_dict(self) -> dict[str, Any]:
+        """The open window as plain tensors and numbers; a run resumes from it bit for bit.
+
+        `state_dict` does not contain it. Gradients that lie in `.grad`, not yet accumulated, are
+        not part of it.
+
+        Returns:
+            Copies, for `load_accumulation_state_dict` and `torch.load(weights_only=True)`. Each of
+            several processes has its own.
+
+        Raises:
+            RuntimeError: with `reduce_in_backward`, between a window's last `backward` and `step`.
+
+        Example:
+            >>> torch.save({"opt": opt.state_dict(), "open": opt.accumulation_state_dict()}, path)
+        """
+        self._refuse_while_reducing(f"{OP}.accumulation_state_dict")
+        packed = pack(self._progress.window, self._parameters())
+        self._progress.saved = self._progress.window.micro_batches
+        return packed
+
+    @torch.no_grad()
+    def load_accumulation_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace the open window by a saved one. Load the scaler's state, if there is one, before.
+
+        Args:
+            state_dict: what `accumulation_state_dict` returned, for the same parameters in order.
+
+        Raises:
+            TypeError: an entry is of the wrong type or dtype.
+            ValueError: keys, indices, shapes or values are not those of this optimizer.
+            RuntimeError: inside `micro_batch()`.
+
+        Example:
+            >>> opt.load_accumulation_state_dict(torch.load(path)["open"])
+        """
+        op = f"{OP}.load_accumulation_state_dict"
+        self._refuse_inside_micro_batch(op)
+        window = unpack(op, state_dict, self._parameters())
+        self._recognise_scale(window)
+        self._drop_window(window)
+        self._progress.saved = window.micro_batches
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._refuse_while_reducing(f"{OP}.__getstate__")
+        packed = _distributed.packed_group(OP, self.process_group)
+        return {**super().__getstate__(), "process_group": packed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        group = _distributed.unpacked_group(state["process_group"])
+        super().__setstate__({**state, "process_group": group})
+
+
+def pack(window: Window, parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """Copies of everything that the window holds, main gradients by parameter index."""
+    window = window.apart()
+    survivors = window.survivors
+    values = {
+        "weight": window.weight,
+        "unit_weight": window.unit_weight,
+        "unit_scale": window.unit_scale.value,
+        "loss_scale": window.loss_scale,
+        "norm": window.norm,
+        "found_inf": as_tensor(window.found_inf(), torch.float32) if window.flags else None,
+        "survivors": None if survivors is None else as_tensor(survivors, torch.float64),
+    }
+    mains = {i: window.main[p] for i, p in enumerate(parameters) if p in window.main}
+    return {
+        "main_grads": {i: main.detach().clone() for i, main in mains.items()},
+        "micro_batches": window.micro_batches,
+        "held_back": window.held_back,
+        **{k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()},
+    }
+
+
+def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
+    """The window that `pack` saw, on the devices of the parameters."""
+    if not isinstance(packed, dict):
+        fail_type(op, "state_dict", "be a dict", type_name(packed))
+    if set(packed) != _KEYS:
+        fail_value(op, "state_dict", f"have the keys {sorted(_KEYS)}", sorted(map(str, packed)))
+    count = packed["micro_batches"]
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        fail_value(op, "state_dict['micro_batches']", "be an int of at least 0", repr(count))
+    held_back = packed["held_back"]
+    if not isinstance(held_back, bool):
+        fail_type(op, "state_dict['held_back']", "be a bool", type_name(held_back))
+    window = Window()
+    window.micro_batches, window.held_back = count, held_back
+    window.replace(_main_grads(op, packed["main_grads"], parameters))
+    window.in_order = False  # as far as is known
+    device = next((main.device for main in window.mains.tensors), torch.device("cpu"))
+    scalars = {name: _scalar(op, name, packed[name], device) for name in _SCALARS}
+    for name in ("weight", "unit_scale", "loss_scale"):
+        if scalars[name] is None:
+            fail_type(op, f"state_dict[{name!r}]", "be a number or a 0-dim tensor", "NoneType")
+    for name in ("norm", "found_inf", "survivors"):
+        if isinstance(scalars[name], float):
+            fail_type(op, f"state_dict[{name!r}]", "be a 0-dim tensor or None", "float")
+    window.norm, found_inf = scalars.pop("norm"), scalars.pop("found_inf")
+    if found_inf is not None:
+        window.note(found_inf)
+    numbers = {k: known(v) if isinstance(v, Tensor) else v for k, v in scalars.items()}
+    window.weight, window.unit_weight = numbers["weight"], numbers["unit_weight"]
+    window.unit_scale, window.loss_scale = LossScale(numbers["unit_scale"]), numbers["loss_scale"]
+    window.survivors = numbers["survivors"]
+    return window
+
+
+def _main_grads(op: str, mains: Any, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """Main gradients by parameter, checked against it."""
+    if not isinstance(mains, dict):
+        fail_type(op, "state_dict['main_grads']", "be a dict", type_name(mains))
+    loaded: dict[Tensor, Tensor] = {}
+    for index, main in mains.items():
+        name = f"state_dict['main_grads'][{index!r}]"
+        if not isinstance(index, int) or not 0 <= index < len(parameters):
+            fail_value(op, name, f"be one of the {len(parameters)} parameters", f"index {index!r}")
+        parameter = parameters[index]
+        if not isinstance(main, Tensor):
+            fail_type(op, name, "be a tensor", type_name(main))
+        if main.dtype not in (parameter.dtype, main_dtype(parameter)):
+            fail_type(op, name, f"be a {main_dtype(parameter)} tensor", type_name(main))
+        if main.shape != parameter.shape:
+            fail_value(op, name, f"have shape {list(parameter.shape)}", list(main.shape))
+        loaded[parameter] = main.detach().to(parameter.device, main_dtype(parameter), copy=True)
+    return loaded
+
+
+def _scalar(op: str, name: str, value: Any, device: torch.device) -> Any:
+    """A finite number, a 0-dim tensor (moved to the device) or None."""
+    contract = "be a number, a 0-dim tensor or None"
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            fail_value(op, f"state_dict[{name!r}]", contract, f"shape {list(value.shape)}")
+        if name not in ("norm", "found_inf"):
+            _check_range(op, name, float(value))
+        return value.detach().to(device, copy=True)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fail_type(op, f"state_dict[{name!r}]", contract, type_name(value))
+    _check_range(op, name, value)
+    return float(value)
+
+
+def _check_range(op: str, name: str, value: float) -> None:
+    """What a sum of weights, a unit or a loss scale can be."""
+    if not math.isfinite(value):
+        fail_value(op, f"state_dict[{name!r}]", "be finite", value)
+    if value < 0.0 or (value == 0.0 and name == "unit_weight"):
+        bound = "be positive" if name == "unit_weight" else "be at least 0"
+        fail_value(op, f"state_dict[{name!r}]", bound, value)

@@ -1,0 +1,246 @@
+// The inner loops of the decoder, for the instruction set of the file that includes them.
+#pragma once
+
+#include "cpu/decoder/kernels.h"
+#include "cpu/decoder/skinny_matmul_body.h"
+
+namespace accumext::cpu {
+namespace {
+
+// The first `count` of kSize elements; zeros behind them.
+template <typename T, int kSize>
+[[gnu::always_inline]] inline Vector<T, kSize> load_some(const T* from, int64_t count) {
+  if (count >= kSize) return raw<Vector<T, kSize>>(from);
+  Vector<T, kSize> x{};
+  std::memcpy(&x, from, sizeof(T) * count);
+  return x;
+}
+
+// Vectors of kSize columns, `count` of which there are; kWhole: all.
+template <int kVectorSize, bool kIsWhole>
+struct Columns {
+  static constexpr int kSize = kVectorSize;
+  static constexpr bool kWhole = kIsWhole;
+  int64_t first;
+  int64_t count;
+
+  template <typename T>
+  [[gnu::always_inline]] Vector<T, kSize> load(const T* row) const {
+    if constexpr (kWhole) {
+      return raw<Vector<T, kSize>>(row + first);
+    } else {
+      return load_some<T, kSize>(row + first, count);
+    }
+  }
+
+  template <typename T, typename V>
+  [[gnu::always_inline]] void store(T* row, const V& x) const {
+    std::memcpy(row + first, &x, kWhole ? sizeof(V) : sizeof(T) * count);
+  }
+};
+
+// f(Columns) until all columns are done: whole registers, half of one, what is left.
+template <typename T, typename F>
+[[gnu::always_inline]] inline void for_columns(int64_t columns, const F& f) {
+  constexpr int kSize = kRegister<T>;
+  constexpr int kHalf = kSize > kColumnPad ? kSize / 2 : kSize;
+  int64_t first = 0;
+  for (; first + kSize <= columns; first += kSize) f(Columns<kSize, true>{first, kSize});
+  if constexpr (kHalf < kSize) {
+    if (first + kHalf <= columns) {
+      f(Columns<kHalf, true>{first, kHalf});
+      first += kHalf;
+    }
+  }
+  if (first < columns) f(Columns<kHalf, false>{first, columns - first});
+}
+
+template <typename T>
+using Index = std::conditional_t<std::is_same_v<T, float>, int32_t, int64_t>;
+
+template <typename T>
+void peaks(const Logits<T>& logits, int64_t begin, int64_t end, T* peak, int64_t* row) {
+  for_columns<T>(logits.columns, [&](auto columns) __attribute__((always_inline)) {
+    constexpr int kSize = columns.kSize;
+    Vector<T, kSize> best = columns.load(logits.z + begin * logits.stride);
+    Vector<Index<T>, kSize> at{};  // rows behind begin
+    for (int64_t v = begin + 1; v < end; ++v) {
+      const Vector<T, kSize> x = columns.load(logits.z + v * logits.stride);
+      const auto larger = x > best;
+      best = larger ? x : best;
+      at = larger ? splat<Index<T>, kSize>(static_cast<Index<T>>(v - begin)) : at;
+    }
+    for (int64_t i = 0; i < columns.count; ++i) {
+      peak[columns.first + i] = best[i];
+      row[columns.first + i] = begin + at[i];
+    }
+  });
+}
+
+template <typename T, typename scalar_t, bool kKept, bool kTempered>
+void exponentials_as(const Logits<T>& logits, int64_t begin, int64_t end, T* sum, T* tempered) {
+  for_columns<T>(logits.columns, [&](auto columns) __attribute__((always_inline)) {
+    constexpr int kSize = columns.kSize;
+    const auto inverse = splat<T, kSize>(static_cast<T>(logits.inverse_temperature));
+    const Vector<T, kSize> peak = columns.load(logits.peak);
+    auto* exps = static_cast<scalar_t*>(logits.exps);
+    // Nobody reads them before the deferred products do: whole cache lines go past the caches.
+    constexpr size_t kLine = 64;
+    const bool streamed = columns.kWhole && sizeof(scalar_t) * kSize == kLine &&
+                          reinterpret_cast<uintptr_t>(exps + columns.first) % kLine == 0 &&
+                          logits.exps_stride * sizeof(scalar_t) % kLine == 0;
+    Vector<T, kSize> total{};
+    Vector<T, kSize> tempered_total{};
+    for (int64_t v = begin; v < end; ++v) {
+      const Vector<T, kSize> z = columns.load(logits.z + v * logits.stride) - peak;
+      const Vector<T, kSize> e = exp_of_negative<T, kSize>(z);
+      total += e;
+      if constexpr (kTempered) tempered_total += exp_of_negative<T, kSize>(z * inverse);
+      if constexpr (kKept) {
+        const auto narrow = rounded<scalar_t, kSize, T>(e);
+        scalar_t* to = exps + v * logits.exps_stride;
+        if (streamed) {
+          stream(to + columns.first, narrow);
+        } else {
+          columns.store(to, narrow);
+        }
+      }
+    }
+    for (int64_t i = 0; i < columns.count; ++i) {
+      sum[columns.first + i] = total[i];
+      if constexpr (kTempered) tempered[columns.first + i] = tempered_total[i];
+    }
+  });
+  if constexpr (kKept) finish_streaming();
+}
+
+template <typename T, typename scalar_t, bool kKept>
+void exponentials_to(const Logits<T>& logits, int64_t begin, int64_t end, T* sum, T* tempered) {
+  if (tempered != nullptr) {
+    exponentials_as<T, scalar_t, kKept, true>(logits, begin, end, sum, tempered);
+  } else {
+    exponentials_as<T, scalar_t, kKept, false>(logits, begin, end, sum, tempered);
+  }
+}
+
+template <typename T>
+void exponentials(const Logits<T>& logits, int64_t begin, int64_t end, T* sum, T* tempered) {
+  if (logits.exps == nullptr)
+    return exponentials_to<T, T, false>(logits, begin, end, sum, tempered);
+  if constexpr (std::is_same_v<T, float>) {
+    if (logits.exps_dtype == Dtype::kBFloat16) {
+      using torch::headeronly::BFloat16;
+      return exponentials_to<T, BFloat16, true>(logits, begin, end, sum, tempered);
+    }
+  }
+  exponentials_to<T, T, true>(logits, begin, end, sum, tempered);
+}
+
+template <typename T>
+int64_t pick(const Logits<T>& logits, int64_t column, int64_t begin, int64_t end,
+             double threshold) {
+  double sum = 0.0;
+  int64_t possible = begin;
+  for (int64_t v = begin; v < end; ++v) {
+    const T z = (logits.z[v * logits.stride + column] - logits.peak[column]) *
+                static_cast<T>(logits.inverse_temperature);
+    const T e = exp_of_negative<T, kRegister<T>>(splat<T, kRegister<T>>(z))[0];
+    sum += e;
+    if (e > 0) possible = v;
+    if (sum > threshold) break;
+  }
+  return possible;
+}
+
+// f(offset, count) for every vector of `size` elements.
+template <typename T, typename F>
+[[gnu::always_inline]] inline void for_each_vector(int64_t size, const F& f) {
+  for (int64_t i = 0; i < size; i += kRegister<T>) f(i, size - i);
+}
+
+template <typename T>
+void forward(CellKind kind, const Gates<T>& gates, T* h_out, T* c_out) {
+  constexpr int kSize = kRegister<T>;
+  using V = Vector<T, kSize>;
+  for_each_vector<T>(gates.size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const auto pre = [&](int g) { return load_some<T, kSize>(gates.pre[g] + i, count); };
+    V h;
+    switch (kind) {
+      case CellKind::kGru: {
+        const V r = sigmoid<T, kSize>(pre(0));
+        const V z = sigmoid<T, kSize>(pre(1));
+        const V n = tanh<T, kSize>(pre(2) + r * pre(3));
+        h = gru_state(z, n, load_some<T, kSize>(gates.h + i, count));
+        break;
+      }
+      case CellKind::kLstm: {
+        const V c = lstm_memory(sigmoid<T, kSize>(pre(0)), sigmoid<T, kSize>(pre(1)),
+                                tanh<T, kSize>(pre(2)), load_some<T, kSize>(gates.c + i, count));
+        h = sigmoid<T, kSize>(pre(3)) * tanh<T, kSize>(c);
+        store<T, kSize>(c_out + i, c, count);
+        break;
+      }
+      case CellKind::kRnnTanh:
+        h = tanh<T, kSize>(pre(0));
+        break;
+      default: {
+        const V x = pre(0);
+        h = x < 0 ? V{} : x;  // a NaN stays one
+      }
+    }
+    store<T, kSize>(h_out + i, h, count);
+  });
+}
+
+template <typename T>
+void backward(CellKind kind, const Gates<T>& gates, T* dh, T* dc, T* const* d_pre) {
+  constexpr int kSize = kRegister<T>;
+  using V = Vector<T, kSize>;
+  for_each_vector<T>(gates.size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const auto at = [&](const T* from) { return load_some<T, kSize>(from + i, count); };
+    const auto write = [&](T* to, const V& x) { store<T, kSize>(to + i, x, count); };
+    const V upstream = at(dh);
+    switch (kind) {
+      case CellKind::kGru: {
+        const V r = sigmoid<T, kSize>(at(gates.pre[0]));
+        const V z = sigmoid<T, kSize>(at(gates.pre[1]));
+        const V n_h = at(gates.pre[3]);
+        const V n = tanh<T, kSize>(at(gates.pre[2]) + r * n_h);
+        const auto d = gru_gradient(upstream, r, z, n, n_h, at(gates.h));
+        write(d_pre[0], d.r_pre);
+        write(d_pre[1], d.z_pre);
+        write(d_pre[2], d.n_x);
+        write(d_pre[3], d.n_h);
+        write(dh, d.h);
+        break;
+      }
+      case CellKind::kLstm: {
+        const auto d = lstm_gradient(
+            upstream, at(dc), sigmoid<T, kSize>(at(gates.pre[0])),
+            sigmoid<T, kSize>(at(gates.pre[1])), tanh<T, kSize>(at(gates.pre[2])),
+            sigmoid<T, kSize>(at(gates.pre[3])), at(gates.c), tanh<T, kSize>(at(gates.c_after)));
+        write(d_pre[0], d.i_pre);
+        write(d_pre[1], d.f_pre);
+        write(d_pre[2], d.g_pre);
+        write(d_pre[3], d.o_pre);
+        write(dc, d.c);
+        write(dh, V{});
+        break;
+      }
+      default: {
+        const V h = at(gates.h);  // after the step
+        const V slope =
+            kind == CellKind::kRnnTanh ? T(1) - h * h : (h > 0 ? splat<T, kSize>(1) : V{});
+        write(d_pre[0], upstream * slope);
+        write(dh, V{});
+      }
+    }
+  });
+}
+
+template <typename T>
+constexpr DecoderKernels<T> kDecoderKernels = {product<T>, peaks<T>,   exponentials<T>,
+                                               pick<T>,    forward<T>, backward<T>};
+
+}  // namespace
+}  // namespace accumext::cpu

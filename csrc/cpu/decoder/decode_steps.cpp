@@ -1,0 +1,279 @@
+#include <numeric>
+#include <vector>
+
+#include "cpu/decoder/head_forward.h"
+#include "cpu/decoder/rnn.h"
+
+namespace accumext::cpu {
+namespace {
+
+// The arguments of the operator; accumext/decoder/_operators.py says what each is.
+struct Call {
+  Tensor table;                // [R, E]
+  std::vector<Tensor> cell;    // per layer: weight_ih, weight_hh, bias_ih, bias_hh
+  std::vector<Tensor> states;  // per layer: h [T + 1, B, H], and c of an LSTM
+  CellKind kind;
+  std::optional<Tensor> kept;  // bool [T, L - 1, B, H]
+  double kept_scale;
+  Tensor inputs;                  // int64 [T, B]
+  std::optional<Tensor> teacher;  // int64 [T, B]
+  std::optional<Tensor> forced;   // bool [T, B]
+  std::optional<Tensor> live;     // bool [T, B]
+  int64_t eos;
+  int64_t pad;
+  std::optional<Tensor> uniforms;  // double [T, B]
+  double temperature;
+  Tensor head_weight;               // [V, H]
+  std::optional<Tensor> head_bias;  // [V]
+  Tensor targets;                   // int64 [T, B]
+  Tensor tokens;                    // int64 [T, B]
+  std::optional<Tensor> exps;       // [columns, V]
+  std::optional<Tensor> stats;      // [3, rows]
+  std::optional<Tensor> rows;       // int64 [rows]
+  int64_t columns;
+};
+
+template <typename T>
+class Decoding {
+ public:
+  Decoding(const Call& call, int64_t begin, int64_t end)
+      : call_(call),
+        begin_(begin),
+        end_(end),
+        steps_(call.inputs.size(0)),
+        batch_(call.inputs.size(1)),
+        width_(padded(batch_)),
+        inputs_(integers(call.inputs)),
+        live_(call.live ? booleans(*call.live) : nullptr),
+        x_(call.table.size(1) * width_) {
+    require(0 <= begin && begin < end && end <= steps_ && batch_ > 0);
+    const size_t parts = call.kind == CellKind::kLstm ? 2 : 1;
+    require(call.cell.size() % 4 == 0 && call.cell.size() * parts == call.states.size() * 4);
+    require(!call.live || call.live->numel() == steps_ * batch_);
+    for (size_t i = 0; i < call.cell.size(); i += 4) {
+      layers_.emplace_back(call.kind, call.cell[i], call.cell[i + 1], call.cell[i + 2],
+                           call.cell[i + 3], batch_);
+      const size_t depth = i == 0 ? call.table.size(1) : layers_[i / 4 - 1].units();
+      require(layers_.back().inputs() == static_cast<int64_t>(depth));
+    }
+    require(!layers_.empty());
+    for (const Tensor& state : call.states) {
+      require(state.dim() == 3 && state.size(0) == steps_ + 1 && state.size(1) == batch_);
+      require(state.size(2) == layers_[0].units());
+      states_.push_back(elements<T>(state));
+    }
+    std::fill_n(x_.get(), call.table.size(1) * width_, T(0));
+    if (call.kept) {
+      const auto masks = static_cast<int64_t>(layers_.size()) - 1;
+      require(call.kept->numel() == steps_ * masks * batch_ * layers_[0].units());
+      kept_ = booleans(*call.kept);
+      dropped_.emplace(layers_[0].units() * width_);
+      std::fill_n(dropped_->get(), layers_[0].units() * width_, T(0));
+    }
+  }
+
+  // Rows given to the head.
+  int64_t run() {
+    for (size_t l = 0; l < layers_.size(); ++l)
+      layers_[l].start(state(l, begin_), memory(l, begin_));
+    const Workspace workspace(call_.exps);
+    std::optional<Head<T>> head;
+    if (call_.stats) {
+      const int64_t columns = std::min({call_.columns, kHeadColumns, batch_});
+      head.emplace(call_.head_weight, elements<T>(call_.head_bias), columns, call_.temperature,
+                   workspace.dtype, workspace.stride);
+      check_head(*head, workspace);
+    }
+    int64_t used = 0;
+    for (int64_t step = begin_; step < end_; ++step) {
+      embed(step);
+      for (size_t l = 0; l < layers_.size(); ++l) {
+        layers_[l].step(l == 0 ? x_.get() : between(step, l), live_at(step), state(l, step + 1),
+                        memory(l, step + 1));
+      }
+      if (!head) continue;
+      used += predict(step, used, *head, workspace);
+      feed_back(step);
+    }
+    return used;
+  }
+
+ private:
+  int64_t parts() const { return call_.kind == CellKind::kLstm ? 2 : 1; }
+
+  T* state(size_t layer, int64_t step) const {
+    return states_[layer * parts()] + step * batch_ * layers_[layer].units();
+  }
+
+  T* memory(size_t layer, int64_t step) const {
+    if (call_.kind != CellKind::kLstm) return nullptr;
+    return states_[layer * 2 + 1] + step * batch_ * layers_[layer].units();
+  }
+
+  const bool* live_at(int64_t step) const {
+    return live_ == nullptr ? nullptr : live_ + step * batch_;
+  }
+
+  // x [E, width] of this step's inputs.
+  void embed(int64_t step) {
+    const int64_t width = call_.table.size(1);
+    const int64_t stride = call_.table.stride(0);
+    require(call_.table.stride(1) == 1 || width <= 1);
+    with_type(float_dtype(call_.table), [&](auto type) {
+      const auto* table = static_cast<const decltype(type)*>(call_.table.const_data_ptr());
+      for (int64_t b = 0; b < batch_; ++b) {
+        const int64_t token = inputs_[step * batch_ + b];
+        require(token >= 0 && token < call_.table.size(0));
+        const auto* row = table + token * stride;
+        for (int64_t k = 0; k < width; ++k) x_[k * width_ + b] = static_cast<T>(row[k]);
+      }
+    });
+  }
+
+  // The input of `layer`: the state below it, with units dropped.
+  const T* between(int64_t step, size_t layer) {
+    const T* below = layers_[layer - 1].h();
+    if (kept_ == nullptr) return below;
+    const int64_t units = layers_[0].units();
+    const auto masks = static_cast<int64_t>(layers_.size()) - 1;
+    const bool* kept = kept_ + (step * masks + static_cast<int64_t>(layer) - 1) * batch_ * units;
+    const T scale = static_cast<T>(call_.kept_scale);
+    for (int64_t b = 0; b < batch_; ++b) {
+      for (int64_t j = 0; j < units; ++j) {
+        const int64_t at = j * width_ + b;
+        (*dropped_)[at] = kept[b * units + j] ? below[at] * scale : T(0);
+      }
+    }
+    return dropped_->get();
+  }
+
+  void check_head(const Head<T>& head, const Workspace& workspace) const {
+    const int64_t most = (end_ - begin_) * batch_;
+    require(head.depth() == layers_.back().units());
+    require(!call_.head_bias || call_.head_bias->numel() == head.vocabulary());
+    require(call_.targets.numel() == steps_ * batch_ && call_.tokens.numel() == steps_ * batch_);
+    require(call_.stats->dim() == 2 && call_.stats->size(0) == 3 && call_.stats->size(1) >= most);
+    require(call_.rows && call_.rows->numel() >= most);
+    require(workspace.data == nullptr || workspace.columns >= most);
+    require(!call_.uniforms || call_.uniforms->numel() == steps_ * batch_);
+    require(!call_.forced || call_.forced->numel() == steps_ * batch_);
+    require(!call_.teacher || call_.teacher->numel() == steps_ * batch_);
+    require(call_.eos < 0 || call_.live);
+    const int64_t* targets = integers(call_.targets);
+    for (int64_t i = begin_ * batch_; i < end_ * batch_; ++i) {
+      require(targets[i] >= 0 && targets[i] < head.vocabulary());
+    }
+  }
+
+  // The step's live rows through the head; how many there are.
+  int64_t predict(int64_t step, int64_t used, Head<T>& head, const Workspace& workspace) {
+    const bool* live = live_at(step);
+    std::vector<int64_t> named;  // the live rows, where some are not
+    for (int64_t b = 0; b < batch_; ++b) {
+      if (live == nullptr || live[b]) named.push_back(b);
+    }
+    const auto count = static_cast<int64_t>(named.size());
+    const bool all = count == batch_ && count <= head.columns();
+    const int64_t most = call_.stats->size(1);
+    T* stats = elements<T>(*call_.stats);
+    int64_t* rows = integers(*call_.rows);
+    const int64_t* targets = integers(call_.targets) + step * batch_;
+    const double* uniforms =
+        call_.uniforms ? elements<double>(*call_.uniforms) + step * batch_ : nullptr;
+    std::vector<int64_t> target(count), token(count);
+    std::vector<double> uniform(uniforms != nullptr ? count : 0);
+    for (int64_t i = 0; i < count; ++i) {
+      rows[used + i] = step * batch_ + named[i];
+      target[i] = targets[named[i]];
+      if (uniforms != nullptr) uniform[i] = uniforms[named[i]];
+    }
+    for (int64_t done = 0; done < count; done += head.columns()) {
+      head.evaluate(layers_.back().h(), width_, all ? nullptr : named.data() + done,
+                    {.count = std::min(head.columns(), count - done),
+                     .targets = target.data() + done,
+                     .uniforms = uniforms == nullptr ? nullptr : uniform.data() + done,
+                     .tokens = token.data() + done,
+                     .peak = stats + used + done,
+                     .total = stats + most + used + done,
+                     .target_logit = stats + 2 * most + used + done,
+                     .exps = workspace.column(used + done)});
+    }
+    int64_t* tokens = integers(call_.tokens) + step * batch_;
+    for (int64_t i = 0; i < count; ++i) tokens[named[i]] = token[i];
+    return count;
+  }
+
+  // Who has ended, and what the next step reads.
+  void feed_back(int64_t step) {
+    if (step + 1 == steps_) return;
+    const int64_t* tokens = integers(call_.tokens) + step * batch_;
+    const int64_t next = (step + 1) * batch_;
+    if (call_.eos >= 0) {
+      for (int64_t b = 0; b < batch_; ++b) {
+        if (!live_[step * batch_ + b] || tokens[b] != call_.eos) continue;
+        for (int64_t later = step + 1; later < steps_; ++later) live_[later * batch_ + b] = false;
+      }
+    }
+    const bool* forced = call_.forced ? booleans(*call_.forced) + next : nullptr;
+    const int64_t* teacher = call_.teacher ? integers(*call_.teacher) + next : nullptr;
+    for (int64_t b = 0; b < batch_; ++b) {
+      const bool taught = teacher != nullptr && (forced == nullptr || forced[b]);
+      const int64_t token = taught ? teacher[b] : tokens[b];
+      inputs_[next + b] = live_ == nullptr || live_[next + b] ? token : call_.pad;
+    }
+  }
+
+  const Call& call_;
+  int64_t begin_, end_, steps_, batch_;
+  int64_t width_;  // padded(batch)
+  int64_t* inputs_;
+  bool* live_;
+  const bool* kept_ = nullptr;
+  Buffer<T> x_;  // [E, width]
+  std::optional<Buffer<T>> dropped_;
+  std::vector<Layer<T>> layers_;
+  std::vector<T*> states_;
+};
+
+int64_t decode_steps_cpu(Tensor table, TensorList cell, TensorList states, int64_t kind,
+                         std::optional<Tensor> kept, double kept_scale, Tensor inputs,
+                         std::optional<Tensor> teacher, std::optional<Tensor> forced,
+                         std::optional<Tensor> live, int64_t eos, int64_t pad,
+                         std::optional<Tensor> uniforms, double temperature, Tensor head_weight,
+                         std::optional<Tensor> head_bias, Tensor targets, Tensor tokens,
+                         std::optional<Tensor> exps, std::optional<Tensor> stats,
+                         std::optional<Tensor> rows, int64_t columns, int64_t begin, int64_t end) {
+  const Call call{table,
+                  std::move(cell).tensors(),
+                  std::move(states).tensors(),
+                  cell_kind(kind),
+                  kept,
+                  kept_scale,
+                  inputs,
+                  teacher,
+                  forced,
+                  live,
+                  eos,
+                  pad,
+                  uniforms,
+                  temperature,
+                  head_weight,
+                  head_bias,
+                  targets,
+                  tokens,
+                  exps,
+                  stats,
+                  rows,
+                  columns};
+  require(!call.states.empty() && columns >= 1 && temperature > 0.0);
+  if (float_dtype(call.states[0]) == Dtype::kDouble)
+    return Decoding<double>(call, begin, end).run();
+  return Decoding<float>(call, begin, end).run();
+}
+
+}  // namespace
+}  // namespace accumext::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(accumext, CPU, m) {
+  m.impl("decode_steps", accumext::boxed<accumext::cpu::decode_steps_cpu>);
+}

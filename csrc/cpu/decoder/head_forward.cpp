@@ -1,0 +1,67 @@
+#include "cpu/decoder/head_forward.h"
+
+namespace accumext::cpu {
+namespace {
+
+template <typename T>
+void head_forward(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
+                  const Tensor& targets, const std::optional<Tensor>& uniforms, double temperature,
+                  const std::optional<Tensor>& exps, int64_t columns, const Tensor& tokens,
+                  const Tensor& stats) {
+  const int64_t count = hidden.size(0);
+  const int64_t depth = hidden.size(1);
+  const T* h = elements<T>(hidden);
+  const Workspace workspace(exps);
+  require(weight.dim() == 2 && weight.size(1) == depth && weight.size(0) > 0);
+  require(!bias || bias->numel() == weight.size(0));
+  require(targets.numel() == count && tokens.numel() == count && stats.numel() == 3 * count);
+  require(!uniforms || uniforms->numel() == count);
+  require(workspace.data == nullptr || workspace.columns >= count);
+  require(columns >= 1);
+  if (count == 0) return;
+  const int64_t piece = std::min({columns, kHeadColumns, count});
+  Head<T> head(weight, elements<T>(bias), piece, temperature, workspace.dtype, workspace.stride);
+  const int64_t* target = integers(targets);
+  for (int64_t i = 0; i < count; ++i) require(target[i] >= 0 && target[i] < head.vocabulary());
+  const double* uniform = elements<double>(uniforms);
+  T* stat = elements<T>(stats);
+  const int64_t width = padded(piece);
+  Buffer<T> transposed(depth * width);
+  for (int64_t done = 0; done < count; done += piece) {
+    const int64_t size = std::min(piece, count - done);
+    for (int64_t i = 0; i < size; ++i) {
+      for (int64_t k = 0; k < depth; ++k) {
+        transposed[k * padded(size) + i] = h[(done + i) * depth + k];
+      }
+    }
+    for (int64_t k = 0; k < depth; ++k) {
+      std::fill_n(&transposed[k * padded(size) + size], padded(size) - size, T(0));
+    }
+    head.evaluate(transposed.get(), padded(size), nullptr,
+                  {.count = size,
+                   .targets = target + done,
+                   .uniforms = uniform == nullptr ? nullptr : uniform + done,
+                   .tokens = integers(tokens) + done,
+                   .peak = stat + done,
+                   .total = stat + count + done,
+                   .target_logit = stat + 2 * count + done,
+                   .exps = workspace.column(done)});
+  }
+}
+
+void head_forward_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor targets,
+                      std::optional<Tensor> uniforms, double temperature,
+                      std::optional<Tensor> exps, int64_t columns, Tensor tokens, Tensor stats) {
+  const auto run = [&](auto type) {
+    head_forward<decltype(type)>(hidden, weight, bias, targets, uniforms, temperature, exps,
+                                 columns, tokens, stats);
+  };
+  float_dtype(hidden) == Dtype::kDouble ? run(double()) : run(float());
+}
+
+}  // namespace
+}  // namespace accumext::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(accumext, CPU, m) {
+  m.impl("head_forward", accumext::boxed<accumext::cpu::head_forward_cpu>);
+}

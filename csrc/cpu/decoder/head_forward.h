@@ -1,0 +1,167 @@
+// The output layer on a few rows: logits, their statistics, tokens, exponentials.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "cpu/decoder/skinny_matmul.h"
+
+namespace accumext::cpu {
+
+// Where a head writes what it finds of its rows, and what it needs to know of them.
+template <typename T>
+struct HeadRows {
+  int64_t count;
+  const int64_t* targets;  // [count], in [0, V)
+  const double* uniforms;  // [count] in [0, 1): sample; null: take the argmax
+  int64_t* tokens;         // [count]
+  T* peak;                 // [count]: the largest logit
+  T* total;                // [count]: sum of exp(z - peak)
+  T* target_logit;         // [count]
+  void* exps;              // [V, exps_stride]: exp(z - peak), 0 at the target; null: not wanted
+};
+
+template <typename T>
+class Head {
+ public:
+  // At most `columns` rows at once: [V, columns] logits exist.
+  Head(const Tensor& weight, const T* bias, int64_t columns, double temperature, Dtype exps_dtype,
+       int64_t exps_stride)
+      : columns_(columns),
+        product_(weight, bias, columns),
+        inverse_temperature_(1.0 / temperature),
+        exps_dtype_(exps_dtype),
+        exps_stride_(exps_stride),
+        logits_(torch::stable::new_empty(weight, {product_.rows, columns}, kScalarType<T>)),
+        spans_((product_.rows + kSpan - 1) / kSpan),
+        sums_(spans_ * columns),
+        tempered_(spans_ * columns),
+        peaks_(spans_ * columns),
+        at_(spans_ * columns) {}
+
+  int64_t columns() const { return columns_; }
+  int64_t vocabulary() const { return product_.rows; }
+  int64_t depth() const { return product_.depth; }
+
+  // Rows are the columns of hidden [H, stride], those named if any are; at most columns().
+  void evaluate(const T* hidden, int64_t stride, const int64_t* named, const HeadRows<T>& rows) {
+    const DecoderKernels<T>& kernels = decoder_kernels<T>();
+    const int64_t n = rows.count;
+    product_.take(hidden, stride, n, named);
+    Logits<T> logits{static_cast<T*>(logits_.mutable_data_ptr()),
+                     n,
+                     n,
+                     rows.peak,
+                     inverse_temperature_,
+                     rows.exps,
+                     exps_dtype_,
+                     exps_stride_};
+    for_each_span([&](int64_t span, int64_t begin, int64_t end) {
+      product_.run(begin, end, logits.z, n);
+      kernels.peaks(logits, begin, end, &peaks_[span * n], &at_[span * n]);
+    });
+    for (int64_t i = 0; i < n; ++i) {
+      int64_t best = 0;
+      for (int64_t span = 1; span < spans_; ++span) {
+        if (peaks_[span * n + i] > peaks_[best * n + i]) best = span;
+      }
+      rows.peak[i] = peaks_[best * n + i];
+      rows.tokens[i] = at_[best * n + i];
+      rows.target_logit[i] = logits.z[rows.targets[i] * n + i];
+    }
+    const bool tempered = rows.uniforms != nullptr && inverse_temperature_ != 1.0;
+    for_each_span([&](int64_t span, int64_t begin, int64_t end) {
+      kernels.exponentials(logits, begin, end, &sums_[span * n],
+                           tempered ? &tempered_[span * n] : nullptr);
+    });
+    for (int64_t i = 0; i < n; ++i) {
+      rows.total[i] = static_cast<T>(column_sum(sums_, n, i));
+      if (rows.exps != nullptr) erase(rows.exps, rows.targets[i] * exps_stride_ + i);
+    }
+    if (rows.uniforms == nullptr) return;
+    for (int64_t i = 0; i < n; ++i) {
+      rows.tokens[i] = sample(logits, i, rows.uniforms[i], tempered ? tempered_ : sums_);
+    }
+  }
+
+ private:
+  // f(span, begin, end) for every kSpan rows of the weight. Threads keep the spans they have, so
+  // that the second pass finds the logits in the cache of the first.
+  template <typename F>
+  void for_each_span(const F& f) const {
+    torch::stable::parallel_for(0, spans_, /*grain_size=*/2, [&](int64_t first, int64_t last) {
+      for (int64_t span = first; span < last; ++span) {
+        f(span, span * kSpan, std::min((span + 1) * kSpan, product_.rows));
+      }
+    });
+  }
+
+  double column_sum(const Buffer<T>& partial, int64_t n, int64_t column) const {
+    double sum = 0.0;
+    for (int64_t span = 0; span < spans_; ++span) sum += partial[span * n + column];
+    return sum;
+  }
+
+  // By inversion: the first token at which the running sum of the tempered exponentials passes the
+  // uniform number's share of the whole.
+  int64_t sample(const Logits<T>& logits, int64_t column, double uniform,
+                 const Buffer<T>& partial) const {
+    const int64_t n = logits.columns;
+    const double threshold = uniform * column_sum(partial, n, column);
+    double sum = 0.0;
+    double before = 0.0;  // of the span chosen
+    int64_t chosen = 0;
+    for (int64_t span = 0; span < spans_ && sum <= threshold; ++span) {
+      if (!(partial[span * n + column] > 0)) continue;
+      chosen = span;
+      before = sum;
+      sum += partial[span * n + column];
+    }
+    return decoder_kernels<T>().pick(logits, column, chosen * kSpan,
+                                     std::min((chosen + 1) * kSpan, product_.rows),
+                                     threshold - before);
+  }
+
+  void erase(void* exps, int64_t at) const {
+    with_type(exps_dtype_, [&](auto type) { static_cast<decltype(type)*>(exps)[at] = 0.0f; });
+  }
+
+  int64_t columns_;
+  Skinny<T> product_;
+  double inverse_temperature_;
+  Dtype exps_dtype_;
+  int64_t exps_stride_;
+  Tensor logits_;  // as a tensor, so that it shows in a profile of the memory
+  int64_t spans_;
+  Buffer<T> sums_, tempered_, peaks_;  // [spans, rows]
+  Buffer<int64_t> at_;
+};
+
+// The largest number of rows whose logits exist at once, where the caller's bound is larger.
+constexpr int64_t kHeadColumns = 32;
+
+// exps [rows, V] as the head writes it: transposed, rows next to each other. Null: not wanted.
+struct Workspace {
+  void* data = nullptr;
+  Dtype dtype = Dtype::kFloat;
+  int64_t stride = 0;
+  int64_t columns = 0;
+
+  explicit Workspace(const std::optional<Tensor>& exps) {
+    if (!exps) return;
+    require(exps->dim() == 2 && exps->stride(0) == 1);
+    dtype = float_dtype(*exps);
+    require(dtype != Dtype::kHalf);
+    data = exps->mutable_data_ptr();
+    stride = exps->stride(1);
+    columns = exps->size(0);
+  }
+
+  void* column(int64_t index) const {
+    const int64_t size = dtype == Dtype::kBFloat16 ? 2 : dtype == Dtype::kFloat ? 4 : 8;
+    return data == nullptr ? nullptr : static_cast<char*>(data) + index * size;
+  }
+};
+
+}  // namespace accumext::cpu

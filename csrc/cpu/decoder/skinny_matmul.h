@@ -1,0 +1,164 @@
+// A weight that is multiplied with a few columns at a time, and those columns as its product wants
+// them. Columns of a step are kept transposed, [depth, padded(columns)]: neighbours in memory are
+// the same unit of neighbouring rows of the batch.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "common/arguments.h"
+#include "cpu/decoder/kernels.h"
+#include "cpu/simd/types.h"
+
+namespace accumext::cpu {
+
+template <typename T>
+constexpr Dtype kDtypeOf = std::is_same_v<T, double> ? Dtype::kDouble : Dtype::kFloat;
+
+template <typename T>
+constexpr auto kScalarType = std::is_same_v<T, double> ? torch::headeronly::ScalarType::Double
+                                                       : torch::headeronly::ScalarType::Float;
+
+// Elements of a tensor that must have this dtype and be contiguous.
+template <typename T>
+T* elements(const Tensor& tensor) {
+  require(float_dtype(tensor) == kDtypeOf<T> && tensor.is_contiguous());
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+template <typename T>
+const T* elements(const std::optional<Tensor>& tensor) {
+  return tensor ? elements<T>(*tensor) : nullptr;
+}
+
+inline int64_t* integers(const Tensor& tensor) {
+  require(property(aoti_torch_get_dtype, tensor) == aoti_torch_dtype_int64() &&
+          tensor.is_contiguous());
+  return static_cast<int64_t*>(tensor.mutable_data_ptr());
+}
+
+inline bool* booleans(const Tensor& tensor) {
+  require(property(aoti_torch_get_dtype, tensor) == aoti_torch_dtype_bool() &&
+          tensor.is_contiguous());
+  return static_cast<bool*>(tensor.mutable_data_ptr());
+}
+
+// Uninitialised elements.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t size) : data_(new T[size]) {}
+  T* get() const { return data_.get(); }
+  T& operator[](int64_t i) const { return data_[i]; }
+
+ private:
+  std::unique_ptr<T[]> data_;
+};
+
+// x as the product sees it, rounded to the weight's dtype.
+template <typename T>
+T rounded_to(Dtype dtype, T x) {
+  switch (dtype) {
+    case Dtype::kHalf:
+      return static_cast<T>(static_cast<float>(torch::headeronly::Half(static_cast<float>(x))));
+    case Dtype::kBFloat16:
+      return static_cast<T>(static_cast<float>(torch::headeronly::BFloat16(static_cast<float>(x))));
+    default:
+      return x;
+  }
+}
+
+template <typename T>
+class Skinny {
+ public:
+  // weight [rows, depth], its rows contiguous; bias [rows] or null.
+  Skinny(const Tensor& weight, const T* bias, int64_t columns)
+      : rows(weight.size(0)), depth(weight.size(1)), dtype_(float_dtype(weight)) {
+    require(weight.dim() == 2 && (weight.stride(1) == 1 || depth <= 1));
+    require((kDtypeOf<T> == Dtype::kDouble) == (dtype_ == Dtype::kDouble));
+    if constexpr (std::is_same_v<T, float>) {
+      if (dtype_ == Dtype::kBFloat16) paired_ = paired_product();
+    }
+    product_ = {.weight = weight.const_data_ptr(),
+                .weight_dtype = dtype_,
+                .depth = depth,
+                .stride = weight.stride(0),
+                .panel = nullptr,
+                .paired = paired_ != nullptr,
+                .columns = 0,
+                .bias = bias,
+                .out = nullptr,
+                .out_stride = 0,
+                .scratch = nullptr};
+    columns_ = columns;
+  }
+
+  // The columns to multiply with: `count` of `x` [depth, stride], those named if any are.
+  void take(const T* x, int64_t stride, int64_t count, const int64_t* named = nullptr) {
+    product_.columns = count;
+    const int64_t width = padded(count);
+    const bool as_it_is = dtype_ == kDtypeOf<T> && named == nullptr && stride == width;
+    if (as_it_is) {
+      product_.panel = x;
+      return;
+    }
+    if (product_.paired) return pair(x, stride, count, named);
+    if (!panel_) panel_.emplace(depth * padded(columns_));
+    product_.panel = panel_->get();
+    for (int64_t k = 0; k < depth; ++k) {
+      T* to = panel_->get() + k * width;
+      for (int64_t i = 0; i < count; ++i) {
+        to[i] = rounded_to(dtype_, x[k * stride + (named != nullptr ? named[i] : i)]);
+      }
+      std::fill(to + count, to + width, T(0));
+    }
+  }
+
+  // Rows [begin, end) of the product, to out [rows, stride].
+  void run(int64_t begin, int64_t end, T* out, int64_t stride) const {
+    Product<T> product = product_;
+    product.out = out;
+    product.out_stride = stride;
+    if constexpr (std::is_same_v<T, float>) {
+      if (paired_ != nullptr) return paired_(product, begin, end);
+    }
+    std::vector<T> widened;
+    if (dtype_ != kDtypeOf<T>) {
+      widened.resize(kRowBlock * depth);
+      product.scratch = widened.data();
+    }
+    decoder_kernels<T>().product(product, begin, end);
+  }
+
+  const int64_t rows;
+  const int64_t depth;
+
+ private:
+  void pair(const T* x, int64_t stride, int64_t count, const int64_t* named) {
+    const int64_t width = up_to(kTile, count);
+    const int64_t terms = up_to(2 * kTile, depth);
+    if (!panel_) panel_.emplace(terms / 2 * up_to(kTile, columns_));
+    product_.panel = panel_->get();
+    auto* to = reinterpret_cast<torch::headeronly::BFloat16*>(panel_->get());
+    std::memset(static_cast<void*>(to), 0, terms * width * sizeof(*to));
+    for (int64_t k = 0; k < depth; ++k) {
+      for (int64_t i = 0; i < count; ++i) {
+        to[((k / 2) * width + i) * 2 + k % 2] =
+            static_cast<float>(x[k * stride + (named != nullptr ? named[i] : i)]);
+      }
+    }
+  }
+
+  Dtype dtype_;
+  int64_t columns_;  // at most
+  PairedProduct paired_ = nullptr;
+  Product<T> product_;
+  std::optional<Buffer<T>> panel_;
+};
+
+}  // namespace accumext::cpu

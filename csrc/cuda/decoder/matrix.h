@@ -1,0 +1,43 @@
+// Strided matrices and vectors as kernels see them: no torch here, and no CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "common/operands.h"
+#include "math/host_device.h"
+
+namespace accumext::cuda {
+
+template <typename T>
+struct Matrix {
+  T* data = nullptr;  // null: there is none
+  int64_t row_stride = 0;
+  int64_t column_stride = 0;  // elements
+
+  ACCUMEXT_HOST_DEVICE T* at(int64_t row, int64_t column) const {
+    return data + (row * row_stride + column * column_stride);
+  }
+};
+
+// A matrix whose dtype is known when it runs.
+struct AnyMatrix {
+  void* data = nullptr;  // null: there is none
+  Dtype dtype = Dtype::kFloat;
+  int64_t row_stride = 0;
+  int64_t column_stride = 0;  // elements
+
+  template <typename T>
+  ACCUMEXT_HOST_DEVICE Matrix<T> as() const {
+    return {static_cast<T*>(data), row_stride, column_stride};
+  }
+};
+
+template <typename T>
+struct Column {
+  T* data = nullptr;   // null: there is none
+  int64_t stride = 0;  // elements
+
+  ACCUMEXT_HOST_DEVICE T& operator[](int64_t i) const { return data[i * stride]; }
+};
+
+}  // namespace accumext::cuda

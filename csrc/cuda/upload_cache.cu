@@ -1,0 +1,178 @@
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <functional>
+#include <iterator>
+#include <list>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "cuda/upload_cache.h"
+
+namespace accumext::cuda {
+namespace {
+
+using torch::headeronly::DeviceType;
+using torch::headeronly::ScalarType;
+using torch::stable::Device;
+using torch::stable::Tensor;
+
+// Lets this thread allocate and synchronise while a stream is being captured, as long as it leaves
+// that stream alone.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { STD_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Not from torch's allocator: what outlives the call that allocates it is an error in the memory
+// pool of a graph that torch.compile is warming up.
+std::byte* allocated(size_t size) {
+  const RelaxedCapture relaxed;
+  void* memory = nullptr;
+  STD_CUDA_CHECK(cudaMalloc(&memory, size));
+  return static_cast<std::byte*>(memory);
+}
+
+// In the order of the current stream. From pinned memory, which torch keeps until the copy is done:
+// for pageable memory the host would wait.
+void upload(std::byte* memory, std::string_view bytes, int32_t device) {
+  const int64_t size = static_cast<int64_t>(bytes.size());
+  const int64_t stride = 1;
+  const Tensor staging = torch::stable::empty({size}, ScalarType::Byte, std::nullopt,
+                                              Device(DeviceType::CPU), /*pin_memory=*/true);
+  std::memcpy(staging.data_ptr(), bytes.data(), bytes.size());
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+      memory, /*ndim=*/1, &size, &stride, /*storage_offset=*/0, aoti_torch_dtype_uint8(),
+      aoti_torch_device_type_cuda(), device, &handle));
+  Tensor destination(handle);
+  torch::stable::copy_(destination, staging, /*non_blocking=*/true);
+}
+
+// Beside a capture and at once, so that a replay copies nothing.
+void upload_beside_capture(std::byte* memory, std::string_view bytes) {
+  const RelaxedCapture relaxed;
+  cudaStream_t stream = nullptr;
+  STD_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  STD_CUDA_CHECK(
+      cudaMemcpyAsync(memory, bytes.data(), bytes.size(), cudaMemcpyHostToDevice, stream));
+  STD_CUDA_CHECK(cudaStreamSynchronize(stream));
+  STD_CUDA_CHECK(cudaStreamDestroy(stream));
+}
+
+// 0 where the stream is not being captured.
+unsigned long long capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  unsigned long long id = 0;
+  STD_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id));
+  return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
+struct Resident {
+  std::byte* memory;
+  std::string bytes;  // what is in it
+};
+
+// Tells tables apart by the addresses of their first tensors, whatever their length.
+struct HashOfFirstBytes {
+  size_t operator()(std::string_view bytes) const {
+    return std::hash<std::string_view>()(bytes.substr(0, 512));
+  }
+};
+
+// Tables in memory of one size, on one stream of one device, in one capture or none.
+class Shelf {
+ public:
+  // Null if there is none.
+  std::shared_ptr<Resident> find(std::string_view bytes) {
+    const auto found = by_bytes_.find(bytes);
+    if (found == by_bytes_.end()) return nullptr;
+    by_age_.splice(by_age_.begin(), by_age_, found->second);
+    return by_age_.front();
+  }
+
+  void put(std::shared_ptr<Resident> table) {
+    by_age_.push_front(std::move(table));
+    by_bytes_[by_age_.front()->bytes] = by_age_.begin();
+  }
+
+  // Takes out the one that was used longest ago and that no call holds, if there are so many.
+  std::shared_ptr<Resident> take_oldest(size_t count) {
+    if (by_age_.size() < count) return nullptr;
+    const auto oldest = std::find_if(by_age_.rbegin(), by_age_.rend(),
+                                     [](const auto& table) { return table.use_count() == 1; });
+    if (oldest == by_age_.rend()) return nullptr;
+    std::shared_ptr<Resident> table = *oldest;
+    by_bytes_.erase(table->bytes);
+    by_age_.erase(std::prev(oldest.base()));
+    return table;
+  }
+
+ private:
+  using ByAge = std::list<std::shared_ptr<Resident>>;
+
+  ByAge by_age_;  // the last used first
+  std::unordered_map<std::string_view, ByAge::iterator, HashOfFirstBytes> by_bytes_;
+};
+
+using Key = std::tuple<int32_t, cudaStream_t, unsigned long long, size_t>;
+
+struct Shelves {
+  std::mutex mutex;
+  std::map<Key, Shelf> shelves;
+};
+
+// Never destroyed: when the process ends, CUDA may be gone before.
+Shelves& all_shelves() {
+  static Shelves* const shelves = new Shelves;
+  return *shelves;
+}
+
+}  // namespace
+
+std::shared_ptr<const std::byte> resident(const std::vector<std::byte>& content, int32_t device,
+                                          cudaStream_t stream) {
+  // A shelf keeps 16 tables, and of small ones as many as fit: gradients that are accumulated one
+  // by one, while their neighbours are computed, have a table each.
+  constexpr size_t kTables = 16;
+  constexpr size_t kShelfBytes = 4 << 20;
+  constexpr size_t kSmallest = 4096;  // bytes of a table
+  const std::string_view bytes(reinterpret_cast<const char*>(content.data()), content.size());
+  const size_t size = std::bit_ceil(std::max(bytes.size(), kSmallest));
+  const unsigned long long capture = capture_of(stream);
+
+  Shelves& all = all_shelves();
+  const std::lock_guard lock(all.mutex);
+  Shelf& shelf = all.shelves[{device, stream, capture, size}];
+  std::shared_ptr<Resident> table = shelf.find(bytes);
+  if (table == nullptr) {
+    if (capture == 0) table = shelf.take_oldest(std::max(kTables, kShelfBytes / size));
+    if (table == nullptr) table = std::make_shared<Resident>(allocated(size));
+    table->bytes = bytes;
+    if (capture == 0) {
+      upload(table->memory, bytes, device);
+    } else {
+      upload_beside_capture(table->memory, bytes);
+    }
+    shelf.put(table);
+  }
+  return {table, table->memory};
+}
+
+}  // namespace accumext::cuda

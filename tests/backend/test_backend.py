@@ -1,0 +1,249 @@
+"""Which kernels answer: each case in a process of its own, on a tree with one tiny kernel."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.source_tree import CALL, NATIVE, PROBE, REFERENCE, SHOW, Tree
+
+import accumext
+from accumext.backend import _build, _libraries
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path / "tree")
+
+
+# --- import
+
+
+@pytest.mark.parametrize("mode", ["auto", "jit", "reference"])
+def test_import_prints_nothing_compiles_nothing_and_initialises_nothing(
+    tree: Tree, mode: str
+) -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+import accumext
+new = set(sys.modules) - before
+assert not [name for name in new if name.startswith(("setuptools", "torch.utils.cpp_ext"))], new
+assert not torch.cuda.is_initialized()
+"""
+    done = tree.run(code, ACCUMEXT_BACKEND=mode)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not tree.cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "choices"),
+    [
+        ("ACCUMEXT_BACKEND", "auto, native, jit, reference"),
+        ("ACCUMEXT_BUILD", "auto, require, off"),
+        ("ACCUMEXT_CUDA", "auto, 0, 1"),
+    ],
+)
+def test_a_bad_value_is_an_error_that_lists_the_choices(
+    tree: Tree, variable: str, choices: str
+) -> None:
+    done = tree.run("import accumext", **{variable: "yes"})
+    expected = f"ValueError: accumext: {variable} must be one of {choices}, got 'yes'"
+    assert done.stderr.strip().endswith(expected)
+
+
+def test_this_run_uses_what_it_was_asked_for() -> None:
+    asked = _build.setting("ACCUMEXT_BACKEND")
+    assert (accumext.backend() == "reference") == (asked == "reference")
+    assert accumext.backend_reason().endswith(".")
+
+
+def test_every_operator_found_in_the_sources_is_registered_by_the_library() -> None:
+    names = _build.registered_ops("cpu")
+    assert {"accumulate_", "scale_", "total_norm", "scale_.scalar"} <= set(names)
+    native = accumext.backend() != "reference"
+    for name in names:
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"accumext::{name}", "CPU")
+        assert has_kernel == native, name
+
+
+# --- pure PyTorch
+
+
+def test_reference_ignores_installed_libraries(tree: Tree) -> None:
+    tree.installed.write_bytes(b"not a library")
+    result, backend, reason = tree.show(ACCUMEXT_BACKEND="reference")
+    assert (result, backend) == (REFERENCE, "reference")
+    assert reason == "CPU tensors are served by pure PyTorch (ACCUMEXT_BACKEND=reference)."
+
+
+# --- installed
+
+
+def test_an_installed_library_is_loaded_at_import(tree: Tree) -> None:
+    tree.install()
+    result, backend, reason = tree.show(ACCUMEXT_BACKEND="native")
+    assert (result, backend) == (NATIVE, "cpu")
+    assert reason == "CPU kernels are in use (compiled at installation, with torch 2.13.0)."
+    assert not tree.cache.exists()
+
+
+def test_native_without_a_library_is_an_error_with_the_command(tree: Tree) -> None:
+    done = tree.run("import accumext", ACCUMEXT_BACKEND="native")
+    assert "RuntimeError: accumext: ACCUMEXT_BACKEND=native needs installed CPU" in done.stderr
+    assert "pip install --force-reinstall --no-deps ." in done.stderr
+
+
+def test_a_library_that_does_not_load_is_an_error_with_the_command(tree: Tree) -> None:
+    tree.install()
+    tree.installed.write_bytes(b"not a library")
+    done = tree.run("import accumext")
+    assert "RuntimeError: accumext: the installed CPU kernels do not load: " in done.stderr
+    assert "pip install --force-reinstall --no-deps ." in done.stderr
+    assert "ACCUMEXT_BACKEND=reference" in done.stderr
+
+
+def test_a_library_older_than_its_sources_is_not_used(tree: Tree) -> None:
+    tree.install()
+    tree.source.write_text(PROBE.replace("42", "43"))
+    assert tree.show()[0] == "43.0"
+    done = tree.run("import accumext", ACCUMEXT_BACKEND="native")
+    assert "the sources have changed since they were compiled" in done.stderr
+
+
+def test_cuda_kernels_of_another_major_version_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "_C_cuda.abi3.so").touch()
+    monkeypatch.setattr(_build, "installation", lambda: tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    record = {"nvcc": "12.8", "sources": _build.sources_key()}
+    monkeypatch.setattr(_build, "read_record", lambda: record)
+    with pytest.raises(RuntimeError, match=r"compiled for CUDA 12\.8, torch is for CUDA 13\.0"):
+        _libraries._Library("cuda").choose("auto")
+
+
+def test_cuda_kernels_stay_out_of_a_cpu_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    library = _libraries._Library("cuda")
+    library.choose("native")
+    assert library.reason == f"torch {torch.__version__} has no CUDA"
+
+
+# --- compiled on first use
+
+
+def test_stand_ins_compile_on_first_use_and_leave(tree: Tree) -> None:
+    code = CALL.replace("tensor = ", "tensor = first = ") + (
+        "assert tensor.item() == 42\n"
+        "assert accumext.backend._libraries._CPU._stand_ins is None\n"
+        "accumext.scale_([tensor.fill_(1)], 0.5)\n"
+        "assert tensor.item() == 42\n"
+        "print(accumext.backend_reason())"
+    )
+    done = tree.run(code, ACCUMEXT_BACKEND="jit")
+    assert done.returncode == 0, done.stderr
+    expected = f"CPU kernels are in use (compiled on first use, in {tree.built()})."
+    assert done.stdout.strip() == expected
+    assert done.stderr == ""
+
+
+def test_a_compiled_library_is_used_again_without_a_compiler(tree: Tree) -> None:
+    assert tree.show()[0] == NATIVE
+    assert tree.show(CXX="/nonexistent")[0] == NATIVE
+    tree.source.write_text(PROBE.replace("42", "43"))
+    assert tree.show()[0] == "43.0"
+
+
+def test_backend_compiles_what_is_pending(tree: Tree) -> None:
+    done = tree.run("import accumext; print(accumext.backend())")
+    assert done.stdout.strip() == "cpu"
+    assert tree.built().is_dir()
+
+
+def test_two_processes_compile_once(tree: Tree) -> None:
+    log = tree.folder / "compilations"
+    compiler = tree.folder / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    processes = [tree.start(SHOW, CXX=str(compiler)) for _ in range(2)]
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert [output.partition("|")[0] for output in outputs] == [NATIVE, NATIVE]
+    compilations = [line for line in log.read_text().splitlines() if "probe.cpp" in line]
+    assert len(compilations) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_for_this_process(tree: Tree) -> None:
+    tree.cache.write_text("a file where a folder should be")
+    temporary = tree.folder / "temporary"
+    temporary.mkdir()
+    result, _, reason = tree.show(TMPDIR=str(temporary))
+    assert result == NATIVE
+    assert str(temporary) in reason
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_failed_compile_leaves_pytorch_and_the_compilers_words(tree: Tree) -> None:
+    tree.source.write_text(PROBE + "#error on purpose\n")
+    result, backend, reason = tree.show()
+    assert (result, backend) == (REFERENCE, "reference")
+    assert reason.startswith(
+        "CPU tensors are served by pure PyTorch (not installed; compiling on first use failed: "
+        f"{tree.source}:"
+    )
+    assert reason.endswith(": error: #error on purpose).")
+
+
+def test_jit_fails_where_auto_would_go_without(tree: Tree) -> None:
+    variables = {"ACCUMEXT_BACKEND": "jit", "CXX": "/nonexistent"}
+    again = CALL.replace("accumext.scale_", "for _ in range(2):\n  try: accumext.scale_")
+    again += "  except RuntimeError as error: print(error)\n"
+    done = tree.run(again, **variables)
+    lines = done.stdout.strip().splitlines()
+    expected = (
+        "accumext: ACCUMEXT_BACKEND=jit needs CPU kernels: not installed; compiling on first use "
+        "failed: no C++ compiler (/nonexistent) was found. Install g++, or set CXX"
+    )
+    assert lines == [expected, expected], done.stderr
+
+
+def test_one_log_line_says_which_kernels_are_in_use(tree: Tree) -> None:
+    code = "import logging; logging.basicConfig(level='INFO', format='%(name)s: %(message)s')"
+    done = tree.run(code + CALL, ACCUMEXT_BACKEND="reference")
+    assert done.stderr == "accumext: pure PyTorch answers: ACCUMEXT_BACKEND=reference\n"
+    done = tree.run(code + CALL)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("accumext: ")]
+    assert line.startswith("accumext: CPU kernels are in use: compiled on first use, in ")
+
+
+def test_native_refuses_cuda_tensors_when_first_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    library = _libraries._Library("cuda")
+    monkeypatch.setattr(library, "_absence", lambda: "not installed")
+    library.choose("native")
+    try:
+        with pytest.raises(RuntimeError, match="needs installed CUDA kernels: not installed"):
+            library.settle()
+    finally:
+        library._leave()
+
+
+# --- doctor
+
+
+def test_doctor_fails_when_a_kernel_computes_wrongly(tree: Tree) -> None:
+    done = tree.run("import sys; from accumext.__main__ import main; sys.exit(main(['doctor']))")
+    assert done.returncode == 1, done.stderr
+    assert "self-test scale_ on cpu" in done.stdout
+    assert done.stdout.rstrip().endswith("self-test FAILED")
+
+
+def test_doctor_passes_on_the_reference_and_says_how_to_leave_it(tree: Tree) -> None:
+    code = "import sys; from accumext.__main__ import main; sys.exit(main(['doctor', '--json']))"
+    done = tree.run(code, ACCUMEXT_BACKEND="reference")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["backend"] == "reference"
+    assert report["fix"] == "unset ACCUMEXT_BACKEND"

@@ -1,0 +1,90 @@
+"""The build settings: which CUDA toolkit is taken, among toolkits made of a script that answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accumext.backend import _build
+
+
+class FakeTorch:
+    __version__ = "2.13.0"
+
+    def __init__(self, folder: Path, cuda: str | None) -> None:
+        self.__file__ = str(folder / "torch" / "__init__.py")
+        self.version = type("version", (), {"cuda": cuda})
+
+
+def toolkit(home: Path, version: str) -> Path:
+    (home / "bin").mkdir(parents=True)
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(
+        f'#!/bin/sh\necho "#$ TOP={home}" >&2\necho "release {version}, V{version}.1"\n'
+    )
+    nvcc.chmod(0o755)
+    return home
+
+
+@pytest.fixture
+def no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No CUDA toolkit but those that a test makes under tmp_path."""
+    for name in ("CUDA_HOME", "CUDA_PATH", "ACCUMEXT_CUDA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
+    monkeypatch.setattr(_build, "_DEFAULT_CUDA_HOME", str(tmp_path / "default"))
+    monkeypatch.setattr(_build.sysconfig, "get_path", lambda name: str(tmp_path / "purelib"))
+    return monkeypatch
+
+
+def test_cuda_is_left_out_without_a_toolkit(no_toolkit: None, tmp_path: Path) -> None:
+    found = _build.cuda(FakeTorch(tmp_path, "13.0"))
+    assert found.home is None
+    assert found.reason == "nvcc was not found"
+    assert found.fix == 'pip install "cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.0.*"'
+
+
+def test_cuda_is_left_out_of_a_cpu_torch_unless_asked_for(
+    no_toolkit: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = toolkit(tmp_path / "default", "13.0")
+    torch_without = FakeTorch(tmp_path, None)
+    assert _build.cuda(torch_without).reason == "torch 2.13.0 has no CUDA"
+    no_toolkit.setenv("ACCUMEXT_CUDA", "1")
+    assert _build.cuda(torch_without).home == str(home)
+
+
+def test_cuda_takes_the_toolkit_of_torchs_major_version(no_toolkit: None, tmp_path: Path) -> None:
+    toolkit(tmp_path / "default", "12.8")
+    found = _build.cuda(FakeTorch(tmp_path, "13.0"))
+    assert (found.home, found.reason) == (None, "nvcc is 12.8 and torch was built for CUDA 13.0")
+    from_pypi = toolkit(tmp_path / "nvidia" / "cu13", "13.2")
+    assert _build.cuda(FakeTorch(tmp_path, "13.0"))[:2] == (str(from_pypi), "13.2")
+
+
+def test_cuda_home_is_asked_of_an_nvcc_that_is_a_wrapper(no_toolkit: None, tmp_path: Path) -> None:
+    home = toolkit(tmp_path / "real", "13.0")
+    (tmp_path / "path").mkdir()
+    wrapper = tmp_path / "path" / "nvcc"
+    wrapper.write_text(f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n')
+    wrapper.chmod(0o755)
+    assert _build.cuda(FakeTorch(tmp_path, "13.0")).home == str(home)
+
+
+def test_cuda_can_be_forbidden(no_toolkit: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    toolkit(tmp_path / "default", "13.0")
+    no_toolkit.setenv("ACCUMEXT_CUDA", "0")
+    assert _build.cuda(FakeTorch(tmp_path, "13.0")).reason == "ACCUMEXT_CUDA=0"
+
+
+def test_libcudart_gets_the_name_that_the_linker_looks_for(tmp_path: Path) -> None:
+    folder, library = tmp_path / "folder", tmp_path / "cu13" / "lib"
+    folder.mkdir()
+    library.mkdir(parents=True)
+    assert _build.cudart_flags(str(library.parent), folder) == []
+    (library / "libcudart.so.13").touch()
+    assert _build.cudart_flags(str(library.parent), folder) == [f"-L{folder}"]
+    assert (folder / "libcudart.so").resolve() == library / "libcudart.so.13"
+    (library / "libcudart.so").touch()
+    assert _build.cudart_flags(str(library.parent), folder) == []

@@ -1,0 +1,183 @@
+"""The CPU kernels of every instruction set: same bits, and nothing that the linker could mix up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from support import oracle
+
+import accumext
+from accumext.backend import _build
+
+if accumext.backend() != "cpu":
+    pytest.skip("no compiled CPU kernels are in use", allow_module_level=True)
+
+# Prints a digest of all that the kernels compute, for every pair of dtypes and layouts that walk
+# over memory in all three ways: densely, in runs, and element by element.
+DIGEST = """
+import hashlib, itertools, torch, accumext
+torch.manual_seed(0)
+dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+sizes = [1, 15, 16, 17, 31, 32, 33, 100, 2047, 2048, 2049, 70000]
+digest = hashlib.sha256()
+def add(*tensors):
+    for tensor in tensors:
+        digest.update(torch.cat([tensor.reshape(-1)]).view(torch.uint8).numpy().tobytes())
+def random(n, dtype, layout="dense"):  # randn itself depends on the capability
+    x = (torch.randint(-1000, 1001, (n,)).double() / 37).to(dtype)
+    if layout == "runs":
+        return x.new_zeros(2, n + 5)[:, 2:-3].copy_(x)
+    return x.new_zeros(n, 3)[:, 1].copy_(x) if layout == "strided" else x
+for layout in ("dense", "runs", "strided"):
+    for main, grad in itertools.product(dtypes, dtypes):
+        mains = [random(n, main, layout) for n in sizes]
+        grads = [random(n, grad, layout) for n in sizes]
+        for overwrite in (False, True):
+            add(accumext.accumulate_(mains, grads, inv_scale=0.37, overwrite=overwrite), *mains)
+    for dtype in dtypes:
+        grads = [random(n, dtype, layout) for n in sizes]
+        for p in (1.0, 2.0, 3.0, float("inf"), -float("inf")):
+            add(accumext.total_norm(grads, norm_type=p, inv_scale=0.37))
+        accumext.scale_(grads, 0.37)
+        add(*grads)
+large = [torch.zeros(5_000_000)]  # written past the caches
+add(accumext.accumulate_(large, [random(5_000_000, torch.bfloat16)], overwrite=True), *large)
+print(accumext.backend(), digest.hexdigest())
+"""
+
+
+def digest(capability: str) -> str:
+    """What the script prints where torch is told to use no more than this instruction set."""
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", DIGEST]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    portable = digest("default")
+    assert portable.startswith("cpu ")
+    assert digest("avx2") == portable
+    assert digest("avx512") == portable
+
+
+# Writes what the decoder's operators compute, in float and double, for every kind of cell and dtype
+# of weight, with columns and units behind the last whole vector. The first argument is the file.
+DECODER = """
+import sys, torch, accumext
+ops, results = torch.ops.accumext, {}
+def numbers(*shape, seed=0):  # randn itself depends on the capability
+    count = torch.Size(shape).numel()
+    x = (torch.arange(count, dtype=torch.float64) + 1 + seed) * 0.6180339887498949
+    return ((x - x.floor()) * 4 - 2).view(shape)
+for sums, weight_dtype in ((torch.float64,) * 2, (torch.float32,) * 2,
+                           (torch.float32, torch.bfloat16), (torch.float32, torch.float16)):
+    for rows, words, depth in ((1, 13, 1), (5, 481, 17), (33, 500, 33), (16, 961, 64)):
+        hidden = (numbers(rows, depth) / 4).to(sums)
+        weight = numbers(words, depth, seed=3).to(weight_dtype)
+        bias, targets = numbers(words, seed=7).to(sums), torch.arange(rows) % words
+        uniforms = (numbers(rows, seed=1) + 2) / 4
+        exps, tokens, stats = torch.zeros(words, rows), torch.zeros(2, rows).long(), []
+        for sampled in (0, 1):
+            stats.append(torch.zeros(3, rows, dtype=sums))
+            ops.head_forward(hidden, weight, bias, targets, uniforms if sampled else None, 0.7,
+                             exps.to(sums).t(), 32, tokens[sampled], stats[sampled])
+        name = f"head {weight_dtype} {rows} {words} {depth}"
+        results[name] = torch.cat([*stats])
+        results[name + " tokens"] = tokens
+for dtype in (torch.float64, torch.float32):
+    for kind, gates in enumerate((3, 4, 1, 1)):
+        steps, batch, units, inputs = 4, 11, 13, 5
+        sizes = ((gates * units, inputs), (gates * units, units), (gates * units,))
+        cell = [(numbers(*s, seed=i) / 3).to(dtype) for i, s in enumerate(sizes)]
+        cell.append(torch.empty(0, dtype=dtype))
+        parts = 2 if kind == 1 else 1
+        states = [numbers(steps + 1, batch, units, seed=p).to(dtype) for p in range(parts)]
+        read = torch.arange(steps * batch).view(steps, batch) % 7
+        live = read % 5 != 0
+        ops.decode_steps(numbers(7, inputs).to(dtype), cell, states, kind, None, 1.0, read, None,
+                         None, live, -1, 0, None, 1.0, numbers(9, units).to(dtype), None, read,
+                         read.clone(), None, None, None, 32, 0, steps)
+        results[f"steps {kind} {dtype}"] = torch.stack(states)
+        pre = None if gates == 1 else numbers(steps, batch, 4 * units).to(dtype)
+        dh = [numbers(batch, units, seed=9 + p).to(dtype) for p in range(parts)]
+        d_x = torch.zeros(steps, batch, gates * units, dtype=dtype)
+        d_h = torch.zeros_like(d_x) if kind == 0 else None
+        ops.rnn_backward(kind, numbers(steps, batch, units).to(dtype), pre, states[0],
+                         states[1] if parts == 2 else None, live, None, None,
+                         cell[1].t().contiguous(), dh[0], dh[1] if parts == 2 else None, d_x, d_h)
+        results[f"backward {kind} {dtype}"] = torch.cat([d_x.flatten(), *(d.flatten() for d in dh)])
+torch.save({"backend": accumext.backend(), **results}, sys.argv[1])
+"""
+# Relative to the largest value. A sum of some dozens of terms is rounded once per term where the
+# processor multiplies and adds in one instruction, twice elsewhere, and in pairs of bfloat16 at
+# once; states go through four steps.
+DECODER_TOLERANCE = {torch.float64: 1e-14, torch.float32: 3e-6}
+
+
+def decoded(capability: str, folder: Path) -> dict[str, torch.Tensor]:
+    file = folder / capability
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", DECODER, str(file)], env=env, check=True)
+    found = torch.load(file)
+    assert found.pop("backend") == "cpu"
+    return found
+
+
+def test_every_instruction_set_decodes_alike(tmp_path: Path) -> None:
+    """AVX-512 multiplies bfloat16 in pairs where it can, and the others widen it first."""
+    portable = decoded("default", tmp_path)
+    assert len(portable) > 40
+    for capability in ("avx2", "avx512"):
+        for name, found in decoded(capability, tmp_path).items():
+            expected = portable[name]
+            if not expected.is_floating_point():
+                assert torch.equal(found, expected), (capability, name)
+                continue
+            allowed = DECODER_TOLERANCE[expected.dtype] * max(1.0, float(expected.abs().max()))
+            error = float((found - expected).abs().max())
+            assert error <= allowed, (capability, name, error)
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+@pytest.mark.parametrize("offset", range(4))
+def test_large_main_gradients_at_any_alignment(offset: int, overwrite: bool) -> None:
+    size = 4_200_000  # large enough to be written past the caches, where aligned
+    grad = oracle.dyadic([size], torch.bfloat16)
+    memory = oracle.dyadic([size + 8], torch.float32)
+    expected = memory.clone()
+    part = slice(offset, offset + size)
+    expected[part] = oracle.accumulated(memory[part], grad, 0.5, overwrite)
+    accumext.accumulate_([memory[part]], [grad], inv_scale=0.5, overwrite=overwrite)
+    assert torch.equal(memory, expected)
+
+
+EXPORTS = {  # what each file defines for others
+    "avx2": ["kAvx2Double", "kAvx2Float", "kAvx2Kernels"],
+    "avx512": ["kAvx512Double", "kAvx512Float", "kAvx512Kernels"],
+    "avx512_bf16": ["paired_product_avx512"],
+    "amx": ["amx_granted", "paired_product_amx"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+@pytest.mark.parametrize("name", EXPORTS)
+def test_other_objects_can_take_no_code_of_an_instruction_set(name: str, tmp_path: Path) -> None:
+    """An inline function that two objects define is kept once, in whichever instruction set."""
+    source, target = _build.csrc() / "cpu" / "simd" / f"kernels_{name}.cpp", tmp_path / "kernels.o"
+    includes = [f"-I{_build.csrc()}", f"-I{Path(torch.__file__).parent / 'include'}"]
+    compiler = sysconfig.get_config_var("CXX").split()[0]
+    command = [os.environ.get("CXX", compiler), *_build.cxx_flags("cpu"), *includes]
+    subprocess.run([*command, "-c", str(source), "-o", str(target)], check=True)
+    listed = ["nm", "-C", "--defined-only", "--extern-only", str(target)]
+    symbols = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
+    defined = [symbol.split(maxsplit=2)[2] for symbol in symbols]
+    names = [symbol.removeprefix("accumext::cpu::").split("(")[0] for symbol in defined]
+    assert sorted(names) == EXPORTS[name]

@@ -1,0 +1,337 @@
+"""Every way to install the package, each in a subprocess and a virtual environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+from support import ROOT
+
+SHIPPED = ["accumext", "csrc", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]
+NO_COMPILER = {"PATH": "/nonexistent", "CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
+BROKEN_SOURCE = "#error this source is meant to fail\n"
+
+
+class Environment:
+    """A virtual environment that sees the packages of this one, without accumext."""
+
+    def __init__(self, folder: Path, hide: tuple[str, ...] = ()) -> None:
+        venv.create(folder)
+        self.python = str(folder / "bin" / "python")
+        self.folder = folder
+        seen = folder / "seen"
+        seen.mkdir()
+        for entry in Path(sysconfig.get_path("purelib")).iterdir():
+            if not entry.name.startswith(("accumext", "__", *hide)):
+                (seen / entry.name).symlink_to(entry)
+        if not hide and not (seen / "torch").exists():  # torch in a user's or the system's packages
+            for entry in Path(torch.__file__).parents[1].glob("torch*"):
+                (seen / entry.name).symlink_to(entry)
+        version = "python{}.{}".format(*sys.version_info)
+        (folder / "lib" / version / "site-packages" / "seen.pth").write_text(f"{seen}\n")
+
+    def run(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run this environment's Python, away from the sources."""
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCUMEXT_", "PYTHON"))}
+        return subprocess.run(
+            [self.python, *args],
+            cwd=self.folder,
+            env=clean | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=500,
+        )
+
+    def pip(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run pip without the package index."""
+        options = ("--no-deps", "--no-index", "--no-build-isolation", "-v")
+        return self.run("-m", "pip", *args, *options, **variables)
+
+    def doctor(self, **variables: str) -> dict:
+        """The report of the package installed here, whose self-test passed."""
+        done = self.run("-m", "accumext", "doctor", "--json", **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A clean copy of what is shipped."""
+    return copy_project(tmp_path / "project")
+
+
+def copy_project(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    ignore = shutil.ignore_patterns("*.so", "_build_info.json", "__pycache__")
+    for name in SHIPPED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "environment")
+
+
+@pytest.fixture
+def environment_without_torch(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "environment_without_torch", hide=("torch",))
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One cache for kernels compiled on first use, so that the tests compile them once."""
+    return {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("extensions"))}
+
+
+def succeed(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def wheel_in(folder: Path) -> Path:
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def packed(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def record_in(wheel: Path) -> dict:
+    return json.loads(zipfile.ZipFile(wheel).read("accumext/backend/_build_info.json"))
+
+
+def expected_sources() -> set[str]:
+    paths = [
+        path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")
+    ]
+    return {f"accumext/_csrc/{path.relative_to(ROOT / 'csrc')}" for path in paths}
+
+
+def test_sdist_builds_a_compiled_wheel_that_works(
+    project: Path, environment: Environment, tmp_path: Path
+) -> None:
+    build_sdist = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+    done = subprocess.run(
+        [environment.python, "-c", build_sdist],
+        cwd=project,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    succeed(done)
+    (sdist,) = (project / "dist").glob("*.tar.gz")
+    succeed(environment.pip("wheel", str(sdist), "-w", str(tmp_path / "wheel")))
+    wheel = wheel_in(tmp_path / "wheel")
+
+    modules = {
+        f"accumext/{path.relative_to(ROOT / 'accumext')}"
+        for path in (ROOT / "accumext").rglob("*.py")
+    }
+    expected = modules | expected_sources()
+    expected |= {
+        "accumext/py.typed",
+        "accumext/backend/_C_cpu.abi3.so",
+        "accumext/backend/_bind.pyi",
+    }
+    assert expected <= packed(wheel)
+    assert not any(name.startswith(("tests", "csrc")) for name in packed(wheel))
+    assert record_in(wheel)["torch"] == torch.__version__
+
+    succeed(environment.pip("install", str(wheel)))
+    report = environment.doctor(ACCUMEXT_BACKEND="native")
+    assert report["backend"] == "cpu"
+    assert "compiled at installation" in report["reason"]
+    assert report["versions"]["bindings"] is not None
+
+
+def test_install_without_build_isolation(project: Path, environment: Environment) -> None:
+    succeed(environment.pip("install", str(project)))
+    assert environment.doctor(ACCUMEXT_BACKEND="native")["backend"] == "cpu"
+
+
+def test_editable_install_compiles_in_place(project: Path, environment: Environment) -> None:
+    succeed(environment.pip("install", "-e", str(project)))
+    assert environment.doctor(ACCUMEXT_BACKEND="native")["backend"] == "cpu"
+    assert (project / "accumext" / "backend" / "_C_cpu.abi3.so").exists()
+
+    header = project / "csrc" / "common" / "chunks.h"
+    header.write_text(header.read_text() + "// changed\n")
+    done = environment.run("-c", "import accumext", ACCUMEXT_BACKEND="native")
+    assert "the sources have changed since they were compiled" in done.stderr
+
+    succeed(environment.pip("install", "-e", str(project), ACCUMEXT_BUILD="off"))
+    assert not list((project / "accumext").glob("*.so"))
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("editable", [(), ("-e",)], ids=["regular", "editable"])
+def test_isolated_install_finds_the_torch_of_the_environment(
+    project: Path, environment: Environment, editable: tuple[str, ...]
+) -> None:
+    succeed(environment.run("-m", "pip", "install", "--no-deps", "-v", *editable, str(project)))
+    assert environment.doctor(ACCUMEXT_BACKEND="native")["backend"] == "cpu"
+
+
+def test_without_torch_a_pure_wheel_compiles_on_first_use(
+    project: Path,
+    environment_without_torch: Environment,
+    environment: Environment,
+    kernel_cache: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    output = succeed(
+        environment_without_torch.pip("wheel", str(project), "-w", str(tmp_path / "wheel"))
+    )
+    wheel = wheel_in(tmp_path / "wheel")
+    assert "no torch was visible to the build. The kernels are compiled on first use" in output
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert expected_sources() <= packed(wheel)
+    assert record_in(wheel)["compiled"] == []
+
+    succeed(environment.pip("install", str(wheel)))
+    report = environment.doctor(**kernel_cache)
+    assert report["backend"] == "cpu"
+    assert "compiled on first use" in report["reason"]
+
+
+def test_without_a_compiler_the_install_succeeds_and_pytorch_answers(
+    project: Path, environment: Environment, tmp_path: Path
+) -> None:
+    output = succeed(environment.pip("install", str(project), **NO_COMPILER))
+    assert "no C++ compiler (/nonexistent/c++) was found. Install g++" in output
+    cache = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    report = environment.doctor(**NO_COMPILER, **cache)
+    assert report["backend"] == "reference"
+    assert report["fix"] == "Install g++, or set CXX"
+    assert "no C++ compiler (/nonexistent/c++) was found" in report["reason"]
+
+
+def test_a_source_that_does_not_compile_is_recorded(
+    project: Path, environment: Environment, tmp_path: Path
+) -> None:
+    (project / "csrc" / "cpu" / "broken.cpp").write_text(BROKEN_SOURCE)
+    succeed(environment.pip("wheel", str(project), "-w", str(tmp_path / "wheel")))
+    wheel = wheel_in(tmp_path / "wheel")
+    assert "accumext/backend/_C_cpu.abi3.so" not in packed(wheel)
+    assert "cpu" in record_in(wheel)["missing"]
+    assert record_in(wheel)["compiled"] == ["bind"]
+
+
+def no_torch(environment: Environment, project: Path) -> dict[str, str]:
+    return {}
+
+
+def no_compiler(environment: Environment, project: Path) -> dict[str, str]:
+    return NO_COMPILER
+
+
+def broken_source(environment: Environment, project: Path) -> dict[str, str]:
+    (project / "csrc" / "cpu" / "broken.cpp").write_text(BROKEN_SOURCE)
+    return {}
+
+
+@pytest.mark.parametrize("obstacle", [no_torch, no_compiler, broken_source])
+def test_require_fails_where_auto_would_go_without(
+    project: Path,
+    environment: Environment,
+    environment_without_torch: Environment,
+    obstacle: Callable[[Environment, Path], dict[str, str]],
+) -> None:
+    chosen = environment_without_torch if obstacle is no_torch else environment
+    variables = obstacle(chosen, project)
+    done = chosen.pip("install", str(project), ACCUMEXT_BUILD="require", **variables)
+    assert done.returncode != 0
+    assert "accumext: the cpu library cannot be compiled" in done.stdout + done.stderr
+
+
+def test_require_asks_for_kernels_and_not_for_the_bindings(
+    project: Path, environment: Environment, tmp_path: Path
+) -> None:
+    for path in (project / "csrc" / "cpu").glob("*.cpp"):
+        if path.stem != "scale":  # one source will do, since nothing is loaded
+            path.unlink()
+    (project / "csrc" / "module.cpp").write_text(BROKEN_SOURCE)
+    target = str(tmp_path / "wheel")
+    succeed(environment.pip("wheel", str(project), "-w", target, ACCUMEXT_BUILD="require"))
+    record = record_in(wheel_in(tmp_path / "wheel"))
+    assert record["compiled"] == ["cpu"]
+    assert "bind" in record["missing"]
+
+
+@pytest.mark.parametrize("variable", ["ACCUMEXT_BUILD", "ACCUMEXT_CUDA", "ACCUMEXT_BACKEND"])
+def test_a_bad_value_fails_with_the_choices(
+    project: Path, environment_without_torch: Environment, variable: str
+) -> None:
+    done = environment_without_torch.pip("install", str(project), **{variable: "yes"})
+    assert done.returncode != 0
+    assert f"accumext: {variable} must be one of auto, " in done.stdout + done.stderr
+
+
+def test_cuda_kernels_cross_compile_and_stay_out_of_a_cpu_torch(
+    project: Path, environment: Environment, tmp_path: Path
+) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc was not found")
+    variables = {"ACCUMEXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
+    succeed(environment.pip("wheel", str(project), "-w", str(tmp_path / "wheel"), **variables))
+    wheel = wheel_in(tmp_path / "wheel")
+    assert "accumext/backend/_C_cuda.abi3.so" in packed(wheel)
+    assert record_in(wheel)["archs"] == "9.0"
+    succeed(environment.pip("install", str(wheel)))
+    if torch.version.cuda is None:
+        assert environment.doctor()["backend"] == "cpu"
+
+
+LOAD_BY_HAND = """
+import torch
+from torch.utils.cpp_extension import load
+import accumext
+from accumext.backend import _build
+
+bind = load(**_build.load_arguments("bind"))
+assert bind.plan_chunks([3, 0, 2], chunk_size=2) == [(0, 0, 2), (0, 2, 3), (2, 0, 2)]
+op = "accumext::scale_.scalar"
+assert not torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU")
+load(**_build.load_arguments("cpu"))
+assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU")
+tensor = torch.tensor([2.0, 4.0])
+accumext.scale_([tensor], 0.5)
+assert tensor.tolist() == [1.0, 2.0]
+"""
+
+
+def test_the_sources_can_be_loaded_by_hand(
+    project: Path, environment: Environment, tmp_path: Path
+) -> None:
+    variables = {
+        "PYTHONPATH": str(project),
+        "ACCUMEXT_BACKEND": "reference",
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
+    }
+    succeed(environment.run("-c", LOAD_BY_HAND, **variables))
+
+
+def test_version_is_stated_once(environment: Environment) -> None:
+    import accumext
+
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{accumext.__version__}"' in text

@@ -1,0 +1,129 @@
+// Runs an operation of the decoder on the kernels of csrc/cuda, on the host; see driver.cpp, and
+// decoder.py for the request.
+#include "request.h"
+//
+#include <type_traits>
+
+#include "cuda/decoder/matrix.h"
+#include "cuda/decoder/rnn.cuh"
+#include "cuda/decoder/softmax_stats.cuh"
+
+namespace {
+
+using namespace accumext;
+using namespace accumext::cuda;
+
+class Call : public host_cuda::Run {
+ public:
+  using Run::Run;
+
+  void run() {
+    const int64_t op = request_.integer();
+    const bool wide = dtype() == Dtype::kDouble;
+    if (op == 0) return wide ? softmax_stats<double>() : softmax_stats<float>();
+    wide ? with_kind<double>(op) : with_kind<float>(op);
+  }
+
+ private:
+  AnyMatrix any_matrix() {
+    void* const data = pointer();
+    const Dtype type = dtype();
+    const int64_t row_stride = request_.integer();
+    const int64_t column_stride = request_.integer();
+    return {data, type, row_stride, column_stride};
+  }
+
+  template <typename T>
+  Matrix<T> matrix() {
+    return any_matrix().as<T>();
+  }
+
+  template <typename T>
+  Column<T> column() {
+    T* const data = static_cast<T*>(pointer());
+    const int64_t stride = request_.integer();
+    return {data, stride};
+  }
+
+  template <typename T>
+  void softmax_stats() {
+    Softmax<T> call{};
+    const int64_t count = request_.integer();
+    const int64_t columns = request_.integer();
+    const double temperature = request_.number();
+    call.logits = matrix<const T>();
+    Rows<T> rows{};
+    rows.targets = column<const int64_t>();
+    rows.uniforms = column<const double>();
+    rows.exps = any_matrix();
+    rows.tokens = column<int64_t>();
+    rows.stats = matrix<T>();
+    call.tiles = tiles_of(count, columns, call.logits, rows.exps);
+    call.inverse_temperature = inverse_of<T>(temperature);
+    const bool tempered = rows.uniforms.data != nullptr && temperature != 1.0;
+    const host_cuda::Memory memory(softmax_workspace(call, tempered, nullptr));
+    softmax_workspace(call, tempered, memory.data());
+    if (takes_vectors(call, rows.exps)) {
+      launch<T, kWidth<T>>(call, rows);
+    } else {
+      launch<T, 1>(call, rows);
+    }
+  }
+
+  template <typename T, int kCount>
+  void launch(const Softmax<T>& call, const Rows<T>& rows) {
+    const int64_t bands = call.tiles.bands();
+    const int64_t writers = rows.exps.data == nullptr ? 0 : grid_;
+    device_.launch(softmax_chunks_kernel<T, kCount>, bands * grid_, kBlockSize, call);
+    device_.launch(softmax_rows_kernel<T, kCount>, bands * (1 + writers), kBlockSize, call, rows);
+  }
+
+  template <typename T>
+  void with_kind(int64_t op) {
+    switch (static_cast<CellKind>(request_.integer())) {
+      case CellKind::kGru:
+        return step<T, CellKind::kGru>(op);
+      case CellKind::kLstm:
+        return step<T, CellKind::kLstm>(op);
+      case CellKind::kRnnTanh:
+        return step<T, CellKind::kRnnTanh>(op);
+      case CellKind::kRnnRelu:
+        return step<T, CellKind::kRnnRelu>(op);
+    }
+  }
+
+  template <typename T, CellKind kKind>
+  void step(int64_t op) {
+    const int64_t batch = request_.integer();
+    const int64_t units = request_.integer();
+    const int64_t blocks = batch * blocks_per_row(units);
+    if (op == 1) {
+      Advance<T> call{.units = units};
+      call.from_x = matrix<const T>();
+      call.from_h = matrix<const T>();
+      call.live = column<const bool>();
+      call.h = matrix<const T>();
+      call.c = matrix<const T>();
+      call.h_next = matrix<T>();
+      call.c_next = matrix<T>();
+      device_.launch(rnn_advance_kernel<T, kKind>, blocks, kBlockSize, call);
+    } else {
+      Gradient<T> call{.units = units};
+      call.d_out = matrix<const T>();
+      call.pre = matrix<const T>();
+      call.h = matrix<const T>();
+      call.c = matrix<const T>();
+      call.c_next = matrix<const T>();
+      call.live = column<const bool>();
+      call.dh = matrix<T>();
+      call.dc = matrix<T>();
+      call.d_x = matrix<T>();
+      call.d_h = matrix<T>();
+      device_.launch(rnn_gradient_kernel<T, kKind>, blocks, kBlockSize, call);
+    }
+  }
+};
+
+}  // namespace
+
+int main() { host_cuda::serve<Call>(); }

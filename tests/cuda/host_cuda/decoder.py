@@ -1,0 +1,72 @@
+"""The decoder's kernels of csrc/cuda on the host; see __init__.py. The arguments are those of
+accumext/decoder/_operators.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from host_cuda import RUNS, Request, execute
+
+_OPS = ("softmax_stats", "rnn_advance", "rnn_gradient")
+
+
+class HostDecoder:
+    """The operators, by decoder.cpp."""
+
+    def __init__(self, driver: Path) -> None:
+        self._driver = driver
+
+    def softmax_stats(
+        self, logits, targets, uniforms, temperature, exps, tokens, stats, *, runs=RUNS
+    ) -> None:
+        """The second number of a run is how many blocks share a band of rows."""
+        request = self._request("softmax_stats", logits)
+        request.put_integers(*logits.shape)
+        request.put_numbers(temperature)
+        _put_matrices(request, logits)
+        _put_columns(request, targets, uniforms)
+        _put_matrices(request, exps)
+        _put_columns(request, tokens)
+        _put_matrices(request, stats)
+        self._call(request, runs)
+
+    def rnn_advance(self, kind, from_x, from_h, live, h, c, h_next, c_next, *, runs=RUNS) -> None:
+        request = self._request("rnn_advance", h)
+        request.put_integers(kind, *h.shape)
+        _put_matrices(request, from_x, from_h)
+        _put_columns(request, live)
+        _put_matrices(request, h, c, h_next, c_next)
+        self._call(request, runs)
+
+    def rnn_gradient(
+        self, kind, d_out, pre, h, c, c_next, live, dh, dc, d_x, d_h, *, runs=RUNS
+    ) -> None:
+        request = self._request("rnn_gradient", dh)
+        request.put_integers(kind, *dh.shape)
+        _put_matrices(request, d_out, pre, h, c, c_next)
+        _put_columns(request, live)
+        _put_matrices(request, dh, dc, d_x, d_h)
+        self._call(request, runs)
+
+    def _request(self, op: str, operand: Tensor) -> Request:
+        request = Request()
+        request.put_integers(_OPS.index(op))
+        request.put_dtype(operand)
+        return request
+
+    def _call(self, request: Request, runs) -> None:
+        request.take_back(execute(self._driver, request=request.bytes(runs)), runs)
+
+
+def _put_matrices(request: Request, *matrices: Tensor | None) -> None:
+    for matrix in matrices:
+        request.put_tensor(matrix)
+        request.put_integers(*((0, 0) if matrix is None else matrix.stride()))
+
+
+def _put_columns(request: Request, *columns: Tensor | None) -> None:
+    for column in columns:
+        request.put_place(column)
+        request.put_integers(0 if column is None else column.stride(0))

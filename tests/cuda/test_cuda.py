@@ -1,0 +1,399 @@
+"""The gradient operations on a GPU: the bits of the reference, no wait, few launches, any stream.
+
+The kernels themselves are also run on the host (test_host_cuda.py); here are the launchers, and
+what torch puts around them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import threading
+
+import pytest
+import torch
+from support import oracle
+from support.optimizer_oracle import assert_close, loss_of, make_batches, make_model
+from support.tensors import FLOAT_DTYPES, assert_bits, shifted
+from torch.profiler import ProfilerActivity, profile
+
+import accumext
+from accumext import reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+GPU = torch.device("cuda")
+# Around the edges of vectors, warps and chunks, and many chunks.
+EDGE_SIZES = (0, 1, 7, 8, 9, 31, 33, 255, 256, 257, 1025, 4095, 4096, 4097, 8193, 65537, 1000003)
+NORM_TYPES = [1.0, 2.0, 3.0, math.inf, -math.inf]
+POW_RTOL = 4e-6  # float32 pow is good to a few units in the last place
+KERNELS_PER_CALL = 3
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpy", "cudaMemset")  # of the runtime
+SLEEP_CYCLES = 600_000_000  # about 0.3 s: many times what any call here needs on the host
+# Two orders of summation in the matrix products of float32, over two steps of Adam.
+TRAINING_TOLERANCE = 1e-4
+
+# One row per operation, on lists that it may be called with again.
+OPS = {
+    "accumulate_": lambda main_grads, grads, scale, found_inf: accumext.accumulate_(
+        main_grads, grads, inv_scale=scale, found_inf=found_inf
+    ),
+    "unscale_check_clip_accumulate_": lambda main_grads, grads, scale, found_inf: (
+        accumext.unscale_check_clip_accumulate_(
+            main_grads, grads, inv_scale=scale, max_norm=0.5, found_inf=found_inf, if_finite=True
+        )
+    ),
+    "total_norm": lambda main_grads, grads, scale, found_inf: accumext.total_norm(
+        grads, inv_scale=scale, found_inf=found_inf
+    ),
+    "scale_": lambda main_grads, grads, scale, found_inf: accumext.scale_(main_grads, scale),
+}
+DTYPE_PAIRS = list(itertools.product(FLOAT_DTYPES, FLOAT_DTYPES))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_kernels():
+    if accumext.backend() != "cuda":
+        pytest.skip(accumext.backend_reason())
+
+
+@pytest.fixture(params=OPS)
+def op(request):
+    return OPS[request.param]
+
+
+def mixed(tensors=64):
+    """Main gradients, gradients, scale and found_inf on the GPU: arguments of a row of OPS."""
+    sizes = [size % 3000 for size in range(7, 7 + 41 * tensors, 41)]
+    main_grads = [oracle.random([n], DTYPE_PAIRS[i % 16][0]).to(GPU) for i, n in enumerate(sizes)]
+    grads = [oracle.random([n], DTYPE_PAIRS[i % 16][1]).to(GPU) for i, n in enumerate(sizes)]
+    return main_grads, grads, torch.tensor(0.37, device=GPU), torch.zeros((), device=GPU)
+
+
+def copies(arguments, device=GPU):
+    """The same arguments again, in memory of their own."""
+    main_grads, grads, *rest = arguments
+    lists = [[t.to(device, copy=True) for t in tensors] for tensors in (main_grads, grads)]
+    return (*lists, *(t.to(device, copy=True) for t in rest))
+
+
+def results(arguments, norm):
+    """Everything that a call may have written."""
+    return [*arguments[0], *arguments[1], arguments[3], *([] if norm is None else [norm])]
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+def test_accumulate_at_every_edge(main_dtype, grad_dtype, overwrite):
+    expected = [oracle.random([n], main_dtype) for n in EDGE_SIZES]
+    grads = [oracle.random([n], grad_dtype) for n in EDGE_SIZES]
+    main_grads = [m.to(GPU) for m in expected]
+    norm = accumext.accumulate_(
+        main_grads, [g.to(GPU) for g in grads], inv_scale=0.37, overwrite=overwrite
+    )
+    reference.accumulate_(expected, grads, inv_scale=0.37, overwrite=overwrite)
+    assert_bits(main_grads, expected)
+    oracle.assert_norm(norm.cpu(), expected)
+
+
+def test_slices_at_every_alignment_in_one_list():
+    shifts, sizes = (0, 1, 3, 8), (1, 40, 4100)
+    cases = list(itertools.product(DTYPE_PAIRS, sizes, shifts, shifts))
+    expected = [oracle.dyadic([n], main) for (main, _), n, _, _ in cases]
+    grads = [oracle.dyadic([n], grad) for (_, grad), n, _, _ in cases]
+    main_grads = [shifted(m.to(GPU), case[2]) for m, case in zip(expected, cases)]
+    on_gpu = [shifted(g.to(GPU), case[3]) for g, case in zip(grads, cases)]
+    norm = accumext.accumulate_(main_grads, on_gpu)
+    reference.accumulate_(expected, grads)
+    for case, got, want in zip(cases, main_grads, expected):
+        assert torch.equal(got.cpu(), want), case
+        assert got._base.isnan().sum() == got._base.numel() - got.numel(), case
+    oracle.assert_norm(norm.cpu(), expected, rtol=oracle.NORM_RTOL[torch.float32])
+
+
+def test_strides_and_shapes():
+    layouts = [
+        lambda t: t,
+        lambda t: t.mT.contiguous().mT,
+        lambda t: t.contiguous(memory_format=torch.channels_last),
+        lambda t: t.new_full((*t.shape[:-1], 2 * t.shape[-1]), math.nan)[..., ::2].copy_(t),
+    ]
+    cases = [((5, 3, 7, 34), *pair) for pair in itertools.product(layouts, layouts)]
+    cases += [(shape, layouts[0], layouts[0]) for shape in [(), (0,), (3, 0, 2), (1, 1)]]
+    expected = [oracle.dyadic(shape, torch.float32) for shape, _, _ in cases]
+    grads = [oracle.dyadic(shape, torch.float16) for shape, _, _ in cases]
+    main_grads = [main(m.to(GPU)) for (_, main, _), m in zip(cases, expected)]
+    on_gpu = [grad(g.to(GPU)) for (_, _, grad), g in zip(cases, grads)]
+    norm = accumext.accumulate_(main_grads, on_gpu)
+    reference.accumulate_(expected, grads)
+    assert_bits(main_grads, expected)
+    oracle.assert_norm(norm.cpu(), expected)
+
+
+def test_main_gradients_may_be_the_gradients(dtype):
+    expected = [oracle.dyadic([n], dtype) for n in (5, 4099, 200000)]
+    tensors = [t.to(GPU) for t in expected]
+    accumext.accumulate_(tensors, tensors)
+    reference.accumulate_(expected, expected)
+    assert_bits(tensors, expected)
+
+
+def test_nothing_and_only_empty_tensors():
+    empty = [torch.empty(0, device=GPU), torch.empty(2, 0, device=GPU)]
+    found_inf = torch.full((), 0.25, device=GPU)
+    for op in OPS.values():
+        norm = op(empty, empty, 2.0, found_inf)
+        assert norm is None or norm.item() == 0.0
+    assert found_inf.item() == 0.25
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_norms(norm_type, dtype):
+    grads = [oracle.random([n], dtype) + 0.1 for n in EDGE_SIZES]
+    norm = accumext.total_norm([g.to(GPU) for g in grads], norm_type=norm_type)
+    oracle.assert_norm(
+        norm.cpu(), grads, norm_type=norm_type, rtol=POW_RTOL if norm_type == 3.0 else None
+    )
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("where", [0, 100001, 199999], ids=str)
+def test_what_is_not_finite_is_found_and_kept_out(where, value, grad_dtype):
+    grad = oracle.random([200000], grad_dtype).to(GPU)
+    main_grad, found_inf = torch.ones(200000, device=GPU), torch.zeros((), device=GPU)
+    accumext.total_norm([grad], found_inf=found_inf)
+    assert found_inf.item() == 0.0
+    grad[where] = value
+    norm = accumext.unscale_check_clip_accumulate_(
+        [main_grad], [grad], max_norm=1.0, found_inf=found_inf, if_finite=True
+    )
+    assert found_inf.item() == 1.0
+    assert not norm.isfinite()
+    assert torch.equal(main_grad, torch.ones_like(main_grad))
+
+
+def test_a_clipped_micro_batch_whose_norm_is_exact():
+    # Unscaled, 9 and 16 ones: norms of 3 and 4, and so of 5.
+    grads = [torch.full([9], 2.0), torch.full([2, 8], 2.0, dtype=torch.float16)]
+    expected, options = [torch.ones(9), torch.zeros(2, 8)], {"inv_scale": 0.5, "max_norm": 2.0}
+    main_grads, on_gpu = [m.to(GPU) for m in expected], [g.to(GPU) for g in grads]
+    accumext.unscale_check_clip_accumulate_(main_grads, on_gpu, **options)
+    reference.unscale_check_clip_accumulate_(expected, grads, **options)
+    assert_bits(main_grads, expected)
+
+
+def test_scale(dtype):
+    expected = [oracle.random([n], dtype) for n in EDGE_SIZES]
+    tensors = [t.to(GPU) for t in expected]
+    accumext.scale_(tensors, torch.tensor(0.37, device=GPU))
+    reference.scale_(expected, torch.tensor(0.37))
+    assert_bits(tensors, expected)
+
+
+def test_more_elements_than_32_bits_count():
+    count = 2**31 + 4099
+    if torch.cuda.mem_get_info()[0] < 12 * count:
+        pytest.skip("needs 26 GB of GPU memory")
+    grad = torch.ones(count, dtype=torch.bfloat16, device=GPU)
+    main_grad = torch.zeros(count, device=GPU)
+    norm = accumext.accumulate_([main_grad], [grad])
+    assert norm.item() == pytest.approx(math.sqrt(count), rel=1e-6)
+    assert (main_grad == 1.0).all()
+    assert accumext.total_norm([grad[:: 2**31]]).item() == pytest.approx(math.sqrt(2), rel=1e-6)
+
+
+# --- tables that are kept on the GPU --------------------------------------------------------------
+
+
+def test_one_address_may_hold_another_tensor_at_the_next_call():
+    base = oracle.dyadic([4096], torch.float32).to(GPU)
+    views = [
+        base,
+        base[:100],
+        base.view(torch.bfloat16)[:64].fill_(1.0),
+        base.view(64, 64).t(),
+        base.view(64, 64)[:, :9],
+        base[1:],
+        base[:100],
+    ]
+    for view in views:
+        norm = accumext.total_norm([view])
+        oracle.assert_norm(norm.cpu(), [view.cpu()], rtol=oracle.NORM_RTOL[torch.float32])
+
+
+def norms_of_many_lists():
+    """More lists of 2,000 tensors than tables are kept, and their elements."""
+    base = oracle.dyadic([10020], torch.float32).to(GPU)
+    slices = [base[start : start + 10000] for start in range(20)]
+    return [accumext.total_norm(s.split(5)) for s in slices], slices
+
+
+def test_more_lists_than_tables_are_kept():
+    for _ in range(2):
+        for norm, elements in zip(*norms_of_many_lists()):
+            oracle.assert_norm(norm.cpu(), [elements.cpu()])
+
+
+def test_lists_that_come_and_go():
+    for n in torch.randint(1, 3000, [100]).tolist():
+        main_dtype, grad_dtype = DTYPE_PAIRS[n % 16]
+        expected, grad = oracle.dyadic([n], main_dtype), oracle.dyadic([n], grad_dtype)
+        main_grad = expected.to(GPU)
+        accumext.accumulate_([main_grad], [grad.to(GPU)])
+        reference.accumulate_([expected], [grad])
+        assert_bits([main_grad], [expected])
+
+
+# --- the host does not wait, and launches little --------------------------------------------------
+
+
+@contextlib.contextmanager
+def sleeping_gpu():
+    """Fails if torch sees the host wait, or if the GPU, which is to sleep, is awake at the end."""
+    spare = [torch.empty(2**19, dtype=torch.uint8, device=GPU) for _ in range(8)]
+    del spare  # now torch's allocator need not ask the driver, which may wait
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    awake = torch.cuda.Event()
+    awake.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not awake.query(), "the host waited for the GPU"
+
+
+@pytest.mark.parametrize("tensors", [1, 64, 2000])
+@pytest.mark.parametrize("seen", [False, True], ids=["first_seen", "seen_before"])
+def test_no_call_waits(op, seen, tensors):
+    first, second = mixed(tensors), mixed(tensors)
+    op(*first)  # kernels are loaded and memory is taken at the first call
+    with sleeping_gpu():
+        op(*(first if seen else second))
+
+
+def train(device, *, scaled, dtype=torch.float32, guard=contextlib.nullcontext):
+    """Two windows of three micro-batches, the second under `guard`."""
+    model = make_model(dtype).to(device)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    scaler = torch.amp.GradScaler(device.type, init_scale=64.0) if scaled else None
+    opt = accumext.AccumulatingOptimizer(adam, window=3, max_norm=0.1, scaler=scaler)
+    batches = [batch.to(device) for batch in make_batches(6, dtype)]
+    weight = torch.tensor(3.0, device=device)
+    for part, context in ((batches[:3], contextlib.nullcontext()), (batches[3:], guard())):
+        with context:
+            for batch in part:
+                opt.backward(loss_of(model, batch), weight)
+                opt.step()
+    assert opt.stepped
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
+def test_no_window_waits_with_a_fused_optimizer(scaled, dtype):
+    train(GPU, scaled=scaled, dtype=dtype, guard=sleeping_gpu)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
+def test_a_window_trains_as_on_the_cpu(scaled):
+    expected = train(torch.device("cpu"), scaled=scaled)
+    got = [p.cpu() for p in train(GPU, scaled=scaled)]
+    assert_close(got, expected, TRAINING_TOLERANCE)
+
+
+def launched(call):
+    """By what a call puts work on the GPU: launches of kernels, copies, fills."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in record.events() if event.name.startswith(LAUNCHES)]
+
+
+def test_launches_do_not_grow_with_the_list(op):
+    if not launched(lambda: torch.ones(5, device=GPU)):
+        pytest.skip("torch.profiler sees no kernels on this machine")
+    one, many, new = mixed(1), mixed(2000), mixed(2000)
+    for arguments in (one, many):
+        op(*arguments)
+    names = launched(lambda: op(*many))
+    assert len(names) == len(launched(lambda: op(*one)))
+    assert len(names) <= KERNELS_PER_CALL, names
+    names = launched(lambda: op(*new))
+    copied = sum("Memcpy" in name for name in names)
+    assert copied <= 1, names
+    assert len(names) - copied <= KERNELS_PER_CALL, names
+
+
+# --- streams, captures, devices -------------------------------------------------------------------
+
+
+def test_a_call_is_in_order_with_its_stream(op):
+    source, arguments = mixed(), mixed()
+    op(*arguments)  # the default stream has used these tensors
+    expected = copies(source)
+    expected_norm = op(*expected)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(SLEEP_CYCLES // 4)
+        for to, values in zip(results(arguments, None), results(source, None)):
+            to.copy_(values)
+        norm = op(*arguments)
+        got = [t.clone() for t in results(arguments, norm)]
+    torch.cuda.synchronize()
+    assert_bits(got, results(expected, expected_norm))
+
+
+def test_threads_with_streams_of_their_own():
+    def work(arguments, norms):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                norms.append(accumext.total_norm(arguments[1]))
+            torch.cuda.current_stream().synchronize()
+
+    lists = [mixed(10 + i) for i in range(4)]
+    expected = [accumext.total_norm(arguments[1]) for arguments in lists]
+    found = [[] for _ in lists]
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(lists, found)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for norms, want in zip(found, expected):
+        assert len(norms) == 50
+        assert all(torch.equal(norm, want) for norm in norms)
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["first_seen", "seen_before"])
+def test_a_replayed_graph_has_the_bits_of_eager_calls(op, seen):
+    arguments = mixed()
+    op(*mixed())  # kernels are not loaded in a capture
+    if seen:
+        op(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = op(*arguments)
+    for _ in range(3):
+        values = mixed()
+        for to, value in zip(results(arguments, None), results(values, None)):
+            to.copy_(value)
+        expected_norm = op(*values)
+        norms_of_many_lists()
+        graph.replay()
+        assert_bits(results(arguments, norm), results(values, expected_norm))
+
+
+def test_the_device_is_that_of_the_tensors(op):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    here = mixed()
+    there = copies(here, "cuda:1")
+    norm = op(*there)
+    assert torch.cuda.current_device() == 0
+    assert_bits(results(there, norm), results(here, op(*here)))

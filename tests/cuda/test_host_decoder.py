@@ -1,0 +1,374 @@
+"""The decoder's kernels of csrc/cuda, run on the host: against float64 truth, and exact data.
+
+Each call runs with several grids and orders of the threads, which must leave the same bits; see
+host_cuda. Launchers, captures and speed are for test_cuda_decoder.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from host_cuda import ASCENDING, DESCENDING, ORDERS, SHUFFLED
+from host_cuda.decoder import HostDecoder
+from support.decode_cases import (
+    COLUMNS,
+    KINDS,
+    LAYOUTS,
+    LSTM,
+    RNN_RELU,
+    ROWS,
+    Softmax,
+    assert_samples,
+    assert_statistics,
+    check_advance,
+    check_gradient,
+    first_argmax,
+)
+from support.tensors import FLOAT_DTYPES, dtype_id
+
+from accumext.decoder import _operators_reference as reference
+
+pytestmark = pytest.mark.slow  # compiles the kernels
+
+ACCUMULATED = (torch.float32, torch.float64)
+# A tile has 4096 elements: chunks of 4096 columns of one row, of 2048 of two rows, ... down to 512
+# of eight. Threads take 2 or 4 columns at once where rows are aligned.
+COLUMN_EDGES = (1, 3, 5, 511, 512, 513, 1023, 1025, 2049, 4095, 4096, 4097, 8197)
+ONE_RUN = ((SHUFFLED, 2),)
+TWO_RUNS = ((DESCENDING, 1), (SHUFFLED, 3))
+
+
+@pytest.fixture(scope="module")
+def kernels(host_executable):
+    return HostDecoder(host_executable("decoder"))
+
+
+@pytest.fixture(params=ACCUMULATED, ids=dtype_id)
+def dtype(request):
+    return request.param
+
+
+def drawn(count, columns, dtype=torch.float32):
+    return (3 * torch.randn(count, columns)).to(dtype), torch.randint(columns, [count])
+
+
+# --- softmax_stats --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", COLUMN_EDGES)
+@pytest.mark.parametrize("layout", [ROWS, "shifted_slices", COLUMNS])
+def test_statistics_at_every_edge(kernels, layout, columns, dtype):
+    for count in (1, 3) if layout != COLUMNS else (2, 5, 9):
+        values, targets = drawn(count, columns, dtype)
+        targets[-1] = columns - 1
+        exps = LAYOUTS[layout](torch.zeros_like(values))
+        runs = ONE_RUN if count > 3 else TWO_RUNS
+        op = kernels.softmax_stats
+        found = Softmax(op, LAYOUTS[layout](values), targets, exps=exps, runs=runs)
+        assert_statistics(found, values, targets)
+        assert torch.equal(found.tokens, first_argmax(values))
+
+
+@pytest.mark.parametrize("exps_layout", ["aligned_slices", "columns_of_more", "every_other"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides(kernels, layout, exps_layout):
+    for count, columns in ((1, 520), (7, 520), (3, 4100)):
+        values, targets = drawn(count, columns)
+        exps = LAYOUTS[exps_layout](torch.zeros(count, columns))
+        op = kernels.softmax_stats
+        found = Softmax(op, LAYOUTS[layout](values), targets, exps=exps, runs=ONE_RUN)
+        assert_statistics(found, values, targets)
+        assert torch.equal(found.tokens, first_argmax(values))
+
+
+@pytest.mark.parametrize("exps_dtype", FLOAT_DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("layout", ["aligned_slices", COLUMNS])
+def test_exps_of_every_dtype(kernels, layout, exps_dtype, dtype):
+    values, targets = drawn(3, 1030, dtype)
+    exps = LAYOUTS[layout](torch.zeros(3, 1030, dtype=exps_dtype))
+    found = Softmax(kernels.softmax_stats, LAYOUTS[layout](values), targets, exps=exps)
+    assert_statistics(found, values, targets)
+
+
+@pytest.mark.parametrize("layout", [ROWS, COLUMNS])
+def test_the_sum_of_a_large_vocabulary(kernels, layout, dtype):
+    values, targets = drawn(2, 50257, dtype)
+    found = Softmax(kernels.softmax_stats, LAYOUTS[layout](values), targets, runs=TWO_RUNS)
+    assert_statistics(found, values, targets)
+    assert torch.equal(found.tokens, first_argmax(values))
+
+
+@pytest.mark.parametrize("layout", [ROWS, COLUMNS])
+def test_the_bits_do_not_depend_on_the_grid_or_the_order(kernels, layout):
+    runs = [*zip(ORDERS, (1, 2, 5)), (ASCENDING, 3), (SHUFFLED, 30)]
+    count = 2 if layout == ROWS else 9
+    values, targets = drawn(count, 8200)
+    exps = LAYOUTS[layout](torch.zeros_like(values))
+    for uniforms in (None, torch.rand(count, dtype=torch.float64)):
+        Softmax(
+            kernels.softmax_stats,
+            LAYOUTS[layout](values),
+            targets,
+            uniforms=uniforms,
+            temperature=0.7,
+            exps=exps,
+            runs=runs,
+        )
+
+
+@pytest.mark.parametrize("layout", [ROWS, "shifted_slices", COLUMNS])
+def test_the_first_of_equal_logits_wins(kernels, layout):
+    """Two peaks each: neighbours, of one thread, of one warp, of two warps, of two chunks."""
+    columns = 8200
+    pairs = [(0, 1), (0, 3), (5, 261), (31, 32), (40, 2000), (511, 512), (512, 8199), (4095, 4096)]
+    pairs += [(1, 4097), (8191, 8192), (8198, 8199), (0, 8199), (3, 4), (1023, 1024), (255, 256)]
+    values = torch.full([len(pairs), columns], -1.0)
+    for row, pair in enumerate(pairs):
+        values[row, list(pair)] = 2.0
+    targets = torch.tensor([second for _, second in pairs])
+    op = kernels.softmax_stats
+    found = Softmax(op, LAYOUTS[layout](values), targets, runs=TWO_RUNS)
+    assert found.tokens.tolist() == [first for first, _ in pairs]
+    assert_statistics(found, values, targets)
+    found = Softmax(op, LAYOUTS[layout](torch.zeros(3, columns)), targets[:3], runs=ONE_RUN)
+    assert found.tokens.tolist() == [0, 0, 0]
+    assert found.stats[1].tolist() == [columns] * 3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
+@pytest.mark.parametrize("layout", [ROWS, COLUMNS])
+def test_samples(kernels, layout, temperature, dtype):
+    for count, columns in ((8, 5), (3, 700), (9, 2100), (2, 9001)):
+        values, targets = drawn(count, columns, dtype)
+        uniforms = torch.rand(count, dtype=torch.float64)
+        uniforms[0], uniforms[-1] = 0.0, 1.0 - 2.0**-53
+        found = Softmax(
+            kernels.softmax_stats,
+            LAYOUTS[layout](values),
+            targets,
+            uniforms=uniforms,
+            temperature=temperature,
+            runs=ONE_RUN,
+        )
+        assert_samples(found.tokens, values, uniforms, temperature)
+        assert_statistics(found, values, targets)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("layout", [ROWS, "shifted_slices", COLUMNS])
+def test_samples_of_equal_probabilities_are_exact(kernels, layout, temperature):
+    """Logits of 0 and -inf: every sum is a whole number, and so are the thresholds."""
+    columns, count = 8200, 12
+    masses = [2**n for n in range(count)]
+    values = torch.full([count, columns], -math.inf)
+    allowed = [torch.randperm(columns)[:mass].sort().values for mass in masses]
+    for row, some in zip(values, allowed):
+        row[some] = 0.0
+    for choose in (lambda n: 0, lambda n: n - 1, lambda n: n // 2):
+        ranks = [choose(mass) for mass in masses]
+        uniforms = torch.tensor([r / n for r, n in zip(ranks, masses)], dtype=torch.float64)
+        found = Softmax(
+            kernels.softmax_stats,
+            LAYOUTS[layout](values),
+            torch.tensor([int(some[0]) for some in allowed]),
+            uniforms=uniforms,
+            temperature=temperature,
+            runs=ONE_RUN,
+        )
+        assert found.tokens.tolist() == [int(a[r]) for a, r in zip(allowed, ranks)]
+        assert found.stats[1].tolist() == masses
+
+
+@pytest.mark.parametrize("layout", [ROWS, COLUMNS])
+def test_the_smallest_temperature_takes_the_argmax(kernels, layout, dtype):
+    values, targets = drawn(4, 5000, dtype)
+    uniforms = torch.tensor([0.0, 0.3, 0.9, 1.0 - 2.0**-53], dtype=torch.float64)
+    for temperature in (1e-30, 5e-324):
+        found = Softmax(
+            kernels.softmax_stats,
+            LAYOUTS[layout](values),
+            targets,
+            uniforms=uniforms,
+            temperature=temperature,
+            runs=ONE_RUN,
+        )
+        assert torch.equal(found.tokens, first_argmax(values))
+
+
+def test_an_infinite_temperature_takes_any_token_that_is_not_masked(kernels, dtype):
+    values, _ = drawn(4, 100, dtype)
+    values[:, 4:] = -math.inf
+    uniforms = torch.tensor([0.0, 0.3, 0.6, 0.9], dtype=torch.float64)
+    found = Softmax(
+        kernels.softmax_stats,
+        values,
+        torch.zeros(4, dtype=torch.int64),
+        uniforms=uniforms,
+        temperature=math.inf,
+    )
+    assert found.tokens.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("layout", [ROWS, COLUMNS])
+def test_masked_vocabularies(kernels, layout, dtype):
+    """-inf in whole chunks: before, behind and between those that have a number."""
+    values, targets = drawn(4, 9000, dtype)
+    values[0, :4200] = -math.inf
+    values[1, 2:] = -math.inf
+    values[2, 500:8800] = -math.inf
+    values[3, :8999] = -math.inf
+    for uniforms in (None, torch.tensor([0.0, 0.99, 0.5, 0.5], dtype=torch.float64)):
+        exps = LAYOUTS[layout](torch.zeros_like(values))
+        found = Softmax(
+            kernels.softmax_stats,
+            LAYOUTS[layout](values),
+            targets,
+            uniforms=uniforms,
+            temperature=0.8,
+            exps=exps,
+            runs=ONE_RUN,
+        )
+        assert_statistics(found, values, targets)
+        if uniforms is None:
+            assert torch.equal(found.tokens, first_argmax(values))
+        else:
+            assert_samples(found.tokens, values, uniforms, 0.8)
+
+
+def test_the_largest_uniform_number_picks_no_masked_token(kernels, dtype):
+    """Where sums in two orders differ, the running sum may stay below the threshold."""
+    values, targets = drawn(48, 700, dtype)
+    values[:, 500:] = -math.inf
+    uniforms = torch.full([48], 1 - 2.0**-53, dtype=torch.float64)
+    found = Softmax(
+        kernels.softmax_stats, values, targets, uniforms=uniforms, temperature=0.8, runs=ONE_RUN
+    )
+    assert_samples(found.tokens, values, uniforms, 0.8)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sample"])
+@pytest.mark.parametrize("layout", [ROWS, COLUMNS])
+def test_rows_that_are_not_numbers_keep_to_themselves(kernels, layout, sampled):
+    columns = 5000
+    values, targets = drawn(6, columns)
+    wrong = {0: (4100, math.nan), 2: (0, math.inf), 3: (columns - 1, math.nan)}
+    for row, (column, value) in wrong.items():
+        values[row, column] = value
+    values[5] = -math.inf
+    values[0, 4500] = math.nan  # not the first
+    uniforms = torch.full([6], 0.5, dtype=torch.float64) if sampled else None
+    op, exps = kernels.softmax_stats, LAYOUTS[layout](torch.zeros_like(values))
+    found = Softmax(
+        op, LAYOUTS[layout](values), targets, uniforms=uniforms, exps=exps, runs=TWO_RUNS
+    )
+    for row, column in [(row, at) for row, (at, _) in wrong.items()] + [(5, 0)]:
+        assert found.stats[1, row].isnan()
+        assert found.tokens[row] == column
+        assert found.exps[row].isnan().any()
+    good = [1, 4]
+    half = None if uniforms is None else uniforms[good]
+    alone = Softmax(op, values[good], targets[good], uniforms=half)
+    assert torch.equal(found.tokens[good], alone.tokens)
+    torch.testing.assert_close(found.stats[:, good], alone.stats)
+
+
+def test_a_target_outside_of_the_vocabulary_reads_nothing(kernels):
+    values, _ = drawn(3, 100)
+    targets = torch.tensor([-1, 100, 99])
+    exps = torch.zeros(3, 100)
+    found = Softmax(kernels.softmax_stats, values, targets, exps=exps)
+    assert found.stats[2].isnan().tolist() == [True, True, False]
+    assert (exps[:2] > 0.0).all()
+
+
+def test_strided_columns(kernels):
+    """Targets, uniform numbers and tokens that are not next to each other."""
+    values, targets = drawn(5, 600)
+    uniforms = torch.rand(5, dtype=torch.float64)
+    expected = Softmax(kernels.softmax_stats, values, targets, uniforms=uniforms)
+    spread = [torch.stack([t, t + 1], 1)[:, 0] for t in (targets, uniforms)]
+    tokens = torch.full([5, 3], -7)
+    stats = torch.full([5, 3], math.nan).t()
+    kernels.softmax_stats(values, spread[0], spread[1], 1.0, None, tokens[:, 1], stats)
+    assert torch.equal(tokens[:, 1], expected.tokens)
+    assert (tokens[:, ::2] == -7).all()
+    assert torch.equal(stats, expected.stats)
+
+
+@pytest.mark.parametrize(
+    "uniforms", [None, torch.rand(6, dtype=torch.float64)], ids=["max", "draw"]
+)
+def test_the_reference_says_the_same(kernels, uniforms, dtype):
+    values, targets = drawn(6, 3000, dtype)
+    found, expected = (
+        Softmax(
+            op,
+            values.clone(),
+            targets,
+            uniforms=uniforms,
+            temperature=0.9,
+            exps=torch.zeros_like(values),
+        )
+        for op in (kernels.softmax_stats, reference.softmax_stats)
+    )
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.stats, expected.stats, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(found.exps, expected.exps, rtol=4e-6, atol=0.0)
+
+
+# --- cells ----------------------------------------------------------------------------------------
+
+SHAPES = [(1, 1), (3, 255), (2, 256), (5, 257), (4, 700)]
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["all", "some"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", [check_advance, check_gradient], ids=["advance", "gradient"])
+def test_cells(kernels, step, kind, ended, dtype):
+    for op in (kernels, reference):
+        run = op.rnn_advance if step is check_advance else op.rnn_gradient
+        for shape in SHAPES:
+            live = torch.rand(shape[0]) < 0.6 if ended else None
+            step(run, kind, shape, dtype, live=live)
+        for layout in (ROWS, COLUMNS):
+            live = torch.tensor([True, False, True])
+            step(run, kind, (3, 40), dtype, live=live, layout=LAYOUTS[layout])
+
+
+def test_a_state_may_be_advanced_in_place(kernels):
+    from_x, from_h, h, c = (torch.randn(3, n) for n in (80, 80, 20, 20))
+    live = torch.tensor([True, False, True])
+    expected = torch.zeros(3, 20), torch.zeros(3, 20)
+    kernels.rnn_advance(LSTM, from_x, from_h, live, h, c, *expected)
+    kernels.rnn_advance(LSTM, from_x, from_h, live, h, c, h, c)
+    assert torch.equal(h, expected[0])
+    assert torch.equal(c, expected[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extremes_saturate_and_a_nan_stays(kernels, kind):
+    x = torch.tensor([[200.0], [-200.0], [math.nan], [-0.5]])
+    gates = {0: 3, 1: 4}.get(kind, 1)
+    from_x, zero, state = x.expand(4, gates).contiguous(), torch.zeros(4, gates), torch.ones(4, 1)
+    got, want = ([torch.zeros(4, 1), torch.zeros(4, 1)] for _ in range(2))
+    for op, into in ((kernels.rnn_advance, got), (reference.rnn_advance, want)):
+        c, c_next = (state, into[1]) if kind == LSTM else (None, None)
+        op(kind, from_x, zero, None, state, c, into[0], c_next)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7, equal_nan=True)
+    assert got[0][2].isnan()
+    assert kind != RNN_RELU or got[0].flatten()[[0, 1, 3]].tolist() == [200.0, 0.0, 0.0]
+
+
+def test_nothing_of_an_ended_row_is_computed_with(kernels):
+    """NaN in a row that is not live reaches no gradient."""
+    nan, dead = torch.full([1, 12], math.nan), torch.tensor([False])
+    d_x, d_h, dh, dc = nan.clone(), nan.clone(), torch.ones(1, 3), torch.ones(1, 3)
+    kernels.rnn_gradient(
+        LSTM, nan[:, :3], nan, nan[:, :3], nan[:, :3], nan[:, :3], dead, dh, dc, d_x, d_h
+    )
+    assert not d_x.any()
+    assert not d_h.any()
+    assert (dh == 1.0).all()
+    assert (dc == 1.0).all()

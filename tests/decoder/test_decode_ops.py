@@ -1,0 +1,356 @@
+"""The head's operator against its definition in float64: logits, statistics, tokens, samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tensors import dtype_id
+from torch import Tensor
+
+import accumext  # noqa: F401  (registers the operators)
+
+head_forward = torch.ops.accumext.head_forward.default
+
+# Around row blocks of 6, 12 and 32, and spans of 480 rows of the weight.
+VOCABULARIES = [1, 2, 5, 6, 7, 11, 12, 13, 25, 31, 32, 33, 479, 480, 481, 491, 513, 960, 961, 5000]
+DEPTHS = [1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 129]  # around vectors, cache lines and pairs
+ROWS = [*range(1, 10), 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 70]
+DTYPES = [  # of hidden and the sums, of the weight
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+]
+UNTOUCHED = 7.0
+# Roundings on the way to an exponential besides those of its argument: its own, within two units
+# in the last place, twice as many for good measure.
+EXP_ULPS = 8
+LARGEST_UNIFORM = 1 - 2.0**-53  # the largest double below 1
+
+
+@dataclass
+class Found:
+    """What the operator wrote."""
+
+    tokens: Tensor  # [M]
+    peak: Tensor  # [M]
+    total: Tensor
+    target_logit: Tensor
+    exps: Tensor | None  # [M, V]
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    uniforms: Tensor | None = None,
+    temperature: float = 1.0,
+    exps_dtype: torch.dtype | None = None,
+    columns: int = 32,
+    room: tuple[int, int] = (0, 0),  # columns of a larger workspace before and behind
+) -> Found:
+    rows, words = len(hidden), len(weight)
+    workspace, exps = None, None
+    if exps_dtype is not None:
+        wide = (words, room[0] + rows + room[1])
+        workspace = torch.full(wide, UNTOUCHED, dtype=exps_dtype)
+        exps = workspace[:, room[0] : room[0] + rows].t()
+    tokens = torch.full((rows,), -1)
+    stats = hidden.new_full((3, rows), math.nan)
+    head_forward(hidden, weight, bias, targets, uniforms, temperature, exps, columns, tokens, stats)
+    if workspace is not None:
+        assert (workspace[:, : room[0]] == UNTOUCHED).all()
+        assert (workspace[:, room[0] + rows :] == UNTOUCHED).all()
+    return Found(tokens, *stats, exps)
+
+
+@dataclass
+class Truth:
+    """Logits in float64, and the largest error that sums in hidden's dtype can have."""
+
+    z: Tensor  # [M, V]
+    error: Tensor  # [M, V]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Truth:
+        h, w = hidden.to(weight.dtype).double(), weight.double()
+        b = torch.zeros(len(w)).double() if bias is None else bias.double()
+        # n terms in any order: each is rounded no more than n + 1 times
+        bound = torch.finfo(hidden.dtype).eps * (hidden.shape[1] + 2)
+        return cls(h @ w.t() + b, bound * (h.abs() @ w.abs().t() + b.abs()), hidden.dtype)
+
+    def check(self, found: Found, targets: Tensor, exps_dtype: torch.dtype | None) -> None:
+        eps = torch.finfo(self.dtype).eps
+        rows = torch.arange(len(targets))
+        off = self.error.amax(1)  # of any logit of a row
+        peak, _ = self.z.max(1)
+        assert ((found.peak - peak).abs() <= off).all()
+        assert ((found.target_logit - self.z[rows, targets]).abs() <= off).all()
+        picked = self.z[rows, found.tokens]
+        assert (picked >= peak - 2 * off).all()
+        away = self.z - peak[:, None]
+        exact = away.exp()
+        relative = 2 * off[:, None] + eps * (away.abs() + EXP_ULPS)
+        smallest = torch.finfo(self.dtype).tiny  # below it, 0
+        error = exact * relative.expm1() + smallest
+        # summed in any order
+        in_sum = error.sum(1) + exact.sum(1) * eps * min(len(self.z[0]), 480)
+        assert ((found.total - exact.sum(1)).abs() <= in_sum).all()
+        if found.exps is not None:
+            assert exps_dtype is not None
+            exact[rows, targets] = 0
+            kept = torch.finfo(exps_dtype).eps
+            assert ((found.exps.double() - exact).abs() <= error + exact * kept).all()
+            assert (found.exps[rows, targets] == 0).all()
+
+
+def problem(
+    rows: int, words: int, depth: int, dtypes: tuple[torch.dtype, torch.dtype], bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    hidden = torch.randn(rows, depth, dtype=torch.float64).to(dtypes[0])
+    weight = (torch.randn(words, depth, dtype=torch.float64) * 2 / depth**0.5).to(dtypes[1])
+    shift = torch.randn(words, dtype=dtypes[0]) if bias else None
+    return hidden, weight, shift, torch.randint(words, (rows,))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: dtype_id(d[1]))
+@pytest.mark.parametrize("words", VOCABULARIES)
+def test_every_vocabulary(words: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    for rows, depth in ((1, 17), (13, 64)):
+        hidden, weight, bias, targets = problem(rows, words, depth, dtypes, True)
+        found = forward(hidden, weight, bias, targets, exps_dtype=dtypes[0])
+        Truth.of(hidden, weight, bias).check(found, targets, dtypes[0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.sampled_from(ROWS),
+    words=st.sampled_from(VOCABULARIES[:-1]),
+    depth=st.sampled_from(DEPTHS),
+    dtypes=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    stride=st.integers(0, 3),
+    kept=st.sampled_from(["none", "wide", "bfloat16"]),
+    columns=st.integers(1, 33),
+    room=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    seed=st.integers(0, 2**20),
+)
+def test_any_shape(
+    rows: int, words: int, depth: int, dtypes: tuple[torch.dtype, torch.dtype], bias: bool,
+    stride: int, kept: str, columns: int, room: tuple[int, int], seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    hidden, weight, shift, targets = problem(rows, words, depth, dtypes, bias)
+    wide = weight.new_full((words, depth + stride), math.nan)
+    wide[:, :depth] = weight
+    exps_dtype = {"none": None, "wide": dtypes[0], "bfloat16": torch.bfloat16}[kept]
+    if dtypes[0] == torch.float64 and kept == "bfloat16":
+        exps_dtype = torch.float64
+    found = forward(hidden, wide[:, :depth], shift, targets, None, 1.0, exps_dtype, columns, room)
+    Truth.of(hidden, weight, shift).check(found, targets, exps_dtype)
+
+
+TIES = [
+    [(0, 1)], [(1, 5), (5, 6)], [(11, 12)], [(479, 480)], [(0, 960), (480, 961)], [(959, 960)],
+    [(3, 4), (3, 484), (3, 963)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: dtype_id(d[1]))
+@pytest.mark.parametrize("ties", TIES, ids=str)
+def test_ties_go_to_the_lowest_index(
+    ties: list[tuple[int, int]], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Exactly representable logits, at every position of a column within a vector."""
+    words, rows, depth = 964, 33, 3
+    weight = torch.zeros(words, depth, dtype=dtypes[1])
+    weight[:, 0] = -1
+    for pair in ties:
+        weight[list(pair), 0] = 2
+    hidden = torch.ones(rows, depth, dtype=dtypes[0])
+    found = forward(hidden, weight, None, torch.zeros(rows, dtype=torch.int64))
+    assert (found.tokens == min(min(pair) for pair in ties)).all()
+    # and of each column its own
+    hidden[::2, 0] = -1
+    found = forward(hidden, weight, None, torch.zeros(rows, dtype=torch.int64))
+    tied = {word for pair in ties for word in pair}
+    lowest = next(word for word in range(words) if word not in tied)
+    assert (found.tokens[::2] == lowest).all()
+    assert (found.tokens[1::2] == min(tied)).all()
+
+
+def test_equal_logits_give_token_0_and_count_the_words() -> None:
+    for words in (1, 12, 480, 481, 5000):
+        hidden, weight = torch.randn(5, 4), torch.zeros(words, 4)
+        targets = torch.full((5,), words - 1)
+        found = forward(hidden, weight, None, targets, exps_dtype=torch.float32)
+        assert (found.tokens == 0).all()
+        assert (found.total == words).all()
+        assert found.exps is not None
+        assert (found.exps.sum(1) == words - 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
+def test_words_ruled_out_by_the_bias(dtype: torch.dtype) -> None:
+    hidden, weight, bias, _ = problem(9, 485, 16, (dtype, dtype), True)
+    assert bias is not None
+    allowed = torch.tensor([3, 200, 481])
+    bias[[v for v in range(485) if v not in allowed.tolist()]] = -math.inf
+    targets = allowed[torch.arange(9) % 3]
+    found = forward(hidden, weight, bias, targets, exps_dtype=dtype)
+    z = (hidden @ weight.t() + bias)[:, allowed]
+    assert torch.equal(found.tokens, allowed[z.argmax(1)])
+    expected = (z - z.amax(1, keepdim=True)).exp().sum(1)
+    torch.testing.assert_close(found.total, expected, rtol=1e-5, atol=0)
+    assert found.exps is not None
+    assert (found.exps[:, bias.isinf()] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
+def test_huge_logits_neither_overflow_nor_lose_the_peak(dtype: torch.dtype) -> None:
+    hidden = torch.tensor([[1e4], [-1e4], [1.0]], dtype=dtype)
+    weight = torch.linspace(-1, 1, 501, dtype=dtype)[:, None].contiguous()
+    targets = torch.tensor([0, 0, 250])
+    found = forward(hidden, weight, None, targets, exps_dtype=dtype)
+    assert found.tokens.tolist() == [500, 0, 500]
+    assert found.peak.tolist() == [1e4, 1e4, 1.0]
+    assert found.total[0] == found.total[1] == 1
+    assert found.exps is not None
+    assert found.exps.isfinite().all()
+    assert found.exps[0, 500] == 1
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sample"])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: dtype_id(d[1]))
+def test_a_nan_stays_in_its_row(dtypes: tuple[torch.dtype, torch.dtype], sampled: bool) -> None:
+    hidden, weight, bias, targets = problem(19, 965, 8, dtypes, True)
+    uniforms = torch.rand(19, dtype=torch.float64) if sampled else None
+    clean = forward(hidden, weight, bias, targets, uniforms)
+    broken = [0, 7, 16]
+    hidden[broken, 3] = math.nan
+    found = forward(hidden, weight, bias, targets, uniforms, exps_dtype=dtypes[0])
+    assert ((found.tokens >= 0) & (found.tokens < 965)).all()
+    whole = [i for i in range(19) if i not in broken]
+    for name in ("tokens", "peak", "total", "target_logit"):
+        assert torch.equal(getattr(found, name)[whole], getattr(clean, name)[whole])
+    assert found.total[broken].isnan().all()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: dtype_id(d[1]))
+@pytest.mark.parametrize("words", [1, 2, 13, 480, 481, 1500])
+def test_samples_invert_the_running_sum(
+    words: int, dtypes: tuple[torch.dtype, torch.dtype], temperature: float
+) -> None:
+    rows = 70
+    hidden, weight, bias, targets = problem(rows, words, 17, dtypes, True)
+    uniforms = torch.rand(rows, dtype=torch.float64)
+    uniforms[0] = 0.0
+    found = forward(hidden, weight, bias, targets, uniforms, temperature, dtypes[0])
+    truth = Truth.of(hidden, weight, bias)
+    share = (truth.z / temperature).softmax(1).cumsum(1)
+    # rounding moves a border of the running sum by less than this
+    border = 1e-4 if dtypes[0] == torch.float32 else 1e-12
+    expected = torch.searchsorted(share, uniforms[:, None], right=True)[:, 0]
+    clear = ((share - uniforms[:, None]).abs() > border).all(1)
+    clear |= uniforms == 0
+    assert clear.sum() > rows / 2
+    assert torch.equal(found.tokens[clear], expected.clamp(max=words - 1)[clear])
+    # the statistics are those at temperature 1
+    exact = (truth.z - truth.z.amax(1, keepdim=True)).exp().sum(1)
+    torch.testing.assert_close(found.total.double(), exact, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize("words", [24, 480, 960, 1000])
+def test_no_sample_has_probability_zero(words: int, dtype: torch.dtype, temperature: float) -> None:
+    """Words that the bias rules out, first and last and at the ends of spans, at both ends of the
+    uniform numbers' range."""
+    rows = 64
+    hidden, weight, bias, targets = problem(rows, words, 8, (dtype, dtype), True)
+    assert bias is not None
+    bias[:5], bias[-5:], bias[470:480] = -math.inf, -math.inf, -math.inf
+    for extreme in (0.0, LARGEST_UNIFORM):
+        uniforms = torch.full((rows,), extreme, dtype=torch.float64)
+        found = forward(hidden, weight, bias, targets, uniforms, temperature)
+        assert bias[found.tokens].isfinite().all()
+        if extreme == 0:
+            assert (found.tokens == 5).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
+def test_a_first_span_without_a_possible_word_is_passed_over(
+    dtype: torch.dtype, temperature: float
+) -> None:
+    """At a uniform number of 0 the running sum has not passed it until a word is possible."""
+    hidden, weight, bias, targets = problem(64, 965, 8, (dtype, dtype), True)
+    assert bias is not None
+    bias[:481] = -math.inf
+    uniforms = torch.zeros(64, dtype=torch.float64)
+    found = forward(hidden, weight, bias, targets, uniforms, temperature)
+    assert (found.tokens == 481).all()
+
+
+def test_a_span_that_rounding_has_made_too_wide_gives_no_impossible_word() -> None:
+    """Uniform numbers just below a border between spans, behind which nothing is possible."""
+    words, rows = 960, 256
+    hidden, weight, bias, targets = problem(rows, words, 8, (torch.float32,) * 2, True)
+    assert bias is not None
+    bias[440:480] = -math.inf
+    share = Truth.of(hidden, weight, bias).z.softmax(1)[:, :480].sum(1)
+    for near in (-1e-7, -3e-8, 0.0):
+        found = forward(hidden, weight, bias, targets, share * (1 + near))
+        assert bias[found.tokens].isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("words", [7, 961])
+def test_frequencies_of_samples_are_the_softmax(words: int, temperature: float) -> None:
+    draws = 20000
+    logits = torch.randn(words) * 0.5
+    hidden, weight = torch.ones(draws, 1), logits[:, None].contiguous()
+    uniforms = torch.rand(draws, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    targets = torch.zeros(draws, dtype=torch.int64)
+    found = forward(hidden, weight, None, targets, uniforms, temperature)
+    expected = (logits.double() / temperature).softmax(0) * draws
+    counts = found.tokens.bincount(minlength=words).double()
+    chi_square = float(((counts - expected).square() / expected).sum())
+    freedom = max(1, words - 1)
+    # mean and 5 standard deviations of a chi-square, and the skew of few degrees of freedom
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom) + 15
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sample"])
+def test_threads_and_columns_change_no_bit(sampled: bool, two_threads: tuple[int, int]) -> None:
+    hidden, weight, bias, targets = problem(37, 2000, 33, (torch.float32,) * 2, True)
+    uniforms = torch.rand(37, dtype=torch.float64) if sampled else None
+    results = []
+    for threads in two_threads:
+        torch.set_num_threads(threads)
+        results.append(forward(hidden, weight, bias, targets, uniforms, 0.7, torch.float32))
+    one, two = results
+    assert torch.equal(one.tokens, two.tokens)
+    for name in ("peak", "total", "target_logit", "exps"):
+        torch.testing.assert_close(getattr(one, name), getattr(two, name), rtol=1e-6, atol=1e-6)
+    for columns in (1, 5):
+        few = forward(hidden, weight, bias, targets, uniforms, 0.7, torch.float32, columns)
+        assert torch.equal(few.tokens, one.tokens)
+        torch.testing.assert_close(few.total, one.total, rtol=1e-5, atol=0)
+
+
+def test_no_rows_are_no_work() -> None:
+    for columns in (1, 32):
+        found = forward(
+            torch.randn(0, 4), torch.randn(9, 4), None, torch.zeros(0, dtype=torch.int64),
+            exps_dtype=torch.float32, columns=columns, room=(2, 2),
+        )  # fmt: skip
+        assert found.tokens.numel() == 0

@@ -1,0 +1,273 @@
+"""The operator of a decoder's steps against torch's cells in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rnn_oracle import BATCHES, KINDS, UNITS, advance, close, make_cell
+from support.tensors import dtype_id
+from torch import Tensor, nn
+
+import accumext  # noqa: F401  (registers the operators)
+
+decode_steps = torch.ops.accumext.decode_steps.default
+
+
+@dataclass
+class Rollout:
+    """A decoder of several layers, its arguments, and the plain loop."""
+
+    kind: str
+    layers: int
+    batch: int
+    units: int
+    inputs: int  # E
+    words: int
+    steps: int
+    dtype: torch.dtype = torch.float64
+    no_bias: tuple[int, ...] = ()  # which of the 2 layers biases are missing
+    cells: list[nn.RNNCellBase] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        def rounded(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64).to(self.dtype).double()
+
+        self.table = rounded(self.words, self.inputs)
+        self.weight = rounded(self.words, self.units)
+        self.bias = rounded(self.words)
+        for layer in range(self.layers):
+            cell = make_cell(self.kind, self.units if layer else self.inputs, self.units)
+            with torch.no_grad():
+                for p in cell.parameters():
+                    p.copy_(p.to(self.dtype))
+                for side, bias in enumerate((cell.bias_ih, cell.bias_hh)):
+                    if 2 * layer + side in self.no_bias:
+                        bias.zero_()
+            self.cells.append(cell)
+        self.parts = 2 if self.kind == "lstm" else 1
+        self.start = [rounded(self.batch, self.units) for _ in range(self.layers * self.parts)]
+        self.targets = torch.randint(self.words, (self.steps, self.batch))
+
+    def weights(self) -> list[Tensor]:
+        found = []
+        for layer, cell in enumerate(self.cells):
+            biases = [cell.bias_ih, cell.bias_hh]
+            for side in range(2):
+                if 2 * layer + side in self.no_bias:
+                    biases[side] = torch.empty(0)
+            found += [cell.weight_ih, cell.weight_hh, *biases]
+        return [w.detach().to(self.dtype).contiguous() for w in found]
+
+    def plain(
+        self,
+        inputs: Tensor,  # [T, B], what is read
+        live: Tensor | None,  # bool [T, B]
+        kept: Tensor | None,
+        kept_scale: float,
+    ) -> tuple[list[Tensor], Tensor]:
+        """States [T + 1, B, H] of every layer and part, and the logits [T, B, V]."""
+        states = [[s] for s in self.start]
+        logits = []
+        for t in range(self.steps):
+            x = self.table[inputs[t]]
+            for layer, cell in enumerate(self.cells):
+                own = states[layer * self.parts : (layer + 1) * self.parts]
+                alive = None if live is None else live[t]
+                for part, new in zip(
+                    own, advance(cell, x, tuple(s[-1] for s in own), alive), strict=True
+                ):
+                    part.append(new.detach())
+                x = own[0][-1]
+                if kept is not None and layer + 1 < self.layers:
+                    x = x * kept[t, layer] * kept_scale
+            logits.append(x @ self.weight.t() + self.bias)
+        return [torch.stack(s) for s in states], torch.stack(logits)
+
+
+@dataclass
+class Steps:
+    """What decode_steps wrote."""
+
+    states: list[Tensor]
+    inputs: Tensor
+    live: Tensor | None
+    tokens: Tensor
+    exps: Tensor
+    stats: Tensor
+    rows: Tensor
+    calls: list[tuple[int, int]]  # (rows before, rows after) of each call
+
+
+def run(
+    rollout: Rollout,
+    *,
+    teacher: Tensor | None = None,
+    forced: Tensor | None = None,
+    live: Tensor | None = None,
+    eos: int = -1,
+    uniforms: Tensor | None = None,
+    temperature: float = 1.0,
+    kept: Tensor | None = None,
+    kept_scale: float = 1.0,
+    columns: int = 32,
+    borders: tuple[int, ...] = (),  # where one call ends and the next begins
+    pad: int = 1,
+) -> Steps:
+    r, dtype = rollout, rollout.dtype
+    states = []
+    for start in r.start:
+        states.append(start.new_full((r.steps + 1, *start.shape), float("nan")).to(dtype))
+        states[-1][0] = start
+    inputs, tokens = (torch.full((r.steps, r.batch), pad) for _ in range(2))
+    live = None if live is None else live.clone()
+    most = r.steps * r.batch
+    exps = torch.full((r.words, most), float("nan"), dtype=dtype)
+    stats = exps.new_full((3, most), float("nan"))
+    rows = torch.full((most,), -1)
+    used, calls = 0, []
+    marks = [0, *borders, r.steps]
+    for begin, end in pairwise(marks):
+        some = exps.new_full((3, most), float("nan"))
+        named = torch.full((most,), -1)
+        room = torch.cat([exps[:, used:], exps.new_empty(r.words, used)], 1).t()
+        count = decode_steps(
+            r.table.to(dtype), r.weights(), states, KINDS.index(r.kind), kept, kept_scale,
+            inputs, teacher, forced, live, eos, pad, uniforms, temperature, r.weight.to(dtype),
+            r.bias.to(dtype), r.targets, tokens, room, some, named, columns, begin, end,
+        )  # fmt: skip
+        exps[:, used : used + count] = room[:count].t()
+        stats[:, used : used + count] = some[:, :count]
+        rows[used : used + count] = named[:count]
+        assert (named[count:] == -1).all()
+        calls.append((used, used + count))
+        used += count
+    return Steps(states, inputs, live, tokens, exps, stats, rows, calls)
+
+
+def check(
+    rollout: Rollout, steps: Steps, live: Tensor | None, eos: int, pad: int = 1, **call: Tensor
+) -> None:
+    """The whole rollout against the plain loop on the tokens that were read."""
+    kept, scale = call.get("kept"), float(call.get("kept_scale", 1.0))
+    states, logits = rollout.plain(steps.inputs, steps.live, kept, scale)
+    for actual, expected in zip(steps.states, states, strict=True):
+        close(actual, expected)
+    alive = torch.ones_like(steps.inputs, dtype=torch.bool) if live is None else live.clone()
+    if eos >= 0:
+        for t in range(rollout.steps):
+            alive[t + 1 :] &= ~(alive[t] & (steps.tokens[t] == eos))
+        assert steps.live is not None
+        assert torch.equal(steps.live, alive)
+    rows = alive.flatten().nonzero()[:, 0]
+    count = steps.calls[-1][1]
+    assert count == len(rows)
+    assert torch.equal(steps.rows[:count], rows)
+    z = logits.flatten(0, 1)[rows]
+    peak = z.amax(1, keepdim=True)
+    exps = (z - peak).exp()
+    targets = rollout.targets.flatten()[rows]
+    close(steps.stats[0, :count], peak[:, 0])
+    close(steps.stats[1, :count], exps.sum(1))
+    close(steps.stats[2, :count], z.gather(1, targets[:, None])[:, 0])
+    close(steps.exps[:, :count].t(), exps.scatter(1, targets[:, None], 0))
+    tokens = torch.full_like(steps.tokens, pad)
+    if "uniforms" not in call:
+        tokens[alive] = logits.argmax(-1)[alive]
+        assert torch.equal(steps.tokens, tokens)
+    else:
+        share = (logits / call["temperature"]).softmax(-1).cumsum(-1)
+        sampled = torch.searchsorted(share, call["uniforms"][..., None], right=True)[..., 0]
+        tokens[alive] = sampled[alive].clamp(max=rollout.words - 1)
+        assert torch.equal(steps.tokens, tokens)
+    fed = steps.tokens[:-1]
+    if "teacher" in call:
+        fed = torch.where(call.get("forced", torch.ones_like(alive))[1:], call["teacher"][1:], fed)
+    fed = torch.where(alive[1:], fed, pad)
+    assert torch.equal(steps.inputs[1:], fed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    layers=st.integers(1, 3),
+    batch=st.sampled_from(BATCHES),
+    units=st.sampled_from(UNITS),
+    inputs=st.sampled_from([1, 5, 16, 17]),
+    words=st.sampled_from([2, 13, 481]),
+    missing=st.sets(st.integers(0, 5)),
+    feed=st.sampled_from(["greedy", "sample", "teacher", "mixed"]),
+    ends=st.sampled_from(["none", "lengths", "eos", "both"]),
+    dropped=st.booleans(),
+    columns=st.integers(1, 33),
+    border=st.integers(0, 4),
+    seed=st.integers(0, 2**20),
+)
+def test_steps_are_those_of_torchs_cells(
+    kind: str, layers: int, batch: int, units: int, inputs: int, words: int, missing: set[int],
+    feed: str, ends: str, dropped: bool, columns: int, border: int, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    steps = 5
+    rollout = Rollout(
+        kind, layers, batch, units, inputs, words, steps, no_bias=tuple(sorted(missing))
+    )
+    call = {}
+    if feed in ("teacher", "mixed"):
+        call["teacher"] = torch.randint(words, (steps, batch))
+    if feed == "mixed":
+        call["forced"] = torch.rand(steps, batch) < 0.5
+    if feed == "sample":
+        call["uniforms"] = torch.rand(steps, batch, dtype=torch.float64)
+        call["temperature"] = 1.5
+    live = None
+    if ends in ("lengths", "both"):
+        live = torch.arange(steps)[:, None] < torch.randint(0, steps + 1, (batch,))
+    elif ends == "eos":
+        live = torch.ones(steps, batch, dtype=torch.bool)
+    eos = 0 if ends in ("eos", "both") else -1
+    if dropped and layers > 1:
+        call["kept"] = torch.rand(steps, layers - 1, batch, units) < 0.6
+        call["kept_scale"] = 1 / 0.6
+    borders = (border,) if border else ()
+    found = run(rollout, live=live, eos=eos, columns=columns, borders=borders, **call)
+    check(rollout, found, live, eos, **call)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", [1, 8, 17, 33, 41])  # the last ends in one whole vector
+def test_steps_in_float32(kind: str, batch: int) -> None:
+    for units in (7, 48, 100):
+        rollout = Rollout(kind, 2, batch, units, 12, 100, 5, torch.float32)
+        teacher = torch.randint(100, (5, batch))
+        lengths = torch.randint(0, 6, (batch,))
+        live = torch.arange(5)[:, None] < lengths
+        steps = run(rollout, teacher=teacher, live=live)
+        states, _ = rollout.plain(steps.inputs, live, None, 1.0)
+        for actual, expected in zip(steps.states, states, strict=True):
+            close(actual, expected)
+            # a row that has ended keeps the bits of its state
+            for b, length in enumerate(lengths.tolist()):
+                assert (actual[length:, b] == actual[length, b]).all()
+
+
+@pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_a_narrow_table_with_a_stride(table_dtype: torch.dtype) -> None:
+    rollout = Rollout("gru", 1, 9, 12, 7, 13, 3, torch.float32)
+    rollout.table = rollout.table.to(table_dtype).double()
+    wide = torch.full((13, 11), float("nan"), dtype=table_dtype)
+    wide[:, :7] = rollout.table
+    inputs, tokens = torch.randint(13, (3, 9)), torch.zeros(3, 9, dtype=torch.int64)
+    states = [torch.zeros(4, 9, 12)]
+    states[0][0] = rollout.start[0]
+    decode_steps(
+        wide[:, :7], rollout.weights(), states, 0, None, 1.0, inputs, None, None, None, -1, 0,
+        None, 1.0, rollout.weight.float(), None, rollout.targets, tokens, None, None, None, 32, 0,
+        3,
+    )  # fmt: skip
+    expected, _ = rollout.plain(inputs, None, None, 1.0)
+    close(states[0], expected[0])

@@ -1,0 +1,148 @@
+"""What decode_loss feeds, predicts and leaves out: feedback, lengths, ends, padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.decode_oracle import decode, make_decoder, relative_distance
+from torch import nn
+
+import accumext
+
+STEPS, BATCH, VOCABULARY = 7, 3, 13
+EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
+
+
+def targets_with_hole() -> torch.Tensor:
+    targets = torch.randint(VOCABULARY, (STEPS, BATCH))
+    targets[STEPS // 2, 0] = -100
+    return targets
+
+
+def test_eos_stops_rows_that_emitted_it() -> None:
+    torch.manual_seed(3)  # a run in which rows end at different steps
+    decoder = make_decoder("gru", vocabulary=5, padding_idx=2)
+    targets = torch.randint(5, (20, BATCH))
+    eos = 1
+    out = accumext.decode_loss(
+        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state,
+        feedback="sample", temperature=2.0, eos=eos,
+    )  # fmt: skip
+    ended = torch.zeros(BATCH, dtype=torch.bool)
+    live = torch.zeros_like(targets, dtype=torch.bool)
+    for t, tokens in enumerate(out.tokens):
+        live[t] = ~ended
+        ended = ended | (tokens == eos) & live[t]
+    assert 0 < live.sum() < live.numel()
+    assert (out.tokens[~live] == 2).all()
+    assert (out.inputs[~live] == 2).all()
+    losses, divisor, _ = decode(decoder, targets, out.inputs, live)
+    torch.testing.assert_close(out.loss, (losses.sum() / divisor).detach(), rtol=EXACT, atol=EXACT)
+    distance = relative_distance(
+        decoder.gradients(out.loss), decoder.gradients(losses.sum() / divisor)
+    )
+    assert distance < EXACT
+
+
+def test_lengths_freeze_the_state() -> None:
+    decoder = make_decoder("lstm")
+    targets = torch.randint(VOCABULARY, (STEPS, BATCH))
+    lengths = torch.tensor([2, 0, 7])
+    call = (decoder.embedding, decoder.cell, decoder.head)
+    whole = accumext.decode_loss(*call, targets, decoder.state, feedback="teacher", lengths=lengths)
+    first_two = accumext.decode_loss(*call, targets[:2], decoder.state, feedback="teacher")
+    for frozen, part, start in zip(whole.state, first_two.state, decoder.state, strict=True):
+        assert torch.equal(frozen[:, 0], part[:, 0])
+        assert torch.equal(frozen[:, 1], start[:, 1])
+    assert (whole.token_losses[2:, 0] == 0).all()
+    assert (whole.token_losses[:, 1] == 0).all()
+
+
+def test_inputs_replay_a_run() -> None:
+    decoder = make_decoder("gru_cell")
+    targets = targets_with_hole()
+    call = (decoder.embedding, decoder.cell, decoder.head, targets, decoder.state)
+    mask = torch.rand(STEPS, BATCH) < 0.5
+    mixed = accumext.decode_loss(*call, feedback=mask, start=7)
+    assert (mixed.inputs[0] == 7).all()
+    fed = targets[:-1].where(targets[:-1] != -100, 0)
+    assert torch.equal(mixed.inputs[1:], fed.where(mask[1:], mixed.tokens[:-1]))
+    replay = accumext.decode_loss(*call, feedback="teacher", inputs=mixed.inputs)
+    assert torch.equal(replay.tokens, mixed.tokens)
+    torch.testing.assert_close(replay.loss, mixed.loss, rtol=EXACT, atol=0)
+    greedy = accumext.decode_loss(*call, feedback="greedy")
+    assert torch.equal(greedy.inputs[1:], greedy.tokens[:-1])
+
+
+def test_scheduled_draws_per_token_and_repeats_under_a_generator() -> None:
+    decoder = make_decoder("gru_cell", batch=50)
+    targets = torch.randint(VOCABULARY, (40, 50))
+    call = (decoder.embedding, decoder.cell, decoder.head, targets, decoder.state.detach())
+
+    def run(feedback: str, seed: int) -> accumext.DecodeOutput:
+        generator = torch.Generator().manual_seed(seed)
+        return accumext.decode_loss(
+            *call, feedback=feedback, teacher_forcing=0.3, generator=generator
+        )
+
+    for feedback in ("scheduled", "sample"):
+        one, same, other = run(feedback, 1), run(feedback, 1), run(feedback, 2)
+        assert torch.equal(one.inputs, same.inputs)
+        assert not torch.equal(one.inputs, other.inputs)
+    out = run("scheduled", 1)
+    told_apart = out.tokens[:-1] != targets[:-1]
+    forced = (out.inputs[1:] == targets[:-1])[told_apart].double()
+    # 1,800 coins of probability 0.3 have a standard deviation of 0.011
+    assert abs(forced.mean() - 0.3) < 0.055
+    assert forced.view(-1).unique().numel() == 2
+
+
+def test_samples_follow_the_softmax_at_a_temperature() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0])
+    head = (torch.zeros(3, 1), logits)
+    embedding, cell = torch.zeros(3, 1), nn.GRUCell(1, 1)
+    targets = torch.zeros(1, 20000, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    for temperature in (0.5, 1.0, 3.0):
+        out = accumext.decode_loss(
+            embedding, cell, head, targets, feedback="sample", temperature=temperature,
+            generator=generator,
+        )  # fmt: skip
+        share = out.tokens.flatten().bincount(minlength=3) / targets.numel()
+        # 20,000 draws: 5 standard deviations are 0.018
+        torch.testing.assert_close(share, (logits / temperature).softmax(0), rtol=0, atol=0.018)
+
+
+def test_ties_go_to_the_lowest_index() -> None:
+    weight = torch.zeros(7, 2)
+    bias = torch.tensor([0.0, 1.0, 2.0, 2.0, -1.0, 2.0, 0.0])
+    out = accumext.decode_loss(
+        torch.zeros(7, 2), nn.GRUCell(2, 2), (weight, bias), torch.zeros(3, 2, dtype=torch.int64),
+        feedback="greedy",
+    )  # fmt: skip
+    assert (out.tokens == 2).all()
+
+
+@pytest.mark.parametrize("feedback", ["teacher", "greedy"])
+def test_nothing_counted_is_zero_and_never_nan(feedback: str) -> None:
+    decoder = make_decoder("gru_cell")
+    for targets in (torch.full((4, BATCH), -100), torch.zeros(0, BATCH, dtype=torch.int64)):
+        for reduction in ("mean", "sum", "none"):
+            out = accumext.decode_loss(
+                decoder.embedding, decoder.cell, decoder.head, targets, decoder.state,
+                feedback=feedback, reduction=reduction, label_smoothing=0.1, z_loss=0.1,
+            )  # fmt: skip
+            assert (out.loss == 0).all()
+            grads = torch.autograd.grad(out.loss.sum(), decoder.leaves)
+            assert all((g == 0).all() for g in grads)
+
+
+def test_padding_is_fed_where_the_target_is_ignored() -> None:
+    decoder = make_decoder("gru_cell", padding_idx=6)
+    targets = targets_with_hole()
+    out = accumext.decode_loss(
+        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, feedback="teacher"
+    )
+    assert out.inputs[STEPS // 2 + 1, 0] == 6
+    out.loss.backward()
+    assert (decoder.embedding.weight.grad[6] == 0).all()

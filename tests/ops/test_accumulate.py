@@ -1,0 +1,226 @@
+"""accumulate_ against float64 truth, exact where the data are dyadic, and the reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import oracle
+
+import accumext
+from accumext import reference
+
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "every_second": lambda t: t.new_full((*t.shape[:-1], 2 * t.shape[-1]), 9)[..., ::2].copy_(t),
+    "inner_slice": lambda t: t.new_full([n + 4 for n in t.shape], 9)[2:-2, 2:-2, 2:-2, 2:-2].copy_(
+        t
+    ),
+    "reversed_dims": lambda t: t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "contiguous": lambda t: t.contiguous(),
+}
+NONFINITE = {"inf": math.inf, "minus_inf": -math.inf, "nan": math.nan}
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+def test_dyadic_data_is_exact_at_every_edge(main_dtype, grad_dtype, overwrite):
+    main_grads = [oracle.dyadic([n], main_dtype) for n in oracle.EDGE_SIZES]
+    grads = [oracle.dyadic([n], grad_dtype) for n in oracle.EDGE_SIZES]
+    expected = [
+        oracle.accumulated(m, g, 0.5, overwrite) for m, g in zip(main_grads, grads, strict=True)
+    ]
+    norm = accumext.accumulate_(main_grads, grads, inv_scale=0.5, overwrite=overwrite)
+    for size, got, want in zip(oracle.EDGE_SIZES, main_grads, expected, strict=True):
+        assert torch.equal(got, want), f"size {size}"
+    oracle.assert_norm(norm, expected)
+
+
+def test_every_pair_of_dtypes_in_one_call():
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+    pairs = list(itertools.product(dtypes, dtypes))
+    main_grads = [oracle.dyadic([7, 5], main) for main, _ in pairs]
+    grads = [oracle.dyadic([7, 5], grad) for _, grad in pairs]
+    expected = [oracle.accumulated(m, g) for m, g in zip(main_grads, grads, strict=True)]
+    norm = accumext.accumulate_(main_grads, grads)
+    assert all(map(torch.equal, main_grads, expected))
+    oracle.assert_norm(norm, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.sampled_from(oracle.EDGE_SIZES[:15]), max_size=12))
+def test_any_list_of_sizes(sizes):
+    main_grads = [oracle.dyadic([n], torch.float32) for n in sizes]
+    grads = [oracle.dyadic([n], torch.bfloat16) for n in sizes]
+    expected = [oracle.accumulated(m, g) for m, g in zip(main_grads, grads, strict=True)]
+    norm = accumext.accumulate_(main_grads, grads)
+    assert all(map(torch.equal, main_grads, expected))
+    oracle.assert_norm(norm, expected)
+
+
+@pytest.mark.parametrize("grad_layout", LAYOUTS)
+@pytest.mark.parametrize("main_layout", LAYOUTS)
+def test_any_strides(main_layout, grad_layout):
+    shape = (5, 3, 7, 34)
+    main_grad = LAYOUTS[main_layout](oracle.dyadic(shape, torch.float32))
+    grad = LAYOUTS[grad_layout](oracle.dyadic(shape, torch.float16))
+    expected = oracle.accumulated(main_grad, grad)
+    norm = accumext.accumulate_([main_grad], [grad])
+    assert torch.equal(main_grad, expected)
+    oracle.assert_norm(norm, [expected])
+
+
+def test_a_strided_tensor_of_several_chunks():
+    main_grad = oracle.dyadic((400, 401), torch.float32).t()
+    grad = oracle.dyadic((401, 400), torch.float64)
+    expected = oracle.accumulated(main_grad, grad)
+    accumext.accumulate_([main_grad], [grad])
+    assert torch.equal(main_grad, expected)
+
+
+def test_slices_leave_their_neighbours_alone(dtype):
+    base = oracle.dyadic([200], dtype)
+    expected = base.clone()
+    expected[3:97] = oracle.accumulated(base[3:97], torch.ones(94))
+    accumext.accumulate_([base[3:97]], [torch.ones(94)])
+    assert torch.equal(base, expected)
+
+
+def test_expanded_gradients_are_read():
+    main_grad = torch.zeros(4, 3)
+    accumext.accumulate_([main_grad], [torch.tensor([1.0, 2.0, 3.0]).expand(4, 3)])
+    assert torch.equal(main_grad, torch.tensor([[1.0, 2.0, 3.0]] * 4))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1, 1)], ids=str)
+def test_zero_dim_and_empty(shape, dtype):
+    main_grad, grad = oracle.dyadic(shape, dtype), oracle.dyadic(shape, dtype)
+    expected = oracle.accumulated(main_grad, grad)
+    norm = accumext.accumulate_([main_grad], [grad])
+    assert torch.equal(main_grad, expected)
+    oracle.assert_norm(norm, [expected])
+
+
+def test_no_tensors():
+    norm = accumext.accumulate_([], [])
+    assert norm.dtype == torch.float32
+    assert norm.item() == 0.0
+
+
+def test_main_gradients_may_be_the_gradients():
+    tensor = oracle.dyadic([70000], torch.float32)
+    expected = oracle.accumulated(tensor, tensor)
+    accumext.accumulate_([tensor], [tensor])
+    assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+def test_random_data_has_the_bits_of_the_reference(main_dtype, grad_dtype, overwrite):
+    main_grads = [oracle.random(shape, main_dtype) for shape in [(65537,), (33, 9), ()]]
+    grads = [oracle.random(m.shape, grad_dtype) for m in main_grads]
+    expected = [m.clone() for m in main_grads]
+    reference_norm = reference.accumulate_(expected, grads, inv_scale=0.37, overwrite=overwrite)
+    norm = torch.ops.accumext.accumulate_(main_grads, grads, inv_scale=0.37, overwrite=overwrite)
+    assert all(map(torch.equal, main_grads, expected))
+    truth, rtol = oracle.norm(expected), oracle.NORM_RTOL[norm.dtype]
+    oracle.assert_no_worse(norm, reference_norm, truth, rtol)
+
+
+def test_each_operation_is_rounded_once():
+    # 1 + 2**-12 squared needs 25 bits: a fused multiply-add, or double, would keep the last.
+    x = 1.0 + 2.0**-12
+    main_grad = torch.tensor([-1.0])
+    accumext.accumulate_([main_grad], [torch.tensor([x])], inv_scale=x)
+    assert main_grad.item() == 2.0**-11
+
+
+def test_half_accumulates_in_float32():
+    # In half precision 2049 is not representable; 2048 + 0.5 * 2 is rounded once, at the end.
+    main_grad = torch.tensor([2048.0], dtype=torch.float16)
+    accumext.accumulate_([main_grad], [torch.tensor([3.0], dtype=torch.float16)])
+    assert main_grad.item() == 2052.0  # 2051 lies between 2050 and 2052: to even
+
+
+@pytest.mark.parametrize("overload", ["function", "operator"])
+def test_inv_scale_as_tensor_equals_float_and_is_not_read(overload, dtype):
+    accumulate_ = accumext.accumulate_ if overload == "function" else torch.ops.accumext.accumulate_
+    grads = [oracle.random([100], torch.float32)]
+    by_float, by_tensor = [torch.zeros(100)], [torch.zeros(100)]
+    inv_scale = torch.tensor(0.37, dtype=dtype)
+    accumext.accumulate_(by_float, grads, inv_scale=inv_scale.item())
+    with oracle.DeviceReads() as reads:
+        accumulate_(by_tensor, grads, inv_scale=inv_scale)
+    assert torch.equal(by_tensor[0], by_float[0])
+    assert reads.count == 0
+
+
+def test_overwrite_reads_nothing_of_the_main_gradients(dtype):
+    grad = oracle.dyadic([50], dtype)
+    main_grad = torch.full([50], math.nan)
+    norm = accumext.accumulate_([main_grad], [grad], overwrite=True)
+    assert torch.equal(main_grad, grad.float())
+    oracle.assert_norm(norm, [main_grad])
+
+
+@pytest.mark.parametrize("value", NONFINITE.values(), ids=NONFINITE)
+@pytest.mark.parametrize("where", [0, 35000, 69999], ids=["first", "middle", "last"])
+def test_found_inf_sees_one_element(where, value, grad_dtype):
+    grad = oracle.dyadic([70000], grad_dtype)
+    found_inf = torch.zeros(())
+    accumext.accumulate_([torch.zeros(70000)], [grad], found_inf=found_inf)
+    assert found_inf.item() == 0.0
+    grad[where] = value
+    accumext.accumulate_(
+        [torch.zeros(3), torch.zeros(70000)], [torch.ones(3), grad], found_inf=found_inf
+    )
+    assert found_inf.item() == 1.0
+
+
+@pytest.mark.parametrize("before", [0.0, 1.0, 0.25])
+def test_found_inf_is_left_as_it_was_by_finite_gradients(before):
+    found_inf = torch.tensor(before)
+    accumext.accumulate_([torch.full([3], math.inf)], [torch.ones(3)], found_inf=found_inf)
+    accumext.accumulate_([], [], found_inf=found_inf)
+    assert found_inf.item() == before
+
+
+def test_nonfinite_gradients_go_into_the_sum():
+    main_grad = torch.zeros(3)
+    norm = accumext.accumulate_([main_grad], [torch.tensor([math.inf, 1.0, math.nan])])
+    assert main_grad[0] == math.inf
+    assert main_grad[1] == 1.0
+    assert main_grad[2].isnan()
+    assert norm.isnan()
+
+
+def test_the_bits_do_not_depend_on_the_number_of_threads(two_threads):
+    grads = [oracle.random([n], torch.float32) for n in (300001, 65536, 7)]
+    norms, sums = [], []
+    for threads in two_threads:
+        torch.set_num_threads(threads)
+        main_grads = [torch.ones_like(g) for g in grads]
+        norms.append(accumext.accumulate_(main_grads, grads, inv_scale=0.37))
+        sums.append(main_grads)
+    assert torch.equal(*norms)
+    assert all(map(torch.equal, *sums))
+
+
+def test_autograd_is_told_of_the_write():
+    weight = torch.ones(3, requires_grad=True)
+    main_grad = torch.ones(3)
+    loss = (weight * main_grad).sum()
+    accumext.accumulate_([main_grad], [torch.ones(3)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_that_require_grad():
+    grad = torch.ones(3, requires_grad=True) * 2
+    main_grad = torch.nn.Parameter(torch.zeros(3))
+    norm = accumext.accumulate_([main_grad], [grad])
+    assert torch.equal(main_grad, torch.full([3], 2.0))
+    assert not norm.requires_grad

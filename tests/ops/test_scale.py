@@ -1,0 +1,86 @@
+"""scale_ against float64 truth, exactly where the data are dyadic, and against the reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support import oracle
+
+import accumext
+from accumext import reference
+
+
+def test_dyadic_data_is_exact_at_every_edge(dtype):
+    grads = [oracle.dyadic([n], dtype) for n in oracle.EDGE_SIZES]
+    expected = [(g.double() * 0.5).to(dtype) for g in grads]
+    assert accumext.scale_(grads, 0.5) is None
+    for size, got, want in zip(oracle.EDGE_SIZES, grads, expected, strict=True):
+        assert torch.equal(got, want), f"size {size}"
+
+
+def test_mixed_dtypes_and_strides():
+    base = oracle.dyadic([6, 40], torch.float16)
+    grads = [
+        oracle.dyadic([30, 20], torch.float32).t(),
+        oracle.dyadic([2, 3, 4, 5], torch.bfloat16).contiguous(memory_format=torch.channels_last),
+        base[1:5, ::2],
+        oracle.dyadic([], torch.float64),
+        oracle.dyadic([0], torch.float64),
+    ]
+    untouched = base[:, 1::2].clone()
+    expected = [(g.double() * 0.25).to(g.dtype) for g in grads]
+    accumext.scale_(grads, 0.25)
+    assert all(map(torch.equal, grads, expected))
+    assert torch.equal(base[:, 1::2], untouched)
+
+
+def test_random_data_has_the_bits_of_the_reference(dtype):
+    grads = [oracle.random([65537], dtype), oracle.random([7, 9], dtype).t()]
+    expected = [g.clone() for g in grads]
+    reference.scale_(expected, 0.37)
+    torch.ops.accumext.scale_(grads, 0.37)
+    assert all(map(torch.equal, grads, expected))
+
+
+@pytest.mark.parametrize(
+    "scale_", [accumext.scale_, torch.ops.accumext.scale_], ids=["function", "operator"]
+)
+def test_factor_as_tensor_equals_float_and_is_not_read(scale_, dtype):
+    by_float = [oracle.random([100], torch.float32)]
+    by_tensor = [by_float[0].clone()]
+    factor = torch.tensor(0.37, dtype=dtype)
+    accumext.scale_(by_float, factor.item())
+    with oracle.DeviceReads() as reads:
+        scale_(by_tensor, factor)
+    assert torch.equal(by_tensor[0], by_float[0])
+    assert reads.count == 0
+
+
+@pytest.mark.parametrize("factor", [1.0, torch.tensor(1.0)], ids=["float", "tensor"])
+def test_one_changes_nothing(factor, dtype):
+    grad = torch.tensor([math.inf, -math.inf, -0.0, 0.0, 1.5], dtype=dtype)
+    bits = grad.view(torch.uint8).clone()
+    accumext.scale_([grad], factor)
+    assert torch.equal(grad.view(torch.uint8), bits)
+
+
+@pytest.mark.parametrize("factor", [0.0, math.inf, math.nan], ids=str)
+def test_nonfinite_products_are_those_of_ieee(factor):
+    grad = torch.tensor([1.0, -2.0, 0.0, math.inf])
+    expected = grad * factor
+    accumext.scale_([grad], torch.tensor(factor))
+    torch.testing.assert_close(grad, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_tensors():
+    accumext.scale_([], 2.0)
+
+
+def test_autograd_is_told_of_the_write():
+    weight, grad = torch.ones(3, requires_grad=True), torch.ones(3)
+    loss = (weight * grad).sum()
+    accumext.scale_([grad], 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,178 @@
+"""What holds where the host may not look: no value is read, and skips are known only when asked."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from support.optimizer_oracle import (
+    INF,
+    assert_close,
+    loss_of,
+    make_batches,
+    make_model,
+    window_gradient,
+)
+from support.oracle import DeviceReads
+
+from accumext import _scalars
+from accumext.optimizer import _arguments, _window
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+BATCHES = make_batches(6, torch.float32)
+BATCHES64 = make_batches(3)
+# One multiplication by the clip coefficient more or less in float32, over two Adam steps of 0.05.
+ROUNDING = 1e-6
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Tensors on the CPU are treated as if on a device that the host must not wait for."""
+    for module in (_arguments, _scalars, _window):
+        monkeypatch.setattr(module, "on_host", lambda tensor: False)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.05, fused=True)
+
+
+def train(bad=(), *, window=3, scaled=True, policy="skip_window", outer=False):
+    model = make_model(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
+    opt = AccumulatingOptimizer(
+        adam(model.parameters()),
+        window=window,
+        max_norm=0.1,
+        scaler=None if outer else scaler,
+        on_nonfinite=policy,
+    )
+    weight = torch.tensor(3.0)
+    with DeviceReads() as reads:
+        for i, batch in enumerate(BATCHES):
+            loss = loss_of(model, batch) * (INF if i in bad else 1.0)
+            if outer:
+                scaler.scale(loss).backward()
+                scaler.step(opt)
+                scaler.update()
+            else:
+                opt.backward(loss, weight)
+                opt.step()
+    return model, opt, reads.count
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("protocol", ["none", "own", "outer"])
+def test_nothing_is_read_with_a_fused_optimizer(protocol, policy, window):
+    outer = protocol == "outer"
+    _, opt, reads = train(
+        window=window, scaled=protocol != "none", policy=policy, outer=outer and window > 1
+    )
+    assert opt.stepped
+    assert reads == 0
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("window", [1, 3])
+def test_one_value_is_read_per_window_with_any_other_optimizer(window):
+    """Whether to skip. Adam would read its step counts too; SGD reads nothing."""
+    model = make_model(torch.float32)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = AccumulatingOptimizer(sgd, window=window, max_norm=0.1)
+    with DeviceReads() as reads:
+        for batch in BATCHES:
+            opt.backward(loss_of(model, batch), torch.tensor(3.0))
+            opt.step()
+    assert reads.count == len(BATCHES) // window
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("bad", [{0}, {4}, {3, 4, 5}], ids=str)
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+def test_the_device_decides_as_the_host_would(monkeypatch, policy, bad):
+    model, opt, reads = train(bad, policy=policy)
+    assert reads == 0
+    monkeypatch.undo()
+    expected_model, expected, _ = train(bad, policy=policy)
+    assert_close(list(model.parameters()), list(expected_model.parameters()), ROUNDING)
+    assert opt.last.skipped == expected.last.skipped
+    assert opt.last.micro_batches == expected.last.micro_batches
+    assert opt.scaler.get_scale() == expected.scaler.get_scale()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("window", [1, 2])
+def test_names_are_found_when_asked(window):
+    model = make_model(torch.float32)
+    opt = AccumulatingOptimizer(adam(model.parameters()), window=window, max_norm=0.1)
+
+    def skip():
+        for batch in BATCHES[:window]:
+            opt.backward(loss_of(model, batch) + (model[2].bias * INF).sum())
+        opt.step()
+
+    skip()
+    assert opt.last.nonfinite == [3]
+    assert opt.last.nonfinite == [3]
+    for clear in (opt.zero_grad, lambda: opt.backward(loss_of(model, BATCHES[0]))):
+        skip()
+        clear()
+        assert opt.last.skipped
+        assert opt.last.nonfinite == []  # too late: the gradients are gone
+        opt.discard()
+
+
+@pytest.mark.usefixtures("device")
+def test_a_zero_weight_on_the_device():
+    model = make_model(torch.float32)
+    opt = AccumulatingOptimizer(adam(model.parameters()), window=2)
+    before = [p.detach().clone() for p in model.parameters()]
+    for batch in BATCHES[:2]:
+        opt.backward(loss_of(model, batch), torch.tensor(0))
+        opt.step()
+    assert opt.stats()["total_norm"] == 0.0
+    assert opt.stats()["weight"] == 0.0
+    assert_close([p.detach() for p in model.parameters()], before, ROUNDING)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("weights", [[0.5, 3.0, 0.25], [0.0, 0.5, 3.0], [2.0, 0.0, 0.0]], ids=str)
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("scale", [None, 64.0])
+def test_weights_of_a_window_on_the_device(scale, reduction, policy, weights):
+    """The first one sets the unit, also where only the device knows whether it is zero."""
+    model = make_model()
+    total = window_gradient(model, BATCHES64[:3], weights, "sum")
+    expected = window_gradient(model, BATCHES64[:3], weights, reduction)
+    before = [p.detach().clone() for p in model.parameters()]
+    opt = AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        window=3,
+        reduction=reduction,
+        scaler=None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale),
+        on_nonfinite=policy,
+    )
+    for batch, weight in zip(BATCHES64, weights):
+        opt.backward(loss_of(model, batch), torch.tensor(weight))
+        if batch is BATCHES64[2]:
+            assert_close([opt.main_grad(p) for p in model.parameters()], total)
+        opt.step()
+    assert opt.stats()["weight"] == sum(weights)
+    moved = [old - p.detach() for p, old in zip(model.parameters(), before)]
+    assert_close(moved, expected)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_pickle_holds_no_key_of_this_process():
+    """A key names the tensor of a loss scale by its address, which another may have elsewhere."""
+    model = make_model(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    opt = AccumulatingOptimizer(adam(model.parameters()), window=2, scaler=scaler)
+    opt.backward(loss_of(model, BATCHES[0]))
+    assert opt._progress.window.unit_scale.key is not None
+    twin = pickle.loads(pickle.dumps(opt))
+    assert twin._progress.window.unit_scale.key is None
+    assert twin._progress.window.unit_scale.value == 64.0

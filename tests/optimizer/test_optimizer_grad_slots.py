@@ -1,0 +1,445 @@
+"""Whose gradient it is: what lies in `.grad` is known by what the wrapper did, not by the tensor.
+
+With a window of one, every use here is that of the bare optimizer, which is the oracle.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from support.optimizer_oracle import assert_close, assert_equal, loss_of, make_batches, make_model
+from torch import nn
+
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+INF = float("inf")
+
+
+def sgd(parameters, **kwargs):
+    return torch.optim.SGD(parameters, **{"lr": 1.0, **kwargs})
+
+
+def scalar(value=0.0, dtype=torch.float32):
+    return nn.Parameter(torch.tensor(value, dtype=dtype))
+
+
+def both(use, make=sgd, **kwargs):
+    """What a use of an optimizer makes of a parameter: the bare one's, and the wrapper's."""
+    results = []
+    for wrap in (lambda optimizer: optimizer, lambda o: AccumulatingOptimizer(o, **kwargs)):
+        parameter = scalar()
+        use(wrap(make([parameter])), parameter)
+        results.append(parameter.item())
+    return results
+
+
+def same_tensor(opt, p):
+    grad = torch.ones(())
+    for _ in range(3):
+        p.grad = grad
+        opt.step()
+
+
+def written_through_data(opt, p):
+    p.grad = torch.zeros(())
+    for value in (1.0, 2.0, 3.0):
+        p.grad.data.copy_(torch.tensor(value))
+        opt.step()
+
+
+def written_in_place(opt, p):
+    p.grad = torch.zeros(())
+    for value in (1.0, 2.0, 3.0):
+        p.grad.fill_(value)
+        opt.step()
+
+
+def shared_with_numpy(opt, p):
+    array = np.zeros((), dtype=np.float32)
+    p.grad = torch.from_numpy(array)
+    for value in (1.0, 2.0, 3.0):
+        array[...] = value
+        opt.step()
+
+
+def made_in_inference_mode(opt, p):
+    for value in (1.0, 2.0):
+        with torch.inference_mode():
+            grad = torch.full((), value)
+        p.grad = grad
+        opt.step()
+
+
+def stepped_on_again(opt, p):
+    (p * 2).backward()
+    for _ in range(3):
+        opt.step()
+
+
+def replayed(opt, p):
+    """As a captured backward pass writes: into the same memory, of which nobody is told."""
+    (p * 1).backward()
+    opt.step()
+    for value in (5.0, 7.0):
+        torch.from_numpy(p.grad.detach().numpy()).fill_(value)
+        opt.step()
+
+
+def line_search(opt, p):
+    """The step is taken back, and taken again with half the rate."""
+    (p * 4).backward()
+    for rate in (1.0, 0.5, 0.25):
+        before = p.detach().clone()
+        for group in opt.param_groups:
+            group["lr"] = rate
+        opt.step()
+        if rate > 0.25:
+            p.data.copy_(before)
+
+
+def zeroed(opt, p):
+    (p * 2).backward()
+    opt.step()
+    for _ in range(2):
+        opt.zero_grad(set_to_none=False)
+        opt.step()
+
+
+def zeroed_by_hand(opt, p):
+    (p * 2).backward()
+    opt.step()
+    p.grad.data.zero_()
+    opt.step()
+
+
+USES = [
+    same_tensor,
+    written_through_data,
+    written_in_place,
+    shared_with_numpy,
+    made_in_inference_mode,
+    stepped_on_again,
+    replayed,
+    line_search,
+    zeroed,
+    zeroed_by_hand,
+]
+
+
+def with_momentum(parameters):
+    return sgd(parameters, momentum=0.5, weight_decay=0.25)
+
+
+@pytest.mark.parametrize("make", [sgd, with_momentum, torch.optim.Adam], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_a_window_of_one_takes_whatever_lies_in_grad(use, make):
+    bare, wrapped = both(use, make)
+    assert wrapped == bare
+    assert bare != 0.0
+
+
+def test_two_optimizers_step_on_one_gradient():
+    def train(wrap):
+        parameter = scalar()
+        for rate in (1.0, 10.0):
+            parameter.grad = torch.ones(()) if parameter.grad is None else parameter.grad
+            wrap(sgd([parameter], lr=rate)).step()
+        return parameter.item()
+
+    assert train(AccumulatingOptimizer) == train(lambda optimizer: optimizer) == -11.0
+
+
+def test_a_gradient_written_under_an_own_scaler_is_stepped_on_each_time():
+    parameter = scalar()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    opt = AccumulatingOptimizer(sgd([parameter]), scaler=scaler)
+    scaler.scale(parameter * 1).backward()
+    for _ in range(3):
+        parameter.grad.data.fill_(4.0)
+        opt.step()
+    assert parameter.item() == -3 * 4.0 / 2.0
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_reused_tensor_is_never_written(window):
+    """It may be assigned again for the next micro-batch, or be the gradient of two parameters."""
+    parameters, grad = [scalar(), scalar()], torch.tensor(2.0)
+    alias = grad.data
+    opt = AccumulatingOptimizer(sgd(parameters), window=window, max_norm=1.0)
+    for step in range(2 * window):
+        for parameter in parameters:
+            parameter.grad = grad if step % 2 else alias
+        opt.step()
+    assert grad.item() == 2.0
+    clipped = 2.0 / (8.0**0.5 + 1e-6)
+    for parameter in parameters:  # two steps of a unit gradient, rounded in float32
+        assert parameter.item() == pytest.approx(-2 * clipped, rel=1e-6)
+
+
+@pytest.mark.parametrize("foreign", ["variable", "alias", "slot", "numpy", "view"])
+def test_memory_that_others_hold_is_copied(foreign):
+    parameter, other = scalar(), scalar()
+    opt = AccumulatingOptimizer(sgd([parameter]), window=2)
+    held = torch.zeros(2) if foreign == "view" else torch.zeros(())
+    grad = torch.from_numpy(held.numpy().copy()) if foreign == "numpy" else held
+    parameter.grad = held[0] if foreign == "view" else grad.data if foreign == "alias" else grad
+    if foreign == "slot":
+        other.grad = parameter.grad
+        del grad, held
+        address = other.grad.data_ptr()
+    elif foreign == "variable":
+        address = grad.data_ptr()
+    else:
+        address = grad.data_ptr()
+        del grad
+    opt.accumulate()
+    assert opt._progress.window.main[parameter].data_ptr() != address
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_plain_backward_pass_after_the_wrappers_is_a_micro_batch_of_its_own(window):
+    parameter = scalar()
+    opt = AccumulatingOptimizer(sgd([parameter]), window=window)
+    opt.backward(parameter * 1, weight=3.0)
+    (parameter * 5).backward()
+    opt.step()
+    assert parameter.item() == -(3.0 * 1 + 1.0 * 5) / 4.0
+    assert opt.last.micro_batches == 2
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_it_is_unscaled_with_the_scale_of_its_own_backward_pass(window):
+    parameter, scaler = scalar(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    opt = AccumulatingOptimizer(sgd([parameter]), window=window, scaler=scaler)
+    opt.backward(parameter * 1)
+    scaler.update(16.0)
+    scaler.scale(parameter * 5).backward()
+    opt.step()
+    assert parameter.item() == -3.0
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_it_is_dropped_alone(window, bad):
+    parameter = scalar()
+    opt = AccumulatingOptimizer(sgd([parameter]), window=window, on_nonfinite="skip_micro_batch")
+    opt.backward(parameter * (INF if bad == 0 else 1.0))
+    (parameter * (INF if bad == 1 else 5.0)).backward()
+    opt.step()
+    assert parameter.item() == (-5.0 if bad == 0 else -1.0)
+    assert opt.last.micro_batches == 1
+
+
+def test_it_may_reach_a_part_of_the_parameters():
+    model, batches = make_model(), make_batches(2)
+    opt = AccumulatingOptimizer(sgd(model.parameters()))
+    opt.backward(loss_of(model, batches[0]))
+    first = torch.autograd.grad(loss_of(model, batches[0]), list(model.parameters()))
+    before = [p.detach().clone() for p in model.parameters()]
+    second = torch.autograd.grad(model[2].bias.sum(), [model[2].bias])[0]
+    model[2].bias.sum().backward()
+    opt.step()
+    sums = [*first[:-1], first[-1] + second]
+    expected = [b - s / 2 for b, s in zip(before, sums, strict=True)]
+    assert_close([p.detach() for p in model.parameters()], expected)
+
+
+def test_autograd_grad_is_no_backward_pass():
+    model, batches = make_model(), make_batches(2)
+    opt = AccumulatingOptimizer(sgd(model.parameters()))
+    opt.backward(loss_of(model, batches[0]))
+    grads = [p.grad for p in model.parameters()]
+    torch.autograd.grad(loss_of(model, batches[1]), list(model.parameters()))
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+
+
+def test_hooks_on_parameters_are_one_each_and_go_with_the_optimizer():
+    model, batches = make_model(), make_batches(2)
+    opt = AccumulatingOptimizer(sgd(model.parameters()))
+    for batch in batches:
+        opt.backward(loss_of(model, batch))
+        opt.step()
+        assert [len(p._backward_hooks) for p in model.parameters()] == [1] * 4
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(list(model.parameters())))
+    assert not any("hook" in str(warning.message) for warning in said)
+    assert not any(p._backward_hooks for p in [*copied.parameters(), *loaded])
+    model[0].weight.requires_grad_(False)
+    opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    opt.backward(loss_of(model, batches[0]))
+    opt.step()
+    assert len(model[2].weight._backward_hooks) == 1
+    del opt
+    gc.collect()
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_hooks_keep_nothing_alive():
+    parameter = nn.Parameter(torch.zeros(2))
+    opt = AccumulatingOptimizer(sgd([parameter]))
+    opt.backward(parameter.sum())
+    opt.step()
+    gone = [weakref.ref(parameter), weakref.ref(opt)]
+    gc.disable()
+    try:
+        del opt, parameter
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_gradients_of_the_last_step_are_not_kept_alive():
+    """Nor found again in other memory that has their address."""
+    parameter = nn.Parameter(torch.zeros(1000))
+    opt = AccumulatingOptimizer(sgd([parameter]))
+    for _ in range(20):
+        parameter.grad = None
+        opt.backward(parameter.sum())
+        opt.step()
+        parameter.grad = None  # as model.zero_grad() does
+        parameter.sum().backward()
+        opt.flush()
+        assert opt.stepped
+    assert_equal([parameter.detach()], [torch.full((1000,), -40.0)])
+
+
+@pytest.mark.parametrize("loop", ["own", "plain"])
+def test_flush_steps_on_nothing_twice(loop):
+    parameter = scalar()
+    opt = AccumulatingOptimizer(sgd([parameter]))
+    if loop == "own":
+        opt.backward(parameter * 1)
+    else:
+        (parameter * 1).backward()
+    opt.step()
+    opt.flush()
+    assert not opt.stepped
+    assert parameter.item() == -1.0
+    opt.zero_grad(set_to_none=False)
+    opt.flush()
+    assert not opt.stepped
+    (parameter * 3).backward()
+    opt.flush()
+    assert opt.stepped
+    assert parameter.item() == -4.0
+
+
+@pytest.mark.parametrize("written", ["in place", "replaced"])
+def test_what_a_step_has_used_up_is_new_once_it_is_written(written):
+    parameter = scalar()
+    opt = AccumulatingOptimizer(sgd([parameter]))
+    opt.backward(parameter * 1)
+    opt.step()
+    opt.step()
+    assert parameter.item() == -1.0
+    if written == "in place":
+        parameter.grad.mul_(3.0)
+    else:
+        parameter.grad = torch.tensor(3.0)
+    opt.step()
+    assert parameter.item() == -4.0
+
+
+def test_conjugate_gradients():
+    for window, max_norm in ((1, None), (1, 1.0), (2, None), (2, 1.0)):
+        results = []
+        for conjugate in (False, True):
+            parameter = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+            opt = AccumulatingOptimizer(sgd([parameter]), window=window, max_norm=max_norm)
+            for _ in range(window):
+                grad = torch.full((3,), 1 + 2j)
+                parameter.grad = grad.conj() if conjugate else grad.conj().resolve_conj()
+                opt.step()
+            results.append(parameter.detach())
+        assert_equal(results[:1], results[1:])
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_negative_view_is_its_value(window, max_norm):
+    parameter = nn.Parameter(torch.zeros(1000))
+    opt = AccumulatingOptimizer(sgd([parameter]), window=window, max_norm=max_norm)
+    for _ in range(window):
+        parameter.grad = torch._neg_view(torch.ones(1000))
+        opt.step()
+    expected = 1.0 if max_norm is None else 1.0 / (1000**0.5 + 1e-6)
+    assert opt.last.total_norm.item() == pytest.approx(1000**0.5, rel=1e-6)
+    torch.testing.assert_close(parameter.detach(), torch.full((1000,), expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [1, 2])
+def test_sparse_half_gradients_close_a_window(dtype, window):
+    weights = []
+    for sparse in (True, False):
+        embedding = nn.Embedding(5, 2, sparse=sparse)
+        with torch.no_grad():
+            embedding.weight.zero_()
+        embedding.to(dtype)
+        opt = AccumulatingOptimizer(sgd(embedding.parameters()), window=window, max_norm=0.5)
+        for _ in range(window):
+            opt.backward(embedding(torch.tensor([1, 1, 2])).float().sum())
+            opt.step()
+        assert not opt.last.skipped
+        weights.append(embedding.weight.detach())
+    # A window of one rounds the clipped gradient of each occurrence apart if it is sparse.
+    torch.testing.assert_close(weights[0], weights[1], rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_meta_parameters(window, max_norm):
+    parameter = nn.Parameter(torch.zeros(3, device="meta"))
+    opt = AccumulatingOptimizer(sgd([parameter], momentum=0.5), window=window, max_norm=max_norm)
+    for _ in range(window):
+        opt.backward((parameter * 2).sum())
+        opt.step()
+    assert opt.stepped
+    assert "momentum_buffer" in opt.state[parameter]
+
+
+def test_what_a_step_has_used_stays_used_beside_what_others_bring():
+    used, other = scalar(), scalar()
+    opt = AccumulatingOptimizer(sgd([used, other]))
+    opt.backward(used * 1.0)
+    opt.step()
+    other.grad = torch.ones(())
+    for steps in (1, 2):  # a tensor that was assigned is a gradient again and again
+        opt.step()
+        assert (used.item(), other.item()) == (-1.0, -steps)
+
+
+def test_what_took_the_place_of_a_brought_gradient_is_nobodys():
+    parameter, other = scalar(), scalar()
+    opt = AccumulatingOptimizer(sgd([parameter, other]))
+    opt.backward(parameter * 1.0 + other * 1.0)
+    parameter.grad = torch.tensor(2.0)
+    for steps in (1, 2):
+        opt.step()
+        assert (parameter.item(), other.item()) == (-2.0 * steps, -1.0)
+
+
+def test_micro_batches_of_as_many_other_parameters():
+    parameters = [scalar() for _ in range(3)]
+    opt = AccumulatingOptimizer(sgd(parameters), window=3, reduction="sum")
+    for first, second in ((0, 1), (1, 2), (0, 1)):
+        opt.backward(parameters[first] * 1.0 + parameters[second] * 10.0)
+        opt.step()
+    assert [p.item() for p in parameters] == [-2.0, -21.0, -10.0]
+
+
+def test_micro_batches_of_the_same_parameters_in_another_order():
+    first, second = scalar(), scalar()
+    opt = AccumulatingOptimizer(sgd([first, second]), window=3, reduction="sum")
+    for loss in (second * 10.0, first * 1.0, first * 2.0 + second * 20.0):
+        opt.backward(loss)
+        opt.step()
+    assert (first.item(), second.item()) == (-3.0, -30.0)

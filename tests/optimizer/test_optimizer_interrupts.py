@@ -1,0 +1,437 @@
+"""An exception at any line of AccumulatingOptimizer leaves things as before a call, or as after it.
+
+Every line that a call runs is found by a first, clean run; then the call runs once for each of
+them, with the exception raised there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor, nn
+
+import accumext
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+PACKAGE = str(Path(accumext.__file__).parent)
+OPERATORS = str(Path(PACKAGE, "reference.py"))  # in place of kernels, which nothing interrupts
+
+pytestmark = pytest.mark.filterwarnings("ignore:AccumulatingOptimizer")
+
+# After torch's fused kernels, which count no versions, a hook of ours is the first to know that the
+# parameters have moved; before its own first line nothing does. What GradScaler sets before it
+# calls `step` goes once that has begun.
+UNKNOWABLE = {"_end", "step"}
+
+
+# What is interrupted
+
+
+@dataclass
+class Case:
+    """The parameters and everything around them."""
+
+    parameters: list[Tensor]
+    opt: AccumulatingOptimizer
+    scaler: torch.amp.GradScaler | None = None
+    packed: dict[str, Any] | None = None
+
+    def loss(self, value: float) -> Tensor:
+        """Gradients that are no multiples of each other from call to call."""
+        total = torch.zeros((), dtype=torch.float64)
+        for i, p in enumerate(self.parameters):
+            if p.dim() == 2:
+                rows = torch.tensor([0, 2, 2])
+                total = total + nn.functional.embedding(rows, p, sparse=True).sum() * value
+            else:
+                total = total + (p.double() * (value + i)).sum() + p.double().square().sum() * 0.25
+        return total
+
+    def zero_grad(self) -> None:
+        self.opt.zero_grad()
+
+    def discard(self) -> None:
+        self.opt.discard()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+
+def sgd(ps):
+    return torch.optim.SGD(ps, lr=0.5, momentum=0.5, foreach=True)
+
+
+def adam_fused(ps):
+    return torch.optim.Adam(ps, lr=0.5, fused=True)
+
+
+def sgd_fused(ps):
+    return torch.optim.SGD(ps, lr=0.5, fused=True)
+
+
+def sparse_sgd(ps):
+    return torch.optim.SGD(ps, lr=0.5)
+
+
+def case(
+    make=sgd, dtype=torch.float64, scaler=None, outer=False, embedding=False, **named: Any
+) -> Case:
+    parameters = [nn.Parameter(torch.full((3,), 2.0**i, dtype=dtype)) for i in range(2)]
+    if embedding:
+        parameters.append(nn.Parameter(torch.ones(4, 2, dtype=dtype)))
+    if scaler or outer:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        scaler.scale(torch.zeros(()))
+    opt = AccumulatingOptimizer(make(parameters), scaler=None if outer else scaler, **named)
+    return Case(parameters, opt, scaler)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"max_norm": 0.5},
+    "own-scaler": {"scaler": True},
+    "own-scaler-clipped-fused": {"scaler": True, "max_norm": 0.5, "make": adam_fused},
+    "fused": {"make": sgd_fused},
+    "half": {"dtype": torch.bfloat16},
+    "half-fused-scaler": {"dtype": torch.bfloat16, "make": adam_fused, "scaler": True},
+    "sparse": {"embedding": True, "make": sparse_sgd, "max_norm": 0.5},
+    "skip-micro-batch": {"on_nonfinite": "skip_micro_batch", "scaler": True},
+    "raise": {"on_nonfinite": "raise", "max_norm": 0.5},
+    "in-backward": {"accumulate_in_backward": True},
+    "scaler-around": {"outer": True},
+    "scaler-around-fused": {"outer": True, "make": adam_fused},
+}
+QUICK = {"plain"}
+NIGHTLY = pytest.mark.skipif(
+    settings.get_current_profile_name() != "nightly", reason="long: --hypothesis-profile=nightly"
+)
+
+
+# What is done before, and what is interrupted
+
+
+def nothing(c: Case) -> None:
+    pass
+
+
+def one_micro_batch(c: Case) -> None:
+    c.opt.backward(c.loss(1.0), 3.0)
+
+
+def pending(c: Case) -> None:
+    c.scaled(c.loss(5.0)).backward()
+
+
+def one_and_pending(c: Case) -> None:
+    one_micro_batch(c)
+    pending(c)
+
+
+def used_up(c: Case) -> None:
+    """At window=1 what the step used still lies in `.grad`."""
+    c.opt.backward(c.loss(7.0))
+    c.opt.step()
+
+
+def almost_full(c: Case) -> None:
+    for _ in range(c.opt.window - 1):
+        c.opt.backward(c.loss(1.0), 3.0)
+
+
+def full(c: Case) -> None:
+    almost_full(c)
+    c.opt.backward(c.loss(2.0), 0.5)
+
+
+def almost_full_and_pending(c: Case) -> None:
+    almost_full(c)
+    pending(c)
+
+
+def almost_full_by_accumulate(c: Case) -> None:
+    for _ in range(c.opt.window - 1):
+        pending(c)
+        c.opt.step()
+    pending(c)
+
+
+def almost_full_by_scaler(c: Case) -> None:
+    for _ in range(c.opt.window - 1):
+        pending(c)
+        c.scaler.step(c.opt)
+        c.scaler.update()
+    pending(c)
+
+
+def packed(c: Case) -> None:
+    one_and_pending(c)
+    c.packed = c.opt.accumulation_state_dict()
+    c.opt.backward(c.loss(9.0))
+
+
+def backward(c: Case) -> None:
+    c.opt.backward(c.loss(3.0), 2.0)
+
+
+def accumulate(c: Case) -> None:
+    c.opt.accumulate(2.0)
+
+
+def step(c: Case) -> None:
+    c.opt.step()
+
+
+def step_with_closure(c: Case) -> None:
+    def closure() -> float:
+        return 1.0
+
+    c.opt.step(closure)
+
+
+def flush(c: Case) -> None:
+    c.opt.flush()
+
+
+def discard(c: Case) -> None:
+    c.opt.discard()
+
+
+def zero_grad(c: Case) -> None:
+    c.opt.zero_grad()
+
+
+def zero_grad_in_place(c: Case) -> None:
+    c.opt.zero_grad(set_to_none=False)
+
+
+def micro_batch(c: Case) -> None:
+    with c.opt.micro_batch():
+        c.opt.backward(c.loss(3.0), 2.0)
+        c.opt.backward(c.loss(4.0), 2.0)
+
+
+def load(c: Case) -> None:
+    assert c.packed is not None
+    c.opt.load_accumulation_state_dict(c.packed)
+
+
+def scaler_step(c: Case) -> None:
+    c.scaler.step(c.opt)
+
+
+ACTIONS: list[tuple[Callable, Callable]] = [
+    (nothing, backward),
+    (one_micro_batch, backward),
+    (pending, backward),
+    (used_up, backward),
+    (pending, accumulate),
+    (one_and_pending, accumulate),
+    (full, step),
+    (almost_full_and_pending, step),
+    (almost_full_by_accumulate, step),
+    (used_up, step),
+    (nothing, step),
+    (full, step_with_closure),
+    (pending, step_with_closure),
+    (one_micro_batch, flush),
+    (one_and_pending, flush),
+    (pending, flush),
+    (one_and_pending, discard),
+    (one_and_pending, zero_grad),
+    (one_micro_batch, zero_grad),
+    (one_micro_batch, zero_grad_in_place),
+    (nothing, micro_batch),
+    (one_and_pending, micro_batch),
+    (used_up, micro_batch),
+    (packed, load),
+    (one_micro_batch, pending),  # a plain backward pass, which the window makes way for
+    (pending, scaler_step),
+    (almost_full_by_scaler, scaler_step),
+]
+CASES = [
+    pytest.param(v, b, c, id=f"{v}-{b.__name__}-{c.__name__}", marks=[] if v in QUICK else NIGHTLY)
+    for v, variant in VARIANTS.items()
+    for b, c in ACTIONS
+    if (c is scaler_step) == variant.get("outer", False)
+]
+
+
+# What is compared
+
+
+def plain(value: Any) -> Any:
+    """Nested values as something that == compares."""
+    if isinstance(value, Tensor):
+        value = value.to_dense() if value.is_sparse else value
+        return (str(value.dtype), tuple(value.shape), value.detach().double().tolist())
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
+
+
+def seen(c: Case) -> dict[str, Any]:
+    """Everything that an interrupted call may not leave in the middle."""
+    grads = [p.grad for p in c.parameters]
+    last = c.opt.last
+    return {
+        "parameters": plain(list(c.parameters)),
+        "grads": plain(grads),
+        "window": plain(c.opt.accumulation_state_dict()),
+        "state": plain(c.opt.state_dict()),
+        "scaler": None if c.scaler is None else c.scaler.state_dict(),
+        "last": None if last is None else last.stats(),
+        "grad mode": torch.is_grad_enabled(),
+        "left": sorted({"grad_scale", "found_inf"} & (vars(c.opt) | vars(c.opt.optimizer)).keys()),
+        "inside": c.opt._progress.part is not None,
+    }
+
+
+def identities(c: Case) -> list[tuple[int, int]]:
+    return [
+        (id(p.grad), 0 if p.grad is None or p.grad.is_sparse else p.grad.data_ptr())
+        for p in c.parameters
+    ]
+
+
+def go_on(c: Case) -> Any:
+    """What becomes of it: the rest of this window, another, and a partial one."""
+    torch.set_grad_enabled(True)
+    for value in (1.0, 2.0, 5.0):
+        c.opt.backward(c.loss(value), value)
+        c.opt.step()
+    c.scaled(c.loss(3.0)).backward()
+    c.opt.flush()
+    return seen(c)
+
+
+class Stop(BaseException):
+    """What KeyboardInterrupt is: nothing that `except Exception` catches."""
+
+
+class Lines:
+    """Counts the lines of the package that run, and raises at one of them."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.stop_at = stop_at
+        self.places: list[str] = []
+
+    def __enter__(self) -> Lines:
+        gc.disable()  # what dies of an earlier case must not run, and raise in vain, in this one
+        self.before = sys.gettrace()
+        sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
+        gc.enable()
+
+    def _enter_frame(self, frame: FrameType, event: str, argument: object) -> Any:
+        file = frame.f_code.co_filename
+        return self._line if file.startswith(PACKAGE) and file != OPERATORS else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        # `try:` alone does nothing, so no signal comes there; what is around it does not cover it.
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and source != "try:" and frame.f_code.co_name not in UNKNOWABLE:
+            self.places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+            if len(self.places) == self.stop_at:
+                raise Stop
+        return self._line
+
+
+def faults(variant: dict[str, Any], window: int, before: Callable, call: Callable) -> list[str]:
+    """Each line at which an exception leaves something in the middle."""
+
+    def prepared() -> Case:
+        torch.set_grad_enabled(True)
+        c = case(window=window, **variant)
+        before(c)
+        return c
+
+    c = prepared()
+    was = seen(c)
+    outcomes = [(was, go_on(c))]
+    c = prepared()
+    with Lines() as clean:
+        call(c)
+    outcomes.append((seen(c), go_on(c)))
+    if call in (backward, micro_batch):  # what is used up goes first, and does not come back
+        c = prepared()
+        if before is used_up:
+            c.opt.zero_grad()
+        outcomes.append((seen(c), go_on(c)))
+    if call in (step, step_with_closure, scaler_step, flush):
+        c = prepared()
+        hook = c.opt.optimizer.register_step_pre_hook(stop)  # as after accumulate()
+        with contextlib.suppress(Stop):
+            call(c)
+        hook.remove()
+        outcomes.append((seen(c), go_on(c)))
+    if call is backward and variant.get("accumulate_in_backward"):
+        for leave in (
+            Case.zero_grad,
+            Case.discard,
+        ):  # the window is dropped, once it may be added to
+            c = prepared()
+            kept = [p.grad for p in c.parameters] if before is pending else None
+            leave(c)
+            for p, grad in zip(c.parameters, kept or ()):
+                p.grad = grad
+            outcomes.append((seen(c), go_on(c)))
+    if call is pending:  # torch's own call: the window has made way for it, or not yet
+        c = prepared()
+        c.opt.zero_grad()
+        outcomes.append((seen(c), go_on(c)))
+    found = []
+    for at, place in enumerate(clean.places, 1):
+        c = prepared()
+        there = identities(c)
+        # Not every line lets an exception out: what runs as an object dies does not.
+        with contextlib.suppress(Stop), Lines(at):
+            call(c)
+        now = seen(c)
+        if before is used_up and call in (backward, micro_batch) and now != outcomes[1][0]:
+            c.opt.zero_grad()  # what is used up goes one by one
+            now = seen(c)
+        if call is pending:  # torch's own call, which it is for torch to take back
+            kept = [o[0] | {"grads": now["grads"]} for o in outcomes]
+            if now not in kept:
+                found.append(f"{place}: the window has changed")
+            continue
+        fits = [o for o in outcomes if o[0] == now]
+        if not fits:
+            wrong = [sorted(k for k in now if now[k] != o[0][k]) for o in outcomes]
+            found.append(f"{place}: {wrong}")
+        elif fits[0][0] is was and identities(c) != there:
+            found.append(f"{place}: other tensors in .grad")
+        elif (later := go_on(c)) not in [o[1] for o in fits]:
+            found.append(
+                f"{place}: going on differs, {[k for k in later if later[k] != fits[0][1][k]]}"
+            )
+        torch.set_grad_enabled(True)
+        if not now["inside"]:
+            c.opt.discard()
+    return found
+
+
+def stop(*_: object) -> None:
+    raise Stop
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(("variant", "before", "call"), CASES)
+def test_an_exception_at_any_line(variant, window, before, call):
+    assert not faults(VARIANTS[variant], window, before, call)

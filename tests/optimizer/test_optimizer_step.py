@@ -1,0 +1,190 @@
+"""`step` is the wrapped one's: without gradients, with keywords and closures, and in its answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.optimizer_oracle import INF
+from torch import nn
+
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+
+def scalar(value=0.0):
+    return nn.Parameter(torch.tensor(value))
+
+
+def sgd(parameters, **kwargs):
+    return torch.optim.SGD(parameters, **{"lr": 1.0, **kwargs})
+
+
+@pytest.mark.parametrize("cleared", ["never made", "zero_grad"])
+def test_without_gradients_the_wrapped_step_runs_its_hooks(cleared):
+    parameter, calls = scalar(), []
+    opt = AccumulatingOptimizer(sgd([parameter]))
+    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
+    opt.register_step_post_hook(lambda *_: calls.append("post"))
+    if cleared == "zero_grad":
+        (parameter * 1).backward()
+        opt.zero_grad()
+    opt.step()
+    assert calls == ["pre", "post"]
+    assert not opt.stepped  # no window was closed
+    assert parameter.item() == 0.0
+
+
+def test_a_larger_window_without_gradients_is_left_alone():
+    parameter, calls = scalar(), []
+    opt = AccumulatingOptimizer(sgd([parameter]), window=2)
+    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
+    opt.backward(parameter * 1)
+    for _ in range(3):
+        opt.step()
+    assert calls == []
+    opt.flush()
+    assert calls == ["pre"]
+
+
+class Talking(torch.optim.SGD):
+    """A step with a keyword of its own, and something to say."""
+
+    @torch.no_grad()
+    def step(self, closure=None, *, factor=1.0):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(factor * parameter.grad)
+        return {"factor": factor}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_keywords_reach_the_wrapped_step_and_its_answer_comes_back(window):
+    parameter = scalar()
+    opt = AccumulatingOptimizer(Talking([parameter], lr=1.0), window=window)
+    answers = []
+    for _ in range(2 * window):
+        opt.backward(parameter * 1)
+        answers.append(opt.step(factor=3.0))
+    assert answers == ([None] * (window - 1) + [{"factor": 3.0}]) * 2
+    assert parameter.item() == -6.0
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Steps with the gradient at the end of a first step; evaluates its closure in between."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None
+        (parameter,) = self.param_groups[0]["params"]
+        before = parameter.clone()
+        parameter.add_(0.1 * parameter.grad)
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        parameter.copy_(before - self.param_groups[0]["lr"] * parameter.grad)
+        return loss
+
+
+def test_a_closure_is_evaluated_when_the_wrapped_optimizer_likes():
+    results = []
+    for wrap in (lambda optimizer: optimizer, AccumulatingOptimizer):
+        parameter = scalar(2.0)
+        opt = wrap(SharpnessAware([parameter], lr=0.25))
+
+        def closure(parameter=parameter):
+            loss = parameter**3
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            closure()
+            results.append(opt.step(closure).item())
+            opt.zero_grad()
+        results.append(parameter.item())
+    assert results[:4] == results[4:]
+
+
+@pytest.mark.parametrize("handed", [True, False], ids=["handed-through", "evaluated-here"])
+def test_a_closure_finds_the_gradients_that_a_step_without_one_would(handed):
+    """A closure that does not clear `.grad` adds to it, as in a bare optimizer."""
+    results = []
+    for wrapped in (False, True):
+        parameter = scalar()
+        opt = bare = sgd([parameter], lr=1.0)
+        if wrapped:
+            opt = AccumulatingOptimizer(bare, max_norm=None if handed else 1e9)
+
+        def closure(parameter=parameter):
+            loss = parameter * 1.0
+            loss.backward()
+            return loss
+
+        if wrapped:
+            opt.backward(parameter * 1.0)
+        else:
+            closure()
+        opt.step()
+        results.append([opt.step(closure).item() for _ in range(3)] + [parameter.item()])
+    assert results[0] == results[1] == [-1.0, -3.0, -6.0, -10.0]
+
+
+@pytest.mark.parametrize("policy", ["skip_window", "raise"])
+def test_a_closure_that_gives_no_finite_gradient(policy):
+    parameter = scalar()
+    opt = AccumulatingOptimizer(sgd([parameter], momentum=0.5), on_nonfinite=policy)
+
+    def closure(factor):
+        opt.zero_grad()
+        loss = parameter * factor
+        loss.backward()
+        return loss
+
+    assert opt.step(lambda: closure(2.0)).item() == 0.0
+    if policy == "raise":
+        with pytest.raises(RuntimeError, match="gradients must be finite"):
+            opt.step(lambda: closure(INF))
+    else:
+        opt.step(lambda: closure(INF))
+        assert opt.last.skipped
+        assert opt.last.nonfinite == [0]
+    assert parameter.item() == -2.0
+
+
+SHARED = {
+    "one-tensor": lambda memory: (memory[:4], memory[:4]),
+    "parts-of-one": lambda memory: (memory[:4], memory[2:6]),
+    "rows-and-columns": lambda memory: (memory.view(3, 3)[0], memory.view(3, 3)[:, 0]),
+    "an-expanded-element": lambda memory: (memory[:1].expand(4), memory[4:8]),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("scaled_by", ["clipping", "own-scaler", "scaler-around"])
+@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
+def test_gradients_that_share_memory_are_scaled_once(shared, scaled_by, fused):
+    """A fused optimizer writes back what it has divided, element by element and list by list."""
+    grads = shared(torch.arange(1.0, 10.0))
+    if scaled_by == "scaler-around" and 0 in grads[0].stride():
+        pytest.skip("GradScaler refuses to look for inf in it")
+    parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))  # makes its scale
+    opt = AccumulatingOptimizer(
+        sgd(parameters, lr=1.0, fused=fused),
+        max_norm=1.0 if scaled_by == "clipping" else None,
+        scaler=scaler if scaled_by == "own-scaler" else None,
+    )
+    factor = 0.25
+    if scaled_by == "clipping":
+        factor = 1 / (sum(float(grad.square().sum()) for grad in grads) ** 0.5 + 1e-6)
+    expected = [-factor * grad for grad in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+    if scaled_by == "scaler-around":
+        scaler.step(opt)
+    else:
+        opt.step()
+    torch.testing.assert_close([p.detach() for p in parameters], expected)

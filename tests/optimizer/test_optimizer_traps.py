@@ -1,0 +1,220 @@
+"""Uses that train wrongly without a word: an error where it can be known, else one warning."""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+NAN = float("nan")
+OP = "AccumulatingOptimizer"
+
+
+def build(window=1, **kwargs):
+    parameter = nn.Parameter(torch.zeros(()))
+    sgd = torch.optim.SGD([{"params": [("weight", parameter)]}], lr=1.0)
+    return parameter, AccumulatingOptimizer(sgd, window=window, **kwargs)
+
+
+def warnings_of(use):
+    """What a use says."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        use()
+    gc.collect()
+    return [w for w in said if str(w.message).startswith(OP)]
+
+
+def test_a_step_after_every_window_says_that_steps_are_counted():
+    parameter, opt = build(3)
+
+    def train():
+        for i in range(12):
+            (parameter / 3).backward()
+            if (i + 1) % 3 == 0:
+                opt.step()
+                opt.zero_grad()
+        opt.flush()
+
+    (said,) = warnings_of(train)
+    assert "window=3 counts this call of step as one micro-batch" in str(said.message)
+    assert said.filename == __file__
+
+
+def test_a_clip_of_every_micro_batch_says_so_too():
+    parameter, opt = build(2)
+
+    def train():
+        for _ in range(4):
+            (parameter * 3).backward()
+            clip_grad_norm_([parameter], 1.0)
+            opt.step()
+
+    (said,) = warnings_of(train)
+    assert "leave the clip to max_norm" in str(said.message)
+
+
+@pytest.mark.parametrize("loop", ["own", "plain", "outer", "unscaled", "micro_batch"])
+def test_the_usual_loops_say_nothing(loop):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    opt = AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), window=2)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def train():
+        for _ in range(4):
+            loss = model(torch.randn(5, 3)).square().mean()
+            if loop == "own":
+                opt.backward(loss)
+                opt.step()
+            elif loop == "micro_batch":
+                with opt.micro_batch():
+                    for half in (loss / 2, model(torch.randn(5, 3)).square().mean() / 2):
+                        opt.backward(half)
+                opt.step()
+            elif loop == "plain":
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+            else:
+                scaler.scale(loss).backward()
+                if loop == "unscaled":
+                    scaler.unscale_(opt)
+                scaler.step(opt)
+                scaler.update()
+                opt.zero_grad()
+
+    assert warnings_of(train) == []
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("inner", [False, True])
+def test_unscaling_what_the_optimizer_unscales(window, inner):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    parameter, opt = build(window, scaler=scaler)
+    opt.backward(parameter * 1)
+    if window == 2:
+        parameter.grad = torch.ones(())  # unscale_ wants to see one
+    scaler.unscale_(opt.optimizer if inner else opt)
+    text = f"{OP}.{{}}: .grad must be unscaled by the optimizer alone, which was given the scaler"
+    for name in ("step", "flush", "accumulate"):
+        with pytest.raises(RuntimeError, match=re.escape(text.format(name))):
+            getattr(opt, name)()
+    with pytest.raises(RuntimeError, match=r"Leave scaler\.unscale_ out"):
+        opt.backward(parameter * 1)
+    scaler._per_optimizer_states.clear()
+    opt.discard()
+
+
+@pytest.mark.parametrize("then", [lambda loss: loss, lambda loss: loss / 4, lambda loss: -loss * 2])
+def test_scaling_what_the_optimizer_scales(then):
+    scaler = torch.amp.GradScaler("cpu")
+    parameter, opt = build(scaler=scaler)
+    text = f"{OP}.backward: loss must be unscaled where the optimizer was given the scaler"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        opt.backward(then(scaler.scale(parameter * 1)))
+    assert parameter.grad is None
+    other = torch.tensor(scaler.get_scale())
+    opt.backward(then(parameter * other))  # a factor that only equals the scale
+    opt.step()
+    assert parameter.item() == -then(other).item()
+
+
+def test_the_last_window_is_lost_without_a_flush():
+    def train(end):
+        parameter, opt = build(3)
+        opt.backward(parameter * 1)
+        end(opt)
+
+    (said,) = warnings_of(lambda: train(lambda opt: None))
+    assert "ended with micro-batches in its window that no step has used, 1." in str(said.message)
+    for end in (
+        lambda opt: opt.flush(),
+        lambda opt: opt.discard(),
+        lambda opt: opt.accumulation_state_dict(),
+    ):
+        assert warnings_of(lambda end=end: train(end)) == []
+
+
+PROGRAM = """
+import torch, accumext
+p = torch.nn.Parameter(torch.zeros(()))
+opt = accumext.AccumulatingOptimizer(torch.optim.SGD([p]), window=3)
+opt.backward(p * 1)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "lost"),
+    [("", True), ("opt.flush()", False), ("raise SystemExit", True), ("1 / 0", False)],
+)
+def test_the_end_of_a_program_says_it_too(end, lost):
+    """Not after an error, which says more."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(end=end)], capture_output=True, text=True, check=False
+    )
+    assert ("that no step has used" in done.stderr) == lost
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+def test_a_skip_without_a_scaler_is_said_once_with_names(window, policy):
+    parameter, opt = build(window, on_nonfinite=policy)
+
+    def train():
+        for _ in range(4 * window):
+            opt.backward(parameter * NAN)
+            opt.step()
+
+    (said,) = warnings_of(train)
+    assert "a window was skipped, for inf or NaN in the gradient of weight." in str(said.message)
+    assert said.filename == __file__
+    assert opt.last.skipped
+
+
+def test_a_scaler_that_looks_for_its_scale_is_quiet_until_there_is_nothing_to_find():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    parameter, opt = build(scaler=scaler)
+    skips = []
+
+    def train():
+        for _ in range(6):
+            opt.backward(parameter * NAN)
+            opt.step()
+            skips.append(scaler.get_scale())
+
+    (said,) = warnings_of(train)
+    assert "a window was skipped" in str(said.message)
+    assert skips == [4.0, 2.0, 1.0, 0.5, 0.25, 0.125]
+
+    outer = torch.amp.GradScaler("cpu", init_scale=8.0)
+    parameter, opt = build()
+
+    def loop():
+        outer.scale(parameter * NAN).backward()
+        outer.step(opt)
+        outer.update()
+
+    assert warnings_of(loop) == []
+
+
+def test_a_warning_that_is_an_error_leaves_the_window_closed():
+    parameter, opt = build()
+    opt.backward(parameter * NAN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="a window was skipped"):
+            opt.step()
+    assert opt.last.skipped
+    opt.backward(parameter * 2)
+    opt.step()
+    assert parameter.item() == -2.0

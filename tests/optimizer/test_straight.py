@@ -1,0 +1,193 @@
+"""Under `accumulate_in_backward`, decode_loss adds the gradients of its large weights to the main
+gradients itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accumext
+from accumext.decoder import _operators
+from accumext.demo.memory import peak_memory
+
+EXACT = 1e-12  # relative, float64: the same sums in another order
+VOCABULARY, SIZE, STEPS, BATCH = 23, 6, 9, 3
+
+
+class Setup:
+    """A decoder under an optimizer with a window of three micro-batches."""
+
+    def __init__(
+        self,
+        in_backward: bool,
+        vocabulary: int = VOCABULARY,
+        size: int = SIZE,
+        dtype: torch.dtype = torch.float64,
+        tied: bool = False,
+        callable_cell: bool = False,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(vocabulary, size, dtype=dtype, padding_idx=1)
+        cell = nn.GRUCell(size, size, dtype=dtype)
+        self.head = nn.Linear(size, vocabulary, dtype=dtype)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.cell: Any = cell
+        if callable_cell:
+            self.cell = lambda x, state: (cell(x, state),) * 2
+        modules = nn.ModuleList([self.embedding, cell, self.head])
+        self.parameters = list(modules.parameters())
+        optimizer = torch.optim.SGD(self.parameters, lr=0.5)
+        self.opt = accumext.AccumulatingOptimizer(
+            optimizer, window=3, accumulate_in_backward=in_backward, **options
+        )
+        self.state = torch.zeros(BATCH, size, dtype=dtype)
+        generator = torch.Generator().manual_seed(7)
+        self.targets = torch.randint(vocabulary, (3, STEPS, BATCH), generator=generator)
+
+    def loss(self, index: int, **call: Any) -> torch.Tensor:
+        targets = self.targets[index]
+        call = {"feedback": "teacher", "label_smoothing": 0.1, **call}
+        out = accumext.decode_loss(
+            self.embedding, self.cell, self.head, targets, self.state, **call
+        )
+        return out.loss
+
+    def train(self, weights: tuple[float, ...] = (1.0, 2.0, 0.5)) -> list[torch.Tensor]:
+        for index, weight in enumerate(weights):
+            self.opt.backward(self.loss(index) * 3.0, weight=weight)
+            self.opt.step()
+        return [p.detach().clone() for p in self.parameters]
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
+@pytest.mark.parametrize("callable_cell", [False, True], ids=["module", "callable"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("equal", [False, True], ids=["weights", "equal_weights"])
+def test_the_window_is_the_same(tied: bool, callable_cell: bool, scaled: bool, equal: bool) -> None:
+    weights = (1.0, 1.0, 1.0) if equal else (1.0, 2.0, 0.5)
+    results = []
+    for in_backward in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+        setup = Setup(in_backward, tied=tied, callable_cell=callable_cell, scaler=scaler)
+        results.append(setup.train(weights))
+    for straight, usual in zip(*results, strict=True):
+        torch.testing.assert_close(straight, usual, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_gradient_of_the_weights_size_is_made(dtype: torch.dtype) -> None:
+    """A micro-batch after the first needs less memory than one such gradient."""
+    size = 128
+    setup = Setup(True, vocabulary=20000, size=size, dtype=dtype)
+    calls = {"memory_budget": 2 * 20000 * 4 * BATCH, "label_smoothing": 0.0}
+    setup.opt.backward(setup.loss(0, **calls))
+    loss = setup.loss(1, **calls)
+    gradient = 20000 * size * 4
+    assert peak_memory(lambda: setup.opt.backward(loss)) < gradient / 2
+
+
+def test_a_hook_behind_accumulation_finds_the_gradient() -> None:
+    """`register_post_accumulate_grad_hook`: the optimizer puts hooks of that kind there itself."""
+    setup, other = Setup(True), Setup(False)
+    weights = [setup.head.weight, setup.embedding.weight]
+    seen: dict[torch.Tensor, torch.Tensor] = {}
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(lambda p: seen.update({p: p.grad.clone()}))
+    expected = torch.autograd.grad(other.loss(0), [other.head.weight, other.embedding.weight])
+    for count in (1, 2):  # the sum so far, as without an optimizer around
+        setup.opt.backward(setup.loss(0))
+        for weight, gradient in zip(weights, expected, strict=True):
+            found = seen.pop(weight)
+            torch.testing.assert_close(found, count * gradient, rtol=EXACT, atol=EXACT)
+
+
+def test_a_hook_on_the_weight_still_sees_its_gradient() -> None:
+    seen: list[torch.Size] = []
+    setup = Setup(True)
+    setup.head.weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    expected = Setup(False).train()
+    for straight, usual in zip(setup.train(), expected, strict=True):
+        torch.testing.assert_close(straight, usual, rtol=EXACT, atol=EXACT)
+    assert seen == [setup.head.weight.shape] * 3
+
+
+def test_a_gradient_that_is_not_finite_skips_the_window() -> None:
+    setup = Setup(True)
+    before = [p.detach().clone() for p in setup.parameters]
+    for index in range(3):
+        loss = setup.loss(index)
+        setup.opt.backward(loss * float("inf") if index == 1 else loss)
+        setup.opt.step()
+    assert setup.opt.last.skipped
+    for parameter, old in zip(setup.parameters, before, strict=True):
+        assert torch.equal(parameter, old)
+
+
+def test_outside_the_optimizers_backward_pass_gradients_are_autograds() -> None:
+    setup = Setup(True)
+    gradients = torch.autograd.grad(setup.loss(0), setup.parameters)
+    other = Setup(False)
+    for mine, theirs in zip(
+        gradients, torch.autograd.grad(other.loss(0), other.parameters), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("callable_cell", [False, True], ids=["module", "callable"])
+def test_a_loss_from_before_the_optimizer(callable_cell: bool, tied: bool) -> None:
+    """Its gradients were formed in the forward pass, when nobody had offered a main gradient."""
+    results = []
+    for in_backward in (False, True):
+        setup = Setup(False, tied=tied, callable_cell=callable_cell)
+        losses = [setup.loss(index) for index in range(3)]
+        opt = accumext.AccumulatingOptimizer(
+            torch.optim.SGD(setup.parameters, lr=0.5), window=4,
+            accumulate_in_backward=in_backward,
+        )  # fmt: skip
+        for index, loss in enumerate(losses):
+            opt.backward(loss, weight=1.0 + index)
+        opt.flush()
+        results.append([p.detach() for p in setup.parameters])
+    for straight, usual in zip(*results, strict=True):
+        torch.testing.assert_close(straight, usual, rtol=EXACT, atol=EXACT)
+
+
+def test_a_weight_of_another_optimizer_has_its_gradient_in_grad() -> None:
+    setup = Setup(True)  # whose optimizer has every parameter
+    own = [p for p in setup.parameters if p is not setup.head.weight]
+    opt = accumext.AccumulatingOptimizer(
+        torch.optim.SGD(own, lr=0.5), window=3, accumulate_in_backward=True
+    )
+    opt.backward(setup.loss(0))
+    other = Setup(False)
+    (expected,) = torch.autograd.grad(other.loss(0), [other.head.weight])
+    torch.testing.assert_close(setup.head.weight.grad, expected, rtol=EXACT, atol=EXACT)
+
+
+def test_a_sparse_gradient_stays_sparse() -> None:
+    """SparseAdam refuses any other."""
+    results = []
+    for in_backward in (False, True):
+        setup = Setup(in_backward)
+        setup.embedding = nn.Embedding(VOCABULARY, SIZE, dtype=torch.float64, sparse=True)
+        with torch.no_grad():
+            setup.embedding.weight.copy_(setup.parameters[0])
+        optimizer = torch.optim.SparseAdam([setup.embedding.weight])
+        setup.opt = accumext.AccumulatingOptimizer(
+            optimizer, window=3, accumulate_in_backward=in_backward
+        )
+        setup.train()
+        results.append(setup.embedding.weight.detach())
+    torch.testing.assert_close(*results, rtol=EXACT, atol=EXACT)
+
+
+def test_without_an_optimizer_the_logits_are_formed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = Setup(False).loss(0)
+    monkeypatch.delattr(_operators, "head_forward")
+    loss.backward()

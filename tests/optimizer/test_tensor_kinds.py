@@ -1,0 +1,284 @@
+"""Tensors that are more than their memory, through every gradient operation: negated views,
+subclasses, parameters, wrappers of torch.func, tensors of inference mode, nested and fake ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support import oracle
+from support.tensors import assert_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+import accumext
+
+SIZES = (1, 3, 100, 5000, 70000)  # malloc writes into small ones as soon as they are freed
+
+
+def values(seed, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return [oracle.random([n], dtype) for n in SIZES]
+
+
+# --- the negative bit: the dispatcher makes plain copies, which only the operator owns ------------
+
+
+def negated(tensor):
+    return torch._neg_view(tensor.neg())
+
+
+def imaginary(tensor):
+    """As the imaginary part of a conjugate."""
+    return torch.complex(torch.zeros_like(tensor), tensor.neg()).conj().imag
+
+
+def strided(tensor):
+    return negated(tensor.expand(2, -1).t().contiguous())[:, 0]
+
+
+@pytest.fixture(params=[negated, imaginary, strided], ids=lambda view: view.__name__)
+def view(request):
+    """A tensor -> one of equal values that has the negative bit."""
+    assert torch.equal(request.param(torch.tensor([1.0, -2.0])), torch.tensor([1.0, -2.0]))
+    assert request.param(torch.ones(2)).is_neg()
+    return request.param
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
+def test_the_norm_of_negated_views(view, norm_type):
+    expected = accumext.total_norm(values(0), norm_type=norm_type)
+    viewed = list(map(view, values(0)))
+    assert_bits([accumext.total_norm(viewed, norm_type=norm_type)], [expected])
+    mixed = [*viewed[:2], *values(0)[2:]]
+    assert_bits([accumext.total_norm(mixed, norm_type=norm_type)], [expected])
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0, 1e9], ids=["accumulate", "clips", "large"])
+def test_negated_gradients_and_main_gradients(view, max_norm):
+    def accumulated(mains, grads):
+        found_inf = torch.zeros(())
+        scale = view(torch.tensor([0.5]))[0] if mains[0].is_neg() else torch.tensor(0.5)
+        options = {"inv_scale": scale, "found_inf": found_inf}
+        if max_norm is None:
+            norm = accumext.accumulate_(mains, grads, **options)
+        else:
+            norm = accumext.unscale_check_clip_accumulate_(
+                mains, grads, max_norm=max_norm, **options
+            )
+        return [norm, found_inf, *(m + 0.0 for m in mains)]  # 0.0: a zero may have either sign
+
+    expected = accumulated(values(0), values(1))
+    assert_bits(accumulated(values(0), list(map(view, values(1)))), expected)
+    viewed = list(map(view, values(0)))
+    assert_bits(accumulated(viewed, values(1)), expected)
+    assert all(m.is_neg() for m in viewed)
+    assert_bits(accumulated([*map(view, values(0)[:2]), *values(0)[2:]], values(1)), expected)
+
+
+@pytest.mark.parametrize("factor", [0.37, torch.tensor(-0.37)], ids=["float", "tensor"])
+def test_negated_views_are_scaled(view, factor):
+    expected, viewed = values(0), list(map(view, values(0)))
+    viewed[1] = values(0)[1]
+    accumext.scale_(expected, factor)
+    accumext.scale_(viewed, factor)
+    assert_bits(viewed, expected)
+
+
+def test_a_negated_gradient_is_clipped_like_torchs(view):
+    ours, theirs = torch.nn.Parameter(torch.zeros(100)), torch.nn.Parameter(torch.zeros(100))
+    for parameter in (ours, theirs):
+        parameter.grad = view(torch.arange(100.0))
+    norm = accumext.clip_grad_norm_([ours], 1.0)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_([theirs], 1.0, foreach=False))
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("op", ["accumulate_", "total_norm"])
+def test_a_negated_flag_is_refused_before_anything_is_written(op):
+    main, flag = torch.ones(3), torch._neg_view(torch.zeros(()))
+    operands = ([main], [main.clone()]) if op == "accumulate_" else ([main],)
+    with pytest.raises(ValueError, match=f"{op}: found_inf must not be a negated view, got one"):
+        getattr(accumext, op)(*operands, found_inf=flag)
+    assert torch.equal(main, torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_a_decoder_with_negated_weights(kind):
+    def gradients(view):
+        torch.manual_seed(0)
+        table, weight, bias = torch.randn(11, 5), torch.randn(11, 4), torch.randn(11)
+        table, weight, bias = (view(t).requires_grad_() for t in (table, weight, bias))
+        state = torch.randn(1, 3, 4)
+        cell = getattr(torch.nn, kind)(5, 4)
+        out = accumext.decode_loss(
+            table,
+            cell,
+            (weight, bias),
+            torch.randint(11, (6, 3)),
+            (view(state), view(state)) if kind == "LSTM" else view(state),
+            feedback="greedy",
+            k1=2,
+            k2=4,
+        )
+        out.loss.backward()
+        leaves = (table, weight, bias, *cell.parameters())
+        return [out.tokens, out.loss.detach(), *(leaf.grad for leaf in leaves)]
+
+    assert_bits(gradients(lambda t: torch._neg_view(t.neg())), gradients(torch.clone))
+
+
+# --- tensors of inference mode --------------------------------------------------------------------
+
+
+def inference(*shape):
+    with torch.inference_mode():
+        return torch.ones(shape)
+
+
+WRITES = {
+    "main_grads[1]": lambda plain, made: accumext.accumulate_(
+        [plain, made], [torch.ones(3), torch.ones(3)]
+    ),
+    "main_grads[0]": lambda plain, made: accumext.unscale_check_clip_accumulate_(
+        [made, plain], [torch.ones(3), torch.ones(3)], max_norm=1.0
+    ),
+    "grads[1]": lambda plain, made: accumext.scale_([plain, made], 2.0),
+    "found_inf": lambda plain, made: accumext.total_norm([plain], found_inf=made[0]),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_tensors_of_inference_mode_are_not_written_outside_of_it(name):
+    plain, made = torch.ones(3), inference(3)
+    with pytest.raises(RuntimeError) as raised:
+        WRITES[name](plain, made)
+    contract = f"{name} must not be an inference tensor outside of inference mode, got one. "
+    assert contract in str(raised.value)
+    assert "Inplace update to inference tensor outside InferenceMode" in str(
+        raised.value
+    )  # torch's
+    assert torch.equal(plain, torch.ones(3))
+    assert torch.equal(made, torch.ones(3))
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_within_inference_mode_they_are(name):
+    with torch.inference_mode():
+        WRITES[name](torch.ones(3), inference(3))
+
+
+def test_tensors_of_inference_mode_are_read():
+    main = torch.ones(4)
+    assert accumext.total_norm([inference(4)]).item() == 2.0
+    assert accumext.accumulate_([main], [inference(4)]).item() == 4.0
+
+
+# --- autograd -------------------------------------------------------------------------------------
+
+
+FLAGGED = {
+    "accumulate_": lambda flag: accumext.accumulate_(
+        [torch.ones(2)], [torch.ones(2)], found_inf=flag
+    ),
+    "unscale_check_clip_accumulate_": lambda flag: accumext.unscale_check_clip_accumulate_(
+        [torch.ones(2)], [torch.ones(2)], max_norm=1.0, found_inf=flag
+    ),
+    "total_norm": lambda flag: accumext.total_norm([torch.ones(2)], found_inf=flag),
+}
+
+
+@pytest.mark.parametrize("op", FLAGGED)
+def test_autograd_knows_that_found_inf_was_written(op):
+    flag = torch.zeros(())
+    x = torch.ones(2, requires_grad=True)
+    product = x * flag  # keeps the flag for its backward
+    FLAGGED[op](flag)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_leaves_that_require_grad_are_written_like_under_no_grad():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    accumext.accumulate_([parameter], [torch.ones(3)])
+    accumext.scale_([parameter], 2.0)
+    assert torch.equal(parameter.detach(), torch.full([3], 4.0))
+    assert parameter.is_leaf
+
+
+# --- subclasses and wrappers ----------------------------------------------------------------------
+
+
+class Named(torch.Tensor):
+    """What __torch_function__ makes of it by itself."""
+
+
+class Wrapped(torch.Tensor):
+    """A tensor around another one, of which __torch_dispatch__ sees every operator."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map(lambda x: getattr(x, "inner", x), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [lambda t: t.as_subclass(Named), torch.nn.Parameter, Wrapped])
+def test_subclasses(kind):
+    expected, memory = values(0), values(0)
+    mains, grads = list(map(kind, memory)), list(map(kind, values(1)))
+    for norm, want in [
+        (accumext.total_norm(grads), accumext.total_norm(values(1))),
+        (accumext.accumulate_(mains, grads), accumext.accumulate_(expected, values(1))),
+    ]:
+        assert_bits([norm.as_subclass(torch.Tensor)], [want])
+    accumext.scale_(mains, 0.5)
+    accumext.scale_(expected, 0.5)
+    assert_bits(memory, expected)
+
+
+def test_wrappers_of_torch_func():
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.vmap(lambda x: accumext.total_norm([x]))(torch.ones(2, 3))
+
+    def scaled(x):  # outside of autograd, like torch.no_grad()
+        y = 2 * x
+        accumext.scale_([y], 3.0)
+        assert torch.equal(y, torch.full([3], 6.0))
+        return y.sum()
+
+    assert torch.equal(torch.func.grad(scaled)(torch.ones(3)), torch.full([3], 2.0))
+
+
+def test_fake_tensors_have_no_memory_to_share():
+    with FakeTensorMode():
+        main, flag = torch.ones(3), torch.zeros(())
+        norm = accumext.accumulate_([main, main], [main, main], found_inf=flag)
+        assert norm.shape == ()
+        accumext.scale_([main], 2.0)
+    meta = torch.ones(3, device="meta")
+    assert accumext.accumulate_([meta, meta], [meta, meta]).device.type == "meta"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused(layout):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    plain = torch.ones(3)
+    for call, name in [
+        (lambda: accumext.total_norm([plain, nested]), "grads[1]"),
+        (lambda: accumext.accumulate_([plain, nested], [plain.clone(), nested]), "main_grads[1]"),
+        (lambda: accumext.scale_([plain, nested], 2.0), "grads[1]"),
+    ]:
+        with pytest.raises(TypeError) as raised:
+            call()
+        assert f"{name} must be a dense" in str(raised.value)
+        assert str(raised.value).endswith("got a nested tensor")
+    assert torch.equal(plain, torch.ones(3))

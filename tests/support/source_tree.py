@@ -1,0 +1,132 @@
+"""A source tree of the package with one tiny kernel, to see in a process of its own who answers.
+
+The kernel fills tensors with 42, so that a result tells which kernel answered; it compiles in
+seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accumext
+
+PROBE = """
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <vector>
+
+void Fill(std::vector<torch::stable::Tensor> tensors, double factor) {
+  for (torch::stable::Tensor& tensor : tensors) {
+    if (tensor.numel() > 0) *static_cast<float*>(tensor.data_ptr()) = 42;
+  }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(accumext, CPU, m) { m.impl("scale_.scalar", TORCH_BOX(&Fill)); }
+"""
+CALL = """
+import torch, accumext
+tensor = torch.tensor([2.0])
+accumext.scale_([tensor], 0.5)
+"""
+SHOW = CALL + "print(tensor.item(), accumext.backend(), accumext.backend_reason(), sep='|')"
+NATIVE, REFERENCE = "42.0", "1.0"
+
+
+@functools.cache
+def as_user(user: int | None) -> tuple[str, ...]:
+    """What a command begins with that runs as another user and still reads this Python.
+
+    Python often lies in a folder that its owner alone can enter: where root may pass the capability
+    to read everything on, the other user gets it. It does not let him write anywhere.
+    """
+    if user is None:
+        return ()
+    plain = ("setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups")
+    reading = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
+    for command in (plain, plain + reading):
+        with contextlib.suppress(OSError):
+            probe = [*command, sys.executable, "-c", "import torch"]
+            if subprocess.run(probe, check=False, capture_output=True).returncode == 0:
+                return command
+    pytest.skip(f"other users cannot be acted as, or cannot read {sys.prefix}")
+
+
+class Tree:
+    """A source tree of the package that nothing was installed from."""
+
+    def __init__(self, folder: Path) -> None:
+        ignore = shutil.ignore_patterns("*.so", "_build_info.json", "_csrc", "__pycache__")
+        shutil.copytree(Path(accumext.__file__).parent, folder / "accumext", ignore=ignore)
+        (folder / "csrc" / "cpu").mkdir(parents=True)
+        self.folder = folder
+        self.source = folder / "csrc" / "cpu" / "probe.cpp"
+        self.source.write_text(PROBE)
+        self.cache = folder / "extensions"
+        self.installed = folder / "accumext" / "backend" / "_C_cpu.abi3.so"
+
+    def start(
+        self, code: str, user: int | None = None, **variables: str | None
+    ) -> subprocess.Popen[str]:
+        """Run Python in this tree, as another user if one is given (as root can).
+
+        A variable that is None is unset.
+        """
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCUMEXT_")}
+        clean |= {"PYTHONPATH": str(self.folder), "TORCH_EXTENSIONS_DIR": str(self.cache)}
+        return subprocess.Popen(
+            [*as_user(user), sys.executable, "-c", code],
+            cwd=self.folder,
+            env={name: value for name, value in (clean | variables).items() if value is not None},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(
+        self, code: str, user: int | None = None, **variables: str | None
+    ) -> subprocess.CompletedProcess[str]:
+        with self.start(code, user, **variables) as process:
+            try:
+                out, err = process.communicate(timeout=100)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def show(self, user: int | None = None, **variables: str | None) -> tuple[str, str, str]:
+        """The result of one call, the backend and the reason."""
+        done = self.run(SHOW, user, **variables)
+        assert done.returncode == 0, done.stderr
+        result, backend, reason = done.stdout.strip().split("|")
+        return result, backend, reason
+
+    def built(self) -> Path:
+        """The folder of the library compiled on first use."""
+        (library,) = self.cache.glob("accumext*/*/_C_cpu.so")
+        return library.parent
+
+    def install(self) -> None:
+        """Put a compiled library where an installation would."""
+        self.show()
+        shutil.copy(self.built() / "_C_cpu.so", self.installed)
+        key = self.run(
+            "from accumext.backend import _build; print(_build.sources_key())"
+        ).stdout.strip()
+        record: dict[str, Any] = {"sources": key, "torch": "2.13.0", "compiled": ["cpu"]}
+        digest = hashlib.sha256(self.installed.read_bytes()).hexdigest()
+        record |= {"missing": {}, "sha256": {self.installed.name: digest}}
+        (self.folder / "accumext" / "backend" / "_build_info.json").write_text(json.dumps(record))
+        shutil.rmtree(self.cache)

@@ -1,0 +1,30 @@
+"""Tensors of a test: their dtypes, where they lie, and when they are equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def dtype_id(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def shifted(tensor: Tensor, shift: int) -> Tensor:
+    """The values of a vector in a slice of NaN, `shift` elements past an aligned address."""
+    base = tensor.new_full((tensor.numel() + shift + 16,), math.nan)
+    return base[shift : shift + tensor.numel()].copy_(tensor)
+
+
+def assert_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Equal bit for bit but for the payload of a NaN, on whatever devices."""
+    for got, want in zip(actual, expected, strict=True):
+        got, want = got.cpu(), want.cpu()
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+        number = ~want.isnan()
+        assert torch.equal(got.signbit()[number], want.signbit()[number])

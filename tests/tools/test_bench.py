@@ -1,0 +1,180 @@
+"""The benchmark: its samples, what it makes of them, and that it compares equal things."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import ROOT
+
+RTOL = 1e-12  # float64 in another order of operations
+
+TARGETS = {0.9, 1.6, 3.5, 2.2, 1.0, 0.85, 3.0, 5.0}  # promised on a CPU
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """What a quick run wrote, and what it printed."""
+    path = tmp_path_factory.mktemp("bench") / "result.json"
+    command = [sys.executable, "bench/accumulate.py", "--quick", "--device=cpu", f"--json={path}"]
+    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": search}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text()), done.stdout
+
+
+@pytest.fixture
+def timing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import _timing
+
+    return _timing
+
+
+def find(result: dict[str, Any], name: str, role: str) -> dict[str, Any]:
+    (job,) = [j for j in result["jobs"] if (j["job"], j["role"]) == (name, role)]
+    return job
+
+
+def test_every_job_has_its_contenders(run: tuple[dict[str, Any], str]) -> None:
+    result, _ = run
+    jobs = {job["job"] for job in result["jobs"]}
+    assert {"read", "update", "unscale, check, norm, clip", "scale_"} < jobs
+    assert {f"accumulate_ {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs
+    assert {f"total_norm {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs
+    assert len([name for name in jobs if name.startswith("boundary, ")]) == 6
+    for job in result["jobs"]:
+        rows = job["contenders"]
+        assert job["baseline"] == next(iter(rows))
+        assert len(rows) >= 2
+        assert {len(row["seconds"]) for row in rows.values()} == {3}
+        if job["job"] not in ("read", "update"):
+            assert any(name.startswith("accumext") for name in rows)
+
+
+def test_derived_numbers_follow_from_the_samples(run: tuple[dict[str, Any], str]) -> None:
+    result, _ = run
+    for job in result["jobs"]:
+        baseline = np.array(job["contenders"][job["baseline"]]["seconds"])
+        for row in job["contenders"].values():
+            seconds = np.array(row["seconds"])
+            read, update = row["read_bytes_per_element"], row["update_bytes_per_element"]
+            median = np.median(seconds)
+            rate = job["elements"] * (read + update) / median
+            assert (seconds > 0).all()
+            assert row["median_seconds"] == pytest.approx(median, rel=RTOL)
+            assert row["times_faster"] == pytest.approx(np.median(baseline / seconds), rel=RTOL)
+            assert row["bytes_per_second"] == pytest.approx(rate, rel=RTOL)
+
+
+def test_shares_are_of_the_limit_in_the_same_repetition(run: tuple[dict[str, Any], str]) -> None:
+    result, _ = run
+    for job in result["jobs"]:
+        if job["role"] != "large":  # the data may lie in a cache
+            assert job["limits"] == []
+            assert {row["share_of_limit"] for row in job["contenders"].values()} == {None}
+            continue
+        reading, updating = (
+            np.array([limit[kind] for limit in job["limits"]]) for kind in ("read", "update")
+        )
+        for row in job["contenders"].values():
+            read, update = row["read_bytes_per_element"], row["update_bytes_per_element"]
+            least = job["elements"] * (read / reading + update / updating)
+            share = np.median(least / np.array(row["seconds"]))
+            assert row["share_of_limit"] == pytest.approx(share, rel=RTOL)
+
+
+def test_the_yardstick_is_the_fastest_of_the_plain_loops(run: tuple[dict[str, Any], str]) -> None:
+    result, _ = run
+    fastest = []
+    for name in ("read", "update"):
+        rows = find(result, name, "")["contenders"]
+        fastest.append(min(rows, key=lambda who: rows[who]["median_seconds"]))
+    assert result["machine"]["limit"].startswith(" and ".join(fastest))
+
+
+def test_figures_are_ratios_within_repetitions(run: tuple[dict[str, Any], str]) -> None:
+    result, printed = run
+    figures = [figure for figure in result["figures"] if "quartiles" in figure]
+    assert {figure["target"] for figure in figures} == TARGETS | {None}
+    for figure in figures:
+        rows = find(result, figure["job"], figure["role"])["contenders"]
+        if figure["against"] == "the limit":
+            assert figure["measured"] == rows[figure["contender"]]["share_of_limit"]
+            continue
+        sides = figure["against"], figure["contender"]
+        theirs, mine = (np.array(rows[side]["seconds"]) for side in sides)
+        q1, median, q3 = np.percentile(theirs / mine, (25, 50, 75))
+        assert figure["measured"] == pytest.approx(median, rel=RTOL)
+        assert figure["quartiles"] == pytest.approx([q1, q3], rel=RTOL)
+        target = "-" if figure["target"] is None else f"{figure['target']:g}"
+        line = f"{figure['figure']} | {target} | {median:.2f} [{q1:.2f}, {q3:.2f}] | "
+        assert line in printed
+
+
+def test_promises_without_a_ratio(run: tuple[dict[str, Any], str]) -> None:
+    result, printed = run
+    rows = [figure for figure in result["figures"] if "quartiles" not in figure]
+    assert [row["measured"] for row in rows] == [True] * 3
+    for row in rows:
+        assert f"\n{row['figure']} | yes | yes\n" in printed
+
+
+def test_the_machine_is_named(run: tuple[dict[str, Any], str]) -> None:
+    result, printed = run
+    assert result["machine"]["torch"] == torch.__version__
+    assert {"cpu", "threads", "backend", "apex", "TransformerEngine"} < set(result["machine"])
+    for name, fact in result["machine"].items():
+        assert f"\n{name}: {fact}\n" in printed
+
+
+def test_contenders_that_differ_are_not_timed(timing: ModuleType) -> None:
+    def contender(value: float) -> Any:
+        return timing.Contender(
+            lambda: torch.tensor([value]), timing.Traffic(4, 0), lambda got: [got]
+        )
+
+    def job(value: float) -> Any:
+        contenders = {"one": contender(1.0), "other": contender(value)}
+        return timing.Job("job", timing.Shape(1, 1), contenders)
+
+    timing.check(job(1.0 + 1e-6))
+    with pytest.raises(AssertionError, match=r"job: other is off by 1\.0e-03"):
+        timing.check(job(1.001))
+    with pytest.raises(AssertionError, match="off by nan"):
+        timing.check(job(float("nan")))
+
+
+def test_repetitions_are_complete_and_rotate(timing: ModuleType) -> None:
+    calls: list[str] = []
+
+    def contender(name: str) -> Any:
+        return timing.Contender(lambda: calls.append(name), timing.Traffic(0, 8), None)
+
+    job = timing.Job(
+        "job", timing.Shape(1, 1), {n: contender(n) for n in "abc"}, lambda: calls.append("-")
+    )
+    clock = iter(range(100))
+
+    def seconds_of(run: Any) -> float:
+        run()
+        return float(next(clock))
+
+    result = timing.measure(job, seconds_of, timing.Patience(seconds=0.0, least=3))
+    assert "".join(calls) == "-a-b-c" + "-a-b-c" + "-b-c-a" + "-c-a-b"
+    assert result.seconds == {"a": [0.0, 5.0, 7.0], "b": [1.0, 3.0, 8.0], "c": [2.0, 4.0, 6.0]}
+
+
+def test_shapes_hold_all_elements(timing: ModuleType) -> None:
+    sizes = timing.Shape(1003, 10).sizes()
+    assert sum(sizes) == 1003
+    assert set(sizes) == {100, 101}
+    assert str(timing.Shape(10**8, 2000)) == "100M in 2,000"

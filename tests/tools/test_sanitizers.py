@@ -1,0 +1,69 @@
+"""The CPU library under AddressSanitizer, UBSan and ThreadSanitizer: tests/tools/sanitized."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import sanitized
+from filelock import FileLock
+
+import accumext
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(accumext.backend() == "reference", reason="has no kernels to look at"),
+]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory):
+    """Kind of sanitizer -> folder of what was compiled for it, once for all workers together."""
+    if shutil.which(sanitized.compiler()[0]) is None:
+        pytest.skip("no C++ compiler")
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder(kind: str) -> Path:
+        if sanitized.runtime(kind) is None:
+            pytest.skip(f"the compiler has no {sanitized.KINDS[kind][1]}")
+        place = base / f"sanitized-{kind}"
+        with FileLock(f"{place}.lock"):
+            if not (place / "faults.so").exists():
+                place.mkdir(exist_ok=True)
+                sanitized.build(kind, place)
+        clean = sanitized.run(kind, place, "fault", "none")
+        if "FATAL: ThreadSanitizer" in clean.stderr:  # as where addresses are too random for it
+            pytest.skip(clean.stderr.splitlines()[0])
+        assert clean.returncode == 0, clean.stderr
+        return place
+
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "words"),
+    [
+        ("address", "use_after_free", "AddressSanitizer: heap-use-after-free"),
+        ("address", "beyond_the_buffer", "AddressSanitizer: heap-buffer-overflow"),
+        ("address", "overflow", "runtime error: signed integer overflow"),
+        ("thread", "race", "ThreadSanitizer: data race"),
+    ],
+)
+def test_a_fault_is_seen(kind, fault, words, built):
+    done = sanitized.run(kind, built(kind), "fault", fault)
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "isa"),
+    [("address", "default"), ("address", "avx2"), ("address", "avx512"), ("thread", "avx512")],
+)
+def test_operators(kind, isa, built):
+    """`isa`: the widest instruction set that may be used; less where the processor has less."""
+    done = sanitized.run(kind, built(kind), "operators", ATEN_CPU_CAPABILITY=isa)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "decoder done"
