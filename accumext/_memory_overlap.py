@@ -1,4 +1,4 @@
-"""Whether elements share memory: those of one strided tensor, and those of two (csrc/common/overlap.h).
+"""Whether elements share memory: of one strided tensor, and of two (csrc/common/overlap.h).
 
 Answers are exact but where the search for a common address is given up, and then they say yes.
 """

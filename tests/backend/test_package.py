@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import ROOT
 
 pytestmark = pytest.mark.slow
-
-from support import ROOT
 
 SHIPPED = ["accumext", "csrc", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]
 NO_COMPILER = {"PATH": "/nonexistent", "CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}

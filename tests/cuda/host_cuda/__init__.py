@@ -169,7 +169,7 @@ class Request:
         self.put_integers(0 if tensor is None else _DTYPES.index(tensor.dtype))
 
     def put_operands(self, tensors: Sequence[Tensor]) -> None:
-        """A Span or a Pair; without dimensions where all are contiguous, as in csrc/common/arguments.h."""
+        """A Span or a Pair; no dimensions if all are contiguous, as in csrc/common/arguments.h."""
         for tensor in tensors:
             self.put_tensor(tensor)
         first = tensors[0]
