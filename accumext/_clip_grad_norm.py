@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumext import _checks, reference
-from accumext._scalars import on_host
+from accumext import _checks, _scalars, reference
 from accumext._tensor_kinds import (
+    coalesced,
     count_nonzero,
     global_norm,
+    group_by_device,
     is_dtensor,
-    per_device,
-    settled,
     zero_flag,
 )
 from accumext.ops import scale_, total_norm
@@ -92,9 +91,9 @@ def clip_grad_norm_(
         op, got = "clip_grad_norm_", norm.item()
         raise RuntimeError(_checks.message(op, "total_norm", "be finite", got, advice))
     coef = reference.clip_coef(norm, limit)
-    if not (on_host(coef) and coef == 1.0):
+    if not (_scalars.on_host(coef) and coef == 1.0):
         try:
-            for device, (mine,) in per_device(grads, plain_already=usual):
+            for device, (mine,) in group_by_device(grads, one_call=usual):
                 scale_(mine, coef.to(device))
         except ValueError:  # a gradient overlaps itself: say which
             _checks.clip_grad_norm_(parameters)
@@ -107,7 +106,7 @@ def _norm_anywhere(grads: list[Tensor], norm_type: float) -> Tensor:
     if norm_type == 0:
         return count_nonzero(grads)
     flag = zero_flag(grads[0].device)
-    return global_norm(list(map(settled, grads)), norm_type=norm_type, found_inf=flag)
+    return global_norm(list(map(coalesced, grads)), norm_type=norm_type, found_inf=flag)
 
 
 def _on_mesh_of(grads: list[Any], norm: Tensor) -> Tensor:

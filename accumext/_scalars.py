@@ -1,13 +1,14 @@
-"""Numbers about a window: floats where the host knows them, elsewhere 0-dim tensors on the device.
+"""Scalars of a window: floats where the host knows them, else 0-dim tensors on their device.
 
-Operators serve both alike, in float64; what they cannot say for both stands here. A 0-dim tensor on
-the CPU becomes a float at once: arithmetic on those takes a twentieth of the time.
+Arithmetic operators serve both alike, in float64; what they cannot express for both stands here. A
+0-dim tensor on the CPU becomes a float at once, since float arithmetic is twenty times as fast.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import TypeAlias
 
 import torch
@@ -15,14 +16,13 @@ from torch import Tensor
 
 Scalar: TypeAlias = float | Tensor
 
+# Whether the host can read a tensor without waiting for a device. Everything that would wait asks
+# this function of this module, so a test that replaces it sees a CPU tensor treated as a GPU's.
+on_host = attrgetter("is_cpu")
 
-def on_host(tensor: Tensor) -> bool:
-    """Whether the host can read the tensor without waiting for a device."""
-    return tensor.is_cpu
 
-
-def known(number: Tensor) -> Scalar:
-    """A 0-dim tensor's value, or the tensor in float64 where reading would wait for a device."""
+def to_host_if_free(number: Tensor) -> Scalar:
+    """A 0-dim tensor's value, or the tensor in float64 where reading it would wait for a device."""
     return float(number) if on_host(number) else number.double()
 
 
@@ -35,8 +35,8 @@ def as_tensor(
     return torch.full((), number, dtype=dtype, device=device)  # torch.tensor would wait for a GPU
 
 
-def on(device: torch.device, number: Scalar) -> Scalar:
-    """The number where it is needed; a float is at home everywhere."""
+def to_device(device: torch.device, number: Scalar) -> Scalar:
+    """The number as an operator on this device takes it; a float stays a float."""
     if isinstance(number, Tensor):
         return number.to(device, non_blocking=True)
     if torch.compiler.is_compiling():  # an operator would be compiled anew for every float
@@ -44,14 +44,14 @@ def on(device: torch.device, number: Scalar) -> Scalar:
     return number
 
 
-def quotient(a: Scalar, b: Scalar) -> Scalar:
-    """`a / b` for numbers of at least 0, by zero as tensors divide."""
+def divide(a: Scalar, b: Scalar) -> Scalar:
+    """`a / b` for numbers of at least 0; division by zero gives inf or NaN, as of tensors."""
     if isinstance(a, Tensor) or isinstance(b, Tensor) or b != 0.0:
         return a / b
     return math.inf if a > 0.0 else math.nan
 
 
-def larger(a: Scalar, b: Scalar) -> Scalar:
+def maximum(a: Scalar, b: Scalar) -> Scalar:
     """The larger of two, on the device of the first tensor among them."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.maximum(a, b.to(a.device, a.dtype, non_blocking=True))
@@ -60,24 +60,26 @@ def larger(a: Scalar, b: Scalar) -> Scalar:
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
 
 
-def any_of(flags: Iterable[Scalar]) -> Scalar:
+def any_flag(flags: Iterable[Scalar]) -> Scalar:
     """1.0 where any of the flags is; 0.0 if there are none."""
     result: Scalar = 0.0
-    for number in flags:
-        result = larger(result, number)
+    for flag in flags:
+        result = maximum(result, flag)
     return result
 
 
 def at_most_one(number: Scalar) -> Scalar:
-    """`min(number, 1)`; NaN stays."""
+    """`min(number, 1)`; NaN stays NaN."""
     return number.clamp(max=1.0) if isinstance(number, Tensor) else min(number, 1.0)
 
 
-def flag(condition: Tensor | bool) -> Scalar:
+def as_flag(condition: Tensor | bool) -> Scalar:
     """1.0 where the condition holds, else 0.0."""
     return condition.double() if isinstance(condition, Tensor) else float(condition)
 
 
-def not_finite(number: Scalar) -> Scalar:
+def nonfinite_flag(number: Scalar) -> Scalar:
     """1.0 where a number is inf or NaN."""
-    return flag(~number.isfinite() if isinstance(number, Tensor) else not math.isfinite(number))
+    if isinstance(number, Tensor):
+        return (~number.isfinite()).double()
+    return 0.0 if math.isfinite(number) else 1.0

@@ -1,9 +1,9 @@
-"""Gradients of every kind (sharded, sparse, complex, half) as the op layer takes them."""
+"""Gradients of every kind (sharded, sparse, complex, half) as operands of the fused operators."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accumext import ops, reference
-from accumext._scalars import Scalar, on
+from accumext._scalars import Scalar, to_device
 
 Group: TypeAlias = "dist.ProcessGroup"
 
@@ -42,15 +42,15 @@ def any_dtensor(tensors: Collection[Tensor]) -> bool:
     return any(hasattr(kind, "device_mesh") for kind in set(map(type, tensors)))
 
 
-def plain(tensor: Tensor) -> Tensor:
+def dense_storage(tensor: Tensor) -> Tensor:
     """The dense real tensor that holds the numbers of a DTensor, a sparse or a complex tensor."""
     tensor = local_tensor(tensor)
     tensor = tensor._values() if tensor.is_sparse else tensor
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def are_plain(tensors: Collection[Tensor]) -> bool:
-    """Whether all are such tensors already, on one device: what one call of an operator takes.
+def fit_one_call(tensors: Collection[Tensor]) -> bool:
+    """Whether all are dense real tensors on one device, as one call of an operator takes them.
 
     Nearly all gradients are, and this finds it out without a loop in Python.
     """
@@ -62,27 +62,30 @@ def are_plain(tensors: Collection[Tensor]) -> bool:
     )
 
 
-def per_device(
-    *columns: list[Tensor], plain_already: bool = False
-) -> Iterator[tuple[torch.device, list[list[Tensor]]]]:
-    """Lists of tensors, one for one, as calls of an operator: what it takes, device by device."""
-    if plain_already or are_plain(list(chain(*columns))):
-        if columns[0]:
-            yield columns[0][0].device, list(columns)
-        return
-    groups: dict[torch.device, list[list[Tensor]]] = {}
-    for row in zip(*columns, strict=True):
-        group = groups.setdefault(row[0].device, [[] for _ in row])
-        for column, tensor in zip(group, row, strict=True):
-            column.append(plain(tensor))
-    yield from groups.items()
+def group_by_device(
+    *lists: list[Tensor], one_call: bool = False
+) -> list[tuple[torch.device, list[list[Tensor]]]]:
+    """Lists of equal length as operator calls: (device, lists of dense real tensors) each.
+
+    Args:
+        lists: `lists[k][i]` for all k go into one call together.
+        one_call: whether `fit_one_call` is known to hold.
+    """
+    if one_call or fit_one_call(list(chain(*lists))):
+        return [(lists[0][0].device, list(lists))] if lists[0] else []
+    calls: dict[torch.device, list[list[Tensor]]] = {}
+    for together in zip(*lists, strict=True):
+        call = calls.setdefault(together[0].device, [[] for _ in together])
+        for operand, tensor in zip(call, together, strict=True):
+            operand.append(dense_storage(tensor))
+    return list(calls.items())
 
 
-def scale_(tensors: list[Tensor], factor: Scalar, plain_already: bool = False) -> None:
+def scale_(tensors: list[Tensor], factor: Scalar, one_call: bool = False) -> None:
     """Multiply in place, on whatever devices; the host number 1.0 costs nothing."""
     if tensors and (isinstance(factor, Tensor) or factor != 1.0):
-        for device, (mine,) in per_device(tensors, plain_already=plain_already):
-            ops.scale_(mine, on(device, factor))
+        for device, (mine,) in group_by_device(tensors, one_call=one_call):
+            ops.scale_(mine, to_device(device, factor))
 
 
 def zero_flag(device: torch.device | None) -> Tensor:
@@ -90,8 +93,8 @@ def zero_flag(device: torch.device | None) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
-def settled(grad: Any) -> Any:
-    """A main gradient as norms need it: every element in one place, and whole in every shard."""
+def coalesced(grad: Any) -> Any:
+    """A gradient as norms need it: no index twice if sparse, no pending sum if a DTensor."""
     if is_dtensor(grad):
         from torch.distributed.tensor import Replicate  # here, as its import takes long
 
@@ -110,11 +113,11 @@ def global_norm(
     """The norm of `grads * inv_scale` as one vector, whatever devices and processes hold them."""
     parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
     for grad in grads:
-        parts.setdefault((grad.device, _shard_groups(grad)), []).append(plain(grad))
+        parts.setdefault((grad.device, _shard_groups(grad)), []).append(dense_storage(grad))
     norms = []
     for (device, groups), tensors in parts.items():
         flag = torch.zeros_like(found_inf, device=device)
-        factor = on(device, inv_scale)
+        factor = to_device(device, inv_scale)
         norm = ops.total_norm(tensors, norm_type=norm_type, inv_scale=factor, found_inf=flag)
         if groups and norm_type < 0 and not any(tensor.numel() for tensor in tensors):
             norm = torch.full_like(norm, math.inf)  # of no elements, where the least one counts
@@ -129,9 +132,9 @@ def global_norm(
 def count_nonzero(grads: Sequence[Tensor]) -> Tensor:  # []
     """How many gradients are not all zero: the 0-norm of their 0-norms."""
     parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
-    for grad in map(settled, grads):
+    for grad in map(coalesced, grads):
         part = parts.setdefault((grad.device, _shard_groups(grad)), [])
-        part.append((plain(grad) != 0).any())
+        part.append((dense_storage(grad) != 0).any())
     dtype = reference.accumulation_dtype(*grads)
     count = torch.zeros((), dtype=dtype, device=grads[0].device if grads else None)
     for (_, groups), flags in parts.items():
@@ -163,9 +166,9 @@ def _norm_over(group: Group, norm: Tensor, norm_type: float) -> Tensor:
 
 def nonfinite(grads: dict[Tensor, Tensor]) -> list[Tensor]:
     """The keys whose gradient holds an inf or NaN. Reads the device."""
-    return [key for key, grad in grads.items() if not bool(plain(grad).isfinite().all())]
+    return [key for key, grad in grads.items() if not bool(dense_storage(grad).isfinite().all())]
 
 
 def zeros_like(grad: Tensor) -> Tensor:
-    """No gradient: what one that counts for nothing is worth, whatever it holds."""
+    """What a gradient of weight 0 contributes, also where it holds NaN."""
     return torch.zeros_like(grad).detach()

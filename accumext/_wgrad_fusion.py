@@ -1,67 +1,132 @@
-"""Gradients that the product which makes them adds to main gradients itself.
+"""Weight-gradient accumulation fusion: an operator adds to `param.main_grad` instead of returning
+a gradient, so that none of the weight's size is ever made.
 
-An optimizer with `accumulate_in_backward` marks its parameters. A decoder's forward pass then
-leaves the gradient of a marked weight to the backward pass, at the price of forming the logits
-again; and while the optimizer runs that pass, the decoder finds the main gradient here, and no
-gradient of the weight's size is ever made.
+The convention is that of Megatron-LM and TransformerEngine. An optimizer with
+`accumulate_in_backward` gives its parameters the attribute `main_grad`, which is None but during
+its own backward passes. An operator that finds it in the forward pass may leave the weight's
+gradient to the backward pass (the decoder forms its logits again for that) and sets
+`param.grad_added_to_main_grad = False`. In the optimizer's backward pass `main_grad` is then a
+tensor, to which the operator adds `gradient * param.main_grad_factor` (1.0 unless micro-batches
+differ in weight or loss scale); it sets `grad_added_to_main_grad = True` and returns no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import Tensor
 
 from accumext._scalars import Scalar
 
-_MARK = "_accumext_straight"  # attribute of a parameter
+_OWNER = "_main_grad_owner"
 
 
 class Destination(NamedTuple):
-    """`main += gradient * factor` takes a gradient in."""
+    """Where a gradient is added: `main_grad += gradient * factor`."""
 
-    main: Tensor
+    main_grad: Tensor
     factor: Scalar
 
 
-_open: list[Callable[[Tensor], Destination | None]] = []
+class _Owner:
+    """The optimizer behind a `main_grad`, while it lives; unknown to a pickled parameter."""
+
+    def __init__(self, owner: object) -> None:
+        self.reference: Callable[[], object] = ref(owner)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return type(None), ()
 
 
-def mark(parameters: Iterable[Tensor]) -> None:
-    """Expect an optimizer to offer these parameters' main gradients."""
-    for parameter in parameters:
-        setattr(parameter, _MARK, True)
+class MainGradAttributes:
+    """The attribute `main_grad` of an optimizer's parameters, while the optimizer lives."""
+
+    def __init__(self) -> None:
+        self._owner = _Owner(self)
+        self._parameters: list[ReferenceType[Tensor]] = []
+        finalize(self, _remove, self._parameters, self._owner)
+
+    def declare(self, parameters: Iterable[Tensor]) -> None:
+        """Give these parameters a `main_grad`, None for now."""
+        for parameter in parameters:
+            if getattr(parameter, _OWNER, None) is not self._owner:
+                vars(parameter).update({"main_grad": None, _OWNER: self._owner})
+                self._parameters.append(ref(parameter))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        MainGradAttributes.__init__(self)
 
 
-def expected(parameter: Tensor) -> bool:
-    """Whether an optimizer will; hooks of the user's on the gradient must see it, though."""
-    return _marked(parameter) and not parameter._post_accumulate_grad_hooks
+def _remove(parameters: list[ReferenceType[Tensor]], owner: _Owner) -> None:
+    for reference in parameters:
+        parameter = reference()
+        if parameter is not None and getattr(parameter, _OWNER, None) is owner:
+            for name in ("main_grad", "main_grad_factor", "grad_added_to_main_grad", _OWNER):
+                vars(parameter).pop(name, None)
 
 
-def _marked(parameter: Tensor) -> bool:
-    return parameter.is_leaf and hasattr(parameter, _MARK) and not parameter._backward_hooks
+def may_fuse(parameter: Tensor) -> bool:
+    """Whether an optimizer will offer a `main_grad`, and no hook has to see the gradient."""
+    owner = getattr(parameter, _OWNER, None)
+    return (
+        owner is not None
+        and owner.reference() is not None
+        and parameter.is_leaf
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+    )
 
 
-@contextmanager
-def offering(destination: Callable[[Tensor], Destination | None]) -> Iterator[None]:
-    """A context for an optimizer's backward pass, which offers `expected` parameters alone: it may
-    have put hooks of its own on them by now."""
-    _open.append(destination)
-    try:
-        yield
-    finally:
-        _open.remove(destination)
+def defer(parameter: Tensor) -> bool:
+    """In a forward pass: whether to leave the parameter's gradient to the backward pass."""
+    if not may_fuse(parameter):
+        return False
+    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    return True
 
 
 def destination(parameter: Tensor, dtype: torch.dtype) -> Destination | None:
-    """Where a gradient of this dtype may be added; None: to be returned to autograd."""
-    if not _marked(parameter):
+    """In a backward pass: where to add a gradient of this dtype; None: return it to autograd.
+
+    Whoever gets a destination adds to it.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None or main_grad.dtype != dtype or not main_grad.is_contiguous():
         return None
-    for offer in _open:
-        found = offer(parameter)
-        if found is not None and found.main.dtype == dtype and found.main.is_contiguous():
-            return found
-    return None
+    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return Destination(main_grad, parameter.main_grad_factor)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def offering(main_grads: dict[Tensor, Tensor], factor: Scalar) -> Iterator[None]:
+    """A context for an optimizer's backward pass, in which operators find these main gradients.
+
+    Args:
+        main_grads: of parameters that `is_deferred` names.
+        factor: of the gradients.
+    """
+    try:
+        for parameter, main_grad in main_grads.items():
+            fields = {"grad_added_to_main_grad": False, "main_grad_factor": factor}
+            vars(parameter).update(fields, main_grad=main_grad)
+        yield
+    finally:
+        for parameter in main_grads:
+            vars(parameter).update(main_grad=None, main_grad_factor=1.0)
+
+
+def is_deferred(parameter: Tensor) -> bool:
+    """Whether an operator has deferred the parameter's gradient, now or earlier."""
+    return hasattr(parameter, "grad_added_to_main_grad") and may_fuse(parameter)
+
+
+def was_added(parameter: Tensor) -> bool:
+    """Whether an operator added to the main gradient while it was offered last."""
+    return bool(getattr(parameter, "grad_added_to_main_grad", False))

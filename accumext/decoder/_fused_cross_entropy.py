@@ -117,7 +117,7 @@ class Head:
 
     def _weight_gradient(self, straight: Destination | None) -> Tensor:
         if straight is not None:
-            return straight.main
+            return straight.main_grad
         return self.weight.new_empty(self.weight.shape, dtype=self.dtype)
 
     def room(self, rows: int) -> Tensor | None:

@@ -78,7 +78,7 @@ class LayersBackward:
         if not self.needs_table or tied is not None:
             return
         if self.into_table is not None:
-            self.d_table = self.into_table.main
+            self.d_table = self.into_table.main_grad
         elif job.table.sparse:
             self.d_rows = like.new_zeros(job.steps, job.batch, job.table.weight.shape[1])
         else:

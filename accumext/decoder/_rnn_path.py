@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from accumext._wgrad_fusion import defer
 from accumext.decoder import _operators
 from accumext.decoder._arguments import Job
 from accumext.decoder._cuda_graph import Tape, WindowGraph
@@ -65,6 +66,8 @@ class LayersRun(Run):
         job, layers = self.job, self.layers
         dtype = accumulation_dtype(job.weight.dtype)
         self.table = rows_together(job.table.weight.detach())
+        if self.grad and not job.table.sparse:
+            defer(job.table.weight)  # whose rows the backward pass adds up in any case
         self.state_dtypes = [part.dtype for part in parts]
         nothing = job.weight.new_empty(0, dtype=dtype)
         self.weights = [

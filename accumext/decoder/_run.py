@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from accumext._wgrad_fusion import Destination, expected
+from accumext._wgrad_fusion import Destination, defer
 from accumext.decoder._arguments import Job
 from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._fused_cross_entropy import (
@@ -143,7 +143,7 @@ class Run(ABC):
         job = self.job
         bias_grad = job.bias is not None and job.bias.requires_grad
         wants = (self.cell_grad, job.weight.requires_grad, bias_grad)
-        formed_now = self.grad and job.reduction != "none" and not expected(job.weight)
+        formed_now = self.grad and job.reduction != "none" and not defer(job.weight)
         with plain(job.weight.device):
             return make_head(job, self.plan, wants if formed_now else None, self.product_dtype)
 

@@ -12,28 +12,33 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from accumext import _checks
-from accumext import _wgrad_fusion as straight
-from accumext.optimizer import _distributed
+from accumext._tensor_kinds import Group
+from accumext.optimizer._accumulator import Accumulator
 from accumext.optimizer._arguments import (
     OP,
     UNWEIGHTED,
-    check_closure_optimizer,
-    check_in_backward,
+    check_arguments,
     check_loss,
-    check_policy,
     check_weight,
-    needs_closure,
 )
-from accumext.optimizer._backward_pass import times
-from accumext.optimizer._grad_slots import Consumed, param_grads
-from accumext.optimizer._product_memory import ProductMemory
-from accumext.optimizer._taking import Progress
-from accumext.optimizer._window import Window
+from accumext.optimizer._backward_pass import run_backward
+from accumext.optimizer._micro_batch import open_micro_batch
+from accumext.optimizer._optimizer_proxy import OptimizerProxy
+from accumext.optimizer._optimizer_step import flush, run_step
 from accumext.optimizer._window_report import WindowReport
-from accumext.optimizer._window_state_dict import Resuming
+from accumext.optimizer._window_state_dict import pack, unpack
 
 
-class AccumulatingOptimizer(Resuming):
+def _setting(name: str, doc: str) -> Any:
+    """A property that is a setting of the optimizer."""
+    return property(
+        lambda self: getattr(self._accumulator.settings, name),
+        lambda self, value: setattr(self._accumulator.settings, name, value),
+        doc=doc,
+    )
+
+
+class AccumulatingOptimizer(OptimizerProxy):
     """Any optimizer, stepping once per window of micro-batches on the gradient of the whole window.
 
     `gradient = sum(weight_i * grad_i) / sum(weight_i)` over the micro-batches of a window (without
@@ -84,6 +89,20 @@ class AccumulatingOptimizer(Resuming):
 
     _step_supports_amp_scaling = True  # so GradScaler always calls step, and sets found_inf
 
+    window = _setting("window", "Micro-batches per optimizer step.")
+    max_norm = _setting("max_norm", "Global norm to clip the window's gradient to, or None.")
+    norm_type = _setting("norm_type", "p of that norm.")
+    scaler = _setting("scaler", "The GradScaler, or None if there is none or it is disabled.")
+    on_nonfinite = _setting("on_nonfinite", "What an inf or NaN does.")
+    reduction = _setting("reduction", '"mean" or "sum" over the window.')
+    process_group = _setting("process_group", "The processes to sum each window over, or None.")
+    accumulate_in_backward = _setting(
+        "accumulate_in_backward", "Whether `backward` frees each gradient as soon as it is made."
+    )
+    reduce_in_backward = _setting(
+        "reduce_in_backward", "Whether a window is sent while its last backward pass runs."
+    )
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -94,49 +113,27 @@ class AccumulatingOptimizer(Resuming):
         scaler: GradScaler | None = None,
         on_nonfinite: str = "skip_window",
         reduction: str = "mean",
-        process_group: _distributed.Group | None = None,
+        process_group: Group | None = None,
         accumulate_in_backward: bool = False,
         reduce_in_backward: bool = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AccumulatingOptimizer):
             contract = "be a torch.optim.Optimizer that is not wrapped already"
             _checks.fail_type(OP, "optimizer", contract, _checks.type_name(optimizer))
-        if not (scaler is None or isinstance(scaler, GradScaler)):
-            contract = "be a torch.amp.GradScaler or None"
-            _checks.fail_type(OP, "scaler", contract, _checks.type_name(scaler))
-        super().__init__(optimizer)
-        self.window = _checks.positive_int(OP, "window", window)
-        self.max_norm = None if max_norm is None else _checks.number(OP, "max_norm", max_norm, 0.0)
-        self.norm_type = _checks.number(OP, "norm_type", norm_type)
-        if self.norm_type == 0.0:
-            _checks.fail_value(OP, "norm_type", "be nonzero", norm_type)
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        policies = ("skip_window", "skip_micro_batch", "raise")
-        self.on_nonfinite = _checks.one_of(OP, "on_nonfinite", on_nonfinite, policies)
-        check_policy(on_nonfinite, self._parameters())
-        self.reduction = _checks.one_of(OP, "reduction", reduction, ("mean", "sum"))
-        self.process_group = _distributed.check_group(OP, process_group)
-        self.accumulate_in_backward = check_in_backward(
-            "accumulate_in_backward", accumulate_in_backward, on_nonfinite
+        settings = check_arguments(
+            optimizer,
+            window=window,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scaler=scaler,
+            on_nonfinite=on_nonfinite,
+            reduction=reduction,
+            process_group=process_group,
+            accumulate_in_backward=accumulate_in_backward,
+            reduce_in_backward=reduce_in_backward,
         )
-        self.reduce_in_backward = check_in_backward(
-            "reduce_in_backward", reduce_in_backward, on_nonfinite
-        )
-        if accumulate_in_backward:
-            straight.mark(p for group in optimizer.param_groups for p in group["params"])
-        self._needs_closure = needs_closure(optimizer)
-        if self._needs_closure:
-            check_closure_optimizer(
-                optimizer,
-                window,
-                max_norm,
-                self.scaler,
-                process_group,
-                accumulate_in_backward=accumulate_in_backward,
-                reduce_in_backward=reduce_in_backward,
-            )
-        # Kept memory is what `accumulate_in_backward` is there to do without.
-        self._progress = Progress(ProductMemory(keeps=not accumulate_in_backward))
+        self.optimizer = optimizer
+        self._accumulator = Accumulator(optimizer, settings)
 
     def backward(self, loss: Tensor, weight: float | Tensor = UNWEIGHTED) -> None:
         """Scale the loss, run its backward pass and take in the gradients as one micro-batch.
@@ -157,37 +154,13 @@ class AccumulatingOptimizer(Resuming):
         Example:
             >>> opt.backward(F.cross_entropy(logits, targets), weight=targets.numel())
         """
-        op = f"{OP}.backward"
-        self._refuse_closure_optimizer(op)
-        check_loss(op, loss, None if self.scaler is None else self.scaler._get_scale_async())
+        op, accumulator = f"{OP}.backward", self._accumulator
+        accumulator.refuse_closure_optimizer(op)
+        check_loss(op, loss, accumulator.scaling.scale_tensor)
         count = check_weight(op, weight)
-        progress = self._progress
-        self._refuse_while_reducing(op)
-        self._refuse_second_unscale(op)
-        if weight is not UNWEIGHTED:
-            share, count = _distributed.shared_weight(count, self._parameters())
-            loss = times(loss, share)
-        if progress.part is not None:
-            self._check_part_weight(op, count)
-        slots, still = (None, []) if progress.part is not None else self._clear_consumed()
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        reduction = self._reduction_of_the_last(op, count)
-        if progress.part is not None and reduction is None:
-            self._backward_part(op, scaled)
-            return
-        scale = self._own_scale(op)
-        if self.accumulate_in_backward or reduction is not None:
-            with self._atomic():
-                self._detach()
-        if reduction is not None:
-            self._backward_taking(op, scaled, count, scale, still, reduction)
-        elif self._adds_in_place(count, scale, not still):
-            self._backward_in_place(scaled, count, scale)
-        elif self.accumulate_in_backward and not self._attaches():
-            self._backward_taking(op, scaled, count, scale, still)
-        else:
-            self._backward_then_take(op, scaled, count, scale, slots, still)
-        progress.accumulated = True
+        accumulator.refuse_while_reducing(op)
+        accumulator.scaling.refuse_unscaled(op, (self, self.optimizer))
+        run_backward(accumulator, op, loss, count, weighted=weight is not UNWEIGHTED)
 
     def accumulate(self, weight: float | Tensor = 1.0) -> None:
         """Take in the gradients that lie in `.grad` as one micro-batch, and leave `.grad` empty.
@@ -208,19 +181,13 @@ class AccumulatingOptimizer(Resuming):
             >>> scaler.scale(loss).backward()
             >>> opt.accumulate(weight=len(targets))
         """
-        op = f"{OP}.accumulate"
-        self._refuse_closure_optimizer(op)
-        self._refuse_inside_micro_batch(op)
-        self._refuse_while_reducing(op)
+        op, accumulator = f"{OP}.accumulate", self._accumulator
+        accumulator.refuse_closure_optimizer(op)
+        accumulator.refuse_inside_micro_batch(op)
+        accumulator.refuse_while_reducing(op)
         count = check_weight(op, weight)
-        self._refuse_second_unscale(op)
-        foreign = self._foreign()
-        grads = self._grads()
-        if not grads:
-            advice = "Run a backward pass first; backward() has accumulated already"
-            raise RuntimeError(_checks.message(op, ".grad", "hold new gradients", "none", advice))
-        self._take(op, grads, count, self._own_scale(op), foreign)
-        self._progress.accumulated = True
+        accumulator.scaling.refuse_unscaled(op, (self, self.optimizer))
+        accumulator.add_from_grad(op, count)
 
     @contextmanager
     def micro_batch(self, model: torch.nn.Module | None = None) -> Iterator[None]:
@@ -247,24 +214,12 @@ class AccumulatingOptimizer(Resuming):
             ...         opt.backward(loss_of(ddp_model(chunk)))
             >>> opt.step()
         """
-        op = f"{OP}.micro_batch"
-        self._refuse_closure_optimizer(op)
-        self._refuse_inside_micro_batch(op)
-        progress = self._progress
-        self._refuse_while_reducing(op)
-        held, group = _distributed.hold_back(op, model, self.process_group)
-        progress.group = group or progress.group
-        slots, still = self._clear_consumed()
-        with self._atomic(slots) as atomic:
-            self._detach()
-            atomic.keep_contents(still)
-            try:
-                progress.part, progress.part_weight, progress.part_failed = Window(), None, False
-                with held:
-                    yield
-                self._take_part(op, held_back=model is not None)
-            finally:
-                progress.part = None
+        op, accumulator = f"{OP}.micro_batch", self._accumulator
+        accumulator.refuse_closure_optimizer(op)
+        accumulator.refuse_inside_micro_batch(op)
+        accumulator.refuse_while_reducing(op)
+        with open_micro_batch(op, accumulator, model):
+            yield
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -296,7 +251,7 @@ class AccumulatingOptimizer(Resuming):
             >>> opt.step()
             >>> opt.zero_grad()
         """
-        return self._step(f"{OP}.step", closure, kwargs)
+        return run_step(self._accumulator, self, f"{OP}.step", closure, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # hooks run around the wrapped step alone
 
@@ -310,8 +265,7 @@ class AccumulatingOptimizer(Resuming):
         Example:
             >>> opt.flush()  # after the last batch of an epoch
         """
-        self._refuse_inside_micro_batch(f"{OP}.flush")
-        self._flush(f"{OP}.flush")
+        flush(self._accumulator, self, f"{OP}.flush")
         self._opt_called = True  # what a learning-rate scheduler looks for; it wraps only `step`
 
     def discard(self) -> None:
@@ -323,8 +277,8 @@ class AccumulatingOptimizer(Resuming):
         Example:
             >>> opt.discard()
         """
-        self._refuse_inside_micro_batch(f"{OP}.discard")
-        self._drop_window()
+        self._accumulator.refuse_inside_micro_batch(f"{OP}.discard")
+        self._accumulator.drop_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`. An open window keeps what it has: see `discard`.
@@ -336,11 +290,7 @@ class AccumulatingOptimizer(Resuming):
         Example:
             >>> opt.zero_grad()
         """
-        with self._atomic():
-            self._detach()
-            self._forget()
-            self.optimizer.zero_grad(set_to_none)
-            self._progress.consumed = Consumed(param_grads(self._parameters()))
+        self._accumulator.zero_grad(set_to_none)
 
     @property
     def stepped(self) -> bool:
@@ -350,7 +300,7 @@ class AccumulatingOptimizer(Resuming):
             >>> if opt.stepped:
             ...     scheduler.step()
         """
-        return self._progress.stepped
+        return self._accumulator.stepped
 
     @property
     def last(self) -> WindowReport | None:
@@ -360,7 +310,7 @@ class AccumulatingOptimizer(Resuming):
             >>> if opt.last.skipped:
             ...     print("not finite:", opt.last.nonfinite)
         """
-        return self._progress.last
+        return self._accumulator.last
 
     def stats(self) -> dict[str, float]:
         """The last closed window for any logger, in one device read; {} before the first.
@@ -371,7 +321,8 @@ class AccumulatingOptimizer(Resuming):
         Example:
             >>> progress_bar.set_postfix(opt.stats())
         """
-        return {} if self._progress.last is None else self._progress.last.stats()
+        last = self._accumulator.last
+        return {} if last is None else last.stats()
 
     @torch.no_grad()
     def main_grad(self, parameter: Tensor) -> Tensor | None:
@@ -391,12 +342,56 @@ class AccumulatingOptimizer(Resuming):
             >>> opt.main_grad(model.weight)
             tensor([[-16.]])
         """
-        if not any(parameter is p for p in self._parameters()):
+        parameters, window = self._accumulator.parameters(), self._accumulator.window
+        if not any(parameter is p for p in parameters):
             contract = "be a parameter of this optimizer"
             _checks.fail_value(f"{OP}.main_grad", "parameter", contract, "another tensor")
-        window = self._progress.window
-        main = parameter.grad if window.attached else window.main.get(parameter)
+        attached = window.attached is not None
+        main = parameter.grad if attached else window.by_parameter.get(parameter)
         return None if main is None else main * window.normaliser("sum")
+
+    @torch.no_grad()
+    def accumulation_state_dict(self) -> dict[str, Any]:
+        """The open window as plain tensors and numbers; a run resumes from it bit for bit.
+
+        `state_dict` does not contain it. Gradients that lie in `.grad`, not yet accumulated, are
+        not part of it.
+
+        Returns:
+            Copies, for `load_accumulation_state_dict` and `torch.load(weights_only=True)`. Each of
+            several processes has its own.
+
+        Raises:
+            RuntimeError: with `reduce_in_backward`, between a window's last `backward` and `step`.
+
+        Example:
+            >>> torch.save({"opt": opt.state_dict(), "open": opt.accumulation_state_dict()}, path)
+        """
+        accumulator = self._accumulator
+        accumulator.refuse_while_reducing(f"{OP}.accumulation_state_dict")
+        packed = pack(accumulator.window, accumulator.parameters())
+        accumulator.saved = accumulator.window.micro_batches
+        return packed
+
+    @torch.no_grad()
+    def load_accumulation_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace the open window by a saved one. Load the scaler's state, if there is one, before.
+
+        Args:
+            state_dict: what `accumulation_state_dict` returned, for the same parameters in order.
+
+        Raises:
+            TypeError: an entry is of the wrong type or dtype.
+            ValueError: keys, indices, shapes or values are not those of this optimizer.
+            RuntimeError: inside `micro_batch()`.
+
+        Example:
+            >>> opt.load_accumulation_state_dict(torch.load(path)["open"])
+        """
+        op = f"{OP}.load_accumulation_state_dict"
+        self._accumulator.refuse_inside_micro_batch(op)
+        window = unpack(op, state_dict, self._accumulator.parameters())
+        self._accumulator.load_window(op, window)
 
     def __repr__(self) -> str:
         names = ("window", "max_norm", "norm_type", "on_nonfinite", "reduction")

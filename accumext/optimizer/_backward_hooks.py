@@ -1,19 +1,24 @@
-"""Gradients are taken in, and freed, while the backward pass that makes them is still running."""
+"""Hooks on parameters: they take gradients while a backward pass runs, or notice such a pass."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
-from threading import Lock
-from weakref import ref
+from operator import is_
+from threading import Lock, RLock
+from typing import Any
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from accumext import _checks
-from accumext.optimizer._main_grads import foreign_grads
+from accumext.optimizer._main_grads import held_elsewhere
 
 # Bytes of gradients that one call takes in. A GPU moves them, and the main gradients, in about the
 # time that a call takes to launch, so more in a call saves little, and less would cost calls.
@@ -24,8 +29,8 @@ class _Pass:
     """A backward pass, for as long as it runs."""
 
 
-class Intake:
-    """What a backward pass hands over: every gradient once it is complete, in bundles.
+class GradCollector:
+    """Hands over every gradient of a backward pass once it is complete, in bundles.
 
     The hooks are there for the length of the pass alone. So a backward pass of the user's own finds
     none, parameters may come and thaw at any time, and copies and pickles have nothing to carry.
@@ -42,7 +47,7 @@ class Intake:
         self._bytes: defaultdict[torch.device, int] = defaultdict(int)
         self._taken: set[Tensor] = set()
         self._running = ref(_Pass())
-        self._one_at_a_time = Lock()
+        self._lock = Lock()
 
     @contextmanager
     def watching(self, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -74,19 +79,89 @@ class Intake:
             self._hand_over(self._waiting.pop(device))
 
     def _hand_over(self, bundle: list[Tensor]) -> None:
-        foreign = foreign_grads(bundle)
+        foreign = held_elsewhere(bundle)
         grads = {p: p.grad for p in bundle if p.grad is not None}
-        with self._one_at_a_time:
+        with self._lock:
             self._take(grads, foreign)
             for parameter in grads:
                 parameter.grad = None
             self._taken |= grads.keys()
 
     def _refuse_late_gradients(self) -> None:
-        """What was taken in must have been all: DistributedDataParallel writes the sum later."""
+        """Raise if a gradient was written after it was taken, as DistributedDataParallel does."""
         waiting = set(chain.from_iterable(self._waiting.values()))
         if any(parameter.grad is not None for parameter in self._taken - waiting):
             contract = "be complete when autograd has accumulated it"
             got = "one that was written again, as DistributedDataParallel does"
             advice = "Use `with opt.micro_batch(model):`, or accumulate_in_backward=False"
             raise RuntimeError(_checks.message(self._op, ".grad", contract, got, advice))
+
+
+class BackwardWatch:
+    """Notices a backward pass that is about to add to `.grad` while main gradients lie there.
+
+    The hooks stay from one step to the next, since to add and remove them takes longer than a small
+    step itself. Otherwise they only look whether there is a callback. They keep nothing alive, and
+    are removed with the optimizer.
+    """
+
+    def __init__(self) -> None:
+        self.callback: Callable[[], None] | None = None
+        self._watched: list[ReferenceType[Tensor]] = []
+        self._handles: list[RemovableHandle] = []
+        self._lock = RLock()  # a backward pass runs on one thread per device
+
+    def begin(self, parameters: Sequence[Tensor], callback: Callable[[], None]) -> None:
+        """Call `callback` once, before the next backward pass adds to `.grad` of any of these."""
+        watched = [reference() for reference in self._watched]
+        if len(watched) != len(parameters) or not all(map(is_, watched, parameters)):
+            self._register(parameters)
+        self.callback = callback
+
+    def _register(self, parameters: Sequence[Tensor]) -> None:
+        mine = ref(self)
+        before, handles = self._handles, []
+        try:
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    hook = partial(_before_accumulation, mine, ref(parameter))
+                    handles.append(parameter.register_hook(unserializable_hook(hook)))
+            finalize(self, _remove, handles)
+            self._handles, self._watched = handles, list(map(ref, parameters))
+        finally:
+            _remove(before if self._handles is handles else handles)
+
+    def _notice(self, parameter: Tensor | None) -> None:
+        with self._lock:
+            if self.callback is not None and parameter is not None and _accumulates(parameter):
+                callback, self.callback = self.callback, None
+                callback()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        BackwardWatch.__init__(self)
+
+
+def _before_accumulation(
+    watch: ReferenceType[BackwardWatch], parameter: ReferenceType[Tensor], grad: Tensor
+) -> None:
+    """The hook: autograd has a gradient, for `.grad` or for `autograd.grad` to return."""
+    listener = watch()
+    if listener is not None and listener.callback is not None:
+        listener._notice(parameter())
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _accumulates(parameter: Tensor) -> bool:
+    """Inside a backward pass: whether it is one that adds to `.grad`."""
+    try:
+        node = get_gradient_edge(parameter).node
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf, while autograd.grad runs
+        return False

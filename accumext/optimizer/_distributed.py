@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accumext import _checks
-from accumext._scalars import Scalar, as_tensor, known
+from accumext._scalars import Scalar, as_tensor, to_host_if_free
 from accumext._tensor_kinds import Group as Group
 from accumext._tensor_kinds import is_dtensor
 
@@ -93,7 +93,7 @@ def shared_weight(weight: Scalar, parameters: Sequence[Tensor]) -> tuple[Scalar,
     total = as_tensor(weight, torch.float64, sharded.device).clone()
     for dimension in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(dimension))
-    mean = known(total / mesh.size())
+    mean = to_host_if_free(total / mesh.size())
     if isinstance(mean, Tensor):
         return weight / torch.where(mean > 0, mean, 1.0), mean
     return weight / (mean or 1.0), mean

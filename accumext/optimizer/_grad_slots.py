@@ -1,4 +1,4 @@
-"""What lies in `.grad` of an optimizer's parameters, and what the wrapper itself did to it.
+"""What lies in `.grad` of an optimizer's parameters, and what the last step has used of it.
 
 Nothing is marked: a gradient that a user writes through `.data`, assigns a second time, shares with
 another parameter or fills by replaying a captured graph is a gradient like any other.
@@ -6,60 +6,64 @@ another parameter or fills by replaying a captured graph is a gradient like any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import and_, attrgetter, eq, is_
-from threading import RLock
 from typing import Any, NamedTuple
-from weakref import ReferenceType, finalize, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 grad_of = attrgetter("grad")
+is_none = partial(is_, None)
 _version_of = attrgetter("_version")
 
 
-def param_grads(parameters: Iterable[Tensor]) -> list[Tensor | None]:
-    """`.grad` of every parameter."""
-    return list(map(grad_of, parameters))
-
-
-def put(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Make these the gradients; those that are already are left alone."""
-    for parameter, grad in zip(parameters, grads, strict=True):
-        if parameter.grad is not grad:
-            parameter.grad = grad
-
-
-class Slots(NamedTuple):
+class GradSlots(NamedTuple):
     """An optimizer's parameters, and what lay in `.grad` of each at one moment."""
 
     parameters: list[Tensor]
     grads: list[Tensor | None]
 
     @classmethod
-    def of(cls, parameters: list[Tensor]) -> Slots:
+    def of(cls, parameters: list[Tensor]) -> GradSlots:
         """As they are now."""
-        return cls(parameters, param_grads(parameters))
+        return cls(parameters, list(map(grad_of, parameters)))
 
-    def restore(self) -> None:
-        """Have them be so again."""
-        put(self.parameters, self.grads)
+    @property
+    def empty(self) -> bool:
+        """Whether no parameter had a gradient."""
+        return all(map(is_none, self.grads))
 
-    def replace(self, grads: Sequence[Tensor | None]) -> None:
+    def present(self) -> dict[Tensor, Tensor]:
+        """The gradients of the parameters that had one."""
+        pairs = zip(self.parameters, self.grads, strict=True)
+        return {parameter: grad for parameter, grad in pairs if grad is not None}
+
+    def lend(self, grads: Sequence[Tensor | None]) -> None:
         """Put these into `.grad`; those that lay there already are left alone."""
         for parameter, mine, grad in zip(self.parameters, grads, self.grads, strict=True):
             if mine is not grad:
                 parameter.grad = mine
 
     def take_back(self, lent: Sequence[Tensor | None]) -> None:
-        """After `replace`: have them be so again, wherever what was lent still lies there."""
+        """Undo `lend`, wherever what was lent still lies in `.grad`."""
         for parameter, mine, grad in zip(self.parameters, lent, self.grads, strict=True):
             if mine is not grad and parameter.grad is mine:
+                parameter.grad = grad
+
+    def clear(self) -> None:
+        """Empty `.grad` of the parameters that had a gradient."""
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            if grad is not None:
+                parameter.grad = None
+
+    def restore(self) -> None:
+        """Put back what lay there."""
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            if parameter.grad is not grad:
                 parameter.grad = grad
 
 
@@ -70,15 +74,15 @@ def clear(parameters: Iterable[Tensor]) -> None:
 
 
 def contents_of(grads: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Gradients, and copies of what they hold."""
+    """Gradients with copies of their values."""
     return [(grad, grad.detach().clone()) for grad in grads]
 
 
 @torch.no_grad()
-def write(contents: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Have the gradients hold again what they held."""
-    for grad, content in contents:
-        grad.copy_(content)
+def write_contents(contents: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give the gradients the values they had."""
+    for grad, values in contents:
+        grad.copy_(values)
 
 
 def versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
@@ -89,10 +93,10 @@ def versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
         return [None if t is None or t.is_inference() else t._version for t in tensors]
 
 
-class Consumed:
+class ConsumedGrads:
     """The gradients that the last step left in `.grad`, as they were then.
 
-    What the wrapper's own `backward` brought is used up: the next one clears it, and `step` passes
+    What the wrapper's own `backward` produced is used up: the next one clears it, and `step` passes
     it over. Anything else that lies in `.grad` a `step` takes, also again, as a bare optimizer
     does; only `flush`, which a bare one does not have, asks whether it is new.
     """
@@ -101,15 +105,15 @@ class Consumed:
     def __init__(
         self,
         grads: Sequence[Tensor | None] = (),  # of the optimizer's parameters, in their order
-        brought: Sequence[Tensor | None] = (),  # by the wrapper's own backward pass
+        produced: Sequence[Tensor | None] = (),  # those of them that the wrapper's backward made
     ) -> None:
         # Weakly: the memory is the user's to free.
         self._seen = [None if grad is None else ref(grad) for grad in grads]
-        self._versions = versions(grads)
-        self._brought = list(map(is_, grads, brought))  # empty where none was
+        self._versions = versions(grads)  # a gradient written since counts as new
+        self._produced = list(map(is_, grads, produced))  # empty where none was
 
-    def among(self, grads: Sequence[Tensor | None]) -> list[bool]:
-        """Which of these are still there, and were not seen to be written since."""
+    def unchanged(self, grads: Sequence[Tensor | None]) -> list[bool]:
+        """Which of these were there at that step, and were not seen to be written since."""
         if not self._seen:
             return [False] * len(grads)
         same = [r is not None and r() is grad for r, grad in zip(self._seen, grads, strict=False)]
@@ -119,120 +123,45 @@ class Consumed:
 
     def used_up(self, grads: Sequence[Tensor | None]) -> list[bool]:
         """Which of these no step takes again."""
-        if not self._brought:
+        if not self._produced:
             return [False] * len(grads)
-        rest = [False] * (len(grads) - len(self._brought))
-        return list(map(and_, self.among(grads), self._brought + rest))
+        rest = [False] * (len(grads) - len(self._produced))
+        return list(map(and_, self.unchanged(grads), self._produced + rest))
 
     def fresh(self, grads: Sequence[Tensor | None], new: bool = False) -> list[Tensor | None]:
         """The same, without what is used up; if `new`, without anything that a step has used."""
-        flags = self.among(grads) if new else self.used_up(grads)
+        if not (self._seen if new else self._produced):
+            return list(grads)
+        flags = self.unchanged(grads) if new else self.used_up(grads)
         return [None if flag else grad for flag, grad in zip(flags, grads, strict=True)]
 
     def after(
-        self, grads: Sequence[Tensor | None], brought: Sequence[Tensor | None] | None
-    ) -> Consumed:
-        """What is consumed after a step on gradients that were brought or, if None, were not.
+        self, grads: Sequence[Tensor | None], produced: Sequence[Tensor | None] | None
+    ) -> ConsumedGrads:
+        """What is consumed after a step on gradients of the wrapper's backward (None: of others).
 
         What was used up before, and was passed over, still is.
         """
-        if brought is None and not self._brought:
-            return Consumed(grads)
-        if brought is not None and len(brought) == len(grads) and all(map(is_, brought, grads)):
-            return Consumed(grads, grads)
-        fresh = [None] * len(grads) if brought is None else brought
-        pairs = zip(self.used_up(grads), grads, fresh, strict=True)
-        return Consumed(grads, [grad if used else new for used, grad, new in pairs])
+        if produced is None and not self._produced:
+            return ConsumedGrads(grads)
+        if produced is not None and len(produced) == len(grads) and all(map(is_, produced, grads)):
+            return ConsumedGrads(grads, grads)
+        new = [None] * len(grads) if produced is None else produced
+        triples = zip(self.used_up(grads), grads, new, strict=True)
+        return ConsumedGrads(grads, [grad if used else mine for used, grad, mine in triples])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_seen": [], "_versions": [], "_brought": []}  # copies come without `.grad`
+        return {"_seen": [], "_versions": [], "_produced": []}  # copies come without `.grad`
 
 
-class Watch:
-    """Hooks on parameters, which tell that a backward pass is about to add to `.grad`.
-
-    They stay, since to add and remove them for every step takes longer than a small step itself,
-    and do nothing but look whether anybody wants to know. They hold nothing alive, and go with the
-    optimizer.
-    """
-
-    def __init__(self) -> None:
-        self.leave: Callable[[], None] | None = None
-        self._watched: list[ReferenceType[Tensor]] = []
-        self._handles: list[RemovableHandle] = []
-        self._one_at_a_time = RLock()  # a backward pass runs on one thread per device
-
-    def begin(self, parameters: Sequence[Tensor], leave: Callable[[], None]) -> None:
-        """Call `leave` before the next backward pass adds to `.grad` of any of these."""
-        watched = [reference() for reference in self._watched]
-        if len(watched) != len(parameters) or not all(map(is_, watched, parameters)):
-            self._register(parameters)
-        self.leave = leave
-
-    def end(self) -> None:
-        """Wait no longer."""
-        self.leave = None
-
-    def resume(self, leave: Callable[[], None] | None) -> None:
-        """Wait for what was waited for earlier."""
-        self.leave = leave
-
-    def _register(self, parameters: Sequence[Tensor]) -> None:
-        mine = ref(self)
-        before, handles = self._handles, []
-        try:
-            for parameter in parameters:
-                if parameter.requires_grad:
-                    hook = partial(_before_accumulation, mine, ref(parameter))
-                    handles.append(parameter.register_hook(unserializable_hook(hook)))
-            finalize(self, _remove, handles)
-            self._handles, self._watched = handles, list(map(ref, parameters))
-        finally:
-            _remove(before if self._handles is handles else handles)
-
-    def _tell(self, parameter: Tensor | None) -> None:
-        with self._one_at_a_time:
-            if self.leave is not None and parameter is not None and _accumulates(parameter):
-                leave, self.leave = self.leave, None
-                leave()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Watch.__init__(self)
-
-
-def _before_accumulation(
-    watch: ReferenceType[Watch], parameter: ReferenceType[Tensor], grad: Tensor
-) -> None:
-    """The hook: autograd has a gradient, for `.grad` or for `autograd.grad` to return."""
-    listener = watch()
-    if listener is not None and listener.leave is not None:
-        listener._tell(parameter())
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _accumulates(parameter: Tensor) -> bool:
-    """Inside a backward pass: whether it is one that adds to `.grad`."""
-    try:
-        node = get_gradient_edge(parameter).node
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf, while autograd.grad runs
-        return False
-
-
-class Attachment(NamedTuple):
-    """A window's gradients while they lie in `.grad`, for the user to see."""
+class AttachedGrads(NamedTuple):
+    """A window's main gradients while they lie in `.grad`, for the user to see."""
 
     parameters: Sequence[Tensor]  # all: whatever comes to lie there belongs to the window
     grads: Sequence[Tensor | None]
-    brought: bool  # by the wrapper's own backward pass
+    produced: bool  # by the wrapper's own backward pass
 
-    def is_where_it_was(self, grads: Sequence[Tensor | None]) -> bool:
+    def still_lie_in(self, slots: GradSlots) -> bool:
         """Whether `.grad` of every parameter is still the same tensor."""
+        grads = slots.grads
         return len(grads) == len(self.grads) and all(map(is_, self.grads, grads))

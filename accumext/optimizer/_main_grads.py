@@ -1,4 +1,4 @@
-"""The main gradients of a window: which tensors they are, and of what kind."""
+"""The main gradients of a window, and which gradients may become one without a copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from accumext import ops
-from accumext._tensor_kinds import any_dtensor, are_plain, local_tensor, main_dtype, per_device
+from accumext._tensor_kinds import (
+    any_dtensor,
+    fit_one_call,
+    group_by_device,
+    local_tensor,
+    main_dtype,
+)
 from accumext.optimizer._grad_slots import grad_of
 
 _dtype_of = attrgetter("dtype")
@@ -29,10 +35,10 @@ class MainGrads:
         self.tensors = list(tensors)
 
     @classmethod
-    def of(cls, mains: dict[Tensor, Tensor]) -> MainGrads:
+    def of(cls, by_parameter: dict[Tensor, Tensor]) -> MainGrads:
         """From main gradients by parameter."""
-        grads = cls(list(mains), list(mains.values()))
-        grads.by_parameter = mains
+        grads = cls(list(by_parameter), list(by_parameter.values()))
+        grads.by_parameter = by_parameter
         return grads
 
     @cached_property
@@ -41,19 +47,19 @@ class MainGrads:
         return dict(zip(self.parameters, self.tensors, strict=True))
 
     @cached_property
-    def plain(self) -> bool:
+    def one_call(self) -> bool:
         """Whether one call of an operator takes them all as they are."""
-        return are_plain(self.tensors)
+        return fit_one_call(self.tensors)
 
     @cached_property
     def sharded(self) -> bool:
         """Whether any is only one process's part."""
-        return not self.plain and any_dtensor(self.tensors)
+        return not self.one_call and any_dtensor(self.tensors)
 
     @cached_property
     def dense(self) -> bool:
         """Whether none is sparse."""
-        return self.plain or not any(main.is_sparse for main in self.tensors)
+        return self.one_call or not any(main.is_sparse for main in self.tensors)
 
     @cached_property
     def casts(self) -> dict[Tensor, Tensor]:
@@ -65,19 +71,12 @@ class MainGrads:
 
     def without(self, others: dict[Tensor, Tensor]) -> MainGrads:
         """All but those of some parameters."""
-        if not others:
-            return self
         return MainGrads.of({p: m for p, m in self.by_parameter.items() if p not in others})
 
     def lend(self) -> None:
         """Put them into `.grad`."""
         for parameter, main in zip(self.parameters, self.tensors, strict=True):
             parameter.grad = main
-
-    def withdraw(self) -> None:
-        """Empty `.grad` of their parameters."""
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 def take_ownership(
@@ -107,12 +106,12 @@ def take_ownership(
         elif not (ours and _owns_memory(grad)):
             grad = grad.clone()
         mains[parameter] = grad
-    for _, (own_casts, own_halves) in per_device(casts, halves):
-        ops.accumulate_(own_casts, own_halves, overwrite=True)
+    for _, (wide, narrow) in group_by_device(casts, halves):
+        ops.accumulate_(wide, narrow, overwrite=True)
     return mains
 
 
-def foreign_grads(parameters: Iterable[Tensor]) -> set[int]:
+def held_elsewhere(parameters: Iterable[Tensor]) -> set[int]:
     """ids of the gradients in `.grad` that somebody else holds: a variable, another parameter.
 
     To be asked before anything of ours refers to them.
@@ -144,7 +143,7 @@ def _owns_memory(grad: Tensor) -> bool:
 
 
 # How often a gradient, and its memory, is referred to that only `.grad` of one parameter holds, as
-# `foreign_grads` and `_owns_memory` see it.
+# `held_elsewhere` and `_owns_memory` see it.
 _probe = torch.nn.Parameter(torch.zeros(1), requires_grad=True)
 _probe.grad = torch.zeros(1)
 _UNHELD = next(map(sys.getrefcount, map(grad_of, [_probe])))

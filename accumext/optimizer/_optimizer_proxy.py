@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import chain
-from operator import itemgetter
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-_params_of = itemgetter("params")
 _TRANSIENT = ("step", "grad_scale", "found_inf")  # set by schedulers and by GradScaler.step
 
 
@@ -23,7 +20,7 @@ def _forwarded(name: str) -> Any:
     )
 
 
-class OptimizerWrapper(Optimizer):
+class OptimizerProxy(Optimizer, ABC):
     """A true `torch.optim.Optimizer` with the groups, state, defaults and hooks of another.
 
     References to them would go stale: `load_state_dict` rebinds them. `Optimizer.__init__` and
@@ -42,8 +39,9 @@ class OptimizerWrapper(Optimizer):
     _optimizer_load_state_dict_pre_hooks = _forwarded("_optimizer_load_state_dict_pre_hooks")
     _optimizer_load_state_dict_post_hooks = _forwarded("_optimizer_load_state_dict_post_hooks")
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    @abstractmethod
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, in whatever way the proxy is for."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer" or name.startswith("__"):  # not there yet while unpickling
@@ -71,30 +69,3 @@ class OptimizerWrapper(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
-
-    def _parameters(self) -> list[Tensor]:
-        return list(chain.from_iterable(map(_params_of, self.optimizer.param_groups)))
-
-    def _names(self) -> dict[Tensor, str | int]:
-        """Names of the parameters where the optimizer was given any, else their indices."""
-        names: list[str | int] = []
-        for group in self.optimizer.param_groups:
-            names += group.get("param_names", range(len(names), len(names) + len(group["params"])))
-        return dict(zip(self._parameters(), names, strict=True))
-
-    def _is_priming(self) -> bool:
-        """Whether a distributed checkpoint steps only to make the optimizer create its state.
-
-        There is no state yet, and every learning rate and gradient is zero. Gradients are read only
-        where the rest holds.
-        """
-        if self.optimizer.state:
-            return False
-        for group in self.optimizer.param_groups:
-            rate = group.get("lr", 0.0)
-            if isinstance(rate, Tensor) and rate.device.type != "cpu":
-                return False
-            if rate != 0:
-                return False
-        grads = [p.grad for p in self._parameters() if p.grad is not None]
-        return bool(grads) and not any(bool(torch.any(grad != 0)) for grad in grads)

@@ -34,7 +34,7 @@ class ProductMemory:
         That of a sparse one is a copy, as its indices are needed.
         """
         tensors = mains.tensors
-        if not mains.plain or mains.casts:
+        if not mains.one_call or mains.casts:
             return [
                 main.to(p.dtype, copy=True)
                 if main.is_sparse

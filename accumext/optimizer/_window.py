@@ -2,80 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accumext import ops
-from accumext._scalars import Scalar, any_of, known, on, on_host, quotient
+from accumext import _scalars, ops
+from accumext._scalars import Scalar, any_flag, divide, to_device, to_host_if_free
 from accumext._tensor_kinds import (
-    are_plain,
-    is_sparse,
+    coalesced,
+    dense_storage,
+    fit_one_call,
+    group_by_device,
     main_dtype,
     nonfinite,
-    per_device,
-    plain,
     scale_,
-    settled,
     zero_flag,
     zeros_like,
 )
-from accumext.optimizer._grad_slots import Attachment, clear, param_grads
+from accumext.optimizer._grad_slots import AttachedGrads, GradSlots, clear, is_none
+from accumext.optimizer._loss_scaling import UNSCALED, LossScale
 from accumext.optimizer._main_grads import MainGrads, take_ownership
 
 
-class LossScale(NamedTuple):
-    """What a loss was multiplied with; equal keys mean equal values, None says nothing."""
-
-    value: Scalar = 1.0
-    key: tuple[int, int] | None = None  # for a value that only the device knows
-
-
-UNSCALED = LossScale()
-
-
 class Writing(NamedTuple):
-    """Kernels that write main gradients at this moment."""
+    """Kernels that are writing main gradients now."""
 
-    norms: list[Tensor]  # from those that have
-    written: Callable[[], Window]  # the window then
+    norms: list[Tensor]  # one from each that has run
+    result: Callable[[], Window]  # the window once they have run
 
 
 class Window:
-    """`main[p] = unit_scale.value / unit_weight * sum(weight_i * grad_i)` over what was taken in.
+    """`main[p] = unit_scale.value / unit_weight * sum(weight_i * grad_i)` over its micro-batches.
 
     The unit is that of the first micro-batch, so its gradients join as they are; each later
     micro-batch is brought to the unit with its own scale and weight.
 
-    A micro-batch is taken in as a whole or not at all: everything is prepared on a draft, then
-    kernels write the main gradients, and the draft becomes the window.
+    A micro-batch is added as a whole or not at all: everything is prepared on a draft, then kernels
+    write the main gradients, and the draft becomes the window.
     """
 
     def __init__(self) -> None:
-        self.mains = MainGrads([], [])
+        self.main_grads = MainGrads([], [])
         self.in_order = True  # the parameters came in the order in which the optimizer has them
-        self.attachment: Attachment | None = None  # while the main gradients lie in `.grad`
+        self.attached: AttachedGrads | None = None  # while the main gradients lie in `.grad`
         self.micro_batches = 0
         self.weight: Scalar = 0.0
         self.unit_weight: Scalar | None = None  # None while every weight was the number zero
         self.unit_scale = UNSCALED
         self.loss_scale: Scalar = 1.0  # of the latest micro-batch
-        self.flags: dict[torch.device, Tensor] = {}  # found_inf of what came in, one per device
-        self.norm: Tensor | None = None  # the 2-norm of `main` where the last pass found it
-        self.survivors: Scalar | None = None  # micro-batches kept, once bad ones are dropped
-        self.gathered: Scalar | None = None  # micro-batches of all processes, once reduced
-        self.dropped: list[Tensor] = []  # parameters that had them dropped, where the host knows
-        self.held_back = False  # a model's synchronisation: to be summed over its processes
-        self.unchecked = False  # in `.grad`, and not to be taken in if it is not finite
-        self.writing: Writing | None = None  # while kernels write main gradients
+        self.found_infs: dict[torch.device, Tensor] = {}  # of what came in, one per device
+        self.norm: Tensor | None = None  # 2-norm of the main gradients, if the last pass found it
+        self.finite_micro_batches: Scalar | None = None  # where the others are dropped
+        self.world_micro_batches: Scalar | None = None  # of all processes, once they are summed
+        self.dropped: list[Tensor] = []  # parameters that had a gradient dropped, if known here
+        self.held_back = False  # gradients of a model that did not synchronise them
+        self.unchecked = False  # attached, and to be dropped if not finite
+        self.writing: Writing | None = None
         self.writes = 0  # how often main gradients were written or exchanged for good
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy, whose parameters come without `.grad`: the main gradients on their own."""
-        window = self.apart()
+        """For a copy, whose parameters come without `.grad`: main gradients of its own."""
+        window = self.detached_copy()
         # A key means something in one process only.
         return {**vars(window), "unit_scale": LossScale(window.unit_scale.value)}
 
@@ -89,18 +79,20 @@ class Window:
         vars(self).update(vars(draft))
 
     @property
-    def main(self) -> dict[Tensor, Tensor]:
+    def by_parameter(self) -> dict[Tensor, Tensor]:
         """The main gradients by parameter, to read."""
-        return self.mains.by_parameter
+        return self.main_grads.by_parameter
 
     def holds(self, parameters: Collection[Tensor]) -> bool:
         """Whether these are the parameters of the main gradients, in this order."""
-        holders = self.mains.parameters
+        holders = self.main_grads.parameters
         return len(holders) == len(parameters) and all(map(is_, holders, parameters))
 
-    def replace(self, mains: dict[Tensor, Tensor]) -> None:
+    def replace(self, main_grads: dict[Tensor, Tensor]) -> None:
         """Set the main gradients, of which nothing is known then."""
-        self.mains, self.norm = MainGrads.of(mains), None
+        self.main_grads, self.norm = MainGrads.of(main_grads), None
+
+    # The unit
 
     def factor(self, weight: Scalar, scale: LossScale) -> Scalar:
         """What brings a micro-batch to the unit; the host number 1.0 where nothing has to."""
@@ -113,10 +105,10 @@ class Window:
         known_both = not isinstance(scale.value, Tensor) and not isinstance(unit.value, Tensor)
         if known_both and scale.value == unit.value:  # also where both are zero
             return relative
-        return relative * quotient(unit.value, scale.value)
+        return relative * divide(unit.value, scale.value)
 
-    def count(self, weight: Scalar, scale: LossScale) -> Scalar:
-        """Count a micro-batch in, let the first one set the unit, and return its factor."""
+    def count_in(self, weight: Scalar, scale: LossScale) -> Scalar:
+        """Count a micro-batch, let the first one set the unit, and return its factor."""
         factor = self.factor(weight, scale)
         if isinstance(weight, Tensor):
             if self.unit_weight is None:  # which divides, and must not be a zero of the device
@@ -131,18 +123,44 @@ class Window:
         self.loss_scale = scale.value
         return factor
 
-    def take(
+    def normaliser(self, reduction: str) -> Scalar:
+        """What makes the window's gradient of the main gradients; finite also for a zero weight."""
+        unit = 1.0 if self.unit_weight is None else self.unit_weight
+        relative: Scalar
+        if reduction == "sum":
+            relative = unit
+        elif isinstance(self.weight, Tensor):
+            positive = self.weight > 0
+            relative = unit / torch.where(positive, self.weight, 1.0) * positive
+        else:
+            relative = unit / (self.weight or unit)
+        return divide(relative, self.unit_scale.value)
+
+    # Adding a micro-batch
+
+    def add(
         self,
-        grads: dict[Tensor, Tensor],
+        slots: GradSlots,
         weight: Scalar,
         scale: LossScale,
         foreign: Container[int] | None,  # ids of gradients that somebody else holds; None: all
     ) -> None:
-        """Take in one micro-batch, or after an exception nothing of it."""
+        """Add the gradients of one micro-batch, or after an exception none of them."""
         draft = self._draft()
-        self._add(draft, grads, draft.count(weight, scale), foreign)
+        factor = draft.count_in(weight, scale)
+        mains = self.main_grads
+        if (
+            (isinstance(factor, Tensor) or factor != 0.0)
+            and mains.one_call
+            and self.holds(slots.parameters)
+            and not any(map(is_none, slots.grads))
+            and fit_one_call([mains.tensors[0], *slots.grads])  # type: ignore[list-item]
+        ):  # nearly always: without a loop in Python
+            self._write_in_one_call(draft, slots.grads, factor)  # type: ignore[arg-type]
+        else:
+            self._add(draft, slots.present(), factor, foreign)
 
-    def take_part(
+    def add_partial(
         self, grads: dict[Tensor, Tensor], factor: Scalar, foreign: Container[int] | None
     ) -> None:
         """Add some gradients of a micro-batch that is counted already."""
@@ -158,19 +176,16 @@ class Window:
     ) -> None:
         """Become the draft plus these gradients. A parameter's first one is its main gradient."""
         counts = isinstance(factor, Tensor) or factor != 0.0
-        fresh: dict[Tensor, Tensor] = {}
+        first: dict[Tensor, Tensor] = {}
         sparse: dict[Tensor, Tensor] = {}
         mains: list[Tensor] = []
         addends: list[Tensor] = []
-        before = self.main
-        alike = counts and self.holds(grads) and self.mains.dense
-        if alike and not any(map(is_sparse, grads.values())):  # nearly always: without the loop
-            mains, addends, grads = self.mains.tensors, list(grads.values()), {}
+        before = self.by_parameter
         for parameter, grad in grads.items():
             main = before.get(parameter)
             if main is None:
                 # What counts for nothing may hold NaN, the mean of nothing.
-                fresh[parameter] = grad if counts else zeros_like(grad)
+                first[parameter] = grad if counts else zeros_like(grad)
             elif not counts:
                 continue
             elif grad.is_sparse or main.is_sparse:
@@ -179,147 +194,63 @@ class Window:
             else:
                 mains.append(main)
                 addends.append(grad)
-        taken: list[Tensor] = []
-        if fresh or sparse:
-            owned = take_ownership(fresh, foreign)
+        scaled: list[Tensor] = []
+        if first or sparse:
+            owned = take_ownership(first, foreign)
             if counts and (isinstance(factor, Tensor) or factor != 1.0):
-                taken = list(owned.values())
-            draft.in_order = draft.in_order and not (fresh and before)
+                scaled = list(owned.values())
+            draft.in_order = draft.in_order and not (first and before)
             draft.replace(before | sparse | owned)
-        self._write(draft, taken, mains, addends, factor)
+        self._write(draft, scaled, mains, addends, factor)
 
     def _write(
         self,
         draft: Window,
-        taken: list[Tensor],
+        scaled: list[Tensor],
         mains: list[Tensor],
         addends: list[Tensor],
         factor: Scalar,
     ) -> None:
-        """Become the draft, with `taken *= factor` and `main += addend * factor` in it."""
-        plain_already = self.mains.plain and bool(mains) and are_plain([mains[0], *addends])
-        calls = list(per_device(mains, addends, plain_already=plain_already))
-        factors = [on(device, factor) for device, _ in calls]
-        flags = [draft.flag(device) for device, _ in calls]
-        whole = len(mains) == len(draft.mains.tensors) and not self.mains.sharded
+        """Become the draft, with `scaled *= factor` and `main += addend * factor` in it."""
+        calls = group_by_device(mains, addends)
+        factors = [to_device(device, factor) for device, _ in calls]
+        flags = [draft.found_inf_on(device) for device, _ in calls]
+        whole = len(mains) == len(draft.main_grads.tensors) and not self.main_grads.sharded
         norms: list[Tensor] = []
 
-        def written() -> Window:
+        def result() -> Window:
             if norms:
                 draft.norm = norms[0] if whole and len(norms) == 1 else None
             return draft
 
-        self.writing = Writing(norms, written)
-        scale_(taken, factor)
+        self.writing = Writing(norms, result)
+        scale_(scaled, factor)
         for (_, lists), number, flag in zip(calls, factors, flags, strict=True):
             ops.accumulate_recorded(norms, *lists, inv_scale=number, found_inf=flag)
-        self._become(written())
+        self._become(result())
+
+    def _write_in_one_call(self, draft: Window, addends: list[Tensor], factor: Scalar) -> None:
+        """Become the draft, with `main += addend * factor` for all main gradients at once."""
+        mains = self.main_grads.tensors
+        device = mains[0].device
+        number, flag = to_device(device, factor), draft.found_inf_on(device)
+        norms: list[Tensor] = []
+
+        def result() -> Window:
+            draft.norm = norms[0]
+            return draft
+
+        self.writing = Writing(norms, result)
+        ops.accumulate_recorded(norms, mains, addends, inv_scale=number, found_inf=flag)
+        self._become(result())
 
     def complete(self) -> None:
         """After an exception: become what was written, if anything was."""
         if self.writing is not None and self.writing.norms:
-            self._become(self.writing.written())
+            self._become(self.writing.result())
 
-    def destination(self, parameter: Tensor) -> Tensor | None:
-        """The main gradient, of zeros where there was none, for somebody to add a gradient to."""
-        main = self.main.get(parameter)
-        if main is None:
-            main = torch.zeros_like(parameter, dtype=main_dtype(parameter))
-            self.in_order = self.in_order and not self.main
-            self.replace(self.main | {parameter: main})
-        self.norm = None
-        return main if are_plain([main]) else None
-
-    def attach(
-        self,
-        parameters: Sequence[Tensor],
-        grads: Sequence[Tensor | None],  # of each parameter
-        weight: Scalar,
-        scale: LossScale,
-        *,
-        unchecked: bool,
-        brought: bool,
-    ) -> None:
-        """Take in the first micro-batch and leave it in `.grad`.
-
-        Args:
-            unchecked: it is to be dropped if it is not finite, should another one come.
-            brought: by the wrapper's own backward pass.
-        """
-        draft = self._draft()
-        draft.writes = self.writes  # none: this can be undone
-        factor = draft.count(weight, scale)
-        there = [grad for grad in grads if grad is not None]
-        holders = parameters
-        if len(there) < len(grads):
-            holders = [p for p, g in zip(parameters, grads, strict=True) if g is not None]
-        if not isinstance(factor, Tensor) and factor == 0.0:
-            there = [zeros_like(grad) for grad in there]
-        draft.mains = MainGrads(holders, there)
-        if isinstance(factor, Tensor):  # 0 or 1, which only the device knows
-            scale_(there, factor, draft.mains.plain)
-        elif factor == 0.0:
-            draft.mains.lend()
-            grads = param_grads(parameters)
-        draft.attachment = Attachment(parameters, grads, brought)
-        draft.unchecked = unchecked
-        self._become(draft)
-
-    @property
-    def attached(self) -> bool:
-        """Whether the main gradients are the tensors in `.grad`."""
-        return self.attachment is not None
-
-    def refresh(self) -> None:
-        """While the main gradients lie in `.grad`, they are whatever lies there."""
-        if self.attachment is not None:
-            self.replace({p: p.grad for p in self.attachment.parameters if p.grad is not None})
-
-    def apart(self) -> Window:
-        """This window as it is without `.grad`, in an object of its own."""
-        draft = self._draft()
-        draft.writes = self.writes  # only copies are written: this can be undone
-        if self.attachment is None:
-            return draft
-        draft.refresh()
-        draft.attachment, draft.unchecked = None, False
-        if not self.unchecked:
-            draft.replace(
-                take_ownership(draft.main, None)
-            )  # the user may have looked at them, and hold them
-            return draft
-        checked = Window()
-        checked.take_if_finite(draft.main, self.weight, self.unit_scale)
-        checked.held_back, checked.writes = self.held_back, self.writes
-        checked.loss_scale = self.loss_scale  # of a micro-batch of weight 0 too
-        return checked
-
-    def detach(self) -> None:
-        """Take the main gradients out of `.grad`."""
-        if self.attachment is None:
-            return
-        parameters, draft = self.attachment.parameters, self.apart()
-        clear(parameters)
-        self._become(draft)
-
-    def take_back(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """The main gradients are what lies in `.grad`, where autograd added a micro-batch to it."""
-        self.norm = None
-        if len(grads) == len(self.mains.tensors) and all(map(is_, grads, self.mains.tensors)):
-            return
-        pairs = zip(parameters, grads, strict=True)
-        others = {p: g for p, g in pairs if g is not None and g is not self.main.get(p)}
-        self.in_order = self.in_order and others.keys() <= self.main.keys()
-        self.replace(self.main | take_ownership(others, None))
-
-    def arrange(self, parameters: Iterable[Tensor]) -> None:
-        """Bring the main gradients into the order of the parameters: their norm depends on it."""
-        if not self.in_order:
-            self.mains = MainGrads.of({p: self.main[p] for p in parameters if p in self.main})
-            self.in_order = True
-
-    def take_if_finite(self, grads: dict[Tensor, Tensor], weight: Scalar, scale: LossScale) -> None:
-        """Take in one micro-batch if all of it is finite; else leave the sums bit for bit.
+    def add_if_finite(self, grads: dict[Tensor, Tensor], weight: Scalar, scale: LossScale) -> None:
+        """Add one micro-batch if all of it is finite; else leave the sums bit for bit.
 
         The unit is 1, so that no dropped micro-batch can show in the sum of the others.
         """
@@ -327,11 +258,11 @@ class Window:
             grads = {p: zeros_like(grad) for p, grad in grads.items()}
         found_inf = zero_flag(next(iter(grads.values())).device if grads else None)
         draft = self._draft()
-        if draft.survivors is None:
-            draft.survivors = float(self.micro_batches)
+        if draft.finite_micro_batches is None:
+            draft.finite_micro_batches = float(self.micro_batches)
         if draft.unit_weight is None:
             draft.unit_weight = 1.0
-        mains = dict(self.main)
+        mains = dict(self.by_parameter)
         in_order = self.in_order and (not mains or grads.keys() <= mains.keys())
         for p, g in grads.items():
             if p not in mains:
@@ -346,28 +277,28 @@ class Window:
             addend._values().zero_()
         factor = draft.factor(weight, scale)
         lists = (
-            [plain(addends.get(p, mains[p])) for p in incoming],
-            [plain(grad) for grad in incoming.values()],
+            [dense_storage(addends.get(p, mains[p])) for p in incoming],
+            [dense_storage(grad) for grad in incoming.values()],
         )
         draft.micro_batches += 1
         draft.loss_scale = scale.value
-        draft.flag(found_inf.device)  # what joins later may not have to make it
+        draft.found_inf_on(found_inf.device)  # what joins later may not have to make it
         norms: list[Tensor] = []
 
-        def written() -> Window:
+        def result() -> Window:
             joined = draft._draft()
             joined._join(mains, addends, found_inf, weight, grads, in_order)
             return joined
 
-        self.writing = Writing(norms, written)
+        self.writing = Writing(norms, result)
         ops.accumulate_recorded(
             norms,
             *lists,
-            inv_scale=on(found_inf.device, factor),
+            inv_scale=to_device(found_inf.device, factor),
             found_inf=found_inf,
             if_finite=True,
         )
-        self._become(written())
+        self._become(result())
 
     def _join(
         self,
@@ -379,54 +310,142 @@ class Window:
         in_order: bool,
     ) -> None:
         """Count a micro-batch that was added if it was finite."""
-        self.note(found_inf)
-        if on_host(found_inf) and bool(found_inf):
+        self.note_found_inf(found_inf)
+        if _scalars.on_host(found_inf) and bool(found_inf):
             self.dropped = self.dropped + nonfinite(grads)
             return
-        kept = 1.0 - known(found_inf)
+        kept = 1.0 - to_host_if_free(found_inf)
         self.in_order = in_order
         self.replace(mains | {p: mains[p] + addend for p, addend in addends.items()})
-        assert self.survivors is not None
-        self.survivors = self.survivors + kept
+        assert self.finite_micro_batches is not None
+        self.finite_micro_batches = self.finite_micro_batches + kept
         self.weight = self.weight + weight * kept
+
+    # Main gradients in `.grad`
+
+    def attach(
+        self, slots: GradSlots, weight: Scalar, scale: LossScale, *, unchecked: bool, produced: bool
+    ) -> None:
+        """Add the first micro-batch and leave it in `.grad`, as the main gradients.
+
+        Args:
+            unchecked: it is to be dropped if it is not finite, should another one come.
+            produced: by the wrapper's own backward pass.
+        """
+        draft = self._draft()
+        draft.writes = self.writes  # none: this can be undone
+        factor = draft.count_in(weight, scale)
+        parameters, grads = slots
+        there = [grad for grad in grads if grad is not None]
+        holders = parameters
+        if len(there) < len(grads):
+            holders = [p for p, g in zip(parameters, grads, strict=True) if g is not None]
+        if not isinstance(factor, Tensor) and factor == 0.0:
+            there = [zeros_like(grad) for grad in there]
+        draft.main_grads = MainGrads(holders, there)
+        if isinstance(factor, Tensor):  # 0 or 1, which only the device knows
+            scale_(there, factor, draft.main_grads.one_call)
+        elif factor == 0.0:
+            draft.main_grads.lend()
+            grads = GradSlots.of(parameters).grads
+        draft.attached = AttachedGrads(parameters, grads, produced)
+        draft.unchecked = unchecked
+        self._become(draft)
+
+    def refresh(self) -> None:
+        """While the main gradients lie in `.grad`, they are whatever lies there."""
+        if self.attached is not None:
+            self.replace({p: p.grad for p in self.attached.parameters if p.grad is not None})
+
+    def detached_copy(self) -> Window:
+        """This window as it is without `.grad`, in an object of its own."""
+        draft = self._draft()
+        draft.writes = self.writes  # only copies are written: this can be undone
+        if self.attached is None:
+            return draft
+        draft.refresh()
+        draft.attached, draft.unchecked = None, False
+        if not self.unchecked:  # the user may have looked at the gradients, and hold them
+            draft.replace(take_ownership(draft.by_parameter, None))
+            return draft
+        checked = Window()
+        checked.add_if_finite(draft.by_parameter, self.weight, self.unit_scale)
+        checked.held_back, checked.writes = self.held_back, self.writes
+        checked.loss_scale = self.loss_scale  # of a micro-batch of weight 0 too
+        return checked
+
+    def detach(self) -> None:
+        """Take the main gradients out of `.grad`."""
+        if self.attached is not None:
+            parameters, draft = self.attached.parameters, self.detached_copy()
+            clear(parameters)
+            self._become(draft)
+
+    def adopt(self, slots: GradSlots) -> None:
+        """The main gradients are what lies in `.grad`, where autograd added a micro-batch to it."""
+        self.norm = None
+        parameters, grads = slots
+        tensors = self.main_grads.tensors
+        if len(grads) == len(tensors) and all(map(is_, grads, tensors)):
+            return
+        mains = self.by_parameter
+        pairs = zip(parameters, grads, strict=True)
+        others = {p: g for p, g in pairs if g is not None and g is not mains.get(p)}
+        self.in_order = self.in_order and others.keys() <= mains.keys()
+        self.replace(mains | take_ownership(others, None))
+
+    def zeros_for(self, parameter: Tensor) -> Tensor:
+        """The main gradient of a parameter, of zeros where it had none, for others to add to."""
+        self.norm = None
+        main = self.by_parameter.get(parameter)
+        if main is None:
+            main = torch.zeros_like(parameter, dtype=main_dtype(parameter))
+            self.in_order = self.in_order and not self.by_parameter
+            self.replace(self.by_parameter | {parameter: main})
+        return main
+
+    def drop(self, parameters: Iterable[Tensor]) -> None:
+        """Forget the main gradients of some parameters."""
+        dropped = set(parameters)
+        if dropped:
+            kept = {p: main for p, main in self.by_parameter.items() if p not in dropped}
+            self.replace(kept)
+
+    # What a step asks
+
+    def sort(self, parameters: Iterable[Tensor]) -> None:
+        """Bring the main gradients into the order of the parameters: their norm depends on it."""
+        if not self.in_order:
+            mains = self.by_parameter
+            self.main_grads = MainGrads.of({p: mains[p] for p in parameters if p in mains})
+            self.in_order = True
+
+    def coalesce(self) -> None:
+        """Sum what sparse and sharded main gradients hold in several places, as norms need it."""
+        if not self.main_grads.one_call:
+            mains = self.by_parameter
+            others = {p: whole for p, m in mains.items() if (whole := coalesced(m)) is not m}
+            if others:
+                self.replace(mains | others)
 
     def counted(self) -> Scalar | int:
         """How many micro-batches are in the sum."""
-        if self.gathered is not None:
-            return self.gathered
-        return self.micro_batches if self.survivors is None else self.survivors
+        if self.world_micro_batches is not None:
+            return self.world_micro_batches
+        finite = self.finite_micro_batches
+        return self.micro_batches if finite is None else finite
 
-    def note(self, found_inf: Tensor) -> None:
+    def note_found_inf(self, found_inf: Tensor) -> None:
         """Remember a found_inf that somebody else formed; any value but zero counts."""
-        flag = self.flag(found_inf.device)
-        self.flags = {**self.flags, found_inf.device: flag.masked_fill(found_inf != 0, 1.0)}
+        flag = self.found_inf_on(found_inf.device).masked_fill(found_inf != 0, 1.0)
+        self.found_infs = {**self.found_infs, found_inf.device: flag}
 
-    def flag(self, device: torch.device) -> Tensor:
+    def found_inf_on(self, device: torch.device) -> Tensor:
         """The found_inf of this window on a device."""
-        if device not in self.flags:
-            self.flags = {**self.flags, device: zero_flag(device)}
-        return self.flags[device]
+        if device not in self.found_infs:
+            self.found_infs = {**self.found_infs, device: zero_flag(device)}
+        return self.found_infs[device]
 
     def found_inf(self) -> Scalar:
         """1.0 where anything that came in, on any device, was not finite."""
-        return any_of(map(known, self.flags.values()))
-
-    def settle(self) -> None:
-        """Give every element of sparse and sharded main gradients one place: norms need it."""
-        if not self.mains.plain:
-            others = {p: s for p, main in self.main.items() if (s := settled(main)) is not main}
-            if others:
-                self.replace(self.main | others)
-
-    def normaliser(self, reduction: str) -> Scalar:
-        """What makes the window's gradient of the main gradients; finite also for a zero weight."""
-        unit = 1.0 if self.unit_weight is None else self.unit_weight
-        relative: Scalar
-        if reduction == "sum":
-            relative = unit
-        elif isinstance(self.weight, Tensor):
-            positive = self.weight > 0
-            relative = unit / torch.where(positive, self.weight, 1.0) * positive
-        else:
-            relative = unit / (self.weight or unit)
-        return quotient(relative, self.unit_scale.value)
+        return any_flag(map(to_host_if_free, self.found_infs.values()))

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accumext import _checks, ops
-from accumext._scalars import Scalar, as_tensor, known, on, on_host
-from accumext._tensor_kinds import is_dtensor, main_dtype, plain
-from accumext.optimizer._distributed import Group
-from accumext.optimizer._window import UNSCALED, Window
+from accumext import _checks, _scalars, ops
+from accumext._scalars import Scalar, as_tensor, to_device, to_host_if_free
+from accumext._tensor_kinds import Group, dense_storage, is_dtensor, main_dtype
+from accumext.optimizer._accumulator import Accumulator
+from accumext.optimizer._loss_scaling import UNSCALED
+from accumext.optimizer._window import Window
 
 # What DistributedDataParallel sends at a time: enough for full bandwidth, little enough for the
 # next bucket to be filled, or its gradients made, meanwhile.
@@ -57,13 +58,13 @@ class Bucket:
         size = self._begins[-1] + 3 * len(mine)
         self._flat = torch.empty(size, dtype=main_dtype(first), device=first.device)
         self._ordinary = not any(main is None or main.is_sparse for main in mine)
-        word = self._word().zero_()
-        word[0] = 1.0
+        presence = self._presence().zero_()
+        presence[0] = 1.0
         for i, main in enumerate(mine):  # number by number: no copy from the host waits for a GPU
             if main is None or main.is_sparse:
-                word[0, i] = 0.0
+                presence[0, i] = 0.0
             if main is not None and main.is_sparse:
-                word[1, i], word[2, i] = 1.0, float(main.sparse_dim())
+                presence[1, i], presence[2, i] = 1.0, float(main.sparse_dim())
         ends = [begin + _like(p).numel() for begin, p in zip(self._begins, self.parameters)]
         gaps = [self._flat[e:b] for e, b in zip(ends, self._begins[1:], strict=True) if e < b]
         torch._foreach_zero_(gaps)  # they travel too, and nobody may find NaN in them
@@ -74,8 +75,8 @@ class Bucket:
                 view.zero_()
             else:
                 there.append(view)
-                sources.append(plain(main.to_dense() if main.is_sparse else main))
-        ops.accumulate_(there, sources, inv_scale=on(first.device, factor), overwrite=True)
+                sources.append(dense_storage(main.to_dense() if main.is_sparse else main))
+        ops.accumulate_(there, sources, inv_scale=to_device(first.device, factor), overwrite=True)
         self._work = dist.all_reduce(self._flat, group=group, async_op=True)
 
     def receive(self) -> dict[Tensor, Tensor]:
@@ -90,13 +91,13 @@ class Bucket:
         if self._ordinary:
             return {p: _as_main(p, view) for p, view in sums.items()}
         mains = {}
-        for p, (dense, sparse, sparse_dims) in zip(sums, self._word().T.tolist(), strict=True):
+        for p, (dense, sparse, sparse_dims) in zip(sums, self._presence().T.tolist(), strict=True):
             if dense or sparse:
                 main = _as_main(p, sums[p])
                 mains[p] = main if dense else main.to_sparse(round(sparse_dims / sparse))
         return mains
 
-    def _word(self) -> Tensor:
+    def _presence(self) -> Tensor:
         """The end of the tensor: [3, parameters]."""
         return self._flat[self._begins[-1] :].view(3, -1)
 
@@ -111,13 +112,13 @@ class Bucket:
         return parts
 
 
-class Reduction:
+class WindowAllReduce:
     """The sum of one window over a group of processes: of all that is trained or has a gradient."""
 
     def __init__(self, parameters: Sequence[Tensor], window: Window, group: Group) -> None:
         self._group = group
         self._device = parameters[0].device
-        mains = window.main
+        mains = window.by_parameter
         self._parameters = [
             p for p in parameters if p.requires_grad or p in mains or p.grad is not None
         ]
@@ -141,7 +142,7 @@ class Reduction:
         closing = torch.zeros(2, world, dtype=torch.float64, device=device)
         closing[0, self._group.rank()] = count if flushing else _FULL
         closing[1, self._group.rank()] = sum(p.numel() for p in self._parameters)
-        kept = count if window.survivors is None else window.survivors
+        kept = count if window.finite_micro_batches is None else window.finite_micro_batches
         mine = [as_tensor(n, torch.float64, device) for n in (weight, kept, window.found_inf())]
         numbers = torch.cat([torch.stack(mine), closing.flatten()])
         try:
@@ -150,8 +151,9 @@ class Reduction:
             got = f"no answer from some ({str(error).splitlines()[0]})"
             text = _checks.message(op, "the window", "be closed by every process", got, _SAME_COUNT)
             raise RuntimeError(text) from error
-        self._weight, self._kept, self._found_inf = known(numbers[0]), known(numbers[1]), numbers[2]
-        if not flushing and not on_host(numbers):
+        self._weight, self._kept = to_host_if_free(numbers[0]), to_host_if_free(numbers[1])
+        self._found_inf = numbers[2]
+        if not flushing and not _scalars.on_host(numbers):
             return True
         counts, elements = numbers[3:].view(2, world).tolist()
         if len(set(counts)) > 1:
@@ -164,7 +166,7 @@ class Reduction:
             raise RuntimeError(_checks.message(op, "the window", contract, got))
         return any(counts)
 
-    def complete(self, op: str, window: Window, parameters: Iterable[Tensor]) -> None:
+    def send_complete(self, op: str, window: Window, parameters: Iterable[Tensor]) -> None:
         """Send what can be sent now that these parameters have their last gradient.
 
         Raises:
@@ -180,11 +182,11 @@ class Reduction:
             awaited.remove(parameter)
         # The last one stays: while it does, `abandon` can still tell the others.
         while self._sent < len(self._buckets) - 1 and not self._buckets[self._sent].awaited:
-            self._send_next(dict(window.main), window.normaliser("sum"))
+            self._send_next(dict(window.by_parameter), window.normaliser("sum"))
 
     def finish(self, window: Window) -> None:
         """Send the rest, wait, and make the sum of all processes the window."""
-        mains, factor = dict(window.main), window.normaliser("sum")
+        mains, factor = dict(window.by_parameter), window.normaliser("sum")
         window.replace({})  # a bucket frees what it has copied
         while self._sent < len(self._buckets):
             self._send_next(mains, factor)
@@ -192,24 +194,60 @@ class Reduction:
         for bucket in self._buckets:
             sums |= bucket.receive()
         window.replace({p: sums[p] for p in self._parameters if p in sums})
-        window.note(self._found_inf)
-        window.weight, window.gathered = self._weight, self._kept
+        window.note_found_inf(self._found_inf)
+        window.weight, window.world_micro_batches = self._weight, self._kept
         window.unit_weight, window.unit_scale = 1.0, UNSCALED
         window.writes += 1
-        if window.survivors is not None:
-            window.survivors = self._kept
+        if window.finite_micro_batches is not None:
+            window.finite_micro_batches = self._kept
 
     def abandon(self, window: Window) -> None:
         """Let the sum arrive on the other processes, not finite, so that they skip the window."""
         last = self._buckets[-1].parameters if self._buckets else []
         poison = {p: torch.full_like(_like(p), math.nan) for p in last}
-        window.replace(window.main | poison)
+        window.replace(window.by_parameter | poison)
         with suppress(RuntimeError):  # others that are gone need nothing
             self.finish(window)
 
     def _send_next(self, mains: dict[Tensor, Tensor], factor: Scalar) -> None:
         self._buckets[self._sent].send(mains, factor, self._group)
         self._sent += 1
+
+
+def sum_over_processes(
+    accumulator: Accumulator, op: str, parameters: list[Tensor], flushing: bool
+) -> bool:
+    """Make the open window that of all processes; False if there is nothing in it."""
+    window, group = accumulator.window, accumulator.group
+    if group is None:
+        if window.held_back:
+            contract = "be known for gradients that micro_batch(model) has held back"
+            advice = "Run a micro_batch(model) first, or pass process_group to the constructor"
+            got = "a window that was loaded"
+            raise RuntimeError(_checks.message(op, "the group", contract, got, advice))
+        return window.micro_batches > 0
+    if window.world_micro_batches is not None:  # an earlier step ended in an error after that
+        return True
+    all_reduce = accumulator.all_reduce
+    if all_reduce is None:
+        window.detach()
+        skips = accumulator.settings.on_nonfinite == "skip_micro_batch"
+        if skips and window.finite_micro_batches is None:
+            window.finite_micro_batches = float(window.micro_batches)
+        all_reduce = WindowAllReduce(parameters, window, group)
+        if not all_reduce.agree(op, window, window.weight, window.micro_batches, flushing):
+            return False
+    accumulator.all_reduce = None
+    try:
+        all_reduce.finish(window)
+    except BaseException as error:
+        accumulator.window = Window()
+        if not isinstance(error, RuntimeError):
+            raise
+        contract = "be summed over all processes"
+        got = f"an error ({str(error).splitlines()[0]}), and it was dropped"
+        raise RuntimeError(_checks.message(op, "the window", contract, got)) from error
+    return True
 
 
 def _plan(parameters: Sequence[Tensor]) -> list[Bucket]:
@@ -231,13 +269,13 @@ def _plan(parameters: Sequence[Tensor]) -> list[Bucket]:
 
 def _like(parameter: Tensor) -> Tensor:
     """What a parameter's dense main gradient looks like here, but for its dtype."""
-    return plain(parameter.detach())
+    return dense_storage(parameter.detach())
 
 
 def _as_main(parameter: Tensor, view: Tensor) -> Tensor:
     """A part of a bucket as the main gradient of a real, complex or sharded parameter."""
     if is_dtensor(parameter):
         main = torch.zeros_like(parameter, dtype=main_dtype(parameter)).detach()
-        plain(main).copy_(view)
+        dense_storage(main).copy_(view)
         return main
     return torch.view_as_complex(view) if parameter.is_complex() else view

@@ -10,88 +10,31 @@ import torch
 from torch import Tensor
 
 from accumext._checks import fail_type, fail_value, type_name
-from accumext._scalars import as_tensor, known
+from accumext._scalars import as_tensor, to_host_if_free
 from accumext._tensor_kinds import main_dtype
-from accumext.optimizer import _distributed
-from accumext.optimizer._arguments import OP
-from accumext.optimizer._stepping import Stepping
-from accumext.optimizer._window import LossScale, Window
+from accumext.optimizer._loss_scaling import LossScale
+from accumext.optimizer._window import Window
 
+# Names of Window's fields in a state dict, which stay as they are in saved files.
 _SCALARS = ("weight", "unit_weight", "unit_scale", "loss_scale", "norm", "found_inf", "survivors")
 _KEYS = {"main_grads", "micro_batches", "held_back", *_SCALARS}
 
 
-class Resuming(Stepping):
-    """The part of `AccumulatingOptimizer` that saves and loads the open window, and copies."""
-
-    @torch.no_grad()
-    def accumulation_state_dict(self) -> dict[str, Any]:
-        """The open window as plain tensors and numbers; a run resumes from it bit for bit.
-
-        `state_dict` does not contain it. Gradients that lie in `.grad`, not yet accumulated, are
-        not part of it.
-
-        Returns:
-            Copies, for `load_accumulation_state_dict` and `torch.load(weights_only=True)`. Each of
-            several processes has its own.
-
-        Raises:
-            RuntimeError: with `reduce_in_backward`, between a window's last `backward` and `step`.
-
-        Example:
-            >>> torch.save({"opt": opt.state_dict(), "open": opt.accumulation_state_dict()}, path)
-        """
-        self._refuse_while_reducing(f"{OP}.accumulation_state_dict")
-        packed = pack(self._progress.window, self._parameters())
-        self._progress.saved = self._progress.window.micro_batches
-        return packed
-
-    @torch.no_grad()
-    def load_accumulation_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the open window by a saved one. Load the scaler's state, if there is one, before.
-
-        Args:
-            state_dict: what `accumulation_state_dict` returned, for the same parameters in order.
-
-        Raises:
-            TypeError: an entry is of the wrong type or dtype.
-            ValueError: keys, indices, shapes or values are not those of this optimizer.
-            RuntimeError: inside `micro_batch()`.
-
-        Example:
-            >>> opt.load_accumulation_state_dict(torch.load(path)["open"])
-        """
-        op = f"{OP}.load_accumulation_state_dict"
-        self._refuse_inside_micro_batch(op)
-        window = unpack(op, state_dict, self._parameters())
-        self._recognise_scale(window)
-        self._drop_window(window)
-        self._progress.saved = window.micro_batches
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._refuse_while_reducing(f"{OP}.__getstate__")
-        packed = _distributed.packed_group(OP, self.process_group)
-        return {**super().__getstate__(), "process_group": packed}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        group = _distributed.unpacked_group(state["process_group"])
-        super().__setstate__({**state, "process_group": group})
-
-
 def pack(window: Window, parameters: Sequence[Tensor]) -> dict[str, Any]:
     """Copies of everything that the window holds, main gradients by parameter index."""
-    window = window.apart()
-    survivors = window.survivors
+    window = window.detached_copy()
+    finite = window.finite_micro_batches
     values = {
         "weight": window.weight,
         "unit_weight": window.unit_weight,
         "unit_scale": window.unit_scale.value,
         "loss_scale": window.loss_scale,
         "norm": window.norm,
-        "found_inf": as_tensor(window.found_inf(), torch.float32) if window.flags else None,
-        "survivors": None if survivors is None else as_tensor(survivors, torch.float64),
+        "found_inf": as_tensor(window.found_inf(), torch.float32) if window.found_infs else None,
+        "survivors": None if finite is None else as_tensor(finite, torch.float64),
     }
-    mains = {i: window.main[p] for i, p in enumerate(parameters) if p in window.main}
+    by_parameter = window.by_parameter
+    mains = {i: by_parameter[p] for i, p in enumerate(parameters) if p in by_parameter}
     return {
         "main_grads": {i: main.detach().clone() for i, main in mains.items()},
         "micro_batches": window.micro_batches,
@@ -116,7 +59,7 @@ def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
     window.micro_batches, window.held_back = count, held_back
     window.replace(_main_grads(op, packed["main_grads"], parameters))
     window.in_order = False  # as far as is known
-    device = next((main.device for main in window.mains.tensors), torch.device("cpu"))
+    device = next((main.device for main in window.main_grads.tensors), torch.device("cpu"))
     scalars = {name: _scalar(op, name, packed[name], device) for name in _SCALARS}
     for name in ("weight", "unit_scale", "loss_scale"):
         if scalars[name] is None:
@@ -126,11 +69,11 @@ def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
             fail_type(op, f"state_dict[{name!r}]", "be a 0-dim tensor or None", "float")
     window.norm, found_inf = scalars.pop("norm"), scalars.pop("found_inf")
     if found_inf is not None:
-        window.note(found_inf)
-    numbers = {k: known(v) if isinstance(v, Tensor) else v for k, v in scalars.items()}
+        window.note_found_inf(found_inf)
+    numbers = {k: to_host_if_free(v) if isinstance(v, Tensor) else v for k, v in scalars.items()}
     window.weight, window.unit_weight = numbers["weight"], numbers["unit_weight"]
     window.unit_scale, window.loss_scale = LossScale(numbers["unit_scale"]), numbers["loss_scale"]
-    window.survivors = numbers["survivors"]
+    window.finite_micro_batches = numbers["survivors"]
     return window
 
 

@@ -13,7 +13,6 @@ from support.oracle import DeviceReads
 from torch import nn
 
 from accumext import _scalars
-from accumext.optimizer import _arguments, _window, _window_all_reduce
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 
@@ -51,15 +50,13 @@ def traffic_meanwhile(rank, world):
 
 def without_device_reads(rank, world, **kwargs):
     """The CPU plays a device: what two windows read of it."""
-    modules = (_arguments, _scalars, _window, _window_all_reduce)
     on_host, tolist, lists = _scalars.on_host, torch.Tensor.tolist, []
     model = make_model(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     fused = adam(model.parameters(), fused=True)
     options = {"window": 2, "max_norm": MAX_NORM, "scaler": scaler, **kwargs}
     opt = AccumulatingOptimizer(fused, process_group=dist.group.WORLD, **options)
-    for module in modules:
-        module.on_host = lambda tensor: False
+    _scalars.on_host = lambda tensor: False
     torch.Tensor.tolist = lambda self: lists.append(1) or tolist(self)
     try:
         with DeviceReads() as reads:
@@ -68,8 +65,7 @@ def without_device_reads(rank, world, **kwargs):
                 opt.step()
     finally:
         torch.Tensor.tolist = tolist
-        for module in modules:
-            module.on_host = on_host
+        _scalars.on_host = on_host
     return outcome(model, opt, reads=[reads.count, len(lists)])
 
 

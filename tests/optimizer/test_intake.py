@@ -8,7 +8,7 @@ from threading import Thread
 import torch
 from torch import nn
 
-from accumext.optimizer._backward_hooks import Intake
+from accumext.optimizer._backward_hooks import GradCollector
 
 
 def test_threads_of_two_devices_take_turns():
@@ -21,7 +21,7 @@ def test_threads_of_two_devices_take_turns():
         most.append(len(inside))
         inside.pop()
 
-    intake = Intake("op", take)
+    intake = GradCollector("op", take)
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     threads = [Thread(target=intake._hand_over, args=([p],)) for p in parameters]
     for parameter, thread in zip(parameters, threads):

@@ -255,5 +255,5 @@ def test_an_addition_that_fails_before_it_writes_counts_nothing(monkeypatch):
         patch.setattr("accumext.ops.accumulate_recorded", fail)
         with pytest.raises(MemoryError):
             opt.backward(parameter.sum())
-    assert opt._progress.window.micro_batches == 1
+    assert opt._accumulator.window.micro_batches == 1
     assert opt.main_grad(parameter).tolist() == [1.0, 1.0]

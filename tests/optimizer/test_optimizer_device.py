@@ -17,7 +17,6 @@ from support.optimizer_oracle import (
 from support.oracle import DeviceReads
 
 from accumext import _scalars
-from accumext.optimizer import _arguments, _window
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(6, torch.float32)
@@ -29,8 +28,7 @@ ROUNDING = 1e-6
 @pytest.fixture
 def device(monkeypatch):
     """Tensors on the CPU are treated as if on a device that the host must not wait for."""
-    for module in (_arguments, _scalars, _window):
-        monkeypatch.setattr(module, "on_host", lambda tensor: False)
+    monkeypatch.setattr(_scalars, "on_host", lambda tensor: False)
 
 
 def adam(parameters):
@@ -172,7 +170,7 @@ def test_a_pickle_holds_no_key_of_this_process():
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     opt = AccumulatingOptimizer(adam(model.parameters()), window=2, scaler=scaler)
     opt.backward(loss_of(model, BATCHES[0]))
-    assert opt._progress.window.unit_scale.key is not None
+    assert opt._accumulator.window.unit_scale.key is not None
     twin = pickle.loads(pickle.dumps(opt))
-    assert twin._progress.window.unit_scale.key is None
-    assert twin._progress.window.unit_scale.value == 64.0
+    assert twin._accumulator.window.unit_scale.key is None
+    assert twin._accumulator.window.unit_scale.value == 64.0

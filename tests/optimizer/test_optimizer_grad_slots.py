@@ -200,7 +200,7 @@ def test_memory_that_others_hold_is_copied(foreign):
         address = grad.data_ptr()
         del grad
     opt.accumulate()
-    assert opt._progress.window.main[parameter].data_ptr() != address
+    assert opt._accumulator.window.by_parameter[parameter].data_ptr() != address
 
 
 @pytest.mark.parametrize("window", [1, 2])

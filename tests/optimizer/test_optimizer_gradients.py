@@ -136,7 +136,9 @@ def test_the_norm_adds_up_in_the_order_of_the_optimizer(on_nonfinite, window):
         torch.optim.SGD([a, b], lr=1.0), window=window, on_nonfinite=on_nonfinite
     )
     orders = []
-    opt.optimizer.register_step_pre_hook(lambda *_: orders.append([*opt._progress.window.main]))
+    opt.optimizer.register_step_pre_hook(
+        lambda *_: orders.append([*opt._accumulator.window.by_parameter])
+    )
     for loss in (b, b, a + b):
         opt.backward(loss.sum())
     opt.flush()
@@ -164,7 +166,7 @@ def test_the_first_gradient_is_taken_without_a_copy():
     address = parameter.grad.data_ptr()
     opt.accumulate()
     assert parameter.grad is None
-    assert opt._progress.window.main[parameter].data_ptr() == address
+    assert opt._accumulator.window.by_parameter[parameter].data_ptr() == address
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -173,14 +175,14 @@ def test_the_second_gradient_is_added_to_the_first(in_backward):
     parameter = nn.Parameter(torch.zeros(2))
     opt = AccumulatingOptimizer(sgd([parameter]), window=3, accumulate_in_backward=in_backward)
     opt.backward(parameter.sum())
-    address = opt._progress.window.main[parameter].data_ptr()
+    address = opt._accumulator.window.by_parameter[parameter].data_ptr()
     seen = []
     handle = parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
     opt.backward(parameter.sum())
     handle.remove()
     assert (seen == [address]) == in_backward
     assert parameter.grad is None
-    assert opt._progress.window.main[parameter].data_ptr() == address
+    assert opt._accumulator.window.by_parameter[parameter].data_ptr() == address
     assert opt.main_grad(parameter).tolist() == [2.0] * 2
 
 

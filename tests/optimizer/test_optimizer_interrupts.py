@@ -295,7 +295,7 @@ def seen(c: Case) -> dict[str, Any]:
         "last": None if last is None else last.stats(),
         "grad mode": torch.is_grad_enabled(),
         "left": sorted({"grad_scale", "found_inf"} & (vars(c.opt) | vars(c.opt.optimizer)).keys()),
-        "inside": c.opt._progress.part is not None,
+        "inside": c.opt._accumulator.open_micro_batch is not None,
     }
 
 

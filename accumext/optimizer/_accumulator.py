@@ -1,0 +1,463 @@
+"""The state of an optimizer's accumulation, and how a micro-batch enters the open window."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import warnings
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import chain
+from operator import itemgetter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast as record_function
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from accumext._checks import message
+from accumext._scalars import Scalar
+from accumext._tensor_kinds import Group, global_norm, nonfinite, zero_flag
+from accumext._wgrad_fusion import MainGradAttributes
+from accumext.optimizer._arguments import OP, Settings
+from accumext.optimizer._backward_hooks import BackwardWatch
+from accumext.optimizer._grad_slots import (
+    ConsumedGrads,
+    GradSlots,
+    clear,
+    contents_of,
+    versions,
+    write_contents,
+)
+from accumext.optimizer._loss_scaling import LossScale, LossScaling, OuterScale
+from accumext.optimizer._main_grads import held_elsewhere
+from accumext.optimizer._product_memory import ProductMemory
+from accumext.optimizer._window import Window
+from accumext.optimizer._window_report import WindowReport
+
+if TYPE_CHECKING:
+    from accumext.optimizer._micro_batch import OpenMicroBatch
+    from accumext.optimizer._window_all_reduce import WindowAllReduce
+
+_params_of = itemgetter("params")
+_alive: WeakSet[Accumulator] = WeakSet()
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    for accumulator in list(_alive):
+        accumulator.warn_of_loss()
+
+
+class Accumulator:
+    """Everything about the open window that changes, in one object that is never replaced.
+
+    So trainers may copy the attributes of the optimizer into an object of their own.
+    """
+
+    def __init__(self, optimizer: Optimizer, settings: Settings) -> None:
+        self.optimizer = optimizer  # the wrapped one
+        self.settings = settings
+        self.scaling = LossScaling(settings)
+        self.window = Window()
+        self.consumed = ConsumedGrads()  # what the last step left in `.grad`
+        self.watch = BackwardWatch()  # for backward passes that are not the wrapper's
+        # Kept memory is what `accumulate_in_backward` is there to do without.
+        self.product_memory = ProductMemory(keeps=not settings.accumulate_in_backward)
+        self.main_grad_attributes = MainGradAttributes()
+        if settings.accumulate_in_backward:
+            self.main_grad_attributes.declare(self.parameters())
+        self.open_micro_batch: OpenMicroBatch | None = None  # inside micro_batch()
+        self.model_group: Group | None = None  # of the model given to micro_batch()
+        self.all_reduce: WindowAllReduce | None = None  # of the window, once it has begun
+        self.last: WindowReport | None = None
+        self.stepped = False
+        self.accumulated = False  # since the last step: too late for an outer GradScaler
+        self.warned: frozenset[str] = frozenset()  # of what: each once
+        self.saved = 0  # micro-batches of the window that are in a checkpoint, or another's
+        _alive.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        saved = self.window.micro_batches  # the original is there to step on them
+        # No copy can share the group of a model.
+        return {**self.__dict__, "model_group": None, "saved": saved}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _alive.add(self)
+
+    def warn_of_loss(self) -> None:
+        """At the end of the optimizer or of the program: gradients that no step has used."""
+        lost = self.window.micro_batches
+        if lost > self.saved and not hasattr(sys, "last_type"):
+            self.saved = lost
+            text = (
+                f"{OP} ended with micro-batches in its window that no step has used, {lost}. "
+                "Call opt.flush() after the last batch, or opt.discard()"
+            )
+            warnings.warn(text, stacklevel=2)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.warn_of_loss()
+
+    # The wrapped optimizer
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters of all groups, in order."""
+        return list(chain.from_iterable(map(_params_of, self.optimizer.param_groups)))
+
+    def names(self) -> dict[Tensor, str | int]:
+        """Names of the parameters where the optimizer was given any, else their indices."""
+        names: list[str | int] = []
+        for group in self.optimizer.param_groups:
+            names += group.get("param_names", range(len(names), len(names) + len(group["params"])))
+        return dict(zip(self.parameters(), names, strict=True))
+
+    # Gradients in `.grad`
+
+    def fresh_slots(self, parameters: list[Tensor]) -> GradSlots:
+        """The gradients in `.grad`, but for the window's own and for what is used up."""
+        if self.window.attached is not None:
+            return GradSlots(parameters, [None] * len(parameters))
+        slots = GradSlots.of(parameters)
+        return GradSlots(parameters, self.consumed.fresh(slots.grads))
+
+    def foreign_grads(self, parameters: list[Tensor]) -> Container[int]:
+        """ids of gradients that somebody else holds too; asked before anything here holds them.
+
+        Only those that may become main gradients are looked at.
+        """
+        return () if self.window.holds(parameters) else held_elsewhere(parameters)
+
+    def clear_consumed(self, parameters: list[Tensor]) -> tuple[GradSlots, list[Tensor]]:
+        """Before a backward pass, let go of what the last step left.
+
+        Returns:
+            What lies in `.grad` yet, and those of it that belong to the micro-batch which is to
+            come, as autograd adds to them.
+        """
+        if self.last is not None:
+            self.last.forget()
+        slots = GradSlots.of(parameters)
+        if self.window.attached is not None or slots.empty:
+            return slots, []
+        fresh = self.consumed.fresh(slots.grads, new=True)
+        slots.lend(fresh)
+        return GradSlots(parameters, fresh), [grad for grad in fresh if grad is not None]
+
+    def detach(self) -> None:
+        """Take the window's gradients out of `.grad`, where another micro-batch is to come."""
+        self.window.detach()
+        self.watch.callback = None
+
+    # The window
+
+    @property
+    def group(self) -> Group | None:
+        """The processes to sum the window over; None for this one alone."""
+        group = self.settings.process_group or self.model_group
+        return None if group is None or group.size() == 1 else group
+
+    @property
+    def keeps_in_grad(self) -> bool:
+        """Whether the next micro-batch may stay in `.grad`: it is all that the window will hold."""
+        return self.settings.window == 1 and self.window.micro_batches == 0 and self.group is None
+
+    def drop_window(self, successor: Window | None = None) -> None:
+        """Start another window. An all-reduce of the old one ends first, as other ranks expect."""
+        window, all_reduce = self.window, self.all_reduce
+        if all_reduce is not None:
+            self.all_reduce = None
+            all_reduce.abandon(window)
+        with Transaction(self, GradSlots.of(self.parameters())):
+            if window.attached is not None:
+                self.watch.callback = None
+                clear(window.attached.parameters)
+            self.accumulated = False
+            self.window = Window() if successor is None else successor
+
+    def close(self, report: WindowReport, successor: Window, consumed: ConsumedGrads) -> None:
+        """Remember the window that has been stepped on, and start the next."""
+        vars(self).update(
+            last=report, window=successor, stepped=True, consumed=consumed, accumulated=False
+        )
+
+    def add(
+        self,
+        op: str,
+        transaction: Transaction,
+        slots: GradSlots,  # gradients of the micro-batch
+        weight: Scalar,
+        scale: LossScale,
+        foreign: Container[int] | None,
+        found_inf: Tensor | None = None,  # what somebody else found in them
+    ) -> None:
+        """Add one micro-batch to the window, and empty `.grad` of its parameters."""
+        policy, window = self.settings.on_nonfinite, self.window
+        if policy == "raise":
+            self.raise_nonfinite(op, slots.present(), weight)
+        transaction.before_irrevocable(slots.clear)
+        with record_function("accumext::accumulate"), torch.no_grad():
+            self.detach()
+            if policy == "skip_micro_batch":
+                window.add_if_finite(slots.present(), weight, scale)
+            else:
+                if found_inf is not None:
+                    window.note_found_inf(found_inf)
+                window.add(slots, weight, scale, foreign)
+            slots.clear()
+
+    def attach(
+        self, op: str, slots: GradSlots, weight: Scalar, scale: LossScale, *, produced: bool
+    ) -> None:
+        """Add one micro-batch and leave it in `.grad`, as the window's main gradients."""
+        policy = self.settings.on_nonfinite
+        if policy == "raise":
+            self.raise_nonfinite(op, slots.present(), weight)
+        unchecked = policy == "skip_micro_batch"
+        with record_function("accumext::accumulate"), torch.no_grad():
+            self.window.attach(slots, weight, scale, unchecked=unchecked, produced=produced)
+            if produced:
+                self.watch.begin(slots.parameters, self._leave_grad)
+
+    def _leave_grad(self) -> None:
+        """A backward pass of the user's is about to add to the window's gradients in `.grad`."""
+        with Transaction(self, GradSlots.of(self.parameters())), torch.no_grad():
+            self.detach()
+
+    @_disable_dynamo  # torch.compile cannot trace it, and is after the wrapped step alone
+    def add_pending(
+        self,
+        op: str,
+        transaction: Transaction,
+        slots: GradSlots,  # what lies in `.grad`
+        outer: OuterScale | None,
+        foreign: Container[int],
+        new: bool = False,
+    ) -> GradSlots:
+        """Add what a backward pass of the user left in `.grad`, if anything, as one micro-batch.
+
+        Args:
+            new: only what no step has used.
+
+        Returns:
+            What lies in `.grad` afterwards.
+        """
+        window = self.window
+        if window.attached is not None:
+            if not window.attached.still_lie_in(slots):
+                window.refresh()
+            return slots
+        pending = GradSlots(slots.parameters, self.consumed.fresh(slots.grads, new))
+        if pending.empty:
+            return slots
+        if self.last is not None:
+            self.last.forget()
+        self.refuse_while_reducing(op)
+        if outer is None:
+            self._warn_of_sums(op, pending.grads)
+        scale = self.scaling.current(op) if outer is None else outer.scale
+        found_inf = None if outer is None else outer.found_inf
+        if self.keeps_in_grad:
+            self.attach(op, pending, 1.0, scale, produced=False)
+            if found_inf is not None and window.finite_micro_batches is None:
+                window.note_found_inf(found_inf)
+            return slots
+        self.add(op, transaction, pending, 1.0, scale, foreign, found_inf)
+        slots = GradSlots.of(slots.parameters)
+        transaction.savepoint(slots)
+        return slots
+
+    def add_from_grad(self, op: str, weight: Scalar) -> None:
+        """Add the gradients that lie in `.grad` as one micro-batch."""
+        parameters = self.parameters()
+        foreign = self.foreign_grads(parameters)
+        there, fresh = GradSlots.of(parameters), self.fresh_slots(parameters)
+        if fresh.empty:
+            advice = "Run a backward pass first; backward() has accumulated already"
+            raise RuntimeError(message(op, ".grad", "hold new gradients", "none", advice))
+        scale = self.scaling.current(op)
+        with Transaction(self, there) as transaction:
+            if self.last is not None:
+                self.last.forget()
+            self.add(op, transaction, fresh, weight, scale, foreign)
+        self.accumulated = True
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear `.grad`, but for an open window's gradients, which leave it first."""
+        slots = GradSlots.of(self.parameters())
+        with Transaction(self, slots):
+            self.detach()
+            if self.last is not None:
+                self.last.forget()
+            self.optimizer.zero_grad(set_to_none)
+            self.consumed = ConsumedGrads(GradSlots.of(slots.parameters).grads)
+
+    def load_window(self, op: str, window: Window) -> None:
+        """Replace the open window by a loaded one."""
+        if self.settings.scaler is not None and window.main_grads.tensors:
+            self.scaling.create_scale(window.main_grads.tensors[0].device)
+            window.unit_scale = self.scaling.same_as(op, window.unit_scale)
+        self.drop_window(window)
+        self.saved = window.micro_batches
+
+    # Errors and warnings
+
+    def raise_nonfinite(self, op: str, grads: dict[Tensor, Tensor], weight: Scalar) -> None:
+        """Refuse a micro-batch that counts and is not finite, naming the parameters."""
+        counts = isinstance(weight, Tensor) or weight > 0.0
+        if not counts or not grads:
+            return
+        found_inf = zero_flag(next(iter(grads.values())).device)
+        global_norm(list(grads.values()), norm_type=2.0, found_inf=found_inf)
+        if bool(found_inf):
+            names = self.names()
+            mine = ", ".join(str(names[p]) for p in nonfinite(grads))
+            got = f"inf or NaN in {mine or 'shards of other processes'}"
+            raise RuntimeError(message(op, "gradients", "be finite", got))
+
+    def refuse_inside_micro_batch(self, op: str) -> None:
+        """Raise for what does not go inside `micro_batch()`."""
+        if self.open_micro_batch is not None:
+            raise RuntimeError(message(op, "the call", "be outside micro_batch()", "one inside"))
+
+    def refuse_while_reducing(self, op: str) -> None:
+        """Raise for what cannot enter a window that is summed over processes already."""
+        if self.all_reduce is not None or self.window.world_micro_batches is not None:
+            contract = "come after step or discard"
+            got = "one for a window that is summed over processes already"
+            advice = "With reduce_in_backward=True a micro-batch has one backward pass"
+            raise RuntimeError(message(op, "the call", contract, got, advice))
+
+    def refuse_closure_optimizer(self, op: str) -> None:
+        """Raise for an optimizer that forms its gradients by itself, in a closure."""
+        if self.settings.needs_closure:
+            kind = type(self.optimizer).__name__
+            advice = "Call loss.backward() in the closure, and opt.step(closure)"
+            contract = "step without a closure"
+            raise RuntimeError(message(op, "the optimizer", contract, kind, advice))
+
+    def warn_once(self, topic: str, text: str) -> None:
+        """A warning that points at the user's line, the first time."""
+        if topic not in self.warned:
+            self.warned |= {topic}
+            warnings.warn(text, stacklevel=_users_level())
+
+    def _warn_of_sums(self, op: str, grads: Sequence[Tensor | None]) -> None:
+        """Say once that a window counts calls of `step`, where each may be meant to end one."""
+        if "sums" in self.warned or self.settings.window == 1:
+            return
+        if all(version is None or version > 0 for version in versions(grads)):
+            self.warn_once(
+                "sums",
+                f"{op}: every gradient was added to, or changed, since autograd made it, and "
+                f"window={self.settings.window} counts this call of step as one micro-batch. Call "
+                "step after every backward pass, not after every window; put several passes that "
+                "are one micro-batch into `with opt.micro_batch():`; and leave the clip to "
+                "max_norm",
+            )
+
+
+def _nothing() -> None:
+    """The rest where none is left to do."""
+
+
+class Transaction:
+    """A context: an exception leaves the window and `.grad` as before it, or as after it.
+
+    Inside, memory is allocated first and everything is prepared on drafts; nothing that can be seen
+    is written in place. What cannot be undone is one call: a kernel that adds to main gradients, of
+    which `Window.writes` tells, or the wrapped optimizer's step, of which `has_happened` does.
+    After an exception before it, everything is put back; after one behind it, the rest is done.
+    """
+
+    _window: Window
+    _fields: dict[str, Any]  # of the accumulator
+    _window_fields: dict[str, Any]
+    _slots: GradSlots
+    _callback: Callable[[], None] | None  # of the watch
+    _contents: list[tuple[Tensor, Tensor]]
+    _rest: Callable[[], None]
+    _has_happened: Callable[[], bool] | None
+    _always: Callable[[], None]
+
+    def __init__(self, accumulator: Accumulator, slots: GradSlots) -> None:
+        self._accumulator = accumulator
+        self._grad_enabled = torch.is_grad_enabled()
+        self.savepoint(slots)
+
+    def savepoint(self, slots: GradSlots) -> None:
+        """Go back to here from now on; `slots` is what lies in `.grad`."""
+        accumulator = self._accumulator
+        vars(self).update(  # at once, since an exception may come between any two lines
+            _window=accumulator.window,
+            _fields=vars(accumulator).copy(),
+            _window_fields=vars(accumulator.window).copy(),
+            _slots=slots,
+            _callback=accumulator.watch.callback,
+            _contents=[],
+            _rest=_nothing,
+            _has_happened=None,
+            _always=_nothing,
+        )
+
+    def keep_contents(self, grads: Iterable[Tensor]) -> None:
+        """Copy gradients that somebody may write in place, to put their values back too."""
+        self._contents = contents_of(grads)
+
+    def before_irrevocable(
+        self,
+        rest: Callable[[], None],
+        has_happened: Callable[[], bool] | None = None,
+        always: Callable[[], None] = _nothing,
+    ) -> None:
+        """Announce the irrevocable call: the rest to do after it, or always; perhaps twice."""
+        self._rest, self._has_happened, self._always = rest, has_happened, always
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            return
+        torch.set_grad_enabled(self._grad_enabled)
+        self._always()
+        self._window.complete()
+        if self._is_done():
+            self._rest()
+            self._accumulator.open_micro_batch = self._fields["open_micro_batch"]
+        else:
+            vars(self._accumulator).update(self._fields)
+            vars(self._window).update(self._window_fields)
+            self._accumulator.watch.callback = self._callback
+            self._slots.restore()
+            write_contents(self._contents)
+
+    def _is_done(self) -> bool:
+        """Whether the irrevocable call was made."""
+        if self._accumulator.window is not self._window:
+            return True
+        if self._window.writes != self._window_fields["writes"]:
+            return True
+        return self._has_happened is not None and self._has_happened()
+
+
+def _users_level() -> int:
+    """The `stacklevel` of the user's line, for a warning that the caller is to give."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("accumext", "contextlib", "torch")
