@@ -60,12 +60,24 @@ def maximum(a: Scalar, b: Scalar) -> Scalar:
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
 
 
-def any_flag(flags: Iterable[Scalar]) -> Scalar:
-    """1.0 where any of the flags is; 0.0 if there are none."""
+def any_nonfinite(*numbers: Scalar) -> Scalar:
+    """1.0 where any of the numbers is inf or NaN, else 0.0."""
     result: Scalar = 0.0
-    for flag in flags:
-        result = maximum(result, flag)
+    for number in numbers:
+        if isinstance(number, Tensor):
+            result = maximum(result, (~number.isfinite()).double())
+        elif not math.isfinite(number):
+            result = maximum(result, 1.0)
     return result
+
+
+def any_set(flags: Iterable[Tensor]) -> Scalar:
+    """1.0 where any of the 0-dim flags is, on whatever devices; 0.0 if there are none."""
+    result: Scalar | None = None
+    for flag in flags:
+        value = to_host_if_free(flag)
+        result = value if result is None else maximum(result, value)
+    return 0.0 if result is None else result
 
 
 def at_most_one(number: Scalar) -> Scalar:
@@ -76,10 +88,3 @@ def at_most_one(number: Scalar) -> Scalar:
 def as_flag(condition: Tensor | bool) -> Scalar:
     """1.0 where the condition holds, else 0.0."""
     return condition.double() if isinstance(condition, Tensor) else float(condition)
-
-
-def nonfinite_flag(number: Scalar) -> Scalar:
-    """1.0 where a number is inf or NaN."""
-    if isinstance(number, Tensor):
-        return (~number.isfinite()).double()
-    return 0.0 if math.isfinite(number) else 1.0

@@ -214,6 +214,19 @@ def accumulate_recorded(
     norms.extend(map(functools.partial(op._op, main_grads, **options), (grads,)))
 
 
+def multiply_valid(
+    products: Sequence[Tensor], sources: Sequence[Tensor], factor: float | Tensor
+) -> Tensor:
+    """`products = sources * factor` of valid operands, where nothing knows the products yet.
+
+    Returns:
+        Their norm.
+    """
+    op = _ops.accumulate_.default if isinstance(factor, Tensor) else _ops.accumulate_.scalar
+    norm: Tensor = op(products, sources, inv_scale=factor, overwrite=True)
+    return norm
+
+
 def _unscale_check_clip_accumulate_fake(
     main_grads: Sequence[Tensor],
     grads: Sequence[Tensor],

@@ -154,13 +154,10 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> opt.backward(F.cross_entropy(logits, targets), weight=targets.numel())
         """
-        op, accumulator = f"{OP}.backward", self._accumulator
-        accumulator.refuse_closure_optimizer(op)
-        check_loss(op, loss, accumulator.scaling.scale_tensor)
-        count = check_weight(op, weight)
-        accumulator.refuse_while_reducing(op)
-        accumulator.scaling.refuse_unscaled(op, (self, self.optimizer))
-        run_backward(accumulator, op, loss, count, weighted=weight is not UNWEIGHTED)
+        op = f"{OP}.backward"
+        count = check_loss(op, loss, weight)
+        weighted = weight is not UNWEIGHTED
+        run_backward(self._accumulator, self, op, loss, count, weighted)
 
     def accumulate(self, weight: float | Tensor = 1.0) -> None:
         """Take in the gradients that lie in `.grad` as one micro-batch, and leave `.grad` empty.
@@ -182,9 +179,8 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.accumulate(weight=len(targets))
         """
         op, accumulator = f"{OP}.accumulate", self._accumulator
-        accumulator.refuse_closure_optimizer(op)
+        accumulator.refuse_backward(op)
         accumulator.refuse_inside_micro_batch(op)
-        accumulator.refuse_while_reducing(op)
         count = check_weight(op, weight)
         accumulator.scaling.refuse_unscaled(op, (self, self.optimizer))
         accumulator.add_from_grad(op, count)
@@ -215,9 +211,8 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.step()
         """
         op, accumulator = f"{OP}.micro_batch", self._accumulator
-        accumulator.refuse_closure_optimizer(op)
+        accumulator.refuse_backward(op)
         accumulator.refuse_inside_micro_batch(op)
-        accumulator.refuse_while_reducing(op)
         with open_micro_batch(op, accumulator, model):
             yield
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain
-from operator import itemgetter
+from operator import is_, itemgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -24,16 +24,18 @@ from accumext._tensor_kinds import Group, global_norm, nonfinite, zero_flag
 from accumext._wgrad_fusion import MainGradAttributes
 from accumext.optimizer._arguments import OP, Settings
 from accumext.optimizer._backward_hooks import BackwardWatch
+from accumext.optimizer._grad_ownership import held_elsewhere
 from accumext.optimizer._grad_slots import (
     ConsumedGrads,
     GradSlots,
     clear,
     contents_of,
+    grad_of,
+    is_none,
     versions,
     write_contents,
 )
 from accumext.optimizer._loss_scaling import LossScale, LossScaling, OuterScale
-from accumext.optimizer._main_grads import held_elsewhere
 from accumext.optimizer._product_memory import ProductMemory
 from accumext.optimizer._window import Window
 from accumext.optimizer._window_report import WindowReport
@@ -81,6 +83,7 @@ class Accumulator:
         _alive.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
+        self.refuse_while_reducing(f"{OP}.__getstate__")
         saved = self.window.micro_batches  # the original is there to step on them
         # No copy can share the group of a model.
         return {**self.__dict__, "model_group": None, "saved": saved}
@@ -119,35 +122,53 @@ class Accumulator:
 
     # Gradients in `.grad`
 
-    def fresh_slots(self, parameters: list[Tensor]) -> GradSlots:
-        """The gradients in `.grad`, but for the window's own and for what is used up."""
-        if self.window.attached is not None:
-            return GradSlots(parameters, [None] * len(parameters))
-        slots = GradSlots.of(parameters)
-        return GradSlots(parameters, self.consumed.fresh(slots.grads))
+    def slots_and_foreign(
+        self, parameters: list[Tensor] | None = None
+    ) -> tuple[GradSlots, Container[int]]:
+        """What lies in `.grad`, and ids of those gradients that somebody else holds too.
 
-    def foreign_grads(self, parameters: list[Tensor]) -> Container[int]:
-        """ids of gradients that somebody else holds too; asked before anything here holds them.
-
-        Only those that may become main gradients are looked at.
+        The latter is asked before anything here holds them, and only where the next micro-batch
+        can bring main gradients: gradients themselves become those if nobody else holds them.
         """
-        return () if self.window.holds(parameters) else held_elsewhere(parameters)
+        if parameters is None:
+            parameters = self.parameters()
+        foreign: Container[int] = ()
+        if self.window.attached is None and not all(map(is_none, map(grad_of, parameters))):
+            holders = self.window.main_grads.parameters
+            if len(holders) != len(parameters) or not all(map(is_, holders, parameters)):
+                foreign = held_elsewhere(parameters)
+        return GradSlots(parameters, list(map(grad_of, parameters))), foreign
 
-    def clear_consumed(self, parameters: list[Tensor]) -> tuple[GradSlots, list[Tensor]]:
-        """Before a backward pass, let go of what the last step left.
+    def fresh(self, slots: GradSlots) -> GradSlots:
+        """What lies in `.grad`, but for the window's own gradients and for what is used up."""
+        if self.window.attached is not None:
+            return GradSlots(slots.parameters, [None] * len(slots.parameters))
+        return self.consumed.fresh(slots) if self.consumed.used_up_any else slots
+
+    def begin_backward(self, op: str) -> tuple[GradSlots, list[Tensor]]:
+        """Let go of what the last step left in `.grad`, but inside `micro_batch()`.
 
         Returns:
             What lies in `.grad` yet, and those of it that belong to the micro-batch which is to
             come, as autograd adds to them.
         """
-        if self.last is not None:
-            self.last.forget()
-        slots = GradSlots.of(parameters)
-        if self.window.attached is not None or slots.empty:
+        if (
+            self.settings.needs_closure
+            or self.all_reduce is not None
+            or self.window.world_micro_batches is not None
+        ):
+            self.refuse_backward(op)
+        parameters = self.parameters()
+        slots = GradSlots(parameters, list(map(grad_of, parameters)))
+        if self.open_micro_batch is not None:
             return slots, []
-        fresh = self.consumed.fresh(slots.grads, new=True)
-        slots.lend(fresh)
-        return GradSlots(parameters, fresh), [grad for grad in fresh if grad is not None]
+        if self.last is not None:
+            self.last.evidence = None
+        if self.window.attached is not None or all(map(is_none, slots.grads)):
+            return slots, []
+        fresh = self.consumed.fresh(slots, new=True)
+        slots.lend(fresh.grads)
+        return fresh, [grad for grad in fresh.grads if grad is not None]
 
     def detach(self) -> None:
         """Take the window's gradients out of `.grad`, where another micro-batch is to come."""
@@ -200,9 +221,10 @@ class Accumulator:
         policy, window = self.settings.on_nonfinite, self.window
         if policy == "raise":
             self.raise_nonfinite(op, slots.present(), weight)
-        transaction.before_irrevocable(slots.clear)
+        transaction.rest = slots.clear
         with record_function("accumext::accumulate"), torch.no_grad():
-            self.detach()
+            if window.attached is not None:
+                self.detach()
             if policy == "skip_micro_batch":
                 window.add_if_finite(slots.present(), weight, scale)
             else:
@@ -252,11 +274,11 @@ class Accumulator:
             if not window.attached.still_lie_in(slots):
                 window.refresh()
             return slots
-        pending = GradSlots(slots.parameters, self.consumed.fresh(slots.grads, new))
-        if pending.empty:
+        pending = self.consumed.fresh(slots, new)
+        if all(map(is_none, pending.grads)):
             return slots
         if self.last is not None:
-            self.last.forget()
+            self.last.evidence = None
         self.refuse_while_reducing(op)
         if outer is None:
             self._warn_of_sums(op, pending.grads)
@@ -274,16 +296,15 @@ class Accumulator:
 
     def add_from_grad(self, op: str, weight: Scalar) -> None:
         """Add the gradients that lie in `.grad` as one micro-batch."""
-        parameters = self.parameters()
-        foreign = self.foreign_grads(parameters)
-        there, fresh = GradSlots.of(parameters), self.fresh_slots(parameters)
-        if fresh.empty:
+        slots, foreign = self.slots_and_foreign()
+        fresh = self.fresh(slots)
+        if all(map(is_none, fresh.grads)):
             advice = "Run a backward pass first; backward() has accumulated already"
             raise RuntimeError(message(op, ".grad", "hold new gradients", "none", advice))
         scale = self.scaling.current(op)
-        with Transaction(self, there) as transaction:
+        with Transaction(self, slots) as transaction:
             if self.last is not None:
-                self.last.forget()
+                self.last.evidence = None
             self.add(op, transaction, fresh, weight, scale, foreign)
         self.accumulated = True
 
@@ -293,7 +314,7 @@ class Accumulator:
         with Transaction(self, slots):
             self.detach()
             if self.last is not None:
-                self.last.forget()
+                self.last.evidence = None
             self.optimizer.zero_grad(set_to_none)
             self.consumed = ConsumedGrads(GradSlots.of(slots.parameters).grads)
 
@@ -333,8 +354,9 @@ class Accumulator:
             advice = "With reduce_in_backward=True a micro-batch has one backward pass"
             raise RuntimeError(message(op, "the call", contract, got, advice))
 
-    def refuse_closure_optimizer(self, op: str) -> None:
-        """Raise for an optimizer that forms its gradients by itself, in a closure."""
+    def refuse_backward(self, op: str) -> None:
+        """Raise where no gradients may come from outside: they come in a closure, or too late."""
+        self.refuse_while_reducing(op)
         if self.settings.needs_closure:
             kind = type(self.optimizer).__name__
             advice = "Call loss.backward() in the closure, and opt.step(closure)"
@@ -375,48 +397,40 @@ class Transaction:
     After an exception before it, everything is put back; after one behind it, the rest is done.
     """
 
+    rest: Callable[[], None]  # to do after the irrevocable call; perhaps twice
+    always: Callable[[], None] | None  # to do first, wherever the exception came from
+    has_happened: Callable[[], bool] | None  # whether an irrevocable step was made
     _window: Window
     _fields: dict[str, Any]  # of the accumulator
     _window_fields: dict[str, Any]
     _slots: GradSlots
     _callback: Callable[[], None] | None  # of the watch
+    _accumulator: Accumulator
+    _grad_enabled: bool
     _contents: list[tuple[Tensor, Tensor]]
-    _rest: Callable[[], None]
-    _has_happened: Callable[[], bool] | None
-    _always: Callable[[], None]
 
     def __init__(self, accumulator: Accumulator, slots: GradSlots) -> None:
-        self._accumulator = accumulator
-        self._grad_enabled = torch.is_grad_enabled()
-        self.savepoint(slots)
-
-    def savepoint(self, slots: GradSlots) -> None:
-        """Go back to here from now on; `slots` is what lies in `.grad`."""
-        accumulator = self._accumulator
         vars(self).update(  # at once, since an exception may come between any two lines
+            _accumulator=accumulator,
+            _grad_enabled=torch.is_grad_enabled(),
             _window=accumulator.window,
             _fields=vars(accumulator).copy(),
             _window_fields=vars(accumulator.window).copy(),
             _slots=slots,
             _callback=accumulator.watch.callback,
-            _contents=[],
-            _rest=_nothing,
-            _has_happened=None,
-            _always=_nothing,
+            _contents=(),
+            rest=_nothing,
+            has_happened=None,
+            always=None,
         )
+
+    def savepoint(self, slots: GradSlots) -> None:
+        """Go back to here from now on; `slots` is what lies in `.grad`."""
+        Transaction.__init__(self, self._accumulator, slots)
 
     def keep_contents(self, grads: Iterable[Tensor]) -> None:
         """Copy gradients that somebody may write in place, to put their values back too."""
         self._contents = contents_of(grads)
-
-    def before_irrevocable(
-        self,
-        rest: Callable[[], None],
-        has_happened: Callable[[], bool] | None = None,
-        always: Callable[[], None] = _nothing,
-    ) -> None:
-        """Announce the irrevocable call: the rest to do after it, or always; perhaps twice."""
-        self._rest, self._has_happened, self._always = rest, has_happened, always
 
     def __enter__(self) -> Transaction:
         return self
@@ -430,10 +444,11 @@ class Transaction:
         if kind is None:
             return
         torch.set_grad_enabled(self._grad_enabled)
-        self._always()
+        if self.always is not None:
+            self.always()
         self._window.complete()
         if self._is_done():
-            self._rest()
+            self.rest()
             self._accumulator.open_micro_batch = self._fields["open_micro_batch"]
         else:
             vars(self._accumulator).update(self._fields)
@@ -448,7 +463,7 @@ class Transaction:
             return True
         if self._window.writes != self._window_fields["writes"]:
             return True
-        return self._has_happened is not None and self._has_happened()
+        return self.has_happened is not None and self.has_happened()
 
 
 def _users_level() -> int:

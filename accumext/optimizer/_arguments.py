@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,23 +15,20 @@ from torch.optim import Optimizer
 from accumext import _checks, _scalars
 from accumext._scalars import Scalar
 from accumext._tensor_kinds import Group, is_dtensor
-from accumext.optimizer._distributed import check_group
+from accumext.optimizer._distributed import check_group, packed_group, unpacked_group
 
 OP = "AccumulatingOptimizer"
-UNWEIGHTED = 1.0  # the default weight; identity with this object tells that none was given
-
-# Operations after scaler.scale that are looked through, as in `scaler.scale(loss) / n`.
-_STEPS_FROM_SCALE = 4
+UNWEIGHTED: Final = 1.0  # the default weight; identity with this object tells that none was given
 
 
 @dataclass
 class Settings:
-    """The arguments of one optimizer, checked; they may be changed between windows."""
+    """The arguments of one optimizer; they may be changed between windows."""
 
     window: int
     max_norm: float | None
     norm_type: float
-    scaler: GradScaler | None  # None also where it is disabled
+    scaler: GradScaler | None
     on_nonfinite: str
     reduction: str
     process_group: Group | None
@@ -39,50 +36,41 @@ class Settings:
     reduce_in_backward: bool
     needs_closure: bool  # whether the wrapped `step` cannot be called without one
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "process_group": packed_group(OP, self.process_group)}
 
-def check_arguments(
-    optimizer: Optimizer,
-    window: int,
-    max_norm: float | None,
-    norm_type: float,
-    scaler: GradScaler | None,
-    on_nonfinite: str,
-    reduction: str,
-    process_group: Group | None,
-    accumulate_in_backward: bool,
-    reduce_in_backward: bool,
-) -> Settings:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, process_group=unpacked_group(state["process_group"]))
+
+
+def check_arguments(optimizer: Optimizer, **arguments: Any) -> Settings:
     """The settings of an optimizer around `optimizer`, or the error that says what is wrong."""
-    if not (scaler is None or isinstance(scaler, GradScaler)):
+    settings = Settings(**arguments, needs_closure=_needs_closure(optimizer))
+    if not (settings.scaler is None or isinstance(settings.scaler, GradScaler)):
         contract = "be a torch.amp.GradScaler or None"
-        _checks.fail_type(OP, "scaler", contract, _checks.type_name(scaler))
-    policies = ("skip_window", "skip_micro_batch", "raise")
-    settings = Settings(
-        window=_checks.positive_int(OP, "window", window),
-        max_norm=None if max_norm is None else _checks.number(OP, "max_norm", max_norm, 0.0),
-        norm_type=_checks.number(OP, "norm_type", norm_type),
-        scaler=scaler if scaler is not None and scaler.is_enabled() else None,
-        on_nonfinite=_checks.one_of(OP, "on_nonfinite", on_nonfinite, policies),
-        reduction=_checks.one_of(OP, "reduction", reduction, ("mean", "sum")),
-        process_group=check_group(OP, process_group),
-        accumulate_in_backward=_check_in_backward(
-            "accumulate_in_backward", accumulate_in_backward, on_nonfinite
-        ),
-        reduce_in_backward=_check_in_backward(
-            "reduce_in_backward", reduce_in_backward, on_nonfinite
-        ),
-        needs_closure=_needs_closure(optimizer),
-    )
+        _checks.fail_type(OP, "scaler", contract, _checks.type_name(settings.scaler))
+    if settings.scaler is not None and not settings.scaler.is_enabled():
+        settings.scaler = None
+    settings.window = _checks.positive_int(OP, "window", settings.window)
+    if settings.max_norm is not None:
+        settings.max_norm = _checks.number(OP, "max_norm", settings.max_norm, 0.0)
+    settings.norm_type = _checks.number(OP, "norm_type", settings.norm_type)
     if settings.norm_type == 0.0:
-        _checks.fail_value(OP, "norm_type", "be nonzero", norm_type)
-    _check_policy(on_nonfinite, [p for group in optimizer.param_groups for p in group["params"]])
+        _checks.fail_value(OP, "norm_type", "be nonzero", arguments["norm_type"])
+    policies = ("skip_window", "skip_micro_batch", "raise")
+    _checks.one_of(OP, "on_nonfinite", settings.on_nonfinite, policies)
+    _check_policy(settings.on_nonfinite, optimizer)
+    _checks.one_of(OP, "reduction", settings.reduction, ("mean", "sum"))
+    check_group(OP, settings.process_group)
+    for name in ("accumulate_in_backward", "reduce_in_backward"):
+        _check_in_backward(name, arguments[name], settings.on_nonfinite)
     if settings.needs_closure:
         _check_closure_optimizer(type(optimizer).__name__, settings)
     return settings
 
 
-def check_loss(op: str, loss: object, scale: Tensor | None) -> None:
-    """A 0-dim tensor with a graph, not multiplied with the loss scale already."""
+def check_loss(op: str, loss: object, weight: object) -> Scalar:
+    """A 0-dim tensor with a graph; returns the weight as `check_weight` does."""
     if not isinstance(loss, Tensor):
         _checks.fail_type(op, "loss", "be a tensor", _checks.type_name(loss))
     if loss.dim() != 0:
@@ -90,10 +78,7 @@ def check_loss(op: str, loss: object, scale: Tensor | None) -> None:
     if not loss.requires_grad:
         advice = "Compute it from the parameters with gradients enabled"
         _checks.fail_value(op, "loss", "have a graph", "a tensor without one", advice)
-    if scale is not None and _is_scaled_with(loss, scale):
-        contract = "be unscaled where the optimizer was given the scaler, which it scales with"
-        advice = "Pass the loss itself: opt.backward(loss)"
-        _checks.fail_value(op, "loss", contract, "scaler.scale(loss)", advice)
+    return weight if weight is UNWEIGHTED else check_weight(op, weight)
 
 
 def check_weight(op: str, weight: object) -> Scalar:
@@ -113,35 +98,22 @@ def check_weight(op: str, weight: object) -> Scalar:
     return value
 
 
-def _is_scaled_with(loss: Tensor, scale: Tensor) -> bool:
-    """Whether `scaler.scale` made this loss, perhaps with a division or the like after it."""
-    node = loss.grad_fn
-    for _ in range(_STEPS_FROM_SCALE):
-        if node is None or not node.name().startswith(("Mul", "Div", "Add", "Neg", "View")):
-            return False
-        other = getattr(node, "_saved_other", None) if node.name() == "MulBackward0" else None
-        if isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr():
-            return True
-        node = node.next_functions[0][0] if node.next_functions else None
-    return False
-
-
-def _check_policy(policy: str, parameters: Sequence[Tensor]) -> None:
+def _check_policy(policy: str, optimizer: Optimizer) -> None:
     """A bad micro-batch is dropped where its gradients are, so they must be in one place."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     apart = any(map(is_dtensor, parameters)) or len({p.device for p in parameters}) > 1
     if policy == "skip_micro_batch" and apart:
         contract = "be 'skip_window' or 'raise' where parameters are sharded or on several devices"
         _checks.fail_value(OP, "on_nonfinite", contract, repr(policy))
 
 
-def _check_in_backward(name: str, value: object, policy: str) -> bool:
+def _check_in_backward(name: str, value: object, policy: str) -> None:
     """A bool; True only where a micro-batch may be taken in before all of it is known."""
     if not isinstance(value, bool):
         _checks.fail_type(OP, name, "be a bool", _checks.type_name(value))
     if value and policy != "skip_window":
         contract = f"be False for on_nonfinite={policy!r}, which looks at whole micro-batches first"
         _checks.fail_value(OP, name, contract, value)
-    return value
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

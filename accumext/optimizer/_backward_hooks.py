@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from accumext import _checks
-from accumext.optimizer._main_grads import held_elsewhere
+from accumext.optimizer._grad_ownership import held_elsewhere
 
 # Bytes of gradients that one call takes in. A GPU moves them, and the main gradients, in about the
 # time that a call takes to launch, so more in a call saves little, and less would cost calls.

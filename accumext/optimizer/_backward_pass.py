@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast as record_function
+from torch.optim import Optimizer
 
 from accumext import _wgrad_fusion
 from accumext._scalars import Scalar
@@ -22,67 +23,85 @@ from accumext.optimizer._loss_scaling import LossScale
 from accumext.optimizer._window import Window
 from accumext.optimizer._window_all_reduce import WindowAllReduce
 
-# "micro_batch": the gradients join the open micro-batch. "afterwards": autograd leaves them in
-# `.grad`, from where they are added or kept. "hooks": each is added, and freed, as soon as it is
-# complete. "in_place": autograd adds to the main gradients themselves.
-Way: TypeAlias = Literal["micro_batch", "afterwards", "hooks", "in_place"]
+# "micro_batch": the gradients join the open micro-batch. "stay_in_grad": autograd leaves them in
+# `.grad`, where they are the main gradients. "afterwards": they are added from there when the pass
+# has ended. "hooks": each is added, and freed, as soon as it is complete. "in_place": autograd adds
+# to the main gradients themselves.
+Way: TypeAlias = Literal["micro_batch", "stay_in_grad", "afterwards", "hooks", "in_place"]
 
 
 def run_backward(
-    accumulator: Accumulator, op: str, loss: Tensor, weight: Scalar, weighted: bool
+    accumulator: Accumulator,
+    proxy: Optimizer,  # the AccumulatingOptimizer, by which the user's scaler may know it
+    op: str,
+    loss: Tensor,
+    weight: Scalar,
+    weighted: bool,  # whether the user gave the weight
 ) -> None:
-    """Scale the loss, run its backward pass and add its gradients to the open window.
-
-    Args:
-        weighted: whether the user gave the weight.
-    """
-    parameters = accumulator.parameters()
+    """Scale the loss, run its backward pass and add its gradients to the open window."""
+    settings = accumulator.settings
     if weighted:
-        share, weight = shared_weight(weight, parameters)
+        share, weight = shared_weight(weight, accumulator.parameters())
         loss = scale_loss(loss, share)
+    optimizers = (proxy, accumulator.optimizer)
+    loss, scale = accumulator.scaling.scale_loss(op, loss, optimizers)
+    slots, unused = accumulator.begin_backward(op)
     micro_batch = accumulator.open_micro_batch
-    if micro_batch is None:
-        slots, unused = accumulator.clear_consumed(parameters)
-    else:
+    if micro_batch is not None:
         micro_batch.check_weight(op, weight)
-        slots, unused = GradSlots.of(parameters), []
-    loss = accumulator.scaling.scale_loss(loss)
-    all_reduce = _overlapping_all_reduce(op, accumulator, parameters, weight)
-    if micro_batch is not None and all_reduce is None:
-        micro_batch.backward(op, loss)
-        return
-    scale = accumulator.scaling.current(op)
+    all_reduce = None
+    if settings.reduce_in_backward:
+        all_reduce = _overlapping_all_reduce(op, accumulator, slots.parameters, weight)
     if accumulator.window.attached is not None and (
-        all_reduce is not None or accumulator.settings.accumulate_in_backward
+        all_reduce is not None or settings.accumulate_in_backward
     ):
         with Transaction(accumulator, slots):
             accumulator.detach()
-    way = choose_way(accumulator, weight, scale, not unused, all_reduce is not None)
-    if way == "afterwards":
-        _backward_then_add(accumulator, op, loss, weight, scale, slots, unused)
-    elif way == "hooks":
+    way = choose_way(accumulator, weight, scale, bool(unused), all_reduce is not None)
+    if way == "micro_batch" and micro_batch is not None:
+        micro_batch.backward(op, loss)
+        return
+    if way == "hooks":
         _backward_with_hooks(accumulator, op, loss, weight, scale, unused, all_reduce)
-    else:
+    elif way == "in_place":
         _backward_in_place(accumulator, loss, weight, scale)
+    else:
+        with Transaction(accumulator, slots) as transaction:
+            if accumulator.window.attached is not None:
+                accumulator.detach()
+            if unused:
+                transaction.keep_contents(unused)
+            loss.backward()
+            if way == "stay_in_grad":
+                slots = GradSlots.of(slots.parameters)
+                accumulator.attach(op, slots, weight, scale, produced=True)
+            else:
+                there, foreign = accumulator.slots_and_foreign(slots.parameters)
+                fresh = accumulator.fresh(there)
+                accumulator.add(op, transaction, fresh, weight, scale, foreign)
     accumulator.accumulated = True
 
 
 def choose_way(
-    accumulator: Accumulator, weight: Scalar, scale: LossScale, empty: bool, overlapping: bool
+    accumulator: Accumulator, weight: Scalar, scale: LossScale, unused: bool, overlapping: bool
 ) -> Way:
-    """The way that a backward pass outside of `micro_batch()` takes.
+    """The way that the gradients of a backward pass take.
 
     Args:
-        empty: whether `.grad` holds nothing that autograd would add to.
-        overlapping: whether the window is to be sent while the pass runs.
+        unused: whether `.grad` holds gradients that autograd would add to.
+        overlapping: whether the window is sent to other processes while the pass runs.
     """
     if overlapping:
         return "hooks"
-    if not accumulator.settings.accumulate_in_backward:
-        return "afterwards"
-    if empty and _can_add_in_place(accumulator.window, weight, scale):
+    if accumulator.open_micro_batch is not None:
+        return "micro_batch"
+    settings, window = accumulator.settings, accumulator.window
+    in_backward = settings.accumulate_in_backward
+    if in_backward and not unused and _can_add_in_place(window, weight, scale):
         return "in_place"
-    return "afterwards" if accumulator.keeps_in_grad else "hooks"
+    if settings.window == 1 and accumulator.keeps_in_grad:
+        return "stay_in_grad"
+    return "hooks" if in_backward else "afterwards"
 
 
 def _can_add_in_place(window: Window, weight: Scalar, scale: LossScale) -> bool:
@@ -96,30 +115,6 @@ def _can_add_in_place(window: Window, weight: Scalar, scale: LossScale) -> bool:
         return False
     factor = window.factor(weight, scale)
     return not isinstance(factor, Tensor) and factor == 1.0
-
-
-def _backward_then_add(
-    accumulator: Accumulator,
-    op: str,
-    loss: Tensor,
-    weight: Scalar,
-    scale: LossScale,
-    slots: GradSlots,  # what lies in `.grad` before
-    unused: list[Tensor],  # those of it that autograd adds to
-) -> None:
-    parameters = slots.parameters
-    with Transaction(accumulator, slots) as transaction:
-        accumulator.detach()
-        if unused:
-            transaction.keep_contents(unused)
-        loss.backward()
-        if accumulator.keeps_in_grad:
-            slots = GradSlots.of(parameters)
-            accumulator.attach(op, slots, weight, scale, produced=True)
-        else:
-            foreign = accumulator.foreign_grads(parameters)
-            slots = accumulator.fresh_slots(parameters)
-            accumulator.add(op, transaction, slots, weight, scale, foreign)
 
 
 def _backward_with_hooks(
@@ -148,9 +143,8 @@ def _backward_with_hooks(
         collector = GradCollector(op, take)
         with _offering_main_grads(accumulator, parameters, factor), collector.watching(watched):
             loss.backward()
-        foreign = accumulator.foreign_grads(parameters)
-        slots = accumulator.fresh_slots(parameters)
-        take(slots.present(), foreign)
+        slots, foreign = accumulator.slots_and_foreign(parameters)
+        take(accumulator.fresh(slots).present(), foreign)
         clear(parameters)
         window.in_order = window.in_order and window.main_grads is before
 
@@ -194,9 +188,9 @@ def _overlapping_all_reduce(
 
     All processes are told the numbers of the window before anything is done.
     """
-    settings, window, group = accumulator.settings, accumulator.window, accumulator.group
+    window, group = accumulator.window, accumulator.group
     count = window.micro_batches + 1
-    if not settings.reduce_in_backward or group is None or count < settings.window:
+    if group is None or count < accumulator.settings.window:
         return None
     all_reduce = WindowAllReduce(parameters, window, group)
     all_reduce.agree(op, window, window.weight + weight, count, flushing=False)

@@ -32,11 +32,6 @@ class GradSlots(NamedTuple):
         """As they are now."""
         return cls(parameters, list(map(grad_of, parameters)))
 
-    @property
-    def empty(self) -> bool:
-        """Whether no parameter had a gradient."""
-        return all(map(is_none, self.grads))
-
     def present(self) -> dict[Tensor, Tensor]:
         """The gradients of the parameters that had one."""
         pairs = zip(self.parameters, self.grads, strict=True)
@@ -111,6 +106,7 @@ class ConsumedGrads:
         self._seen = [None if grad is None else ref(grad) for grad in grads]
         self._versions = versions(grads)  # a gradient written since counts as new
         self._produced = list(map(is_, grads, produced))  # empty where none was
+        self.used_up_any = bool(produced)  # whether `fresh` may leave anything out
 
     def unchanged(self, grads: Sequence[Tensor | None]) -> list[bool]:
         """Which of these were there at that step, and were not seen to be written since."""
@@ -128,12 +124,14 @@ class ConsumedGrads:
         rest = [False] * (len(grads) - len(self._produced))
         return list(map(and_, self.unchanged(grads), self._produced + rest))
 
-    def fresh(self, grads: Sequence[Tensor | None], new: bool = False) -> list[Tensor | None]:
+    def fresh(self, slots: GradSlots, new: bool = False) -> GradSlots:
         """The same, without what is used up; if `new`, without anything that a step has used."""
         if not (self._seen if new else self._produced):
-            return list(grads)
+            return slots
+        parameters, grads = slots
         flags = self.unchanged(grads) if new else self.used_up(grads)
-        return [None if flag else grad for flag, grad in zip(flags, grads, strict=True)]
+        pairs = zip(flags, grads, strict=True)
+        return GradSlots(parameters, [None if flag else grad for flag, grad in pairs])
 
     def after(
         self, grads: Sequence[Tensor | None], produced: Sequence[Tensor | None] | None
@@ -151,7 +149,12 @@ class ConsumedGrads:
         return ConsumedGrads(grads, [grad if used else mine for used, grad, mine in triples])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_seen": [], "_versions": [], "_produced": []}  # copies come without `.grad`
+        return {
+            "_seen": [],
+            "_versions": [],
+            "_produced": [],
+            "used_up_any": False,
+        }  # copies come without `.grad`
 
 
 class AttachedGrads(NamedTuple):

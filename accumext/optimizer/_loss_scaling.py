@@ -12,9 +12,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 
-from accumext._checks import message
+from accumext._checks import fail_value, message
 from accumext._scalars import Scalar, as_tensor, to_host_if_free
 from accumext.optimizer._arguments import OP, Settings
+
+# Operations after scaler.scale that are looked through, as in `scaler.scale(loss) / n`.
+_STEPS_FROM_SCALE = 4
 
 
 class LossScale(NamedTuple):
@@ -33,16 +36,25 @@ class LossScaling:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    @property
-    def scale_tensor(self) -> Tensor | None:
-        """The scale in force on its device; None before the first loss, and without a scaler."""
-        scaler = self._settings.scaler
-        return None if scaler is None else scaler._get_scale_async()
+    def scale_loss(
+        self, op: str, loss: Tensor, optimizers: tuple[object, object]
+    ) -> tuple[Tensor, LossScale]:
+        """`loss * scale`, and the scale; without a scaler the loss itself.
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """`loss * scale`; the loss itself without a scaler."""
+        Raises:
+            ValueError: the loss is scaled already.
+            RuntimeError: as `refuse_unscaled`.
+        """
         scaler = self._settings.scaler
-        return loss if scaler is None else scaler.scale(loss)
+        if scaler is None:
+            return loss, UNSCALED
+        scale = scaler._get_scale_async()
+        if scale is not None and _is_scaled_with(loss, scale):
+            contract = "be unscaled where the optimizer was given the scaler, which it scales with"
+            advice = "Pass the loss itself: opt.backward(loss)"
+            fail_value(op, "loss", contract, "scaler.scale(loss)", advice)
+        self.refuse_unscaled(op, optimizers)
+        return scaler.scale(loss), self.current(op)
 
     def current(self, op: str) -> LossScale:
         """The scale in force now."""
@@ -92,21 +104,45 @@ class LossScaling:
                 advice = "Call scaler.step for that one first"
                 raise RuntimeError(message(op, "the scaler", contract, "one", advice))
 
-    @property
-    def epoch(self) -> object:
-        """An object that `update` replaces; so it tells whether there was an update."""
+    def begin_update(self, device: torch.device) -> object:
+        """What `update` takes; the scaler of a copy, which has no scale yet, creates it."""
         scaler = self._settings.scaler
-        return None if scaler is None else scaler._per_optimizer_states
+        if scaler is None:
+            return None
+        if scaler._get_scale_async() is None:
+            self.create_scale(device)
+        return scaler._per_optimizer_states
+
+    def has_updated(self, begun: object) -> bool:
+        """Whether there was an update since `begin_update` returned `begun`: it replaces that."""
+        scaler = self._settings.scaler
+        return scaler is not None and scaler._per_optimizer_states is not begun
 
     @_disable_dynamo  # torch.compile loses the record
-    def update(self, optimizer: object, found_inf: Scalar, device: torch.device) -> None:
-        """Update the scale as `scaler.step(optimizer); scaler.update()` does."""
+    def update(
+        self, begun: object, optimizer: object, found_inf: Scalar, device: torch.device
+    ) -> None:
+        """Update the scale, once, as `scaler.step(optimizer); scaler.update()` does."""
         scaler = self._settings.scaler
-        assert scaler is not None
+        if scaler is None or scaler._per_optimizer_states is not begun:
+            return
         state = scaler._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {device: as_tensor(found_inf, torch.float32, device)}
         state["stage"] = OptState.STEPPED
         scaler.update()
+
+
+def _is_scaled_with(loss: Tensor, scale: Tensor) -> bool:
+    """Whether `scaler.scale` made this loss, perhaps with a division or the like after it."""
+    node = loss.grad_fn
+    for _ in range(_STEPS_FROM_SCALE):
+        if node is None or not node.name().startswith(("Mul", "Div", "Add", "Neg", "View")):
+            return False
+        other = getattr(node, "_saved_other", None) if node.name() == "MulBackward0" else None
+        if isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr():
+            return True
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False
 
 
 class OuterScale(NamedTuple):
@@ -116,25 +152,22 @@ class OuterScale(NamedTuple):
     found_inf: Tensor | None  # None where it looked at no gradient
 
 
-def outer_scale(op: str, attributes: dict[str, Any], own: bool, taken: bool) -> OuterScale | None:
-    """What the GradScaler that is calling `step` has set; None where no scaler is.
+def outer_scale(op: str, proxy: object, settings: Settings, accumulated: bool) -> OuterScale:
+    """What the GradScaler that is calling `step` has set on the optimizer.
 
     Args:
-        attributes: of the optimizer, where `GradScaler.step` sets `grad_scale` and `found_inf`.
-        own: whether the optimizer has a scaler of its own.
-        taken: whether it has taken in gradients since the last step.
+        accumulated: whether the optimizer has accumulated gradients since the last step.
 
     Raises:
         RuntimeError: the outer scaler comes too late, or beside the optimizer's own.
     """
-    if "found_inf" not in attributes:
-        return None
+    attributes = vars(proxy)
     contract = "be called directly, not through scaler.step"
-    if own:
+    if settings.scaler is not None:
         advice = "Leave scaler=None where a GradScaler is called around the optimizer"
         got = "an outer GradScaler beside its own"
         raise RuntimeError(message(op, "step", contract, got, advice))
-    if taken:
+    if accumulated:
         got = "gradients taken in before the GradScaler could see them"
         advice = f"Pass the scaler to the constructor: {OP}(..., scaler=scaler)"
         raise RuntimeError(message(op, "step", contract, got, advice))

@@ -60,9 +60,8 @@ class OpenMicroBatch:
             contract = "come to its end"
             raise RuntimeError(_checks.message(op, "a backward pass", contract, got, advice))
         self._collect_halves()
-        parameters = accumulator.parameters()
-        foreign = accumulator.foreign_grads(parameters)
-        grads = accumulator.fresh_slots(parameters).present() | self._halves.by_parameter
+        slots, foreign = accumulator.slots_and_foreign()
+        grads = accumulator.fresh(slots).present() | self._halves.by_parameter
         if grads:
             accumulator.refuse_while_reducing(op)
         accumulator.window.held_back |= held_back and accumulator.group is not None
@@ -79,7 +78,7 @@ class OpenMicroBatch:
 
     def _collect_halves(self) -> None:
         """Sum the half-precision gradients that lie in `.grad`, and empty it of them."""
-        slots = self._accumulator.fresh_slots(self._accumulator.parameters())
+        slots = self._accumulator.fresh(GradSlots.of(self._accumulator.parameters()))
         halves = {p: grad for p, grad in slots.present().items() if p.dtype in HALF_DTYPES}
         self._add_halves(halves, ())  # they are cast: none is kept
         clear(halves)
@@ -90,7 +89,7 @@ def open_micro_batch(op: str, accumulator: Accumulator, model: nn.Module | None)
     """Open a micro-batch; an exception drops what it brought, and nothing else."""
     held, group = hold_back(op, model, accumulator.settings.process_group)
     accumulator.model_group = group or accumulator.model_group
-    slots, unused = accumulator.clear_consumed(accumulator.parameters())
+    slots, unused = accumulator.begin_backward(op)
     with Transaction(accumulator, slots) as transaction:
         accumulator.detach()
         transaction.keep_contents(unused)

@@ -13,8 +13,8 @@ from accumext import _checks
 from accumext._scalars import to_host_if_free
 from accumext._tensor_kinds import global_norm, nonfinite, zero_flag
 from accumext.optimizer._accumulator import Accumulator, Transaction
-from accumext.optimizer._grad_slots import GradSlots
-from accumext.optimizer._loss_scaling import forget_scale, outer_scale
+from accumext.optimizer._grad_slots import GradSlots, is_none
+from accumext.optimizer._loss_scaling import OuterScale, forget_scale, outer_scale
 from accumext.optimizer._step_window import StepWatch, step_window
 from accumext.optimizer._trainers import refuse_second_accumulation, tell_of_a_skipped_step
 from accumext.optimizer._window import Window
@@ -29,8 +29,31 @@ def run_step(
     kwargs: dict[str, Any],
 ) -> Any:
     """Add what is pending in `.grad`, and step on the window if it is full."""
+    settings, optimizer = accumulator.settings, accumulator.optimizer
     try:
-        return _run_step(accumulator, proxy, op, closure, kwargs)
+        if accumulator.open_micro_batch is not None:
+            accumulator.refuse_inside_micro_batch(op)
+        accumulator.stepped = False
+        refuse_second_accumulation(op, settings.window)
+        if settings.scaler is not None:
+            accumulator.scaling.refuse_unscaled(op, (proxy, optimizer))
+        if settings.needs_closure or (
+            closure is not None and _may_hand_through(accumulator, proxy)
+        ):
+            return _step_with_closure(accumulator, proxy, op, closure, kwargs)
+        outer = value = None
+        if "found_inf" in vars(proxy):  # a GradScaler is calling
+            outer = outer_scale(op, proxy, settings, accumulator.accumulated)
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        elif not optimizer.state and _is_priming(optimizer):
+            return optimizer.step(**kwargs)
+        result = _add_and_step(accumulator, proxy, op, outer, kwargs)
+        if outer is not None and not _took_a_step(accumulator):
+            tell_of_a_skipped_step(proxy)
+        accumulator.accumulated = False
+        return value if result is None else result
     except BaseException:
         # GradScaler deletes these only when step returns, and multiplies what is left into the
         # next scale.
@@ -38,44 +61,25 @@ def run_step(
         raise
 
 
-def _run_step(
+def _add_and_step(
     accumulator: Accumulator,
     proxy: Optimizer,
     op: str,
-    closure: Callable[[], Any] | None,
+    outer: OuterScale | None,
     kwargs: dict[str, Any],
 ) -> Any:
-    settings, optimizer = accumulator.settings, accumulator.optimizer
-    accumulator.refuse_inside_micro_batch(op)
-    accumulator.stepped = False
-    refuse_second_accumulation(op, settings.window)
-    accumulator.scaling.refuse_unscaled(op, (proxy, optimizer))
-    if _hands_closure_through(accumulator, proxy, closure):
-        return _step_with_closure(accumulator, proxy, op, closure, kwargs)
-    own, taken = settings.scaler is not None, accumulator.accumulated
-    outer = outer_scale(op, vars(proxy), own, taken)
-    value = None
-    if closure is not None:
-        with torch.enable_grad():
-            value = closure()
-    elif not optimizer.state and _is_priming(optimizer):
-        return optimizer.step(**kwargs)
-    parameters = accumulator.parameters()
-    stays = accumulator.window.attached is not None or accumulator.keeps_in_grad
-    foreign = () if stays else accumulator.foreign_grads(parameters)
-    slots = GradSlots.of(parameters)
-    result = None
+    """Add what is pending in `.grad`, and step on the window if it is full."""
+    keeps = accumulator.settings.window == 1 and accumulator.keeps_in_grad
+    slots, foreign = accumulator.slots_and_foreign()
     with Transaction(accumulator, slots) as transaction:
-        slots = accumulator.add_pending(op, transaction, slots, outer, foreign)
-        if accumulator.window.micro_batches >= settings.window:
-            result = step_window(accumulator, proxy, op, transaction, slots, kwargs)
-        elif accumulator.keeps_in_grad and slots.empty:
-            # Without a gradient the optimizer runs its hooks, as it would alone.
-            result = optimizer.step(**kwargs)
-    if outer is not None and not _took_a_step(accumulator):
-        tell_of_a_skipped_step(proxy)
-    accumulator.accumulated = False
-    return value if result is None else result
+        empty = all(map(is_none, slots.grads))
+        if not empty or accumulator.window.attached is not None:
+            slots = accumulator.add_pending(op, transaction, slots, outer, foreign)
+        if accumulator.window.micro_batches >= accumulator.settings.window:
+            return step_window(accumulator, proxy, op, transaction, slots, kwargs)
+        if keeps and empty:  # the optimizer runs its hooks, as it would alone
+            return accumulator.optimizer.step(**kwargs)
+    return None
 
 
 def flush(accumulator: Accumulator, proxy: Optimizer, op: str) -> None:
@@ -85,9 +89,7 @@ def flush(accumulator: Accumulator, proxy: Optimizer, op: str) -> None:
     if accumulator.settings.needs_closure:
         return
     accumulator.scaling.refuse_unscaled(op, (proxy, accumulator.optimizer))
-    parameters = accumulator.parameters()
-    foreign = accumulator.foreign_grads(parameters)
-    slots = GradSlots.of(parameters)
+    slots, foreign = accumulator.slots_and_foreign()
     with Transaction(accumulator, slots) as transaction:
         slots = accumulator.add_pending(op, transaction, slots, None, foreign, new=True)
         step_window(accumulator, proxy, op, transaction, slots, {}, flushing=True)
@@ -114,16 +116,12 @@ def _is_priming(optimizer: Optimizer) -> bool:
     return bool(grads) and not any(bool(torch.any(grad != 0)) for grad in grads)
 
 
-def _hands_closure_through(
-    accumulator: Accumulator, proxy: Optimizer, closure: Callable[[], Any] | None
-) -> bool:
+def _may_hand_through(accumulator: Accumulator, proxy: Optimizer) -> bool:
     """Whether the wrapped optimizer may call the closure itself, when and as often as it likes.
 
     That is where nothing is left to do with the gradient but to look whether it is finite.
     """
     settings = accumulator.settings
-    if closure is None or settings.needs_closure:
-        return settings.needs_closure
     return (
         accumulator.keeps_in_grad
         and settings.max_norm is None
@@ -170,8 +168,9 @@ def _step_with_closure(
             if window.micro_batches:
                 raise _Left(value, None)
             # As a step without a closure: used gradients are left.
-            slots.lend(accumulator.consumed.fresh(slots.grads))
-            slots = GradSlots.of(parameters)
+            fresh = accumulator.consumed.fresh(slots)
+            slots.lend(fresh.grads)
+            slots = fresh
         elif isinstance(n := window.normaliser(settings.reduction), Tensor) or n != 1.0:
             raise _Left(value, None)
         grads = slots.present()

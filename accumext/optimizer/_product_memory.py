@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accumext._memory_overlap import bytes_of
-from accumext.optimizer._main_grads import MainGrads
+from accumext.optimizer._window import MainGrads
 
 # The C library gives larger blocks back to the system as soon as they are freed.
 _LARGE = 32 << 20  # bytes

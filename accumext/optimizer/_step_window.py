@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -18,24 +18,23 @@ from torch.utils.hooks import RemovableHandle
 from accumext import _memory_overlap, ops
 from accumext._scalars import (
     Scalar,
-    any_flag,
+    any_nonfinite,
+    any_set,
     as_flag,
     as_tensor,
     at_most_one,
     divide,
     maximum,
-    nonfinite_flag,
     to_device,
     to_host_if_free,
 )
-from accumext._tensor_kinds import global_norm, group_by_device, nonfinite, zero_flag
+from accumext._tensor_kinds import global_norm, group_by_device, zero_flag
 from accumext.optimizer._accumulator import Accumulator, Transaction
 from accumext.optimizer._arguments import OP, Settings
 from accumext.optimizer._grad_slots import GradSlots, versions
 from accumext.optimizer._loss_scaling import forget_scale
-from accumext.optimizer._main_grads import MainGrads
 from accumext.optimizer._product_memory import ProductMemory
-from accumext.optimizer._window import Window
+from accumext.optimizer._window import MainGrads, Window
 from accumext.optimizer._window_all_reduce import sum_over_processes
 from accumext.optimizer._window_report import WindowReport
 
@@ -51,10 +50,12 @@ def step_window(
 ) -> Any:
     """Step on the open window, if there is anything in it, and start the next."""
     window, optimizer, parameters = accumulator.window, accumulator.optimizer, slots.parameters
-    if window.micro_batches:
+    settings, memory = accumulator.settings, accumulator.product_memory
+    if settings.scaler is not None and window.micro_batches:
         accumulator.scaling.refuse_to_forget_others(op, proxy)
-    with _span("accumext::step"):
-        if accumulator.group is not None or window.held_back:
+    compiling = torch.compiler.is_compiling()  # which cannot trace the class of the span
+    with nullcontext() if compiling else record_function("accumext::step"):
+        if window.held_back or settings.process_group or accumulator.model_group:
             if not sum_over_processes(accumulator, op, parameters, flushing):
                 return None
             slots = GradSlots.of(parameters)  # a window that lay in `.grad` was taken out
@@ -63,26 +64,42 @@ def step_window(
             return None
         if not window.in_order:
             window.sort(parameters)
-        measured = measure(optimizer, window, accumulator.settings, accumulator.product_memory)
-        gradient = step_gradient(optimizer, window, measured, accumulator.product_memory)
+        measured = measure(optimizer, window, settings, memory)
+        gradient = step_gradient(optimizer, window, measured, memory)
         lent = gradient.of(parameters)
         watch = StepWatch(parameters)
-        close, has_updated = _closing(accumulator, proxy, parameters, measured, gradient.skip)
+        scaling, begun = accumulator.scaling, None
+        if settings.scaler is not None:
+            begun = scaling.begin_update(measured.device)
+        counted, successor = window.counted(), Window()
+        report = WindowReport.of_window(
+            window, counted, gradient.skip, measured.norm, measured.clip_coef,
+            measured.norm_dtype, measured.device, accumulator.names,
+        )  # fmt: skip
+        attached = window.attached
 
         def finish() -> None:
             slots.take_back(lent)
-            close()
+            consumed = accumulator.consumed
+            if attached is not None:
+                accumulator.watch.callback = None
+                produced = attached.grads if attached.produced else None
+                consumed = consumed.after(GradSlots.of(parameters).grads, produced)
+            accumulator.close(report, successor, consumed)
+            if begun is not None:
+                scaling.update(begun, proxy, gradient.found_inf, measured.device)
 
-        transaction.before_irrevocable(
-            finish,
-            has_happened=lambda: watch.has_moved() or has_updated(),
-            always=lambda: forget_scale(vars(optimizer)),
+        transaction.rest = finish
+        transaction.has_happened = lambda: (
+            watch.has_moved() or (begun is not None and scaling.has_updated(begun))
         )
+        transaction.always = lambda: forget_scale(vars(optimizer))
         result = None
         if isinstance(gradient.skip, Tensor) or not gradient.skip:
             slots.lend(lent)
-            result = run_step(optimizer, gradient, measured.device, watch, kwargs)
-        forget_scale(vars(optimizer))
+            result = call_step(optimizer, gradient, measured.device, watch, kwargs)
+        if gradient.takes_scale:
+            forget_scale(vars(optimizer))
         finish()
     if not isinstance(gradient.skip, Tensor) and gradient.skip:
         _warn_of_skip(accumulator, proxy, window)
@@ -105,17 +122,19 @@ class Measure(NamedTuple):
 class StepGradient(NamedTuple):
     """The window's gradient as the wrapped optimizer is to see it."""
 
-    lent: MainGrads  # for `.grad`, while the step runs
-    factor: Scalar  # what is left for the optimizer to multiply it with
+    parameters: Sequence[Tensor]  # that are lent a gradient
+    grads: list[Tensor]  # for `.grad` of each, while the step runs
+    factor: Scalar  # what is left for the optimizer to multiply them with
     takes_scale: bool  # whether the optimizer does that, and skips at `found_inf`
-    skip: Scalar
+    skip: Scalar  # 1.0 where no step may be taken
+    found_inf: Scalar  # 1.0 where the scaler is to hear of an inf or NaN
 
     def of(self, parameters: list[Tensor]) -> list[Tensor | None]:
         """What each parameter is lent."""
-        holders = self.lent.parameters
-        if len(holders) == len(parameters) and all(map(is_, holders, parameters)):
-            return list(self.lent.tensors)
-        lent = self.lent.by_parameter
+        lenders = self.parameters
+        if len(lenders) == len(parameters) and all(map(is_, lenders, parameters)):
+            return list(self.grads)
+        lent = dict(zip(lenders, self.grads, strict=True))
         return [lent.get(parameter) for parameter in parameters]
 
 
@@ -127,9 +146,11 @@ def measure(
     Where the factor is known before the norm, and nobody else will multiply, the read also writes.
     """
     max_norm, norm_type = settings.max_norm, settings.norm_type
-    window.coalesce()
     mains = window.main_grads
-    found_inf = window.found_inf()
+    if not mains.one_call:
+        window.coalesce()
+        mains = window.main_grads
+    found_inf = any_set(window.found_infs.values())
     normaliser = window.normaliser(settings.reduction)
     scaled: list[Tensor] | None = None
     main_norm: Tensor | None = None
@@ -137,52 +158,45 @@ def measure(
         norm = to_host_if_free(window.norm)
         # Squares may have overflowed where the elements did not: then the norm is found again.
         if isinstance(norm, Tensor) or math.isfinite(norm):
-            main_norm, broken = window.norm, nonfinite_flag(norm)
+            main_norm = window.norm
+            broken = any_nonfinite(norm, normaliser)  # a loss scale may have become zero
             norm = norm * normaliser
     if main_norm is None:
-        overflow = zero_flag(mains.tensors[0].device if mains.tensors else None)
-        in_units = False  # of the normalised gradient
+        flag = zero_flag(mains.tensors[0].device if mains.tensors else None)
+        normalised = True
         if max_norm is None and norm_type == 2.0 and _multiplies(optimizer, window, normaliser):
-            scaled = memory.like(mains)
-            in_units = True
+            scaled, factor = memory.like(mains), to_device(flag.device, normaliser)
             main_norm = ops.accumulate_(
-                scaled,
-                mains.tensors,
-                inv_scale=to_device(overflow.device, normaliser),
-                found_inf=overflow,
-                overwrite=True,
+                scaled, mains.tensors, inv_scale=factor, found_inf=flag, overwrite=True
             )
         else:
             # Powers of scaled gradients overflow where those of the gradients do not. Squares are
             # far from it, unless one has.
-            in_units = norm_type != 2.0 or window.norm is not None
-            factor = _number(normaliser) if in_units else 1.0
+            normalised = norm_type != 2.0 or window.norm is not None
+            factor = to_device(flag.device, _number(normaliser)) if normalised else 1.0
             norm_of = ops.total_norm if mains.one_call else global_norm
             main_norm = norm_of(
-                mains.tensors,
-                norm_type=norm_type,
-                inv_scale=to_device(overflow.device, factor),
-                found_inf=overflow,
+                mains.tensors, norm_type=norm_type, inv_scale=factor, found_inf=flag
             )
-        norm, broken = to_host_if_free(main_norm), to_host_if_free(overflow)
+        norm, overflow = to_host_if_free(main_norm), to_host_if_free(flag)
+        broken = maximum(overflow, any_nonfinite(normaliser))
         if max_norm is not None:  # a norm that overflowed would clip everything to zero
-            broken = maximum(broken, nonfinite_flag(norm))
-        if not in_units:
+            broken = maximum(broken, any_nonfinite(norm))
+        if not normalised:
             norm = norm * normaliser
-    broken = maximum(broken, nonfinite_flag(normaliser))  # a loss scale that has become zero
     finite = window.finite_micro_batches
-    dropped = found_inf if finite is None else as_flag(finite == 0)
     clip_coef: Scalar = 1.0
     if max_norm is not None:
-        clip_coef = at_most_one(divide(max_norm, norm + 1e-6))
+        clip_coef = at_most_one(max_norm / (norm + 1e-6))
+    anything = maximum(broken, found_inf)
     return Measure(
         norm=norm,
         norm_dtype=main_norm.dtype,
         device=main_norm.device,
         clip_coef=clip_coef,
         factor=normaliser if max_norm is None else normaliser * clip_coef,
-        skip=maximum(broken, dropped),
-        found_inf=maximum(broken, found_inf),
+        skip=anything if finite is None else maximum(broken, as_flag(finite == 0)),
+        found_inf=anything,
         scaled=scaled,
     )
 
@@ -195,10 +209,11 @@ def step_gradient(
     An optimizer that takes `grad_scale` and `found_inf` multiplies and skips in its own read. For
     any other one the host reads whether to skip.
     """
-    mains, factor, skip = window.main_grads, measured.factor, measured.skip
+    mains, factor = window.main_grads, measured.factor
+    skip, found_inf = measured.skip, measured.found_inf
     takes_scale = _takes_scale(optimizer, window)
     if not isinstance(skip, Tensor) and skip:
-        return StepGradient(mains, factor, takes_scale, skip)
+        return StepGradient([], [], factor, takes_scale, skip, measured.found_inf)
     casts = {} if window.attached is not None else mains.casts
     multiplies = isinstance(factor, Tensor) or factor != 1.0
     # What divides in a fused kernel is a float32, and only where a gradient is dense. The kernel
@@ -206,21 +221,24 @@ def step_gradient(
     folds = takes_scale and mains.dense and not casts and measured.norm_dtype == torch.float32
     if folds and multiplies and window.attached is not None and _any_shared(mains.tensors):
         folds = False
-    lent = mains.without(casts) if casts else mains
+    same = mains.without(casts) if casts else mains
+    parameters, grads = same.parameters, same.tensors
     if measured.scaled is not None:
-        lent = MainGrads(lent.parameters, measured.scaled)
+        grads = measured.scaled
     elif multiplies and not folds:
-        lent = _multiplied(lent, factor, memory)[0]
+        grads, _ = _multiplied(same, factor, memory)
     if casts:
-        stored, norms = _multiplied(MainGrads.of(casts), factor, memory)
-        lent = MainGrads.of(lent.by_parameter | stored.by_parameter)
-        skip = maximum(skip, any_flag(nonfinite_flag(to_host_if_free(norm)) for norm in norms))
+        products, norms = _multiplied(MainGrads.of(casts), factor, memory)
+        parameters, grads = [*parameters, *casts], grads + products
+        overflow = any_nonfinite(*map(to_host_if_free, norms))
+        skip, found_inf = maximum(skip, overflow), maximum(found_inf, overflow)
     if isinstance(skip, Tensor) and not takes_scale:
         skip = 0.0 if skip.is_meta else float(bool(skip))
-    return StepGradient(lent, factor if folds else 1.0, takes_scale, skip)
+    left = factor if folds else 1.0
+    return StepGradient(parameters, grads, left, takes_scale, skip, found_inf)
 
 
-def run_step(
+def call_step(
     optimizer: Optimizer,
     gradient: StepGradient,
     device: torch.device,
@@ -287,63 +305,6 @@ class StepWatch:
         self._ended = True
 
 
-def _closing(
-    accumulator: Accumulator,
-    proxy: Optimizer,
-    parameters: list[Tensor],
-    measured: Measure,
-    skip: Scalar,
-) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """What is left to do after the step, and whether the part of it that cannot be undone is.
-
-    It may be done twice.
-    """
-    scaling, has_scaler = accumulator.scaling, accumulator.settings.scaler is not None
-    if has_scaler and scaling.scale_tensor is None:
-        scaling.create_scale(measured.device)  # a copy has none to update
-    report = _report(accumulator, measured, skip)
-    attached, successor = accumulator.window.attached, Window()
-    found_inf, epoch = maximum(skip, measured.found_inf), scaling.epoch
-
-    def has_updated() -> bool:
-        return has_scaler and scaling.epoch is not epoch
-
-    def close() -> None:
-        consumed = accumulator.consumed
-        if attached is not None:
-            accumulator.watch.callback = None
-            produced = attached.grads if attached.produced else None
-            consumed = consumed.after(GradSlots.of(parameters).grads, produced)
-        accumulator.close(report, successor, consumed)
-        if has_scaler and not has_updated():
-            scaling.update(proxy, found_inf, measured.device)
-
-    return close, has_updated
-
-
-def _report(accumulator: Accumulator, measured: Measure, skipped: Scalar) -> WindowReport:
-    window = accumulator.window
-    counted, weight = window.counted(), window.weight
-    if window.unchecked:  # a micro-batch that would have been dropped
-        counted, weight = counted * (1.0 - skipped), weight * (1.0 - skipped)
-    report = WindowReport(
-        skipped=skipped,
-        total_norm=measured.norm,
-        clip_coef=measured.clip_coef,
-        loss_scale=window.loss_scale,
-        weight=weight,
-        micro_batches=counted,
-        dtype=measured.norm_dtype,
-        device=measured.device,
-    )
-    if isinstance(skipped, Tensor):
-        report.keep(window.by_parameter, accumulator.names)
-    elif window.dropped or skipped:
-        culprits = {*window.dropped, *(nonfinite(window.by_parameter) if skipped else ())}
-        report.name([name for p, name in accumulator.names().items() if p in culprits])
-    return report
-
-
 def _warn_of_skip(accumulator: Accumulator, proxy: Optimizer, window: Window) -> None:
     """Say once that a window was skipped where no loss scale is there to be found by trying."""
     report, scale = accumulator.last, window.loss_scale
@@ -361,7 +322,7 @@ def _warn_of_skip(accumulator: Accumulator, proxy: Optimizer, window: Window) ->
 
 def _number(factor: Scalar) -> Scalar:
     """A factor that an operator takes: one that is not finite makes nothing finite, and skips."""
-    return 1.0 if not isinstance(factor, Tensor) and nonfinite_flag(factor) else factor
+    return 1.0 if not isinstance(factor, Tensor) and not math.isfinite(factor) else factor
 
 
 def _takes_scale(optimizer: Optimizer, window: Window) -> bool:
@@ -373,24 +334,19 @@ def _multiplies(optimizer: Optimizer, window: Window, factor: Scalar) -> bool:
     """Whether it is here that main gradients have to be multiplied, and one call can do it."""
     if _takes_scale(optimizer, window) or window.main_grads.casts or not window.main_grads.one_call:
         return False
-    if not isinstance(factor, Tensor) and nonfinite_flag(factor):
+    if not isinstance(factor, Tensor) and not math.isfinite(factor):
         return False
     return bool(window.main_grads.tensors) and (isinstance(factor, Tensor) or factor != 1.0)
 
 
 def _multiplied(
     mains: MainGrads, factor: Scalar, memory: ProductMemory
-) -> tuple[MainGrads, list[Tensor]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """`main * factor` in the dtype of the parameters; norms of what came out."""
-    stored = memory.like(mains)
-    calls = group_by_device(stored, mains.tensors, one_call=mains.one_call)
-    norms = [
-        ops.accumulate_(products, sources, inv_scale=to_device(device, factor), overwrite=True)
-        for device, (products, sources) in calls
-    ]
-    return MainGrads(mains.parameters, stored), norms
-
-
-def _span(name: str) -> AbstractContextManager[Any]:
-    """A range in a profile; none under torch.compile, which cannot trace the class."""
-    return nullcontext() if torch.compiler.is_compiling() else record_function(name)
+    products, norms = memory.like(mains), list[Tensor]()
+    if mains.one_call and products:
+        number = to_device(products[0].device, factor)
+        return products, [ops.multiply_valid(products, mains.tensors, number)]
+    for device, (mine, sources) in group_by_device(products, mains.tensors):
+        norms.append(ops.multiply_valid(mine, sources, to_device(device, factor)))
+    return products, norms

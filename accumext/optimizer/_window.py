@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable
-from operator import is_
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from functools import cached_property
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accumext import _scalars, ops
-from accumext._scalars import Scalar, any_flag, divide, to_device, to_host_if_free
+from accumext._scalars import Scalar, divide, to_device, to_host_if_free
 from accumext._tensor_kinds import (
+    any_dtensor,
     coalesced,
     dense_storage,
     fit_one_call,
@@ -22,9 +24,69 @@ from accumext._tensor_kinds import (
     zero_flag,
     zeros_like,
 )
+from accumext.optimizer._grad_ownership import take_ownership
 from accumext.optimizer._grad_slots import AttachedGrads, GradSlots, clear, is_none
 from accumext.optimizer._loss_scaling import UNSCALED, LossScale
-from accumext.optimizer._main_grads import MainGrads, take_ownership
+
+_dtype_of = attrgetter("dtype")
+
+
+class MainGrads:
+    """One tensor per parameter that received a gradient, in the order of the parameters.
+
+    Their values change, but not which tensors they are, so what is asked of them is asked once.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self.tensors = list(tensors)
+
+    @classmethod
+    def of(cls, by_parameter: dict[Tensor, Tensor]) -> MainGrads:
+        """From main gradients by parameter."""
+        grads = cls(list(by_parameter), list(by_parameter.values()))
+        grads.by_parameter = by_parameter
+        return grads
+
+    @cached_property
+    def by_parameter(self) -> dict[Tensor, Tensor]:
+        """The main gradient of each parameter that has one."""
+        return dict(zip(self.parameters, self.tensors, strict=True))
+
+    @cached_property
+    def one_call(self) -> bool:
+        """Whether one call of an operator takes them all as they are."""
+        return fit_one_call(self.tensors)
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether any is only one process's part."""
+        return not self.one_call and any_dtensor(self.tensors)
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether none is sparse."""
+        return self.one_call or not any(main.is_sparse for main in self.tensors)
+
+    @cached_property
+    def casts(self) -> dict[Tensor, Tensor]:
+        """Those of another dtype than their parameter: float32 for one of half precision."""
+        if list(map(_dtype_of, self.parameters)) == list(map(_dtype_of, self.tensors)):
+            return {}
+        pairs = zip(self.parameters, self.tensors, strict=True)
+        return {p: main for p, main in pairs if main.dtype != p.dtype}
+
+    def without(self, others: dict[Tensor, Tensor]) -> MainGrads:
+        """All but those of some parameters."""
+        return MainGrads.of({p: m for p, m in self.by_parameter.items() if p not in others})
+
+    def lend(self) -> None:
+        """Put them into `.grad`."""
+        for parameter, main in zip(self.parameters, self.tensors, strict=True):
+            parameter.grad = main
+
+
+_NONE = MainGrads([], [])
 
 
 class Writing(NamedTuple):
@@ -45,7 +107,7 @@ class Window:
     """
 
     def __init__(self) -> None:
-        self.main_grads = MainGrads([], [])
+        self.main_grads = _NONE
         self.in_order = True  # the parameters came in the order in which the optimizer has them
         self.attached: AttachedGrads | None = None  # while the main gradients lie in `.grad`
         self.micro_batches = 0
@@ -151,8 +213,8 @@ class Window:
         mains = self.main_grads
         if (
             (isinstance(factor, Tensor) or factor != 0.0)
-            and mains.one_call
             and self.holds(slots.parameters)
+            and mains.one_call
             and not any(map(is_none, slots.grads))
             and fit_one_call([mains.tensors[0], *slots.grads])  # type: ignore[list-item]
         ):  # nearly always: without a loop in Python
@@ -233,7 +295,9 @@ class Window:
         """Become the draft, with `main += addend * factor` for all main gradients at once."""
         mains = self.main_grads.tensors
         device = mains[0].device
-        number, flag = to_device(device, factor), draft.found_inf_on(device)
+        if isinstance(factor, Tensor):
+            factor = to_device(device, factor)
+        flag = draft.found_inf_on(device)
         norms: list[Tensor] = []
 
         def result() -> Window:
@@ -241,7 +305,7 @@ class Window:
             return draft
 
         self.writing = Writing(norms, result)
-        ops.accumulate_recorded(norms, mains, addends, inv_scale=number, found_inf=flag)
+        ops.accumulate_recorded(norms, mains, addends, inv_scale=factor, found_inf=flag)
         self._become(result())
 
     def complete(self) -> None:
@@ -445,7 +509,3 @@ class Window:
         if device not in self.found_infs:
             self.found_infs = {**self.found_infs, device: zero_flag(device)}
         return self.found_infs[device]
-
-    def found_inf(self) -> Scalar:
-        """1.0 where anything that came in, on any device, was not finite."""
-        return any_flag(map(to_host_if_free, self.found_infs.values()))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accumext import _checks, _scalars, ops
-from accumext._scalars import Scalar, as_tensor, to_device, to_host_if_free
+from accumext._scalars import Scalar, any_set, as_tensor, to_device, to_host_if_free
 from accumext._tensor_kinds import Group, dense_storage, is_dtensor, main_dtype
 from accumext.optimizer._accumulator import Accumulator
 from accumext.optimizer._loss_scaling import UNSCALED
@@ -143,7 +143,8 @@ class WindowAllReduce:
         closing[0, self._group.rank()] = count if flushing else _FULL
         closing[1, self._group.rank()] = sum(p.numel() for p in self._parameters)
         kept = count if window.finite_micro_batches is None else window.finite_micro_batches
-        mine = [as_tensor(n, torch.float64, device) for n in (weight, kept, window.found_inf())]
+        found_inf = any_set(window.found_infs.values())
+        mine = [as_tensor(n, torch.float64, device) for n in (weight, kept, found_inf)]
         numbers = torch.cat([torch.stack(mine), closing.flatten()])
         try:
             dist.all_reduce(numbers, group=self._group)

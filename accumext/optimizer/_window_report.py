@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accumext._scalars import Scalar, as_tensor
 from accumext._tensor_kinds import nonfinite
+from accumext.optimizer._window import Window
 
 Name: TypeAlias = str | int
 
@@ -48,8 +49,41 @@ class WindowReport:
         self._dtype = dtype
         self._device = device
         self._nonfinite: list[Name] = []
-        self._evidence: dict[Tensor, Tensor] = {}
-        self._names: Callable[[], dict[Tensor, Name]] = dict
+        # Gradients to look into when asked, until they are cleared, and names of their parameters.
+        self.evidence: tuple[dict[Tensor, Tensor], Callable[[], dict[Tensor, Name]]] | None = None
+
+    @classmethod
+    def of_window(
+        cls,
+        window: Window,
+        counted: Scalar,  # micro-batches
+        skipped: Scalar,
+        total_norm: Scalar,
+        clip_coef: Scalar,
+        dtype: torch.dtype,
+        device: torch.device,
+        names: Callable[[], dict[Tensor, Name]],
+    ) -> WindowReport:
+        """Of a window that is about to be stepped on, or skipped."""
+        weight = window.weight
+        if window.unchecked:  # a micro-batch that would have been dropped
+            counted, weight = counted * (1.0 - skipped), weight * (1.0 - skipped)
+        report = cls(
+            skipped=skipped,
+            total_norm=total_norm,
+            clip_coef=clip_coef,
+            loss_scale=window.loss_scale,
+            weight=weight,
+            micro_batches=counted,
+            dtype=dtype,
+            device=device,
+        )
+        if isinstance(skipped, Tensor):
+            report.evidence = window.by_parameter, names
+        elif window.dropped or skipped:
+            culprits = {*window.dropped, *(nonfinite(window.by_parameter) if skipped else ())}
+            report.name([name for p, name in names().items() if p in culprits])
+        return report
 
     @property
     def total_norm(self) -> Tensor:
@@ -94,23 +128,16 @@ class WindowReport:
         Empty unless something was dropped. After a fused step on a GPU the host does not know yet:
         ask before the gradients are cleared.
         """
-        if self._evidence and self.skipped:
-            names = self._names()
-            self._nonfinite = [names[parameter] for parameter in nonfinite(self._evidence)]
-        self.forget()
+        if self.evidence is not None and self.skipped:
+            grads, names_of = self.evidence
+            names = names_of() if grads else {}
+            self._nonfinite = [names[parameter] for parameter in nonfinite(grads)]
+        self.evidence = None
         return self._nonfinite
 
     def name(self, culprits: list[Name]) -> None:
         """Tell which parameters had an inf or NaN."""
         self._nonfinite = culprits
-
-    def keep(self, evidence: dict[Tensor, Tensor], names: Callable[[], dict[Tensor, Name]]) -> None:
-        """Hold on to the gradients until someone asks, or they are cleared."""
-        self._evidence, self._names = evidence, names
-
-    def forget(self) -> None:
-        """Let go of the gradients."""
-        self._evidence, self._names = {}, dict
 
     def stats(self) -> dict[str, float]:
         """Everything that is a number, read from the device at once."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accumext._checks import fail_type, fail_value, type_name
-from accumext._scalars import as_tensor, to_host_if_free
+from accumext._scalars import any_set, as_tensor, to_host_if_free
 from accumext._tensor_kinds import main_dtype
 from accumext.optimizer._loss_scaling import LossScale
 from accumext.optimizer._window import Window
@@ -24,13 +24,14 @@ def pack(window: Window, parameters: Sequence[Tensor]) -> dict[str, Any]:
     """Copies of everything that the window holds, main gradients by parameter index."""
     window = window.detached_copy()
     finite = window.finite_micro_batches
+    flags = window.found_infs.values()
     values = {
         "weight": window.weight,
         "unit_weight": window.unit_weight,
         "unit_scale": window.unit_scale.value,
         "loss_scale": window.loss_scale,
         "norm": window.norm,
-        "found_inf": as_tensor(window.found_inf(), torch.float32) if window.found_infs else None,
+        "found_inf": as_tensor(any_set(flags), torch.float32) if flags else None,
         "survivors": None if finite is None else as_tensor(finite, torch.float64),
     }
     by_parameter = window.by_parameter

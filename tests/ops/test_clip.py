@@ -10,7 +10,7 @@ import torch
 from support import oracle
 
 import accumext
-from accumext import _clip_grad_norm
+from accumext import _scalars
 
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
 # The norm's error goes into the factor; float32 results are rounded a few times more. Half results
@@ -307,7 +307,7 @@ def test_norms_of_several_devices_meet_on_the_first():
 
 
 def test_only_error_if_nonfinite_reads_the_device(monkeypatch):
-    monkeypatch.setattr(_clip_grad_norm, "on_host", lambda tensor: False)
+    monkeypatch.setattr(_scalars, "on_host", lambda tensor: False)
     ps = parameters()
     with oracle.DeviceReads() as reads:
         accumext.clip_grad_norm_(ps, 1.0)

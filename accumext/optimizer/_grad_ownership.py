@@ -1,11 +1,9 @@
-"""The main gradients of a window, and which gradients may become one without a copy."""
+"""Who holds a gradient, and which gradients may become main gradients without a copy."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Sequence
-from functools import cached_property
-from operator import attrgetter
+from collections.abc import Container, Iterable
 from typing import Any, cast
 
 import torch
@@ -13,70 +11,11 @@ from torch import Tensor
 
 from accumext import ops
 from accumext._tensor_kinds import (
-    any_dtensor,
-    fit_one_call,
     group_by_device,
     local_tensor,
     main_dtype,
 )
 from accumext.optimizer._grad_slots import grad_of
-
-_dtype_of = attrgetter("dtype")
-
-
-class MainGrads:
-    """One tensor per parameter that received a gradient, in the order of the parameters.
-
-    Their values change, but not which tensors they are, so what is asked of them is asked once.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        self.parameters = parameters
-        self.tensors = list(tensors)
-
-    @classmethod
-    def of(cls, by_parameter: dict[Tensor, Tensor]) -> MainGrads:
-        """From main gradients by parameter."""
-        grads = cls(list(by_parameter), list(by_parameter.values()))
-        grads.by_parameter = by_parameter
-        return grads
-
-    @cached_property
-    def by_parameter(self) -> dict[Tensor, Tensor]:
-        """The main gradient of each parameter that has one."""
-        return dict(zip(self.parameters, self.tensors, strict=True))
-
-    @cached_property
-    def one_call(self) -> bool:
-        """Whether one call of an operator takes them all as they are."""
-        return fit_one_call(self.tensors)
-
-    @cached_property
-    def sharded(self) -> bool:
-        """Whether any is only one process's part."""
-        return not self.one_call and any_dtensor(self.tensors)
-
-    @cached_property
-    def dense(self) -> bool:
-        """Whether none is sparse."""
-        return self.one_call or not any(main.is_sparse for main in self.tensors)
-
-    @cached_property
-    def casts(self) -> dict[Tensor, Tensor]:
-        """Those of another dtype than their parameter: float32 for one of half precision."""
-        if list(map(_dtype_of, self.parameters)) == list(map(_dtype_of, self.tensors)):
-            return {}
-        pairs = zip(self.parameters, self.tensors, strict=True)
-        return {p: main for p, main in pairs if main.dtype != p.dtype}
-
-    def without(self, others: dict[Tensor, Tensor]) -> MainGrads:
-        """All but those of some parameters."""
-        return MainGrads.of({p: m for p, m in self.by_parameter.items() if p not in others})
-
-    def lend(self) -> None:
-        """Put them into `.grad`."""
-        for parameter, main in zip(self.parameters, self.tensors, strict=True):
-            parameter.grad = main
 
 
 def take_ownership(
