@@ -66,8 +66,6 @@ def step_window(
             window.sort(parameters)
         measured = measure(optimizer, window, settings, memory)
         gradient = step_gradient(optimizer, window, measured, memory)
-        lent = gradient.of(parameters)
-        watch = StepWatch(parameters)
         scaling, begun = accumulator.scaling, None
         if settings.scaler is not None:
             begun = scaling.begin_update(measured.device)
@@ -76,6 +74,7 @@ def step_window(
             window, counted, gradient.skip, measured.norm, measured.clip_coef,
             measured.norm_dtype, measured.device, accumulator.names,
         )  # fmt: skip
+        lent, watch = gradient.of(parameters), StepWatch(parameters)
         attached = window.attached
 
         def finish() -> None:
@@ -150,8 +149,8 @@ def measure(
     if not mains.one_call:
         window.coalesce()
         mains = window.main_grads
-    found_inf = any_set(window.found_infs.values())
     normaliser = window.normaliser(settings.reduction)
+    found_inf = any_set(window.found_infs.values())
     scaled: list[Tensor] | None = None
     main_norm: Tensor | None = None
     if norm_type == 2.0 and window.norm is not None:

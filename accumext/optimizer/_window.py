@@ -507,5 +507,6 @@ class Window:
     def found_inf_on(self, device: torch.device) -> Tensor:
         """The found_inf of this window on a device."""
         if device not in self.found_infs:
-            self.found_infs = {**self.found_infs, device: zero_flag(device)}
+            flag = torch.zeros((), dtype=torch.float32, device=device)
+            self.found_infs = {**self.found_infs, device: flag}
         return self.found_infs[device]

@@ -1,0 +1,110 @@
+"""How much Python a call runs through: its calls within the package, and its changes of file.
+
+    python bench/calls.py [--trace]
+
+A reader who follows a call opens a file at each change, and a small model pays for each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import accumext
+
+PACKAGE = str(Path(accumext.__file__).parent)
+
+
+class Trace(NamedTuple):
+    """The Python functions of the package that ran, in order: (file, function)."""
+
+    calls: list[tuple[str, str]]
+
+    @property
+    def changes(self) -> int:
+        """How often a call went to another file than the one before it."""
+        files = [file for file, _ in self.calls]
+        return sum(a != b for a, b in pairwise(files))
+
+
+def traced(function: Callable[[], Any]) -> Trace:
+    """Run a function and trace it."""
+    calls = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGE):
+            calls.append((os.path.relpath(file, PACKAGE), frame.f_code.co_name))
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return Trace(calls)
+
+
+def window_step() -> Trace:
+    """`opt.backward` and `opt.step` of the second micro-batch of two, with a scaler and a clip."""
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5))
+    scaler = torch.amp.GradScaler("cpu")
+    adam = torch.optim.AdamW(model.parameters())
+    opt = accumext.AccumulatingOptimizer(adam, window=2, max_norm=1.0, scaler=scaler)
+
+    def loss() -> Tensor:
+        return F.mse_loss(model(torch.randn(4, 10)), torch.zeros(4, 5))
+
+    def micro_batch() -> None:
+        opt.backward(last)
+        opt.step()
+
+    for _ in range(7):  # the state of the optimizer, the scale and the caches are there after it
+        last = loss()
+        micro_batch()
+    last = loss()
+    return traced(micro_batch)
+
+
+def decoder_passes() -> tuple[Trace, Trace]:
+    """`decode_loss` of a GRU fed its own argmax, and its backward pass."""
+    embedding, cell, head = nn.Embedding(100, 8), nn.GRUCell(8, 16), nn.Linear(16, 100)
+    targets = torch.randint(100, (12, 4))
+    outputs = []
+
+    def forward() -> None:
+        outputs.append(accumext.decode_loss(embedding, cell, head, targets, feedback="greedy"))
+
+    forward()
+    outputs[-1].loss.backward()
+    return traced(forward), traced(outputs[-1].loss.backward)
+
+
+def main() -> None:
+    """Print the numbers, and with --trace every call."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", action="store_true", help="print every call, too")
+    args = parser.parse_args()
+    forward, backward = decoder_passes()
+    traces = {
+        "opt.backward and opt.step": window_step(),
+        "decode_loss": forward,
+        "its backward": backward,
+    }
+    for name, trace in traces.items():
+        print(f"{name}: {len(trace.calls)} calls, {trace.changes} changes of file")
+        for file, function in trace.calls if args.trace else ():
+            print(f"    {file}: {function}")
+
+
+if __name__ == "__main__":
+    main()
