@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from accumext._checks import fail_type, fail_value, one_of, positive_int, type_name
-from accumext.decoder._feedback import Feedback, feedback_plan
+from accumext._torch_private import tree_map
+from accumext.decoder._feedback import Feedback, feedback_of
 from accumext.decoder._recurrent_state import (
     State,
     check_nesting,
@@ -135,7 +135,7 @@ class _Windows:
         self.tokens: list[
             Tensor
         ] = []  # [B] each; a list, for the graph of a lookup keeps what it was fed
-        self.inputs = [plan.first()] if len(targets) else []
+        self.inputs = [plan.teacher[0]] if len(targets) else []
 
     def run(
         self, first: int, begin: int, end: int, state: State, trail: _Trail | None
@@ -242,7 +242,7 @@ def _check(
     if k2 < k1:
         fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
     one_of(OP, "reduction", reduction, ("mean", "sum"))
-    plan = feedback_plan(
+    plan = feedback_of(
         OP,
         feedback,
         targets,

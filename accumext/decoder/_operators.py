@@ -23,7 +23,8 @@ def _nothing(*_: Any) -> None:
 
 # Rows of the output layer: logits and their statistics in the accumulation dtype, the token that
 # they predict (the argmax, or a sample by inversion where there are uniform numbers), and exp(z -
-# peak), 0 at the target, for the deferred products. At most `columns` rows of logits exist at once.
+# peak), 0 at the target, for the deferred products. At most `logit_rows` rows of logits exist at
+# once.
 _define(
     "head_forward",
     "(Tensor hidden, "  # [M, H]
@@ -33,7 +34,7 @@ _define(
     "Tensor? uniforms, "  # fp64 [M], in [0, 1)
     "float temperature, "
     "Tensor(a!)? exps, "  # [M, V], rows next to each other in memory
-    "int columns, "
+    "int logit_rows, "
     "Tensor(b!) tokens, "  # int64 [M]
     "Tensor(c!) stats"  # [3, M]: peak, sum of exp(z - peak), target's logit
     ") -> ()",
@@ -59,12 +60,12 @@ _define(
     "(Tensor table, "  # [R, E]
     "Tensor[] cell, "  # per layer weight_ih, weight_hh, bias_ih, bias_hh; no bias: empty
     "Tensor(a!)[] states, "  # per layer h, and c of an LSTM, [T + 1, B, H]: before and after steps
-    "int kind, "  # index into _rnn.KINDS
-    "Tensor? kept, "  # bool [T, L - 1, B, H]: units that dropout keeps
-    "float kept_scale, "
+    "int kind, "  # index into _rnn_weights.KINDS
+    "Tensor? dropout_mask, "  # bool [T, L - 1, B, H]: units that dropout keeps
+    "float dropout_scale, "
     "Tensor(b!) inputs, "  # int64 [T, B]
-    "Tensor? teacher, "  # int64 [T, B]: what is fed where `forced`, everywhere if that is None
-    "Tensor? forced, "  # bool [T, B]
+    "Tensor? teacher, "  # int64 [T, B]: fed where `teacher_mask`, everywhere if that is None
+    "Tensor? teacher_mask, "  # bool [T, B]
     "Tensor(c!)? live, "  # bool [T, B]: the other rows keep their state and see no head
     "int eos, "  # ends a row; -1: nothing does
     "int pad, "  # read by rows that have ended
@@ -76,7 +77,7 @@ _define(
     "Tensor(e!)? exps, "  # [rows, V] as in head_forward
     "Tensor(f!)? stats, "  # [3, rows]
     "Tensor(g!)? rows, "  # int64 [rows]
-    "int columns, int begin, int end) -> int",
+    "int logit_rows, int begin, int end) -> int",
     _operators_reference.decode_steps,
     lambda *args: 0,
 )
@@ -100,11 +101,11 @@ _define(
     "rnn_backward",
     "(int kind, "
     "Tensor d_out, "  # [q, B, H]
-    "Tensor? pre, "  # [q, B, 4 H] pre-activations (_rnn.pre_activations), not of a plain RNN
+    "Tensor? pre, "  # [q, B, 4 H], of _rnn_weights.pre_activations; not of a plain RNN
     "Tensor h, "  # [q + 1, B, H]
     "Tensor? c, "  # [q + 1, B, H] of an LSTM
     "Tensor? live, "  # bool [q, B]
-    "Tensor? carry, "  # [q, B]: factor of what goes on to the state before the step
+    "Tensor? gate, "  # [q, B]: factor of what goes on to the state before the step
     "Tensor? limit, "  # 0-dim: largest magnitude of that
     "Tensor weight, "  # [H, gates H]: weight_hh, transposed
     "Tensor(a!) dh, "  # [B, H]

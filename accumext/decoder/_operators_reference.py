@@ -21,12 +21,12 @@ def head_forward(
     uniforms: Tensor | None,
     temperature: float,
     exps: Tensor | None,
-    columns: int,
+    logit_rows: int,
     tokens: Tensor,
     stats: Tensor,
 ) -> None:
-    for begin in range(0, len(hidden), columns):
-        piece = slice(begin, begin + columns)
+    for begin in range(0, len(hidden), logit_rows):
+        piece = slice(begin, begin + logit_rows)
         torch.ops.accumext.softmax_stats(
             _logits(hidden[piece], weight, bias),
             targets[piece],
@@ -105,11 +105,11 @@ def decode_steps(
     cell: list[Tensor],
     states: list[Tensor],
     kind: int,
-    kept: Tensor | None,
-    kept_scale: float,
+    dropout_mask: Tensor | None,
+    dropout_scale: float,
     inputs: Tensor,
     teacher: Tensor | None,
-    forced: Tensor | None,
+    teacher_mask: Tensor | None,
     live: Tensor | None,
     eos: int,
     pad: int,
@@ -122,7 +122,7 @@ def decode_steps(
     exps: Tensor | None,
     stats: Tensor | None,
     rows: Tensor | None,
-    columns: int,
+    logit_rows: int,
     begin: int,
     end: int,
 ) -> int:
@@ -148,8 +148,8 @@ def decode_steps(
                 None if c is None else c[t + 1],
             )
             x = h[t + 1]
-            if kept is not None and layer < kept.shape[1]:
-                x = x * kept[t, layer] * kept_scale
+            if dropout_mask is not None and layer < dropout_mask.shape[1]:
+                x = x * dropout_mask[t, layer] * dropout_scale
         if stats is None:
             continue
         assert rows is not None
@@ -167,7 +167,7 @@ def decode_steps(
             None if uniforms is None else uniforms[t][named],
             temperature,
             None if exps is None else exps[span],
-            columns,
+            logit_rows,
             token,
             stats[:, span],
         )
@@ -179,10 +179,10 @@ def decode_steps(
             assert live is not None
             live[t + 1 :] &= live[t] & (tokens[t] != eos)
         fed = tokens[t]
-        if teacher is not None and forced is None:
+        if teacher is not None and teacher_mask is None:
             fed = teacher[t + 1]
-        elif teacher is not None and forced is not None:
-            fed = torch.where(forced[t + 1], teacher[t + 1], fed)
+        elif teacher is not None and teacher_mask is not None:
+            fed = torch.where(teacher_mask[t + 1], teacher[t + 1], fed)
         inputs[t + 1] = fed if live is None else torch.where(live[t + 1], fed, pad)
     return used
 
@@ -199,7 +199,7 @@ def rnn_backward(
     h: Tensor,
     c: Tensor | None,
     live: Tensor | None,
-    carry: Tensor | None,
+    gate: Tensor | None,
     limit: Tensor | None,
     weight: Tensor,
     dh: Tensor,
@@ -225,8 +225,8 @@ def rnn_backward(
         for gradient in (dh, dc):
             if gradient is None:
                 continue
-            if carry is not None:
-                factor = carry[t][:, None]
+            if gate is not None:
+                factor = gate[t][:, None]
                 gradient.copy_(torch.where(factor == 0, 0, gradient * factor))
             if limit is not None:
                 gradient.copy_(torch.clamp(gradient, -limit, limit))

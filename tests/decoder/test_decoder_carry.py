@@ -304,9 +304,9 @@ def test_a_cut_concerns_one_row() -> None:
 
 def test_a_cut_of_a_callable_stops_what_is_not_finite() -> None:
     """0 times infinity is a cut, not a NaN."""
-    carry = _state_gradient.Carry(torch.tensor([[0.0, 1.0]]), None)
+    gate = _state_gradient.StateGradientGate(torch.tensor([[0.0, 1.0]]), None)
     state = torch.ones(2, 3, requires_grad=True)
-    carry.applied(0, state, 0).backward(torch.full((2, 3), float("inf")))
+    gate.attach(0, state, 0).backward(torch.full((2, 3), float("inf")))
     assert state.grad is not None
     assert (state.grad[0] == 0).all()
     assert state.grad[1].isinf().all()
