@@ -5,6 +5,7 @@ A release of torch may change any of them, so no other file reads them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -38,6 +39,7 @@ backward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
 # --- processors -----------------------------------------------------------------------------------
 
 
+@functools.cache
 def cpu_multiplies_bfloat16() -> bool:
     """Whether the CPU has AVX512-BF16: `torch.backends.cpu` tells AVX-512, not this part of it."""
     return torch.cpu._is_avx512_bf16_supported()

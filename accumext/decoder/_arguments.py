@@ -155,23 +155,18 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     for doubt in doubts:
         warnings.warn(f"{OP}: {doubt}", stacklevel=3)  # where the user called
     # Random numbers are drawn from here on: a call that fails a check draws none.
+    generator = call["generator"]
+    # Padding also past a row's length, where targets may be anything.
+    fed = torch.where(counted, targets, table.padding_token)
     source = feedback_of(
-        OP,
-        feedback,
-        targets,
-        # padding also past a row's length, where targets may be anything
-        fed=torch.where(counted, targets, table.padding_token),
-        start=call["start"],
-        inputs=inputs,
-        teacher_forcing=call["teacher_forcing"],
-        temperature=call["temperature"],
-        generator=call["generator"],
-        rows=rows,
-    )
+        OP, feedback, targets, fed=fed, start=call["start"], inputs=inputs,
+        teacher_forcing=call["teacher_forcing"], temperature=call["temperature"],
+        generator=generator, rows=rows,
+    )  # fmt: skip
     factors = None
     if call["truncation"] == "random":
         assert k2 is not None
-        generator = own_generator(call["generator"], device)
+        generator = own_generator(generator, device)
         factors, k2 = random_cuts(steps, batch, k2, weight, generator), None
     # The operators look rows up without renormalising them to `max_norm`.
     rnn_weights = None
@@ -179,29 +174,14 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         rnn_weights = rnn_weights_of(cell.module, {table.weight.dtype, weight.dtype})
 
     return DecodeArguments(
-        steps=steps,
-        batch=batch,
-        table=table,
-        cell=cell,
-        rnn_weights=rnn_weights,
-        head_weight=weight,
-        head_bias=bias,
-        dtypes=dtypes,
-        targets=torch.where(counted, targets, 0).contiguous(),
-        counted=counted,
-        within_length=within_length,
-        state=state,
-        context=context,
-        feedback=source,
-        criterion=criterion,
-        k1=k1,
-        k2=k2,
-        truncated=k2 is not None or factors is not None,
-        gate=StateGradientGate(factors, clip),
-        eos=eos,
-        memory_budget=memory_budget,
+        steps=steps, batch=batch, table=table, cell=cell, rnn_weights=rnn_weights,
+        head_weight=weight, head_bias=bias, dtypes=dtypes,
+        targets=torch.where(counted, targets, 0).contiguous(), counted=counted,
+        within_length=within_length, state=state, context=context, feedback=source,
+        criterion=criterion, k1=k1, k2=k2, truncated=k2 is not None or factors is not None,
+        gate=StateGradientGate(factors, clip), eos=eos, memory_budget=memory_budget,
         cuda_graph=cuda_graph,
-    )
+    )  # fmt: skip
 
 
 def embedding_table(embedding: Any) -> EmbeddingTable:
@@ -210,14 +190,10 @@ def embedding_table(embedding: Any) -> EmbeddingTable:
         _check_forward("embedding", embedding, nn.Embedding, "the weight")
         if embedding.scale_grad_by_freq:
             fail_value(OP, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
-        return EmbeddingTable(
-            embedding.weight,
-            0 if embedding.padding_idx is None else embedding.padding_idx,
-            embedding.padding_idx,
-            embedding.max_norm,
-            embedding.norm_type,
-            embedding.sparse,
-        )
+        padding, limit = embedding.padding_idx, embedding.max_norm
+        token = 0 if padding is None else padding
+        options = (token, padding, limit, embedding.norm_type, embedding.sparse)
+        return EmbeddingTable(embedding.weight, *options)
     if not isinstance(embedding, Tensor) or embedding.dtype not in FLOAT_DTYPES:
         contract = "be an nn.Embedding or a floating-point tensor [V, E]"
         fail_type(OP, "embedding", contract, type_name(embedding))
@@ -248,12 +224,20 @@ def _head(head: Any) -> tuple[Tensor, Tensor | None]:
     if weight.dim() != 2 or weight.shape[0] == 0:
         fail_value(OP, "head weight", "have shape [V, H] with V >= 1", list(weight.shape))
     if bias is not None:
-        if not isinstance(bias, Tensor) or bias.dtype not in FLOAT_DTYPES:
-            fail_type(OP, "head bias", "be a floating-point tensor [V] or None", type_name(bias))
-        if list(bias.shape) != [weight.shape[0]]:
-            fail_value(OP, "head bias", f"have shape {[weight.shape[0]]}", list(bias.shape))
-        _same_device("head bias", [bias], weight.device)
+        dtypes, contract = FLOAT_DTYPES, "be a floating-point tensor [V] or None"
+        _check_vector("head bias", bias, dtypes, contract, weight.shape[0], weight.device)
     return weight, bias
+
+
+def _check_vector(
+    name: str, value: Any, dtypes: tuple[torch.dtype, ...], contract: str, size: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        fail_type(OP, name, contract, type_name(value))
+    if list(value.shape) != [size]:
+        fail_value(OP, name, f"have shape {[size]}", list(value.shape))
+    _same_device(name, [value], device)
 
 
 def _check_sizes(table: EmbeddingTable, cell: Cell, weight: Tensor) -> None:
@@ -307,14 +291,10 @@ def _layout_doubts(call: Mapping[str, Any], targets: Tensor) -> list[str]:
 def _within_length(lengths: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
     if lengths is None:
         return None
-    if not isinstance(lengths, Tensor) or lengths.dtype != torch.int64:
-        fail_type(OP, "lengths", "be an int64 tensor [B]", type_name(lengths))
-    if list(lengths.shape) != [batch]:
-        fail_value(OP, "lengths", f"have shape {[batch]}", list(lengths.shape))
-    _same_device("lengths", [lengths], device)
+    _check_vector("lengths", lengths, (torch.int64,), "be an int64 tensor [B]", batch, device)
     if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
         fail_value(OP, "lengths", f"be in [0, {steps}]", lengths.tolist())
-    return torch.arange(steps, device=device)[:, None] < lengths
+    return torch.lt(torch.arange(steps, device=device)[:, None], lengths)
 
 
 def _truncation(k1: Any, k2: Any, truncation: Any) -> tuple[int | None, int | None]:
@@ -340,21 +320,11 @@ def _criterion(call: Mapping[str, Any], vocabulary: int, device: torch.device) -
     smoothing = number(OP, "label_smoothing", call["label_smoothing"], 0)
     if smoothing > 1:
         fail_value(OP, "label_smoothing", "be at most 1", call["label_smoothing"])
-    z_loss = number(OP, "z_loss", call["z_loss"], 0)
-    class_weight = _class_weight(call["class_weight"], vocabulary, device)
-    num_items = _num_items(call["num_items"], reduction)
-    return Criterion(smoothing, z_loss, class_weight, reduction, num_items)
-
-
-def _class_weight(value: Any, vocabulary: int, device: torch.device) -> Tensor | None:
-    if value is None:
-        return None
-    if not isinstance(value, Tensor) or value.dtype not in FLOAT_DTYPES:
-        fail_type(OP, "class_weight", "be a floating-point tensor [V]", type_name(value))
-    if list(value.shape) != [vocabulary]:
-        fail_value(OP, "class_weight", f"have shape {[vocabulary]}", list(value.shape))
-    _same_device("class_weight", [value], device)
-    return value
+    z_loss, weight = number(OP, "z_loss", call["z_loss"], 0), call["class_weight"]
+    if weight is not None:
+        contract = "be a floating-point tensor [V]"
+        _check_vector("class_weight", weight, FLOAT_DTYPES, contract, vocabulary, device)
+    return Criterion(smoothing, z_loss, weight, reduction, _num_items(call["num_items"], reduction))
 
 
 def _num_items(value: Any, reduction: str) -> float | Tensor | None:
@@ -384,8 +354,7 @@ def _context(value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]
             fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
     if value and cell.state_shapes is not None:
         advice = "Wrap the cell: lambda x, state, memory: ..."
-        fail_value(
-            OP, "context", "be empty for one of torch's cells", f"{len(value)} tensors", advice
-        )
+        got = f"{len(value)} tensors"
+        fail_value(OP, "context", "be empty for one of torch's cells", got, advice)
     _same_device("context", list(value), device)
     return tuple(value)

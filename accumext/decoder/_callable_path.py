@@ -4,6 +4,7 @@ runs again; head and loss are one node of the graph behind the cell's outputs.""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,18 +13,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from accumext.decoder._arguments import OP
+from accumext.decoder._arguments import OP, DecodeArguments
 from accumext.decoder._cells import check_output, parameter_tensors
-from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, no_grad_no_autocast
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
+from accumext.decoder._half_matmul import no_grad_no_autocast
 from accumext.decoder._memory import workspace_plan
-from accumext.decoder._recurrent_state import (
-    State,
-    detach,
-    freeze,
-    replayed_rng,
-    rng_state,
-    tensors,
-)
+from accumext.decoder._recurrent_state import State, detach, freeze, replay_rng, rng_state, tensors
 from accumext.decoder._saved_for_backward import SavedForBackward, formed_in_forward
 from accumext.decoder._token_buffers import TokenBuffers
 
@@ -41,8 +36,9 @@ def decode_with_callable(tokens: TokenBuffers) -> tuple[Tensor, State]:
     with no_grad_no_autocast(tokens.losses.device):
         cross_entropy = FusedCrossEntropy(args, plan, needs)
     anchor = args.table.anchor()
-    steps = _Steps(tokens, cross_entropy, anchor, plan.segment, grad_enabled and differentiable)
-    if args.k2 is None or args.k1 == args.k2 or not steps.builds_graph:
+    builds_graph = grad_enabled and differentiable
+    steps = _Steps(args, tokens, cross_entropy, anchor, plan.segment, builds_graph)
+    if args.k2 is None or args.k1 == args.k2 or not builds_graph:
         hiddens, last = steps.once(args.state)
     else:
         hiddens, last = steps.overlapping(args.state)
@@ -59,29 +55,24 @@ def decode_with_callable(tokens: TokenBuffers) -> tuple[Tensor, State]:
     return loss, last
 
 
+@dataclass
 class _Steps:
     """Runs steps of the cell, for their outputs, states and tokens."""
 
-    def __init__(
-        self,
-        tokens: TokenBuffers,
-        cross_entropy: FusedCrossEntropy,
-        anchor: Tensor,
-        segment: int,
-        builds_graph: bool,
-    ) -> None:
-        self.tokens, self.args = tokens, tokens.args
-        self.cross_entropy: FusedCrossEntropy | None = cross_entropy  # None in the backward pass
-        self.builds_graph = builds_graph
-        self._anchor, self._segment_steps = anchor, segment
-        self._known = 0  # steps whose tokens are known; later passes over them are replays
+    args: DecodeArguments
+    tokens: TokenBuffers
+    cross_entropy: FusedCrossEntropy | None  # None in the backward pass
+    anchor: Tensor
+    segment: int  # steps of the longest segment
+    builds_graph: bool
+    known: int = 0  # steps whose tokens are known; later passes over them are replays
 
     def once(self, state: State) -> tuple[list[Tensor], State]:
         """Every step once: k2 is None, or k1 = k2, where the state is detached every k1 steps."""
         period = self.args.k1 if self.args.k2 is not None else None
         hiddens = []
-        for begin, end in segments(self.args.steps, period, self._segment_steps):
-            hidden, state = self._segment(begin, begin, end, state)
+        for begin, end in segments(self.args.steps, period, self.segment):
+            hidden, state = self._run_segment(begin, begin, end, state)
             hiddens.append(hidden)
             if period is not None and end % period == 0:
                 state = detach(state)
@@ -101,35 +92,35 @@ class _Steps:
         with torch.no_grad():
             for border, following in pairwise(borders):
                 starts[border] = (last, rng_state(device) if draws else None)
-                for first, stop in segments(following - border, None, self._segment_steps):
+                for first, stop in segments(following - border, None, self.segment):
                     begin, end = border + first, border + stop
-                    _, last = self._segment(begin, begin, end, last)
+                    _, last = self._run_segment(begin, begin, end, last)
         starts[0] = (state, starts[0][1])  # with its graph: windows from step 0 reach the encoder
         hiddens = []
         for begin, counting, end in windows:
             start, drawn = starts[begin]
-            with replayed_rng(drawn, device):
-                hidden, _ = self._segment(begin, counting, end, start)
+            with replay_rng(drawn, device):
+                hidden, _ = self._run_segment(begin, counting, end, start)
             hiddens.append(hidden)
         return hiddens, detach(last)
 
-    def _segment(self, begin: int, counting: int, end: int, state: State) -> tuple[Tensor, State]:
+    def _run_segment(
+        self, begin: int, counting: int, end: int, state: State
+    ) -> tuple[Tensor, State]:
         """Outputs [end - counting, B, H] of steps [counting, end), and the state after them.
 
         The graph holds only the inputs of the segment: the backward pass runs its steps again.
         """
-        given = (begin, counting, end, state, self._anchor, *self.args.context)
+        given = (begin, counting, end, state, self.anchor, *self.args.context)
         if not (self.builds_graph and torch.is_grad_enabled()):
-            return self._run(*given)
+            return self._run_steps(*given)
+        draws = self.args.cell.draws
         outputs: tuple[Tensor, State] = checkpoint(
-            self._run,
-            *given,
-            use_reentrant=False,
-            preserve_rng_state=self.args.cell.draws,
+            self._run_steps, *given, use_reentrant=False, preserve_rng_state=draws
         )
         return outputs
 
-    def _run(
+    def _run_steps(
         self, begin: int, counting: int, end: int, state: State, anchor: Tensor, *context: Tensor
     ) -> tuple[Tensor, State]:
         args, tokens, outputs = self.args, self.tokens, []
@@ -143,11 +134,11 @@ class _Steps:
             state = new_state
             if step >= counting:
                 outputs.append(output)
-            if tokens.free_running and step >= self._known:
+            if tokens.free_running and step >= self.known:
                 self._predict(step, step + 1, output)
                 tokens.feed_back(step)
         hidden = torch.stack(outputs)
-        if end > self._known:
+        if end > self.known:
             self._predict(begin, end, hidden.flatten(0, 1))
         return hidden, state
 
@@ -155,7 +146,7 @@ class _Steps:
         assert self.cross_entropy is not None  # every token is known before the backward pass
         with no_grad_no_autocast(hidden.device):
             self.tokens.predict(self.cross_entropy, begin, end, hidden.detach())
-        self._known = end
+        self.known = end
 
 
 def segments(steps: int, period: int | None, longest: int) -> Iterator[tuple[int, int]]:
@@ -216,12 +207,10 @@ class HeadLoss(torch.autograd.Function):
             rows = slice(done, done + shape[0] * shape[1])
             done = rows.stop
             d_hiddens.append(gradients.hidden[rows].view(shape).to(dtype) if needed else None)
-        bias = gradients.bias if needs_bias else None
         return (
-            None,
-            None,
-            None if weight is None else weight.to(args.head_weight.dtype),
-            None if bias is None or args.head_bias is None else bias.to(args.head_bias.dtype),
+            *(None, None),
+            cast_like(weight, args.head_weight),
+            cast_like(gradients.bias if needs_bias else None, args.head_bias),
             args.table.weight.new_zeros(0) if needs_anchor else None,
             *d_hiddens,
         )

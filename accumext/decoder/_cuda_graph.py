@@ -25,24 +25,19 @@ class StepBuffers(NamedTuple):
 
     def zeros(self, steps: int) -> StepBuffers:
         """Buffers of zeros for so many steps; 0 is a valid token."""
-
-        def of(rows: int, tensor: Tensor) -> Tensor:
-            return tensor.new_zeros(rows, *tensor.shape[1:])
-
-        states = [of(steps + 1, state) for state in self.states]
-        others = (None if t is None else of(steps, t) for t in self[1:])
+        states = [s.new_zeros(steps + 1, *s.shape[1:]) for s in self.states]
+        others = (None if t is None else t.new_zeros(steps, *t.shape[1:]) for t in self[1:])
         return StepBuffers(states, *others)  # type: ignore[arg-type]
 
 
 class WindowGraph:
-    """`body(buffers, steps)`: its first `steps` steps, replayed at any place of longer buffers."""
+    """`run(buffers, end=steps)`: the first `steps` steps of buffers of its own, replayed at any
+    place of longer ones."""
 
-    def __init__(
-        self, like: StepBuffers, steps: int, body: Callable[[StepBuffers, int], None]
-    ) -> None:
+    def __init__(self, like: StepBuffers, steps: int, run: Callable[..., object]) -> None:
         self._steps = steps
         self._buffers = like.zeros(steps + 1)  # the last row is what the window leads to
-        self._replay = capture(lambda: body(self._buffers, steps), like.inputs.device)
+        self._replay = capture(lambda: run(self._buffers, end=steps), like.inputs.device)
 
     def replay(self, buffers: StepBuffers, begin: int) -> None:
         """Run the steps from `begin` on; at least one more must follow them."""
@@ -62,7 +57,7 @@ class WindowGraph:
             buffers.live[end:] &= own.live[-1]  # rows that have ended stay so
 
 
-def capture(body: Callable[[], None], device: torch.device) -> Callable[[], None]:
+def capture(body: Callable[[], object], device: torch.device) -> Callable[[], None]:
     """What replays `body`. Nothing waits for the device, unlike in `torch.cuda.graph`."""
     graph = torch.cuda.CUDAGraph()
     current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)

@@ -12,7 +12,7 @@ from accumext.decoder._arguments import DecodeArguments, check_arguments, embedd
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._cells import Step, parameter_tensors
 from accumext.decoder._memory import predicted_peak
-from accumext.decoder._recurrent_state import State, tensors, zero_gradient_tie, zeros_on
+from accumext.decoder._recurrent_state import State, map_tensors, tensors, zero_gradient_tie
 from accumext.decoder._rnn_path import decode_with_rnn
 from accumext.decoder._token_buffers import TokenBuffers
 
@@ -180,8 +180,12 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     device = embedding_table(call["embedding"]).weight.device
     if isinstance(call["targets"], (tuple, list)):
         call["targets"] = torch.zeros(*call["targets"], dtype=torch.int64, device=device)
+
+    def on_device(tensor: Tensor) -> Tensor:
+        return torch.zeros_like(tensor, device=device) if tensor.device != device else tensor
+
     for name in ("targets", "state", "inputs", "lengths", "feedback", "context"):
-        call[name] = zeros_on(device, call[name])
+        call[name] = map_tensors(on_device, call[name])
     if isinstance(call["feedback"], str) and call["feedback"] in ("sample", "scheduled"):
         call["feedback"] = "greedy"  # the same memory, and nothing is drawn
     if call["truncation"] == "random":

@@ -27,7 +27,7 @@ class EmbeddingTable:
     norm_type: float = 2.0
     sparse: bool = False
     tied_gradient: Tensor | None = None  # [V, E]: the head's, where the head shares the weight
-    _rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens [B], dx [B, E])
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens [B], dx [B, E])
 
     def anchor(self) -> Tensor:
         """The empty tensor through which the lookups of this call depend on the weight."""
@@ -41,21 +41,16 @@ class EmbeddingTable:
 
     def discard_gradients(self) -> None:
         """Drop what a backward pass that failed midway has stored."""
-        self._rows.clear()
+        self.rows.clear()
         self.tied_gradient = None
-
-    def store_gradient(self, tokens: Tensor, gradient: Tensor) -> None:
-        """Keep the gradient rows of one lookup for `take_gradient`."""
-        self._rows.append((tokens, gradient))
 
     def take_gradient(self) -> Tensor | None:
         """The weight's gradient from all stored rows and the tied head, which are dropped."""
-        rows, self._rows = self._rows, []
+        rows, self.rows = self.rows, []
         total, self.tied_gradient = self.tied_gradient, None
         if not rows:
             return total
-        tokens = torch.cat([t for t, _ in rows])
-        gradient = torch.cat([dx for _, dx in rows])
+        tokens, gradient = (torch.cat(parts) for parts in zip(*rows, strict=True))
         rows.clear()
         if self.padding_idx is not None:
             gradient = gradient.masked_fill((tokens == self.padding_idx).unsqueeze(1), 0)
@@ -95,5 +90,5 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         table: EmbeddingTable = ctx.table
-        table.store_gradient(ctx.tokens, gradient)
+        table.rows.append((ctx.tokens, gradient))
         return None, gradient.new_zeros(0), None

@@ -61,13 +61,9 @@ def feedback_of(
     targets: Tensor,  # int64 [T, B]
     *,
     fed: Tensor,  # int64 [T, B]: the targets, with the token to feed where one is ignored
-    start: Any,
-    inputs: Any,
-    teacher_forcing: Any,
-    temperature: Any,
-    generator: Any,
+    start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
     rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
-) -> Feedback:
+) -> Feedback:  # fmt: skip
     """Check the arguments that choose the inputs, and draw the random numbers that they need."""
     shape, device = targets.shape, targets.device
     if isinstance(feedback, Tensor):

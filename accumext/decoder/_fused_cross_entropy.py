@@ -17,8 +17,6 @@ logit: w.z = h.(W^T w) + w.b.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,8 +77,10 @@ class FusedCrossEntropy:
         weight, bias, criterion = args.head_weight, args.head_bias, args.criterion
         vocabulary, hidden = weight.shape
         self.rows, self.logit_rows = plan.rows, plan.logit_rows
+        self.forms_gradients = needs is not None
         self.dtype = args.dtypes.accumulation
-        self.weight = rows_contiguous(weight.detach().to(args.dtypes.product))
+        weight = weight.detach().to(args.dtypes.product)
+        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
         self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
         self._temperature = args.feedback.temperature
         self._smoothing, self._z_loss = criterion.label_smoothing, criterion.z_loss
@@ -101,22 +101,15 @@ class FusedCrossEntropy:
         self._main_factor: Scalar = 1.0 if destination is None else destination.factor
         if needs is not None:
             rows = args.steps * args.batch
-            d_weight = None
-            if needs.weight and destination is not None:
-                d_weight = destination.main
-            elif needs.weight:
-                d_weight = self.weight.new_empty(self.weight.shape, dtype=self.dtype)
+            d_weight = None if destination is None else destination.main
+            if needs.weight and d_weight is None:
+                d_weight = new(vocabulary, hidden, dtype=self.dtype)
             self._exps = new(vocabulary, min(self.rows, rows), dtype=args.dtypes.exps)
             self._gradients = HeadGradients(
                 hidden=new(rows if needs.hidden else 0, hidden, dtype=self.dtype).zero_(),
                 weight=d_weight,
                 bias=new(vocabulary, dtype=self.dtype).zero_() if needs.bias else None,
             )
-
-    @property
-    def forms_gradients(self) -> bool:
-        """Whether rows are stored in the workspace at all."""
-        return self._gradients is not None
 
     def workspace_slice(self, rows: int) -> Tensor | None:
         """Where the exponentials of the next `rows` rows go, [rows, V]; None if not wanted.
@@ -147,21 +140,13 @@ class FusedCrossEntropy:
             h = hidden[piece].contiguous()
             stats = h.new_empty(3, len(h))
             _operators.head_forward(
-                h,
-                self.weight,
-                self.bias,
-                targets[piece].contiguous(),
-                None if uniforms is None else uniforms[piece].contiguous(),
-                self._temperature,
-                self.workspace_slice(len(h)),
-                self.logit_rows,
-                tokens[piece],
-                stats,
-            )
+                h, self.weight, self.bias, targets[piece].contiguous(),
+                None if uniforms is None else uniforms[piece].contiguous(), self._temperature,
+                self.workspace_slice(len(h)), self.logit_rows, tokens[piece], stats,
+            )  # fmt: skip
             factor = upstream if upstream is None or upstream.dim() == 0 else upstream[piece]
-            losses[piece] = self.add_rows(
-                h, targets[piece], counted[piece], index[piece], factor, stats
-            )
+            rows = targets[piece], counted[piece], index[piece]
+            losses[piece] = self.add_rows(h, *rows, factor, stats)
         return tokens, losses
 
     def add_rows(
@@ -189,9 +174,9 @@ class FusedCrossEntropy:
         if self._z_loss > 0:
             loss = loss + self._z_loss * lse.square()
         if self._exps is not None:
-            factor = (
-                counted.to(self.dtype) if upstream is None else torch.where(counted, upstream, 0)
-            )
+            factor = counted.to(self.dtype)
+            if upstream is not None:
+                factor = torch.where(counted, upstream, 0)
             r = torch.where(counted, factor * row / total, 0)
             t = torch.where(counted, r * (target_logit - peak).exp() - factor * hit, 0)
             q = factor * (self._smoothing / self.weight.shape[0])
@@ -203,19 +188,20 @@ class FusedCrossEntropy:
         """The gradients of all rows; frees the workspace."""
         self._form_gradients()
         self._exps = None
-        gradients = self._gradients
-        if gradients is not None and gradients.weight is not None and not self._weight_written:
-            gradients.weight.zero_()
-        if gradients is not None and self._smoothing > 0:
-            weights = self._class_weight
-            if gradients.weight is not None and weights is None:
-                gradients.weight.sub_(self._smoothed)
-            elif gradients.weight is not None and weights is not None:
-                gradients.weight.addr_(weights, self._smoothed, alpha=-1)
-            if gradients.bias is not None:
-                term = self._smoothed_bias
-                gradients.bias.sub_(term if weights is None else weights * term)
-        return gradients
+        if self._gradients is None:
+            return None
+        d_weight, d_bias = self._gradients.weight, self._gradients.bias
+        if d_weight is not None and not self._weight_written:
+            d_weight.zero_()
+        weights, term = self._class_weight, self._smoothed_bias
+        if d_weight is not None and self._smoothing > 0:
+            if weights is None:
+                d_weight.sub_(self._smoothed)
+            else:
+                d_weight.addr_(weights, self._smoothed, alpha=-1)
+        if d_bias is not None and self._smoothing > 0:
+            d_bias.sub_(term if weights is None else weights * term)
+        return self._gradients
 
     def _smoothing_terms(self) -> tuple[Tensor, Tensor | float, Tensor | float]:
         """W^T w, w.b and sum(w)."""
@@ -273,13 +259,6 @@ class FusedCrossEntropy:
             self._initialized = exps.shape[1]
 
 
-@contextmanager
-def no_grad_no_autocast(device: torch.device) -> Iterator[None]:
-    """Neither a graph nor autocast: the head chooses its own precision."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
-
-
-def rows_contiguous(matrix: Tensor) -> Tensor:
-    """The matrix with the elements of a row next to each other."""
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+def cast_like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """The gradient in the dtype of its parameter; None where either is."""
+    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

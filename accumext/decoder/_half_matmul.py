@@ -7,13 +7,14 @@ bfloat16 products, slices of the operands are converted to fp32 instead.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from accumext import _torch_private
+from accumext._torch_private import cpu_multiplies_bfloat16
 
 SLICE = 4096  # rows at once: enough for full speed, few beside a vocabulary
 
@@ -33,13 +34,15 @@ def head_dtypes(weight: Tensor) -> HeadDtypes:
     product = weight.dtype
     if product != torch.float64 and torch.amp.is_autocast_available(kind):
         product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else product
-    fast = product == torch.bfloat16 and (kind == "cuda" or _cpu_multiplies_bfloat16())
+    fast = product == torch.bfloat16 and (kind == "cuda" or cpu_multiplies_bfloat16())
     return HeadDtypes(accumulation, product, torch.bfloat16 if fast else accumulation)
 
 
-@functools.cache
-def _cpu_multiplies_bfloat16() -> bool:
-    return _torch_private.cpu_multiplies_bfloat16()
+@contextmanager
+def no_grad_no_autocast(device: torch.device) -> Iterator[None]:
+    """Neither a graph nor autocast: the head has precisions of its own."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def matmul_transposed(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,9 +9,8 @@ from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._half_matmul import SLICE
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
 
-# Rows of the workspace, enough for the deferred products to run at full speed: with fewer, reading
-# the head's weight and writing its gradient would take longer than the arithmetic. Twice as many
-# where the exponentials take half the memory.
+# Rows of the workspace that let the deferred products run at full speed: with fewer, the traffic of
+# the head's weight and its gradient dominates. Twice as many where exponentials take half as much.
 AUTOMATIC_ROWS = 256
 
 # Rows of logits that exist at once where a step has more: the widest skinny product that is fast.
@@ -21,8 +20,7 @@ LOGIT_ROWS = 32
 # save little: the states between segments are T/16 of all states.
 SEGMENT = 16
 
-# Rows of pre-activations, and of their gradients, that the backward pass of one of torch's modules
-# forms at once: enough for its products.
+# Rows of pre-activations that the backward pass of torch's modules forms at once.
 CELL_ROWS = 256
 
 # A callable cell is taken to be a GRU as torch builds it: tensors of [B, H] that the graph of one
@@ -47,12 +45,9 @@ def workspace_plan(args: DecodeArguments) -> WorkspacePlan:
     """The sizes of this call."""
     vocabulary, dtypes = args.head_weight.shape[0], args.dtypes
     return fill_budget(
-        args.steps,
-        args.batch,
-        vocabulary * dtypes.accumulation.itemsize,
-        vocabulary * dtypes.exps.itemsize,
-        args.memory_budget,
-    )
+        args.steps, args.batch, vocabulary * dtypes.accumulation.itemsize,
+        vocabulary * dtypes.exps.itemsize, args.memory_budget,
+    )  # fmt: skip
 
 
 def fill_budget(

@@ -35,17 +35,6 @@ def copy_nesting(state: State) -> State:
     return tree_map(lambda leaf: leaf, state)
 
 
-def zeros_on(device: torch.device, state: State) -> State:
-    """The same nesting, with zeros on `device` for tensors of other devices, such as meta."""
-
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.device == device:
-            return leaf
-        return torch.zeros_like(leaf, device=device)
-
-    return tree_map(move, state)
-
-
 def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
     """The same nesting with `function` applied to every tensor."""
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, state)
@@ -67,8 +56,7 @@ def freeze(op: str, live: Tensor, new: State, old: State, batch_dim: int) -> Sta
         if new_leaf.dim() <= batch_dim or new_leaf.shape[batch_dim] != live.shape[0]:
             contract = f"hold tensors with the batch in dimension {batch_dim} to be frozen by row"
             fail_value(op, "state", contract, f"shape {list(new_leaf.shape)}")
-        shape = [1] * new_leaf.dim()
-        shape[batch_dim] = -1
+        shape = [-1 if dim == batch_dim else 1 for dim in range(new_leaf.dim())]
         return torch.where(live.view(shape), new_leaf, old_leaf)
 
     if old is None:  # the first step of a cell that makes its own initial state
@@ -102,19 +90,13 @@ def set_rng_state(state: tuple[Tensor, ...], device: torch.device) -> None:
 
 
 @contextmanager
-def replayed_rng(state: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
-    """Repeat the draws that followed `rng_state`, then restore the generators as they are now.
-
-    None changes nothing."""
-    if state is None:
+def replay_rng(state: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
+    """Repeat the draws that followed `rng_state`, then restore the generators; None: do nothing."""
+    enabled, devices = state is not None, [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices, enabled):
+        if state is not None:
+            set_rng_state(state, device)
         yield
-        return
-    now = rng_state(device)
-    set_rng_state(state, device)
-    try:
-        yield
-    finally:
-        set_rng_state(now, device)
 
 
 def own_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:

@@ -12,7 +12,6 @@ from accumext._torch_private import backward_hooks, forward_hooks
 
 KINDS = ("gru", "lstm", "rnn_tanh", "rnn_relu")  # in the order of csrc/math/gates.h: CellKind
 GRU, LSTM, RNN_TANH, RNN_RELU = range(4)
-GATES = (3, 4, 1, 1)  # rows of a weight, in units, per kind
 
 _MODULES = (nn.GRUCell, nn.LSTMCell, nn.RNNCell, nn.GRU, nn.LSTM, nn.RNN)
 
@@ -28,6 +27,7 @@ class RnnWeights:
     dropout: float  # between layers; 0 in eval mode
     stacked: bool  # the module's states are [L, B, H], not [B, H]
     state_parts: int  # tensors of a state: h, and c of an LSTM
+    gates: int  # a weight has gates H rows
 
 
 def rnn_weights_of(module: nn.Module | None, dtypes: set[torch.dtype]) -> RnnWeights | None:
@@ -59,8 +59,8 @@ def rnn_weights_of(module: nn.Module | None, dtypes: set[torch.dtype]) -> RnnWei
     else:
         kind = RNN_TANH if module.nonlinearity == "tanh" else RNN_RELU
     dropout = module.dropout if isinstance(module, nn.RNNBase) and module.training else 0.0
-    parts = 2 if kind == LSTM else 1
-    return RnnWeights(kind, weights, layers, module.hidden_size, dropout, stacked, parts)
+    parts, gates = 2 if kind == LSTM else 1, (3, 4, 1, 1)[kind]
+    return RnnWeights(kind, weights, layers, module.hidden_size, dropout, stacked, parts, gates)
 
 
 def pre_activations(

@@ -83,6 +83,11 @@ class SavedForBackward:
         assert formed is not None  # as `needs` was given
         return formed, main
 
+    def table_destination(self) -> Destination | None:
+        """The main gradient to add the embedding's gradient to; None: autograd takes it."""
+        table = self.args.table
+        return None if table.sparse else destination(table.weight, self.args.dtypes.accumulation)
+
     @property
     def needs_outputs(self) -> bool:
         """Whether `head_gradients` will read the outputs."""
@@ -96,13 +101,6 @@ def formed_in_forward(args: DecodeArguments) -> bool:
     added to a main gradient, which an optimizer offers in the backward pass.
     """
     return args.criterion.reduction != "none" and not expected(args.head_weight)
-
-
-def table_destination(args: DecodeArguments) -> Destination | None:
-    """The main gradient that the embedding's gradient is added to; None: returned to autograd."""
-    if args.table.sparse:
-        return None
-    return destination(args.table.weight, args.dtypes.accumulation)
 
 
 def _parameters(args: DecodeArguments) -> list[Tensor]:

@@ -31,17 +31,13 @@ class StateGradientGate:
         """The state before `step`, with this gate in its graph."""
         if self.factors is None and self.clip is None:
             return state
-        factors = None if self.factors is None else self.factors[step]
 
         def attach(leaf: Tensor) -> Tensor:
             if not (leaf.requires_grad and leaf.is_floating_point()):
                 return leaf
-            shape = [1] * leaf.dim()
-            if factors is not None and leaf.dim() > batch_dim:
-                shape[batch_dim] = -1
-            gated: Tensor = _Gate.apply(  # type: ignore[no-untyped-call]
-                leaf, self, None if factors is None else factors.view(shape)
-            )
+            shape = [-1 if dim == batch_dim else 1 for dim in range(leaf.dim())]
+            factor = None if self.factors is None else self.factors[step].view(shape)
+            gated: Tensor = _Gate.apply(leaf, self, factor)  # type: ignore[no-untyped-call]
             return gated
 
         return map_tensors(attach, state)
@@ -53,10 +49,8 @@ def random_cuts(
     """Factors [T, B]: 0 with probability 1 / mean, and otherwise 1 / (1 - 1 / mean), so that the
     expected gradient is the exact one (ARTBP: Tallec & Ollivier 2017). 1 before step 0."""
     cut = 1 / mean
-    uniforms = torch.rand(
-        steps, batch, dtype=torch.float64, device=like.device, generator=generator
-    )
-    factors = (uniforms >= cut).to(torch.promote_types(like.dtype, torch.float32)) / (1 - cut)
+    drawn = torch.rand(steps, batch, dtype=torch.float64, device=like.device, generator=generator)
+    factors = (drawn >= cut).to(torch.promote_types(like.dtype, torch.float32)) / (1 - cut)
     factors[:1] = 1
     return factors
 

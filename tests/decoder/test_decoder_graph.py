@@ -127,9 +127,9 @@ def test_a_row_that_ends_in_a_replayed_window_stays_ended(captures: list[int]) -
         None, None,
     )  # fmt: skip
 
-    def body(window: _cuda_graph.StepBuffers, steps: int) -> None:
+    def body(window: _cuda_graph.StepBuffers, end: int) -> None:
         assert window.live is not None
-        window.tokens[:steps] = 5
+        window.tokens[:end] = 5
         window.live[2:, 1] = False
 
     graph = _cuda_graph.WindowGraph(buffers, 4, body)
