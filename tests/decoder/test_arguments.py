@@ -1,4 +1,4 @@
-"""Every wrong argument of decode_loss and tbptt: the exact sentence, nothing changed. What is
+"""Every wrong argument of decode_loss: the exact sentence, nothing changed. What is
 doubtful: one warning that says what to type."""
 
 # ruff: noqa: E501  (one contract to a line)
