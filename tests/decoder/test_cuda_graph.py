@@ -95,7 +95,7 @@ def test_replayed_windows_are_the_same(
 @pytest.mark.parametrize(
     ("feedback", "replays"),
     [("greedy", 2), ((torch.arange(16) % 8 < 2)[:, None].expand(16, BATCH), 0)],
-    ids=["whole", "stretches"],
+    ids=["whole", "spans"],
 )
 def test_a_last_window_is_not_replayed(
     captures: list[int], feedback: str | torch.Tensor, replays: int
