@@ -100,7 +100,7 @@ def test_replayed_windows_are_the_same(
 def test_a_last_window_is_not_replayed(
     captures: list[int], feedback: str | torch.Tensor, replays: int
 ) -> None:
-    """Of four whole windows, nor of a stretch of six steps before a stretch that is taught."""
+    """Of four whole windows, nor of a span of six steps before a span that is teacher-forced."""
     model = make_decoder("gru_cell")
     targets = torch.randint(VOCABULARY, (16, BATCH))
     budget = VOCABULARY * 8 * (BATCH + 4 * BATCH)  # four steps a window

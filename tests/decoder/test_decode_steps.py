@@ -107,7 +107,7 @@ def run(
     decoder: LayeredDecoder,
     *,
     teacher: Tensor | None = None,
-    forced: Tensor | None = None,
+    teacher_mask: Tensor | None = None,
     live: Tensor | None = None,
     eos: int = -1,
     uniforms: Tensor | None = None,
@@ -136,9 +136,10 @@ def run(
         named = torch.full((most,), -1)
         workspace_slice = torch.cat([exps[:, used:], exps.new_empty(r.words, used)], 1).t()
         count = decode_steps(
-            r.table.to(dtype), r.weights(), states, KINDS.index(r.kind), dropout_mask, dropout_scale,
-            inputs, teacher, forced, live, eos, pad, uniforms, temperature, r.weight.to(dtype),
-            r.bias.to(dtype), r.targets, tokens, workspace_slice, some, named, logit_rows, begin, end,
+            r.table.to(dtype), r.weights(), states, KINDS.index(r.kind), dropout_mask,
+            dropout_scale, inputs, teacher, teacher_mask, live, eos, pad, uniforms, temperature,
+            r.weight.to(dtype), r.bias.to(dtype), r.targets, tokens, workspace_slice, some, named,
+            logit_rows, begin, end,
         )  # fmt: skip
         exps[:, used : used + count] = workspace_slice[:count].t()
         stats[:, used : used + count] = some[:, :count]
@@ -191,7 +192,9 @@ def check(
         assert torch.equal(steps.tokens, tokens)
     fed = steps.tokens[:-1]
     if "teacher" in call:
-        fed = torch.where(call.get("forced", torch.ones_like(alive))[1:], call["teacher"][1:], fed)
+        fed = torch.where(
+            call.get("teacher_mask", torch.ones_like(alive))[1:], call["teacher"][1:], fed
+        )
     fed = torch.where(alive[1:], fed, pad)
     assert torch.equal(steps.inputs[1:], fed)
 
@@ -225,7 +228,7 @@ def test_steps_are_those_of_torchs_cells(
     if feed in ("teacher", "mixed"):
         call["teacher"] = torch.randint(words, (steps, batch))
     if feed == "mixed":
-        call["forced"] = torch.rand(steps, batch) < 0.5
+        call["teacher_mask"] = torch.rand(steps, batch) < 0.5
     if feed == "sample":
         call["uniforms"] = torch.rand(steps, batch, dtype=torch.float64)
         call["temperature"] = 1.5
