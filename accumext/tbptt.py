@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from accumext._checks import fail_type, fail_value, one_of, positive_int, type_name
-from accumext.decoder._feedback import Feedback, feedback_plan
+from accumext._torch_private import tree_map
+from accumext.decoder._feedback import Feedback, feedback_of
 from accumext.decoder._recurrent_state import (
     State,
     check_nesting,
@@ -91,25 +91,25 @@ def tbptt(
 
     Source: Williams & Peng 1990.
     """
-    plan, k1, k2 = _check(
+    source, k1, k2 = _check(
         step, targets, state, criterion, feedback, start, inputs, k1, k2, backward, reduction,
         teacher_forcing, temperature, generator,
     )  # fmt: skip
     steps = targets.shape[0]
-    share = 1 / steps if reduction == "mean" and steps else 1.0
-    windows = _Windows(step, targets, criterion, plan, share)
-    trail = _Trail(k2, targets.device) if k1 < k2 else None
-    entrance = _Entrance(state)
+    loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
+    windows = _Windows(step, targets, criterion, source, loss_factor)
+    history = _StateHistory(k2, targets.device) if k1 < k2 else None
+    initial = _InitialState(state)
     losses = []
     for begin in range(0, steps, k1):
         end = min(begin + k1, steps)
-        first = max(0, end - k2) if trail is not None else begin
-        if trail is not None:
-            state = trail.rewind(first, state)
+        first = max(0, end - k2) if history is not None else begin
+        if history is not None:
+            state = history.restore(first, state)
         if first == 0:
-            state = entrance.state(last=end == steps or min(end + k1, steps) > k2)
-        loss, state = windows.run(first, begin, end, state, trail)
-        if first == 0 and (tie := entrance.tie()) is not None:
+            state = initial.state(last=end == steps or min(end + k1, steps) > k2)
+        loss, state = windows.run(first, begin, end, state, history)
+        if first == 0 and (tie := initial.tie()) is not None:
             loss = loss + tie.to(loss.dtype)
         losses.append(loss.detach())
         backward(loss)
@@ -127,25 +127,24 @@ class _Windows:
         step: Callable[[Tensor, State], tuple[Tensor, State]],
         targets: Tensor,
         criterion: Callable[[Tensor, Tensor], Tensor],
-        plan: Feedback,
-        share: float,
+        source: Feedback,
+        loss_factor: float,
     ) -> None:
         self.step, self.targets, self.criterion = step, targets, criterion
-        self.plan, self.share = plan, share
-        self.tokens: list[
-            Tensor
-        ] = []  # [B] each; a list, for the graph of a lookup keeps what it was fed
-        self.inputs = [plan.first()] if len(targets) else []
+        self.source, self.loss_factor = source, loss_factor
+        # [B] per step: separate tensors, as the graph of a lookup saves what it was given.
+        self.tokens: list[Tensor] = []
+        self.inputs = [source.teacher[0]] if len(targets) else []
 
     def run(
-        self, first: int, begin: int, end: int, state: State, trail: _Trail | None
+        self, first: int, begin: int, end: int, state: State, history: _StateHistory | None
     ) -> tuple[Tensor, State]:
         """The loss of the steps [begin, end) with a graph from `first` on, and the state after
         them."""
         losses = []
         for t in range(first, end):
-            if trail is not None:
-                trail.keep(t, state)
+            if history is not None:
+                history.save(t, state)
             result = self.step(self.inputs[t], state)
             if not isinstance(result, tuple) or len(result) != 2:
                 fail_type(OP, "step", "return (logits, state)", type_name(result))
@@ -160,68 +159,68 @@ class _Windows:
                 fail_value(OP, "criterion", "return a 0-dim loss", f"shape {list(loss.shape)}")
             losses.append(loss)
             with torch.no_grad():
-                self.tokens.append(self.plan.choose(t, logits))
+                self.tokens.append(self.source.choose(t, logits))
                 if t + 1 < len(self.targets):
-                    self.inputs.append(self.plan.next(t + 1, self.tokens[t]))
-        return torch.stack(losses).sum() * self.share, state
+                    self.inputs.append(self.source.next(t + 1, self.tokens[t]))
+        return torch.stack(losses).sum() * self.loss_factor, state
 
 
-class _Trail:
+class _StateHistory:
     """The detached states and generators of the last k2 steps, where windows overlap."""
 
     def __init__(self, k2: int, device: torch.device) -> None:
         self._device = device
-        self._kept: deque[tuple[int, State, tuple[Tensor, ...]]] = deque(maxlen=k2)
+        self._saved: deque[tuple[int, State, tuple[Tensor, ...]]] = deque(maxlen=k2)
 
-    def keep(self, step: int, state: State) -> None:
-        """Remember the state before `step`, once."""
-        if not self._kept or self._kept[-1][0] < step:
-            self._kept.append((step, detach(state), rng_state(self._device)))
+    def save(self, step: int, state: State) -> None:
+        """Save the state before `step`, once."""
+        if not self._saved or self._saved[-1][0] < step:
+            self._saved.append((step, detach(state), rng_state(self._device)))
 
-    def rewind(self, step: int, current: State) -> State:
+    def restore(self, step: int, current: State) -> State:
         """The state before `step`, with the generators put back so that dropout replays; `current`
-        if it comes next."""
-        for kept, state, drawn in self._kept:
-            if kept == step:
-                set_rng_state(drawn, self._device)
+        if the step has not been run yet."""
+        for saved_step, state, rng in self._saved:
+            if saved_step == step:
+                set_rng_state(rng, self._device)
                 return state
         return current
 
 
-class _Entrance:
-    """The initial state, entered by every window that begins at step 0.
+class _InitialState:
+    """The initial state of every window that begins at step 0.
 
-    A backward pass frees the graph it went through, so only the last of these windows may enter the
-    user's graph. Earlier ones end in leaves, whose gradients the last one brings along
-    (loss-scaled, as its own are).
+    A backward pass frees the graph it went through, so only the last of these windows may reach the
+    user's graph. Earlier ones start from detached leaves, whose gradients are added to those of the
+    last one (loss-scaled, as its own are).
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._leaves: dict[int, Tensor] = {}  # by id of the tensor each stands for
-        self._entered: list[Tensor] = []
+        self._hooked: list[Tensor] = []
 
     def state(self, last: bool) -> State:
         """The state for one of these windows."""
-        return tree_map(self._joined if last else self._leaf, self._state)
+        return tree_map(self._with_leaf_gradient if last else self._leaf, self._state)
 
     def _leaf(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         return self._leaves.setdefault(id(value), value.detach().requires_grad_())
 
-    def _joined(self, value: Any) -> Any:
+    def _with_leaf_gradient(self, value: Any) -> Any:
         leaf = self._leaves.get(id(value))
         if leaf is None or leaf.grad is None:
             return value
-        carried, joined = leaf.grad, value.view_as(value)
-        joined.register_hook(lambda gradient: gradient + carried)
-        self._entered.append(joined)
-        return joined
+        earlier, hooked = leaf.grad, value.view_as(value)
+        hooked.register_hook(lambda gradient: gradient + earlier)
+        self._hooked.append(hooked)
+        return hooked
 
     def tie(self) -> Tensor | None:
-        """A zero that reaches whatever earlier windows have a gradient for."""
-        return zero_gradient_tie(self._entered)
+        """A 0 that makes backward reach every tensor that earlier windows have a gradient for."""
+        return zero_gradient_tie(self._hooked)
 
 
 def _check(
@@ -242,16 +241,8 @@ def _check(
     if k2 < k1:
         fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
     one_of(OP, "reduction", reduction, ("mean", "sum"))
-    plan = feedback_plan(
-        OP,
-        feedback,
-        targets,
-        fed=targets.clamp(min=0),
-        start=start,
-        inputs=inputs,
-        teacher_forcing=teacher_forcing,
-        temperature=temperature,
-        generator=generator,
-        rows=None,
-    )
-    return plan, k1, k2
+    source = feedback_of(
+        OP, feedback, targets, fed=targets.clamp(min=0), start=start, inputs=inputs,
+        teacher_forcing=teacher_forcing, temperature=temperature, generator=generator, rows=None,
+    )  # fmt: skip
+    return source, k1, k2

@@ -1,9 +1,10 @@
-"""The arguments of `decode_loss`: checked before anything has changed, time-major from here on."""
+"""The arguments of `decode_loss`, checked before anything has changed."""
 
 from __future__ import annotations
 
 import operator
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -20,54 +21,65 @@ from accumext._checks import (
     positive_int,
     type_name,
 )
-from accumext.decoder._cells import Cell, adapt
-from accumext.decoder._embedding import Table, check_plain, table
-from accumext.decoder._feedback import Feedback, feedback_plan
-from accumext.decoder._fused_cross_entropy import Criterion, accumulation_dtype
+from accumext._torch_private import forward_hooks
+from accumext.decoder._cells import Cell, cell_of
+from accumext.decoder._embedding import EmbeddingTable
+from accumext.decoder._feedback import Feedback, feedback_of
+from accumext.decoder._half_matmul import HeadDtypes, head_dtypes
 from accumext.decoder._recurrent_state import State, own_generator, tensors
-from accumext.decoder._state_gradient import Carry, random_cuts
+from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
+from accumext.decoder._state_gradient import StateGradientGate, random_cuts
 
 OP = "decode_loss"
 
 
 @dataclass(frozen=True)
-class Job:
-    """One call of `decode_loss`, checked; every [T, B] tensor is time-major."""
+class Criterion:
+    """The loss of a token, as in `F.cross_entropy`, and its reduction."""
 
-    table: Table
+    label_smoothing: float
+    z_loss: float
+    class_weight: Tensor | None  # [V]
+    reduction: str  # "mean", "sum" or "none"
+    num_items: float | Tensor | None  # divisor of "mean"; None: what the call counts
+
+
+@dataclass(frozen=True)
+class DecodeArguments:
+    """One call of `decode_loss`; every [T, B] tensor is time-major."""
+
+    steps: int  # T
+    batch: int  # B
+    table: EmbeddingTable
     cell: Cell
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    targets: Tensor  # int64 [T, B]
+    rnn_weights: RnnWeights | None  # None: the cell is called, and autograd differentiates it
+    head_weight: Tensor  # [V, H]
+    head_bias: Tensor | None  # [V]
+    dtypes: HeadDtypes
+    targets: Tensor  # int64 [T, B], in [0, V): 0 where not counted
     counted: Tensor  # bool [T, B]: within its length and not ignored
-    within: Tensor | None  # bool [T, B]: within its length; None without `lengths`
+    within_length: Tensor | None  # bool [T, B]; None without `lengths`
     state: State
     context: tuple[Tensor, ...]
     feedback: Feedback
     criterion: Criterion
-    reduction: str
-    num_items: float | Tensor | None
     k1: int | None
     k2: int | None
-    truncated: bool  # does anything cut the gradient, and with it the last state
-    carry: Carry
+    truncated: bool  # whether anything cuts the gradient, and with it that of the last state
+    gate: StateGradientGate
     eos: int | None
     memory_budget: int | None
     cuda_graph: bool
-    batch_first: bool
 
     @property
-    def steps(self) -> int:
-        return self.targets.shape[0]
-
-    @property
-    def batch(self) -> int:
-        return self.targets.shape[1]
+    def tied(self) -> bool:
+        """Whether the head shares the embedding's weight."""
+        return self.head_weight is self.table.weight
 
     def windows(self) -> list[tuple[int, int, int]]:
         """(begin, counting, end): the losses of steps [counting, end) flow back to step `begin`.
 
-        One for all steps, unless windows overlap. Where k1 = k2 the state is cut on the way.
+        One for all steps, unless windows overlap. Where k1 = k2 the state is detached on the way.
         """
         if self.k1 is None or self.k2 is None or self.k1 == self.k2:
             return [(0, 0, self.steps)]
@@ -75,146 +87,133 @@ class Job:
         return [(max(0, e - self.k2), b, e) for b, e in zip([0, *ends], ends, strict=False)]
 
 
-def check_arguments(
-    embedding: Any,
-    cell: Any,
-    head: Any,
-    targets: Any,
-    state: State,
-    *,
-    feedback: Any,
-    start: Any,
-    inputs: Any,
-    teacher_forcing: Any,
-    k1: Any,
-    k2: Any,
-    truncation: Any,
-    state_grad_clip: Any,
-    lengths: Any,
-    eos: Any,
-    ignore_index: Any,
-    label_smoothing: Any,
-    z_loss: Any,
-    class_weight: Any,
-    reduction: Any,
-    num_items: Any,
-    temperature: Any,
-    generator: Any,
-    context: Any,
-    memory_budget: Any,
-    cuda_graph: Any,
-    batch_first: Any,
-) -> Job:
-    """The call as a `Job`, or the error that says what is wrong with it."""
-    lookup = table(OP, embedding)
-    adapted = adapt(OP, cell)
-    weight, bias = _head(head)
-    _fit(lookup, adapted, weight)
-    vocabulary = weight.shape[0]
-    device = weight.device
+def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
+    """The arguments of a call of `decode_loss`, by their names in its signature, as one object."""
+    table = embedding_table(call["embedding"])
+    cell = cell_of(OP, call["cell"])
+    weight, bias = _head(call["head"])
+    _check_sizes(table, cell, weight)
+    vocabulary, device = weight.shape[0], weight.device
 
-    targets = _tokens("targets", targets, None, device)
-    if batch_first:
+    targets, inputs, feedback = call["targets"], call["inputs"], call["feedback"]
+    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
+        fail_type(OP, "targets", "be an int64 tensor [T, B]", type_name(targets))
+    if targets.dim() != 2:
+        fail_value(OP, "targets", "have shape [T, B]", list(targets.shape))
+    _same_device("targets", [targets], device)
+    if call["batch_first"]:
         targets = targets.t()
         inputs = inputs.t() if isinstance(inputs, Tensor) and inputs.dim() == 2 else inputs
         if isinstance(feedback, Tensor) and feedback.dim() == 2:
             feedback = feedback.t()
     steps, batch = targets.shape
-    doubts = _layout_doubts(cell, targets, batch_first, [state, lengths, start])
-    ignore_index = integer(OP, "ignore_index", ignore_index)
-    within = _within(lengths, steps, batch, device)
+    doubts = _layout_doubts(call, targets)
+    ignore_index = integer(OP, "ignore_index", call["ignore_index"])
+    within_length = _within_length(call["lengths"], steps, batch, device)
     counted = targets != ignore_index
-    if within is not None:
-        counted = counted & within
-    _in_range("targets", targets, vocabulary, where=counted)
+    if within_length is not None:
+        counted = counted & within_length
+    _check_range(targets, vocabulary, counted)
 
-    if state is not None:
-        adapted.check_state(OP, state, batch)
-    _same_device("state", tensors(state), device)
-    k1, k2 = _truncation(k1, k2, truncation)
+    state = call["state"]
+    if state is None:
+        state = cell.initial_state(batch, table.weight)
+    else:
+        cell.check_state(OP, state, batch)
+        _same_device("state", tensors(state), device)
+    k1, k2 = _truncation(call["k1"], call["k2"], call["truncation"])
     if k1 is not None and k2 is None:
         doubts.append(
             f"k1={k1} has no effect without k2: the gradient flows all the way back. "
             f"Pass k2={k1} to truncate it, or leave k1 out"
         )
-    if state_grad_clip is not None and number(OP, "state_grad_clip", state_grad_clip) <= 0:
-        fail_value(OP, "state_grad_clip", "be greater than 0", state_grad_clip)
-    if eos is not None:
-        eos = _token("eos", eos, vocabulary)
-    one_of(OP, "reduction", reduction, ("mean", "sum", "none"))
-    if number(OP, "label_smoothing", label_smoothing, 0) > 1:
-        fail_value(OP, "label_smoothing", "be at most 1", label_smoothing)
-    criterion = Criterion(
-        float(label_smoothing),
-        number(OP, "z_loss", z_loss, 0),
-        _class_weight(class_weight, vocabulary, device),
-    )
-    context = _context(context, adapted, device)
-    num_items = _num_items(num_items, reduction)
+    clip = call["state_grad_clip"]
+    if clip is not None and number(OP, "state_grad_clip", clip) <= 0:
+        fail_value(OP, "state_grad_clip", "be greater than 0", clip)
+    eos = call["eos"]
+    if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < vocabulary:
+        fail_value(OP, "eos", f"be in [0, {vocabulary})", eos)
+    criterion = _criterion(call, vocabulary, device)
+    context = _context(call["context"], cell, device)
+    cuda_graph = call["cuda_graph"]
     if not isinstance(cuda_graph, bool):
         fail_type(OP, "cuda_graph", "be a bool", type_name(cuda_graph))
     if cuda_graph and device.type != "cuda":
         fail_value(OP, "cuda_graph", "be False where the head is not on a GPU", device)
-    row_bytes = vocabulary * accumulation_dtype(weight.dtype).itemsize
+    dtypes = head_dtypes(weight)
+    memory_budget = call["memory_budget"]
     if memory_budget is not None:
         memory_budget = positive_int(OP, "memory_budget", memory_budget)
+        row_bytes = vocabulary * dtypes.accumulation.itemsize
         if memory_budget < row_bytes:
             contract = f"hold one row of logits, {row_bytes} bytes"
             fail_value(OP, "memory_budget", contract, memory_budget)
-    rows = lookup.weight.shape[0]
+    rows = table.weight.shape[0]
     if rows < vocabulary and not (isinstance(feedback, str) and feedback == "teacher"):
         contract = f"have a row for each of the {vocabulary} words that can be fed back"
         fail_value(OP, "embedding", contract, f"{rows} rows")
     for doubt in doubts:
         warnings.warn(f"{OP}: {doubt}", stacklevel=3)  # where the user called
-    # last, because random numbers are drawn
-    plan = feedback_plan(
-        OP,
-        feedback,
-        targets,
-        # pad also past a row's length, where targets may be anything
-        fed=torch.where(counted, targets, lookup.pad),
-        start=start,
-        inputs=inputs,
-        teacher_forcing=teacher_forcing,
-        temperature=temperature,
-        generator=generator,
-        rows=rows,
-    )
+    # Random numbers are drawn from here on: a call that fails a check draws none.
+    generator = call["generator"]
+    # Padding also past a row's length, where targets may be anything.
+    fed = torch.where(counted, targets, table.padding_token)
+    source = feedback_of(
+        OP, feedback, targets, fed=fed, start=call["start"], inputs=inputs,
+        teacher_forcing=call["teacher_forcing"], temperature=call["temperature"],
+        generator=generator, rows=rows,
+    )  # fmt: skip
     factors = None
-    if truncation == "random":
+    if call["truncation"] == "random":
         assert k2 is not None
-        mean, k2 = k2, None
-        factors = random_cuts(steps, batch, mean, weight, own_generator(generator, device))
+        generator = own_generator(generator, device)
+        factors, k2 = random_cuts(steps, batch, k2, weight, generator), None
+    # The operators look rows up without renormalising them to `max_norm`.
+    rnn_weights = None
+    if table.max_norm is None:
+        rnn_weights = rnn_weights_of(cell.module, {table.weight.dtype, weight.dtype})
 
-    return Job(
-        table=lookup,
-        cell=adapted,
-        weight=weight,
-        bias=bias,
-        targets=targets,
-        counted=counted,
-        within=within,
-        state=state,
-        context=context,
-        feedback=plan,
-        criterion=criterion,
-        reduction=reduction,
-        num_items=num_items,
-        k1=k1,
-        k2=k2,
-        truncated=k2 is not None or factors is not None,
-        carry=Carry(factors, state_grad_clip),
-        eos=eos,
-        memory_budget=memory_budget,
+    return DecodeArguments(
+        steps=steps, batch=batch, table=table, cell=cell, rnn_weights=rnn_weights,
+        head_weight=weight, head_bias=bias, dtypes=dtypes,
+        targets=torch.where(counted, targets, 0).contiguous(), counted=counted,
+        within_length=within_length, state=state, context=context, feedback=source,
+        criterion=criterion, k1=k1, k2=k2, truncated=k2 is not None or factors is not None,
+        gate=StateGradientGate(factors, clip), eos=eos, memory_budget=memory_budget,
         cuda_graph=cuda_graph,
-        batch_first=batch_first,
-    )
+    )  # fmt: skip
+
+
+def embedding_table(embedding: Any) -> EmbeddingTable:
+    """The embedding argument: an `nn.Embedding` or a [V, E] tensor."""
+    if isinstance(embedding, nn.Embedding):
+        _check_forward("embedding", embedding, nn.Embedding, "the weight")
+        if embedding.scale_grad_by_freq:
+            fail_value(OP, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
+        padding, limit = embedding.padding_idx, embedding.max_norm
+        token = 0 if padding is None else padding
+        options = (token, padding, limit, embedding.norm_type, embedding.sparse)
+        return EmbeddingTable(embedding.weight, *options)
+    if not isinstance(embedding, Tensor) or embedding.dtype not in FLOAT_DTYPES:
+        contract = "be an nn.Embedding or a floating-point tensor [V, E]"
+        fail_type(OP, "embedding", contract, type_name(embedding))
+    if embedding.dim() != 2:
+        fail_value(OP, "embedding", "have shape [V, E]", list(embedding.shape))
+    return EmbeddingTable(embedding)
+
+
+def _check_forward(name: str, module: nn.Module, kind: type[nn.Module], instead: str) -> None:
+    """Raise for a module whose forward does more than its weight says: it is not called here."""
+    hooked = any(forward_hooks(module))
+    if type(module).forward is not kind.forward or hooked:
+        contract = f"compute as a plain nn.{kind.__name__}, for its forward is not called"
+        got = "forward hooks" if hooked else f"{type(module).__name__} with a forward of its own"
+        fail_type(OP, name, contract, got, f"Pass {instead} to mean just that")
 
 
 def _head(head: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(head, nn.Linear):
-        check_plain(OP, "head", head, nn.Linear, "(weight, bias)")
+        _check_forward("head", head, nn.Linear, "(weight, bias)")
         weight, bias = head.weight, head.bias
     elif isinstance(head, (tuple, list)) and len(head) == 2:
         weight, bias = head
@@ -225,18 +224,26 @@ def _head(head: Any) -> tuple[Tensor, Tensor | None]:
     if weight.dim() != 2 or weight.shape[0] == 0:
         fail_value(OP, "head weight", "have shape [V, H] with V >= 1", list(weight.shape))
     if bias is not None:
-        if not isinstance(bias, Tensor) or bias.dtype not in FLOAT_DTYPES:
-            fail_type(OP, "head bias", "be a floating-point tensor [V] or None", type_name(bias))
-        if list(bias.shape) != [weight.shape[0]]:
-            fail_value(OP, "head bias", f"have shape {[weight.shape[0]]}", list(bias.shape))
-        _same_device("head bias", [bias], weight.device)
+        dtypes, contract = FLOAT_DTYPES, "be a floating-point tensor [V] or None"
+        _check_vector("head bias", bias, dtypes, contract, weight.shape[0], weight.device)
     return weight, bias
 
 
-def _fit(lookup: Table, cell: Cell, weight: Tensor) -> None:
-    """Embedding, cell and head must fit together."""
-    _same_device("embedding", [lookup.weight], weight.device)
-    width = lookup.weight.shape[1]
+def _check_vector(
+    name: str, value: Any, dtypes: tuple[torch.dtype, ...], contract: str, size: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        fail_type(OP, name, contract, type_name(value))
+    if list(value.shape) != [size]:
+        fail_value(OP, name, f"have shape {[size]}", list(value.shape))
+    _same_device(name, [value], device)
+
+
+def _check_sizes(table: EmbeddingTable, cell: Cell, weight: Tensor) -> None:
+    """Raise if embedding, cell and head differ in sizes or devices."""
+    _same_device("embedding", [table.weight], weight.device)
+    width = table.weight.shape[1]
     if cell.input_size is not None and cell.input_size != width:
         fail_value(OP, "embedding", f"have the cell's input size, {cell.input_size}", width)
     if cell.output_size is not None and cell.output_size != weight.shape[1]:
@@ -252,41 +259,24 @@ def _same_device(name: str, given: list[Tensor], device: torch.device) -> None:
             fail_value(OP, name, f"be on the head's device, {device}", tensor.device)
 
 
-def _tokens(name: str, value: Any, shape: tuple[int, int] | None, device: torch.device) -> Tensor:
-    if not isinstance(value, Tensor) or value.dtype != torch.int64:
-        fail_type(OP, name, "be an int64 tensor [T, B]", type_name(value))
-    if value.dim() != 2 or (shape is not None and value.shape != shape):
-        expected = "[T, B]" if shape is None else list(shape)
-        fail_value(OP, name, f"have shape {expected}", list(value.shape))
-    _same_device(name, [value], device)
-    return value
-
-
-def _in_range(name: str, tokens: Tensor, size: int, where: Tensor | None = None) -> None:
-    """Read on the CPU only; on a GPU the lookups themselves assert."""
-    if tokens.device.type != "cpu":
+def _check_range(targets: Tensor, vocabulary: int, counted: Tensor) -> None:
+    """Raise on a CPU for a token outside [0, V); on a GPU the lookups themselves assert."""
+    if targets.device.type != "cpu":
         return
-    wrong = (tokens < 0) | (tokens >= size)
-    if where is not None:
-        wrong &= where
+    wrong = counted & ((targets < 0) | (targets >= vocabulary))
     if wrong.any():
-        fail_value(OP, name, f"be in [0, {size})", int(tokens[wrong][0]))
+        fail_value(OP, "targets", f"be in [0, {vocabulary})", int(targets[wrong][0]))
 
 
-def _token(name: str, value: Any, size: int) -> int:
-    token = integer(OP, name, value)
-    if not 0 <= token < size:
-        fail_value(OP, name, f"be in [0, {size})", token)
-    return token
-
-
-def _layout_doubts(cell: Any, targets: Tensor, batch_first: bool, rows: list[State]) -> list[str]:
-    """What to say about a module with `batch_first`, which orders nothing here, where targets are
-    taken to be [T, B]. State, lengths and start tokens in `rows` may tell what they are."""
-    if batch_first or not isinstance(cell, nn.RNNBase) or not cell.batch_first:
+def _layout_doubts(call: Mapping[str, Any], targets: Tensor) -> list[str]:
+    """Warnings about a module with `batch_first`, which orders nothing here, where targets are read
+    as [T, B]. The batch size of the state, the lengths and the start tokens may confirm that."""
+    cell = call["cell"]
+    if call["batch_first"] or not isinstance(cell, nn.RNNBase) or not cell.batch_first:
         return []
     steps, batch = targets.shape
-    sizes = {t.shape[max(0, t.dim() - 2)] for t in tensors(rows) if t.dim() > 0}  # [B], [L, B, H]
+    given = tensors([call["state"], call["lengths"], call["start"]])
+    sizes = {t.shape[max(0, t.dim() - 2)] for t in given if t.dim() > 0}  # [B], [L, B, H]
     if steps == batch or not sizes:
         return [
             f"targets {[steps, batch]} are read as [T, B], though the cell has batch_first=True. "
@@ -298,17 +288,13 @@ def _layout_doubts(cell: Any, targets: Tensor, batch_first: bool, rows: list[Sta
     return []
 
 
-def _within(lengths: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
+def _within_length(lengths: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
     if lengths is None:
         return None
-    if not isinstance(lengths, Tensor) or lengths.dtype != torch.int64:
-        fail_type(OP, "lengths", "be an int64 tensor [B]", type_name(lengths))
-    if list(lengths.shape) != [batch]:
-        fail_value(OP, "lengths", f"have shape {[batch]}", list(lengths.shape))
-    _same_device("lengths", [lengths], device)
+    _check_vector("lengths", lengths, (torch.int64,), "be an int64 tensor [B]", batch, device)
     if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
         fail_value(OP, "lengths", f"be in [0, {steps}]", lengths.tolist())
-    return torch.arange(steps, device=device)[:, None] < lengths
+    return torch.lt(torch.arange(steps, device=device)[:, None], lengths)
 
 
 def _truncation(k1: Any, k2: Any, truncation: Any) -> tuple[int | None, int | None]:
@@ -329,15 +315,16 @@ def _truncation(k1: Any, k2: Any, truncation: Any) -> tuple[int | None, int | No
     return k1, k2
 
 
-def _class_weight(value: Any, vocabulary: int, device: torch.device) -> Tensor | None:
-    if value is None:
-        return None
-    if not isinstance(value, Tensor) or value.dtype not in FLOAT_DTYPES:
-        fail_type(OP, "class_weight", "be a floating-point tensor [V]", type_name(value))
-    if list(value.shape) != [vocabulary]:
-        fail_value(OP, "class_weight", f"have shape {[vocabulary]}", list(value.shape))
-    _same_device("class_weight", [value], device)
-    return value
+def _criterion(call: Mapping[str, Any], vocabulary: int, device: torch.device) -> Criterion:
+    reduction = one_of(OP, "reduction", call["reduction"], ("mean", "sum", "none"))
+    smoothing = number(OP, "label_smoothing", call["label_smoothing"], 0)
+    if smoothing > 1:
+        fail_value(OP, "label_smoothing", "be at most 1", call["label_smoothing"])
+    z_loss, weight = number(OP, "z_loss", call["z_loss"], 0), call["class_weight"]
+    if weight is not None:
+        contract = "be a floating-point tensor [V]"
+        _check_vector("class_weight", weight, FLOAT_DTYPES, contract, vocabulary, device)
+    return Criterion(smoothing, z_loss, weight, reduction, _num_items(call["num_items"], reduction))
 
 
 def _num_items(value: Any, reduction: str) -> float | Tensor | None:
@@ -367,8 +354,7 @@ def _context(value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]
             fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
     if value and cell.state_shapes is not None:
         advice = "Wrap the cell: lambda x, state, memory: ..."
-        fail_value(
-            OP, "context", "be empty for one of torch's cells", f"{len(value)} tensors", advice
-        )
+        got = f"{len(value)} tensors"
+        fail_value(OP, "context", "be empty for one of torch's cells", got, advice)
     _same_device("context", list(value), device)
     return tuple(value)

@@ -1,121 +1,152 @@
-"""A run with a callable cell: its graph is autograd's, without logits, rebuilt in segments."""
+"""The path for callable cells: autograd differentiates the cell, in segments that the backward pass
+runs again; head and loss are one node of the graph behind the cell's outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from accumext.decoder._arguments import OP
-from accumext.decoder._cells import check_output
-from accumext.decoder._recurrent_state import State, detach, freeze, replaying, rng_state
-from accumext.decoder._run import Run
-from accumext.decoder._saved_for_backward import HeadLoss, Record
+from accumext.decoder._arguments import OP, DecodeArguments
+from accumext.decoder._cells import check_output, parameter_tensors
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
+from accumext.decoder._half_matmul import no_grad_no_autocast
+from accumext.decoder._memory import workspace_plan
+from accumext.decoder._recurrent_state import State, detach, freeze, replay_rng, rng_state, tensors
+from accumext.decoder._saved_for_backward import SavedForBackward, formed_in_forward
+from accumext.decoder._token_buffers import TokenBuffers
 
 
-class CellRun(Run):
-    """The graph of the cell, and the loss as a node behind its outputs."""
+def decode_with_callable(tokens: TokenBuffers) -> tuple[Tensor, State]:
+    """The loss and the last state of a call whose cell is called."""
+    args, grad_enabled = tokens.args, torch.is_grad_enabled()
+    reached = [args.table.weight, *tensors(args.state), *parameter_tensors(args.cell)]
+    differentiable = args.cell.state_shapes is None or any(t.requires_grad for t in reached)
+    plan = workspace_plan(args)
+    needs = None
+    if grad_enabled and formed_in_forward(args):
+        bias_grad = args.head_bias is not None and args.head_bias.requires_grad
+        needs = NeedsGrad(differentiable, args.head_weight.requires_grad, bias_grad)
+    with no_grad_no_autocast(tokens.losses.device):
+        cross_entropy = FusedCrossEntropy(args, plan, needs)
+    anchor = args.table.anchor()
+    builds_graph = grad_enabled and differentiable
+    steps = _Steps(args, tokens, cross_entropy, anchor, plan.segment, builds_graph)
+    if args.k2 is None or args.k1 == args.k2 or not builds_graph:
+        hiddens, last = steps.once(args.state)
+    else:
+        hiddens, last = steps.overlapping(args.state)
+    steps.cross_entropy = None
+    with no_grad_no_autocast(tokens.losses.device):
+        gradients = cross_entropy.finish()
+        value, inverse_divisor = tokens.reduced_loss()
+    if not grad_enabled:
+        return value, last
+    saved = SavedForBackward(tokens, plan, inverse_divisor, gradients)
+    loss: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
+        saved, value, args.head_weight, args.head_bias, anchor, *hiddens
+    )
+    return loss, last
 
-    _known = 0  # steps whose token is known; later passes over them replay
 
-    def _run(self, state: State) -> tuple[Tensor, State]:
-        job = self.job
-        anchor = job.table.anchor()
-        if job.k2 is None or job.k1 == job.k2 or not self.cell_grad:
-            hiddens, state = self._one_pass(anchor, state)
-        else:
-            hiddens, state = self._overlapping(anchor, state)
-        value, missing, gradients = self.result()
-        if not self.grad:
-            return value, state
-        record = Record(self, value, missing, gradients)
-        return HeadLoss.of(record, anchor, hiddens), state
+@dataclass
+class _Steps:
+    """Runs steps of the cell, for their outputs, states and tokens."""
 
-    def _one_pass(self, anchor: Tensor, state: State) -> tuple[list[Tensor], State]:
-        """Without k2, where the graph goes all the way, and k1 = k2, where it is cut there."""
-        period = self.job.k1 if self.job.k2 is not None else None
+    args: DecodeArguments
+    tokens: TokenBuffers
+    cross_entropy: FusedCrossEntropy | None  # None in the backward pass
+    anchor: Tensor
+    segment: int  # steps of the longest segment
+    builds_graph: bool
+    known: int = 0  # steps whose tokens are known; later passes over them are replays
+
+    def once(self, state: State) -> tuple[list[Tensor], State]:
+        """Every step once: k2 is None, or k1 = k2, where the state is detached every k1 steps."""
+        period = self.args.k1 if self.args.k2 is not None else None
         hiddens = []
-        for begin, end in segments(self.job.steps, period, self.plan.segment):
-            hidden, state = self._segment(begin, begin, end, state, anchor)
+        for begin, end in segments(self.args.steps, period, self.segment):
+            hidden, state = self._run_segment(begin, begin, end, state)
             hiddens.append(hidden)
             if period is not None and end % period == 0:
                 state = detach(state)
-        return hiddens, detach(state) if self.job.truncated else state
+        return hiddens, detach(state) if self.args.truncated else state
 
-    def _overlapping(self, anchor: Tensor, state: State) -> tuple[list[Tensor], State]:
+    def overlapping(self, state: State) -> tuple[list[Tensor], State]:
         """k1 < k2: the losses of [e - k1, e) flow back to step e - k2, for e = k1, 2 k1, ... and T.
 
         The windows overlap, so one pass without a graph finds the tokens and the states where
         windows begin, and each window's graph then starts from its own detached state.
         """
-        windows = self.job.windows()
-        device, draws = self.losses.device, self.job.cell.draws
+        windows = self.args.windows()
+        device, draws = self.tokens.losses.device, self.args.cell.draws
         starts: dict[int, tuple[State, tuple[Tensor, ...] | None]] = {}
         last = state
-        marks = [*sorted({begin for begin, _, _ in windows}), self.job.steps]
+        borders = [*sorted({begin for begin, _, _ in windows}), self.args.steps]
         with torch.no_grad():
-            for mark, following in pairwise(marks):
-                starts[mark] = (last, rng_state(device) if draws else None)
-                for first, stop in segments(following - mark, None, self.plan.segment):
-                    begin, end = mark + first, mark + stop
-                    _, last = self._segment(begin, begin, end, last, anchor)
+            for border, following in pairwise(borders):
+                starts[border] = (last, rng_state(device) if draws else None)
+                for first, stop in segments(following - border, None, self.segment):
+                    begin, end = border + first, border + stop
+                    _, last = self._run_segment(begin, begin, end, last)
         starts[0] = (state, starts[0][1])  # with its graph: windows from step 0 reach the encoder
         hiddens = []
-        for begin, previous, end in windows:
-            state_then, drawn = starts[begin]
-            with replaying(drawn, device):
-                hidden, _ = self._segment(begin, previous, end, state_then, anchor)
+        for begin, counting, end in windows:
+            start, drawn = starts[begin]
+            with replay_rng(drawn, device):
+                hidden, _ = self._run_segment(begin, counting, end, start)
             hiddens.append(hidden)
         return hiddens, detach(last)
 
-    def _segment(
-        self, begin: int, keep: int, end: int, state: State, anchor: Tensor
+    def _run_segment(
+        self, begin: int, counting: int, end: int, state: State
     ) -> tuple[Tensor, State]:
-        """Outputs [end - keep, B, H] of the steps from `keep`, and the state after the last.
+        """Outputs [end - counting, B, H] of steps [counting, end), and the state after them.
 
-        The graph holds only what enters: the backward pass runs the steps again.
+        The graph holds only the inputs of the segment: the backward pass runs its steps again.
         """
-        if not (self.cell_grad and torch.is_grad_enabled()):
-            return self._steps(begin, keep, end, state, anchor, *self.job.context)
+        given = (begin, counting, end, state, self.anchor, *self.args.context)
+        if not (self.builds_graph and torch.is_grad_enabled()):
+            return self._run_steps(*given)
+        draws = self.args.cell.draws
         outputs: tuple[Tensor, State] = checkpoint(
-            self._steps,
-            begin,
-            keep,
-            end,
-            state,
-            anchor,
-            *self.job.context,
-            use_reentrant=False,
-            preserve_rng_state=self.job.cell.draws,
+            self._run_steps, *given, use_reentrant=False, preserve_rng_state=draws
         )
         return outputs
 
-    def _steps(
-        self, begin: int, keep: int, end: int, state: State, anchor: Tensor, *context: Tensor
+    def _run_steps(
+        self, begin: int, counting: int, end: int, state: State, anchor: Tensor, *context: Tensor
     ) -> tuple[Tensor, State]:
-        job, outputs = self.job, []
+        args, tokens, outputs = self.args, self.tokens, []
         for step in range(begin, end):
-            x = job.table.lookup(anchor, self.inputs[step])
-            state = job.carry.applied(step, state, job.cell.batch_dim)
-            output, new_state = job.cell.step(x, state, *context)
-            check_output(OP, output, job.batch, job.weight.shape[1])
-            if self.live is not None:
-                new_state = freeze(OP, self.live[step], new_state, state, job.cell.batch_dim)
+            x = args.table.lookup(anchor, tokens.inputs[step])
+            state = args.gate.attach(step, state, args.cell.batch_dim)
+            output, new_state = args.cell.step(x, state, *context)
+            check_output(OP, output, args.batch, args.head_weight.shape[1])
+            if tokens.live is not None:
+                new_state = freeze(OP, tokens.live[step], new_state, state, args.cell.batch_dim)
             state = new_state
-            if step >= keep:
+            if step >= counting:
                 outputs.append(output)
-            if self.by_step and step >= self._known:
-                self.push(step, step + 1, output)
-                self.feed_back(step)
-                self._known = step + 1
+            if tokens.free_running and step >= self.known:
+                self._predict(step, step + 1, output)
+                tokens.feed_back(step)
         hidden = torch.stack(outputs)
-        if end > self._known:
-            self.push(begin, end, hidden.flatten(0, 1))
-            self._known = end
+        if end > self.known:
+            self._predict(begin, end, hidden.flatten(0, 1))
         return hidden, state
+
+    def _predict(self, begin: int, end: int, hidden: Tensor) -> None:
+        assert self.cross_entropy is not None  # every token is known before the backward pass
+        with no_grad_no_autocast(hidden.device):
+            self.tokens.predict(self.cross_entropy, begin, end, hidden.detach())
+        self.known = end
 
 
 def segments(steps: int, period: int | None, longest: int) -> Iterator[tuple[int, int]]:
@@ -128,3 +159,58 @@ def segments(steps: int, period: int | None, longest: int) -> Iterator[tuple[int
             end = min(end, begin - begin % period + period)
         yield begin, end
         begin = end
+
+
+class HeadLoss(torch.autograd.Function):
+    """The loss as a function of the head's parameters and the cell's outputs.
+
+    Its value and, as a rule, its gradients are known when it is applied. The embedding's anchor is
+    an argument, so that the anchor's backward runs even if no gradient reaches any lookup.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        saved: SavedForBackward,
+        value: Tensor,  # 0-dim or [T, B]
+        weight: Tensor,
+        bias: Tensor | None,
+        anchor: Tensor,
+        *hiddens: Tensor,  # [steps, B, H] each
+    ) -> Tensor:
+        ctx.saved = saved
+        ctx.save_for_backward(*hiddens)
+        ctx.layout = [(hidden.shape, hidden.dtype) for hidden in hiddens]
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        saved: SavedForBackward = ctx.saved
+        args = saved.args
+        saved.check_unchanged()
+        args.table.discard_gradients()
+        args.gate.begin_backward(upstream)
+        needs_weight, needs_bias, needs_anchor = ctx.needs_input_grad[2:5]
+        needs_hidden = ctx.needs_input_grad[5:]
+        hiddens = [h.flatten(0, 1) for h in ctx.saved_tensors] if saved.needs_outputs else []
+        with no_grad_no_autocast(upstream.device):
+            needs = NeedsGrad(any(needs_hidden), needs_weight, needs_bias)
+            gradients, main = saved.head_gradients(upstream, hiddens, needs, not args.tied)
+        weight = gradients.weight if needs_weight and main is None else None
+        if weight is not None and args.tied:
+            # One buffer for both: the rows of the lookups are added to the head's gradient.
+            args.table.tied_gradient, weight = weight, None
+        d_hiddens: list[Tensor | None] = []
+        done = 0
+        for (shape, dtype), needed in zip(ctx.layout, needs_hidden, strict=True):
+            rows = slice(done, done + shape[0] * shape[1])
+            done = rows.stop
+            d_hiddens.append(gradients.hidden[rows].view(shape).to(dtype) if needed else None)
+        return (
+            *(None, None),
+            cast_like(weight, args.head_weight),
+            cast_like(gradients.bias if needs_bias else None, args.head_bias),
+            args.table.weight.new_zeros(0) if needs_anchor else None,
+            *d_hiddens,
+        )

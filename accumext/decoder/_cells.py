@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from accumext._checks import fail_type, fail_value, type_name
-from accumext.decoder._recurrent_state import State, check_nesting, fresh
+from accumext.decoder._recurrent_state import State, check_nesting, copy_nesting
 
 Step = Callable[..., tuple[Tensor, State]]
 
@@ -19,10 +19,11 @@ class Cell:
     """A cell as the decoder drives it."""
 
     step: Step
-    module: nn.Module | None  # what owns the parameters, where that is known
+    module: nn.Module | None  # the owner of the parameters, where that is known
     input_size: int | None  # E, where the cell fixes it
     output_size: int | None  # H of its output, where the cell fixes it
-    state_shapes: tuple[tuple[int, ...], ...] | None  # per state tensor with the batch left out
+    # of every state tensor, without the batch; None for a callable, whose states may be anything
+    state_shapes: tuple[tuple[int, ...], ...] | None
     batch_dim: int  # of every state tensor
     draws: bool  # may draw random numbers (dropout), so that a replay must restore the generators
 
@@ -53,18 +54,18 @@ class Cell:
         return (*shape[: self.batch_dim], batch, *shape[self.batch_dim :])
 
 
-def adapt(op: str, cell: Any) -> Cell:
-    """Wrap an nn cell, an nn recurrent module (one direction), or any callable."""
+def cell_of(op: str, cell: Any) -> Cell:
+    """The cell argument: one of torch's recurrent modules (one direction), or any callable."""
     if isinstance(cell, nn.RNNCellBase):
-        return _from_cell(cell)
+        return _from_rnn_cell(cell)
     if isinstance(cell, nn.RNNBase):
-        return _from_layers(op, cell)
+        return _from_rnn(op, cell)
     if not callable(cell):
         fail_type(op, "cell", "be a recurrent module or callable", type_name(cell))
     module = cell if isinstance(cell, nn.Module) else None
 
     def step(x: Tensor, state: State, *context: Tensor) -> tuple[Tensor, State]:
-        result = cell(x, fresh(state), *context)
+        result = cell(x, copy_nesting(state), *context)
         if not isinstance(result, tuple) or len(result) != 2:
             fail_type(op, "cell", "return (output, state)", type_name(result))
         check_nesting(op, "state", result[1])
@@ -73,7 +74,7 @@ def adapt(op: str, cell: Any) -> Cell:
     return Cell(step, module, None, None, None, batch_dim=0, draws=True)
 
 
-def _from_cell(cell: nn.RNNCellBase) -> Cell:
+def _from_rnn_cell(cell: nn.RNNCellBase) -> Cell:
     pair = isinstance(cell, nn.LSTMCell)
 
     def step(x: Tensor, state: State) -> tuple[Tensor, State]:
@@ -84,7 +85,7 @@ def _from_cell(cell: nn.RNNCellBase) -> Cell:
     return Cell(step, cell, cell.input_size, cell.hidden_size, shapes, batch_dim=0, draws=False)
 
 
-def _from_layers(op: str, cell: nn.RNNBase) -> Cell:
+def _from_rnn(op: str, cell: nn.RNNBase) -> Cell:
     if cell.bidirectional:
         fail_value(op, "cell", "have one direction", "bidirectional=True")
     pair = isinstance(cell, nn.LSTM)

@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext.decoder._arguments import OP, Job, check_arguments
-from accumext.decoder._callable_path import CellRun
-from accumext.decoder._cells import Step
-from accumext.decoder._embedding import table
+from accumext.decoder._arguments import DecodeArguments, check_arguments, embedding_table
+from accumext.decoder._callable_path import decode_with_callable
+from accumext.decoder._cells import Step, parameter_tensors
 from accumext.decoder._memory import predicted_peak
-from accumext.decoder._recurrent_state import State, zeros_on
-from accumext.decoder._rnn_path import LayersRun
-from accumext.decoder._rnn_weights import Layers, take_apart
-from accumext.decoder._run import Run
+from accumext.decoder._recurrent_state import State, map_tensors, tensors, zero_gradient_tie
+from accumext.decoder._rnn_path import decode_with_rnn
+from accumext.decoder._token_buffers import TokenBuffers
 
 
 class DecodeOutput(NamedTuple):
@@ -134,62 +132,30 @@ def decode_loss(
     Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Bengio et al. 2015
     (scheduled sampling); the derivation is in docs/decoder.md.
     """
-    job = check_arguments(
-        embedding,
-        cell,
-        head,
-        targets,
-        state,
-        feedback=feedback,
-        start=start,
-        inputs=inputs,
-        teacher_forcing=teacher_forcing,
-        k1=k1,
-        k2=k2,
-        truncation=truncation,
-        state_grad_clip=state_grad_clip,
-        lengths=lengths,
-        eos=eos,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        class_weight=class_weight,
-        reduction=reduction,
-        num_items=num_items,
-        temperature=temperature,
-        generator=generator,
-        context=context,
-        memory_budget=memory_budget,
-        cuda_graph=cuda_graph,
-        batch_first=batch_first,
-    )
-    layers = _layers(job)
-    run: Run = CellRun(job) if layers is None else LayersRun(job, layers)
-    loss, last = run()
-
-    def laid_out(time_major: Tensor) -> Any:
-        return time_major.t() if batch_first and time_major.dim() == 2 else time_major
-
-    # the backward pass reads run.inputs again, so a caller gets a copy to write into
-    inputs = run.inputs.clone()
-    return DecodeOutput(
-        laid_out(loss),
-        laid_out(run.tokens),
-        laid_out(inputs),
-        laid_out(run.losses),
-        last,
-        run.lengths(),
-    )
+    args = check_arguments(locals())  # the arguments by name: there are no other locals yet
+    buffers = TokenBuffers(args)
+    if args.targets.numel() == 0:
+        loss, last = _loss_of_nothing(args, buffers.losses), args.state
+    elif args.rnn_weights is not None:
+        loss, last = decode_with_rnn(buffers, args.rnn_weights)
+    else:
+        loss, last = decode_with_callable(buffers)
+    # The backward pass reads the inputs again: the caller, who may write, gets a copy.
+    tokens, losses, fed = buffers.tokens, buffers.losses, buffers.inputs.clone()
+    if batch_first:
+        loss = loss.t() if loss.dim() == 2 else loss
+        tokens, losses, fed = tokens.t(), losses.t(), fed.t()
+    return DecodeOutput(loss, tokens, fed, losses, last, buffers.lengths())
 
 
-def _layers(job: Job) -> Layers | None:
-    """The call's cell taken apart, where operators run it; None: autograd does."""
-    layers = take_apart(job.cell.module)
-    if layers is None or job.table.max_norm is not None:
-        return None
-    weights = (w for w in layers.weights if w is not None)
-    uniform = {w.dtype for w in weights} == {job.table.weight.dtype} == {job.weight.dtype}
-    return layers if uniform else None
+def _loss_of_nothing(args: DecodeArguments, losses: Tensor) -> Tensor:
+    """The loss where T or B is 0: 0, with zero gradients for all that would have had one."""
+    zero = losses if args.criterion.reduction == "none" else losses.sum()
+    reached = [args.table.weight, args.head_weight]
+    reached += [] if args.head_bias is None else [args.head_bias]
+    reached += [*parameter_tensors(args.cell), *tensors(args.state), *args.context]
+    tie = zero_gradient_tie(reached) if torch.is_grad_enabled() else None
+    return zero if tie is None else zero + tie.to(zero.dtype)
 
 
 def decode_memory(*args: Any, **kwargs: Any) -> int:
@@ -211,17 +177,20 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     bound = inspect.signature(decode_loss).bind(*args, **kwargs)
     bound.apply_defaults()
     call = bound.arguments
-    device = table(OP, call["embedding"]).weight.device
+    device = embedding_table(call["embedding"]).weight.device
     if isinstance(call["targets"], (tuple, list)):
         call["targets"] = torch.zeros(*call["targets"], dtype=torch.int64, device=device)
+
+    def on_device(tensor: Tensor) -> Tensor:
+        return torch.zeros_like(tensor, device=device) if tensor.device != device else tensor
+
     for name in ("targets", "state", "inputs", "lengths", "feedback", "context"):
-        call[name] = zeros_on(device, call[name])
+        call[name] = map_tensors(on_device, call[name])
     if isinstance(call["feedback"], str) and call["feedback"] in ("sample", "scheduled"):
         call["feedback"] = "greedy"  # the same memory, and nothing is drawn
     if call["truncation"] == "random":
         call["truncation"], call["k2"] = "fixed", None
-    job = check_arguments(**call)
-    return predicted_peak(job, _layers(job))
+    return predicted_peak(check_arguments(call))
 
 
 decode_memory.__signature__ = inspect.signature(decode_loss)  # type: ignore[attr-defined]

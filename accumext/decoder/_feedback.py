@@ -1,4 +1,4 @@
-"""What a decoder is fed at each step: the target, its own prediction, or a mixture of them."""
+"""Which token a decoder reads at each step: the target, its own prediction, or either by a mask."""
 
 from __future__ import annotations
 
@@ -17,31 +17,22 @@ MODES = ("teacher", "greedy", "sample", "scheduled")
 
 @dataclass(frozen=True)
 class Feedback:
-    """The plan of one call's inputs."""
+    """The source of every input of one call."""
 
-    teacher: Tensor  # int64 [T, B]: what is fed where the mask is true
-    mask: Tensor | None  # bool [T, B]: True feeds the teacher; None feeds it everywhere
-    temperature: float = 1.0  # of the sample
+    teacher: Tensor  # int64 [T, B]: the inputs of teacher forcing
+    mask: Tensor | None  # bool [T, B]: True feeds the teacher's input; None feeds it everywhere
+    temperature: float = 1.0  # of the samples
     uniforms: Tensor | None = None  # fp64 [T, B] in [0, 1), to sample with; None takes the argmax
 
-    @property
-    def predicts(self) -> bool:
-        """Is any prediction fed back?"""
-        return self.mask is not None
-
     def choose(self, step: int, logits: Tensor) -> Tensor:
-        """The token [B] that logits [B, V] predict: the argmax in at least fp32, or a sample."""
-        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        """The tokens [B] that logits [B, V] predict: the argmax in at least fp32, or a sample."""
+        logits = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         if self.uniforms is None:
-            return wide.max(-1).indices
-        return sample(wide, self.uniforms[step], self.temperature)
-
-    def first(self) -> Tensor:
-        """The input of step 0, [B]."""
-        return self.teacher[0]
+            return logits.max(-1).indices
+        return sample(logits, self.uniforms[step], self.temperature)
 
     def next(self, step: int, predicted: Tensor) -> Tensor:
-        """The input of `step` >= 1, [B], after `predicted` [B] at the step before."""
+        """The input [B] of `step` >= 1, after `predicted` [B] at the step before."""
         if self.mask is None:
             return self.teacher[step]
         return torch.where(self.mask[step], self.teacher[step], predicted)
@@ -64,20 +55,16 @@ def sample(
     return torch.cat(tokens).clamp_(max=logits.shape[1] - 1)
 
 
-def feedback_plan(
+def feedback_of(
     op: str,
     feedback: Any,
     targets: Tensor,  # int64 [T, B]
     *,
-    fed: Tensor,  # int64 [T, B]: the targets, with what is to be fed where a target is ignored
-    start: Any,
-    inputs: Any,
-    teacher_forcing: Any,
-    temperature: Any,
-    generator: Any,
-    rows: int | None,  # words that can be fed; None: unknown
-) -> Feedback:
-    """Check the arguments that choose the inputs, and draw the coins of scheduled sampling."""
+    fed: Tensor,  # int64 [T, B]: the targets, with the token to feed where one is ignored
+    start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
+    rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
+) -> Feedback:  # fmt: skip
+    """Check the arguments that choose the inputs, and draw the random numbers that they need."""
     shape, device = targets.shape, targets.device
     if isinstance(feedback, Tensor):
         if feedback.dtype != torch.bool:
@@ -102,8 +89,8 @@ def feedback_plan(
     if feedback == "teacher":
         return Feedback(teacher, None)
     if feedback == "scheduled":
-        coins = torch.rand(shape, device=device, generator=own_generator(generator, device))
-        return Feedback(teacher, coins < probability)
+        uniforms = torch.rand(shape, device=device, generator=own_generator(generator, device))
+        return Feedback(teacher, uniforms < probability)
     never = torch.zeros(shape, dtype=torch.bool, device=device)
     if feedback == "greedy":
         return Feedback(teacher, never)
@@ -119,26 +106,26 @@ def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | N
             fail_type(op, "inputs", "be an int64 tensor [T, B]", type_name(inputs))
         if inputs.shape != fed.shape:
             fail_value(op, "inputs", f"have shape {[steps, batch]}", list(inputs.shape))
-        _fits(op, "inputs", inputs, fed, rows)
+        _check_tokens(op, "inputs", inputs, fed, rows)
         return inputs
     if isinstance(start, Tensor):
         if start.dtype != torch.int64:
             fail_type(op, "start", "be an int or an int64 tensor [B]", type_name(start))
         if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
             fail_value(op, "start", f"have shape {[batch]}", list(start.shape))
-        _fits(op, "start", start, fed, rows)
+        _check_tokens(op, "start", start, fed, rows)
     elif isinstance(start, bool) or not isinstance(start, SupportsIndex):
         fail_type(op, "start", "be an int or an int64 tensor [B]", type_name(start))
     elif (start := operator.index(start)) < 0 or (rows is not None and start >= rows):
         fail_value(op, "start", "be at least 0" if rows is None else f"be in [0, {rows})", start)
-    _fits(op, "targets that are fed", fed[:-1], fed, rows)
+    _check_tokens(op, "targets that are fed", fed[:-1], fed, rows)
     first = torch.empty(1, batch, dtype=torch.int64, device=fed.device)
     first[:] = start
     return torch.cat([first, fed[:-1]])[:steps]
 
 
-def _fits(op: str, name: str, tokens: Tensor, fed: Tensor, rows: int | None) -> None:
-    """Device, and on the CPU values: on a GPU the lookup itself asserts."""
+def _check_tokens(op: str, name: str, tokens: Tensor, fed: Tensor, rows: int | None) -> None:
+    """Check the device, and on a CPU the values: on a GPU the lookup itself asserts."""
     if tokens.device != fed.device:
         fail_value(op, name, f"be on the device of targets, {fed.device}", tokens.device)
     if rows is None or tokens.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""The output layer and its cross-entropy in one workspace: loss, token, gradients, no logits kept.
+"""The output layer and its cross-entropy, fused: losses, tokens and gradients without all logits.
 
 For a row with hidden h, logits z = W h + b, m = max z, E = exp(z - m), S = sum E, lse = m + log S,
 target y, weights w (1 without `class_weight`), smoothing eps and z-loss coefficient zl, the loss
@@ -10,17 +10,15 @@ and its gradient are
 
 Only E is stored, unnormalised and in [0, 1], with 0 at the target: the target's own coefficient
 t = r E_y - s, a difference of nearly equal numbers once a row is learnt, is formed in the
-accumulation dtype and never rounded to a narrow one. Every factor sits in the row vectors r, t, q,
-where nothing under- or overflows. The terms in t and q have rank one per row and never touch a
+accumulation dtype and never rounded to half precision. Every factor sits in the row vectors r, t,
+q, where nothing under- or overflows. The terms in t and q have rank one per row and never touch a
 logit: w.z = h.(W^T w) + w.b.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,23 +26,22 @@ from torch import Tensor
 from accumext._scalars import Scalar
 from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
-from accumext.decoder._half_matmul import add_product, exps_dtype, product
+from accumext.decoder._arguments import DecodeArguments
+from accumext.decoder._half_matmul import add_matmul, matmul_transposed
+from accumext.decoder._memory import WorkspacePlan
 
-Wants: TypeAlias = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
 
+class NeedsGrad(NamedTuple):
+    """Which gradients a pass through the head is to form."""
 
-@dataclass(frozen=True)
-class Criterion:
-    """What the loss of a row is, as in `F.cross_entropy`."""
-
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    class_weight: Tensor | None = None  # [V]
+    hidden: bool
+    weight: bool
+    bias: bool
 
 
 @dataclass
-class Gradients:
-    """Of the summed row losses; fp32, or fp64 in double precision."""
+class HeadGradients:
+    """Gradients of the summed losses, in the accumulation dtype."""
 
     hidden: Tensor  # [N, H]
     weight: Tensor | None  # [V, H]
@@ -56,11 +53,10 @@ class Gradients:
         torch.ops.accumext.scale_(given, factor)
 
 
-@dataclass
-class _Rows:
-    """Rows that are in the workspace."""
+class _Rows(NamedTuple):
+    """Rows whose exponentials are in the workspace."""
 
-    index: Tensor  # int64 [M]: which of the call's rows they are
+    position: Tensor  # int64 [M]: among the call's T B rows
     hidden: Tensor  # [M, H]
     target: Tensor  # int64 [M]
     r: Tensor  # [M]
@@ -68,29 +64,26 @@ class _Rows:
     q: Tensor  # [M]
 
 
-class Head:
-    """A workspace of `rows` rows; gradients are formed whenever it is full."""
+class FusedCrossEntropy:
+    """A workspace of exponentials, [V, rows]; gradients are formed whenever it is full."""
 
     def __init__(
         self,
-        weight: Tensor,  # [V, H]
-        bias: Tensor | None,  # [V]
-        criterion: Criterion,
-        rows: int,
-        columns: int,  # rows whose logits exist at once
-        total: int,  # N: rows of the whole call
-        wants: Wants | None,  # None: the loss only
-        compute_dtype: torch.dtype,  # what the operands of the products are rounded to
-        temperature: float = 1.0,  # of samples
-        straight: Destination | None = None,  # where the weight's gradient is added to instead
+        args: DecodeArguments,
+        plan: WorkspacePlan,
+        needs: NeedsGrad | None,  # None: the loss only
+        destination: Destination | None = None,  # adds the weight's gradient to a main gradient
     ) -> None:
+        weight, bias, criterion = args.head_weight, args.head_bias, args.criterion
         vocabulary, hidden = weight.shape
-        self.rows, self.columns = rows, columns
-        self.dtype = accumulation_dtype(weight.dtype)
-        self.weight = rows_together(weight.detach().to(compute_dtype))
+        self.rows, self.logit_rows = plan.rows, plan.logit_rows
+        self.forms_gradients = needs is not None
+        self.dtype = args.dtypes.accumulation
+        weight = weight.detach().to(args.dtypes.product)
+        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
         self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
-        self.temperature = temperature
-        self._eps, self._z_loss = criterion.label_smoothing, criterion.z_loss
+        self._temperature = args.feedback.temperature
+        self._smoothing, self._z_loss = criterion.label_smoothing, criterion.z_loss
         self._class_weight = None
         if criterion.class_weight is not None:
             self._class_weight = criterion.class_weight.detach().to(self.dtype)
@@ -98,43 +91,43 @@ class Head:
 
         new = weight.new_empty
         self._exps: Tensor | None = None  # [V, rows]: rows next to each other, as products want it
-        self._held: list[_Rows] = []
-        self.filled = 0  # rows in the workspace
-        self._written_to = 0  # rows of it that were ever written
+        self._pending: list[_Rows] = []
+        self._filled = 0  # rows in the workspace
+        self._initialized = 0  # rows of it that were ever written
         self._smoothed = new(hidden, dtype=self.dtype).zero_()  # sum of q h, [H]
         self._smoothed_bias = new((), dtype=self.dtype).zero_()
-        self.gradients: Gradients | None = None
-        self._written = straight is not None  # whether gradients.weight has been
-        self._factor: Scalar = 1.0 if straight is None else straight.factor
-        if wants is not None:
-            kind = exps_dtype(compute_dtype, weight.device, self.dtype)
-            self._exps = new(vocabulary, min(rows, total), dtype=kind)
-            self.gradients = Gradients(
-                hidden=new(total if wants[0] else 0, hidden, dtype=self.dtype).zero_(),
-                weight=self._weight_gradient(straight) if wants[1] else None,
-                bias=new(vocabulary, dtype=self.dtype).zero_() if wants[2] else None,
+        self._gradients: HeadGradients | None = None
+        self._weight_written = destination is not None  # whether its gradient holds sums
+        self._main_factor: Scalar = 1.0 if destination is None else destination.factor
+        if needs is not None:
+            rows = args.steps * args.batch
+            d_weight = None if destination is None else destination.main_grad
+            if needs.weight and d_weight is None:
+                d_weight = new(vocabulary, hidden, dtype=self.dtype)
+            self._exps = new(vocabulary, min(self.rows, rows), dtype=args.dtypes.exps)
+            self._gradients = HeadGradients(
+                hidden=new(rows if needs.hidden else 0, hidden, dtype=self.dtype).zero_(),
+                weight=d_weight,
+                bias=new(vocabulary, dtype=self.dtype).zero_() if needs.bias else None,
             )
 
-    def _weight_gradient(self, straight: Destination | None) -> Tensor:
-        if straight is not None:
-            return straight.main_grad
-        return self.weight.new_empty(self.weight.shape, dtype=self.dtype)
+    def workspace_slice(self, rows: int) -> Tensor | None:
+        """Where the exponentials of the next `rows` rows go, [rows, V]; None if not wanted.
 
-    def room(self, rows: int) -> Tensor | None:
-        """Where the exponentials of so many further rows go, [rows, V]; gradients are formed first
-        if they do not fit. None if they are not wanted."""
+        Gradients are formed first if there is no space left.
+        """
         if self._exps is None:
             return None
-        if self.filled + rows > self.rows:
+        if self._filled + rows > self.rows:
             self._form_gradients()
-        return self._exps[:, self.filled : self.filled + rows].t()
+        return self._exps[:, self._filled : self._filled + rows].t()
 
-    def push(
+    def forward(
         self,
         hidden: Tensor,  # [M, H]
         targets: Tensor,  # int64 [M], in [0, V)
         counted: Tensor,  # bool [M]: has a loss
-        index: Tensor,  # int64 [M]: which of the call's rows they are
+        index: Tensor,  # int64 [M]: positions among the call's T B rows
         upstream: Tensor | None = None,  # factor of the losses in the gradients, 0-dim or [M]
         uniforms: Tensor | None = None,  # fp64 [M], to sample with
     ) -> tuple[Tensor, Tensor]:
@@ -147,153 +140,125 @@ class Head:
             h = hidden[piece].contiguous()
             stats = h.new_empty(3, len(h))
             _operators.head_forward(
-                h,
-                self.weight,
-                self.bias,
-                targets[piece].contiguous(),
-                None if uniforms is None else uniforms[piece].contiguous(),
-                self.temperature,
-                self.room(len(h)),
-                self.columns,
-                tokens[piece],
-                stats,
-            )
+                h, self.weight, self.bias, targets[piece].contiguous(),
+                None if uniforms is None else uniforms[piece].contiguous(), self._temperature,
+                self.workspace_slice(len(h)), self.logit_rows, tokens[piece], stats,
+            )  # fmt: skip
             factor = upstream if upstream is None or upstream.dim() == 0 else upstream[piece]
-            losses[piece] = self.take(
-                h, targets[piece], counted[piece], index[piece], factor, stats
-            )
+            rows = targets[piece], counted[piece], index[piece]
+            losses[piece] = self.add_rows(h, *rows, factor, stats)
         return tokens, losses
 
-    def take(
+    def add_rows(
         self,
         hidden: Tensor,
         targets: Tensor,
         counted: Tensor,
         index: Tensor,
         upstream: Tensor | None,
-        stats: Tensor,
+        stats: Tensor,  # [3, M]: largest logit, sum of exponentials, logit of the target
     ) -> Tensor:
-        """Losses [M] of rows whose exponentials have been written to `room`, from `stats` [3, M]:
-        largest logit, sum of exponentials, logit of the target."""
+        """Losses [M] of rows whose exponentials are in `workspace_slice(M)`, from their stats."""
         peak, total, target_logit = stats
         lse = peak + total.log()
-        share = 1 - self._eps
+        share = 1 - self._smoothing
         hit = share if self._class_weight is None else share * self._class_weight[targets]
         loss = hit * (lse - target_logit)
         row = hit + 2 * self._z_loss * lse
-        if self._eps > 0:
-            uniform = self._eps / self.weight.shape[0]
-            narrow = hidden.to(self.weight.dtype).to(self.dtype)  # what made the logits
-            smooth = self._weight_sum * lse - (narrow @ self._colsum + self._bias_dot)
+        if self._smoothing > 0:
+            uniform = self._smoothing / self.weight.shape[0]
+            rounded = hidden.to(self.weight.dtype).to(self.dtype)  # what made the logits
+            smooth = self._weight_sum * lse - (rounded @ self._colsum + self._bias_dot)
             loss = loss + uniform * smooth
             row = row + uniform * self._weight_sum
         if self._z_loss > 0:
             loss = loss + self._z_loss * lse.square()
         if self._exps is not None:
-            factor = (
-                counted.to(self.dtype) if upstream is None else torch.where(counted, upstream, 0)
-            )
+            factor = counted.to(self.dtype)
+            if upstream is not None:
+                factor = torch.where(counted, upstream, 0)
             r = torch.where(counted, factor * row / total, 0)
             t = torch.where(counted, r * (target_logit - peak).exp() - factor * hit, 0)
-            q = factor * (self._eps / self.weight.shape[0])
-            self._held.append(_Rows(index, hidden, targets, r, t, q))
-            self.filled += len(hidden)
+            q = factor * (self._smoothing / self.weight.shape[0])
+            self._pending.append(_Rows(index, hidden, targets, r, t, q))
+            self._filled += len(hidden)
         return torch.where(counted, loss, 0)
 
-    def finish(self) -> Gradients | None:
-        """The gradients of everything pushed; frees the workspace."""
+    def finish(self) -> HeadGradients | None:
+        """The gradients of all rows; frees the workspace."""
         self._form_gradients()
         self._exps = None
-        gradients = self.gradients
-        if gradients is not None and gradients.weight is not None and not self._written:
-            gradients.weight.zero_()
-        if gradients is not None and self._eps > 0:
-            weights = self._class_weight
-            if gradients.weight is not None and weights is None:
-                gradients.weight.sub_(self._smoothed)
-            elif gradients.weight is not None and weights is not None:
-                gradients.weight.addr_(weights, self._smoothed, alpha=-1)
-            if gradients.bias is not None:
-                term = self._smoothed_bias
-                gradients.bias.sub_(term if weights is None else weights * term)
-        return gradients
+        if self._gradients is None:
+            return None
+        d_weight, d_bias = self._gradients.weight, self._gradients.bias
+        if d_weight is not None and not self._weight_written:
+            d_weight.zero_()
+        weights, term = self._class_weight, self._smoothed_bias
+        if d_weight is not None and self._smoothing > 0:
+            if weights is None:
+                d_weight.sub_(self._smoothed)
+            else:
+                d_weight.addr_(weights, self._smoothed, alpha=-1)
+        if d_bias is not None and self._smoothing > 0:
+            d_bias.sub_(term if weights is None else weights * term)
+        return self._gradients
 
     def _smoothing_terms(self) -> tuple[Tensor, Tensor | float, Tensor | float]:
         """W^T w, w.b and sum(w)."""
         weights = self._class_weight
-        if self._eps == 0:
+        if self._smoothing == 0:
             return self.weight.new_empty(0), 0.0, 0.0
         if weights is None:
             bias_dot = 0.0 if self.bias is None else self.bias.sum()
             colsum = self.weight.sum(0, dtype=self.dtype)
             return colsum, bias_dot, float(self.weight.shape[0])
         bias_dot = 0.0 if self.bias is None else weights @ self.bias
-        return product(weights[:, None], self.weight, self.dtype)[0], bias_dot, weights.sum()
-
-    def _write_rest(self, exps: Tensor) -> None:
-        """Zeros in what nobody has written, once at most: where rows ended before the workspace was
-        full for the first time.
-
-        The products take the rows that are filled, out of longer ones. There torch's may read past
-        the last, whole tiles of the processor (32 columns of bfloat16 with AMX), and multiply what
-        they find by zero, which makes NaN of the NaN that fresh memory may hold.
-        """
-        self._written_to = max(self._written_to, self.filled)
-        if self._written_to < exps.shape[1]:
-            exps[:, self._written_to :].zero_()
-            self._written_to = exps.shape[1]
+        colsum = matmul_transposed(weights[:, None], self.weight, self.dtype)[0]
+        return colsum, bias_dot, weights.sum()
 
     def _form_gradients(self) -> None:
-        if self.gradients is None or self._exps is None or self.filled == 0:
+        """Add the gradients of the rows in the workspace, which is then empty."""
+        if self._gradients is None or self._exps is None or self._filled == 0:
             return
-        self._write_rest(self._exps)
-        exps = self._exps[:, : self.filled]  # [V, M]
-        held, self._held = self._held, []
-        self.filled = 0
-        index, h, y, r, t, q = (
-            torch.cat([getattr(rows, name) for rows in held])
-            for name in ("index", "hidden", "target", "r", "t", "q")
-        )
-        gradients = self.gradients
+        self._initialize_rest(self._exps)
+        exps = self._exps[:, : self._filled]  # [V, M]
+        pending, self._pending = self._pending, []
+        self._filled = 0
+        position, h, y, r, t, q = (torch.cat(parts) for parts in zip(*pending, strict=True))
+        gradients = self._gradients
         if len(gradients.hidden):
-            d_hidden = product(exps, self.weight, self.dtype).mul_(r[:, None])
+            d_hidden = matmul_transposed(exps, self.weight, self.dtype).mul_(r[:, None])
             d_hidden.addcmul_(self.weight[y].to(self.dtype), t[:, None])
-            if self._eps > 0:
+            if self._smoothing > 0:
                 d_hidden.addr_(q, self._colsum, alpha=-1)
-            gradients.hidden[index] = d_hidden
+            gradients.hidden[position] = d_hidden
         if gradients.weight is not None:
             h = h.to(self.weight.dtype).to(self.dtype)  # what made the logits
-            h = h * self._factor
-            add_product(gradients.weight, exps, h * r[:, None], fresh=not self._written)
+            h = h * self._main_factor
+            overwrite = not self._weight_written
+            add_matmul(gradients.weight, exps, h * r[:, None], overwrite=overwrite)
             gradients.weight.index_add_(0, y, h * t[:, None])
-            self._written = True
+            self._weight_written = True
             self._smoothed += q @ h
         if gradients.bias is not None:
-            add_product(gradients.bias[:, None], exps, r[:, None], fresh=False)
+            add_matmul(gradients.bias[:, None], exps, r[:, None], overwrite=False)
             gradients.bias.index_add_(0, y, t)
             self._smoothed_bias += q.sum()
 
+    def _initialize_rest(self, exps: Tensor) -> None:
+        """Write zeros, once at most, to rows of the workspace that were never written: rows ended
+        before it was full for the first time.
 
-@contextmanager
-def plain(device: torch.device) -> Iterator[None]:
-    """No graph and no autocast: the head chooses its own precision."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
-
-
-def rows_together(matrix: Tensor) -> Tensor:
-    """The matrix with the elements of a row next to each other."""
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64, fp32 for everything narrower."""
-    return torch.promote_types(dtype, torch.float32)
+        The products take the filled rows out of longer ones. torch's may read past the last of
+        them, whole tiles of the processor (32 columns of bfloat16 with AMX), and multiply what they
+        find by zero, which makes NaN of the NaN that fresh memory may hold.
+        """
+        self._initialized = max(self._initialized, self._filled)
+        if self._initialized < exps.shape[1]:
+            exps[:, self._initialized :].zero_()
+            self._initialized = exps.shape[1]
 
 
-def product_dtype(weight: Tensor) -> torch.dtype:
-    """What the operands of the head's products are rounded to: autocast's dtype where it is on."""
-    kind = weight.device.type
-    if weight.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
-        return weight.dtype
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+def cast_like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """The gradient in the dtype of its parameter; None where either is."""
+    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

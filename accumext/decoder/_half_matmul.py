@@ -1,55 +1,72 @@
-"""Products with operands of half precision whose sums are not rounded on the way.
+"""Matrix products with half-precision operands whose sums are kept in fp32 (fp64 for fp64).
 
-A product of two tensors of half precision has a result of half precision on a CPU; a slice of it at
-a time is added to where the sums are kept. Where the processor has no instruction for such
-products, slices of the operands are widened instead.
+On a CPU torch rounds the product of two half-precision matrices to half precision. Here a slice of
+rows at a time is multiplied and added to fp32 sums. Where the processor has no instruction for
+bfloat16 products, slices of the operands are converted to fp32 instead.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from accumext._torch_private import cpu_multiplies_bfloat16
+
 SLICE = 4096  # rows at once: enough for full speed, few beside a vocabulary
 
 
-@functools.cache
-def has_bfloat16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32 (AVX512-BF16)."""
-    return torch.cpu._is_avx512_bf16_supported()
+class HeadDtypes(NamedTuple):
+    """The precisions of the output layer in one call."""
+
+    accumulation: torch.dtype  # of sums, states and losses: fp64 for fp64, fp32 otherwise
+    product: torch.dtype  # to which the operands of the products are rounded
+    exps: torch.dtype  # of the stored exponentials, factors in [0, 1] of the deferred products
 
 
-def exps_dtype(operand: torch.dtype, device: torch.device, wide: torch.dtype) -> torch.dtype:
-    """In what factors between 0 and 1 of products with such operands are kept."""
-    if operand == torch.bfloat16 and (device.type == "cuda" or has_bfloat16_products()):
-        return torch.bfloat16
-    return wide
+def head_dtypes(weight: Tensor) -> HeadDtypes:
+    """The dtypes for this head weight [V, H], under the autocast mode of the caller."""
+    kind = weight.device.type
+    accumulation = torch.promote_types(weight.dtype, torch.float32)
+    product = weight.dtype
+    if product != torch.float64 and torch.amp.is_autocast_available(kind):
+        product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else product
+    fast = product == torch.bfloat16 and (kind == "cuda" or cpu_multiplies_bfloat16())
+    return HeadDtypes(accumulation, product, torch.bfloat16 if fast else accumulation)
 
 
-def product(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
-    """left.t() @ right in `wide`: [V, M] and [V, H] give [M, H]."""
+@contextmanager
+def no_grad_no_autocast(device: torch.device) -> Iterator[None]:
+    """Neither a graph nor autocast: the head has precisions of its own."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def matmul_transposed(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left.t() @ right in `dtype`: [V, M] and [V, H] give [M, H]."""
     if left.dtype == right.dtype:
-        return torch.mm(left.t(), right).to(wide)
-    sums = left.new_zeros(left.shape[1], right.shape[1], dtype=wide)
+        return torch.mm(left.t(), right).to(dtype)
+    sums = left.new_zeros(left.shape[1], right.shape[1], dtype=dtype)
     for begin in range(0, len(left), SLICE):
         rows = slice(begin, begin + SLICE)
-        sums.addmm_(left[rows].t().to(wide), right[rows].to(wide))
+        sums.addmm_(left[rows].t().to(dtype), right[rows].to(dtype))
     return sums
 
 
-def add_product(sums: Tensor, left: Tensor, right: Tensor, *, fresh: bool) -> None:
-    """sums += left @ right, or sums = left @ right if `fresh`: [V, M] and [M, H] into [V, H]."""
+def add_matmul(sums: Tensor, left: Tensor, right: Tensor, *, overwrite: bool) -> None:
+    """sums = (0 if overwrite else sums) + left @ right: [V, M] and [M, H] into [V, H]."""
     if left.dtype == sums.dtype:
-        torch.addmm(sums, left, right, beta=0 if fresh else 1, out=sums)
+        torch.addmm(sums, left, right, beta=0 if overwrite else 1, out=sums)
         return
     right = right.to(left.dtype)
     buffer = left.new_empty(min(SLICE, len(left)), right.shape[1])
     for begin in range(0, len(left), SLICE):
-        rows = slice(begin, min(begin + SLICE, len(left)))
-        part = torch.mm(left[rows], right, out=buffer[: rows.stop - begin])
-        if fresh:
+        rows = slice(begin, begin + SLICE)
+        part = torch.mm(left[rows], right, out=buffer[: len(left[rows])])
+        if overwrite:
             sums[rows] = part
         else:
             sums[rows].add_(part)

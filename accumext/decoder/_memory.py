@@ -1,92 +1,144 @@
-"""What a call of the decoder has at once, predicted from shapes."""
+"""What a call of the decoder keeps in memory: the sizes that it chooses, and the predicted peak."""
 
 from __future__ import annotations
 
-from accumext.decoder._arguments import Job
+from dataclasses import dataclass
+
+from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._cells import parameter_tensors
-from accumext.decoder._fused_cross_entropy import accumulation_dtype, product_dtype
-from accumext.decoder._half_matmul import SLICE, exps_dtype
-from accumext.decoder._plan import Plan, cell_steps
-from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, Layers
-from accumext.decoder._run import run_plan
+from accumext.decoder._half_matmul import SLICE
+from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
+
+# Rows of the workspace that let the deferred products run at full speed: with fewer, the traffic of
+# the head's weight and its gradient dominates. Twice as many where exponentials take half as much.
+AUTOMATIC_ROWS = 256
+
+# Rows of logits that exist at once where a step has more: the widest skinny product that is fast.
+LOGIT_ROWS = 32
+
+# Steps whose cell graph is rebuilt at once in the backward pass of a callable cell. Longer segments
+# save little: the states between segments are T/16 of all states.
+SEGMENT = 16
+
+# Rows of pre-activations that the backward pass of torch's modules forms at once.
+CELL_ROWS = 256
 
 # A callable cell is taken to be a GRU as torch builds it: tensors of [B, H] that the graph of one
-# step keeps, as measured; and its gates, where it does not show its weights.
+# step keeps, as measured; and its gates, where its weights are not known.
 GRAPH, GATES = 10, 3
-# What torch's recurrent modules have of every row in a pass back: the products of gates and what is
-# made of them, then their gradients, in units.
-OF_A_ROW = {GRU: 10, LSTM: 8, RNN_TANH: 1, RNN_RELU: 1}
+
+# What the backward pass of torch's modules has per row, in units: the products of the gates and
+# what is computed from them, then their gradients.
+BACKWARD_UNITS = {GRU: 10, LSTM: 8, RNN_TANH: 1, RNN_RELU: 1}
 
 
-def predicted_peak(job: Job, layers: Layers | None) -> int:
+@dataclass(frozen=True)
+class WorkspacePlan:
+    """The sizes that one call keeps to."""
+
+    rows: int  # of exponentials in the workspace: a multiple of B where a step fits
+    logit_rows: int  # rows of logits at once
+    segment: int  # steps of a callable cell's graph at once
+
+
+def workspace_plan(args: DecodeArguments) -> WorkspacePlan:
+    """The sizes of this call."""
+    vocabulary, dtypes = args.head_weight.shape[0], args.dtypes
+    return fill_budget(
+        args.steps, args.batch, vocabulary * dtypes.accumulation.itemsize,
+        vocabulary * dtypes.exps.itemsize, args.memory_budget,
+    )  # fmt: skip
+
+
+def fill_budget(
+    steps: int, batch: int, logit_bytes: int, exps_bytes: int, memory_budget: int | None
+) -> WorkspacePlan:
+    """Fill the memory budget with whole steps, or with as many rows of one step as it holds.
+
+    `logit_bytes` and `exps_bytes` are those of a row [V] of logits and of exponentials.
+    """
+    logit_rows = max(1, min(batch, LOGIT_ROWS))
+    if memory_budget is None:
+        wanted = AUTOMATIC_ROWS * logit_bytes // exps_bytes
+        rows = -(-wanted // max(1, batch)) * batch
+    else:
+        logit_rows = max(1, min(logit_rows, memory_budget // (logit_bytes + exps_bytes)))
+        rows = (memory_budget - logit_rows * logit_bytes) // exps_bytes
+        if rows >= batch > 0:
+            rows -= rows % batch
+    return WorkspacePlan(max(1, min(rows, steps * batch)), logit_rows, SEGMENT)
+
+
+def backward_steps(batch: int) -> int:
+    """Steps that the backward pass of torch's modules takes at once: CELL_ROWS rows of them."""
+    return -(-CELL_ROWS // max(1, batch))
+
+
+def predicted_peak(args: DecodeArguments) -> int:
     """Bytes that a call and its backward pass have at once, gradients of the parameters included.
 
     Three moments can be the highest: the end of the head's pass, with the workspace; the pass
     through the cell; and the embedding's gradient at the end. Main gradients that take the place of
     the parameters' gradients are counted as such.
     """
-    operand = product_dtype(job.weight)
-    plan = run_plan(job, operand)
-    vocabulary, hidden = job.weight.shape
-    rows, width = job.table.weight.shape
-    tokens = job.steps * job.batch
-    wide = accumulation_dtype(job.weight.dtype).itemsize
-    narrow = job.weight.element_size()
-    kept_exps = exps_dtype(
-        operand, job.weight.device, accumulation_dtype(job.weight.dtype)
-    ).itemsize
+    weight, table = args.head_weight, args.table.weight
+    plan, product = workspace_plan(args), args.dtypes.product
+    vocabulary, hidden = weight.shape
+    rows, width = table.shape
+    tokens = args.steps * args.batch
+    size = args.dtypes.accumulation.itemsize
+    half = weight.element_size() < size
 
-    head = vocabulary * wide * (hidden * job.weight.requires_grad + (job.bias is not None))
-    d_hidden = tokens * hidden * wide
-    casts = vocabulary * hidden * operand.itemsize * (operand != job.weight.dtype)
-    workspace = vocabulary * (plan.rows * kept_exps + plan.columns * wide)
-    workspace += 6 * plan.rows * hidden * wide
-    if operand.itemsize < wide:  # a slice of a product; widened where it is added to another
-        slices = operand.itemsize + wide * (plan.rows < tokens)
+    head = vocabulary * size * (hidden * weight.requires_grad + (args.head_bias is not None))
+    d_hidden = tokens * hidden * size
+    casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
+    workspace = vocabulary * (plan.rows * args.dtypes.exps.itemsize + plan.logit_rows * size)
+    workspace += 6 * plan.rows * hidden * size
+    if product.itemsize < size:  # a slice of a product; converted where it is added to another
+        slices = product.itemsize + size * (plan.rows < tokens)
         workspace += min(SLICE, vocabulary) * hidden * slices
-    books = tokens * (5 * 8 + wide + 2)  # tokens, inputs, targets; losses; masks
-    table = rows * width * wide
-    if not job.table.weight.requires_grad or job.weight is job.table.weight:
-        table = 0
-    final = vocabulary * hidden * narrow * (narrow < wide) * job.weight.requires_grad
-    final += table // wide * narrow * (narrow < wide)
+    token_buffers = tokens * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
+    d_table = rows * width * (table.requires_grad and not args.tied)
+    final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad
+    final += d_table * weight.element_size() * half
+    d_table *= size
 
-    if layers is None:
-        kept, cell = _callable_cell(job, plan, wide)
+    if args.rnn_weights is None:
+        states, cell = _callable_path(args, plan, size)
         # rows looked up come as outputs and their gradients go; in the end all are joined
-        embedding = table + 2 * tokens * width * wide - d_hidden - kept
+        embedding = d_table + 2 * tokens * width * size - d_hidden - states
     else:
-        kept, cell = _layers(job, layers, wide)
-        cell += table
-        embedding = table + final
-    formed = casts + workspace + kept + head + d_hidden  # forward or, if they must wait, backward
-    backward = head + d_hidden + kept + max(cell, embedding)
-    return books + max(formed, backward)
+        states, cell = _rnn_path(args, args.rnn_weights, size)
+        cell += d_table
+        embedding = d_table + final
+    formed = casts + workspace + states + head + d_hidden  # in the forward or the backward pass
+    backward = head + d_hidden + states + max(cell, embedding)
+    return token_buffers + max(formed, backward)
 
 
-def _layers(job: Job, layers: Layers, wide: int) -> tuple[int, int]:
+def _rnn_path(args: DecodeArguments, rnn: RnnWeights, size: int) -> tuple[int, int]:
     """States of every step; and what the backward pass through the layers adds."""
-    states = layers.parts * layers.count * (job.steps + 1) * job.batch * layers.units
-    masks = job.steps * (layers.count - 1) * job.batch * layers.units * (layers.dropout > 0)
-    steps = min(max(end - begin for begin, _, end in job.windows()), cell_steps(job.batch))
-    width = job.table.weight.shape[1]
-    row = OF_A_ROW[layers.kind] * layers.units + width
-    if layers.count > 1:  # the layer above has left the gradient of its inputs
-        row = max(row, (OF_A_ROW[layers.kind] + 1) * layers.units) + layers.units
-    elif job.k2 is not None and job.k1 != job.k2:  # windows overlap: what counted before is zeroed
-        row += layers.units
-    given = [w for w in layers.weights if w is not None]
+    states = rnn.state_parts * rnn.layers * (args.steps + 1) * args.batch * rnn.units
+    masks = args.steps * (rnn.layers - 1) * args.batch * rnn.units * (rnn.dropout > 0)
+    longest = max(end - begin for begin, _, end in args.windows())
+    steps = min(longest, backward_steps(args.batch))
+    row = BACKWARD_UNITS[rnn.kind] * rnn.units + args.table.weight.shape[1]
+    if rnn.layers > 1:  # the layer above has left the gradient of its inputs
+        row = max(row, (BACKWARD_UNITS[rnn.kind] + 1) * rnn.units) + rnn.units
+    elif args.k2 is not None and args.k1 != args.k2:  # overlapping windows: d_out with zeros
+        row += rnn.units
+    given = [w for w in rnn.weights if w is not None]
     weights = sum(w.numel() for w in given)
-    weights *= 2 if given[0].element_size() < wide else 1  # as the products take them
-    transposed = sum(w.numel() for w in layers.weights[1::4] if w is not None)
-    return states * wide + masks, (steps * job.batch * row + weights + transposed) * wide
+    weights *= 2 if given[0].element_size() < size else 1  # as the products take them
+    transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None)
+    return states * size + masks, (steps * args.batch * row + weights + transposed) * size
 
 
-def _callable_cell(job: Job, plan: Plan, wide: int) -> tuple[int, int]:
-    """Outputs and states at the borders of segments; a segment's graph, and what it leaves."""
-    hidden, width = job.weight.shape[1], job.table.weight.shape[1]
-    outputs = job.steps * job.batch * hidden * job.table.weight.element_size()
-    graph = min(plan.segment, job.steps) * job.batch * (GRAPH * hidden + width) * wide
-    shown = sum(p.numel() for p in parameter_tensors(job.cell))
-    weights = (shown or GATES * hidden * (hidden + width)) * wide
+def _callable_path(args: DecodeArguments, plan: WorkspacePlan, size: int) -> tuple[int, int]:
+    """Outputs and the states between segments; a segment's graph, and what it leaves."""
+    hidden, width = args.head_weight.shape[1], args.table.weight.shape[1]
+    outputs = args.steps * args.batch * hidden * args.table.weight.element_size()
+    graph = min(plan.segment, args.steps) * args.batch * (GRAPH * hidden + width) * size
+    known = sum(p.numel() for p in parameter_tensors(args.cell))
+    weights = (known or GATES * hidden * (hidden + width)) * size
     return outputs + outputs // plan.segment, graph + weights

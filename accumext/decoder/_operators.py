@@ -3,42 +3,37 @@ in place and are called by the decoder alone, which has checked what it was give
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from accumext.decoder import _operators_reference
 
 
-def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(name: str, schema: str) -> None:
+    """Register an operator with the kernel of its name in `_operators_reference`.
+
+    Everything that these operators make is an argument, so the fake kernel has nothing to do."""
     torch.library.define(f"accumext::{name}", schema)
+    kernel = getattr(_operators_reference, name)
     torch.library.impl(f"accumext::{name}", "default", kernel)
-    torch.library.register_fake(f"accumext::{name}", fake)
-
-
-def _nothing(*_: Any) -> None:
-    """Everything that these operators make is an argument."""
+    result = 0 if schema.endswith("-> int") else None
+    torch.library.register_fake(f"accumext::{name}", lambda *_: result)
 
 
 # Rows of the output layer: logits and their statistics in the accumulation dtype, the token that
 # they predict (the argmax, or a sample by inversion where there are uniform numbers), and exp(z -
-# peak), 0 at the target, for the deferred products. At most `columns` rows of logits exist at once.
+# peak), 0 at the target, for the deferred products. At most `logit_rows` rows of logits exist at
+# once.
 _define(
     "head_forward",
     "(Tensor hidden, "  # [M, H]
-    "Tensor weight, "  # [V, H], what hidden is rounded to
+    "Tensor weight, "  # [V, H]; hidden is rounded to its dtype
     "Tensor? bias, "  # [V]
     "Tensor targets, "  # int64 [M], in [0, V)
-    "Tensor? uniforms, "  # fp64 [M], in [0, 1)
-    "float temperature, "
+    "Tensor? uniforms, float temperature, "  # fp64 [M], in [0, 1)
     "Tensor(a!)? exps, "  # [M, V], rows next to each other in memory
-    "int columns, "
-    "Tensor(b!) tokens, "  # int64 [M]
+    "int logit_rows, Tensor(b!) tokens, "  # int64 [M]
     "Tensor(c!) stats"  # [3, M]: peak, sum of exp(z - peak), target's logit
     ") -> ()",
-    _operators_reference.head_forward,
-    _nothing,
 )
 
 # What head_forward finds of logits that are there; they are used up.
@@ -47,8 +42,6 @@ _define(
     "(Tensor(a!) logits, "  # [M, V]
     "Tensor targets, Tensor? uniforms, float temperature, Tensor(b!)? exps, Tensor(c!) tokens, "
     "Tensor(d!) stats) -> ()",
-    _operators_reference.softmax_stats,
-    _nothing,
 )
 
 # Steps [begin, end) of a recurrent decoder: look up the input, advance every layer, and, where
@@ -59,75 +52,61 @@ _define(
     "(Tensor table, "  # [R, E]
     "Tensor[] cell, "  # per layer weight_ih, weight_hh, bias_ih, bias_hh; no bias: empty
     "Tensor(a!)[] states, "  # per layer h, and c of an LSTM, [T + 1, B, H]: before and after steps
-    "int kind, "  # index into _rnn.KINDS
-    "Tensor? kept, "  # bool [T, L - 1, B, H]: units that dropout keeps
-    "float kept_scale, "
+    "int kind, "  # index into _rnn_weights.KINDS
+    "Tensor? dropout_mask, float dropout_scale, "  # bool [T, L - 1, B, H]: units that are kept
     "Tensor(b!) inputs, "  # int64 [T, B]
-    "Tensor? teacher, "  # int64 [T, B]: what is fed where `forced`, everywhere if that is None
-    "Tensor? forced, "  # bool [T, B]
+    "Tensor? teacher, "  # int64 [T, B]: fed where `teacher_mask`, everywhere if that is None
+    "Tensor? teacher_mask, "  # bool [T, B]
     "Tensor(c!)? live, "  # bool [T, B]: the other rows keep their state and see no head
     "int eos, "  # ends a row; -1: nothing does
     "int pad, "  # read by rows that have ended
-    "Tensor? uniforms, "  # fp64 [T, B]
-    "float temperature, "
+    "Tensor? uniforms, float temperature, "  # fp64 [T, B]
     "Tensor head_weight, Tensor? head_bias, "
     "Tensor targets, "  # int64 [T, B], in [0, V)
     "Tensor(d!) tokens, "  # int64 [T, B]
     "Tensor(e!)? exps, "  # [rows, V] as in head_forward
     "Tensor(f!)? stats, "  # [3, rows]
     "Tensor(g!)? rows, "  # int64 [rows]
-    "int columns, int begin, int end) -> int",
-    _operators_reference.decode_steps,
-    lambda *args: 0,
+    "int logit_rows, int begin, int end) -> int",
 )
 
 # One layer's state after a step from W_ih x + b_ih and W_hh h + b_hh.
 _define(
     "rnn_advance",
-    "(int kind, "
-    "Tensor from_x, Tensor from_h, "  # [B, gates H]
+    "(int kind, Tensor from_x, Tensor from_h, "  # [B, gates H]
     "Tensor? live, "  # bool [B]
     "Tensor h, Tensor? c, "  # [B, H]
     "Tensor(a!) h_next, Tensor(b!)? c_next"  # [B, H], to be written
     ") -> ()",
-    _operators_reference.rnn_advance,
-    _nothing,
 )
 
 # Steps of one layer backward. d_out is the gradient of its output; dh and dc come in as those of
 # the state after the last step and go out as those of the state before the first.
 _define(
     "rnn_backward",
-    "(int kind, "
-    "Tensor d_out, "  # [q, B, H]
-    "Tensor? pre, "  # [q, B, 4 H] pre-activations (_rnn.pre_activations), not of a plain RNN
+    "(int kind, Tensor d_out, "  # [q, B, H]
+    "Tensor? pre, "  # [q, B, 4 H], of _rnn_weights.pre_activations; not of a plain RNN
     "Tensor h, "  # [q + 1, B, H]
     "Tensor? c, "  # [q + 1, B, H] of an LSTM
     "Tensor? live, "  # bool [q, B]
-    "Tensor? carry, "  # [q, B]: factor of what goes on to the state before the step
+    "Tensor? gate, "  # [q, B]: factor of what goes on to the state before the step
     "Tensor? limit, "  # 0-dim: largest magnitude of that
     "Tensor weight, "  # [H, gates H]: weight_hh, transposed
-    "Tensor(a!) dh, "  # [B, H]
-    "Tensor(b!)? dc, "  # [B, H]
+    "Tensor(a!) dh, Tensor(b!)? dc, "  # [B, H]
     "Tensor(c!) d_x, "  # [q, B, gates H]: gradient of W_ih x + b_ih, to be written
     "Tensor(d!)? d_h"  # [q, B, gates H]: of W_hh h + b_hh, where that differs: a GRU
     ") -> ()",
-    _operators_reference.rnn_backward,
-    _nothing,
 )
 
 # One step of that but for the product with weight_hh: dh and dc become those of the state before
 # the step without the part that comes through it.
 _define(
     "rnn_gradient",
-    "(int kind, "
-    "Tensor d_out, Tensor? pre, "  # [B, H], [B, 4 H]
+    "(int kind, Tensor d_out, Tensor? pre, "  # [B, H], [B, 4 H]
     "Tensor h, "  # [B, H] before the step; of a plain RNN after it
     "Tensor? c, Tensor? c_next, "  # [B, H] before and after the step, of an LSTM
     "Tensor? live, "  # bool [B]
     "Tensor(a!) dh, Tensor(b!)? dc, Tensor(c!) d_x, Tensor(d!)? d_h) -> ()",
-    _operators_reference.rnn_gradient,
-    _nothing,
 )
 
 head_forward = torch.ops.accumext.head_forward.default

@@ -14,28 +14,16 @@ from accumext.decoder._rnn_weights import GRU, LSTM, RNN_TANH
 
 
 def head_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    uniforms: Tensor | None,
-    temperature: float,
-    exps: Tensor | None,
-    columns: int,
-    tokens: Tensor,
-    stats: Tensor,
-) -> None:
-    for begin in range(0, len(hidden), columns):
-        piece = slice(begin, begin + columns)
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, uniforms: Tensor | None,
+    temperature: float, exps: Tensor | None, logit_rows: int, tokens: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
+    for begin in range(0, len(hidden), logit_rows):
+        piece = slice(begin, begin + logit_rows)
         torch.ops.accumext.softmax_stats(
-            _logits(hidden[piece], weight, bias),
-            targets[piece],
-            None if uniforms is None else uniforms[piece],
-            temperature,
-            None if exps is None else exps[piece],
-            tokens[piece],
-            stats[:, piece],
-        )
+            _logits(hidden[piece], weight, bias), targets[piece],
+            None if uniforms is None else uniforms[piece], temperature,
+            None if exps is None else exps[piece], tokens[piece], stats[:, piece],
+        )  # fmt: skip
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -53,14 +41,9 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def softmax_stats(
-    logits: Tensor,
-    targets: Tensor,
-    uniforms: Tensor | None,
-    temperature: float,
-    exps: Tensor | None,
-    tokens: Tensor,
-    stats: Tensor,
-) -> None:
+    logits: Tensor, targets: Tensor, uniforms: Tensor | None, temperature: float,
+    exps: Tensor | None, tokens: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
     peak, argmax = logits.max(1)
     stats[0], stats[2] = peak, logits.gather(1, targets[:, None])[:, 0]
     tokens.copy_(argmax if uniforms is None else sample(logits, uniforms, temperature))
@@ -71,15 +54,9 @@ def softmax_stats(
 
 
 def rnn_advance(
-    kind: int,
-    from_x: Tensor,
-    from_h: Tensor,
-    live: Tensor | None,
-    h: Tensor,
-    c: Tensor | None,
-    h_next: Tensor,
-    c_next: Tensor | None,
-) -> None:
+    kind: int, from_x: Tensor, from_h: Tensor, live: Tensor | None, h: Tensor, c: Tensor | None,
+    h_next: Tensor, c_next: Tensor | None,
+) -> None:  # fmt: skip
     units = h.shape[1]
     new_c = None
     if kind == GRU:
@@ -101,31 +78,13 @@ def rnn_advance(
 
 
 def decode_steps(
-    table: Tensor,
-    cell: list[Tensor],
-    states: list[Tensor],
-    kind: int,
-    kept: Tensor | None,
-    kept_scale: float,
-    inputs: Tensor,
-    teacher: Tensor | None,
-    forced: Tensor | None,
-    live: Tensor | None,
-    eos: int,
-    pad: int,
-    uniforms: Tensor | None,
-    temperature: float,
-    head_weight: Tensor,
-    head_bias: Tensor | None,
-    targets: Tensor,
-    tokens: Tensor,
-    exps: Tensor | None,
-    stats: Tensor | None,
-    rows: Tensor | None,
-    columns: int,
-    begin: int,
+    table: Tensor, cell: list[Tensor], states: list[Tensor], kind: int, dropout_mask: Tensor | None,
+    dropout_scale: float, inputs: Tensor, teacher: Tensor | None, teacher_mask: Tensor | None,
+    live: Tensor | None, eos: int, pad: int, uniforms: Tensor | None, temperature: float,
+    head_weight: Tensor, head_bias: Tensor | None, targets: Tensor, tokens: Tensor,
+    exps: Tensor | None, stats: Tensor | None, rows: Tensor | None, logit_rows: int, begin: int,
     end: int,
-) -> int:
+) -> int:  # fmt: skip
     steps, batch = inputs.shape
     everyone = torch.arange(batch, device=inputs.device)
     used = 0
@@ -138,18 +97,12 @@ def decode_steps(
             if kind == LSTM:
                 h, c = states[2 * layer : 2 * layer + 2]
             torch.ops.accumext.rnn_advance(
-                kind,
-                linear(x, w_ih, b_ih),
-                linear(h[t], w_hh, b_hh),
-                alive,
-                h[t],
-                None if c is None else c[t],
-                h[t + 1],
-                None if c is None else c[t + 1],
-            )
+                kind, linear(x, w_ih, b_ih), linear(h[t], w_hh, b_hh), alive, h[t],
+                None if c is None else c[t], h[t + 1], None if c is None else c[t + 1],
+            )  # fmt: skip
             x = h[t + 1]
-            if kept is not None and layer < kept.shape[1]:
-                x = x * kept[t, layer] * kept_scale
+            if dropout_mask is not None and layer < dropout_mask.shape[1]:
+                x = x * dropout_mask[t, layer] * dropout_scale
         if stats is None:
             continue
         assert rows is not None
@@ -160,17 +113,10 @@ def decode_steps(
         rows[span] = t * batch + named
         token = tokens.new_empty(len(named))
         head_forward(
-            x[named],
-            head_weight,
-            head_bias,
-            targets[t][named],
-            None if uniforms is None else uniforms[t][named],
-            temperature,
-            None if exps is None else exps[span],
-            columns,
-            token,
-            stats[:, span],
-        )
+            x[named], head_weight, head_bias, targets[t][named],
+            None if uniforms is None else uniforms[t][named], temperature,
+            None if exps is None else exps[span], logit_rows, token, stats[:, span],
+        )  # fmt: skip
         used = span.stop
         tokens[t, named] = token if alive is None else torch.where(alive[named], token, pad)
         if t + 1 == steps:
@@ -179,10 +125,10 @@ def decode_steps(
             assert live is not None
             live[t + 1 :] &= live[t] & (tokens[t] != eos)
         fed = tokens[t]
-        if teacher is not None and forced is None:
+        if teacher is not None and teacher_mask is None:
             fed = teacher[t + 1]
-        elif teacher is not None and forced is not None:
-            fed = torch.where(forced[t + 1], teacher[t + 1], fed)
+        elif teacher is not None and teacher_mask is not None:
+            fed = torch.where(teacher_mask[t + 1], teacher[t + 1], fed)
         inputs[t + 1] = fed if live is None else torch.where(live[t + 1], fed, pad)
     return used
 
@@ -193,58 +139,33 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def rnn_backward(
-    kind: int,
-    d_out: Tensor,
-    pre: Tensor | None,
-    h: Tensor,
-    c: Tensor | None,
-    live: Tensor | None,
-    carry: Tensor | None,
-    limit: Tensor | None,
-    weight: Tensor,
-    dh: Tensor,
-    dc: Tensor | None,
-    d_x: Tensor,
-    d_h: Tensor | None,
-) -> None:
+    kind: int, d_out: Tensor, pre: Tensor | None, h: Tensor, c: Tensor | None, live: Tensor | None,
+    gate: Tensor | None, limit: Tensor | None, weight: Tensor, dh: Tensor, dc: Tensor | None,
+    d_x: Tensor, d_h: Tensor | None,
+) -> None:  # fmt: skip
     for t in reversed(range(len(d_out))):
         torch.ops.accumext.rnn_gradient(
-            kind,
-            d_out[t],
-            None if pre is None else pre[t],
-            h[t] if kind in (GRU, LSTM) else h[t + 1],
-            None if c is None else c[t],
-            None if c is None else c[t + 1],
-            None if live is None else live[t],
-            dh,
-            dc,
-            d_x[t],
+            kind, d_out[t], None if pre is None else pre[t],
+            h[t] if kind in (GRU, LSTM) else h[t + 1], None if c is None else c[t],
+            None if c is None else c[t + 1], None if live is None else live[t], dh, dc, d_x[t],
             None if d_h is None else d_h[t],
-        )
+        )  # fmt: skip
         dh.addmm_(d_x[t] if d_h is None else d_h[t], weight.t())
         for gradient in (dh, dc):
             if gradient is None:
                 continue
-            if carry is not None:
-                factor = carry[t][:, None]
+            if gate is not None:
+                factor = gate[t][:, None]
                 gradient.copy_(torch.where(factor == 0, 0, gradient * factor))
             if limit is not None:
                 gradient.copy_(torch.clamp(gradient, -limit, limit))
 
 
 def rnn_gradient(
-    kind: int,
-    d_out: Tensor,
-    pre: Tensor | None,
-    h: Tensor,
-    c: Tensor | None,
-    c_next: Tensor | None,
-    live: Tensor | None,
-    dh: Tensor,
-    dc: Tensor | None,
-    d_x: Tensor,
+    kind: int, d_out: Tensor, pre: Tensor | None, h: Tensor, c: Tensor | None,
+    c_next: Tensor | None, live: Tensor | None, dh: Tensor, dc: Tensor | None, d_x: Tensor,
     d_h: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     units = dh.shape[1]
     up, up_c = dh + d_out, None
     if kind == GRU:

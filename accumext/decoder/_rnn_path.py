@@ -1,8 +1,13 @@
-"""A run with one of torch's recurrent modules: its steps and its backward pass are operators, and
-everything that need not wait for the next step is batched."""
+"""The path for torch's recurrent modules: steps forward and backward are operators on the weights,
+and everything that need not wait for the next step is batched.
+
+`RnnDecode` is the node of the graph; `_ForwardSteps` and `_ThroughTime` are its two passes.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,265 +15,394 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from accumext._wgrad_fusion import defer
+from accumext._wgrad_fusion import Destination, defer
 from accumext.decoder import _operators
-from accumext.decoder._arguments import Job
-from accumext.decoder._cuda_graph import Tape, WindowGraph
-from accumext.decoder._fused_cross_entropy import accumulation_dtype, plain, rows_together
+from accumext.decoder._arguments import DecodeArguments
+from accumext.decoder._cuda_graph import StepBuffers, WindowGraph
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
+from accumext.decoder._half_matmul import no_grad_no_autocast
+from accumext.decoder._memory import backward_steps, workspace_plan
 from accumext.decoder._recurrent_state import State
-from accumext.decoder._rnn_backward import LayersBackward
-from accumext.decoder._rnn_weights import Layers
-from accumext.decoder._run import Run
-from accumext.decoder._saved_for_backward import Record
+from accumext.decoder._rnn_weights import GRU, RnnWeights, pre_activations
+from accumext.decoder._saved_for_backward import SavedForBackward, formed_in_forward
+from accumext.decoder._token_buffers import TokenBuffers
 
 
-class LayersRun(Run):
-    """States of every step are kept, in the accumulation dtype; pre-activations are not."""
-
-    def __init__(self, job: Job, layers: Layers) -> None:
-        super().__init__(job)
-        self.layers = layers
-        self.states: list[Tensor] = []  # per layer h, and c of an LSTM: [T + 1, B, H]
-        self.kept: Tensor | None = None  # bool [T, L - 1, B, H]: units that dropout keeps
-        self.kept_scale = 1.0
-
-    def _run(self, state: State) -> tuple[Tensor, State]:
-        layers = self.layers
-        parts = list(state) if layers.parts == 2 else [state]
-        with plain(self.losses.device):
-            self._prepare(parts)
-            begin = 0
-            for end, predicts in self._stretches():
-                if predicts:
-                    self._predicting(begin, end)
-                else:
-                    self._teaching(begin, end)
-                begin = end
-            value, missing, gradients = self.result()
-        if not self.grad:
-            return value, self._last(parts)
-        record = Record(self, value, missing, gradients)
-        weights = [w for w in layers.weights if w is not None]
-        results = Rollout.apply(  # type: ignore[no-untyped-call]
-            record,
-            self.job.weight,
-            self.job.bias,
-            self.job.table.weight,
-            len(parts),
-            *parts,
-            *weights,
-        )
-        loss, *last = results
-        return loss, tuple(last) if layers.parts == 2 else last[0]
-
-    def _prepare(self, parts: list[Tensor]) -> None:
-        """The weights as the operators want them, and where the states go."""
-        job, layers = self.job, self.layers
-        dtype = accumulation_dtype(job.weight.dtype)
-        self.table = rows_together(job.table.weight.detach())
-        if self.grad and not job.table.sparse:
-            defer(job.table.weight)  # whose rows the backward pass adds up in any case
-        self.state_dtypes = [part.dtype for part in parts]
-        nothing = job.weight.new_empty(0, dtype=dtype)
-        self.weights = [
-            nothing if w is None else w.detach().to(dtype).contiguous() for w in layers.weights
-        ]
-        shape = (job.steps + 1, job.batch, layers.units)
-        for layer in range(layers.count):
-            for part in parts:
-                states = nothing.new_empty(shape)
-                states[0] = part[layer] if layers.stacked else part
-                self.states.append(states)
-        if layers.dropout > 0 and layers.count > 1:
-            self._draw_dropout(parts[0].dtype)
-        feedback = job.feedback
-        self.tape = Tape(
-            self.states,
-            self.inputs,
-            feedback.teacher.contiguous(),
-            self.targets,
-            self.tokens,
-            None if feedback.mask is None else feedback.mask.contiguous(),
-            self.live,
-            feedback.uniforms,
-            self.kept,
-        )
-
-    def _draw_dropout(self, dtype: torch.dtype) -> None:
-        """The masks that the module would draw, one step and layer after the other."""
-        job, layers = self.job, self.layers
-        shape = (job.steps, layers.count - 1, job.batch, layers.units)
-        self.kept = torch.empty(shape, dtype=torch.bool, device=self.losses.device)
-        ones = torch.ones(1, job.batch, layers.units, dtype=dtype, device=self.losses.device)
-        for mask in self.kept.flatten(0, 1):
-            mask.copy_(F.dropout(ones, layers.dropout)[0])  # 1 / (1 - p) where a unit is kept
-        self.kept_scale = 0.0 if layers.dropout == 1 else 1 / (1 - layers.dropout)
-
-    def _stretches(self) -> list[tuple[int, bool]]:
-        """Ends of runs of steps that do, or do not, need their own tokens for the next input."""
-        job, mask = self.job, self.job.feedback.mask
-        if not self.by_step:
-            return [(job.steps, False)]
-        if job.eos is not None or mask is None or mask.device.type != "cpu":
-            return [(job.steps, True)]  # elsewhere than on a CPU, nothing waits for the mask
-        needed = [not row for row in mask[1:].all(1).tolist()]
-        needed += needed[-1:] or [False]  # the last step's is not, but may join the one before
-        ends = [t + 1 for t in range(job.steps - 1) if needed[t] != needed[t + 1]]
-        return [(end, needed[end - 1]) for end in [*ends, job.steps]]
-
-    def _teaching(self, begin: int, end: int) -> None:
-        """Steps whose inputs are known: the head takes them all at once."""
-        following = slice(begin + 1, min(end + 1, self.job.steps))
-        self.inputs[following] = self.padded(following, self.job.feedback.teacher[following])
-        self.advance(self.tape, begin, end)
-        outputs = self.states[-self.layers.parts][begin + 1 : end + 1]
-        self.push(begin, end, outputs.flatten(0, 1))
-
-    def _predicting(self, begin: int, end: int) -> None:
-        """Steps that read what the one before predicted, as many at once as the workspace holds."""
-        batch = self.job.batch
-        most = max(1, self.head.rows // batch)
-        if self.head.rows < batch and self.head.gradients is not None:
-            for step in range(begin, end):
-                self.advance(self.tape, step, step + 1)
-                self.push(step, step + 1, self.states[-self.layers.parts][step + 1])
-                self.feed_back(step)
-            return
-        # A graph has every window but the first, which warms up what it captures, and the last.
-        replayed: _Replayed | None = None
-        for first in range(begin, end, most):
-            last = min(first + most, end)
-            room = self.head.room((last - first) * batch)
-            if (
-                self.job.cuda_graph
-                and first > begin
-                and first + most < min(self.job.steps, end + 1)
-            ):
-                if replayed is None:
-                    replayed = _Replayed(self, most, room)
-                self._take(*replayed(first))
-                continue
-            stats, rows = self.found((last - first) * batch)
-            used = self.advance(self.tape, first, last, room, stats, rows)
-            self._take(rows[:used], stats[:, :used])
-
-    def found(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Where the head writes what it finds of so many rows: stats [3, rows], and which they
-        are."""
-        return self.losses.new_empty(3, rows), self.tokens.new_empty(rows)
-
-    def _take(self, rows: Tensor, stats: Tensor) -> None:
-        """Losses, and factors of the gradients, of rows that the head has seen."""
-        outputs = self.states[-self.layers.parts][1:].flatten(0, 1)[rows]
-        self.losses.view(-1)[rows] = self.head.take(
-            outputs,
-            self.targets.flatten()[rows],
-            self.counted().flatten()[rows],
-            rows,
-            self.early,
-            stats,
-        )
-
-    def advance(
-        self,
-        tape: Tape,
-        begin: int,
-        end: int,
-        room: Tensor | None = None,
-        stats: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> int:
-        """Run the steps; with `stats`, the head too. Rows that the head has seen."""
-        job, head, feedback = self.job, self.head, self.job.feedback
-        used: int = _operators.decode_steps(
-            self.table,
-            self.weights,
-            tape.states,
-            self.layers.kind,
-            tape.kept,
-            self.kept_scale,
-            tape.inputs,
-            tape.teacher,
-            tape.forced,
-            tape.live,
-            -1 if job.eos is None else job.eos,
-            job.table.pad,
-            tape.uniforms,
-            feedback.temperature,
-            head.weight,
-            head.bias,
-            tape.targets,
-            tape.tokens,
-            room,
-            stats,
-            rows,
-            head.columns,
-            begin,
-            end,
-        )
-        return used
-
-    def _last(self, like: list[Tensor]) -> State:
-        """The state after the last step, as the module has it."""
-        layers = self.layers
-        last = []
-        for part, given in enumerate(like):
-            of_layers = [s[-1] for s in self.states[part :: layers.parts]]
-            value = torch.stack(of_layers) if layers.stacked else of_layers[0]
-            last.append(value.to(given.dtype))
-        return tuple(last) if layers.parts == 2 else last[0]
+def decode_with_rnn(tokens: TokenBuffers, rnn: RnnWeights) -> tuple[Tensor, State]:
+    """The loss and the last state of a call whose cell the operators run."""
+    args = tokens.args
+    state = list(args.state) if rnn.state_parts == 2 else [args.state]
+    parameters = [args.head_weight, args.head_bias, args.table.weight]
+    weights = [w for w in rnn.weights if w is not None]
+    loss, *last = RnnDecode.apply(  # type: ignore[no-untyped-call]
+        tokens, rnn, torch.is_grad_enabled(), *parameters, *state, *weights
+    )
+    return loss, tuple(last) if rnn.state_parts == 2 else last[0]
 
 
-class _Replayed:
-    """A window of steps with the head, in a graph."""
-
-    def __init__(self, run: LayersRun, steps: int, room: Tensor | None) -> None:
-        self._run, self._size = run, steps * run.job.batch
-        self._stats, self._rows = stats, rows = run.found(self._size)
-
-        def body(tape: Tape, steps: int) -> None:
-            run.advance(tape, 0, steps, room, stats, rows)
-
-        self._graph = WindowGraph(run.tape, steps, body)
-
-    def __call__(self, begin: int) -> tuple[Tensor, Tensor]:
-        """The rows that the head has seen from step `begin` on, all of them, and what it found."""
-        self._graph.replay(self._run.tape, begin)
-        return self._rows + begin * self._run.job.batch, self._stats
-
-
-class Rollout(torch.autograd.Function):
-    """The loss and the last state, as functions of every parameter and the initial state."""
+class RnnDecode(torch.autograd.Function):
+    """The loss and the last state as functions of every parameter and the initial state."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        record: Record,
-        weight: Tensor,
-        bias: Tensor | None,
-        table: Tensor,
-        parts: int,
-        *others: Tensor,  # the initial state, then the weights of the cell
-    ) -> tuple[Tensor, ...]:
-        ctx.record = record
-        ctx.save_for_backward(record.value)  # for autograd's error when a graph runs a second time
+        ctx: Any, tokens: TokenBuffers, rnn: RnnWeights, grad_enabled: bool, head_weight: Tensor,
+        head_bias: Tensor | None, table: Tensor,
+        *state_and_weights: Tensor,  # the parts of the state, then the weights of the cell
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        args, plan = tokens.args, workspace_plan(tokens.args)
+        needs = None
+        if grad_enabled and not args.table.sparse:
+            defer(args.table.weight)
+        if grad_enabled and formed_in_forward(args):
+            needs_weight, needs_bias, *needs_cell = ctx.needs_input_grad[3:]
+            needs = NeedsGrad(any(needs_cell), needs_weight, needs_bias)
+        with no_grad_no_autocast(table.device):
+            cross_entropy = FusedCrossEntropy(args, plan, needs)
+            buffers = _rnn_buffers(tokens, rnn, state_and_weights[: rnn.state_parts])
+            _ForwardSteps(args, tokens, buffers, cross_entropy).run()
+            gradients = cross_entropy.finish()
+            value, inverse_divisor = tokens.reduced_loss()
+            last = buffers.module_state([state[-1] for state in buffers.steps.states])
+        if grad_enabled:
+            ctx.saved = SavedForBackward(tokens, plan, inverse_divisor, gradients)
+            ctx.buffers = buffers
+            ctx.save_for_backward(value)  # so that autograd refuses a second backward pass
         ctx.set_materialize_grads(False)
-        run: Any = record.run
-        last = run._last(list(others[:parts]))
-        last = last if isinstance(last, tuple) else (last,)
-        if run.job.truncated:
+        if args.truncated:
             ctx.mark_non_differentiable(*last)
-        return record.value.clone(), *last
+        return value.clone(), *last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, *d_last: Tensor | None) -> tuple[Any, ...]:
-        record, run = ctx.record, ctx.record.run
+        saved: SavedForBackward = ctx.saved
+        buffers: _RnnBuffers = ctx.buffers
+        args = saved.args
         (value,) = ctx.saved_tensors
-        record.check_unchanged()
-        with plain(run.losses.device):
-            if upstream is None:  # the last state alone was used
+        saved.check_unchanged()
+        needs_weight, needs_bias, needs_table, *needs_cell = ctx.needs_input_grad[3:]
+        through_cell = needs_table or any(needs_cell)
+        with no_grad_no_autocast(value.device):
+            if upstream is None:  # only the last state was used
                 upstream = torch.zeros_like(value)
             else:
-                run.job.carry.backward_begins(upstream)
-            return LayersBackward(record, ctx.needs_input_grad, upstream, d_last)()
+                args.gate.begin_backward(upstream)
+            needs = NeedsGrad(through_cell, needs_weight, needs_bias)
+            outputs = [buffers.outputs[1:].flatten(0, 1)]
+            head, main = saved.head_gradients(upstream, outputs, needs, fuse_weight=True)
+            table_main = main
+            if not args.tied:
+                table_main = saved.table_destination() if needs_table else None
+            d_table = head.weight if args.tied else None
+            cell = _ThroughTime(saved.tokens, buffers, needs_table, d_table, table_main)
+            if through_cell:
+                cell.run(head.hidden.view(args.steps, args.batch, -1), d_last)
+            d_weight = head.weight if needs_weight and not args.tied and main is None else None
+            return (
+                *(None, None, None),
+                cast_like(d_weight, args.head_weight),
+                cast_like(head.bias if needs_bias else None, args.head_bias),
+                cell.table_gradient() if needs_table else None,
+                *cell.state_and_weight_gradients(needs_cell),
+            )
+
+
+@dataclass(frozen=True)
+class _RnnBuffers:
+    """What the forward pass writes and the backward pass reads again; no pre-activations."""
+
+    rnn: RnnWeights
+    table: Tensor  # [R, E]: the embedding's weight, elements of a row next to each other
+    weights: list[Tensor]  # as `rnn.weights`, in the accumulation dtype; an empty bias is none
+    steps: StepBuffers
+    dropout_scale: float  # of the units that dropout keeps
+    state_dtypes: list[torch.dtype]  # of the parts of the given state
+
+    @property
+    def outputs(self) -> Tensor:
+        """h of the last layer, [T + 1, B, H]: row t + 1 is the output of step t."""
+        return self.steps.states[-self.rnn.state_parts]
+
+    def module_state(self, of_layers: list[Tensor]) -> list[Tensor]:
+        """Tensors [B, H], as `steps.states` has them, in the module's parts and dtypes."""
+        parts = [of_layers[part :: self.rnn.state_parts] for part in range(self.rnn.state_parts)]
+        stacked = [torch.stack(part) if self.rnn.stacked else part[0] for part in parts]
+        return [part.to(dtype) for part, dtype in zip(stacked, self.state_dtypes, strict=True)]
+
+
+def _rnn_buffers(tokens: TokenBuffers, rnn: RnnWeights, state: tuple[Tensor, ...]) -> _RnnBuffers:
+    """The weights as the operators take them, room for every state, and the dropout masks."""
+    args, feedback = tokens.args, tokens.args.feedback
+    table = args.table.weight.detach()
+    empty = args.head_weight.new_empty(0, dtype=args.dtypes.accumulation)
+    states = []
+    for layer in range(rnn.layers):
+        for part in state:
+            states.append(empty.new_empty(args.steps + 1, args.batch, rnn.units))
+            states[-1][0] = part[layer] if rnn.stacked else part
+    dropout_mask, dropout_scale = None, 1.0
+    if rnn.dropout > 0 and rnn.layers > 1:
+        # The masks that the module would draw, one step and layer after the other.
+        shape = (args.steps, rnn.layers - 1, args.batch, rnn.units)
+        dropout_mask = torch.empty(shape, dtype=torch.bool, device=empty.device)
+        ones = torch.ones(1, *shape[2:], dtype=state[0].dtype, device=empty.device)
+        for mask in dropout_mask.flatten(0, 1):
+            mask.copy_(F.dropout(ones, rnn.dropout)[0])  # 1 / (1 - p) where a unit is kept
+        dropout_scale = 0.0 if rnn.dropout == 1 else 1 / (1 - rnn.dropout)
+    steps = StepBuffers(
+        states, tokens.inputs, feedback.teacher.contiguous(), args.targets, tokens.tokens,
+        None if feedback.mask is None else feedback.mask.contiguous(),
+        tokens.live, feedback.uniforms, dropout_mask,
+    )  # fmt: skip
+    table = table if table.stride(1) == 1 else table.contiguous()
+    weights = [empty if w is None else w.detach().to(empty.dtype) for w in rnn.weights]
+    weights = [w.contiguous() for w in weights]
+    return _RnnBuffers(rnn, table, weights, steps, dropout_scale, [part.dtype for part in state])
+
+
+@dataclass(frozen=True)
+class _ForwardSteps:
+    """Runs the steps: states, tokens and losses."""
+
+    args: DecodeArguments
+    tokens: TokenBuffers
+    buffers: _RnnBuffers
+    cross_entropy: FusedCrossEntropy
+
+    def run(self) -> None:
+        """Every step of the call."""
+        begin = 0
+        for end, free_running in self._feedback_spans():
+            if free_running:
+                self._free_running(begin, end)
+            else:
+                self._teacher_forced(begin, end)
+            begin = end
+
+    def _feedback_spans(self) -> list[tuple[int, bool]]:
+        """Ends of spans of steps, and whether any of their inputs waits for a prediction."""
+        args, mask = self.args, self.args.feedback.mask
+        if not self.tokens.free_running:
+            return [(args.steps, False)]
+        if args.eos is not None or mask is None or mask.device.type != "cpu":
+            return [(args.steps, True)]  # on a GPU the host does not wait to read the mask
+        predicted = [not row for row in mask[1:].all(1).tolist()]
+        predicted += predicted[-1:] or [False]  # nothing follows the last step: it joins its span
+        ends = [t + 1 for t in range(args.steps - 1) if predicted[t] != predicted[t + 1]]
+        return [(end, predicted[end - 1]) for end in [*ends, args.steps]]
+
+    def _teacher_forced(self, begin: int, end: int) -> None:
+        """Steps whose inputs are known: the head takes them all at once."""
+        following = slice(begin + 1, min(end + 1, self.args.steps))
+        teacher = self.args.feedback.teacher[following]
+        self.tokens.inputs[following] = self.tokens.padded(following, teacher)
+        self._advance(self.buffers.steps, begin, end)
+        outputs = self.buffers.outputs[begin + 1 : end + 1]
+        self.tokens.predict(self.cross_entropy, begin, end, outputs.flatten(0, 1))
+
+    def _free_running(self, begin: int, end: int) -> None:
+        """Steps that read the prediction before them, as many at once as the workspace holds."""
+        args, head, steps = self.args, self.cross_entropy, self.buffers.steps
+        if head.rows < args.batch and head.forms_gradients:
+            for step in range(begin, end):
+                self._advance(steps, step, step + 1)
+                self.tokens.predict(head, step, step + 1, self.buffers.outputs[step + 1])
+                self.tokens.feed_back(step)
+            return
+        size = max(1, head.rows // args.batch)
+        stats = self.tokens.losses.new_empty(3, size * args.batch)
+        rows = self.tokens.tokens.new_empty(size * args.batch)
+        graph: WindowGraph | None = None
+        for first in range(begin, end, size):
+            last = min(first + size, end)
+            exps = head.workspace_slice((last - first) * args.batch)
+            # A graph replays every window but the first, which warms up what is captured, and the
+            # last.
+            if args.cuda_graph and first > begin and first + size < min(args.steps, end + 1):
+                if graph is None:
+                    run = partial(self._advance, begin=0, exps=exps, stats=stats, rows=rows)
+                    graph = WindowGraph(steps, size, run)
+                graph.replay(steps, first)
+                self._add_rows(rows + first * args.batch, stats)
+                continue
+            used = self._advance(steps, first, last, exps, stats, rows)
+            self._add_rows(rows[:used].clone(), stats[:, :used])
+
+    def _add_rows(self, rows: Tensor, stats: Tensor) -> None:
+        """The losses of rows that `decode_steps` has put through the head."""
+        tokens = self.tokens
+        tokens.losses.view(-1)[rows] = self.cross_entropy.add_rows(
+            self.buffers.outputs[1:].flatten(0, 1)[rows], self.args.targets.flatten()[rows],
+            tokens.counted().flatten()[rows], rows, tokens.known_inverse_divisor, stats,
+        )  # fmt: skip
+
+    def _advance(
+        self, steps: StepBuffers, begin: int, end: int, exps: Tensor | None = None,
+        stats: Tensor | None = None, rows: Tensor | None = None,
+    ) -> int:  # fmt: skip
+        """Run the steps; with `stats`, the head too. How many rows it has seen."""
+        args, buffers, head = self.args, self.buffers, self.cross_entropy
+        used: int = _operators.decode_steps(
+            buffers.table, buffers.weights, steps.states, buffers.rnn.kind, steps.dropout_mask,
+            buffers.dropout_scale, steps.inputs, steps.teacher, steps.teacher_mask, steps.live,
+            -1 if args.eos is None else args.eos, args.table.padding_token, steps.uniforms,
+            args.feedback.temperature, head.weight, head.bias, steps.targets, steps.tokens, exps,
+            stats, rows, head.logit_rows, begin, end,
+        )  # fmt: skip
+        return used
+
+
+class _ThroughTime:
+    """The backward pass through the cell and the embedding.
+
+    Only what depends on the step behind it is serial over steps and layers. The rest are products
+    over many steps, added into one buffer per weight.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenBuffers,
+        buffers: _RnnBuffers,
+        needs_table: bool,
+        d_table: Tensor | None,  # [R, E]: the tied head's gradient, to add to
+        table_main: Destination | None,  # the main gradient to add the table's gradient to
+    ) -> None:
+        self._args, self._tokens, self._buffers = tokens.args, tokens, buffers
+        self._rnn, self._states = buffers.rnn, buffers.steps.states
+        self._needs_table, self._table_main = needs_table, table_main
+        new_zeros, table = self._states[0].new_zeros, self._args.table
+        self._d_weights = [w.new_zeros(w.shape) for w in buffers.weights]
+        # weight_hh of every layer, transposed, since the product takes rows of the result
+        self._transposed = [w.t().contiguous() for w in buffers.weights[1::4]]
+        self._d_state = [new_zeros(state.shape[1:]) for state in self._states]
+        self._d_table = d_table
+        self._d_rows: Tensor | None = None  # [T, B, E]: of a sparse gradient
+        if needs_table and d_table is None:
+            if table_main is not None:
+                self._d_table = table_main.main_grad
+            elif table.sparse:
+                width = table.weight.shape[1]
+                self._d_rows = new_zeros(self._args.steps, self._args.batch, width)
+            else:
+                self._d_table = new_zeros(table.weight.shape)
+
+    def run(self, d_out: Tensor, d_last: tuple[Tensor | None, ...]) -> None:
+        """Every window, from the gradients of the outputs [T, B, H] and of the last state."""
+        args, parts, stacked = self._args, self._rnn.state_parts, self._rnn.stacked
+        for begin, counting, end in args.windows():
+            d_state = [torch.zeros_like(d) for d in self._d_state]
+            for part, given in enumerate(() if args.truncated else d_last):
+                if given is not None:
+                    for d, own in zip(d_state[part::parts], given if stacked else [given]):
+                        d += own
+            # in whole chunks from the end; the one at the beginning may be shorter
+            size = backward_steps(args.batch)
+            for stop in range(end, begin, -size):
+                span = slice(max(begin, stop - size), stop)
+                self._chunk(span, counting, d_out[span], d_state)
+            if begin == 0:
+                for total, gradient in zip(self._d_state, d_state, strict=True):
+                    total += gradient
+
+    def _chunk(self, span: slice, counting: int, d_out: Tensor, d_state: list[Tensor]) -> None:
+        """These steps of every layer; `d_state` goes from after them to before them."""
+        if counting > span.start:  # losses before step `counting` belong to another window
+            d_out = d_out.clone()
+            d_out[: counting - span.start] = 0
+        factors, buffers = self._gate_factors(span, d_out), self._buffers
+        for layer in reversed(range(1, self._rnn.layers)):
+            d_gates = self._layer(layer, span, d_out, factors, d_state)
+            d_out = torch.mm(d_gates, buffers.weights[4 * layer]).view(*d_out.shape[:2], -1)
+            del d_gates
+            if buffers.steps.dropout_mask is not None:
+                mask = buffers.steps.dropout_mask[span, layer - 1]
+                d_out.mul_(mask).mul_(buffers.dropout_scale)
+        d_gates = self._layer(0, span, d_out, factors, d_state)
+        if self._needs_table:
+            self._add_to_table(span, torch.mm(d_gates, buffers.weights[0]))
+
+    def _layer(
+        self, layer: int, span: slice, d_out: Tensor, factors: Tensor | None, d_state: list[Tensor]
+    ) -> Tensor:
+        """These steps of one layer; gradients of W_ih x + b_ih, [n B, gates H]."""
+        rnn, buffers, live = self._rnn, self._buffers, self._tokens.live
+        around, own = slice(span.start, span.stop + 1), layer * rnn.state_parts
+        h = self._states[own][around]
+        c = self._states[own + 1][around] if rnn.state_parts == 2 else None
+        x = self._inputs(layer, span)
+        weights = buffers.weights[4 * layer : 4 * layer + 4]
+        before = h[:-1].flatten(0, 1)
+        pre = None
+        if rnn.gates > 1:
+            pre = pre_activations(rnn.kind, x, before, weights).view(*d_out.shape[:2], -1)
+        d_x = d_out.new_empty(*d_out.shape[:2], rnn.gates * rnn.units)
+        d_h = torch.empty_like(d_x) if rnn.kind == GRU else None
+        _operators.rnn_backward(
+            rnn.kind, d_out.contiguous(), pre, h, c,
+            None if live is None else live[span], factors,
+            self._args.gate.limit, self._transposed[layer], d_state[own],
+            d_state[own + 1] if c is not None else None, d_x, d_h,
+        )  # fmt: skip
+        d_x = d_x.flatten(0, 1)
+        d_h = d_x if d_h is None else d_h.flatten(0, 1)
+        w_ih, w_hh, b_ih, b_hh = self._d_weights[4 * layer : 4 * layer + 4]
+        w_ih.addmm_(d_x.t(), x)
+        w_hh.addmm_(d_h.t(), before)
+        if b_ih.numel():
+            b_ih += d_x.sum(0)
+        if b_hh.numel():
+            b_hh += d_h.sum(0)
+        return d_x
+
+    def _gate_factors(self, span: slice, like: Tensor) -> Tensor | None:
+        """Factors [n, B] of the gradients that go on to the states before these steps."""
+        args, factors = self._args, self._args.gate.factors
+        if factors is not None:
+            return factors[span].to(like.dtype)
+        if args.k2 is None or args.k1 != args.k2:
+            return None
+        passes = torch.arange(span.start, span.stop, device=like.device) % args.k1 != 0
+        passes[0] |= span.start == 0  # the initial state is not cut off
+        return passes.to(like.dtype)[:, None].repeat(1, args.batch)
+
+    def _inputs(self, layer: int, span: slice) -> Tensor:
+        """What the layer read in these steps, [n B, E or H]."""
+        buffers, mask = self._buffers, self._buffers.steps.dropout_mask
+        if layer == 0:
+            rows = buffers.table[self._tokens.inputs[span].flatten()]
+            return rows.to(self._states[0].dtype)
+        below = self._states[(layer - 1) * self._rnn.state_parts][span.start + 1 : span.stop + 1]
+        if mask is not None:
+            below = below * mask[span, layer - 1] * buffers.dropout_scale
+        return below.flatten(0, 1)
+
+    def _add_to_table(self, span: slice, gradient: Tensor) -> None:
+        """Add the gradient [n B, E] of the rows that these steps looked up."""
+        tokens, table = self._tokens.inputs[span].flatten(), self._args.table
+        if table.padding_idx is not None:
+            gradient.masked_fill_((tokens == table.padding_idx)[:, None], 0)
+        if self._table_main is not None:
+            gradient.mul_(self._table_main.factor)
+        if self._d_rows is not None:
+            self._d_rows[span] += gradient.view_as(self._d_rows[span])
+        elif self._d_table is not None:
+            self._d_table.index_add_(0, tokens, gradient)
+
+    def table_gradient(self) -> Tensor | None:
+        """The embedding's gradient; None where it is in a main gradient."""
+        table = self._args.table.weight
+        if self._table_main is not None:
+            return None
+        if self._d_rows is not None:
+            tokens = self._tokens.inputs.flatten()[None]
+            rows = self._d_rows.flatten(0, 1).to(table.dtype)
+            return torch.sparse_coo_tensor(tokens, rows, table.shape, check_invariants=False)
+        assert self._d_table is not None
+        return self._d_table.to(table.dtype)
+
+    def state_and_weight_gradients(self, needed: list[bool]) -> list[Tensor | None]:
+        """Of the parts of the initial state, then of the weights that the module has."""
+        pairs = zip(self._rnn.weights, self._d_weights, strict=True)
+        gradients = self._buffers.module_state(self._d_state)
+        gradients += [d.to(weight.dtype) for weight, d in pairs if weight is not None]
+        return [d if need else None for d, need in zip(gradients, needed, strict=True)]

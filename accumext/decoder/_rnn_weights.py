@@ -1,4 +1,4 @@
-"""torch's recurrent modules as their weights, and what a layer does with them."""
+"""The weights of torch's recurrent modules, and the products that a layer makes with them."""
 
 from __future__ import annotations
 
@@ -8,51 +8,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accumext._torch_private import backward_hooks, forward_hooks
+
 KINDS = ("gru", "lstm", "rnn_tanh", "rnn_relu")  # in the order of csrc/math/gates.h: CellKind
 GRU, LSTM, RNN_TANH, RNN_RELU = range(4)
 
-_PLAIN = (nn.GRUCell, nn.LSTMCell, nn.RNNCell, nn.GRU, nn.LSTM, nn.RNN)
+_MODULES = (nn.GRUCell, nn.LSTMCell, nn.RNNCell, nn.GRU, nn.LSTM, nn.RNN)
 
 
 @dataclass(frozen=True)
-class Layers:
-    """A recurrent module, one direction, taken apart."""
+class RnnWeights:
+    """A recurrent module of one direction, as its weights."""
 
     kind: int  # index into KINDS
     weights: list[Tensor | None]  # per layer weight_ih, weight_hh, bias_ih, bias_hh
+    layers: int
     units: int  # H
-    dropout: float  # between layers
-    stacked: bool  # the module's states have a dimension of layers
-
-    @property
-    def count(self) -> int:
-        """Layers."""
-        return len(self.weights) // 4
-
-    @property
-    def parts(self) -> int:
-        """Tensors of state."""
-        return 2 if self.kind == LSTM else 1
+    dropout: float  # between layers; 0 in eval mode
+    stacked: bool  # the module's states are [L, B, H], not [B, H]
+    state_parts: int  # tensors of a state: h, and c of an LSTM
+    gates: int  # a weight has gates H rows
 
 
-def take_apart(module: nn.Module | None) -> Layers | None:
-    """The layers of one of torch's recurrent modules; None for anything else, and where a module
-    does more than its weights say (hooks, a forward of its own, projections)."""
-    if module is None or not isinstance(module, _PLAIN):
+def rnn_weights_of(module: nn.Module | None, dtypes: set[torch.dtype]) -> RnnWeights | None:
+    """The weights of one of torch's recurrent modules, which the operators then run.
+
+    None for anything else: where the module does more than its weights say (hooks, a forward of its
+    own, projections), or where weights differ in dtype from each other or from `dtypes`.
+    """
+    if module is None or not isinstance(module, _MODULES):
         return None
-    base = next(kind for kind in _PLAIN if isinstance(module, kind))
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    if type(module).forward is not base.forward or hooked or module._backward_pre_hooks:
-        return None
-    if getattr(module, "proj_size", 0):
+    base = next(kind for kind in _MODULES if isinstance(module, kind))
+    hooked = any(forward_hooks(module)) or any(backward_hooks(module))
+    projected = getattr(module, "proj_size", 0) > 0
+    if type(module).forward is not base.forward or hooked or projected:
         return None
     stacked = isinstance(module, nn.RNNBase)
+    layers = module.num_layers if isinstance(module, nn.RNNBase) else 1
     weights: list[Tensor | None] = []
-    for layer in range(module.num_layers if isinstance(module, nn.RNNBase) else 1):
+    for layer in range(layers):
         suffix = f"_l{layer}" if stacked else ""
         names = (f"{what}{suffix}" for what in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
         weights += [getattr(module, name, None) for name in names]
-    if len({w.dtype for w in weights if w is not None}) != 1:
+    if len(dtypes | {w.dtype for w in weights if w is not None}) != 1:
         return None
     if isinstance(module, (nn.GRUCell, nn.GRU)):
         kind = GRU
@@ -61,7 +59,8 @@ def take_apart(module: nn.Module | None) -> Layers | None:
     else:
         kind = RNN_TANH if module.nonlinearity == "tanh" else RNN_RELU
     dropout = module.dropout if isinstance(module, nn.RNNBase) and module.training else 0.0
-    return Layers(kind, weights, module.hidden_size, dropout, stacked)
+    parts, gates = 2 if kind == LSTM else 1, (3, 4, 1, 1)[kind]
+    return RnnWeights(kind, weights, layers, module.hidden_size, dropout, stacked, parts, gates)
 
 
 def pre_activations(

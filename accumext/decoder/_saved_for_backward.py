@@ -1,157 +1,111 @@
-"""The loss as a node of the graph: a function of the cell's outputs and the head, its gradients
-known."""
+"""What the forward pass of either path leaves for its backward pass: the loss's gradients by the
+cell's outputs and the head's parameters, or what forms them again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from accumext._checks import message
-from accumext._wgrad_fusion import Destination, destination
-from accumext.decoder._arguments import OP
+from accumext._torch_private import write_count
+from accumext._wgrad_fusion import Destination, defer, destination
+from accumext.decoder._arguments import OP, DecodeArguments
 from accumext.decoder._cells import parameter_tensors
-from accumext.decoder._fused_cross_entropy import Gradients, Wants, plain
-from accumext.decoder._run import Run, make_head
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, HeadGradients, NeedsGrad
+from accumext.decoder._memory import WorkspacePlan
+from accumext.decoder._token_buffers import TokenBuffers
 
 
-class Record:
-    """What the backward pass needs of a run."""
+class SavedForBackward:
+    """The gradients of one call's head, and the parameters as they were."""
 
     def __init__(
         self,
-        run: Run,
-        value: Tensor,  # the loss, 0-dim or [T, B]
-        missing: Tensor | None,  # factor that the gradients lack, 0-dim; None: 1
-        gradients: Gradients | None,  # of the summed loss; given away in the first backward pass
+        tokens: TokenBuffers,
+        plan: WorkspacePlan,
+        inverse_divisor: Tensor,  # 0-dim
+        gradients: HeadGradients | None,  # of the summed loss; None: to be formed
     ) -> None:
-        self.run, self.value = run, value
-        self._missing, self._gradients = missing, gradients
-        self._counted = run.counted()
-        self._seen = [(tensor, tensor._version) for tensor in self._parameters()]
-
-    @property
-    def at_hand(self) -> bool:
-        """Whether the gradients have been formed, and not yet given away."""
-        return self._gradients is not None
-
-    def _parameters(self) -> list[Tensor]:
-        """What the backward pass reads again. A table with a maximal norm is written by lookups."""
-        job = self.run.job
-        table = [] if job.table.max_norm is not None else [job.table.weight]
-        head = [job.weight, *([] if job.bias is None else [job.bias])]
-        return [*table, *head, *parameter_tensors(job.cell)]
+        self.args, self.tokens = tokens.args, tokens
+        self._plan, self._inverse_divisor, self._gradients = plan, inverse_divisor, gradients
+        self._divided = tokens.known_inverse_divisor is not None
+        self._counted = tokens.counted()
+        self._parameters = [(p, write_count(p)) for p in _parameters(self.args)]
 
     def check_unchanged(self) -> None:
         """Raise, as autograd would, if a parameter was written or replaced since the forward."""
-        now = self._parameters()
-        if len(now) != len(self._seen) or any(
-            tensor is not then or tensor._version != version
-            for tensor, (then, version) in zip(now, self._seen, strict=True)
+        now = _parameters(self.args)
+        if len(now) != len(self._parameters) or any(
+            tensor is not then or write_count(tensor) != count
+            for tensor, (then, count) in zip(now, self._parameters, strict=True)
         ):
             contract = "be those of the forward pass until the backward pass has run"
             raise RuntimeError(message(OP, "parameters", contract, "changed ones"))
 
-    def scaled(
+    def head_gradients(
         self,
-        upstream: Tensor,
-        hiddens: Sequence[Tensor],
-        wants: Wants,
-        straight: Destination | None = None,  # where the weight's gradient is to go
-    ) -> Gradients:
-        """The gradients under an upstream gradient, 0-dim or [T, B].
+        upstream: Tensor,  # 0-dim or [T, B]
+        outputs: Sequence[Tensor],  # of the cell: [n, H] each, [T B, H] together
+        needs: NeedsGrad,
+        fuse_weight: bool,  # whether the weight's gradient may go to a main gradient directly
+    ) -> tuple[HeadGradients, Destination | None]:
+        """The gradients under an upstream gradient, and where the weight's went, if to a main
+        gradient.
 
-        They are at hand the first time. They are formed again from the cell's outputs, [n, H] each
-        and [T B, H] together, for `reduction="none"`, whose upstream is per token, and when a
-        retained graph runs twice.
+        The first time they are those of the forward pass. They are formed again for
+        `reduction="none"`, whose upstream is per token, for a weight whose main gradient was not
+        there before, and in the second backward pass through a retained graph.
         """
         gradients, self._gradients = self._gradients, None
-        factor = upstream.to(self.run.losses.dtype)
+        factor = upstream.to(self.args.dtypes.accumulation)
         if gradients is not None:
-            gradients.scale(factor if self._missing is None else factor * self._missing)
-            return gradients
-        run, job = self.run, self.run.job
-        inverse = run.early if self._missing is None else self._missing
-        assert inverse is not None  # one of the two is
-        rows = (factor * inverse).expand(self._counted.shape).flatten()
-        head = make_head(job, run.plan, wants, run.product_dtype, straight)
+            gradients.scale(factor if self._divided else factor * self._inverse_divisor)
+            return gradients, None
+        main = None
+        if needs.weight and fuse_weight:
+            main = destination(self.args.head_weight, self.args.dtypes.accumulation)
+        factors = (factor * self._inverse_divisor).expand(self._counted.shape).flatten()
+        cross_entropy = FusedCrossEntropy(self.args, self._plan, needs, main)
         done = 0
-        for hidden in hiddens:
+        for hidden in outputs:
             span = slice(done, done + len(hidden))
             index = torch.arange(span.start, span.stop, device=hidden.device)
             counted = self._counted.flatten()[span]
-            if counted.device.type == "cpu":  # elsewhere nothing waits to count them
+            if counted.device.type == "cpu":  # on a GPU the host would wait for their number
                 index = index[counted]
             local = index - done
-            head.push(
-                hidden[local], run.targets.flatten()[index], counted[local], index, rows[index]
-            )
+            targets = self.args.targets.flatten()[index]
+            cross_entropy.forward(hidden[local], targets, counted[local], index, factors[index])
             done = span.stop
-        formed = head.finish()
-        assert formed is not None  # wants was given
-        return formed
+        formed = cross_entropy.finish()
+        assert formed is not None  # as `needs` was given
+        return formed, main
+
+    def table_destination(self) -> Destination | None:
+        """The main gradient to add the embedding's gradient to; None: autograd takes it."""
+        table = self.args.table
+        return None if table.sparse else destination(table.weight, self.args.dtypes.accumulation)
+
+    @property
+    def needs_outputs(self) -> bool:
+        """Whether `head_gradients` will read the outputs."""
+        return self._gradients is None
 
 
-class HeadLoss(torch.autograd.Function):
-    """Hands the gradients on, times the upstream gradient."""
+def formed_in_forward(args: DecodeArguments) -> bool:
+    """Whether the forward pass can form the head's gradients.
 
-    @staticmethod
-    def of(record: Record, anchor: Tensor, hiddens: list[Tensor]) -> Tensor:
-        """The loss, connected to the head, the lookups' anchor and the cell's outputs."""
-        job = record.run.job
-        loss: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
-            record, job.weight, job.bias, anchor, *hiddens
-        )
-        return loss
+    They wait for the backward pass where the upstream gradient is per token, and where they are
+    added to a main gradient, which an optimizer offers in the backward pass.
+    """
+    deferred = defer(args.head_weight)
+    return args.criterion.reduction != "none" and not deferred
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        record: Record,
-        weight: Tensor,
-        bias: Tensor | None,
-        anchor: Tensor,
-        *hiddens: Tensor,  # [steps, B, H] each
-    ) -> Tensor:
-        ctx.record = record
-        ctx.save_for_backward(*hiddens)
-        ctx.layout = [(hidden.shape, hidden.dtype) for hidden in hiddens]
-        return record.value.clone()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        record, job = ctx.record, ctx.record.run.job
-        record.check_unchanged()
-        job.table.forget()
-        job.carry.backward_begins(upstream)
-        needs_weight, needs_bias, needs_anchor = ctx.needs_input_grad[1:4]
-        needs_hidden = ctx.needs_input_grad[4:]
-        hiddens = [] if record.at_hand else [h.flatten(0, 1) for h in ctx.saved_tensors]
-        tied = job.weight is job.table.weight
-        straight = None
-        if needs_weight and not tied and not record.at_hand:
-            straight = destination(job.weight, record.run.losses.dtype)
-        with plain(upstream.device):
-            wants = (any(needs_hidden), needs_weight, needs_bias)
-            gradients = record.scaled(upstream, hiddens, wants, straight)
-        weight = gradients.weight if needs_weight and straight is None else None
-        if weight is not None and tied:
-            job.table.tied, weight = weight, None  # one buffer: the lookups' rows are added to it
-        d_hiddens: list[Tensor | None] = []
-        done = 0
-        for (shape, dtype), needed in zip(ctx.layout, needs_hidden, strict=True):
-            rows = slice(done, done + shape[0] * shape[1])
-            done = rows.stop
-            d_hiddens.append(gradients.hidden[rows].view(shape).to(dtype) if needed else None)
-        return (
-            None,
-            None if weight is None else weight.to(job.weight.dtype),
-            gradients.bias.to(job.bias.dtype) if needs_bias else None,
-            # the anchor's turn must come even if the cell led no gradient to any lookup
-            job.table.weight.new_zeros(0) if needs_anchor else None,
-            *d_hiddens,
-        )
+def _parameters(args: DecodeArguments) -> list[Tensor]:
+    """What the backward pass reads again. A table with a maximal norm is written by lookups."""
+    table = [] if args.table.max_norm is not None else [args.table.weight]
+    head = [args.head_weight, *([] if args.head_bias is None else [args.head_bias])]
+    return [*table, *head, *parameter_tensors(args.cell)]

@@ -41,7 +41,7 @@ ELSEWHERE = (
         "test_compile_in_one_graph",
         "`torch.compile(fullgraph=True)` of a loss with the gradient operations after it",
     ),
-    ("test_decoder", "test_gradcheck", "`gradcheck` of `decode_loss`"),
+    ("test_decode_loss", "test_gradcheck", "`gradcheck` of `decode_loss`"),
     ("test_chunked", "test_gradcheck", "`gradcheck` of `chunked_loss`"),
     (
         "test_accumulate",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -232,3 +233,20 @@ def test_errors() -> None:
     with raises(TypeError, "fn must return a tensor, got float"):
         accumext.chunked_loss(lambda h: 3.0, features, chunks=2)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["chunks", "chunk_size"])
+def test_chunked_loss_with_integers_of_numpy(name: str) -> None:
+    rows = torch.randn(7, 3, requires_grad=True)
+    sizes: list[int] = []
+
+    def loss(some: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(some))
+        return some.square().sum()
+
+    accumext.chunked_loss(loss, rows, **{name: np.int64(3)})
+    expected, sizes = sizes, []
+    accumext.chunked_loss(loss, rows, **{name: 3})
+    assert sizes == expected
+    with pytest.raises(TypeError, match=rf"^chunked_loss: {name} must be an int, got bool$"):
+        accumext.chunked_loss(loss, rows, **{name: True})

@@ -64,8 +64,9 @@ def heap(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def start(byte: int, *arguments: str) -> subprocess.Popen[str]:
         library = str(poisoned_heap.build(folder, byte))
-        package = str(Path(accumext.__file__).parents[1])
-        environment = os.environ | {"LD_PRELOAD": library, "PYTHONPATH": package}
+        folders = Path(accumext.__file__).parents[1], Path(poisoned_heap.__file__).parents[1]
+        path = os.pathsep.join(map(str, folders))
+        environment = os.environ | {"LD_PRELOAD": library, "PYTHONPATH": path}
         command = [sys.executable, *arguments]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
@@ -79,7 +80,7 @@ def test_the_heap_is_poisoned(heap: Any) -> None:
 
 
 def test_results_do_not_depend_on_what_the_heap_holds(heap: Any) -> None:
-    script = str(Path(__file__).with_name("heap_cases.py"))
+    script = str(Path(poisoned_heap.__file__).with_name("heap_cases.py"))
     processes = heap(poisoned_heap.NAN, script), heap(0, script, "--digests")
     outputs = [process.communicate(timeout=500)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]

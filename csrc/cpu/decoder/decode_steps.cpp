@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "cpu/decoder/head_forward.h"
-#include "cpu/decoder/rnn.h"
+#include "cpu/decoder/rnn_advance.h"
 
 namespace accumext::cpu {
 namespace {
@@ -13,12 +13,12 @@ struct Call {
   std::vector<Tensor> cell;    // per layer: weight_ih, weight_hh, bias_ih, bias_hh
   std::vector<Tensor> states;  // per layer: h [T + 1, B, H], and c of an LSTM
   CellKind kind;
-  std::optional<Tensor> kept;  // bool [T, L - 1, B, H]
-  double kept_scale;
-  Tensor inputs;                  // int64 [T, B]
-  std::optional<Tensor> teacher;  // int64 [T, B]
-  std::optional<Tensor> forced;   // bool [T, B]
-  std::optional<Tensor> live;     // bool [T, B]
+  std::optional<Tensor> dropout_mask;  // bool [T, L - 1, B, H]
+  double dropout_scale;
+  Tensor inputs;                       // int64 [T, B]
+  std::optional<Tensor> teacher;       // int64 [T, B]
+  std::optional<Tensor> teacher_mask;  // bool [T, B]
+  std::optional<Tensor> live;          // bool [T, B]
   int64_t eos;
   int64_t pad;
   std::optional<Tensor> uniforms;  // double [T, B]
@@ -27,10 +27,10 @@ struct Call {
   std::optional<Tensor> head_bias;  // [V]
   Tensor targets;                   // int64 [T, B]
   Tensor tokens;                    // int64 [T, B]
-  std::optional<Tensor> exps;       // [columns, V]
+  std::optional<Tensor> exps;       // [rows, V]
   std::optional<Tensor> stats;      // [3, rows]
   std::optional<Tensor> rows;       // int64 [rows]
-  int64_t columns;
+  int64_t logit_rows;
 };
 
 template <typename T>
@@ -63,10 +63,10 @@ class Decoding {
       states_.push_back(elements<T>(state));
     }
     std::fill_n(x_.get(), call.table.size(1) * width_, T(0));
-    if (call.kept) {
+    if (call.dropout_mask) {
       const auto masks = static_cast<int64_t>(layers_.size()) - 1;
-      require(call.kept->numel() == steps_ * masks * batch_ * layers_[0].units());
-      kept_ = booleans(*call.kept);
+      require(call.dropout_mask->numel() == steps_ * masks * batch_ * layers_[0].units());
+      dropout_mask_ = booleans(*call.dropout_mask);
       dropped_.emplace(layers_[0].units() * width_);
       std::fill_n(dropped_->get(), layers_[0].units() * width_, T(0));
     }
@@ -79,8 +79,8 @@ class Decoding {
     const Workspace workspace(call_.exps);
     std::optional<Head<T>> head;
     if (call_.stats) {
-      const int64_t columns = std::min({call_.columns, kHeadColumns, batch_});
-      head.emplace(call_.head_weight, elements<T>(call_.head_bias), columns, call_.temperature,
+      const int64_t logit_rows = std::min({call_.logit_rows, kMaxLogitRows, batch_});
+      head.emplace(call_.head_weight, elements<T>(call_.head_bias), logit_rows, call_.temperature,
                    workspace.dtype, workspace.stride);
       check_head(*head, workspace);
     }
@@ -133,15 +133,16 @@ class Decoding {
   // The input of `layer`: the state below it, with units dropped.
   const T* between(int64_t step, size_t layer) {
     const T* below = layers_[layer - 1].h();
-    if (kept_ == nullptr) return below;
+    if (dropout_mask_ == nullptr) return below;
     const int64_t units = layers_[0].units();
     const auto masks = static_cast<int64_t>(layers_.size()) - 1;
-    const bool* kept = kept_ + (step * masks + static_cast<int64_t>(layer) - 1) * batch_ * units;
-    const T scale = static_cast<T>(call_.kept_scale);
+    const bool* mask =
+        dropout_mask_ + (step * masks + static_cast<int64_t>(layer) - 1) * batch_ * units;
+    const T scale = static_cast<T>(call_.dropout_scale);
     for (int64_t b = 0; b < batch_; ++b) {
       for (int64_t j = 0; j < units; ++j) {
         const int64_t at = j * width_ + b;
-        (*dropped_)[at] = kept[b * units + j] ? below[at] * scale : T(0);
+        (*dropped_)[at] = mask[b * units + j] ? below[at] * scale : T(0);
       }
     }
     return dropped_->get();
@@ -154,9 +155,9 @@ class Decoding {
     require(call_.targets.numel() == steps_ * batch_ && call_.tokens.numel() == steps_ * batch_);
     require(call_.stats->dim() == 2 && call_.stats->size(0) == 3 && call_.stats->size(1) >= most);
     require(call_.rows && call_.rows->numel() >= most);
-    require(workspace.data == nullptr || workspace.columns >= most);
+    require(workspace.data == nullptr || workspace.rows >= most);
     require(!call_.uniforms || call_.uniforms->numel() == steps_ * batch_);
-    require(!call_.forced || call_.forced->numel() == steps_ * batch_);
+    require(!call_.teacher_mask || call_.teacher_mask->numel() == steps_ * batch_);
     require(!call_.teacher || call_.teacher->numel() == steps_ * batch_);
     require(call_.eos < 0 || call_.live);
     const int64_t* targets = integers(call_.targets);
@@ -173,7 +174,7 @@ class Decoding {
       if (live == nullptr || live[b]) named.push_back(b);
     }
     const auto count = static_cast<int64_t>(named.size());
-    const bool all = count == batch_ && count <= head.columns();
+    const bool all = count == batch_ && count <= head.logit_rows();
     const int64_t most = call_.stats->size(1);
     T* stats = elements<T>(*call_.stats);
     int64_t* rows = integers(*call_.rows);
@@ -187,16 +188,16 @@ class Decoding {
       target[i] = targets[named[i]];
       if (uniforms != nullptr) uniform[i] = uniforms[named[i]];
     }
-    for (int64_t done = 0; done < count; done += head.columns()) {
+    for (int64_t done = 0; done < count; done += head.logit_rows()) {
       head.evaluate(layers_.back().h(), width_, all ? nullptr : named.data() + done,
-                    {.count = std::min(head.columns(), count - done),
+                    {.count = std::min(head.logit_rows(), count - done),
                      .targets = target.data() + done,
                      .uniforms = uniforms == nullptr ? nullptr : uniform.data() + done,
                      .tokens = token.data() + done,
                      .peak = stats + used + done,
                      .total = stats + most + used + done,
                      .target_logit = stats + 2 * most + used + done,
-                     .exps = workspace.column(used + done)});
+                     .exps = workspace.row(used + done)});
     }
     int64_t* tokens = integers(call_.tokens) + step * batch_;
     for (int64_t i = 0; i < count; ++i) tokens[named[i]] = token[i];
@@ -214,11 +215,11 @@ class Decoding {
         for (int64_t later = step + 1; later < steps_; ++later) live_[later * batch_ + b] = false;
       }
     }
-    const bool* forced = call_.forced ? booleans(*call_.forced) + next : nullptr;
+    const bool* mask = call_.teacher_mask ? booleans(*call_.teacher_mask) + next : nullptr;
     const int64_t* teacher = call_.teacher ? integers(*call_.teacher) + next : nullptr;
     for (int64_t b = 0; b < batch_; ++b) {
-      const bool taught = teacher != nullptr && (forced == nullptr || forced[b]);
-      const int64_t token = taught ? teacher[b] : tokens[b];
+      const bool use_teacher = teacher != nullptr && (mask == nullptr || mask[b]);
+      const int64_t token = use_teacher ? teacher[b] : tokens[b];
       inputs_[next + b] = live_ == nullptr || live_[next + b] ? token : call_.pad;
     }
   }
@@ -228,7 +229,7 @@ class Decoding {
   int64_t width_;  // padded(batch)
   int64_t* inputs_;
   bool* live_;
-  const bool* kept_ = nullptr;
+  const bool* dropout_mask_ = nullptr;
   Buffer<T> x_;  // [E, width]
   std::optional<Buffer<T>> dropped_;
   std::vector<Layer<T>> layers_;
@@ -236,22 +237,23 @@ class Decoding {
 };
 
 int64_t decode_steps_cpu(Tensor table, TensorList cell, TensorList states, int64_t kind,
-                         std::optional<Tensor> kept, double kept_scale, Tensor inputs,
-                         std::optional<Tensor> teacher, std::optional<Tensor> forced,
+                         std::optional<Tensor> dropout_mask, double dropout_scale, Tensor inputs,
+                         std::optional<Tensor> teacher, std::optional<Tensor> teacher_mask,
                          std::optional<Tensor> live, int64_t eos, int64_t pad,
                          std::optional<Tensor> uniforms, double temperature, Tensor head_weight,
                          std::optional<Tensor> head_bias, Tensor targets, Tensor tokens,
                          std::optional<Tensor> exps, std::optional<Tensor> stats,
-                         std::optional<Tensor> rows, int64_t columns, int64_t begin, int64_t end) {
+                         std::optional<Tensor> rows, int64_t logit_rows, int64_t begin,
+                         int64_t end) {
   const Call call{table,
                   std::move(cell).tensors(),
                   std::move(states).tensors(),
                   cell_kind(kind),
-                  kept,
-                  kept_scale,
+                  dropout_mask,
+                  dropout_scale,
                   inputs,
                   teacher,
-                  forced,
+                  teacher_mask,
                   live,
                   eos,
                   pad,
@@ -264,8 +266,8 @@ int64_t decode_steps_cpu(Tensor table, TensorList cell, TensorList states, int64
                   exps,
                   stats,
                   rows,
-                  columns};
-  require(!call.states.empty() && columns >= 1 && temperature > 0.0);
+                  logit_rows};
+  require(!call.states.empty() && logit_rows >= 1 && temperature > 0.0);
   if (float_dtype(call.states[0]) == Dtype::kDouble)
     return Decoding<double>(call, begin, end).run();
   return Decoding<float>(call, begin, end).run();

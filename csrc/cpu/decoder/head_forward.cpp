@@ -6,7 +6,7 @@ namespace {
 template <typename T>
 void head_forward(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
                   const Tensor& targets, const std::optional<Tensor>& uniforms, double temperature,
-                  const std::optional<Tensor>& exps, int64_t columns, const Tensor& tokens,
+                  const std::optional<Tensor>& exps, int64_t logit_rows, const Tensor& tokens,
                   const Tensor& stats) {
   const int64_t count = hidden.size(0);
   const int64_t depth = hidden.size(1);
@@ -16,10 +16,10 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
   require(!bias || bias->numel() == weight.size(0));
   require(targets.numel() == count && tokens.numel() == count && stats.numel() == 3 * count);
   require(!uniforms || uniforms->numel() == count);
-  require(workspace.data == nullptr || workspace.columns >= count);
-  require(columns >= 1);
+  require(workspace.data == nullptr || workspace.rows >= count);
+  require(logit_rows >= 1);
   if (count == 0) return;
-  const int64_t piece = std::min({columns, kHeadColumns, count});
+  const int64_t piece = std::min({logit_rows, kMaxLogitRows, count});
   Head<T> head(weight, elements<T>(bias), piece, temperature, workspace.dtype, workspace.stride);
   const int64_t* target = integers(targets);
   for (int64_t i = 0; i < count; ++i) require(target[i] >= 0 && target[i] < head.vocabulary());
@@ -45,16 +45,16 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
                    .peak = stat + done,
                    .total = stat + count + done,
                    .target_logit = stat + 2 * count + done,
-                   .exps = workspace.column(done)});
+                   .exps = workspace.row(done)});
   }
 }
 
 void head_forward_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor targets,
                       std::optional<Tensor> uniforms, double temperature,
-                      std::optional<Tensor> exps, int64_t columns, Tensor tokens, Tensor stats) {
+                      std::optional<Tensor> exps, int64_t logit_rows, Tensor tokens, Tensor stats) {
   const auto run = [&](auto type) {
     head_forward<decltype(type)>(hidden, weight, bias, targets, uniforms, temperature, exps,
-                                 columns, tokens, stats);
+                                 logit_rows, tokens, stats);
   };
   float_dtype(hidden) == Dtype::kDouble ? run(double()) : run(float());
 }

@@ -25,26 +25,26 @@ struct HeadRows {
 template <typename T>
 class Head {
  public:
-  // At most `columns` rows at once: [V, columns] logits exist.
-  Head(const Tensor& weight, const T* bias, int64_t columns, double temperature, Dtype exps_dtype,
-       int64_t exps_stride)
-      : columns_(columns),
-        product_(weight, bias, columns),
+  // At most `logit_rows` rows at once: [V, logit_rows] logits exist.
+  Head(const Tensor& weight, const T* bias, int64_t logit_rows, double temperature,
+       Dtype exps_dtype, int64_t exps_stride)
+      : logit_rows_(logit_rows),
+        product_(weight, bias, logit_rows),
         inverse_temperature_(1.0 / temperature),
         exps_dtype_(exps_dtype),
         exps_stride_(exps_stride),
-        logits_(torch::stable::new_empty(weight, {product_.rows, columns}, kScalarType<T>)),
+        logits_(torch::stable::new_empty(weight, {product_.rows, logit_rows}, kScalarType<T>)),
         spans_((product_.rows + kSpan - 1) / kSpan),
-        sums_(spans_ * columns),
-        tempered_(spans_ * columns),
-        peaks_(spans_ * columns),
-        at_(spans_ * columns) {}
+        sums_(spans_ * logit_rows),
+        tempered_(spans_ * logit_rows),
+        peaks_(spans_ * logit_rows),
+        at_(spans_ * logit_rows) {}
 
-  int64_t columns() const { return columns_; }
+  int64_t logit_rows() const { return logit_rows_; }
   int64_t vocabulary() const { return product_.rows; }
   int64_t depth() const { return product_.depth; }
 
-  // Rows are the columns of hidden [H, stride], those named if any are; at most columns().
+  // Rows are the columns of hidden [H, stride], those named if any are; at most logit_rows().
   void evaluate(const T* hidden, int64_t stride, const int64_t* named, const HeadRows<T>& rows) {
     const DecoderKernels<T>& kernels = decoder_kernels<T>();
     const int64_t n = rows.count;
@@ -127,7 +127,7 @@ class Head {
     with_type(exps_dtype_, [&](auto type) { static_cast<decltype(type)*>(exps)[at] = 0.0f; });
   }
 
-  int64_t columns_;
+  int64_t logit_rows_;
   Skinny<T> product_;
   double inverse_temperature_;
   Dtype exps_dtype_;
@@ -139,14 +139,14 @@ class Head {
 };
 
 // The largest number of rows whose logits exist at once, where the caller's bound is larger.
-constexpr int64_t kHeadColumns = 32;
+constexpr int64_t kMaxLogitRows = 32;
 
 // exps [rows, V] as the head writes it: transposed, rows next to each other. Null: not wanted.
 struct Workspace {
   void* data = nullptr;
   Dtype dtype = Dtype::kFloat;
   int64_t stride = 0;
-  int64_t columns = 0;
+  int64_t rows = 0;
 
   explicit Workspace(const std::optional<Tensor>& exps) {
     if (!exps) return;
@@ -155,10 +155,10 @@ struct Workspace {
     require(dtype != Dtype::kHalf);
     data = exps->mutable_data_ptr();
     stride = exps->stride(1);
-    columns = exps->size(0);
+    rows = exps->size(0);
   }
 
-  void* column(int64_t index) const {
+  void* row(int64_t index) const {
     const int64_t size = dtype == Dtype::kBFloat16 ? 2 : dtype == Dtype::kFloat ? 4 : 8;
     return data == nullptr ? nullptr : static_cast<char*>(data) + index * size;
   }

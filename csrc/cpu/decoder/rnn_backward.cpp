@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "cpu/decoder/rnn.h"
+#include "cpu/decoder/rnn_advance.h"
 
 namespace accumext::cpu {
 namespace {
@@ -14,7 +14,7 @@ struct Call {
   Tensor h;                     // [q + 1, B, H]
   std::optional<Tensor> c;      // [q + 1, B, H] of an LSTM
   std::optional<Tensor> live;   // bool [q, B]
-  std::optional<Tensor> carry;  // [q, B]
+  std::optional<Tensor> gate;   // [q, B]
   std::optional<Tensor> limit;  // 0-dim
   Tensor weight;                // [H, gates H]: weight_hh transposed
   Tensor dh;                    // [B, H]
@@ -41,7 +41,7 @@ class Backward {
         h_(elements<T>(call.h)),
         c_(elements<T>(call.c)),
         live_(call.live ? booleans(*call.live) : nullptr),
-        carry_(elements<T>(call.carry)),
+        gate_(elements<T>(call.gate)),
         limit_(call.limit ? *elements<T>(call.limit) : std::numeric_limits<T>::infinity()),
         dh_(elements<T>(call.dh)),
         dc_(call.dc ? elements<T>(*call.dc) : nullptr),
@@ -58,7 +58,7 @@ class Backward {
     require((call.kind == CellKind::kGru) == call.d_h.has_value());
     require(!call.d_h || call.d_h->numel() == steps_ * state * gates_);
     require(!call.live || call.live->numel() == steps_ * batch_);
-    require(!call.carry || call.carry->numel() == steps_ * batch_);
+    require(!call.gate || call.gate->numel() == steps_ * batch_);
     // Columns behind the batch are multiplied, too.
     std::fill_n(d_pre_.get(), gates_ * units_ * width_, T(0));
   }
@@ -71,7 +71,7 @@ class Backward {
       to_h_.take(d_pre_.get(), width_, batch_);
       torch::stable::parallel_for(0, units_, kUnitGrain, [&](int64_t begin, int64_t end) {
         to_h_.run(begin, end, product_.get(), width_);
-        for (int64_t b = 0; b < batch_; ++b) carry(step, b, begin, end);
+        for (int64_t b = 0; b < batch_; ++b) pass_on(step, b, begin, end);
       });
     }
   }
@@ -114,9 +114,9 @@ class Backward {
   }
 
   // Adds the part through weight_hh; what goes on to the step before is cut, weighted, bounded.
-  void carry(int64_t step, int64_t b, int64_t begin, int64_t end) {
+  void pass_on(int64_t step, int64_t b, int64_t begin, int64_t end) {
     const int64_t row = step * batch_ + b;
-    const T factor = carry_ != nullptr ? carry_[row] : T(1);
+    const T factor = gate_ != nullptr ? gate_[row] : T(1);
     const auto passed_on = [&](T x) {
       x = factor == T(0) ? T(0) : x * factor;
       return x > limit_ ? limit_ : x < -limit_ ? -limit_ : x;
@@ -135,16 +135,16 @@ class Backward {
   Buffer<T> product_;  // [units, width]
   const T *d_out_, *pre_, *h_, *c_;
   const bool* live_;
-  const T* carry_;
+  const T* gate_;
   T limit_;
   T *dh_, *dc_, *d_x_, *d_h_;
 };
 
 void rnn_backward_cpu(int64_t kind, Tensor d_out, std::optional<Tensor> pre, Tensor h,
                       std::optional<Tensor> c, std::optional<Tensor> live,
-                      std::optional<Tensor> carry, std::optional<Tensor> limit, Tensor weight,
+                      std::optional<Tensor> gate, std::optional<Tensor> limit, Tensor weight,
                       Tensor dh, std::optional<Tensor> dc, Tensor d_x, std::optional<Tensor> d_h) {
-  const Call call{cell_kind(kind), d_out, pre, h, c, live, carry, limit, weight, dh, dc, d_x, d_h};
+  const Call call{cell_kind(kind), d_out, pre, h, c, live, gate, limit, weight, dh, dc, d_x, d_h};
   require(d_out.dim() == 3);
   if (d_out.numel() == 0) return;
   if (float_dtype(d_out) == Dtype::kDouble) return Backward<double>(call).run();

@@ -5,7 +5,8 @@
 #include <type_traits>
 
 #include "cuda/decoder/matrix.h"
-#include "cuda/decoder/rnn.cuh"
+#include "cuda/decoder/rnn_advance.cuh"
+#include "cuda/decoder/rnn_gradient.cuh"
 #include "cuda/decoder/softmax_stats.cuh"
 
 namespace {

@@ -19,7 +19,7 @@ decode_steps = torch.ops.accumext.decode_steps.default
 
 
 @dataclass
-class Rollout:
+class LayeredDecoder:
     """A decoder of several layers, its arguments, and the plain loop."""
 
     kind: str
@@ -63,12 +63,12 @@ class Rollout:
             found += [cell.weight_ih, cell.weight_hh, *biases]
         return [w.detach().to(self.dtype).contiguous() for w in found]
 
-    def plain(
+    def loop(
         self,
         inputs: Tensor,  # [T, B], what is read
         live: Tensor | None,  # bool [T, B]
-        kept: Tensor | None,
-        kept_scale: float,
+        dropout_mask: Tensor | None,
+        dropout_scale: float,
     ) -> tuple[list[Tensor], Tensor]:
         """States [T + 1, B, H] of every layer and part, and the logits [T, B, V]."""
         states = [[s] for s in self.start]
@@ -83,8 +83,8 @@ class Rollout:
                 ):
                     part.append(new.detach())
                 x = own[0][-1]
-                if kept is not None and layer + 1 < self.layers:
-                    x = x * kept[t, layer] * kept_scale
+                if dropout_mask is not None and layer + 1 < self.layers:
+                    x = x * dropout_mask[t, layer] * dropout_scale
             logits.append(x @ self.weight.t() + self.bias)
         return [torch.stack(s) for s in states], torch.stack(logits)
 
@@ -104,21 +104,21 @@ class Steps:
 
 
 def run(
-    rollout: Rollout,
+    decoder: LayeredDecoder,
     *,
     teacher: Tensor | None = None,
-    forced: Tensor | None = None,
+    teacher_mask: Tensor | None = None,
     live: Tensor | None = None,
     eos: int = -1,
     uniforms: Tensor | None = None,
     temperature: float = 1.0,
-    kept: Tensor | None = None,
-    kept_scale: float = 1.0,
-    columns: int = 32,
+    dropout_mask: Tensor | None = None,
+    dropout_scale: float = 1.0,
+    logit_rows: int = 32,
     borders: tuple[int, ...] = (),  # where one call ends and the next begins
     pad: int = 1,
 ) -> Steps:
-    r, dtype = rollout, rollout.dtype
+    r, dtype = decoder, decoder.dtype
     states = []
     for start in r.start:
         states.append(start.new_full((r.steps + 1, *start.shape), float("nan")).to(dtype))
@@ -134,13 +134,14 @@ def run(
     for begin, end in pairwise(marks):
         some = exps.new_full((3, most), float("nan"))
         named = torch.full((most,), -1)
-        room = torch.cat([exps[:, used:], exps.new_empty(r.words, used)], 1).t()
+        workspace_slice = torch.cat([exps[:, used:], exps.new_empty(r.words, used)], 1).t()
         count = decode_steps(
-            r.table.to(dtype), r.weights(), states, KINDS.index(r.kind), kept, kept_scale,
-            inputs, teacher, forced, live, eos, pad, uniforms, temperature, r.weight.to(dtype),
-            r.bias.to(dtype), r.targets, tokens, room, some, named, columns, begin, end,
+            r.table.to(dtype), r.weights(), states, KINDS.index(r.kind), dropout_mask,
+            dropout_scale, inputs, teacher, teacher_mask, live, eos, pad, uniforms, temperature,
+            r.weight.to(dtype), r.bias.to(dtype), r.targets, tokens, workspace_slice, some, named,
+            logit_rows, begin, end,
         )  # fmt: skip
-        exps[:, used : used + count] = room[:count].t()
+        exps[:, used : used + count] = workspace_slice[:count].t()
         stats[:, used : used + count] = some[:, :count]
         rows[used : used + count] = named[:count]
         assert (named[count:] == -1).all()
@@ -150,16 +151,21 @@ def run(
 
 
 def check(
-    rollout: Rollout, steps: Steps, live: Tensor | None, eos: int, pad: int = 1, **call: Tensor
+    decoder: LayeredDecoder,
+    steps: Steps,
+    live: Tensor | None,
+    eos: int,
+    pad: int = 1,
+    **call: Tensor,
 ) -> None:
-    """The whole rollout against the plain loop on the tokens that were read."""
-    kept, scale = call.get("kept"), float(call.get("kept_scale", 1.0))
-    states, logits = rollout.plain(steps.inputs, steps.live, kept, scale)
+    """Every step against the plain loop on the tokens that were read."""
+    dropout_mask, scale = call.get("dropout_mask"), float(call.get("dropout_scale", 1.0))
+    states, logits = decoder.loop(steps.inputs, steps.live, dropout_mask, scale)
     for actual, expected in zip(steps.states, states, strict=True):
         close(actual, expected)
     alive = torch.ones_like(steps.inputs, dtype=torch.bool) if live is None else live.clone()
     if eos >= 0:
-        for t in range(rollout.steps):
+        for t in range(decoder.steps):
             alive[t + 1 :] &= ~(alive[t] & (steps.tokens[t] == eos))
         assert steps.live is not None
         assert torch.equal(steps.live, alive)
@@ -170,7 +176,7 @@ def check(
     z = logits.flatten(0, 1)[rows]
     peak = z.amax(1, keepdim=True)
     exps = (z - peak).exp()
-    targets = rollout.targets.flatten()[rows]
+    targets = decoder.targets.flatten()[rows]
     close(steps.stats[0, :count], peak[:, 0])
     close(steps.stats[1, :count], exps.sum(1))
     close(steps.stats[2, :count], z.gather(1, targets[:, None])[:, 0])
@@ -182,11 +188,13 @@ def check(
     else:
         share = (logits / call["temperature"]).softmax(-1).cumsum(-1)
         sampled = torch.searchsorted(share, call["uniforms"][..., None], right=True)[..., 0]
-        tokens[alive] = sampled[alive].clamp(max=rollout.words - 1)
+        tokens[alive] = sampled[alive].clamp(max=decoder.words - 1)
         assert torch.equal(steps.tokens, tokens)
     fed = steps.tokens[:-1]
     if "teacher" in call:
-        fed = torch.where(call.get("forced", torch.ones_like(alive))[1:], call["teacher"][1:], fed)
+        fed = torch.where(
+            call.get("teacher_mask", torch.ones_like(alive))[1:], call["teacher"][1:], fed
+        )
     fed = torch.where(alive[1:], fed, pad)
     assert torch.equal(steps.inputs[1:], fed)
 
@@ -203,24 +211,24 @@ def check(
     feed=st.sampled_from(["greedy", "sample", "teacher", "mixed"]),
     ends=st.sampled_from(["none", "lengths", "eos", "both"]),
     dropped=st.booleans(),
-    columns=st.integers(1, 33),
+    logit_rows=st.integers(1, 33),
     border=st.integers(0, 4),
     seed=st.integers(0, 2**20),
 )
 def test_steps_are_those_of_torchs_cells(
     kind: str, layers: int, batch: int, units: int, inputs: int, words: int, missing: set[int],
-    feed: str, ends: str, dropped: bool, columns: int, border: int, seed: int,
+    feed: str, ends: str, dropped: bool, logit_rows: int, border: int, seed: int,
 ) -> None:  # fmt: skip
     torch.manual_seed(seed)
     steps = 5
-    rollout = Rollout(
+    decoder = LayeredDecoder(
         kind, layers, batch, units, inputs, words, steps, no_bias=tuple(sorted(missing))
     )
     call = {}
     if feed in ("teacher", "mixed"):
         call["teacher"] = torch.randint(words, (steps, batch))
     if feed == "mixed":
-        call["forced"] = torch.rand(steps, batch) < 0.5
+        call["teacher_mask"] = torch.rand(steps, batch) < 0.5
     if feed == "sample":
         call["uniforms"] = torch.rand(steps, batch, dtype=torch.float64)
         call["temperature"] = 1.5
@@ -231,23 +239,23 @@ def test_steps_are_those_of_torchs_cells(
         live = torch.ones(steps, batch, dtype=torch.bool)
     eos = 0 if ends in ("eos", "both") else -1
     if dropped and layers > 1:
-        call["kept"] = torch.rand(steps, layers - 1, batch, units) < 0.6
-        call["kept_scale"] = 1 / 0.6
+        call["dropout_mask"] = torch.rand(steps, layers - 1, batch, units) < 0.6
+        call["dropout_scale"] = 1 / 0.6
     borders = (border,) if border else ()
-    found = run(rollout, live=live, eos=eos, columns=columns, borders=borders, **call)
-    check(rollout, found, live, eos, **call)
+    found = run(decoder, live=live, eos=eos, logit_rows=logit_rows, borders=borders, **call)
+    check(decoder, found, live, eos, **call)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", [1, 8, 17, 33, 41])  # the last ends in one whole vector
 def test_steps_in_float32(kind: str, batch: int) -> None:
     for units in (7, 48, 100):
-        rollout = Rollout(kind, 2, batch, units, 12, 100, 5, torch.float32)
+        decoder = LayeredDecoder(kind, 2, batch, units, 12, 100, 5, torch.float32)
         teacher = torch.randint(100, (5, batch))
         lengths = torch.randint(0, 6, (batch,))
         live = torch.arange(5)[:, None] < lengths
-        steps = run(rollout, teacher=teacher, live=live)
-        states, _ = rollout.plain(steps.inputs, live, None, 1.0)
+        steps = run(decoder, teacher=teacher, live=live)
+        states, _ = decoder.loop(steps.inputs, live, None, 1.0)
         for actual, expected in zip(steps.states, states, strict=True):
             close(actual, expected)
             # a row that has ended keeps the bits of its state
@@ -257,17 +265,17 @@ def test_steps_in_float32(kind: str, batch: int) -> None:
 
 @pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 def test_a_narrow_table_with_a_stride(table_dtype: torch.dtype) -> None:
-    rollout = Rollout("gru", 1, 9, 12, 7, 13, 3, torch.float32)
-    rollout.table = rollout.table.to(table_dtype).double()
+    decoder = LayeredDecoder("gru", 1, 9, 12, 7, 13, 3, torch.float32)
+    decoder.table = decoder.table.to(table_dtype).double()
     wide = torch.full((13, 11), float("nan"), dtype=table_dtype)
-    wide[:, :7] = rollout.table
+    wide[:, :7] = decoder.table
     inputs, tokens = torch.randint(13, (3, 9)), torch.zeros(3, 9, dtype=torch.int64)
     states = [torch.zeros(4, 9, 12)]
-    states[0][0] = rollout.start[0]
+    states[0][0] = decoder.start[0]
     decode_steps(
-        wide[:, :7], rollout.weights(), states, 0, None, 1.0, inputs, None, None, None, -1, 0,
-        None, 1.0, rollout.weight.float(), None, rollout.targets, tokens, None, None, None, 32, 0,
+        wide[:, :7], decoder.weights(), states, 0, None, 1.0, inputs, None, None, None, -1, 0,
+        None, 1.0, decoder.weight.float(), None, decoder.targets, tokens, None, None, None, 32, 0,
         3,
     )  # fmt: skip
-    expected, _ = rollout.plain(inputs, None, None, 1.0)
+    expected, _ = decoder.loop(inputs, None, None, 1.0)
     close(states[0], expected[0])

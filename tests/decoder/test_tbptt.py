@@ -1,19 +1,42 @@
-"""TBPTT(k1, k2) against its definition: every window re-run from a detached state."""
+"""tbptt against its definition, and every wrong argument."""
+
+# ruff: noqa: E501  (one contract to a line)
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.decode_oracle import decode, make_decoder, relative_distance
+from support.decode_oracle import make_decoder, relative_distance
 from torch import nn
 
 import accumext
 
-BATCH, VOCABULARY = 3, 13
-EXACT = 1e-12  # relative, float64: two orders of summation
+STEPS, BATCH, VOCABULARY = 6, 3, 13
+EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
+TARGETS = torch.arange(STEPS * BATCH).view(STEPS, BATCH) % VOCABULARY
+T, B, V, H = 4, 3, 7, 5
+FEW = torch.arange(T * B).view(T, B) % V
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"step": 3}, TypeError, "step must be callable, got int"),
+    ({"criterion": None}, TypeError, "criterion must be callable, got NoneType"),
+    ({"backward": 1}, TypeError, "backward must be callable, got int"),
+    ({"targets": FEW.float()}, TypeError, "targets must be an int64 tensor [T, B], got a float32 tensor"),
+    ({"targets": FEW[0]}, ValueError, "targets must have shape [T, B], got [3]"),
+    ({"k1": 0}, ValueError, "k1 must be at least 1, got 0"),
+    ({"k1": np.bool_(True)}, TypeError, "k1 must be an int, got bool"),
+    ({"k2": True}, TypeError, "k2 must be an int, got bool"),
+    ({"start": np.int64(-1)}, ValueError, "start must be at least 0, got -1"),
+    ({"k1": 3, "k2": 2}, ValueError, "k2 must be at least k1, got k1=3, k2=2"),
+    ({"reduction": "none"}, ValueError, "reduction must be one of 'mean', 'sum', got 'none'"),
+    ({"feedback": "best"}, ValueError,
+     "feedback must be one of 'teacher', 'greedy', 'sample', 'scheduled', got 'best'"),
+    ({"start": -1}, ValueError, "start must be at least 0, got -1"),
+]  # fmt: skip
 PERIODS = [
     (1, 1),
     (1, 2),
@@ -29,81 +52,76 @@ PERIODS = [
 ]
 
 
-@pytest.mark.parametrize("steps", [1, 8, 17, 35])
-@pytest.mark.parametrize("periods", PERIODS, ids=lambda p: f"k1={p[0]},k2={p[1]}")
-@pytest.mark.parametrize("feedback", ["teacher", "greedy"])
-def test_decode_loss_truncates_by_the_definition(
-    periods: tuple[int, int], steps: int, feedback: str
-) -> None:
-    decoder = make_decoder("lstm_cell", tied=True)
-    targets = torch.randint(VOCABULARY, (steps, BATCH))
-    lengths = torch.randint(1, steps + 1, (BATCH,))
-    k1, k2 = periods
-    out = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state,
-        feedback=feedback, k1=k1, k2=k2, lengths=lengths,
-    )  # fmt: skip
-    live = torch.arange(steps)[:, None] < lengths
-    losses, divisor, _ = decode(decoder, targets, out.inputs, live, windows=periods)
-    expected = losses.sum() / divisor
-    torch.testing.assert_close(out.loss, expected, rtol=EXACT, atol=EXACT)
-    distance = relative_distance(decoder.gradients(out.loss), decoder.gradients(expected))
-    assert distance < EXACT
-    assert not any(s.requires_grad for s in out.state)
-
-
-@pytest.mark.filterwarnings("ignore:decode_loss. k1=1 has no effect without k2")
-def test_truncation_matters() -> None:
-    """The gradients of k2 = 1, 2 and None differ, so that the tests above can fail."""
+def test_tbptt_keeps_what_only_early_windows_use() -> None:
     decoder = make_decoder("gru_cell")
-    targets = torch.randint(VOCABULARY, (12, BATCH))
-    call = (decoder.embedding, decoder.cell, decoder.head, targets, decoder.state)
-    grads = [
-        decoder.gradients(accumext.decode_loss(*call, feedback="teacher", k1=1, k2=k2).loss)
-        for k2 in (1, 2, None)
-    ]
-    assert relative_distance(grads[0], grads[1]) > 1e-3
-    assert relative_distance(grads[1], grads[2]) > 1e-3
+    bonus = torch.randn(BATCH, VOCABULARY, dtype=torch.float64, requires_grad=True)
+
+    def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        h = decoder.cell(decoder.embedding(token), state[0])
+        return decoder.head(h) + state[1], (h, torch.zeros_like(state[1]))
+
+    grads = []
+    for k1, k2 in ((1, 3), (6, 6)):
+        bonus.grad = None
+        accumext.tbptt(
+            step, TARGETS, (decoder.state, bonus), criterion=F.cross_entropy, feedback="teacher",
+            k1=k1, k2=k2,
+        )  # fmt: skip
+        grads.append(bonus.grad)
+    assert grads[0].abs().sum() > 0
+    assert relative_distance([grads[0]], [grads[1]]) < EXACT
 
 
-def test_k2_alone_means_k1_equal() -> None:
+@pytest.mark.parametrize(
+    ("criterion", "kind", "text"),
+    [
+        (lambda z, y: F.cross_entropy(z, y, reduction="none"), ValueError,
+         "criterion must return a 0-dim loss, got shape [3]"),
+        (lambda z, y: 3.0, TypeError, "criterion must return a tensor, got float"),
+    ],
+    ids=["rows", "number"],
+)  # fmt: skip
+def test_tbptt_criterion(criterion: Any, kind: type[Exception], text: str) -> None:
     decoder = make_decoder("gru_cell")
-    targets = torch.randint(VOCABULARY, (12, BATCH))
-    call = (decoder.embedding, decoder.cell, decoder.head, targets, decoder.state)
-    alone = accumext.decode_loss(*call, feedback="greedy", k2=3)
-    both = accumext.decode_loss(*call, feedback="greedy", k1=3, k2=3)
-    for a, b in zip(decoder.gradients(alone.loss), decoder.gradients(both.loss), strict=True):
-        assert torch.equal(a, b)
+
+    def step(token: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = decoder.cell(decoder.embedding(token), h)
+        return decoder.head(h), h
+
+    with pytest.raises(kind, match=rf"^tbptt: {re.escape(text)}$"):
+        accumext.tbptt(step, TARGETS, decoder.state, criterion=criterion)
 
 
-@pytest.mark.parametrize("periods", [(2, 2), (2, 5)])
-def test_dropout_is_the_same_in_overlapping_windows(periods: tuple[int, int]) -> None:
-    decoder = make_decoder("lstm", dropout=0.5)
-    targets = torch.randint(VOCABULARY, (9, BATCH))
-    k1, k2 = periods
-    torch.manual_seed(1)
-    out = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state,
-        feedback="teacher", k1=k1, k2=k2,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    whole = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, feedback="teacher"
-    )
-    torch.testing.assert_close(out.loss, whole.loss, rtol=EXACT, atol=0)
-    # with masks that differed between windows, the last step's own loss would have another gradient
-    last = torch.zeros_like(targets).fill_(-100)
-    last[-1] = targets[-1]
-    short = {"feedback": "teacher", "inputs": out.inputs}
-    torch.manual_seed(1)
-    cut = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, last, decoder.state, k1=1, k2=9, **short
-    )
-    torch.manual_seed(1)
-    exact = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, last, decoder.state, **short
-    )
-    assert relative_distance(decoder.gradients(cut.loss), decoder.gradients(exact.loss)) < EXACT
+def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    return F.one_hot(token, V).float().requires_grad_(), state
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), WRONG, ids=[t[:60] for _, _, t in WRONG])
+def test_tbptt(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+    call = {"step": step, "targets": FEW, "state": None, "criterion": F.cross_entropy}
+    accumext.tbptt(**call)
+    with pytest.raises(kind, match=rf"^tbptt: {re.escape(text)}$"):
+        accumext.tbptt(**{**call, **change})
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_tbptt_with_integers_of_numpy(kind: Any) -> None:
+    cell, head = nn.GRUCell(V, H), nn.Linear(H, V)
+
+    def recurrent(token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = cell(F.one_hot(token, V).float(), state)
+        return head(state), state
+
+    def gradient(number: Any) -> torch.Tensor:
+        cell.weight_hh.grad = None
+        accumext.tbptt(
+            recurrent, FEW, torch.zeros(B, H), criterion=F.cross_entropy,
+            k1=number(2), k2=number(3), start=number(4),
+        )  # fmt: skip
+        assert cell.weight_hh.grad is not None
+        return cell.weight_hh.grad
+
+    assert torch.equal(gradient(kind), gradient(int))
 
 
 class Model(nn.Module):

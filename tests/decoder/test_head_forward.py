@@ -52,21 +52,23 @@ def forward(
     uniforms: Tensor | None = None,
     temperature: float = 1.0,
     exps_dtype: torch.dtype | None = None,
-    columns: int = 32,
-    room: tuple[int, int] = (0, 0),  # columns of a larger workspace before and behind
+    logit_rows: int = 32,
+    margins: tuple[int, int] = (0, 0),  # rows of a larger workspace before and behind
 ) -> Found:
     rows, words = len(hidden), len(weight)
     workspace, exps = None, None
     if exps_dtype is not None:
-        wide = (words, room[0] + rows + room[1])
+        wide = (words, margins[0] + rows + margins[1])
         workspace = torch.full(wide, UNTOUCHED, dtype=exps_dtype)
-        exps = workspace[:, room[0] : room[0] + rows].t()
+        exps = workspace[:, margins[0] : margins[0] + rows].t()
     tokens = torch.full((rows,), -1)
     stats = hidden.new_full((3, rows), math.nan)
-    head_forward(hidden, weight, bias, targets, uniforms, temperature, exps, columns, tokens, stats)
+    head_forward(
+        hidden, weight, bias, targets, uniforms, temperature, exps, logit_rows, tokens, stats
+    )
     if workspace is not None:
-        assert (workspace[:, : room[0]] == UNTOUCHED).all()
-        assert (workspace[:, room[0] + rows :] == UNTOUCHED).all()
+        assert (workspace[:, : margins[0]] == UNTOUCHED).all()
+        assert (workspace[:, margins[0] + rows :] == UNTOUCHED).all()
     return Found(tokens, *stats, exps)
 
 
@@ -106,8 +108,8 @@ class Truth:
         if found.exps is not None:
             assert exps_dtype is not None
             exact[rows, targets] = 0
-            kept = torch.finfo(exps_dtype).eps
-            assert ((found.exps.double() - exact).abs() <= error + exact * kept).all()
+            rounding = torch.finfo(exps_dtype).eps
+            assert ((found.exps.double() - exact).abs() <= error + exact * rounding).all()
             assert (found.exps[rows, targets] == 0).all()
 
 
@@ -137,23 +139,25 @@ def test_every_vocabulary(words: int, dtypes: tuple[torch.dtype, torch.dtype]) -
     dtypes=st.sampled_from(DTYPES),
     bias=st.booleans(),
     stride=st.integers(0, 3),
-    kept=st.sampled_from(["none", "wide", "bfloat16"]),
-    columns=st.integers(1, 33),
-    room=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    stored=st.sampled_from(["none", "accumulation", "bfloat16"]),
+    logit_rows=st.integers(1, 33),
+    margins=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     seed=st.integers(0, 2**20),
 )
 def test_any_shape(
     rows: int, words: int, depth: int, dtypes: tuple[torch.dtype, torch.dtype], bias: bool,
-    stride: int, kept: str, columns: int, room: tuple[int, int], seed: int,
+    stride: int, stored: str, logit_rows: int, margins: tuple[int, int], seed: int,
 ) -> None:  # fmt: skip
     torch.manual_seed(seed)
     hidden, weight, shift, targets = problem(rows, words, depth, dtypes, bias)
     wide = weight.new_full((words, depth + stride), math.nan)
     wide[:, :depth] = weight
-    exps_dtype = {"none": None, "wide": dtypes[0], "bfloat16": torch.bfloat16}[kept]
-    if dtypes[0] == torch.float64 and kept == "bfloat16":
+    exps_dtype = {"none": None, "accumulation": dtypes[0], "bfloat16": torch.bfloat16}[stored]
+    if dtypes[0] == torch.float64 and stored == "bfloat16":
         exps_dtype = torch.float64
-    found = forward(hidden, wide[:, :depth], shift, targets, None, 1.0, exps_dtype, columns, room)
+    found = forward(
+        hidden, wide[:, :depth], shift, targets, None, 1.0, exps_dtype, logit_rows, margins
+    )
     Truth.of(hidden, weight, shift).check(found, targets, exps_dtype)
 
 
@@ -330,7 +334,7 @@ def test_frequencies_of_samples_are_the_softmax(words: int, temperature: float) 
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sample"])
-def test_threads_and_columns_change_no_bit(sampled: bool, two_threads: tuple[int, int]) -> None:
+def test_threads_and_logit_rows_change_no_bit(sampled: bool, two_threads: tuple[int, int]) -> None:
     hidden, weight, bias, targets = problem(37, 2000, 33, (torch.float32,) * 2, True)
     uniforms = torch.rand(37, dtype=torch.float64) if sampled else None
     results = []
@@ -341,16 +345,16 @@ def test_threads_and_columns_change_no_bit(sampled: bool, two_threads: tuple[int
     assert torch.equal(one.tokens, two.tokens)
     for name in ("peak", "total", "target_logit", "exps"):
         torch.testing.assert_close(getattr(one, name), getattr(two, name), rtol=1e-6, atol=1e-6)
-    for columns in (1, 5):
-        few = forward(hidden, weight, bias, targets, uniforms, 0.7, torch.float32, columns)
+    for logit_rows in (1, 5):
+        few = forward(hidden, weight, bias, targets, uniforms, 0.7, torch.float32, logit_rows)
         assert torch.equal(few.tokens, one.tokens)
         torch.testing.assert_close(few.total, one.total, rtol=1e-5, atol=0)
 
 
 def test_no_rows_are_no_work() -> None:
-    for columns in (1, 32):
+    for logit_rows in (1, 32):
         found = forward(
             torch.randn(0, 4), torch.randn(9, 4), None, torch.zeros(0, dtype=torch.int64),
-            exps_dtype=torch.float32, columns=columns, room=(2, 2),
+            exps_dtype=torch.float32, logit_rows=logit_rows, margins=(2, 2),
         )  # fmt: skip
         assert found.tokens.numel() == 0

@@ -1,4 +1,4 @@
-"""Every wrong argument of decode_loss and tbptt: the exact sentence, nothing changed. What is
+"""Every wrong argument of decode_loss: the exact sentence, nothing changed. What is
 doubtful: one warning that says what to type."""
 
 # ruff: noqa: E501  (one contract to a line)
@@ -12,26 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
 from torch import nn
 
 import accumext
 
 T, B, V, H = 4, 3, 7, 5
 TARGETS = torch.arange(T * B).view(T, B) % V
-
-
-def base(**changes: Any) -> dict[str, Any]:
-    call = {
-        "embedding": nn.Embedding(V, H),
-        "cell": nn.GRUCell(H, H),
-        "head": nn.Linear(H, V),
-        "targets": TARGETS,
-        "feedback": "greedy",
-    }
-    return {**call, **changes}
-
-
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"embedding": 3}, TypeError, "embedding must be an nn.Embedding or a floating-point tensor [V, E], got int"),
     ({"embedding": torch.zeros(3)}, ValueError, "embedding must have shape [V, E], got [3]"),
@@ -116,18 +103,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cell": lambda x, s: (x, s), "state": torch.zeros(2), "lengths": torch.tensor([1, 2, 3])}, ValueError,
      "state must hold tensors with the batch in dimension 0 to be frozen by row, got shape [2]"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "kind", "text"), WRONG, ids=[text[:60] for _, _, text in WRONG])
-def test_decode_loss(change: dict[str, Any], kind: type[Exception], text: str) -> None:
-    call = base(**change)
-    accumext.decode_loss(**base())  # the call is right but for the change
-    generator = torch.get_rng_state()
-    with pytest.raises(kind, match=rf"^decode_loss: {re.escape(text)}$"):
-        accumext.decode_loss(**call)
-    assert torch.equal(torch.get_rng_state(), generator)
-
-
 BATCH_FIRST = nn.GRU(H, H, batch_first=True)
 DOUBTFUL: list[tuple[dict[str, Any], str]] = [
     ({"k1": 2}, "k1=2 has no effect without k2: the gradient flows all the way back. "
@@ -138,6 +113,46 @@ DOUBTFUL: list[tuple[dict[str, Any], str]] = [
      "targets [3, 3] are read as [T, B], though the cell has batch_first=True. "
      "Pass batch_first=True if they are [B, T], and set cell.batch_first = False if not"),
 ]  # fmt: skip
+CLEAR: list[dict[str, Any]] = [
+    {"k2": 2},
+    {"k1": 2, "k2": 3},
+    {"cell": BATCH_FIRST, "state": torch.zeros(1, B, H)},
+    {"cell": BATCH_FIRST, "lengths": torch.tensor([1, 2, 3])},
+    {"cell": BATCH_FIRST, "start": torch.tensor([1, 2, 3])},
+    {"cell": BATCH_FIRST, "batch_first": True, "targets": TARGETS.t()},
+    {"batch_first": True, "targets": TARGETS.t()},
+]
+NUMBERS: list[dict[str, int]] = [
+    {"k1": 2, "k2": 3},
+    {"start": 4},
+    {"eos": 2},
+    {"ignore_index": 3},
+    {"num_items": 5},
+    {"memory_budget": 100},
+]
+VOCABULARY = 13  # of make_decoder
+EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
+
+
+def base(**changes: Any) -> dict[str, Any]:
+    call = {
+        "embedding": nn.Embedding(V, H),
+        "cell": nn.GRUCell(H, H),
+        "head": nn.Linear(H, V),
+        "targets": TARGETS,
+        "feedback": "greedy",
+    }
+    return {**call, **changes}
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), WRONG, ids=[text[:60] for _, _, text in WRONG])
+def test_decode_loss(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+    call = base(**change)
+    accumext.decode_loss(**base())  # the call is right but for the change
+    generator = torch.get_rng_state()
+    with pytest.raises(kind, match=rf"^decode_loss: {re.escape(text)}$"):
+        accumext.decode_loss(**call)
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 @pytest.mark.parametrize(("change", "text"), DOUBTFUL, ids=[text[:60] for _, text in DOUBTFUL])
@@ -156,17 +171,6 @@ def test_a_line_is_warned_about_once() -> None:
     assert len(caught) == 1
 
 
-CLEAR: list[dict[str, Any]] = [
-    {"k2": 2},
-    {"k1": 2, "k2": 3},
-    {"cell": BATCH_FIRST, "state": torch.zeros(1, B, H)},
-    {"cell": BATCH_FIRST, "lengths": torch.tensor([1, 2, 3])},
-    {"cell": BATCH_FIRST, "start": torch.tensor([1, 2, 3])},
-    {"cell": BATCH_FIRST, "batch_first": True, "targets": TARGETS.t()},
-    {"batch_first": True, "targets": TARGETS.t()},
-]
-
-
 @pytest.mark.parametrize("change", CLEAR, ids=[", ".join(change) for change in CLEAR])
 def test_nothing_is_said_of_what_is_clear(change: dict[str, Any]) -> None:
     accumext.decode_loss(**base(**change))  # a warning is an error in this suite
@@ -183,16 +187,6 @@ def test_batch_first_of_the_cell_changes_nothing() -> None:
     assert torch.equal(found.token_losses, expected.token_losses)
 
 
-NUMBERS: list[dict[str, int]] = [
-    {"k1": 2, "k2": 3},
-    {"start": 4},
-    {"eos": 2},
-    {"ignore_index": 3},
-    {"num_items": 5},
-    {"memory_budget": 100},
-]
-
-
 @pytest.mark.parametrize("kind", [np.int64, np.uint8])
 @pytest.mark.parametrize("arguments", NUMBERS, ids=[", ".join(names) for names in NUMBERS])
 def test_integers_of_numpy(arguments: dict[str, int], kind: Any) -> None:
@@ -206,70 +200,41 @@ def test_integers_of_numpy(arguments: dict[str, int], kind: Any) -> None:
         assert torch.equal(got, want)
 
 
-def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-    return F.one_hot(token, V).float().requires_grad_(), state
+def run(
+    decoder: Decoder, cell: Any = None, state: Any = None, **call: Any
+) -> accumext.DecodeOutput:
+    call = {"feedback": "teacher", **call}
+    cell = decoder.cell if cell is None else cell
+    state = decoder.state if state is None else state
+    return accumext.decode_loss(decoder.embedding, cell, decoder.head, TARGETS, state, **call)
 
 
-WRONG_TBPTT: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"step": 3}, TypeError, "step must be callable, got int"),
-    ({"criterion": None}, TypeError, "criterion must be callable, got NoneType"),
-    ({"backward": 1}, TypeError, "backward must be callable, got int"),
-    ({"targets": TARGETS.float()}, TypeError, "targets must be an int64 tensor [T, B], got a float32 tensor"),
-    ({"targets": TARGETS[0]}, ValueError, "targets must have shape [T, B], got [3]"),
-    ({"k1": 0}, ValueError, "k1 must be at least 1, got 0"),
-    ({"k1": np.bool_(True)}, TypeError, "k1 must be an int, got bool"),
-    ({"k2": True}, TypeError, "k2 must be an int, got bool"),
-    ({"start": np.int64(-1)}, ValueError, "start must be at least 0, got -1"),
-    ({"k1": 3, "k2": 2}, ValueError, "k2 must be at least k1, got k1=3, k2=2"),
-    ({"reduction": "none"}, ValueError, "reduction must be one of 'mean', 'sum', got 'none'"),
-    ({"feedback": "best"}, ValueError,
-     "feedback must be one of 'teacher', 'greedy', 'sample', 'scheduled', got 'best'"),
-    ({"start": -1}, ValueError, "start must be at least 0, got -1"),
-]  # fmt: skip
+def raises(kind: type[Exception], text: str) -> Any:
+    return pytest.raises(kind, match=rf"^decode_loss: {re.escape(text)}")
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "text"), WRONG_TBPTT, ids=[t[:60] for _, _, t in WRONG_TBPTT]
-)
-def test_tbptt(change: dict[str, Any], kind: type[Exception], text: str) -> None:
-    call = {"step": step, "targets": TARGETS, "state": None, "criterion": F.cross_entropy}
-    accumext.tbptt(**call)
-    with pytest.raises(kind, match=rf"^tbptt: {re.escape(text)}$"):
-        accumext.tbptt(**{**call, **change})
+def test_modules_that_do_more_than_their_weight_are_refused() -> None:
+    decoder = make_decoder("gru_cell")
+
+    class Twice(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    decoder.head = Twice(5, VOCABULARY).double()
+    text = "head must compute as a plain nn.Linear, for its forward is not called, got Twice"
+    with raises(TypeError, text):
+        run(decoder)
+    decoder = make_decoder("gru_cell")
+    decoder.embedding.register_forward_hook(lambda *_: None)
+    with raises(TypeError, "embedding must compute as a plain nn.Embedding"):
+        run(decoder)
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.uint8])
-def test_tbptt_with_integers_of_numpy(kind: Any) -> None:
-    cell, head = nn.GRUCell(V, H), nn.Linear(H, V)
-
-    def recurrent(token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        state = cell(F.one_hot(token, V).float(), state)
-        return head(state), state
-
-    def gradient(number: Any) -> torch.Tensor:
-        cell.weight_hh.grad = None
-        accumext.tbptt(
-            recurrent, TARGETS, torch.zeros(B, H), criterion=F.cross_entropy,
-            k1=number(2), k2=number(3), start=number(4),
-        )  # fmt: skip
-        assert cell.weight_hh.grad is not None
-        return cell.weight_hh.grad
-
-    assert torch.equal(gradient(kind), gradient(int))
-
-
-@pytest.mark.parametrize("name", ["chunks", "chunk_size"])
-def test_chunked_loss_with_integers_of_numpy(name: str) -> None:
-    rows = torch.randn(7, 3, requires_grad=True)
-    sizes: list[int] = []
-
-    def loss(some: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(some))
-        return some.square().sum()
-
-    accumext.chunked_loss(loss, rows, **{name: np.int64(3)})
-    expected, sizes = sizes, []
-    accumext.chunked_loss(loss, rows, **{name: 3})
-    assert sizes == expected
-    with pytest.raises(TypeError, match=rf"^chunked_loss: {name} must be an int, got bool$"):
-        accumext.chunked_loss(loss, rows, **{name: True})
+def test_parametrizations_are_followed() -> None:
+    decoder = make_decoder("gru_cell")
+    nn.utils.parametrizations.weight_norm(decoder.head)
+    decoder.leaves = [*decoder.head.parameters(), decoder.state]
+    out = run(decoder)
+    losses, divisor, _ = decode(decoder, TARGETS, out.inputs)
+    expected = decoder.gradients(losses.sum() / divisor)
+    assert relative_distance(decoder.gradients(out.loss), expected) < EXACT

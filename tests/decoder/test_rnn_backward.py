@@ -86,7 +86,7 @@ def test_backward_is_autograds(
             )
         elif lstm:
             pre = torch.stack([x + h for x, h in zip(from_x, products, strict=True)])
-        kept = [torch.stack([s[part] for s in states]).to(dtype) for part in range(parts)]
+        stacked = [torch.stack([s[part] for s in states]).to(dtype) for part in range(parts)]
     d_state = [d.to(dtype).clone() for d in d_last]
     d_x = torch.full((steps, batch, gates * units), float("nan"), dtype=dtype)
     d_h = torch.full_like(d_x, float("nan")) if kind == "gru" else None
@@ -94,8 +94,8 @@ def test_backward_is_autograds(
         KINDS.index(kind),
         d_out.to(dtype),
         None if pre is None else pre.to(dtype),
-        kept[0],
-        kept[1] if lstm else None,
+        stacked[0],
+        stacked[1] if lstm else None,
         live,
         None if carried in ("none", "limit") else factors.to(dtype),
         None if limit is None else limit.to(dtype),

@@ -109,7 +109,7 @@ OPTIONS = {
     "steps": st.integers(1, 14),
     "sizes": st.sampled_from([(5, 5), (3, 7), (13, 4), (1, 1)]),  # E, H
     "feedback": st.sampled_from(
-        ["teacher", "greedy", "sample", "scheduled", "mask", "stretches", "all-teacher"]
+        ["teacher", "greedy", "sample", "scheduled", "mask", "spans", "all-teacher"]
     ),
     "ends": st.sampled_from(["none", "none", "lengths", "eos", "both"]),
     "hole": st.sampled_from(["none", "some", "all", "word"]),
@@ -191,12 +191,12 @@ def check_one(
     if periods is not None:
         call["k1"], call["k2"] = periods
     mask = None
-    if feedback in ("mask", "stretches", "all-teacher"):
+    if feedback in ("mask", "spans", "all-teacher"):
         mask = torch.rand(steps, batch) < 0.5
         mask[torch.rand(steps) < 0.6] = True
         if feedback == "all-teacher":
             mask[:] = True
-        elif feedback == "stretches":
+        elif feedback == "spans":
             mask[:] = (torch.arange(steps)[:, None] + 1) % 5 < 3
 
     def flip(tensor: torch.Tensor) -> torch.Tensor:

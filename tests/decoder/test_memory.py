@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.decode_oracle import make_decoder
 from torch import nn
 
 import accumext
+from accumext.decoder import _memory
+from accumext.decoder._memory import WorkspacePlan, backward_steps, fill_budget
 from accumext.demo.memory import peak_memory
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
+STEPS, BATCH, VOCABULARY = 6, 3, 13
+TARGETS = torch.arange(STEPS * BATCH).view(STEPS, BATCH) % VOCABULARY
+LOGIT_ROWS, SEGMENT = _memory.LOGIT_ROWS, _memory.SEGMENT
+CELL_ROWS, AUTOMATIC_ROWS = _memory.CELL_ROWS, _memory.AUTOMATIC_ROWS
+steps = st.integers(0, 12)
+batches = st.integers(0, 40)
+row_bytes = st.integers(1, 9)
 
 
 def modules(vocabulary: int, size: int, dtype: torch.dtype, tied: bool) -> tuple[Any, Any, Any]:
@@ -172,3 +185,70 @@ def test_peak_is_far_below_the_logits_of_all_steps() -> None:
     targets = torch.randint(vocabulary, (steps, batch))
     logits = steps * batch * vocabulary * 4
     assert measured(parts, targets, feedback="greedy") < logits / 4
+
+
+def raises(kind: type[Exception], text: str) -> Any:
+    return pytest.raises(kind, match=rf"^decode_loss: {re.escape(text)}")
+
+
+def test_decode_memory_takes_meta_tensors_beside_real_modules() -> None:
+    decoder = make_decoder("gru_cell")
+    parts = (decoder.embedding, decoder.cell, decoder.head)
+    expected = accumext.decode_memory(*parts, TARGETS, decoder.state, feedback="greedy")
+    meta = (TARGETS.to("meta"), decoder.state.to("meta"))
+    assert accumext.decode_memory(*parts, *meta, feedback="greedy") == expected
+    with raises(TypeError, "embedding must be an nn.Embedding"):
+        accumext.decode_memory([1], *parts[1:], TARGETS, feedback="greedy")
+
+
+@given(steps, batches, row_bytes, row_bytes, st.integers(0, 3000))
+def test_a_budget_is_filled(steps: int, batch: int, logits: int, exps: int, budget: int) -> None:
+    """As many rows of logits as can have a row of exponentials each, then as many of those as what
+    is left holds: whole steps of them, unless not even one fits."""
+    fitting = [n for n in range(1, min(batch, LOGIT_ROWS) + 1) if n * (logits + exps) <= budget]
+    logit_rows = max(fitting, default=1)
+    rows = [n for n in range(1, steps * batch + 1) if logit_rows * logits + n * exps <= budget]
+    whole = [n for n in rows if n % batch == 0]
+    plan = fill_budget(steps, batch, logits, exps, budget)
+    assert plan == WorkspacePlan(max(whole or rows, default=1), logit_rows, SEGMENT)
+    least = fill_budget(steps, batch, logits, exps, 0)
+    assert (least.rows, least.logit_rows) == (1, 1)
+    if budget >= logits + exps:
+        assert plan.logit_rows * logits + plan.rows * exps <= budget
+
+
+@given(st.integers(0, 700), st.integers(0, 700), row_bytes, row_bytes)
+def test_without_a_budget_there_are_enough_whole_steps(
+    steps: int, batch: int, logits: int, exps: int
+) -> None:
+    """The fewest steps that have AUTOMATIC_ROWS rows of the memory that logits take."""
+    plan = fill_budget(steps, batch, logits, exps, None)
+    enough = AUTOMATIC_ROWS * logits // exps
+    needed = next(n for n in range(enough + 1) if n * batch >= enough or batch == 0)
+    assert plan.rows == max(1, min(needed * batch, steps * batch))
+    assert plan.logit_rows == max(1, min(batch, LOGIT_ROWS))
+    assert plan.segment == SEGMENT
+
+
+@given(st.integers(0, 2 * CELL_ROWS))
+def test_the_cells_backward_pass_takes_the_fewest_steps_that_are_enough(batch: int) -> None:
+    needed = next(n for n in range(1, CELL_ROWS + 1) if n * max(1, batch) >= CELL_ROWS)
+    assert backward_steps(batch) == needed
+
+
+def test_sizes_that_anyone_can_compute() -> None:
+    assert fill_budget(1000, 1, 400, 400, None) == WorkspacePlan(256, 1, 16)
+    assert fill_budget(100, 16, 400, 400, None) == WorkspacePlan(256, 16, 16)
+    assert fill_budget(100, 48, 400, 400, None) == WorkspacePlan(288, 32, 16)
+    assert fill_budget(100, 48, 400, 200, None) == WorkspacePlan(
+        528, 32, 16
+    )  # half the bytes, twice the rows
+    assert fill_budget(2, 16, 400, 400, None) == WorkspacePlan(32, 16, 16)
+    assert fill_budget(100, 16, 400, 400, 16 * 400 + 40 * 400) == WorkspacePlan(32, 16, 16)
+    assert fill_budget(100, 16, 400, 400, 8 * 800) == WorkspacePlan(8, 8, 16)
+    assert (backward_steps(16), backward_steps(255), backward_steps(256), backward_steps(1000)) == (
+        16,
+        2,
+        1,
+        1,
+    )

@@ -6,35 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.decode_oracle import decode, make_decoder, relative_distance
-from torch import nn
+from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
+from torch import Tensor
 
 import accumext
+from accumext.decoder import _operators
 
 EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
-
-
-@pytest.mark.parametrize("padding_idx", [None, 2])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("periods", [(None, None), (2, 2), (1, 3)], ids=str)
-def test_sparse_embeddings(
-    padding_idx: int | None, tied: bool, periods: tuple[int | None, int | None]
-) -> None:
-    grads = []
-    for sparse in (False, True):
-        torch.manual_seed(0)
-        decoder = make_decoder("lstm_cell", padding_idx=padding_idx, tied=tied)
-        decoder.embedding.sparse = sparse
-        targets = torch.randint(13, (7, 3))
-        k1, k2 = periods
-        accumext.decode_loss(
-            decoder.embedding, decoder.cell, decoder.head, targets, decoder.state,
-            feedback="greedy", k1=k1, k2=k2,
-        ).loss.backward()  # fmt: skip
-        grad = decoder.embedding.weight.grad
-        assert grad.is_sparse == (sparse and not tied)
-        grads.append(grad.to_dense())
-    assert relative_distance([grads[1]], [grads[0]]) < EXACT
+STEPS, BATCH, VOCABULARY = 5, 3, 13
 
 
 def test_weights_and_states_of_any_layout() -> None:
@@ -63,55 +42,6 @@ def test_weights_and_states_of_any_layout() -> None:
     assert torch.equal(out.tokens, same.tokens)
     torch.testing.assert_close(out.loss, same.loss, rtol=EXACT, atol=0)
     assert relative_distance(list(again), list(grads)) < EXACT
-
-
-def test_parametrized_cells_are_followed() -> None:
-    torch.manual_seed(0)
-    decoder = make_decoder("lstm")
-    nn.utils.parametrizations.weight_norm(decoder.cell, "weight_hh_l0")
-    decoder.leaves = [*decoder.cell.parameters(), *decoder.state]
-    targets = torch.randint(13, (6, 3))
-    out = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, feedback="greedy"
-    )
-    losses, divisor, _ = decode(decoder, targets, out.inputs)
-    expected = decoder.gradients(losses.sum() / divisor)
-    assert relative_distance(decoder.gradients(out.loss), expected) < EXACT
-
-
-def test_cells_that_do_more_than_their_weights_say_are_called() -> None:
-    """A forward of its own, and hooks: their effect is in the loss and the gradients."""
-
-    class Doubled(nn.GRUCell):
-        def forward(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-            return super().forward(2 * x, h)
-
-    torch.manual_seed(0)
-    hooked = make_decoder("gru_cell")
-    hooked.cell.register_forward_hook(lambda _, __, h: h * 0.5)
-    own = make_decoder("gru_cell")
-    own.cell.__class__ = Doubled
-    projected = make_decoder("gru_cell")
-    projected.cell = nn.LSTM(5, 8, proj_size=5, dtype=torch.float64)
-    first = torch.randn(1, 3, 5, dtype=torch.float64), torch.randn(1, 3, 8, dtype=torch.float64)
-    projected.state = first
-
-    def step(x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        output, state = projected.cell(x[None], state)
-        return output[0], state
-
-    projected.step = step
-    projected.leaves = [*projected.cell.parameters()]
-    for decoder in (hooked, own, projected):
-        targets = torch.randint(13, (6, 3))
-        out = accumext.decode_loss(
-            decoder.embedding, decoder.cell, decoder.head, targets, decoder.state,
-            feedback="greedy",
-        )  # fmt: skip
-        losses, divisor, logits = decode(decoder, targets, out.inputs)
-        assert torch.equal(out.tokens, logits.argmax(-1))
-        expected = decoder.gradients(losses.sum() / divisor)
-        assert relative_distance(decoder.gradients(out.loss), expected) < EXACT
 
 
 @pytest.mark.parametrize("feedback", ["teacher", "greedy", "sample"])
@@ -171,3 +101,81 @@ def test_a_whole_training_step_is_torchs() -> None:
             optimizer.zero_grad()
     ends = [[leaf.detach() for leaf in d.leaves] for d in (mine, its)]
     assert relative_distance(*ends) < 100 * EXACT
+
+
+def run(decoder: Decoder, targets: Tensor, cell: Any = None, **call: Any) -> accumext.DecodeOutput:
+    call = {"feedback": "teacher", **call}
+    cell = decoder.cell if cell is None else cell
+    return accumext.decode_loss(
+        decoder.embedding, cell, decoder.head, targets, decoder.state, **call
+    )
+
+
+def wrapped(decoder: Decoder) -> Any:
+    """The same cell as a callable, with the batch in dimension 0 of its state."""
+    return lambda x, state: decoder.step(x, state)
+
+
+class Seen:
+    """Counts the rows that the head sees, however they come to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows = 0
+        steps, forward = _operators.decode_steps, _operators.head_forward
+
+        def counted_steps(*args: Any) -> int:
+            rows = steps(*args)
+            self.rows += rows
+            return rows
+
+        def counted_forward(hidden: Tensor, *args: Any) -> None:
+            self.rows += len(hidden)
+            forward(hidden, *args)
+
+        monkeypatch.setattr(_operators, "decode_steps", counted_steps)
+        monkeypatch.setattr(_operators, "head_forward", counted_forward)
+
+
+@pytest.mark.parametrize("budget", [None, 1, 2, 4])
+@pytest.mark.parametrize("ends", ["eos", "lengths", "both", "nobody"])
+@pytest.mark.parametrize("feedback", ["teacher", "greedy", "sample", "mask"])
+@pytest.mark.parametrize("own", [False, True], ids=["cell", "callable"])
+def test_ended_rows_are_not_pushed_through_the_head(
+    feedback: str, ends: str, budget: int | None, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    decoder = make_decoder("gru_cell", vocabulary=5, padding_idx=2)
+    targets = torch.randint(5, (15, BATCH))
+    call: dict[str, Any] = {"temperature": 2.0}
+    call["feedback"] = torch.rand(15, BATCH) < 0.5 if feedback == "mask" else feedback
+    if ends in ("eos", "both"):
+        call["eos"] = 1
+    if ends in ("lengths", "both"):
+        call["lengths"] = torch.tensor([15, 0, 6])
+    elif ends == "nobody":
+        call["lengths"] = torch.zeros(BATCH, dtype=torch.int64)
+    if budget is not None:
+        call["memory_budget"] = budget * 5 * 8
+    seen = Seen(monkeypatch)
+    out = run(decoder, targets, wrapped(decoder) if own else None, **call)
+    assert seen.rows == out.lengths.sum() < targets.numel()
+    live = torch.arange(15)[:, None] < out.lengths
+    losses, divisor, _ = decode(decoder, targets, out.inputs, live)
+    expected = losses.sum() / divisor if divisor else losses.sum()
+    torch.testing.assert_close(out.loss, expected.detach(), rtol=EXACT, atol=EXACT)
+    assert relative_distance(decoder.gradients(out.loss), decoder.gradients(expected)) < EXACT
+    torch.testing.assert_close(out.token_losses, losses.detach(), rtol=1e-11, atol=EXACT)
+
+
+def test_sampled_rows_keep_their_uniforms_when_others_end() -> None:
+    """The same generator: a row's sample does not depend on which other rows are alive."""
+    decoder = make_decoder("gru_cell")
+    targets = torch.randint(VOCABULARY, (9, BATCH))
+    tokens = []
+    for lengths in (None, torch.tensor([2, 9, 5])):
+        generator = torch.Generator().manual_seed(0)
+        out = run(decoder, targets, feedback="sample", lengths=lengths, generator=generator)
+        tokens.append(out.tokens)
+    assert torch.equal(tokens[0][:, 1], tokens[1][:, 1])
+    assert torch.equal(tokens[0][:5, 2], tokens[1][:5, 2])
+    assert torch.equal(tokens[0][:2, 0], tokens[1][:2, 0])

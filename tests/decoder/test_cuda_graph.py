@@ -11,8 +11,7 @@ import torch
 from support.decode_oracle import decode, make_decoder
 
 import accumext
-from accumext import decoder
-from accumext.decoder import _cuda_graph
+from accumext.decoder import _cuda_graph, _decode_loss
 
 STEPS, BATCH, VOCABULARY = 17, 3, 13
 
@@ -37,13 +36,13 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return replay
 
-    checked = decoder.check_arguments
+    checked = _decode_loss.check_arguments
 
     def on_a_gpu(*args: Any, **kwargs: Any) -> Any:
         return dataclasses.replace(checked(*args, **kwargs), cuda_graph=True)
 
     monkeypatch.setattr(_cuda_graph, "capture", capture)
-    monkeypatch.setattr(decoder, "check_arguments", on_a_gpu)
+    monkeypatch.setattr(_decode_loss, "check_arguments", on_a_gpu)
     return replays
 
 
@@ -96,12 +95,12 @@ def test_replayed_windows_are_the_same(
 @pytest.mark.parametrize(
     ("feedback", "replays"),
     [("greedy", 2), ((torch.arange(16) % 8 < 2)[:, None].expand(16, BATCH), 0)],
-    ids=["whole", "stretches"],
+    ids=["whole", "spans"],
 )
 def test_a_last_window_is_not_replayed(
     captures: list[int], feedback: str | torch.Tensor, replays: int
 ) -> None:
-    """Of four whole windows, nor of a stretch of six steps before a stretch that is taught."""
+    """Of four whole windows, nor of a span of six steps before a span that is teacher-forced."""
     model = make_decoder("gru_cell")
     targets = torch.randint(VOCABULARY, (16, BATCH))
     budget = VOCABULARY * 8 * (BATCH + 4 * BATCH)  # four steps a window
@@ -120,27 +119,27 @@ def test_a_last_window_is_not_replayed(
 
 def test_a_row_that_ends_in_a_replayed_window_stays_ended(captures: list[int]) -> None:
     """Without dropping rows: a GPU does not count the live ones."""
-    tape_rows = STEPS
-    live = torch.ones(tape_rows, BATCH, dtype=torch.bool)
-    zeros = torch.zeros(tape_rows, BATCH, dtype=torch.int64)
-    tape = _cuda_graph.Tape(
-        [torch.zeros(tape_rows + 1, BATCH, 2)], zeros, zeros, zeros, zeros.clone(), None, live,
+    rows = STEPS
+    live = torch.ones(rows, BATCH, dtype=torch.bool)
+    zeros = torch.zeros(rows, BATCH, dtype=torch.int64)
+    buffers = _cuda_graph.StepBuffers(
+        [torch.zeros(rows + 1, BATCH, 2)], zeros, zeros, zeros, zeros.clone(), None, live,
         None, None,
     )  # fmt: skip
 
-    def body(window: _cuda_graph.Tape, steps: int) -> None:
+    def body(window: _cuda_graph.StepBuffers, end: int) -> None:
         assert window.live is not None
-        window.tokens[:steps] = 5
+        window.tokens[:end] = 5
         window.live[2:, 1] = False
 
-    graph = _cuda_graph.WindowGraph(tape, 4, body)
-    graph.replay(tape, 3)
-    expected = torch.ones(tape_rows, BATCH, dtype=torch.bool)
+    graph = _cuda_graph.WindowGraph(buffers, 4, body)
+    graph.replay(buffers, 3)
+    expected = torch.ones(rows, BATCH, dtype=torch.bool)
     expected[5:, 1] = False
     assert torch.equal(live, expected)
-    assert tape.tokens[3:7].eq(5).all()
-    assert not tape.tokens[:3].any()
-    assert not tape.tokens[7:].any()
+    assert buffers.tokens[3:7].eq(5).all()
+    assert not buffers.tokens[:3].any()
+    assert not buffers.tokens[7:].any()
 
 
 def test_graphs_are_for_gpus() -> None:

@@ -12,7 +12,7 @@ from support.decode_oracle import Decoder, decode, make_decoder, relative_distan
 from torch import Tensor, nn
 
 import accumext
-from accumext.decoder import _arguments, _operators, _state_gradient
+from accumext.decoder import _arguments, _state_gradient
 
 STEPS, BATCH, VOCABULARY = 5, 3, 13
 EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
@@ -222,71 +222,6 @@ def test_wrong_values(change: dict[str, Any], kind: type[Exception], text: str) 
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-class Seen:
-    """Counts the rows that the head sees, however they come to it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows = 0
-        steps, forward = _operators.decode_steps, _operators.head_forward
-
-        def counted_steps(*args: Any) -> int:
-            rows = steps(*args)
-            self.rows += rows
-            return rows
-
-        def counted_forward(hidden: Tensor, *args: Any) -> None:
-            self.rows += len(hidden)
-            forward(hidden, *args)
-
-        monkeypatch.setattr(_operators, "decode_steps", counted_steps)
-        monkeypatch.setattr(_operators, "head_forward", counted_forward)
-
-
-@pytest.mark.parametrize("budget", [None, 1, 2, 4])
-@pytest.mark.parametrize("ends", ["eos", "lengths", "both", "nobody"])
-@pytest.mark.parametrize("feedback", ["teacher", "greedy", "sample", "mask"])
-@pytest.mark.parametrize("own", [False, True], ids=["cell", "callable"])
-def test_ended_rows_are_not_pushed_through_the_head(
-    feedback: str, ends: str, budget: int | None, own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(3)
-    decoder = make_decoder("gru_cell", vocabulary=5, padding_idx=2)
-    targets = torch.randint(5, (15, BATCH))
-    call: dict[str, Any] = {"temperature": 2.0}
-    call["feedback"] = torch.rand(15, BATCH) < 0.5 if feedback == "mask" else feedback
-    if ends in ("eos", "both"):
-        call["eos"] = 1
-    if ends in ("lengths", "both"):
-        call["lengths"] = torch.tensor([15, 0, 6])
-    elif ends == "nobody":
-        call["lengths"] = torch.zeros(BATCH, dtype=torch.int64)
-    if budget is not None:
-        call["memory_budget"] = budget * 5 * 8
-    seen = Seen(monkeypatch)
-    out = run(decoder, targets, wrapped(decoder) if own else None, **call)
-    assert seen.rows == out.lengths.sum() < targets.numel()
-    live = torch.arange(15)[:, None] < out.lengths
-    losses, divisor, _ = decode(decoder, targets, out.inputs, live)
-    expected = losses.sum() / divisor if divisor else losses.sum()
-    torch.testing.assert_close(out.loss, expected.detach(), rtol=EXACT, atol=EXACT)
-    assert relative_distance(decoder.gradients(out.loss), decoder.gradients(expected)) < EXACT
-    torch.testing.assert_close(out.token_losses, losses.detach(), rtol=1e-11, atol=EXACT)
-
-
-def test_sampled_rows_keep_their_uniforms_when_others_end() -> None:
-    """The same generator: a row's sample does not depend on which other rows are alive."""
-    decoder = make_decoder("gru_cell")
-    targets = torch.randint(VOCABULARY, (9, BATCH))
-    tokens = []
-    for lengths in (None, torch.tensor([2, 9, 5])):
-        generator = torch.Generator().manual_seed(0)
-        out = run(decoder, targets, feedback="sample", lengths=lengths, generator=generator)
-        tokens.append(out.tokens)
-    assert torch.equal(tokens[0][:, 1], tokens[1][:, 1])
-    assert torch.equal(tokens[0][:5, 2], tokens[1][:5, 2])
-    assert torch.equal(tokens[0][:2, 0], tokens[1][:2, 0])
-
-
 def test_a_cut_concerns_one_row() -> None:
     """Cuts per row: a row that is cut everywhere leaves the other rows' gradients exact."""
     decoder, targets = decoder_and_targets("lstm_cell")
@@ -304,9 +239,9 @@ def test_a_cut_concerns_one_row() -> None:
 
 def test_a_cut_of_a_callable_stops_what_is_not_finite() -> None:
     """0 times infinity is a cut, not a NaN."""
-    carry = _state_gradient.Carry(torch.tensor([[0.0, 1.0]]), None)
+    gate = _state_gradient.StateGradientGate(torch.tensor([[0.0, 1.0]]), None)
     state = torch.ones(2, 3, requires_grad=True)
-    carry.applied(0, state, 0).backward(torch.full((2, 3), float("inf")))
+    gate.attach(0, state, 0).backward(torch.full((2, 3), float("inf")))
     assert state.grad is not None
     assert (state.grad[0] == 0).all()
     assert state.grad[1].isinf().all()

@@ -1,0 +1,40 @@
+// What the kernels of a recurrent layer's step share: element by element, between the products with
+// its weights. One launch each.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "cuda/decoder/matrix.h"
+#include "cuda/device.cuh"
+#include "math/gates.h"
+
+namespace accumext::cuda {
+
+template <CellKind kKind>
+constexpr int kGates = gate_count(kKind);  // device code may use the constant, not call a constexpr
+
+// Rows are cut into blocks, so that all threads of one share a row. A thread takes one unit: these
+// launches are short, and most of their time is that of a few accesses one after another.
+inline int64_t blocks_per_row(int64_t units) { return (units + kBlockSize - 1) / kBlockSize; }
+
+struct Unit {
+  int64_t row, unit;
+
+  __device__ explicit Unit(int64_t units) {
+    const int64_t blocks = (units + kBlockSize - 1) / kBlockSize;
+    row = blockIdx.x / blocks;
+    unit = blockIdx.x % blocks * kBlockSize + threadIdx.x;
+  }
+};
+
+__device__ inline bool is_live(const Column<const bool>& live, int64_t row) {
+  return live.data == nullptr || live[row];
+}
+
+template <typename T>
+__device__ T sigmoid(T x) {
+  return T(1) / (T(1) + std::exp(-x));
+}
+
+}  // namespace accumext::cuda

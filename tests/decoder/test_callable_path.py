@@ -1,0 +1,121 @@
+"""Callable cells, which autograd differentiates, in segments and windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.decode_oracle import Decoder, make_decoder, relative_distance
+from torch import nn
+
+import accumext
+
+STEPS, BATCH, VOCABULARY = 7, 3, 13
+EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
+TARGETS = torch.arange(6 * BATCH).view(6, BATCH) % VOCABULARY
+BATCH, VOCABULARY = 3, 13
+
+
+def targets_with_holes(steps: int = STEPS, hole: int = -100) -> torch.Tensor:
+    targets = torch.randint(VOCABULARY, (steps, BATCH))
+    targets[steps // 2, 0] = hole
+    return targets
+
+
+def test_attention_memory_and_any_nesting_of_state() -> None:
+    batch, source, size = BATCH, 4, 5
+    decoder = make_decoder("gru_cell")
+    inner = nn.GRUCell(2 * size, size, dtype=torch.float64)
+    memory = torch.randn(batch, source, size, dtype=torch.float64, requires_grad=True)
+    state = {"h": (decoder.state, [torch.zeros(batch, dtype=torch.float64), 3])}
+
+    def cell(x: torch.Tensor, state: Any, memory: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        hidden, (steps, flag) = state["h"]
+        attention = torch.einsum("bsh,bh->bs", memory, hidden).softmax(-1)
+        seen = torch.einsum("bs,bsh->bh", attention, memory)
+        hidden = inner(torch.cat([x, seen], -1), hidden)
+        return torch.tanh(hidden + seen), {"h": (hidden, [steps + 1, flag])}
+
+    leaves = [*inner.parameters(), *decoder.embedding.parameters(), *decoder.head.parameters()]
+    leaves += [memory, decoder.state]
+    targets = targets_with_holes(21)
+    lengths = torch.tensor([21, 5, 9])
+    out = accumext.decode_loss(
+        decoder.embedding, cell, decoder.head, targets, state,
+        feedback="greedy", context=(memory,), lengths=lengths,
+    )  # fmt: skip
+    assert torch.equal(out.state["h"][1][0], lengths.double())
+    assert out.state["h"][1][1] == 3
+
+    total = 0.0
+    current: Any = state
+    for t in range(21):
+        output, new = cell(decoder.embedding(out.inputs[t]), current, memory)
+        kept = (t < lengths)[:, None]
+        hidden = torch.where(kept, new["h"][0], current["h"][0])
+        current = {"h": (hidden, new["h"][1])}
+        wanted = targets[t].where(t < lengths, -100)
+        total = total + F.cross_entropy(decoder.head(output), wanted, reduction="sum")
+    counted = ((targets != -100) & (torch.arange(21)[:, None] < lengths)).sum()
+    expected = torch.autograd.grad(total / counted, leaves)
+    assert relative_distance(list(torch.autograd.grad(out.loss, leaves)), list(expected)) < EXACT
+
+
+def run(
+    decoder: Decoder, cell: Any = None, state: Any = None, **call: Any
+) -> accumext.DecodeOutput:
+    call = {"feedback": "teacher", **call}
+    cell = decoder.cell if cell is None else cell
+    state = decoder.state if state is None else state
+    return accumext.decode_loss(decoder.embedding, cell, decoder.head, TARGETS, state, **call)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([6, 3, 0])], ids=["whole", "lengths"])
+def test_a_cell_may_write_into_its_state(lengths: torch.Tensor | None) -> None:
+    decoder = make_decoder("gru_cell")
+
+    def cell(x: torch.Tensor, state: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        state["h"] = decoder.cell(x, state["h"])
+        state["steps"] = state["steps"] + 1
+        return state["h"], state
+
+    mine = {"h": decoder.state, "steps": torch.zeros(())}
+    out = run(decoder, cell, mine, lengths=lengths)
+    expected = run(decoder, lengths=lengths)
+    torch.testing.assert_close(out.state["h"], expected.state, rtol=EXACT, atol=EXACT)
+    assert out.state["steps"] == len(TARGETS)
+    assert mine["h"] is decoder.state
+    distance = relative_distance(decoder.gradients(out.loss), decoder.gradients(expected.loss))
+    assert distance < EXACT
+
+
+@pytest.mark.parametrize("periods", [(2, 2), (2, 5)])
+def test_dropout_is_the_same_in_overlapping_windows(periods: tuple[int, int]) -> None:
+    decoder = make_decoder("lstm", dropout=0.5)
+    targets = torch.randint(VOCABULARY, (9, BATCH))
+    k1, k2 = periods
+    torch.manual_seed(1)
+    out = accumext.decode_loss(
+        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state,
+        feedback="teacher", k1=k1, k2=k2,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    whole = accumext.decode_loss(
+        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, feedback="teacher"
+    )
+    torch.testing.assert_close(out.loss, whole.loss, rtol=EXACT, atol=0)
+    # with masks that differed between windows, the last step's own loss would have another gradient
+    last = torch.zeros_like(targets).fill_(-100)
+    last[-1] = targets[-1]
+    short = {"feedback": "teacher", "inputs": out.inputs}
+    torch.manual_seed(1)
+    cut = accumext.decode_loss(
+        decoder.embedding, decoder.cell, decoder.head, last, decoder.state, k1=1, k2=9, **short
+    )
+    torch.manual_seed(1)
+    exact = accumext.decode_loss(
+        decoder.embedding, decoder.cell, decoder.head, last, decoder.state, **short
+    )
+    assert relative_distance(decoder.gradients(cut.loss), decoder.gradients(exact.loss)) < EXACT

@@ -1,0 +1,185 @@
+"""decode_loss against a plain autograd loop over the tokens it emitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.decode_oracle import CELLS, Decoder, decode, make_decoder, relative_distance
+
+import accumext
+
+STEPS, BATCH, VOCABULARY = 7, 3, 13
+EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
+OPTIONS: list[dict[str, Any]] = [
+    {"lengths": torch.tensor([7, 0, 4])},
+    {"ignore_index": 2},
+    {"label_smoothing": 0.1},
+    {"z_loss": 0.01},
+    {"class_weight": torch.linspace(0.0, 2.0, VOCABULARY, dtype=torch.float64)},
+    {
+        "label_smoothing": 0.3,
+        "z_loss": 0.1,
+        "class_weight": torch.linspace(0.1, 1.0, VOCABULARY, dtype=torch.float64),
+        "lengths": torch.tensor([1, 6, 7]),
+    },
+    {"memory_budget": VOCABULARY * 8},
+    {"memory_budget": VOCABULARY * 8 * 5},
+    {"start": torch.tensor([3, 0, 12])},
+]
+TARGETS = torch.arange(6 * BATCH).view(6, BATCH) % VOCABULARY
+
+
+def targets_with_holes(steps: int = STEPS, hole: int = -100) -> torch.Tensor:
+    targets = torch.randint(VOCABULARY, (steps, BATCH))
+    targets[steps // 2, 0] = hole
+    return targets
+
+
+def check_exact(
+    decoder: Decoder, targets: torch.Tensor, call: dict[str, Any]
+) -> accumext.DecodeOutput:
+    """Loss, token losses and every gradient equal the plain loop's on the same tokens."""
+    out = accumext.decode_loss(
+        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, **call
+    )
+    lengths = call.get("lengths")
+    live = None if lengths is None else torch.arange(len(targets))[:, None] < lengths
+    criterion = {
+        k: call[k]
+        for k in ("ignore_index", "label_smoothing", "z_loss", "class_weight")
+        if k in call
+    }
+    losses, divisor, logits = decode(decoder, targets, out.inputs, live, **criterion)
+    expected = losses.sum() / divisor if divisor else losses.sum()
+    torch.testing.assert_close(out.loss, expected.detach(), rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(out.token_losses, losses.detach(), rtol=1e-11, atol=EXACT)
+    distance = relative_distance(decoder.gradients(out.loss), decoder.gradients(expected))
+    assert distance < EXACT
+    if call.get("feedback") != "sample":
+        greedy = logits.argmax(-1)
+        assert torch.equal(out.tokens, greedy if live is None else greedy.where(live, out.tokens))
+    return out
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("feedback", ["teacher", "greedy", "scheduled", "sample"])
+@pytest.mark.parametrize("kind", CELLS)
+def test_gradients_equal_plain_autograd(kind: str, feedback: str, tied: bool) -> None:
+    check_exact(
+        make_decoder(kind, tied=tied),
+        targets_with_holes(),
+        {"feedback": feedback, "teacher_forcing": 0.5, "start": 1},
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("feedback", ["teacher", "greedy"])
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda o: "+".join(o))
+def test_options_equal_plain_autograd(option: dict[str, Any], feedback: str, bias: bool) -> None:
+    decoder = make_decoder("lstm", bias=bias)
+    targets = targets_with_holes(hole=option.get("ignore_index", -100))
+    check_exact(decoder, targets, {"feedback": feedback, **option})
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(CELLS)),
+    steps=st.integers(1, 35),
+    feedback=st.sampled_from(["teacher", "greedy", "scheduled", "sample"]),
+    tied=st.booleans(),
+    bias=st.booleans(),
+    smoothing=st.sampled_from([0.0, 0.2]),
+    z_loss=st.sampled_from([0.0, 0.05]),
+    weighted=st.booleans(),
+    short=st.booleans(),
+    padded=st.booleans(),
+    rows=st.integers(1, 12),
+    seed=st.integers(0, 2**20),
+)
+def test_any_combination_equals_plain_autograd(
+    kind: str, steps: int, feedback: str, tied: bool, bias: bool, smoothing: float, z_loss: float,
+    weighted: bool, short: bool, padded: bool, rows: int, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    call: dict[str, Any] = {
+        "feedback": feedback,
+        "teacher_forcing": 0.4,
+        "label_smoothing": smoothing,
+        "z_loss": z_loss,
+        "memory_budget": rows * VOCABULARY * 8,
+    }
+    if weighted:
+        call["class_weight"] = torch.rand(VOCABULARY, dtype=torch.float64)
+    if short:
+        call["lengths"] = torch.randint(0, steps + 1, (BATCH,))
+    decoder = make_decoder(kind, tied=tied, bias=bias, padding_idx=4 if padded else None)
+    check_exact(decoder, targets_with_holes(steps), call)
+
+
+def test_gradcheck() -> None:
+    decoder = make_decoder("gru_cell", vocabulary=6, size=3, batch=2)
+    targets = torch.randint(6, (4, 2))
+    inputs = torch.randint(6, (4, 2))
+
+    def loss(
+        state: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        call = {"feedback": "teacher", "inputs": inputs, "label_smoothing": 0.1, "z_loss": 0.1}
+        return accumext.decode_loss(
+            table, decoder.cell, (weight, bias), targets, state, **call
+        ).loss
+
+    leaves = (decoder.state, decoder.embedding.weight, decoder.head.weight, decoder.head.bias)
+    assert torch.autograd.gradcheck(loss, tuple(t.detach().requires_grad_() for t in leaves))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_upstream_gradient_is_honoured_per_token(batch_first: bool) -> None:
+    decoder = make_decoder("gru_cell")
+    targets = targets_with_holes()
+    upstream = torch.randn(STEPS, BATCH, dtype=torch.float64)
+
+    def flip(t: torch.Tensor) -> torch.Tensor:
+        return t.t() if batch_first else t
+
+    out = accumext.decode_loss(
+        decoder.embedding, decoder.cell, decoder.head, flip(targets), decoder.state,
+        feedback="greedy", reduction="none", batch_first=batch_first,
+    )  # fmt: skip
+    losses, _, _ = decode(decoder, targets, flip(out.inputs))
+    torch.testing.assert_close(flip(out.loss), losses, rtol=EXACT, atol=EXACT)
+    actual = decoder.gradients((out.loss * flip(upstream)).sum())
+    expected = decoder.gradients((losses * upstream).sum())
+    assert relative_distance(actual, expected) < EXACT
+
+
+def test_no_graph_without_grad_mode() -> None:
+    decoder = make_decoder("gru_cell")
+    with torch.no_grad():
+        out = accumext.decode_loss(
+            decoder.embedding, decoder.cell, decoder.head, targets_with_holes(), feedback="greedy"
+        )
+    assert not out.loss.requires_grad
+    assert out.state.shape == (BATCH, 5)
+
+
+def run(
+    decoder: Decoder, cell: Any = None, state: Any = None, **call: Any
+) -> accumext.DecodeOutput:
+    call = {"feedback": "teacher", **call}
+    cell = decoder.cell if cell is None else cell
+    state = decoder.state if state is None else state
+    return accumext.decode_loss(decoder.embedding, cell, decoder.head, TARGETS, state, **call)
+
+
+def test_results_are_the_callers_to_write() -> None:
+    decoder = make_decoder("gru_cell")
+    expected = decoder.gradients(run(decoder).loss)
+    out = run(decoder)
+    for result in (out.inputs, out.tokens, out.token_losses):
+        result.zero_()
+    assert relative_distance(decoder.gradients(out.loss), expected) == 0
