@@ -2,18 +2,19 @@
 a gradient, so that none of the weight's size is ever made.
 
 The convention is that of Megatron-LM and TransformerEngine. An optimizer with
-`accumulate_in_backward` gives its parameters the attribute `main_grad`, which is None but during
-its own backward passes. An operator that finds it in the forward pass may leave the weight's
-gradient to the backward pass (the decoder forms its logits again for that) and sets
-`param.grad_added_to_main_grad = False`. In the optimizer's backward pass `main_grad` is then a
-tensor, to which the operator adds `gradient * param.main_grad_factor` (1.0 unless micro-batches
-differ in weight or loss scale); it sets `grad_added_to_main_grad = True` and returns no gradient.
+`accumulate_in_backward` gives its parameters the attribute `main_grad`, None for most of the time.
+An operator that finds it in the forward pass may leave the weight's gradient to the backward pass
+(the decoder forms its logits again for that). In the optimizer's own backward pass
+`param.get_main_grad()` returns a tensor, zeros if nothing was added yet, which the operator keeps
+as `param.main_grad`. To that it adds `gradient * param.main_grad_factor` (1.0 unless micro-batches
+differ in weight or loss scale), sets `param.grad_added_to_main_grad` and returns no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ReferenceType, finalize, ref
 
@@ -84,49 +85,38 @@ def may_fuse(parameter: Tensor) -> bool:
     )
 
 
-def defer(parameter: Tensor) -> bool:
-    """In a forward pass: whether to leave the parameter's gradient to the backward pass."""
-    if not may_fuse(parameter):
-        return False
-    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    return True
-
-
 def destination(parameter: Tensor, dtype: torch.dtype) -> Destination | None:
     """In a backward pass: where to add a gradient of this dtype; None: return it to autograd.
 
     Whoever gets a destination adds to it.
     """
-    main_grad = getattr(parameter, "main_grad", None)
+    get_main_grad = getattr(parameter, "get_main_grad", None)
+    main_grad = None if get_main_grad is None else get_main_grad()
     if main_grad is None or main_grad.dtype != dtype or not main_grad.is_contiguous():
         return None
-    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    vars(parameter).update(main_grad=main_grad, grad_added_to_main_grad=True)
     return Destination(main_grad, parameter.main_grad_factor)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def offering(main_grads: dict[Tensor, Tensor], factor: Scalar) -> Iterator[None]:
-    """A context for an optimizer's backward pass, in which operators find these main gradients.
+def offering(
+    parameters: Iterable[Tensor], main_grad_of: Callable[[Tensor], Tensor | None], factor: Scalar
+) -> Iterator[None]:
+    """A context for an optimizer's backward pass, in which operators may add to main gradients.
 
     Args:
-        main_grads: of parameters that `is_deferred` names.
+        parameters: those that `may_fuse` allows are offered.
+        main_grad_of: the main gradient of a parameter, made when it is asked for; None: there is
+            none, and the gradient takes the usual way.
         factor: of the gradients.
     """
+    offered = list(filter(may_fuse, parameters))
     try:
-        for parameter, main_grad in main_grads.items():
-            fields = {"grad_added_to_main_grad": False, "main_grad_factor": factor}
-            vars(parameter).update(fields, main_grad=main_grad)
+        for parameter in offered:
+            get_main_grad = partial(main_grad_of, parameter)
+            vars(parameter).update(get_main_grad=get_main_grad, main_grad_factor=factor)
         yield
     finally:
-        for parameter in main_grads:
-            vars(parameter).update(main_grad=None, main_grad_factor=1.0)
-
-
-def is_deferred(parameter: Tensor) -> bool:
-    """Whether an operator has deferred the parameter's gradient, now or earlier."""
-    return hasattr(parameter, "grad_added_to_main_grad") and may_fuse(parameter)
-
-
-def was_added(parameter: Tensor) -> bool:
-    """Whether an operator added to the main gradient while it was offered last."""
-    return bool(getattr(parameter, "grad_added_to_main_grad", False))
+        for parameter in offered:
+            vars(parameter).pop("get_main_grad", None)
+            vars(parameter).update(main_grad=None)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from accumext._wgrad_fusion import Destination, defer
+from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._cuda_graph import StepBuffers, WindowGraph
@@ -51,8 +51,6 @@ class RnnDecode(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         args, plan = tokens.args, workspace_plan(tokens.args)
         needs = None
-        if grad_enabled and not args.table.sparse:
-            defer(args.table.weight)
         if grad_enabled and formed_in_forward(args):
             needs_weight, needs_bias, *needs_cell = ctx.needs_input_grad[3:]
             needs = NeedsGrad(any(needs_cell), needs_weight, needs_bias)

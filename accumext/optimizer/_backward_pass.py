@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from accumext import _wgrad_fusion
 from accumext._scalars import Scalar
-from accumext._tensor_kinds import fit_one_call
 from accumext.optimizer._accumulator import Accumulator, Transaction
 from accumext.optimizer._arguments import OP
 from accumext.optimizer._backward_hooks import GradCollector
@@ -140,8 +139,10 @@ def _backward_with_hooks(
 
         parameters = accumulator.parameters()
         watched = set(parameters)
-        collector = GradCollector(op, take)
-        with _offering_main_grads(accumulator, parameters, factor), collector.watching(watched):
+        if accumulator.settings.accumulate_in_backward:
+            accumulator.main_grad_attributes.declare(parameters)
+        offering = _wgrad_fusion.offering(parameters, window.zeros_for, factor)
+        with offering, GradCollector(op, take).watching(watched):
             loss.backward()
         slots, foreign = accumulator.slots_and_foreign(parameters)
         take(accumulator.fresh(slots).present(), foreign)
@@ -155,30 +156,12 @@ def _backward_in_place(
     window, parameters = accumulator.window, accumulator.parameters()
     with _dropping_the_window(accumulator, []):
         window.main_grads.lend()
-        with _offering_main_grads(accumulator, parameters, 1.0):
+        with _wgrad_fusion.offering(parameters, window.by_parameter.get, 1.0):
             loss.backward()
         with record_function("accumext::accumulate"), torch.no_grad():
             window.count_in(weight, scale)
             window.adopt(GradSlots.of(parameters))
             clear(parameters)
-
-
-@contextmanager
-def _offering_main_grads(
-    accumulator: Accumulator, parameters: list[Tensor], factor: Scalar
-) -> Iterator[None]:
-    """A context for a backward pass whose operators may add to main gradients themselves."""
-    if not accumulator.settings.accumulate_in_backward:
-        yield
-        return
-    window = accumulator.window
-    accumulator.main_grad_attributes.declare(parameters)
-    deferred = [p for p in parameters if _wgrad_fusion.is_deferred(p)]
-    new = [p for p in deferred if p not in window.by_parameter]
-    offered = {p: main for p in deferred if fit_one_call([main := window.zeros_for(p)])}
-    with _wgrad_fusion.offering(offered, factor):
-        yield
-    window.drop([p for p in new if not _wgrad_fusion.was_added(p)])
 
 
 def _overlapping_all_reduce(

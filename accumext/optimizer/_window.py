@@ -458,22 +458,18 @@ class Window:
         self.in_order = self.in_order and others.keys() <= mains.keys()
         self.replace(mains | take_ownership(others, None))
 
-    def zeros_for(self, parameter: Tensor) -> Tensor:
-        """The main gradient of a parameter, of zeros where it had none, for others to add to."""
+    def zeros_for(self, parameter: Tensor) -> Tensor | None:
+        """The main gradient of a parameter, of zeros where it had none, for others to add to.
+
+        None for one that is not a dense tensor of its own.
+        """
         self.norm = None
         main = self.by_parameter.get(parameter)
         if main is None:
             main = torch.zeros_like(parameter, dtype=main_dtype(parameter))
             self.in_order = self.in_order and not self.by_parameter
             self.replace(self.by_parameter | {parameter: main})
-        return main
-
-    def drop(self, parameters: Iterable[Tensor]) -> None:
-        """Forget the main gradients of some parameters."""
-        dropped = set(parameters)
-        if dropped:
-            kept = {p: main for p, main in self.by_parameter.items() if p not in dropped}
-            self.replace(kept)
+        return main if fit_one_call([main]) else None
 
     # What a step asks
 
