@@ -3,6 +3,9 @@ gradients itself."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -191,3 +194,70 @@ def test_without_an_optimizer_the_logits_are_formed_once(monkeypatch: pytest.Mon
     loss = Setup(False).loss(0)
     monkeypatch.delattr(_operators, "head_forward")
     loss.backward()
+
+
+def logits_formed(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often the head runs over the rows of a loss, forward and backward, without `opt`."""
+    calls = []
+    operator = _operators.head_forward
+
+    def counting(*args: Any) -> None:
+        calls.append(1)
+        operator(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_operators, "head_forward", counting)
+        setup.loss(0).backward()
+    return len(calls)
+
+
+def test_an_optimizer_that_is_gone_leaves_no_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(in_backward=True)
+    setup.opt.backward(setup.loss(0))
+    setup.opt.step()
+    setup.opt.discard()
+    waiting = logits_formed(setup, monkeypatch)
+    del setup.opt
+    gc.collect()
+    assert not any(vars(p) for p in setup.parameters)
+    assert logits_formed(setup, monkeypatch) < waiting
+
+
+def test_a_copied_or_pickled_model_belongs_to_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(in_backward=True)
+    waiting = logits_formed(setup, monkeypatch)
+    for copied in (copy.deepcopy(setup.head), pickle.loads(pickle.dumps(setup.head))):
+        setup.head = copied
+        assert logits_formed(setup, monkeypatch) < waiting
+
+
+def test_another_operator_adds_its_gradient_to_main_grad() -> None:
+    """One written for the convention: it adds to a main gradient where it finds one."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+            ctx.parameter = parameter
+            return parameter.sum()
+
+        @staticmethod
+        def backward(ctx: Any, upstream: torch.Tensor) -> torch.Tensor | None:
+            parameter = ctx.parameter
+            gradient = upstream.expand(parameter.shape)
+            if not hasattr(parameter, "get_main_grad"):
+                return gradient
+            parameter.main_grad = parameter.get_main_grad()
+            parameter.main_grad.add_(gradient * parameter.main_grad_factor)
+            parameter.grad_added_to_main_grad = True
+            return None
+
+    parameter = nn.Parameter(torch.zeros(3))
+    assert not hasattr(parameter, "main_grad")
+    sgd = torch.optim.SGD([parameter], lr=1.0)
+    opt = accumext.AccumulatingOptimizer(sgd, window=2, accumulate_in_backward=True)
+    assert parameter.main_grad is None
+    for weight in (1.0, 3.0):
+        opt.backward(Scaled.apply(parameter) * weight, weight=weight)
+        assert parameter.main_grad is None
+    opt.step()
+    assert torch.equal(parameter.detach(), torch.full((3,), -(1 + 9) / 4))
