@@ -11,8 +11,7 @@ import torch
 from support.decode_oracle import decode, make_decoder
 
 import accumext
-from accumext import decoder
-from accumext.decoder import _cuda_graph
+from accumext.decoder import _cuda_graph, _decode_loss
 
 STEPS, BATCH, VOCABULARY = 17, 3, 13
 
@@ -37,13 +36,13 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return replay
 
-    checked = decoder.check_arguments
+    checked = _decode_loss.check_arguments
 
     def on_a_gpu(*args: Any, **kwargs: Any) -> Any:
         return dataclasses.replace(checked(*args, **kwargs), cuda_graph=True)
 
     monkeypatch.setattr(_cuda_graph, "capture", capture)
-    monkeypatch.setattr(decoder, "check_arguments", on_a_gpu)
+    monkeypatch.setattr(_decode_loss, "check_arguments", on_a_gpu)
     return replays
 
 
