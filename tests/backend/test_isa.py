@@ -60,6 +60,7 @@ def digest(capability: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_every_instruction_set_gives_the_same_bits() -> None:
     portable = digest("default")
     assert portable.startswith("cpu ")
@@ -130,6 +131,7 @@ def decoded(capability: str, folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_every_instruction_set_decodes_alike(tmp_path: Path) -> None:
     """AVX-512 multiplies bfloat16 in pairs where it can, and the others widen it first."""
     portable = decoded("default", tmp_path)

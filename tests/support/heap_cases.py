@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
 from torch import Tensor
 
 import accumext
+from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
 
 STEPS, BATCH, WORDS, SIZE = 21, 9, 500, 33  # none fills a vector, or blocks of rows
 MODES = ("float64", "float32", "bfloat16", "float16", "autocast")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from support import ROOT
 
-FOLDER = Path(__file__).resolve().parent / "conformance"
+FOLDER = ROOT / "tests" / "conformance"
 
 
 @pytest.fixture
