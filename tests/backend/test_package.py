@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.build
 
 SHIPPED = ["accumext", "csrc", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]
 NO_COMPILER = {"PATH": "/nonexistent", "CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}

@@ -129,7 +129,7 @@ def test_device_reads(monkeypatch, every):
                 assert (reads.count, len(lists)) == (0, window // every)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe(recipe, tmp_path):
     """Each recipe in `examples/recipes` runs as it is, writes no file, and prints its window"""

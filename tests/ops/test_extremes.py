@@ -39,7 +39,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(extremes=extremes, long_run=_long_run)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_every_extreme_is_checked(report: dict[str, Any]) -> None:
     assert [row["name"] for row in report["extremes"]] == NAMES
     for row in report["extremes"]:

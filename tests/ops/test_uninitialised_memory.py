@@ -72,14 +72,14 @@ def heap(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return start
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_heap_is_poisoned(heap: Any) -> None:
     process = heap(poisoned_heap.NAN, "-c", ALIVE)
     process.communicate(timeout=300)
     assert process.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_results_do_not_depend_on_what_the_heap_holds(heap: Any) -> None:
     script = str(ROOT / "tests" / "support" / "heap_cases.py")
     processes = heap(poisoned_heap.NAN, script), heap(0, script, "--digests")

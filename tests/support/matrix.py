@@ -34,15 +34,20 @@ def covering(rows: Sequence[Row]) -> set[int]:
     return chosen
 
 
+def is_skipped(item: pytest.Item) -> bool:
+    return any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif"))
+
+
 def mark_the_rest(items: Sequence[pytest.Item]) -> None:
     """Give the marker `full` to cases of large tests that do not run by default."""
     tests = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not is_skipped(item):
             tests[item.path, item.cls, item.originalname].append(item)
     for cases in tests.values():
         if len(cases) > LARGEST:
-            kept = covering([tuple(case.callspec.indices.values()) for case in cases])
+            # Cases share the objects that their decorators list, which need not compare.
+            kept = covering([tuple(map(id, case.callspec.params.values())) for case in cases])
             for index, case in enumerate(cases):
                 if index not in kept:
                     case.add_marker(pytest.mark.full)

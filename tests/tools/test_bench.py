@@ -44,7 +44,7 @@ def find(result: dict[str, Any], name: str, role: str) -> dict[str, Any]:
     return job
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_every_job_has_its_contenders(run: tuple[dict[str, Any], str]) -> None:
     result, _ = run
     jobs = {job["job"] for job in result["jobs"]}
@@ -61,7 +61,7 @@ def test_every_job_has_its_contenders(run: tuple[dict[str, Any], str]) -> None:
             assert any(name.startswith("accumext") for name in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_derived_numbers_follow_from_the_samples(run: tuple[dict[str, Any], str]) -> None:
     result, _ = run
     for job in result["jobs"]:
@@ -77,7 +77,7 @@ def test_derived_numbers_follow_from_the_samples(run: tuple[dict[str, Any], str]
             assert row["bytes_per_second"] == pytest.approx(rate, rel=RTOL)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_shares_are_of_the_limit_in_the_same_repetition(run: tuple[dict[str, Any], str]) -> None:
     result, _ = run
     for job in result["jobs"]:
@@ -95,7 +95,7 @@ def test_shares_are_of_the_limit_in_the_same_repetition(run: tuple[dict[str, Any
             assert row["share_of_limit"] == pytest.approx(share, rel=RTOL)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_yardstick_is_the_fastest_of_the_plain_loops(run: tuple[dict[str, Any], str]) -> None:
     result, _ = run
     fastest = []
@@ -105,7 +105,7 @@ def test_the_yardstick_is_the_fastest_of_the_plain_loops(run: tuple[dict[str, An
     assert result["machine"]["limit"].startswith(" and ".join(fastest))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_figures_are_ratios_within_repetitions(run: tuple[dict[str, Any], str]) -> None:
     result, printed = run
     figures = [figure for figure in result["figures"] if "quartiles" in figure]
@@ -125,7 +125,7 @@ def test_figures_are_ratios_within_repetitions(run: tuple[dict[str, Any], str]) 
         assert line in printed
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_promises_without_a_ratio(run: tuple[dict[str, Any], str]) -> None:
     result, printed = run
     rows = [figure for figure in result["figures"] if "quartiles" not in figure]
@@ -134,7 +134,7 @@ def test_promises_without_a_ratio(run: tuple[dict[str, Any], str]) -> None:
         assert f"\n{row['figure']} | yes | yes\n" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_machine_is_named(run: tuple[dict[str, Any], str]) -> None:
     result, printed = run
     assert result["machine"]["torch"] == torch.__version__

@@ -91,7 +91,7 @@ def find(result: dict[str, Any], role: str) -> dict[str, Any]:
     return case
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_every_case_has_its_contenders(run: Run) -> None:
     result, _ = run
     assert [case["role"] for case in timed(result)] == ["small", "wide", "many rows"]
@@ -103,7 +103,7 @@ def test_every_case_has_its_contenders(run: Run) -> None:
         assert case["baseline"] == PLAIN
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_losses_are_those_of_the_tokens_fed(run: Run) -> None:
     result, _ = run
     for case in timed(result):
@@ -114,7 +114,7 @@ def test_losses_are_those_of_the_tokens_fed(run: Run) -> None:
                 assert row["exact_loss"] == pytest.approx(np.log(case["vocabulary"]), rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_tokens_are_greedy(run: Run) -> None:
     result, _ = run
     for case in timed(result):
@@ -124,7 +124,7 @@ def test_tokens_are_greedy(run: Run) -> None:
                 assert row["not_greedy"] <= ties
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_gradients_are_exact_but_for_the_truncated_one(run: Run) -> None:
     result, _ = run
     for case in timed(result):
@@ -141,7 +141,7 @@ def test_gradients_are_exact_but_for_the_truncated_one(run: Run) -> None:
                     assert 0 < row[kind] < EXACT
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_derived_numbers_follow_from_the_samples(run: Run) -> None:
     result, _ = run
     for case in timed(result):
@@ -164,7 +164,7 @@ def samples(case: dict[str, Any], name: str) -> np.ndarray:
     return np.array(case["contenders"][name]["seconds"], dtype=np.float64)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_figures_follow_from_the_samples(run: Run) -> None:
     result, printed = run
     faster, rest = result["figures"][: len(FASTER)], result["figures"][len(FASTER) :]
@@ -196,7 +196,7 @@ def test_figures_follow_from_the_samples(run: Run) -> None:
         assert f"\n{figure['figure']} | {target} | {figure['measured']:g}\n" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_plain_autograd_holds_its_probabilities(run: Run) -> None:
     result, _ = run
     for case in timed(result):
@@ -209,7 +209,7 @@ def test_plain_autograd_holds_its_probabilities(run: Run) -> None:
         assert peaks[PLAIN] == max(peaks.values()) > probabilities
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_machine_is_named(run: Run) -> None:
     result, printed = run
     assert result["machine"]["torch"] == torch.__version__
@@ -218,7 +218,7 @@ def test_the_machine_is_named(run: Run) -> None:
         assert f"\n{name}: {fact}\n" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("cell", ["lstm", "rnn"])
 def test_a_chosen_shape_in_bfloat16_is_drawn(cell: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -12,7 +12,7 @@ from support.once import once
 import accumext
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.build,
     pytest.mark.skipif(accumext.backend() == "reference", reason="has no kernels to look at"),
 ]
 
