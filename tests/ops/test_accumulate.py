@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracle
+from support.device import DeviceReads
 
 import accumext
 from accumext import reference
@@ -152,7 +153,7 @@ def test_inv_scale_as_tensor_equals_float_and_is_not_read(overload, dtype):
     by_float, by_tensor = [torch.zeros(100)], [torch.zeros(100)]
     inv_scale = torch.tensor(0.37, dtype=dtype)
     accumext.accumulate_(by_float, grads, inv_scale=inv_scale.item())
-    with oracle.DeviceReads() as reads:
+    with DeviceReads() as reads:
         accumulate_(by_tensor, grads, inv_scale=inv_scale)
     assert torch.equal(by_tensor[0], by_float[0])
     assert reads.count == 0
