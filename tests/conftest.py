@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 
-# One thread for each worker, since the workers fill the cores; processes that tests start get the
-# same. It has to stand there before torch is imported.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# One thread for each worker and for the processes that tests start, since the workers fill the
+# cores, and most tensors here are tiny. It has to stand there before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracle
+from support.budget import examples
 from support.device import DeviceReads
 
 import accumext
@@ -52,7 +53,7 @@ def test_every_pair_of_dtypes_in_one_call():
     oracle.assert_norm(norm, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(sizes=st.lists(st.sampled_from(oracle.EDGE_SIZES[:15]), max_size=12))
 def test_any_list_of_sizes(sizes):
     main_grads = [oracle.dyadic([n], torch.float32) for n in sizes]

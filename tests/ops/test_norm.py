@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracle
+from support.budget import examples
 from support.device import DeviceReads
 
 import accumext
@@ -41,7 +42,7 @@ def test_no_worse_than_the_reference(norm_type):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(sizes=st.lists(st.sampled_from(oracle.EDGE_SIZES[:15]), max_size=12))
 def test_any_list_of_sizes(sizes):
     grads = [oracle.random([n], torch.float32) for n in sizes]

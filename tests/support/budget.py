@@ -17,10 +17,6 @@ def register() -> None:
     settings.register_profile(NIGHTLY, max_examples=100)
 
 
-def is_nightly() -> bool:
-    return settings.get_current_profile_name() == NIGHTLY
-
-
 def examples(count: int) -> int:
     """Of this many, those that run in the profile that was chosen."""
     return max(10, count // SHARE) if settings.get_current_profile_name() == DEFAULT else count
