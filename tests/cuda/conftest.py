@@ -9,12 +9,13 @@ from pathlib import Path
 import host_cuda
 import pytest
 from support.once import once
+from support.programs import compiler
 
 
 @pytest.fixture(scope="session")
 def host_executable(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Source in host_cuda/ -> executable, compiled once by all workers together."""
-    if shutil.which(host_cuda.compiler()[0]) is None:
+    if shutil.which(compiler()[0]) is None:
         pytest.skip("no C++ compiler")
 
     def compiled(name: str) -> Path:

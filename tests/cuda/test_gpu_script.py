@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
+from support.programs import run_script
 
 import accumext
 from accumext.backend import _build
@@ -150,15 +151,7 @@ def test_a_run_that_is_killed_leaves_what_it_has_found(tmp_path: Path) -> None:
 def check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """What gpu_checks.py says on the CPU."""
     path = folder / "checks.json"
-    command = [
-        sys.executable,
-        "tests/cuda/gpu_checks.py",
-        *arguments,
-        "--device=cpu",
-        f"--json={path}",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_script("tests/cuda/gpu_checks.py", *arguments, "--device=cpu", f"--json={path}")
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads(path.read_text())
 

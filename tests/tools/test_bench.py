@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
+from support.once import once
+from support.programs import run_script
 
 RTOL = 1e-12  # float64 in another order of operations
 
@@ -22,13 +22,15 @@ TARGETS = {0.9, 1.6, 3.5, 2.2, 1.0, 0.85, 3.0, 5.0}  # promised on a CPU
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """What a quick run wrote, and what it printed."""
-    path = tmp_path_factory.mktemp("bench") / "result.json"
-    command = [sys.executable, "bench/accumulate.py", "--quick", "--device=cpu", f"--json={path}"]
-    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": search}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(path.read_text()), done.stdout
+
+    def bench(folder: Path) -> None:
+        result = f"--json={folder / 'result.json'}"
+        done = run_script("bench/accumulate.py", "--quick", "--device=cpu", result)
+        assert done.returncode == 0, done.stderr
+        (folder / "printed").write_text(done.stdout)
+
+    folder = once(tmp_path_factory, "bench-accumulate", bench)
+    return json.loads((folder / "result.json").read_text()), (folder / "printed").read_text()
 
 
 @pytest.fixture

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from support import ROOT
 from support.decode_oracle import relative_distance
+from support.once import once
+from support.programs import run_script
 
 RTOL = 1e-12  # float64 in another order of operations
 LOSS = 1e-6  # float32 losses of a few dozen tokens, relative
@@ -45,23 +44,22 @@ MEMORY = [("long", 10.0), ("shorter", None)]
 Run = tuple[dict[str, Any], str]
 
 
-def environment() -> dict[str, str]:
-    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return os.environ | {"PYTHONPATH": search}
-
-
 def bench(folder: Path, *arguments: str) -> Run:
     """What a run on a CPU wrote, and what it printed."""
     path = folder / "result.json"
-    command = [sys.executable, "bench/decoder.py", "--device=cpu", f"--json={path}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = run_script("bench/decoder.py", "--device=cpu", f"--json={path}", *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text()), done.stdout
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return bench(tmp_path_factory.mktemp("bench"), "--quick")
+    def quick(folder: Path) -> None:
+        _, printed = bench(folder, "--quick")
+        (folder / "printed").write_text(printed)
+
+    folder = once(tmp_path_factory, "bench-decoder", quick)
+    return json.loads((folder / "result.json").read_text()), (folder / "printed").read_text()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import sanitized
 from support.once import once
+from support.programs import compiler
 
 import accumext
 
@@ -20,7 +21,7 @@ pytestmark = [
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory):
     """Kind of sanitizer -> folder of what was compiled for it, once for all workers together."""
-    if shutil.which(sanitized.compiler()[0]) is None:
+    if shutil.which(compiler()[0]) is None:
         pytest.skip("no C++ compiler")
 
     def folder(kind: str) -> Path:
