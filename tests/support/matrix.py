@@ -23,7 +23,8 @@ def covering(rows: Sequence[Row]) -> set[int]:
     Rows of one or two axes are all pairs of their own: there, every value once. Each choice is the
     first of the rows that hold most of what is missing, so it is the same in every process.
     """
-    axes = list(dict.fromkeys(zip(*rows)))  # names that one decorator sets go together: one axis
+    columns = [[column.index(value) for value in column] for column in zip(*rows)]
+    axes = set(map(tuple, columns))  # names that change together, by one decorator, are one axis
     together = 2 if len(axes) > 2 else 1
     held = [set(itertools.combinations(enumerate(row), together)) for row in zip(*axes)]
     missing, chosen = set().union(*held), set()
