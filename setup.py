@@ -21,6 +21,8 @@ def load_settings() -> Any:
     spec = importlib.util.spec_from_file_location(
         "_build", ROOT / "accumext" / "backend" / "_build.py"
     )
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -82,6 +84,8 @@ def build_kernels(torch: Any) -> type:
     from torch.utils.cpp_extension import BuildExtension
 
     class BuildKernels(BuildExtension):
+        extensions: list[Extension]
+
         def run(self) -> None:
             folder = package_folder(self, bool(self.inplace)) / "backend"
             super().run()

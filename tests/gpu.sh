@@ -116,6 +116,7 @@ tests() {  # of the operations; no other settings than these, since plugins may 
       files+=("$file")
     fi
   done
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$MAX_JOBS}  # conftest.py would have one thread alone
   "$python" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q -ra "${files[@]}"
 }
 

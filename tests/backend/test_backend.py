@@ -38,6 +38,7 @@ assert not torch.cuda.is_initialized()
     assert not tree.cache.exists()
 
 
+@pytest.mark.build
 @pytest.mark.parametrize(
     ("variable", "choices"),
     [
@@ -72,6 +73,7 @@ def test_every_operator_found_in_the_sources_is_registered_by_the_library() -> N
 # --- pure PyTorch
 
 
+@pytest.mark.build
 def test_reference_ignores_installed_libraries(tree: Tree) -> None:
     tree.installed.write_bytes(b"not a library")
     result, backend, reason = tree.show(ACCUMEXT_BACKEND="reference")
@@ -82,6 +84,7 @@ def test_reference_ignores_installed_libraries(tree: Tree) -> None:
 # --- installed
 
 
+@pytest.mark.build
 def test_an_installed_library_is_loaded_at_import(tree: Tree) -> None:
     tree.install()
     result, backend, reason = tree.show(ACCUMEXT_BACKEND="native")
@@ -90,12 +93,14 @@ def test_an_installed_library_is_loaded_at_import(tree: Tree) -> None:
     assert not tree.cache.exists()
 
 
+@pytest.mark.build
 def test_native_without_a_library_is_an_error_with_the_command(tree: Tree) -> None:
     done = tree.run("import accumext", ACCUMEXT_BACKEND="native")
     assert "RuntimeError: accumext: ACCUMEXT_BACKEND=native needs installed CPU" in done.stderr
     assert "pip install --force-reinstall --no-deps ." in done.stderr
 
 
+@pytest.mark.build
 def test_a_library_that_does_not_load_is_an_error_with_the_command(tree: Tree) -> None:
     tree.install()
     tree.installed.write_bytes(b"not a library")
@@ -105,6 +110,7 @@ def test_a_library_that_does_not_load_is_an_error_with_the_command(tree: Tree) -
     assert "ACCUMEXT_BACKEND=reference" in done.stderr
 
 
+@pytest.mark.build
 def test_a_library_older_than_its_sources_is_not_used(tree: Tree) -> None:
     tree.install()
     tree.source.write_text(PROBE.replace("42", "43"))
@@ -135,10 +141,12 @@ def test_cuda_kernels_stay_out_of_a_cpu_torch(monkeypatch: pytest.MonkeyPatch) -
 # --- compiled on first use
 
 
+@pytest.mark.build
 def test_stand_ins_compile_on_first_use_and_leave(tree: Tree) -> None:
     code = CALL.replace("tensor = ", "tensor = first = ") + (
         "assert tensor.item() == 42\n"
-        "assert accumext.backend._libraries._CPU._stand_ins is None\n"
+        "from accumext.backend import _libraries\n"
+        "assert _libraries._CPU._stand_ins is None\n"
         "accumext.scale_([tensor.fill_(1)], 0.5)\n"
         "assert tensor.item() == 42\n"
         "print(accumext.backend_reason())"
@@ -150,6 +158,7 @@ def test_stand_ins_compile_on_first_use_and_leave(tree: Tree) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.build
 def test_a_compiled_library_is_used_again_without_a_compiler(tree: Tree) -> None:
     assert tree.show()[0] == NATIVE
     assert tree.show(CXX="/nonexistent")[0] == NATIVE
@@ -157,12 +166,14 @@ def test_a_compiled_library_is_used_again_without_a_compiler(tree: Tree) -> None
     assert tree.show()[0] == "43.0"
 
 
+@pytest.mark.build
 def test_backend_compiles_what_is_pending(tree: Tree) -> None:
     done = tree.run("import accumext; print(accumext.backend())")
     assert done.stdout.strip() == "cpu"
     assert tree.built().is_dir()
 
 
+@pytest.mark.build
 def test_two_processes_compile_once(tree: Tree) -> None:
     log = tree.folder / "compilations"
     compiler = tree.folder / "compiler"
@@ -175,6 +186,7 @@ def test_two_processes_compile_once(tree: Tree) -> None:
     assert len(compilations) == 1
 
 
+@pytest.mark.build
 def test_a_cache_that_cannot_be_written_is_replaced_for_this_process(tree: Tree) -> None:
     tree.cache.write_text("a file where a folder should be")
     temporary = tree.folder / "temporary"
@@ -185,6 +197,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_for_this_process(tree: Tree)
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.build
 def test_a_failed_compile_leaves_pytorch_and_the_compilers_words(tree: Tree) -> None:
     tree.source.write_text(PROBE + "#error on purpose\n")
     result, backend, reason = tree.show()
@@ -196,6 +209,7 @@ def test_a_failed_compile_leaves_pytorch_and_the_compilers_words(tree: Tree) -> 
     assert reason.endswith(": error: #error on purpose).")
 
 
+@pytest.mark.build
 def test_jit_fails_where_auto_would_go_without(tree: Tree) -> None:
     variables = {"ACCUMEXT_BACKEND": "jit", "CXX": "/nonexistent"}
     again = CALL.replace("accumext.scale_", "for _ in range(2):\n  try: accumext.scale_")
@@ -209,6 +223,7 @@ def test_jit_fails_where_auto_would_go_without(tree: Tree) -> None:
     assert lines == [expected, expected], done.stderr
 
 
+@pytest.mark.build
 def test_one_log_line_says_which_kernels_are_in_use(tree: Tree) -> None:
     code = "import logging; logging.basicConfig(level='INFO', format='%(name)s: %(message)s')"
     done = tree.run(code + CALL, ACCUMEXT_BACKEND="reference")
@@ -233,6 +248,7 @@ def test_native_refuses_cuda_tensors_when_first_used(monkeypatch: pytest.MonkeyP
 # --- doctor
 
 
+@pytest.mark.build
 def test_doctor_fails_when_a_kernel_computes_wrongly(tree: Tree) -> None:
     done = tree.run("import sys; from accumext.__main__ import main; sys.exit(main(['doctor']))")
     assert done.returncode == 1, done.stderr
@@ -240,6 +256,7 @@ def test_doctor_fails_when_a_kernel_computes_wrongly(tree: Tree) -> None:
     assert done.stdout.rstrip().endswith("self-test FAILED")
 
 
+@pytest.mark.build
 def test_doctor_passes_on_the_reference_and_says_how_to_leave_it(tree: Tree) -> None:
     code = "import sys; from accumext.__main__ import main; sys.exit(main(['doctor', '--json']))"
     done = tree.run(code, ACCUMEXT_BACKEND="reference")

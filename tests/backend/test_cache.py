@@ -23,7 +23,7 @@ from support.source_tree import NATIVE, PROBE, REFERENCE, SHOW, Tree, as_user
 
 from accumext.backend import _build, _cache
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.build
 
 OTHER_USER = 65534  # "nobody" on every Linux
 HOMELESS_USER = 54321  # in no list of users

@@ -60,6 +60,7 @@ def digest(capability: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.process
 def test_every_instruction_set_gives_the_same_bits() -> None:
     portable = digest("default")
     assert portable.startswith("cpu ")
@@ -130,6 +131,7 @@ def decoded(capability: str, folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.process
 def test_every_instruction_set_decodes_alike(tmp_path: Path) -> None:
     """AVX-512 multiplies bfloat16 in pairs where it can, and the others widen it first."""
     portable = decoded("default", tmp_path)
@@ -166,7 +168,7 @@ EXPORTS = {  # what each file defines for others
 }
 
 
-@pytest.mark.slow
+@pytest.mark.build
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 @pytest.mark.parametrize("name", EXPORTS)
 def test_other_objects_can_take_no_code_of_an_instruction_set(name: str, tmp_path: Path) -> None:

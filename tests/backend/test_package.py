@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.build
 
 SHIPPED = ["accumext", "csrc", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]
 NO_COMPILER = {"PATH": "/nonexistent", "CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
@@ -178,7 +178,7 @@ def test_editable_install_compiles_in_place(project: Path, environment: Environm
     assert "the sources have changed since they were compiled" in done.stderr
 
     succeed(environment.pip("install", "-e", str(project), ACCUMEXT_BUILD="off"))
-    assert not list((project / "accumext").glob("*.so"))
+    assert not list((project / "accumext").rglob("*.so"))
 
 
 @pytest.mark.network

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 import torch.distributed as dist
-from filelock import FileLock
+from support.once import once
 from support.optimizer_oracle import assert_equal
 
 from accumext.optimizer import _backward_hooks, _window_all_reduce
@@ -81,13 +81,11 @@ def run_on(
     world: int, scenarios: Sequence[Scenario], name: str, temporary: pytest.TempPathFactory
 ) -> list[dict[str, dict[str, Any]]]:
     """What each rank saw; run once for all workers of the test session."""
-    base = temporary.getbasetemp()
-    shared = base.parent if base.name.startswith("popen-") else base  # one worker of several
-    folder: Path = shared / f"{name}-{world}"
-    with FileLock(f"{folder}.lock"):
-        if not (folder / f"{world - 1}.pt").exists():
-            folder.mkdir(exist_ok=True)
-            spawn(work, (world, scenarios, str(folder)), world)
+
+    def run(folder: Path) -> None:
+        spawn(work, (world, scenarios, str(folder)), world)
+
+    folder = once(temporary, f"{name}-{world}", run)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 

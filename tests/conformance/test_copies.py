@@ -94,6 +94,7 @@ def finish_elsewhere(model, opt, batches, queue):
     queue.put(([p.tolist() for p in model.parameters()], opt.stats()))
 
 
+@pytest.mark.process
 def test_a_spawned_process_goes_on():
     """`multiprocessing` with spawn: model and optimizer go to another process inside a window"""
     model = make_model()

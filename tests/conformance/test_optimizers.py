@@ -288,6 +288,7 @@ def test_schedule_free_optimizers(window):
 
 
 # The compiler's own imports use what torch has deprecated.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "window", "max_norm", "scheduled", "scaled"),

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.device import DeviceReads, cpu_as_device
 from support.optimizer_oracle import loss_of, make_batches, make_model, window_gradient, windows_of
-from support.oracle import DeviceReads
 
 import accumext
-from accumext import AccumulatingOptimizer, _scalars
+from accumext import AccumulatingOptimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.py"))
@@ -105,30 +105,25 @@ def test_tensorboard(tmp_path):
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_device_reads(monkeypatch, every):
+def test_device_reads(every):
     """Logging every n-th window reads the device in those windows alone, and once in each"""
-    # The CPU plays a device that the host does not wait for.
-    monkeypatch.setattr(_scalars, "on_host", lambda tensor: False)
     model, opt = build(torch.float32, fused=True)
-    tolist = torch.Tensor.tolist
-    lists = []
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: lists.append(1) or tolist(self))
-    with DeviceReads() as reads:
+    with cpu_as_device(), DeviceReads() as reads:
         for window in range(1, 7):
             for batch in BATCHES[:2]:
                 opt.backward(loss_of(model, batch.float()))
                 opt.step()
             assert opt.stepped
-            assert (reads.count, len(lists)) == (0, (window - 1) // every)
+            assert (reads.count, reads.lists) == (0, (window - 1) // every)
             report = opt.last.total_norm, opt.last.clip_coef, opt.last.loss_scale, opt.last.weight
             assert all(value.shape == () for value in report)
-            assert (reads.count, len(lists)) == (0, (window - 1) // every)
+            assert (reads.count, reads.lists) == (0, (window - 1) // every)
             if window % every == 0:
                 assert opt.stats()["micro_batches"] == 2.0
-                assert (reads.count, len(lists)) == (0, window // every)
+                assert (reads.count, reads.lists) == (0, window // every)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe(recipe, tmp_path):
     """Each recipe in `examples/recipes` runs as it is, writes no file, and prints its window"""

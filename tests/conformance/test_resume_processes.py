@@ -135,6 +135,7 @@ def going_on(rank, world, folder, meeting):
     ranks.leave()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("world", [1, 2], ids=["1-process", "2-processes"])
 def test_a_killed_run_goes_on_bit_for_bit(world, tmp_path):
     """Saved mid-window, killed, loaded in new processes: bit for bit the run that went on"""
@@ -201,6 +202,7 @@ def sharded(rank, world, folder, meeting, part):
     ranks.leave()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 1)], ids=["2-to-3", "3-to-1"])
 @pytest.mark.parametrize("kind", [replicated, sharded], ids=["ddp", "fully_shard"])
 def test_a_closed_window_goes_on_in_another_number_of_processes(kind, worlds, tmp_path):

@@ -118,6 +118,7 @@ def alone(rank: int, folder: str, leaves: bool) -> None:
         said.write_text(str(error), encoding="utf-8")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "stays-away"])
 def test_a_rank_that_never_closes_its_window(tmp_path, leaves):
     """A rank that never closes its window is an error after the group's timeout, not a hang"""

@@ -8,11 +8,10 @@ import ranks
 import torch
 import torch.distributed as dist
 from data_parallel import MAX_NORM, in_group, outcome, own_share
+from support.device import DeviceReads, cpu_as_device
 from support.optimizer_oracle import adam, loss_of, make_model
-from support.oracle import DeviceReads
 from torch import nn
 
-from accumext import _scalars
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 
@@ -50,23 +49,16 @@ def traffic_meanwhile(rank, world):
 
 def without_device_reads(rank, world, **kwargs):
     """The CPU plays a device: what two windows read of it."""
-    on_host, tolist, lists = _scalars.on_host, torch.Tensor.tolist, []
     model = make_model(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     fused = adam(model.parameters(), fused=True)
     options = {"window": 2, "max_norm": MAX_NORM, "scaler": scaler, **kwargs}
     opt = AccumulatingOptimizer(fused, process_group=dist.group.WORLD, **options)
-    _scalars.on_host = lambda tensor: False
-    torch.Tensor.tolist = lambda self: lists.append(1) or tolist(self)
-    try:
-        with DeviceReads() as reads:
-            for batch, weight in own_share(rank, world, 4 * world):
-                opt.backward(loss_of(model, batch.float()), torch.tensor(weight))
-                opt.step()
-    finally:
-        torch.Tensor.tolist = tolist
-        _scalars.on_host = on_host
-    return outcome(model, opt, reads=[reads.count, len(lists)])
+    with cpu_as_device(), DeviceReads() as reads:
+        for batch, weight in own_share(rank, world, 4 * world):
+            opt.backward(loss_of(model, batch.float()), torch.tensor(weight))
+            opt.step()
+    return outcome(model, opt, reads=[reads.count, reads.lists])
 
 
 def reads_at_the_step(rank, world):

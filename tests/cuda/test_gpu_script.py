@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
+from support.programs import run_script
 
 import accumext
 from accumext.backend import _build
@@ -100,6 +101,7 @@ class Run:
         return self._log.read_text().splitlines()
 
 
+@pytest.mark.process
 def test_parts_run_in_the_order_of_their_worth(tmp_path: Path) -> None:
     run = Run(tmp_path)
     output, _ = run.process.communicate(timeout=PATIENCE_S)
@@ -114,6 +116,7 @@ def test_parts_run_in_the_order_of_their_worth(tmp_path: Path) -> None:
     assert "decode_loss passed" in output
 
 
+@pytest.mark.process
 def test_a_part_that_fails_costs_no_other(tmp_path: Path) -> None:
     run = Run(tmp_path, FAILING="bench/decoder.py")
     output, _ = run.process.communicate(timeout=PATIENCE_S)
@@ -124,6 +127,7 @@ def test_a_part_that_fails_costs_no_other(tmp_path: Path) -> None:
     assert row["reason"] == "words of the error"
 
 
+@pytest.mark.process
 def test_what_does_not_build_is_compiled_on_first_use(tmp_path: Path) -> None:
     run = Run(tmp_path, "operators", FAILING="setup.py")
     output, _ = run.process.communicate(timeout=PATIENCE_S)
@@ -132,6 +136,7 @@ def test_what_does_not_build_is_compiled_on_first_use(tmp_path: Path) -> None:
     assert run.log()[-1].endswith("ACCUMEXT_BACKEND=jit")
 
 
+@pytest.mark.process
 def test_a_run_that_is_killed_leaves_what_it_has_found(tmp_path: Path) -> None:
     run = Run(tmp_path, SLEEPING="bench/accumulate.py")
     end = time.monotonic() + PATIENCE_S
@@ -146,19 +151,12 @@ def test_a_run_that_is_killed_leaves_what_it_has_found(tmp_path: Path) -> None:
 def check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """What gpu_checks.py says on the CPU."""
     path = folder / "checks.json"
-    command = [
-        sys.executable,
-        "tests/cuda/gpu_checks.py",
-        *arguments,
-        "--device=cpu",
-        f"--json={path}",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_script("tests/cuda/gpu_checks.py", *arguments, "--device=cpu", f"--json={path}")
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads(path.read_text())
 
 
+@pytest.mark.process
 def test_every_operator_of_the_gpu_is_checked(tmp_path: Path) -> None:
     status, report = check(tmp_path, "operators")
     assert [row["name"] for row in report["rows"]] == _build.registered_ops("cuda")
@@ -167,6 +165,7 @@ def test_every_operator_of_the_gpu_is_checked(tmp_path: Path) -> None:
     assert report["backend"] == accumext.backend()
 
 
+@pytest.mark.process
 def test_the_decoder_is_checked_and_timed(tmp_path: Path) -> None:
     status, report = check(tmp_path, "decoder", "--quick")
     assert all(row["passed"] for row in report["rows"]), report["rows"]

@@ -18,7 +18,7 @@ from support.tensors import FLOAT_DTYPES, assert_bits, shifted
 
 from accumext import reference
 
-pytestmark = pytest.mark.slow  # compiles the kernels
+pytestmark = pytest.mark.build  # compiles the kernels
 
 # Around every edge: vectors of 2, 4 and 8 elements, warps of them, a few in flight, chunks of 4096.
 EDGE_SIZES = sorted(

@@ -30,7 +30,7 @@ from support.tensors import FLOAT_DTYPES, dtype_id
 
 from accumext.decoder import _operators_reference as reference
 
-pytestmark = pytest.mark.slow  # compiles the kernels
+pytestmark = pytest.mark.build  # compiles the kernels
 
 ACCUMULATED = (torch.float32, torch.float64)
 # A tile has 4096 elements: chunks of 4096 columns of one row, of 2048 of two rows, ... down to 512

@@ -8,7 +8,7 @@ import host_cuda
 import pytest
 from host_cuda import ASCENDING, DESCENDING, ORDERS
 
-pytestmark = pytest.mark.slow  # compiles host_cuda/faults.cpp
+pytestmark = pytest.mark.build  # compiles host_cuda/faults.cpp
 
 FAULTS = {
     "barrier_in_a_branch": "a thread has left the kernel where others wait for it",

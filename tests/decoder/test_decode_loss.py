@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import examples
 from support.decode_oracle import CELLS, Decoder, decode, make_decoder, relative_distance
 
 import accumext
@@ -85,7 +86,7 @@ def test_options_equal_plain_autograd(option: dict[str, Any], feedback: str, bia
     check_exact(decoder, targets, {"feedback": feedback, **option})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     kind=st.sampled_from(sorted(CELLS)),
     steps=st.integers(1, 35),

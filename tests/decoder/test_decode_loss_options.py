@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import examples
 from support.decode_oracle import CELLS, Decoder, decode, make_decoder, relative_distance
 from torch import nn
 
@@ -128,31 +129,70 @@ OPTIONS = {
     "batch_first": st.booleans(),
     "dropout": st.sampled_from([0.0, 0.0, 0.5]),
     "given_state": st.booleans(),
-    "upstream": st.sampled_from([1.0, 65536.0, -0.3]),
-    "further": st.booleans(),  # a loss on the last state, too
-    "twice": st.booleans(),
     "seed": st.integers(0, 2**20),
+}
+BACKWARD = {  # see assert_gradients
+    "upstream": st.sampled_from([1.0, 65536.0, -0.3]),
+    "further": st.booleans(),
+    "twice": st.booleans(),
 }
 
 
-@pytest.mark.filterwarnings("ignore:decode_loss. k1=5 has no effect without k2")
-@pytest.mark.parametrize("kind", KINDS)
-def test_everything_at_once(kind: str) -> None:
-    @settings(max_examples=50, deadline=None)
-    @given(options=st.fixed_dictionaries(OPTIONS))
-    def check(options: Model) -> None:
-        check_one(kind, **options)
+@dataclass
+class Call:
+    """A call of decode_loss; tensors are [T, B], however the call lays them out."""
 
-    check()
+    decoder: Decoder
+    targets: torch.Tensor
+    feedback: str
+    mask: torch.Tensor | None  # where to feed the target, if feedback is a mask
+    periods: tuple[int | None, int | None]
+    keywords: Model
+    seed: int
+
+    @property
+    def pad(self) -> int:
+        return self.decoder.embedding.padding_idx or 0
+
+    @property
+    def ignored(self) -> torch.Tensor:
+        return self.targets == self.keywords["ignore_index"]
+
+    def flip(self, tensor: torch.Tensor) -> torch.Tensor:
+        """From one layout to the other."""
+        return tensor.t() if self.keywords["batch_first"] and tensor.dim() == 2 else tensor
 
 
-def check_one(
+@dataclass
+class Found:
+    """What came out of a call."""
+
+    loss: torch.Tensor
+    token_losses: torch.Tensor
+    tokens: torch.Tensor
+    inputs: torch.Tensor
+    lengths: torch.Tensor
+    state: Any
+
+
+@dataclass
+class Truth:
+    """The plain loop over the tokens that a call fed."""
+
+    live: torch.Tensor
+    losses: torch.Tensor
+    divisor: torch.Tensor
+    logits: torch.Tensor
+
+
+def drawn(
     kind: str, *, layers: int, batch: int, steps: int, sizes: tuple[int, int], feedback: str,
     ends: str, hole: str, smoothing: float, z_loss: float, weighted: bool, reduction: str,
     periods: tuple[int | None, int | None] | None, budget: int | None, tied: bool,
     frozen: frozenset[str], biases: tuple[bool, bool], padding_idx: int | None, batch_first: bool,
-    dropout: float, given_state: bool, upstream: float, further: bool, twice: bool, seed: int,
-) -> None:  # fmt: skip
+    dropout: float, given_state: bool, seed: int,
+) -> Call:  # fmt: skip
+    """The call that these options describe."""
     torch.manual_seed(seed)
     words = 9
     layers = 1 if "Cell" in kind else layers
@@ -164,14 +204,14 @@ def check_one(
         shape, tied=tied, frozen=frozen, cell_bias=biases[0], head_bias=biases[1],
         padding_idx=padding_idx, dropout=dropout, given=given_state,
     )  # fmt: skip
-    ignored = 3 if hole == "word" else -100
     targets = torch.randint(words, (steps, batch))
     if hole == "some":
         targets[torch.rand(steps, batch) < 0.3] = -100
     elif hole == "all":
         targets[:] = -100
-    call: Model = {
-        "ignore_index": ignored,
+    keywords: Model = {
+        "state": decoder.state if given_state else None,
+        "ignore_index": 3 if hole == "word" else -100,
         "label_smoothing": smoothing,
         "z_loss": z_loss,
         "reduction": "mean" if reduction == "items" else reduction,
@@ -179,17 +219,17 @@ def check_one(
         "batch_first": batch_first,
     }
     if weighted:
-        call["class_weight"] = torch.rand(words, dtype=torch.float64)
+        keywords["class_weight"] = torch.rand(words, dtype=torch.float64)
     if reduction == "items":
-        call["num_items"] = 17
+        keywords["num_items"] = 17
     if ends in ("lengths", "both"):
-        call["lengths"] = torch.randint(0, steps + 1, (batch,))
+        keywords["lengths"] = torch.randint(0, steps + 1, (batch,))
     if ends in ("eos", "both"):
-        call["eos"] = 1
+        keywords["eos"] = 1
     if budget is not None:
-        call["memory_budget"] = budget * words * 8
+        keywords["memory_budget"] = budget * words * 8
     if periods is not None:
-        call["k1"], call["k2"] = periods
+        keywords["k1"], keywords["k2"] = periods
     mask = None
     if feedback in ("mask", "spans", "all-teacher"):
         mask = torch.rand(steps, batch) < 0.5
@@ -198,68 +238,96 @@ def check_one(
             mask[:] = True
         elif feedback == "spans":
             mask[:] = (torch.arange(steps)[:, None] + 1) % 5 < 3
+    return Call(decoder, targets, feedback, mask, periods or (None, None), keywords, seed)
 
-    def flip(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.t() if batch_first and tensor.dim() == 2 else tensor
 
-    torch.manual_seed(seed + 1)
+def run(call: Call) -> Found:
+    torch.manual_seed(call.seed + 1)
+    decoder, flip = call.decoder, call.flip
     out = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, flip(targets),
-        decoder.state if given_state else None,
-        feedback=feedback if mask is None else flip(mask), teacher_forcing=0.4, **call,
+        decoder.embedding, decoder.cell, decoder.head, flip(call.targets),
+        feedback=call.feedback if call.mask is None else flip(call.mask), teacher_forcing=0.4,
+        **call.keywords,
     )  # fmt: skip
-    tokens, inputs = flip(out.tokens), flip(out.inputs)
+    each = flip(out.token_losses), flip(out.tokens), flip(out.inputs)
+    return Found(flip(out.loss), *each, out.lengths, out.state)
 
-    # who was alive, from the tokens
-    live = torch.ones(steps, batch, dtype=torch.bool)
-    if "lengths" in call:
-        live &= torch.arange(steps)[:, None] < call["lengths"]
-    if "eos" in call:
+
+def plain_loop(call: Call, found: Found) -> Truth:
+    steps, keywords = len(call.targets), call.keywords
+    live = torch.ones_like(call.targets, dtype=torch.bool)
+    if "lengths" in keywords:
+        live &= torch.arange(steps)[:, None] < keywords["lengths"]
+    if "eos" in keywords:
         for t in range(steps):
-            live[t + 1 :] &= ~(live[t] & (tokens[t] == 1))
-    assert torch.equal(out.lengths, live.sum(0))
-    pad = 0 if padding_idx is None else padding_idx
-    assert (tokens[~live] == pad).all()
-    assert (inputs[~live] == pad).all()
-    counted = live & (targets != ignored)
-    teacher = torch.where((targets != ignored), targets, pad)[:-1]
-    following = teacher if feedback in ("teacher", "all-teacher") else tokens[:-1]
-    if mask is not None:
-        following = torch.where(mask[1:], teacher, tokens[:-1])
-    if feedback != "scheduled":
-        assert torch.equal(inputs[1:], following.where(live[1:], torch.tensor(pad)))
-
-    k1, k2 = periods if periods is not None else (None, None)
-    windows = None if k2 is None else (k1 or k2, k2)
-    criterion = {k: call[k] for k in ("ignore_index", "label_smoothing", "z_loss") if k in call}
-    torch.manual_seed(seed + 1)
+            live[t + 1 :] &= ~(live[t] & (found.tokens[t] == 1))
+    k1, k2 = call.periods
+    torch.manual_seed(call.seed + 1)
     losses, divisor, logits = decode(
-        decoder, targets, inputs, live, windows=windows, class_weight=call.get("class_weight"),
-        **criterion,
+        call.decoder, call.targets, found.inputs, live,
+        windows=None if k2 is None else (k1 or k2, k2), class_weight=keywords.get("class_weight"),
+        **{name: keywords[name] for name in ("ignore_index", "label_smoothing", "z_loss")},
     )  # fmt: skip
-    if feedback != "sample":
-        assert torch.equal(tokens[live], logits.argmax(-1)[live])
-    torch.testing.assert_close(flip(out.token_losses), losses.detach(), rtol=1e-11, atol=EXACT)
-    if reduction == "mean":
-        expected = losses.sum() / divisor if divisor else losses.sum() * 0
-    else:
-        expected = losses.sum() / 17 if reduction == "items" else losses.sum()
-    total = out.loss.sum()
-    torch.testing.assert_close(total.detach(), expected.detach(), rtol=EXACT, atol=EXACT)
-    if reduction == "none":  # every token its own factor
-        factors = torch.randn(steps, batch, dtype=torch.float64)
-        total, expected = (flip(out.loss) * factors).sum(), (losses * factors).sum()
-    assert counted.any() or total == 0
+    return Truth(live, losses, divisor, logits)
+
+
+def assert_rows_end(call: Call, found: Found, truth: Truth) -> None:
+    """A row that has ended says and is fed nothing but padding."""
+    assert torch.equal(found.lengths, truth.live.sum(0))
+    assert (found.tokens[~truth.live] == call.pad).all()
+    assert (found.inputs[~truth.live] == call.pad).all()
+
+
+def assert_fed(call: Call, found: Found, truth: Truth) -> None:
+    """Where rows live, the most probable word is said, and what feedback asks for is fed."""
+    live = truth.live
+    if call.feedback != "sample":
+        assert torch.equal(found.tokens[live], truth.logits.argmax(-1)[live])
+    teacher = torch.where(call.ignored, call.pad, call.targets)[:-1]
+    following = teacher if call.feedback in ("teacher", "all-teacher") else found.tokens[:-1]
+    if call.mask is not None:
+        following = torch.where(call.mask[1:], teacher, found.tokens[:-1])
+    if call.feedback != "scheduled":
+        assert torch.equal(found.inputs[1:], following.where(live[1:], torch.tensor(call.pad)))
+
+
+def reduced(call: Call, truth: Truth) -> torch.Tensor:
+    """The sum of what decode_loss should return."""
+    if call.keywords["reduction"] != "mean":
+        return truth.losses.sum()
+    divisor = call.keywords.get("num_items", truth.divisor)
+    return truth.losses.sum() / divisor if divisor else truth.losses.sum() * 0
+
+
+def assert_losses(call: Call, found: Found, truth: Truth) -> None:
+    """Token by token, and as they are reduced; exactly zero where nothing counts."""
+    each = truth.losses.detach()
+    torch.testing.assert_close(found.token_losses, each, rtol=1e-11, atol=EXACT)
+    total, expected = found.loss.sum().detach(), reduced(call, truth).detach()
+    torch.testing.assert_close(total, expected, rtol=EXACT, atol=EXACT)
+    assert (truth.live & ~call.ignored).any() or total == 0
+
+
+def assert_gradients(
+    call: Call, found: Found, truth: Truth, *, upstream: float, further: bool, twice: bool
+) -> None:
+    """Of the loss times `upstream`, with a loss on the last state too if `further`, and from the
+    same graph again if `twice`."""
+    decoder, truncated = call.decoder, call.periods[1] is not None
+    total, expected = found.loss.sum(), reduced(call, truth)
+    if call.keywords["reduction"] == "none":  # every token its own factor
+        factors = torch.randn_like(truth.losses)
+        total, expected = (found.loss * factors).sum(), (truth.losses * factors).sum()
     total, expected = total * upstream, expected * upstream
-    if further and windows is None:
-        torch.manual_seed(seed + 1)
-        theirs = last_of(decoder, inputs, live)
-        for mine, its in zip(leaves_of(out.state), leaves_of(theirs), strict=True):
+    if truncated:
+        assert not any(s.requires_grad for s in leaves_of(found.state))
+    elif further:
+        torch.manual_seed(call.seed + 1)
+        theirs = leaves_of(last_of(decoder, found.inputs, truth.live))
+        for mine, its in zip(leaves_of(found.state), theirs, strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-11, atol=EXACT)
             factor = torch.randn_like(its)
             total, expected = total + (mine * factor).sum(), expected + (its * factor).sum()
-    if windows is not None:
-        assert not any(s.requires_grad for s in leaves_of(out.state))
     if not decoder.leaves:
         assert not total.requires_grad
         return
@@ -277,18 +345,40 @@ def check_one(
         assert relative_distance(gradients(total), wanted) < EXACT
 
 
+@pytest.mark.filterwarnings("ignore:decode_loss. k1=5 has no effect without k2")
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_at_once(kind: str) -> None:
+    @settings(max_examples=examples(50), deadline=None)
+    @given(options=st.fixed_dictionaries(OPTIONS), backward=st.fixed_dictionaries(BACKWARD))
+    def check(options: Model, backward: Model) -> None:
+        call = drawn(kind, **options)
+        found = run(call)
+        truth = plain_loop(call, found)
+        assert_rows_end(call, found, truth)
+        assert_fed(call, found, truth)
+        assert_losses(call, found, truth)
+        assert_gradients(call, found, truth, **backward)
+
+    check()
+
+
 @pytest.mark.parametrize("kind", ["GRUCell", "LSTM"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_every_subset_of_frozen_parts(kind: str, reduction: str) -> None:
     for chosen in range(16):
         frozen = frozenset(part for i, part in enumerate(PARTS) if chosen >> i & 1)
-        check_one(
+        call = drawn(
             kind, layers=2, batch=3, steps=5, sizes=(5, 5), feedback="mask", ends="lengths",
             hole="some", smoothing=0.1, z_loss=0.1, weighted=True, reduction=reduction,
             periods=None, budget=4, tied=False, frozen=frozen, biases=(True, True),
-            padding_idx=None, batch_first=False, dropout=0.0, given_state=True, upstream=2.0,
-            further=True, twice=True, seed=chosen,
+            padding_idx=None, batch_first=False, dropout=0.0, given_state=True, seed=chosen,
         )  # fmt: skip
+        found = run(call)
+        truth = plain_loop(call, found)
+        assert_rows_end(call, found, truth)
+        assert_fed(call, found, truth)
+        assert_losses(call, found, truth)
+        assert_gradients(call, found, truth, upstream=2.0, further=True, twice=True)
 
 
 @pytest.mark.parametrize("periods", [None, (2, 2), (2, 5)], ids=str)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import examples
 from support.rnn_oracle import BATCHES, KINDS, UNITS, advance, close, make_cell
 from support.tensors import dtype_id
 from torch import Tensor, nn
@@ -199,7 +200,7 @@ def check(
     assert torch.equal(steps.inputs[1:], fed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     layers=st.integers(1, 3),

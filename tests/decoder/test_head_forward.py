@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import examples
 from support.tensors import dtype_id
 from torch import Tensor
 
@@ -131,7 +132,7 @@ def test_every_vocabulary(words: int, dtypes: tuple[torch.dtype, torch.dtype]) -
         Truth.of(hidden, weight, bias).check(found, targets, dtypes[0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     rows=st.sampled_from(ROWS),
     words=st.sampled_from(VOCABULARIES[:-1]),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import examples
 from support.rnn_oracle import BATCHES, KINDS, UNITS, advance, close, make_cell
 from torch import Tensor
 
@@ -14,7 +15,7 @@ import accumext  # noqa: F401  (registers the operators)
 rnn_backward = torch.ops.accumext.rnn_backward.default
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     batch=st.sampled_from(BATCHES),

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracle
+from support.budget import examples
+from support.device import DeviceReads
 
 import accumext
 from accumext import reference
@@ -51,7 +53,7 @@ def test_every_pair_of_dtypes_in_one_call():
     oracle.assert_norm(norm, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(sizes=st.lists(st.sampled_from(oracle.EDGE_SIZES[:15]), max_size=12))
 def test_any_list_of_sizes(sizes):
     main_grads = [oracle.dyadic([n], torch.float32) for n in sizes]
@@ -152,7 +154,7 @@ def test_inv_scale_as_tensor_equals_float_and_is_not_read(overload, dtype):
     by_float, by_tensor = [torch.zeros(100)], [torch.zeros(100)]
     inv_scale = torch.tensor(0.37, dtype=dtype)
     accumext.accumulate_(by_float, grads, inv_scale=inv_scale.item())
-    with oracle.DeviceReads() as reads:
+    with DeviceReads() as reads:
         accumulate_(by_tensor, grads, inv_scale=inv_scale)
     assert torch.equal(by_tensor[0], by_float[0])
     assert reads.count == 0

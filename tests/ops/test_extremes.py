@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support import ROOT
+from support.programs import run_script
 
 import accumext
 
@@ -22,10 +20,7 @@ NAMES = ["long-run", "elements", "tensors", "vocabulary", "steps"]
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a quick run of all wrote."""
     path = tmp_path_factory.mktemp("extremes") / "result.json"
-    command = [sys.executable, "bench/extremes.py", *NAMES, "--quick", f"--json={path}"]
-    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": search}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_script("bench/extremes.py", *NAMES, "--quick", f"--json={path}")
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(path.read_text())
 
@@ -39,6 +34,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(extremes=extremes, long_run=_long_run)
 
 
+@pytest.mark.process
 def test_every_extreme_is_checked(report: dict[str, Any]) -> None:
     assert [row["name"] for row in report["extremes"]] == NAMES
     for row in report["extremes"]:

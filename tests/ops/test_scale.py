@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from support import oracle
+from support.device import DeviceReads
 
 import accumext
 from accumext import reference
@@ -52,7 +53,7 @@ def test_factor_as_tensor_equals_float_and_is_not_read(scale_, dtype):
     by_tensor = [by_float[0].clone()]
     factor = torch.tensor(0.37, dtype=dtype)
     accumext.scale_(by_float, factor.item())
-    with oracle.DeviceReads() as reads:
+    with DeviceReads() as reads:
         scale_(by_tensor, factor)
     assert torch.equal(by_tensor[0], by_float[0])
     assert reads.count == 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import poisoned_heap
+from support import ROOT, poisoned_heap
 from support.decode_oracle import make_decoder
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,23 +64,24 @@ def heap(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def start(byte: int, *arguments: str) -> subprocess.Popen[str]:
         library = str(poisoned_heap.build(folder, byte))
-        folders = Path(accumext.__file__).parents[1], Path(poisoned_heap.__file__).parents[1]
-        path = os.pathsep.join(map(str, folders))
-        environment = os.environ | {"LD_PRELOAD": library, "PYTHONPATH": path}
+        search = f"{Path(accumext.__file__).parents[1]}{os.pathsep}{ROOT / 'tests'}"
+        environment = os.environ | {"LD_PRELOAD": library, "PYTHONPATH": search}
         command = [sys.executable, *arguments]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
     return start
 
 
+@pytest.mark.process
 def test_the_heap_is_poisoned(heap: Any) -> None:
     process = heap(poisoned_heap.NAN, "-c", ALIVE)
     process.communicate(timeout=300)
     assert process.returncode == 0
 
 
+@pytest.mark.process
 def test_results_do_not_depend_on_what_the_heap_holds(heap: Any) -> None:
-    script = str(Path(poisoned_heap.__file__).with_name("heap_cases.py"))
+    script = str(ROOT / "tests" / "support" / "heap_cases.py")
     processes = heap(poisoned_heap.NAN, script), heap(0, script, "--digests")
     outputs = [process.communicate(timeout=500)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from support.device import DeviceReads, cpu_as_device
 from support.optimizer_oracle import (
     INF,
     assert_close,
@@ -14,9 +15,7 @@ from support.optimizer_oracle import (
     make_model,
     window_gradient,
 )
-from support.oracle import DeviceReads
 
-from accumext import _scalars
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(6, torch.float32)
@@ -26,9 +25,9 @@ ROUNDING = 1e-6
 
 
 @pytest.fixture
-def device(monkeypatch):
-    """Tensors on the CPU are treated as if on a device that the host must not wait for."""
-    monkeypatch.setattr(_scalars, "on_host", lambda tensor: False)
+def device():
+    with cpu_as_device():
+        yield
 
 
 def adam(parameters):
@@ -86,13 +85,12 @@ def test_one_value_is_read_per_window_with_any_other_optimizer(window):
     assert reads.count == len(BATCHES) // window
 
 
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("bad", [{0}, {4}, {3, 4, 5}], ids=str)
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
-def test_the_device_decides_as_the_host_would(monkeypatch, policy, bad):
-    model, opt, reads = train(bad, policy=policy)
+def test_the_device_decides_as_the_host_would(policy, bad):
+    with cpu_as_device():
+        model, opt, reads = train(bad, policy=policy)
     assert reads == 0
-    monkeypatch.undo()
     expected_model, expected, _ = train(bad, policy=policy)
     assert_close(list(model.parameters()), list(expected_model.parameters()), ROUNDING)
     assert opt.last.skipped == expected.last.skipped
@@ -170,7 +168,7 @@ def test_a_pickle_holds_no_key_of_this_process():
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     opt = AccumulatingOptimizer(adam(model.parameters()), window=2, scaler=scaler)
     opt.backward(loss_of(model, BATCHES[0]))
-    assert opt._accumulator.window.unit_scale.key is not None
+    assert opt._progress.window.unit_scale.key is not None
     twin = pickle.loads(pickle.dumps(opt))
-    assert twin._accumulator.window.unit_scale.key is None
-    assert twin._accumulator.window.unit_scale.value == 64.0
+    assert twin._progress.window.unit_scale.key is None
+    assert twin._progress.window.unit_scale.value == 64.0

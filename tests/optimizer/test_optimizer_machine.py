@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.budget import examples
 from support.window_oracle import Cell, Oracle, Settings
 from torch import Tensor, nn
 
@@ -519,7 +520,7 @@ NIGHTLY = settings.get_current_profile_name() == "nightly"
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=20_000 if NIGHTLY else 300,
+    max_examples=20_000 if NIGHTLY else examples(300),
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

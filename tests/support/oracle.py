@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # Around every edge: blocks of 16 lanes in float64 and 32 in float32, partial sums of 2048 elements,
 # chunks of 65536.
@@ -71,15 +70,3 @@ def assert_no_worse(got: Tensor, reference: Tensor, truth: float, rtol: float) -
     """The error of a kernel is at most that of the reference, give or take `rtol`."""
     error, allowed = abs(got.item() - truth), abs(reference.item() - truth) + rtol * abs(truth)
     assert error <= allowed, f"{got.item()!r}, reference {reference.item()!r}, truth {truth!r}"
-
-
-class DeviceReads(TorchDispatchMode):
-    """Counts what would make the host wait for a device: reads of a tensor's value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
+from support.once import once
+from support.programs import run_script
 
 RTOL = 1e-12  # float64 in another order of operations
 
@@ -22,13 +22,15 @@ TARGETS = {0.9, 1.6, 3.5, 2.2, 1.0, 0.85, 3.0, 5.0}  # promised on a CPU
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """What a quick run wrote, and what it printed."""
-    path = tmp_path_factory.mktemp("bench") / "result.json"
-    command = [sys.executable, "bench/accumulate.py", "--quick", "--device=cpu", f"--json={path}"]
-    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": search}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(path.read_text()), done.stdout
+
+    def bench(folder: Path) -> None:
+        result = f"--json={folder / 'result.json'}"
+        done = run_script("bench/accumulate.py", "--quick", "--device=cpu", result)
+        assert done.returncode == 0, done.stderr
+        (folder / "printed").write_text(done.stdout)
+
+    folder = once(tmp_path_factory, "bench-accumulate", bench)
+    return json.loads((folder / "result.json").read_text()), (folder / "printed").read_text()
 
 
 @pytest.fixture
@@ -44,6 +46,7 @@ def find(result: dict[str, Any], name: str, role: str) -> dict[str, Any]:
     return job
 
 
+@pytest.mark.process
 def test_every_job_has_its_contenders(run: tuple[dict[str, Any], str]) -> None:
     result, _ = run
     jobs = {job["job"] for job in result["jobs"]}
@@ -60,6 +63,7 @@ def test_every_job_has_its_contenders(run: tuple[dict[str, Any], str]) -> None:
             assert any(name.startswith("accumext") for name in rows)
 
 
+@pytest.mark.process
 def test_derived_numbers_follow_from_the_samples(run: tuple[dict[str, Any], str]) -> None:
     result, _ = run
     for job in result["jobs"]:
@@ -75,6 +79,7 @@ def test_derived_numbers_follow_from_the_samples(run: tuple[dict[str, Any], str]
             assert row["bytes_per_second"] == pytest.approx(rate, rel=RTOL)
 
 
+@pytest.mark.process
 def test_shares_are_of_the_limit_in_the_same_repetition(run: tuple[dict[str, Any], str]) -> None:
     result, _ = run
     for job in result["jobs"]:
@@ -92,6 +97,7 @@ def test_shares_are_of_the_limit_in_the_same_repetition(run: tuple[dict[str, Any
             assert row["share_of_limit"] == pytest.approx(share, rel=RTOL)
 
 
+@pytest.mark.process
 def test_the_yardstick_is_the_fastest_of_the_plain_loops(run: tuple[dict[str, Any], str]) -> None:
     result, _ = run
     fastest = []
@@ -101,6 +107,7 @@ def test_the_yardstick_is_the_fastest_of_the_plain_loops(run: tuple[dict[str, An
     assert result["machine"]["limit"].startswith(" and ".join(fastest))
 
 
+@pytest.mark.process
 def test_figures_are_ratios_within_repetitions(run: tuple[dict[str, Any], str]) -> None:
     result, printed = run
     figures = [figure for figure in result["figures"] if "quartiles" in figure]
@@ -120,6 +127,7 @@ def test_figures_are_ratios_within_repetitions(run: tuple[dict[str, Any], str]) 
         assert line in printed
 
 
+@pytest.mark.process
 def test_promises_without_a_ratio(run: tuple[dict[str, Any], str]) -> None:
     result, printed = run
     rows = [figure for figure in result["figures"] if "quartiles" not in figure]
@@ -128,6 +136,7 @@ def test_promises_without_a_ratio(run: tuple[dict[str, Any], str]) -> None:
         assert f"\n{row['figure']} | yes | yes\n" in printed
 
 
+@pytest.mark.process
 def test_the_machine_is_named(run: tuple[dict[str, Any], str]) -> None:
     result, printed = run
     assert result["machine"]["torch"] == torch.__version__

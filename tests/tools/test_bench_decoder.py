@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from support import ROOT
 from support.decode_oracle import relative_distance
+from support.once import once
+from support.programs import run_script
 
 RTOL = 1e-12  # float64 in another order of operations
 LOSS = 1e-6  # float32 losses of a few dozen tokens, relative
@@ -45,23 +44,22 @@ MEMORY = [("long", 10.0), ("shorter", None)]
 Run = tuple[dict[str, Any], str]
 
 
-def environment() -> dict[str, str]:
-    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return os.environ | {"PYTHONPATH": search}
-
-
 def bench(folder: Path, *arguments: str) -> Run:
     """What a run on a CPU wrote, and what it printed."""
     path = folder / "result.json"
-    command = [sys.executable, "bench/decoder.py", "--device=cpu", f"--json={path}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = run_script("bench/decoder.py", "--device=cpu", f"--json={path}", *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text()), done.stdout
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return bench(tmp_path_factory.mktemp("bench"), "--quick")
+    def quick(folder: Path) -> None:
+        _, printed = bench(folder, "--quick")
+        (folder / "printed").write_text(printed)
+
+    folder = once(tmp_path_factory, "bench-decoder", quick)
+    return json.loads((folder / "result.json").read_text()), (folder / "printed").read_text()
 
 
 @pytest.fixture
@@ -91,6 +89,7 @@ def find(result: dict[str, Any], role: str) -> dict[str, Any]:
     return case
 
 
+@pytest.mark.process
 def test_every_case_has_its_contenders(run: Run) -> None:
     result, _ = run
     assert [case["role"] for case in timed(result)] == ["small", "wide", "many rows"]
@@ -102,6 +101,7 @@ def test_every_case_has_its_contenders(run: Run) -> None:
         assert case["baseline"] == PLAIN
 
 
+@pytest.mark.process
 def test_losses_are_those_of_the_tokens_fed(run: Run) -> None:
     result, _ = run
     for case in timed(result):
@@ -112,6 +112,7 @@ def test_losses_are_those_of_the_tokens_fed(run: Run) -> None:
                 assert row["exact_loss"] == pytest.approx(np.log(case["vocabulary"]), rel=0.1)
 
 
+@pytest.mark.process
 def test_tokens_are_greedy(run: Run) -> None:
     result, _ = run
     for case in timed(result):
@@ -121,6 +122,7 @@ def test_tokens_are_greedy(run: Run) -> None:
                 assert row["not_greedy"] <= ties
 
 
+@pytest.mark.process
 def test_gradients_are_exact_but_for_the_truncated_one(run: Run) -> None:
     result, _ = run
     for case in timed(result):
@@ -137,6 +139,7 @@ def test_gradients_are_exact_but_for_the_truncated_one(run: Run) -> None:
                     assert 0 < row[kind] < EXACT
 
 
+@pytest.mark.process
 def test_derived_numbers_follow_from_the_samples(run: Run) -> None:
     result, _ = run
     for case in timed(result):
@@ -159,6 +162,7 @@ def samples(case: dict[str, Any], name: str) -> np.ndarray:
     return np.array(case["contenders"][name]["seconds"], dtype=np.float64)
 
 
+@pytest.mark.process
 def test_figures_follow_from_the_samples(run: Run) -> None:
     result, printed = run
     faster, rest = result["figures"][: len(FASTER)], result["figures"][len(FASTER) :]
@@ -190,6 +194,7 @@ def test_figures_follow_from_the_samples(run: Run) -> None:
         assert f"\n{figure['figure']} | {target} | {figure['measured']:g}\n" in printed
 
 
+@pytest.mark.process
 def test_plain_autograd_holds_its_probabilities(run: Run) -> None:
     result, _ = run
     for case in timed(result):
@@ -202,6 +207,7 @@ def test_plain_autograd_holds_its_probabilities(run: Run) -> None:
         assert peaks[PLAIN] == max(peaks.values()) > probabilities
 
 
+@pytest.mark.process
 def test_the_machine_is_named(run: Run) -> None:
     result, printed = run
     assert result["machine"]["torch"] == torch.__version__
@@ -210,6 +216,7 @@ def test_the_machine_is_named(run: Run) -> None:
         assert f"\n{name}: {fact}\n" in printed
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("cell", ["lstm", "rnn"])
 def test_a_chosen_shape_in_bfloat16_is_drawn(cell: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -178,6 +178,7 @@ def test_peak_memory_sees_the_backward_pass():
     assert peak == pytest.approx(2 * weight.nbytes, abs=1024)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux's counter")
 def test_peak_memory_agrees_with_the_operating_system():
     script = """

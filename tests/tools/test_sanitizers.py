@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 import sanitized
-from filelock import FileLock
+from support.once import once
+from support.programs import compiler
 
 import accumext
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.build,
     pytest.mark.skipif(accumext.backend() == "reference", reason="has no kernels to look at"),
 ]
 
@@ -21,19 +21,17 @@ pytestmark = [
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory):
     """Kind of sanitizer -> folder of what was compiled for it, once for all workers together."""
-    if shutil.which(sanitized.compiler()[0]) is None:
+    if shutil.which(compiler()[0]) is None:
         pytest.skip("no C++ compiler")
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def folder(kind: str) -> Path:
         if sanitized.runtime(kind) is None:
             pytest.skip(f"the compiler has no {sanitized.KINDS[kind][1]}")
-        place = base / f"sanitized-{kind}"
-        with FileLock(f"{place}.lock"):
-            if not (place / "faults.so").exists():
-                place.mkdir(exist_ok=True)
-                sanitized.build(kind, place)
+
+        def build(place: Path) -> None:
+            sanitized.build(kind, place)
+
+        place = once(tmp_path_factory, f"sanitized-{kind}", build)
         clean = sanitized.run(kind, place, "fault", "none")
         if "FATAL: ThreadSanitizer" in clean.stderr:  # as where addresses are too random for it
             pytest.skip(clean.stderr.splitlines()[0])

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from support.programs import compiler
 from torch import Tensor
 
 from accumext import reference
@@ -42,10 +43,6 @@ RUNS = ((ASCENDING, 1), (DESCENDING, 2), (SHUFFLED, 7), (DESCENDING, 20))
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # accumext::Dtype
 _OPS = ("total_norm", "accumulate_", "unscale_check_clip_accumulate_", "scale_")
-
-
-def compiler() -> list[str]:
-    return (os.environ.get("CXX") or "c++").split()
 
 
 def build(name: str, folder: Path) -> Path:

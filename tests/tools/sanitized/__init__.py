@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from support.programs import compiler
 from torch.utils import cpp_extension
 
 from accumext.backend import _build
@@ -33,10 +34,6 @@ OPTIONS = {
     "OMP_NUM_THREADS": "1",
     "ACCUMEXT_BACKEND": "reference",  # the driver loads the library itself
 }
-
-
-def compiler() -> list[str]:
-    return (os.environ.get("CXX") or "c++").split()
 
 
 def runtime(kind: str) -> Path | None:

@@ -1,0 +1,22 @@
+"""How many examples Hypothesis draws: few by default, as many as a test asks for in CI."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+# --hypothesis-profile: "default" is what everybody runs, "ci" what .ci/run does; "nightly" is for
+# tests that have a long form, the state machine and the interrupts.
+DEFAULT, CI, NIGHTLY = "default", "ci", "nightly"
+SHARE = 5
+
+
+def register() -> None:
+    """Tests that ask for no number of examples draw Hypothesis's own, 100, in CI."""
+    settings.register_profile(DEFAULT, max_examples=100 // SHARE)
+    settings.register_profile(CI, max_examples=100)
+    settings.register_profile(NIGHTLY, max_examples=100)
+
+
+def examples(count: int) -> int:
+    """Of this many, those that run in the profile that was chosen."""
+    return max(10, count // SHARE) if settings.get_current_profile_name() == DEFAULT else count
