@@ -107,7 +107,7 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         if isinstance(feedback, Tensor) and feedback.dim() == 2:
             feedback = feedback.t()
     steps, batch = targets.shape
-    doubts = _layout_doubts(call, targets)
+    notices = _layout_warnings(call, targets)
     ignore_index = integer(OP, "ignore_index", call["ignore_index"])
     within_length = _within_length(call["lengths"], steps, batch, device)
     counted = targets != ignore_index
@@ -123,7 +123,7 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         _same_device("state", tensors(state), device)
     k1, k2 = _truncation(call["k1"], call["k2"], call["truncation"])
     if k1 is not None and k2 is None:
-        doubts.append(
+        notices.append(
             f"k1={k1} has no effect without k2: the gradient flows all the way back. "
             f"Pass k2={k1} to truncate it, or leave k1 out"
         )
@@ -152,8 +152,8 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     if rows < vocabulary and not (isinstance(feedback, str) and feedback == "teacher"):
         contract = f"have a row for each of the {vocabulary} words that can be fed back"
         fail_value(OP, "embedding", contract, f"{rows} rows")
-    for doubt in doubts:
-        warnings.warn(f"{OP}: {doubt}", stacklevel=3)  # where the user called
+    for text in notices:
+        warnings.warn(f"{OP}: {text}", stacklevel=3)  # where the user called
     # Random numbers are drawn from here on: a call that fails a check draws none.
     generator = call["generator"]
     # Padding also past a row's length, where targets may be anything.
@@ -268,7 +268,7 @@ def _check_range(targets: Tensor, vocabulary: int, counted: Tensor) -> None:
         fail_value(OP, "targets", f"be in [0, {vocabulary})", int(targets[wrong][0]))
 
 
-def _layout_doubts(call: Mapping[str, Any], targets: Tensor) -> list[str]:
+def _layout_warnings(call: Mapping[str, Any], targets: Tensor) -> list[str]:
     """Warnings about a module with `batch_first`, which orders nothing here, where targets are read
     as [T, B]. The batch size of the state, the lengths and the start tokens may confirm that."""
     cell = call["cell"]

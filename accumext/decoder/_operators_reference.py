@@ -199,8 +199,8 @@ def rnn_gradient(
         written.append((d_h, torch.cat(parts_h, 1)))
     for gradient, value in written:
         gradient.copy_(value if live is None else torch.where(live[:, None], value, 0))
-    carried = [(dh, down)]
+    passed_on = [(dh, down)]
     if dc is not None and up_c is not None:
-        carried.append((dc, up_c))
-    for gradient, value in carried:  # past a row that has ended it goes unchanged
+        passed_on.append((dc, up_c))
+    for gradient, value in passed_on:  # rows that have ended pass it on unchanged
         gradient.copy_(value if live is None else torch.where(live[:, None], value, gradient))

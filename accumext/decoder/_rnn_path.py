@@ -64,7 +64,7 @@ class RnnDecode(torch.autograd.Function):
         if grad_enabled:
             ctx.saved = SavedForBackward(tokens, plan, inverse_divisor, gradients)
             ctx.buffers = buffers
-            ctx.save_for_backward(value)  # so that autograd refuses a second backward pass
+            ctx.save_for_backward(value)  # autograd then refuses a second pass unless retained
         ctx.set_materialize_grads(False)
         if args.truncated:
             ctx.mark_non_differentiable(*last)
@@ -129,9 +129,10 @@ class _RnnBuffers:
 
 
 def _rnn_buffers(tokens: TokenBuffers, rnn: RnnWeights, state: tuple[Tensor, ...]) -> _RnnBuffers:
-    """The weights as the operators take them, room for every state, and the dropout masks."""
+    """The weights as the operators take them, space for every state, and the dropout masks."""
     args, feedback = tokens.args, tokens.args.feedback
     table = args.table.weight.detach()
+    table = table if table.stride(1) == 1 else table.contiguous()
     empty = args.head_weight.new_empty(0, dtype=args.dtypes.accumulation)
     states = []
     for layer in range(rnn.layers):
@@ -152,7 +153,6 @@ def _rnn_buffers(tokens: TokenBuffers, rnn: RnnWeights, state: tuple[Tensor, ...
         None if feedback.mask is None else feedback.mask.contiguous(),
         tokens.live, feedback.uniforms, dropout_mask,
     )  # fmt: skip
-    table = table if table.stride(1) == 1 else table.contiguous()
     weights = [empty if w is None else w.detach().to(empty.dtype) for w in rnn.weights]
     weights = [w.contiguous() for w in weights]
     return _RnnBuffers(rnn, table, weights, steps, dropout_scale, [part.dtype for part in state])
@@ -214,8 +214,7 @@ class _ForwardSteps:
         for first in range(begin, end, size):
             last = min(first + size, end)
             exps = head.workspace_slice((last - first) * args.batch)
-            # A graph replays every window but the first, which warms up what is captured, and the
-            # last.
+            # A graph replays all windows but the first, which warms up the kernels, and the last.
             if args.cuda_graph and first > begin and first + size < min(args.steps, end + 1):
                 if graph is None:
                     run = partial(self._advance, begin=0, exps=exps, stats=stats, rows=rows)
@@ -291,8 +290,8 @@ class _ThroughTime:
             d_state = [torch.zeros_like(d) for d in self._d_state]
             for part, given in enumerate(() if args.truncated else d_last):
                 if given is not None:
-                    for d, own in zip(d_state[part::parts], given if stacked else [given]):
-                        d += own
+                    for d, of_layer in zip(d_state[part::parts], given if stacked else [given]):
+                        d += of_layer
             # in whole chunks from the end; the one at the beginning may be shorter
             size = backward_steps(args.batch)
             for stop in range(end, begin, -size):
@@ -324,9 +323,9 @@ class _ThroughTime:
     ) -> Tensor:
         """These steps of one layer; gradients of W_ih x + b_ih, [n B, gates H]."""
         rnn, buffers, live = self._rnn, self._buffers, self._tokens.live
-        around, own = slice(span.start, span.stop + 1), layer * rnn.state_parts
-        h = self._states[own][around]
-        c = self._states[own + 1][around] if rnn.state_parts == 2 else None
+        around, first = slice(span.start, span.stop + 1), layer * rnn.state_parts
+        h = self._states[first][around]
+        c = self._states[first + 1][around] if rnn.state_parts == 2 else None
         x = self._inputs(layer, span)
         weights = buffers.weights[4 * layer : 4 * layer + 4]
         before = h[:-1].flatten(0, 1)
@@ -338,8 +337,8 @@ class _ThroughTime:
         _operators.rnn_backward(
             rnn.kind, d_out.contiguous(), pre, h, c,
             None if live is None else live[span], factors,
-            self._args.gate.limit, self._transposed[layer], d_state[own],
-            d_state[own + 1] if c is not None else None, d_x, d_h,
+            self._args.gate.limit, self._transposed[layer], d_state[first],
+            d_state[first + 1] if c is not None else None, d_x, d_h,
         )  # fmt: skip
         d_x = d_x.flatten(0, 1)
         d_h = d_x if d_h is None else d_h.flatten(0, 1)
