@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import pytest
 
 LARGEST = 100
+MARKER = "full: a case of a large test beyond those that hold every pair of values"
 
 Row = tuple[int, ...]  # of one case: which value of each axis
 

@@ -1,0 +1,73 @@
+"""A compiler that compiles the same source with the same flags once in a test session.
+
+What differs between copies of a project, the folders of sources, objects and torch, is left out of
+the comparison; the source and every header of the copy's csrc are part of it. All else, linking
+above all, is the compiler's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from support.programs import compiler
+
+SCRIPT = """#!{python} -SE
+import fcntl, hashlib, os, re, shutil, subprocess, sys
+
+REAL, OBJECTS = {real!r}, {objects!r}
+
+
+def value(flag):  # ninja files say -c twice
+    behind = [word for before, word in zip(sys.argv, sys.argv[1:]) if before == flag != word]
+    return behind[-1] if behind else None
+
+
+def main():
+    command, source, target = [*REAL, *sys.argv[1:]], value("-c"), value("-o")
+    found = source and target and re.match(r"(.*/_?csrc)/", os.path.abspath(source))
+    if not found:
+        os.execvp(command[0], command)
+    root, read = found[1], [source]
+    for folder, _, files in os.walk(root):
+        read += [os.path.join(folder, name) for name in files if name.endswith((".h", ".cuh"))]
+    digest = hashlib.sha256()
+    for path in sorted(read):
+        with open(path, "rb") as file:
+            digest.update(file.read())
+    left_out = {{target, value("-MF")}}
+    for word in sys.argv[1:]:
+        if word.startswith("-I"):
+            word = os.path.realpath(word[2:])
+            word = "-I" + word if os.path.isdir(word) and os.listdir(word) else ""
+        if word not in left_out:
+            word = os.path.abspath(word) if word == source else word
+            word = word.replace(os.path.realpath(root), "csrc").replace(root, "csrc")
+            digest.update(word.encode() + b" ")
+    kept = os.path.join(OBJECTS, digest.hexdigest())
+    with open(kept + ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(kept):
+            status = subprocess.run(command).returncode
+            if status != 0:
+                sys.exit(status)
+            shutil.copy(target, kept + ".new")
+            os.rename(kept + ".new", kept)
+            return
+    shutil.copy(kept, target)
+    if value("-MF"):
+        with open(value("-MF"), "w") as file:
+            file.write(target + ": " + source + "\\n")
+
+
+main()
+"""
+
+
+def write(folder: Path) -> None:
+    """The compiler, as `folder`/g++; its objects lie beside it."""
+    (folder / "objects").mkdir()
+    script = folder / "g++"  # a name that torch knows
+    text = SCRIPT.format(python=sys.executable, real=compiler(), objects=str(folder / "objects"))
+    script.write_text(text)
+    script.chmod(0o755)
