@@ -3,8 +3,8 @@
 from accumext import ops as ops
 from accumext._clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
 from accumext.backend import _libraries
-from accumext.backend._libraries import backend as backend
-from accumext.backend._libraries import backend_reason as backend_reason
+from accumext.backend import backend as backend
+from accumext.backend import backend_reason as backend_reason
 from accumext.chunked import chunked_loss as chunked_loss
 from accumext.decoder import DecodeOutput as DecodeOutput
 from accumext.decoder import decode_loss as decode_loss

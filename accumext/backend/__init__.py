@@ -1,1 +1,5 @@
-"""Compiled libraries: which answer, how they are built, cached and diagnosed."""
+"""Which kernels answer, and how they come to be compiled."""
+
+from accumext.backend._build import load_arguments as load_arguments
+from accumext.backend._libraries import backend as backend
+from accumext.backend._libraries import backend_reason as backend_reason

@@ -109,8 +109,13 @@ def _can_add_in_place(window: Window, weight: Scalar, scale: LossScale) -> bool:
     It needs no hooks. But an exception in the middle of it leaves main gradients that hold a part
     of the micro-batch, so only `accumulate_in_backward` asks.
     """
-    mains = window.main_grads
-    if not mains.tensors or window.unit_weight is None or mains.casts or not mains.dense:
+    main_grads = window.main_grads
+    if (
+        not main_grads.tensors
+        or window.unit_weight is None
+        or main_grads.casts
+        or not main_grads.dense
+    ):
         return False
     factor = window.factor(weight, scale)
     return not isinstance(factor, Tensor) and factor == 1.0

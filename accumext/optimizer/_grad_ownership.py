@@ -26,7 +26,7 @@ def take_ownership(
     Args:
         foreign: ids of gradients that somebody else holds; None for all.
     """
-    mains: dict[Tensor, Tensor] = {}
+    main_grads: dict[Tensor, Tensor] = {}
     halves: list[Tensor] = []
     casts: list[Tensor] = []
     for parameter, grad in grads.items():
@@ -34,9 +34,9 @@ def take_ownership(
         grad = grad.detach() if grad.requires_grad else grad
         dtype = main_dtype(parameter)
         if grad.dtype != dtype and not grad.is_sparse:
-            mains[parameter] = torch.empty_like(grad, dtype=dtype)
+            main_grads[parameter] = torch.empty_like(grad, dtype=dtype)
             halves.append(grad)
-            casts.append(mains[parameter])
+            casts.append(main_grads[parameter])
             continue
         if grad.is_sparse:
             grad = grad.to(dtype, copy=not ours)
@@ -44,10 +44,10 @@ def take_ownership(
             grad = grad.resolve_conj()
         elif not (ours and _owns_memory(grad)):
             grad = grad.clone()
-        mains[parameter] = grad
+        main_grads[parameter] = grad
     for _, (wide, narrow) in group_by_device(casts, halves):
         ops.accumulate_(wide, narrow, overwrite=True)
-    return mains
+    return main_grads
 
 
 def held_elsewhere(parameters: Iterable[Tensor]) -> set[int]:

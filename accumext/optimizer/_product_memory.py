@@ -28,18 +28,18 @@ class ProductMemory:
         self._keeps = keeps
         self._block: torch.UntypedStorage | None = None
 
-    def like(self, mains: MainGrads) -> list[Tensor]:
+    def like(self, main_grads: MainGrads) -> list[Tensor]:
         """A tensor to be overwritten for each main gradient, in the dtype of its parameter.
 
         That of a sparse one is a copy, as its indices are needed.
         """
-        tensors = mains.tensors
-        if not mains.one_call or mains.casts:
+        tensors = main_grads.tensors
+        if not main_grads.one_call or main_grads.casts:
             return [
                 main.to(p.dtype, copy=True)
                 if main.is_sparse
                 else torch.empty_like(main, dtype=p.dtype)
-                for p, main in zip(mains.parameters, tensors, strict=True)
+                for p, main in zip(main_grads.parameters, tensors, strict=True)
             ]
         if not (self._keeps and _is_large(tensors)):
             return list(map(torch.empty_like, tensors))

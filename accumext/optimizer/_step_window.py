@@ -145,10 +145,10 @@ def measure(
     Where the factor is known before the norm, and nobody else will multiply, the read also writes.
     """
     max_norm, norm_type = settings.max_norm, settings.norm_type
-    mains = window.main_grads
-    if not mains.one_call:
+    main_grads = window.main_grads
+    if not main_grads.one_call:
         window.coalesce()
-        mains = window.main_grads
+        main_grads = window.main_grads
     normaliser = window.normaliser(settings.reduction)
     found_inf = any_set(window.found_infs.values())
     scaled: list[Tensor] | None = None
@@ -161,21 +161,21 @@ def measure(
             broken = any_nonfinite(norm, normaliser)  # a loss scale may have become zero
             norm = norm * normaliser
     if main_norm is None:
-        flag = zero_flag(mains.tensors[0].device if mains.tensors else None)
+        flag = zero_flag(main_grads.tensors[0].device if main_grads.tensors else None)
         normalised = True
         if max_norm is None and norm_type == 2.0 and _multiplies(optimizer, window, normaliser):
-            scaled, factor = memory.like(mains), to_device(flag.device, normaliser)
+            scaled, factor = memory.like(main_grads), to_device(flag.device, normaliser)
             main_norm = ops.accumulate_(
-                scaled, mains.tensors, inv_scale=factor, found_inf=flag, overwrite=True
+                scaled, main_grads.tensors, inv_scale=factor, found_inf=flag, overwrite=True
             )
         else:
             # Powers of scaled gradients overflow where those of the gradients do not. Squares are
             # far from it, unless one has.
             normalised = norm_type != 2.0 or window.norm is not None
             factor = to_device(flag.device, _number(normaliser)) if normalised else 1.0
-            norm_of = ops.total_norm if mains.one_call else global_norm
+            norm_of = ops.total_norm if main_grads.one_call else global_norm
             main_norm = norm_of(
-                mains.tensors, norm_type=norm_type, inv_scale=factor, found_inf=flag
+                main_grads.tensors, norm_type=norm_type, inv_scale=factor, found_inf=flag
             )
         norm, overflow = to_host_if_free(main_norm), to_host_if_free(flag)
         broken = maximum(overflow, any_nonfinite(normaliser))
@@ -208,19 +208,19 @@ def step_gradient(
     An optimizer that takes `grad_scale` and `found_inf` multiplies and skips in its own read. For
     any other one the host reads whether to skip.
     """
-    mains, factor = window.main_grads, measured.factor
+    main_grads, factor = window.main_grads, measured.factor
     skip, found_inf = measured.skip, measured.found_inf
     takes_scale = _takes_scale(optimizer, window)
     if not isinstance(skip, Tensor) and skip:
         return StepGradient([], [], factor, takes_scale, skip, measured.found_inf)
-    casts = {} if window.attached is not None else mains.casts
+    casts = {} if window.attached is not None else main_grads.casts
     multiplies = isinstance(factor, Tensor) or factor != 1.0
     # What divides in a fused kernel is a float32, and only where a gradient is dense. The kernel
     # writes back what it has divided, which nothing else may share.
-    folds = takes_scale and mains.dense and not casts and measured.norm_dtype == torch.float32
-    if folds and multiplies and window.attached is not None and _any_shared(mains.tensors):
+    folds = takes_scale and main_grads.dense and not casts and measured.norm_dtype == torch.float32
+    if folds and multiplies and window.attached is not None and _any_shared(main_grads.tensors):
         folds = False
-    same = mains.without(casts) if casts else mains
+    same = main_grads.without(casts) if casts else main_grads
     parameters, grads = same.parameters, same.tensors
     if measured.scaled is not None:
         grads = measured.scaled
@@ -339,13 +339,13 @@ def _multiplies(optimizer: Optimizer, window: Window, factor: Scalar) -> bool:
 
 
 def _multiplied(
-    mains: MainGrads, factor: Scalar, memory: ProductMemory
+    main_grads: MainGrads, factor: Scalar, memory: ProductMemory
 ) -> tuple[list[Tensor], list[Tensor]]:
     """`main * factor` in the dtype of the parameters; norms of what came out."""
-    products, norms = memory.like(mains), list[Tensor]()
-    if mains.one_call and products:
+    products, norms = memory.like(main_grads), list[Tensor]()
+    if main_grads.one_call and products:
         number = to_device(products[0].device, factor)
-        return products, [ops.multiply_valid(products, mains.tensors, number)]
-    for device, (mine, sources) in group_by_device(products, mains.tensors):
+        return products, [ops.multiply_valid(products, main_grads.tensors, number)]
+    for device, (mine, sources) in group_by_device(products, main_grads.tensors):
         norms.append(ops.multiply_valid(mine, sources, to_device(device, factor)))
     return products, norms

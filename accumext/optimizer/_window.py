@@ -210,13 +210,13 @@ class Window:
         """Add the gradients of one micro-batch, or after an exception none of them."""
         draft = self._draft()
         factor = draft.count_in(weight, scale)
-        mains = self.main_grads
+        main_grads = self.main_grads
         if (
             (isinstance(factor, Tensor) or factor != 0.0)
             and self.holds(slots.parameters)
-            and mains.one_call
+            and main_grads.one_call
             and not any(map(is_none, slots.grads))
-            and fit_one_call([mains.tensors[0], *slots.grads])  # type: ignore[list-item]
+            and fit_one_call([main_grads.tensors[0], *slots.grads])  # type: ignore[list-item]
         ):  # nearly always: without a loop in Python
             self._write_in_one_call(draft, slots.grads, factor)  # type: ignore[arg-type]
         else:
@@ -240,7 +240,7 @@ class Window:
         counts = isinstance(factor, Tensor) or factor != 0.0
         first: dict[Tensor, Tensor] = {}
         sparse: dict[Tensor, Tensor] = {}
-        mains: list[Tensor] = []
+        main_grads: list[Tensor] = []
         addends: list[Tensor] = []
         before = self.by_parameter
         for parameter, grad in grads.items():
@@ -254,7 +254,7 @@ class Window:
                 grad = grad.to(main.dtype) * factor
                 sparse[parameter] = grad + main if main.is_sparse else main + grad
             else:
-                mains.append(main)
+                main_grads.append(main)
                 addends.append(grad)
         scaled: list[Tensor] = []
         if first or sparse:
@@ -263,21 +263,21 @@ class Window:
                 scaled = list(owned.values())
             draft.in_order = draft.in_order and not (first and before)
             draft.replace(before | sparse | owned)
-        self._write(draft, scaled, mains, addends, factor)
+        self._write(draft, scaled, main_grads, addends, factor)
 
     def _write(
         self,
         draft: Window,
         scaled: list[Tensor],
-        mains: list[Tensor],
+        main_grads: list[Tensor],
         addends: list[Tensor],
         factor: Scalar,
     ) -> None:
         """Become the draft, with `scaled *= factor` and `main += addend * factor` in it."""
-        calls = group_by_device(mains, addends)
+        calls = group_by_device(main_grads, addends)
         factors = [to_device(device, factor) for device, _ in calls]
         flags = [draft.found_inf_on(device) for device, _ in calls]
-        whole = len(mains) == len(draft.main_grads.tensors) and not self.main_grads.sharded
+        whole = len(main_grads) == len(draft.main_grads.tensors) and not self.main_grads.sharded
         norms: list[Tensor] = []
 
         def result() -> Window:
@@ -293,8 +293,8 @@ class Window:
 
     def _write_in_one_call(self, draft: Window, addends: list[Tensor], factor: Scalar) -> None:
         """Become the draft, with `main += addend * factor` for all main gradients at once."""
-        mains = self.main_grads.tensors
-        device = mains[0].device
+        main_grads = self.main_grads.tensors
+        device = main_grads[0].device
         if isinstance(factor, Tensor):
             factor = to_device(device, factor)
         flag = draft.found_inf_on(device)
@@ -305,7 +305,7 @@ class Window:
             return draft
 
         self.writing = Writing(norms, result)
-        ops.accumulate_recorded(norms, mains, addends, inv_scale=factor, found_inf=flag)
+        ops.accumulate_recorded(norms, main_grads, addends, inv_scale=factor, found_inf=flag)
         self._become(result())
 
     def complete(self) -> None:
@@ -326,13 +326,13 @@ class Window:
             draft.finite_micro_batches = float(self.micro_batches)
         if draft.unit_weight is None:
             draft.unit_weight = 1.0
-        mains = dict(self.by_parameter)
-        in_order = self.in_order and (not mains or grads.keys() <= mains.keys())
+        main_grads = dict(self.by_parameter)
+        in_order = self.in_order and (not main_grads or grads.keys() <= main_grads.keys())
         for p, g in grads.items():
-            if p not in mains:
-                mains[p] = torch.zeros_like(g, dtype=main_dtype(p))
-            elif mains[p].is_sparse and not g.is_sparse:
-                mains[p] = mains[p].to_dense()
+            if p not in main_grads:
+                main_grads[p] = torch.zeros_like(g, dtype=main_dtype(p))
+            elif main_grads[p].is_sparse and not g.is_sparse:
+                main_grads[p] = main_grads[p].to_dense()
         incoming = {p: g.coalesce() if g.is_sparse else g for p, g in grads.items()}
         addends = {  # what a sparse gradient adds is formed apart and joined below
             p: g.to(main_dtype(p), copy=True) for p, g in incoming.items() if g.is_sparse
@@ -341,7 +341,7 @@ class Window:
             addend._values().zero_()
         factor = draft.factor(weight, scale)
         lists = (
-            [dense_storage(addends.get(p, mains[p])) for p in incoming],
+            [dense_storage(addends.get(p, main_grads[p])) for p in incoming],
             [dense_storage(grad) for grad in incoming.values()],
         )
         draft.micro_batches += 1
@@ -351,7 +351,7 @@ class Window:
 
         def result() -> Window:
             joined = draft._draft()
-            joined._join(mains, addends, found_inf, weight, grads, in_order)
+            joined._join(main_grads, addends, found_inf, weight, grads, in_order)
             return joined
 
         self.writing = Writing(norms, result)
@@ -366,7 +366,7 @@ class Window:
 
     def _join(
         self,
-        mains: dict[Tensor, Tensor],
+        main_grads: dict[Tensor, Tensor],
         addends: dict[Tensor, Tensor],
         found_inf: Tensor,
         weight: Scalar,
@@ -380,7 +380,7 @@ class Window:
             return
         kept = 1.0 - to_host_if_free(found_inf)
         self.in_order = in_order
-        self.replace(mains | {p: mains[p] + addend for p, addend in addends.items()})
+        self.replace(main_grads | {p: main_grads[p] + addend for p, addend in addends.items()})
         assert self.finite_micro_batches is not None
         self.finite_micro_batches = self.finite_micro_batches + kept
         self.weight = self.weight + weight * kept
@@ -452,11 +452,11 @@ class Window:
         tensors = self.main_grads.tensors
         if len(grads) == len(tensors) and all(map(is_, grads, tensors)):
             return
-        mains = self.by_parameter
+        main_grads = self.by_parameter
         pairs = zip(parameters, grads, strict=True)
-        others = {p: g for p, g in pairs if g is not None and g is not mains.get(p)}
-        self.in_order = self.in_order and others.keys() <= mains.keys()
-        self.replace(mains | take_ownership(others, None))
+        others = {p: g for p, g in pairs if g is not None and g is not main_grads.get(p)}
+        self.in_order = self.in_order and others.keys() <= main_grads.keys()
+        self.replace(main_grads | take_ownership(others, None))
 
     def zeros_for(self, parameter: Tensor) -> Tensor | None:
         """The main gradient of a parameter, of zeros where it had none, for others to add to.
@@ -476,17 +476,19 @@ class Window:
     def sort(self, parameters: Iterable[Tensor]) -> None:
         """Bring the main gradients into the order of the parameters: their norm depends on it."""
         if not self.in_order:
-            mains = self.by_parameter
-            self.main_grads = MainGrads.of({p: mains[p] for p in parameters if p in mains})
+            main_grads = self.by_parameter
+            self.main_grads = MainGrads.of(
+                {p: main_grads[p] for p in parameters if p in main_grads}
+            )
             self.in_order = True
 
     def coalesce(self) -> None:
         """Sum what sparse and sharded main gradients hold in several places, as norms need it."""
         if not self.main_grads.one_call:
-            mains = self.by_parameter
-            others = {p: whole for p, m in mains.items() if (whole := coalesced(m)) is not m}
+            main_grads = self.by_parameter
+            others = {p: whole for p, m in main_grads.items() if (whole := coalesced(m)) is not m}
             if others:
-                self.replace(mains | others)
+                self.replace(main_grads | others)
 
     def counted(self) -> Scalar | int:
         """How many micro-batches are in the sum."""

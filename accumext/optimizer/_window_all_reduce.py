@@ -51,9 +51,9 @@ class Bucket:
         self._ordinary = True  # this process has a dense gradient for each parameter
         self._work: dist.Work | None = None
 
-    def send(self, mains: dict[Tensor, Tensor], factor: Scalar, group: Group) -> None:
-        """Begin to sum `mains * factor` over the group; these mains leave the dict."""
-        mine = [mains.pop(parameter, None) for parameter in self.parameters]
+    def send(self, main_grads: dict[Tensor, Tensor], factor: Scalar, group: Group) -> None:
+        """Begin to sum `main_grads * factor` over the group; these main_grads leave the dict."""
+        mine = [main_grads.pop(parameter, None) for parameter in self.parameters]
         first = _like(self.parameters[0])
         size = self._begins[-1] + 3 * len(mine)
         self._flat = torch.empty(size, dtype=main_dtype(first), device=first.device)
@@ -90,12 +90,12 @@ class Bucket:
         sums = dict(zip(self.parameters, self._views, strict=True))
         if self._ordinary:
             return {p: _as_main(p, view) for p, view in sums.items()}
-        mains = {}
+        main_grads = {}
         for p, (dense, sparse, sparse_dims) in zip(sums, self._presence().T.tolist(), strict=True):
             if dense or sparse:
                 main = _as_main(p, sums[p])
-                mains[p] = main if dense else main.to_sparse(round(sparse_dims / sparse))
-        return mains
+                main_grads[p] = main if dense else main.to_sparse(round(sparse_dims / sparse))
+        return main_grads
 
     def _presence(self) -> Tensor:
         """The end of the tensor: [3, parameters]."""
@@ -118,9 +118,9 @@ class WindowAllReduce:
     def __init__(self, parameters: Sequence[Tensor], window: Window, group: Group) -> None:
         self._group = group
         self._device = parameters[0].device
-        mains = window.by_parameter
+        main_grads = window.by_parameter
         self._parameters = [
-            p for p in parameters if p.requires_grad or p in mains or p.grad is not None
+            p for p in parameters if p.requires_grad or p in main_grads or p.grad is not None
         ]
         self._buckets = _plan(self._parameters)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
@@ -187,10 +187,10 @@ class WindowAllReduce:
 
     def finish(self, window: Window) -> None:
         """Send the rest, wait, and make the sum of all processes the window."""
-        mains, factor = dict(window.by_parameter), window.normaliser("sum")
+        main_grads, factor = dict(window.by_parameter), window.normaliser("sum")
         window.replace({})  # a bucket frees what it has copied
         while self._sent < len(self._buckets):
-            self._send_next(mains, factor)
+            self._send_next(main_grads, factor)
         sums: dict[Tensor, Tensor] = {}
         for bucket in self._buckets:
             sums |= bucket.receive()
@@ -210,8 +210,8 @@ class WindowAllReduce:
         with suppress(RuntimeError):  # others that are gone need nothing
             self.finish(window)
 
-    def _send_next(self, mains: dict[Tensor, Tensor], factor: Scalar) -> None:
-        self._buckets[self._sent].send(mains, factor, self._group)
+    def _send_next(self, main_grads: dict[Tensor, Tensor], factor: Scalar) -> None:
+        self._buckets[self._sent].send(main_grads, factor, self._group)
         self._sent += 1
 
 

@@ -35,9 +35,9 @@ def pack(window: Window, parameters: Sequence[Tensor]) -> dict[str, Any]:
         "survivors": None if finite is None else as_tensor(finite, torch.float64),
     }
     by_parameter = window.by_parameter
-    mains = {i: by_parameter[p] for i, p in enumerate(parameters) if p in by_parameter}
+    main_grads = {i: by_parameter[p] for i, p in enumerate(parameters) if p in by_parameter}
     return {
-        "main_grads": {i: main.detach().clone() for i, main in mains.items()},
+        "main_grads": {i: main.detach().clone() for i, main in main_grads.items()},
         "micro_batches": window.micro_batches,
         "held_back": window.held_back,
         **{k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()},
@@ -78,12 +78,12 @@ def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
     return window
 
 
-def _main_grads(op: str, mains: Any, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+def _main_grads(op: str, main_grads: Any, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     """Main gradients by parameter, checked against it."""
-    if not isinstance(mains, dict):
-        fail_type(op, "state_dict['main_grads']", "be a dict", type_name(mains))
+    if not isinstance(main_grads, dict):
+        fail_type(op, "state_dict['main_grads']", "be a dict", type_name(main_grads))
     loaded: dict[Tensor, Tensor] = {}
-    for index, main in mains.items():
+    for index, main in main_grads.items():
         name = f"state_dict['main_grads'][{index!r}]"
         if not isinstance(index, int) or not 0 <= index < len(parameters):
             fail_value(op, name, f"be one of the {len(parameters)} parameters", f"index {index!r}")
