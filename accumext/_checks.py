@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from accumext import _memory_overlap
+from accumext._torch_private import local_part, sparse_values
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -193,8 +194,9 @@ def clip_grad_norm_(parameters: Any) -> None:
         if not isinstance(parameter, Tensor):
             fail_type(op, f"parameters[{i}]", "be a tensor", type_name(parameter))
         if parameter.grad is not None:
-            grad = getattr(parameter.grad, "_local_tensor", parameter.grad)  # of a DTensor
-            grad = grad._values() if grad.is_sparse else grad
+            grad = parameter.grad
+            grad = local_part(grad) if hasattr(grad, "device_mesh") else grad
+            grad = sparse_values(grad) if grad.is_sparse else grad
             _dense_float(op, f"parameters[{i}].grad", grad, written=True)
 
 

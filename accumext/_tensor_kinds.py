@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accumext import ops, reference
 from accumext._scalars import Scalar, to_device
+from accumext._torch_private import local_part, sparse_values
 
 Group: TypeAlias = "dist.ProcessGroup"
 
@@ -29,7 +30,7 @@ def main_dtype(parameter: Tensor) -> torch.dtype:
 
 def local_tensor(tensor: Any) -> Tensor:
     """This process's part of a DTensor, in the same memory; any other tensor as it is."""
-    return cast(Tensor, tensor._local_tensor) if is_dtensor(tensor) else tensor
+    return local_part(tensor) if is_dtensor(tensor) else tensor
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -45,7 +46,7 @@ def any_dtensor(tensors: Collection[Tensor]) -> bool:
 def dense_storage(tensor: Tensor) -> Tensor:
     """The dense real tensor that holds the numbers of a DTensor, a sparse or a complex tensor."""
     tensor = local_tensor(tensor)
-    tensor = tensor._values() if tensor.is_sparse else tensor
+    tensor = sparse_values(tensor) if tensor.is_sparse else tensor
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 

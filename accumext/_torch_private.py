@@ -1,30 +1,144 @@
 """The names of torch that are not public: each with what it is needed for.
 
-A release of torch may change any of them, so no other file reads them.
+A release of torch may change any of them, so no other file reads them;
+tests/ops/test_torch_private.py has a test for each.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
-from operator import attrgetter
-from typing import Any
+from operator import attrgetter, methodcaller
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import _RecordFunctionFast
+from torch._compile import _disable_dynamo
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState as OptState
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-# The imports above: recurrent states nest tensors in tuples, lists and dicts, and torch has no
-# public functions for that (`torch.utils.pytree` does not exist in every supported release).
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# The imports of `tree_*`: recurrent states nest tensors in tuples, lists and dicts, and torch has
+# no public functions for that (`torch.utils.pytree` does not exist in every supported release).
+
+# A range in a profile. `torch.profiler.record_function` takes 10 us, this one a tenth of that.
+record_function = _RecordFunctionFast
+
+# `torch.no_grad` as a function: the context manager takes as long as an operation on ten tensors.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def not_compiled(function: _F) -> _F:
+    """`torch.compiler.disable`, which would import the compiler, for seconds, with the package."""
+    return cast(_F, _disable_dynamo(function))
+
 
 # --- tensors --------------------------------------------------------------------------------------
 
-# The counter of in-place writes, with which autograd refuses a saved tensor that has changed: the
-# decoder reads parameters again in its backward pass without saving them.
-write_count: Callable[[Tensor], int] = attrgetter("_version")
+# The counter of in-place writes, with which autograd refuses a saved tensor that has changed. The
+# decoder reads parameters again in its backward pass without saving them; the wrapper sees by it
+# that a gradient was written. A tensor of inference mode has none: RuntimeError.
+write_count: Callable[[Any], int] = attrgetter("_version")
+
+# Values of a sparse tensor that need not be coalesced, to be written; `values()` asks for that.
+sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
+
+# The part of a DTensor on this process in the same memory; `to_local()` makes a view of it, which
+# autograd records, and waits for collectives that are on their way.
+local_part: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+tensor_users: Callable[[Any], int] = methodcaller("_use_count")  # places in torch that hold it
+negated_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view of the same memory
+zero_all_: Callable[[list[Tensor]], None] = torch._foreach_zero_  # one launch for a list
+
+# Hooks that have to see the gradient of a parameter, before and after it is accumulated.
+gradient_hooks: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
+    "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors lie in a storage."""
+    users: int = torch._C._storage_Use_Count(storage._cdata)
+    return users
+
+
+def accumulates(parameter: Tensor) -> bool:
+    """Inside a backward pass: whether it is one that adds to `.grad` of a leaf."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # of a leaf, while autograd.grad runs
+        return False
+
+
+def saved_factor(node: Any) -> object:
+    """What a multiplication by a tensor has saved of its second operand; None if it did not."""
+    return getattr(node, "_saved_other", None)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+# `torch.amp.GradScaler`: the scale on its device, None before the first loss, where the public
+# `get_scale` waits for the device; and what it knows of every optimizer, by id, until `update`.
+scale_tensor: Callable[[GradScaler], Tensor | None] = methodcaller("_get_scale_async")
+optimizer_states: Callable[[GradScaler], dict[int, dict[str, Any]]] = attrgetter(
+    "_per_optimizer_states"
+)
+
+# Attributes that hold the hooks of an optimizer: a wrapper has those of the optimizer inside.
+HOOK_ATTRIBUTES = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+# The hooks behind a step, by id, in the order in which they run.
+step_post_hooks: Callable[[Optimizer], OrderedDict[int, Any]] = attrgetter(
+    "_optimizer_step_post_hooks"
+)
+
+# Where an optimizer says that its step multiplies with `grad_scale` and skips at `found_inf`:
+# GradScaler then always calls it, without unscaling.
+TAKES_SCALE = "_step_supports_amp_scaling"
+
+# What a learning-rate scheduler looks for on the optimizer: whether it has stepped.
+HAS_STEPPED = "_opt_called"
+
+# An attribute of `step` without which `Optimizer.__init__` of a subclass wraps it with hooks.
+STEP_IS_WRAPPED = "hooked"
+
+
+def takes_scale(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step multiplies with `grad_scale` and skips at `found_inf`."""
+    return bool(getattr(optimizer, TAKES_SCALE, False))
+
+
+# --- operators ------------------------------------------------------------------------------------
+
+# The C++ callable of an operator overload: between the two a signal could raise an exception.
+call_of_operator: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+remove_kernels: Callable[[torch.library.Library], None] = methodcaller("_destroy")
+
+
+def operator_name(op: Any) -> str:
+    """`scale_` of `accumext::scale_`."""
+    name: str = op._schema.name
+    return name.partition("::")[2]
+
 
 # --- modules --------------------------------------------------------------------------------------
 

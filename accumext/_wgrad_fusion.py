@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from accumext._scalars import Scalar
+from accumext._torch_private import gradient_hooks
 
 _OWNER = "_main_grad_owner"
 
@@ -80,8 +81,7 @@ def may_fuse(parameter: Tensor) -> bool:
         owner is not None
         and owner.reference() is not None
         and parameter.is_leaf
-        and not parameter._backward_hooks
-        and not parameter._post_accumulate_grad_hooks
+        and not any(gradient_hooks(parameter))
     )
 
 

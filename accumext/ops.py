@@ -5,19 +5,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from accumext import _checks, reference
+from accumext._torch_private import (
+    call_of_operator,
+    negated_view,
+    operator_name,
+    set_grad_enabled,
+    write_count,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _ops = torch.ops.accumext
-_version_of = attrgetter("_version")
 
 
 def _define(
@@ -52,11 +57,11 @@ def _without_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             return function(*args, **kwargs)
         finally:
-            torch._C._set_grad_enabled(True)
+            set_grad_enabled(True)
 
     return call
 
@@ -83,7 +88,7 @@ def _require_writable(tensors: Sequence[Tensor], found_inf: Tensor | None = None
         return
     if found_inf is not None and found_inf.is_inference():
         raise RuntimeError
-    for _ in map(_version_of, tensors):  # inference tensors have none: the quickest way to ask
+    for _ in map(write_count, tensors):  # inference tensors have none: the quickest way to ask
         pass
 
 
@@ -99,7 +104,7 @@ def _accumulated_else(
 
     Operators do not write lists with negated views in them: those are written through copies.
     """
-    name, found_inf = op._schema.name.partition("::")[2], options["found_inf"]
+    name, found_inf = operator_name(op), options["found_inf"]
     inv_scale = options["inv_scale"]
     broken = _checks.broken_contract(
         error,
@@ -211,7 +216,7 @@ def accumulate_recorded(
     if if_finite:
         options.update(max_norm=math.inf, if_finite=True)
     _mark_written(main_grads, found_inf)
-    norms.extend(map(functools.partial(op._op, main_grads, **options), (grads,)))
+    norms.extend(map(functools.partial(call_of_operator(op), main_grads, **options), (grads,)))
 
 
 def multiply_valid(
@@ -437,5 +442,5 @@ def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
         if broken is not error or not any(grad.is_neg() for grad in grads):
             raise broken from None
         # Whether the memory of a negated view is multiplied or its negative is the same.
-        op([torch._neg_view(grad) if grad.is_neg() else grad for grad in grads], factor)
+        op([negated_view(grad) if grad.is_neg() else grad for grad in grads], factor)
     _mark_written(grads)

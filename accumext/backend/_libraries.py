@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from accumext._torch_private import has_kernel, remove_kernels
 from accumext.backend import _build
 
 _log = logging.getLogger("accumext")
@@ -121,7 +122,6 @@ class _Library:
             torch_cuda = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
             ctypes.CDLL(str(torch_cuda), mode=ctypes.RTLD_GLOBAL)
         torch.ops.load_library(path)
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         for name in _build.registered_ops(self.name):
             if not has_kernel(f"accumext::{name}", self.label):
                 raise RuntimeError(f"{path} has no {self.label} kernel of {name}")
@@ -141,7 +141,7 @@ class _Library:
 
     def _leave(self) -> None:
         assert self._stand_ins is not None
-        self._stand_ins._destroy()
+        remove_kernels(self._stand_ins)
         self._stand_ins = None
 
     def _compile_and_call_again(self, op: Any, *args: Any, **kwargs: Any) -> Any:

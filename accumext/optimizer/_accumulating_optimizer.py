@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from accumext import _checks
 from accumext._tensor_kinds import Group
+from accumext._torch_private import HAS_STEPPED, STEP_IS_WRAPPED, TAKES_SCALE
 from accumext.optimizer._accumulator import Accumulator
 from accumext.optimizer._arguments import (
     OP,
@@ -87,7 +88,7 @@ class AccumulatingOptimizer(OptimizerProxy):
     inside a window.
     """
 
-    _step_supports_amp_scaling = True  # so GradScaler always calls step, and sets found_inf
+    vars()[TAKES_SCALE] = True  # so GradScaler always calls step, and sets found_inf
 
     window = _setting("window", "Micro-batches per optimizer step.")
     max_norm = _setting("max_norm", "Global norm to clip the window's gradient to, or None.")
@@ -248,7 +249,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         """
         return run_step(self._accumulator, self, f"{OP}.step", closure, kwargs)
 
-    step.hooked = True  # type: ignore[attr-defined]  # hooks run around the wrapped step alone
+    setattr(step, STEP_IS_WRAPPED, True)  # hooks run around the wrapped step alone
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -261,7 +262,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.flush()  # after the last batch of an epoch
         """
         flush(self._accumulator, self, f"{OP}.flush")
-        self._opt_called = True  # what a learning-rate scheduler looks for; it wraps only `step`
+        setattr(self, HAS_STEPPED, True)  # a learning-rate scheduler sees only calls of `step`
 
     def discard(self) -> None:
         """Drop the open window.

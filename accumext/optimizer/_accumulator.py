@@ -14,13 +14,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast as record_function
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from accumext._checks import message
 from accumext._scalars import Scalar
 from accumext._tensor_kinds import Group, global_norm, nonfinite, zero_flag
+from accumext._torch_private import not_compiled, record_function
 from accumext._wgrad_fusion import MainGradAttributes
 from accumext.optimizer._arguments import OP, Settings
 from accumext.optimizer._backward_hooks import BackwardWatch
@@ -251,7 +250,7 @@ class Accumulator:
         with Transaction(self, GradSlots.of(self.parameters())), torch.no_grad():
             self.detach()
 
-    @_disable_dynamo  # torch.compile cannot trace it, and is after the wrapped step alone
+    @not_compiled  # torch.compile cannot trace it, and is after the wrapped step alone
     def add_pending(
         self,
         op: str,

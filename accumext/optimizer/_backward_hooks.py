@@ -14,10 +14,10 @@ from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from accumext import _checks
+from accumext._torch_private import accumulates
 from accumext.optimizer._grad_ownership import held_elsewhere
 
 # Bytes of gradients that one call takes in. A GPU moves them, and the main gradients, in about the
@@ -133,7 +133,7 @@ class BackwardWatch:
 
     def _notice(self, parameter: Tensor | None) -> None:
         with self._lock:
-            if self.callback is not None and parameter is not None and _accumulates(parameter):
+            if self.callback is not None and parameter is not None and accumulates(parameter):
                 callback, self.callback = self.callback, None
                 callback()
 
@@ -156,12 +156,3 @@ def _before_accumulation(
 def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _accumulates(parameter: Tensor) -> bool:
-    """Inside a backward pass: whether it is one that adds to `.grad`."""
-    try:
-        node = get_gradient_edge(parameter).node
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf, while autograd.grad runs
-        return False

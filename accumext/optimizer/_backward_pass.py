@@ -8,11 +8,11 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast as record_function
 from torch.optim import Optimizer
 
 from accumext import _wgrad_fusion
 from accumext._scalars import Scalar
+from accumext._torch_private import record_function
 from accumext.optimizer._accumulator import Accumulator, Transaction
 from accumext.optimizer._arguments import OP
 from accumext.optimizer._backward_hooks import GradCollector

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterable
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from accumext._tensor_kinds import (
     local_tensor,
     main_dtype,
 )
+from accumext._torch_private import is_view, storage_users, tensor_users
 from accumext.optimizer._grad_slots import grad_of
 
 
@@ -60,25 +60,20 @@ def held_elsewhere(parameters: Iterable[Tensor]) -> set[int]:
     return {
         id(grad)
         for parameter, count in pairs
-        if (grad := parameter.grad) is not None and (count > _UNHELD or _users(grad) > _IN_ONE_SLOT)
+        if (grad := parameter.grad) is not None
+        and (count > _UNHELD or tensor_users(grad) > _IN_ONE_SLOT)
     }
-
-
-def _users(tensor: Any) -> int:
-    """How many places in torch hold a tensor."""
-    return cast(int, tensor._use_count())
 
 
 def _owns_memory(grad: Tensor) -> bool:
     """False for a view, such as of a DDP bucket, and for memory that others have as well."""
     local = grad if type(grad) is Tensor else local_tensor(grad)
-    if local._is_view() or local.is_inference() or local.is_neg():
+    if is_view(local) or local.is_inference() or local.is_neg():
         return False
     storage = local.untyped_storage()
     if storage.nbytes() != local.nbytes or not storage.resizable():
         return False
-    users = torch._C._storage_Use_Count(storage._cdata)
-    return users <= _STORAGE_IN_ONE_TENSOR
+    return storage_users(storage) <= _STORAGE_IN_ONE_TENSOR
 
 
 # How often a gradient, and its memory, is referred to that only `.grad` of one parameter holds, as
@@ -86,7 +81,6 @@ def _owns_memory(grad: Tensor) -> bool:
 _probe = torch.nn.Parameter(torch.zeros(1), requires_grad=True)
 _probe.grad = torch.zeros(1)
 _UNHELD = next(map(sys.getrefcount, map(grad_of, [_probe])))
-_IN_ONE_SLOT = _users(_probe.grad)
-_storage = _probe.grad.untyped_storage()
-_STORAGE_IN_ONE_TENSOR = torch._C._storage_Use_Count(_storage._cdata)
-del _probe, _storage
+_IN_ONE_SLOT = tensor_users(_probe.grad)
+_STORAGE_IN_ONE_TENSOR = storage_users(_probe.grad.untyped_storage())
+del _probe

@@ -14,11 +14,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
+
+from accumext._torch_private import not_compiled, write_count
 
 grad_of = attrgetter("grad")
 is_none = partial(is_, None)
-_version_of = attrgetter("_version")
 
 
 class GradSlots(NamedTuple):
@@ -83,9 +83,9 @@ def write_contents(contents: Iterable[tuple[Tensor, Tensor]]) -> None:
 def versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
     """How often each tensor has been written, as far as autograd was told; None without a count."""
     try:
-        return list(map(_version_of, tensors))
+        return list(map(write_count, tensors))
     except (AttributeError, RuntimeError):  # a missing tensor, or one made in inference mode
-        return [None if t is None or t.is_inference() else t._version for t in tensors]
+        return [None if t is None or t.is_inference() else write_count(t) for t in tensors]
 
 
 class ConsumedGrads:
@@ -96,7 +96,7 @@ class ConsumedGrads:
     does; only `flush`, which a bare one does not have, asks whether it is new.
     """
 
-    @_disable_dynamo  # it would compile anew for every gradient
+    @not_compiled  # it would compile anew for every gradient
     def __init__(
         self,
         grads: Sequence[Tensor | None] = (),  # of the optimizer's parameters, in their order

@@ -1,6 +1,6 @@
 """Loss scales: of the GradScaler that the optimizer was given, and of one around its step.
 
-The only file that touches the private attributes of `torch.amp.GradScaler`.
+The only file that knows how `torch.amp.GradScaler` works inside.
 """
 
 from __future__ import annotations
@@ -9,11 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.amp.grad_scaler import OptState
 
 from accumext._checks import fail_value, message
 from accumext._scalars import Scalar, as_tensor, to_host_if_free
+from accumext._torch_private import (
+    OptState,
+    not_compiled,
+    optimizer_states,
+    saved_factor,
+    scale_tensor,
+    write_count,
+)
 from accumext.optimizer._arguments import OP, Settings
 
 # Operations after scaler.scale that are looked through, as in `scaler.scale(loss) / n`.
@@ -48,7 +54,7 @@ class LossScaling:
         scaler = self._settings.scaler
         if scaler is None:
             return loss, UNSCALED
-        scale = scaler._get_scale_async()
+        scale = scale_tensor(scaler)
         if scale is not None and _is_scaled_with(loss, scale):
             contract = "be unscaled where the optimizer was given the scaler, which it scales with"
             advice = "Pass the loss itself: opt.backward(loss)"
@@ -61,18 +67,20 @@ class LossScaling:
         scaler = self._settings.scaler
         if scaler is None:
             return UNSCALED
-        scale = scaler._get_scale_async()
+        scale = scale_tensor(scaler)
         if scale is None:
             advice = "Use opt.backward(loss), or scaler.scale(loss).backward() with the same scaler"
             got = "a scaler that has not scaled any"
             raise RuntimeError(message(op, "the loss", "be scaled first", got, advice))
         value = to_host_if_free(scale)
-        return LossScale(value, (id(scale), scale._version) if isinstance(value, Tensor) else None)
+        return LossScale(
+            value, (id(scale), write_count(scale)) if isinstance(value, Tensor) else None
+        )
 
     def create_scale(self, device: torch.device) -> None:
         """Make the scaler create its scale if it has none, as its first `scale` call does."""
         scaler = self._settings.scaler
-        if scaler is not None and scaler._get_scale_async() is None:
+        if scaler is not None and scale_tensor(scaler) is None:
             scaler.scale(torch.zeros((), device=device))
 
     def same_as(self, op: str, scale: LossScale) -> LossScale:
@@ -85,7 +93,7 @@ class LossScaling:
         scaler = self._settings.scaler
         if scaler is None:
             return
-        states = scaler._per_optimizer_states
+        states = optimizer_states(scaler)
         for optimizer in optimizers:
             if id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.UNSCALED:
                 contract = "be unscaled by the optimizer alone, which was given the scaler"
@@ -98,7 +106,7 @@ class LossScaling:
     def refuse_to_forget_others(self, op: str, optimizer: object) -> None:
         """Raise if `update` would let the scaler forget that it has unscaled another optimizer."""
         scaler = self._settings.scaler
-        for key, state in () if scaler is None else scaler._per_optimizer_states.items():
+        for key, state in () if scaler is None else optimizer_states(scaler).items():
             if key != id(optimizer) and state["stage"] is OptState.UNSCALED:
                 contract = "have no optimizer that is unscaled and has not stepped"
                 advice = "Call scaler.step for that one first"
@@ -109,24 +117,24 @@ class LossScaling:
         scaler = self._settings.scaler
         if scaler is None:
             return None
-        if scaler._get_scale_async() is None:
+        if scale_tensor(scaler) is None:
             self.create_scale(device)
-        return scaler._per_optimizer_states
+        return optimizer_states(scaler)
 
     def has_updated(self, begun: object) -> bool:
         """Whether there was an update since `begin_update` returned `begun`: it replaces that."""
         scaler = self._settings.scaler
-        return scaler is not None and scaler._per_optimizer_states is not begun
+        return scaler is not None and optimizer_states(scaler) is not begun
 
-    @_disable_dynamo  # torch.compile loses the record
+    @not_compiled  # torch.compile loses the record
     def update(
         self, begun: object, optimizer: object, found_inf: Scalar, device: torch.device
     ) -> None:
         """Update the scale, once, as `scaler.step(optimizer); scaler.update()` does."""
         scaler = self._settings.scaler
-        if scaler is None or scaler._per_optimizer_states is not begun:
+        if scaler is None or optimizer_states(scaler) is not begun:
             return
-        state = scaler._per_optimizer_states[id(optimizer)]
+        state = optimizer_states(scaler)[id(optimizer)]
         state["found_inf_per_device"] = {device: as_tensor(found_inf, torch.float32, device)}
         state["stage"] = OptState.STEPPED
         scaler.update()
@@ -138,7 +146,7 @@ def _is_scaled_with(loss: Tensor, scale: Tensor) -> bool:
     for _ in range(_STEPS_FROM_SCALE):
         if node is None or not node.name().startswith(("Mul", "Div", "Add", "Neg", "View")):
             return False
-        other = getattr(node, "_saved_other", None) if node.name() == "MulBackward0" else None
+        other = saved_factor(node) if node.name() == "MulBackward0" else None
         if isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr():
             return True
         node = node.next_functions[0][0] if node.next_functions else None

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from accumext._torch_private import HOOK_ATTRIBUTES
+
 _TRANSIENT = ("step", "grad_scale", "found_inf")  # set by schedulers and by GradScaler.step
 
 
@@ -32,12 +34,7 @@ class OptimizerProxy(Optimizer, ABC):
     param_groups = _forwarded("param_groups")
     state = _forwarded("state")
     defaults = _forwarded("defaults")
-    _optimizer_step_pre_hooks = _forwarded("_optimizer_step_pre_hooks")
-    _optimizer_step_post_hooks = _forwarded("_optimizer_step_post_hooks")
-    _optimizer_state_dict_pre_hooks = _forwarded("_optimizer_state_dict_pre_hooks")
-    _optimizer_state_dict_post_hooks = _forwarded("_optimizer_state_dict_post_hooks")
-    _optimizer_load_state_dict_pre_hooks = _forwarded("_optimizer_load_state_dict_pre_hooks")
-    _optimizer_load_state_dict_post_hooks = _forwarded("_optimizer_load_state_dict_post_hooks")
+    vars().update((name, _forwarded(name)) for name in HOOK_ATTRIBUTES)
 
     @abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from accumext import _checks
 from accumext._scalars import to_host_if_free
 from accumext._tensor_kinds import global_norm, nonfinite, zero_flag
+from accumext._torch_private import takes_scale
 from accumext.optimizer._accumulator import Accumulator, Transaction
 from accumext.optimizer._grad_slots import GradSlots, is_none
 from accumext.optimizer._loss_scaling import OuterScale, forget_scale, outer_scale
@@ -127,7 +128,7 @@ def _may_hand_through(accumulator: Accumulator, proxy: Optimizer) -> bool:
         and settings.max_norm is None
         and settings.scaler is None
         and "found_inf" not in vars(proxy)
-        and not getattr(accumulator.optimizer, "_step_supports_amp_scaling", False)
+        and not takes_scale(accumulator.optimizer)
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accumext._memory_overlap import bytes_of
+from accumext._torch_private import storage_users
 from accumext.optimizer._window import MainGrads
 
 # The C library gives larger blocks back to the system as soon as they are freed.
@@ -83,8 +84,7 @@ def _layout_of(main: Tensor) -> tuple[int, ...]:
 
 def _users(block: torch.UntypedStorage) -> int:
     """How many tensors lie in the block, and how many variables hold the block itself."""
-    tensors: int = torch._C._storage_Use_Count(block._cdata)
-    return tensors + sys.getrefcount(block)
+    return storage_users(block) + sys.getrefcount(block)
 
 
 _probe = [torch.UntypedStorage(0)]

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast as record_function
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -29,6 +27,12 @@ from accumext._scalars import (
     to_host_if_free,
 )
 from accumext._tensor_kinds import global_norm, group_by_device, zero_flag
+from accumext._torch_private import (
+    not_compiled,
+    record_function,
+    step_post_hooks,
+    takes_scale,
+)
 from accumext.optimizer._accumulator import Accumulator, Transaction
 from accumext.optimizer._arguments import OP, Settings
 from accumext.optimizer._grad_slots import GradSlots, versions
@@ -210,14 +214,14 @@ def step_gradient(
     """
     main_grads, factor = window.main_grads, measured.factor
     skip, found_inf = measured.skip, measured.found_inf
-    takes_scale = _takes_scale(optimizer, window)
+    accepts_scale = takes_scale(optimizer) and not main_grads.sharded
     if not isinstance(skip, Tensor) and skip:
-        return StepGradient([], [], factor, takes_scale, skip, measured.found_inf)
+        return StepGradient([], [], factor, accepts_scale, skip, measured.found_inf)
     casts = {} if window.attached is not None else main_grads.casts
     multiplies = isinstance(factor, Tensor) or factor != 1.0
     # What divides in a fused kernel is a float32, and only where a gradient is dense. The kernel
     # writes back what it has divided, which nothing else may share.
-    folds = takes_scale and main_grads.dense and not casts and measured.norm_dtype == torch.float32
+    folds = accepts_scale and main_grads.dense and not casts and measured.norm_dtype == torch.float32
     if folds and multiplies and window.attached is not None and _any_shared(main_grads.tensors):
         folds = False
     same = main_grads.without(casts) if casts else main_grads
@@ -231,10 +235,10 @@ def step_gradient(
         parameters, grads = [*parameters, *casts], grads + products
         overflow = any_nonfinite(*map(to_host_if_free, norms))
         skip, found_inf = maximum(skip, overflow), maximum(found_inf, overflow)
-    if isinstance(skip, Tensor) and not takes_scale:
+    if isinstance(skip, Tensor) and not accepts_scale:
         skip = 0.0 if skip.is_meta else float(bool(skip))
     left = factor if folds else 1.0
-    return StepGradient(parameters, grads, left, takes_scale, skip, found_inf)
+    return StepGradient(parameters, grads, left, accepts_scale, skip, found_inf)
 
 
 def call_step(
@@ -264,12 +268,12 @@ def call_step(
 
 
 # A tensor that is traced has no address.
-_any_shared = _disable_dynamo(_memory_overlap.any_shared)
+_any_shared = not_compiled(_memory_overlap.any_shared)
 
 
 # torch.compile would compile the step anew for every hook, and does not set attributes of an
 # optimizer before torch 2.13.
-@_disable_dynamo
+@not_compiled
 def _prepare(
     optimizer: Optimizer, attributes: dict[str, Tensor | None], watch: StepWatch
 ) -> RemovableHandle:
@@ -296,8 +300,7 @@ class StepWatch:
     def begin(self, optimizer: Optimizer) -> RemovableHandle:
         """Hear of the end of the step, before any other hook does, until the handle is removed."""
         handle = optimizer.register_step_post_hook(self._end)
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(handle.id, last=False)
+        step_post_hooks(optimizer).move_to_end(handle.id, last=False)
         return handle
 
     def _end(self, *args: object) -> None:
@@ -324,14 +327,9 @@ def _number(factor: Scalar) -> Scalar:
     return 1.0 if not isinstance(factor, Tensor) and not math.isfinite(factor) else factor
 
 
-def _takes_scale(optimizer: Optimizer, window: Window) -> bool:
-    """Whether the optimizer multiplies with `grad_scale` and skips at `found_inf`."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not window.main_grads.sharded
-
-
 def _multiplies(optimizer: Optimizer, window: Window, factor: Scalar) -> bool:
     """Whether it is here that main gradients have to be multiplied, and one call can do it."""
-    if _takes_scale(optimizer, window) or window.main_grads.casts or not window.main_grads.one_call:
+    if takes_scale(optimizer) or window.main_grads.casts or not window.main_grads.one_call:
         return False
     if not isinstance(factor, Tensor) and not math.isfinite(factor):
         return False

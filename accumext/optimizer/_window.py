@@ -24,6 +24,7 @@ from accumext._tensor_kinds import (
     zero_flag,
     zeros_like,
 )
+from accumext._torch_private import sparse_values
 from accumext.optimizer._grad_ownership import take_ownership
 from accumext.optimizer._grad_slots import AttachedGrads, GradSlots, clear, is_none
 from accumext.optimizer._loss_scaling import UNSCALED, LossScale
@@ -338,7 +339,7 @@ class Window:
             p: g.to(main_dtype(p), copy=True) for p, g in incoming.items() if g.is_sparse
         }
         for addend in addends.values():
-            addend._values().zero_()
+            sparse_values(addend).zero_()
         factor = draft.factor(weight, scale)
         lists = (
             [dense_storage(addends.get(p, main_grads[p])) for p in incoming],

@@ -13,6 +13,7 @@ from torch import Tensor
 from accumext import _checks, _scalars, ops
 from accumext._scalars import Scalar, any_set, as_tensor, to_device, to_host_if_free
 from accumext._tensor_kinds import Group, dense_storage, is_dtensor, main_dtype
+from accumext._torch_private import zero_all_
 from accumext.optimizer._accumulator import Accumulator
 from accumext.optimizer._loss_scaling import UNSCALED
 from accumext.optimizer._window import Window
@@ -67,7 +68,7 @@ class Bucket:
                 presence[1, i], presence[2, i] = 1.0, float(main.sparse_dim())
         ends = [begin + _like(p).numel() for begin, p in zip(self._begins, self.parameters)]
         gaps = [self._flat[e:b] for e, b in zip(ends, self._begins[1:], strict=True) if e < b]
-        torch._foreach_zero_(gaps)  # they travel too, and nobody may find NaN in them
+        zero_all_(gaps)  # they travel too, and nobody may find NaN in them
         self._views = self._parts()
         there, sources = [], []
         for view, main in zip(self._views, mine, strict=True):

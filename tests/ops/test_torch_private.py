@@ -1,0 +1,286 @@
+"""What the private names of torch do for us: a test for each, which fails by name if torch changes
+it, and a test that no other file reads one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accumext
+from accumext import _torch_private as private
+
+PACKAGE = Path(accumext.__file__).parent
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(3))
+
+
+def test_tree_functions():
+    tree = {"a": [torch.zeros(1), None], "b": (torch.ones(1), 2)}
+    leaves, nesting = private.tree_flatten(tree)
+    assert private.tree_leaves(tree) == leaves
+    assert private.tree_unflatten(leaves, nesting) == tree
+    assert private.tree_map(lambda leaf: leaf, tree) == tree
+
+
+def test_record_function():
+    with torch.profiler.profile() as profile, private.record_function("a name"):
+        torch.zeros(1)
+    assert "a name" in {event.name for event in profile.events()}
+
+
+def test_not_compiled():
+    seen = []
+
+    @private.not_compiled
+    def function(x):
+        seen.append(torch.compiler.is_compiling())
+        return x
+
+    torch.compile(lambda x: function(x) + 1, backend="eager")(torch.zeros(1))
+    assert seen == [False]
+
+
+def test_set_grad_enabled():
+    private.set_grad_enabled(False)
+    try:
+        assert not torch.is_grad_enabled()
+    finally:
+        private.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+
+
+def test_write_count():
+    tensor = torch.zeros(1)
+    before = private.write_count(tensor)
+    tensor.add_(1)
+    assert private.write_count(tensor) == before + 1
+    with torch.inference_mode():
+        unknown = torch.zeros(1)
+    with pytest.raises(RuntimeError):
+        private.write_count(unknown)
+
+
+def test_sparse_values():
+    twice = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,), check_invariants=False)
+    private.sparse_values(twice).mul_(2.0)
+    assert twice.to_dense().tolist() == [6.0, 0.0, 0.0]
+
+
+def test_local_part(tmp_path):
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    dist.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        local = torch.zeros(2)
+        whole = DTensor.from_local(local, init_device_mesh("cpu", (1,)))
+        assert private.local_part(whole).data_ptr() == local.data_ptr()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_is_view():
+    base = torch.zeros(2)
+    assert private.is_view(base[:1])
+    assert not private.is_view(base)
+
+
+def test_tensor_users():
+    one, two = parameter(), parameter()
+    one.grad = torch.zeros(3)
+    alone = private.tensor_users(one.grad)
+    two.grad = one.grad
+    assert private.tensor_users(one.grad) > alone
+
+
+def test_storage_users():
+    base = torch.zeros(2)
+    alone = private.storage_users(base.untyped_storage())
+    view = base[:1]
+    assert private.storage_users(view.untyped_storage()) == alone + 1
+
+
+def test_negated_view():
+    tensor = torch.ones(1)
+    view = private.negated_view(tensor)
+    assert view.is_neg()
+    assert view.data_ptr() == tensor.data_ptr()
+
+
+def test_zero_all():
+    tensors = [torch.ones(1), torch.ones(2)]
+    private.zero_all_(tensors)
+    assert not any(tensor.any() for tensor in tensors)
+
+
+def test_gradient_hooks():
+    hooked = parameter()
+    assert not any(private.gradient_hooks(hooked))
+    handle = hooked.register_hook(lambda grad: None)
+    assert any(private.gradient_hooks(hooked))
+    handle.remove()
+    handle = hooked.register_post_accumulate_grad_hook(lambda leaf: None)
+    assert any(private.gradient_hooks(hooked))
+    handle.remove()
+    assert not any(private.gradient_hooks(hooked))
+
+
+def test_accumulates():
+    leaf, seen = parameter(), []
+    leaf.register_hook(lambda grad: seen.append(private.accumulates(leaf)))
+    leaf.sum().backward()
+    torch.autograd.grad(leaf.sum(), leaf)
+    assert seen == [True, False]
+
+
+def test_saved_factor():
+    factor = torch.tensor(2.0)
+    loss = parameter().sum() * factor
+    assert loss.grad_fn.name() == "MulBackward0"
+    assert private.saved_factor(loss.grad_fn).data_ptr() == factor.data_ptr()
+
+
+def test_modules_hooks():
+    module = nn.Linear(1, 1)
+    assert not any(private.forward_hooks(module))
+    assert not any(private.backward_hooks(module))
+    module.register_forward_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    assert any(private.forward_hooks(module))
+    assert any(private.backward_hooks(module))
+
+
+def test_scaler():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert private.scale_tensor(scaler) is None
+    scaled = parameter()
+    sgd = torch.optim.SGD([scaled], lr=1.0)
+    scaler.scale(scaled.sum()).backward()
+    assert private.scale_tensor(scaler).item() == 8.0
+    scaler.unscale_(sgd)
+    states = private.optimizer_states(scaler)
+    assert states[id(sgd)]["stage"] is private.OptState.UNSCALED
+    assert float(*states[id(sgd)]["found_inf_per_device"].values()) == 0.0
+    scaler.step(sgd)
+    assert states[id(sgd)]["stage"] is private.OptState.STEPPED
+    scaler.update()
+    assert private.optimizer_states(scaler) is not states
+
+
+def test_hook_attributes():
+    sgd = torch.optim.SGD([parameter()], lr=1.0)
+    held = {name for name, value in vars(sgd).items() if name.endswith("hooks")}
+    assert held == set(private.HOOK_ATTRIBUTES)
+
+
+def test_step_post_hooks():
+    sgd, order = torch.optim.SGD([parameter()], lr=1.0), []
+    sgd.register_step_post_hook(lambda *_: order.append("first"))
+    handle = sgd.register_step_post_hook(lambda *_: order.append("second"))
+    private.step_post_hooks(sgd).move_to_end(handle.id, last=False)
+    sgd.step()
+    assert order == ["second", "first"]
+
+
+def test_takes_scale():
+    assert private.takes_scale(torch.optim.Adam([parameter()], fused=True))
+    assert not private.takes_scale(torch.optim.Adam([parameter()]))
+
+
+def test_an_optimizer_that_takes_the_scale_is_always_called():
+    class Recording(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append((self.grad_scale.item(), self.found_inf.item()))
+
+        vars()[private.TAKES_SCALE] = True
+
+    seen, trained = [], parameter()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = Recording([trained], lr=1.0)
+    scaler.scale(trained.sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    assert seen == [(8.0, 1.0)]
+
+
+def test_has_stepped():
+    sgd = torch.optim.SGD([parameter()], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(sgd)
+    setattr(sgd, private.HAS_STEPPED, True)
+    schedule.step()  # a warning, which is an error here, where the optimizer has not stepped
+
+
+def test_step_is_wrapped():
+    class Plain(torch.optim.SGD):
+        def step(self, closure=None):
+            return "stepped"
+
+        setattr(step, private.STEP_IS_WRAPPED, True)
+
+    before = Plain.step
+    Plain([parameter()], lr=1.0)
+    assert Plain.step is before
+
+
+def test_operators():
+    op = torch.ops.accumext.scale_.default
+    assert private.operator_name(op) == "scale_"
+    tensor = torch.ones(1)
+    private.call_of_operator(op)([tensor], torch.tensor(2.0))
+    assert tensor.item() == 2.0
+    assert private.has_kernel("aten::add.Tensor", "CPU")
+    assert not private.has_kernel("accumext::scale_", "XPU")
+
+
+def test_remove_kernels():
+    definition = torch.library.Library("accumext_private", "DEF")
+    definition.define("one(Tensor x) -> Tensor")
+    kernels = torch.library.Library("accumext_private", "IMPL")
+    kernels.impl("one", lambda x: x + 1, "CPU")
+    assert torch.ops.accumext_private.one(torch.zeros(1)).item() == 1.0
+    private.remove_kernels(kernels)
+    with pytest.raises(NotImplementedError):
+        torch.ops.accumext_private.one(torch.zeros(1))
+
+
+def test_cpu_multiplies_bfloat16():
+    assert private.cpu_multiplies_bfloat16() in (True, False)
+
+
+def test_every_name_has_a_test_and_a_reader():
+    names = {name for name in vars(private) if not name.startswith("_")}
+    borrowed = {"annotations", "torch", "functools", "nn", "Tensor", "GradScaler", "Optimizer"}
+    borrowed |= {"Any", "Callable", "OrderedDict", "TypeVar", "cast", "attrgetter", "methodcaller"}
+    borrowed |= {"get_gradient_edge"}
+    tests = Path(__file__).read_text()
+    sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    readers = "".join(text for path, text in sources.items() if path.name != "_torch_private.py")
+    for name in names - borrowed:
+        assert f"private.{name}" in tests, name
+        assert name in readers, name
+
+
+def test_no_other_file_reads_a_private_name():
+    """An attribute of torch's classes, or a private module."""
+    torch_names = set()
+    for cls in (torch.Tensor, nn.Parameter, nn.Module, torch.optim.Optimizer, torch.amp.GradScaler):
+        torch_names |= {name for name in dir(cls) if name.startswith("_") and name[1] != "_"}
+    torch_names |= {name for name in vars(nn.Linear(1, 1)) if name.startswith("_")}
+    torch_names |= {name for name in vars(torch.amp.GradScaler("cpu")) if name.startswith("_")}
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        if path.name == "_torch_private.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in torch_names:
+                owner = getattr(node.value, "id", None)
+                found += [(path.name, node.lineno, node.attr)] * (owner not in ("self", "draft"))
+            module = getattr(node, "module", None) if isinstance(node, ast.ImportFrom) else None
+            if module and module.startswith("torch") and "._" in module:
+                found.append((path.name, node.lineno, module))
+    assert not found
