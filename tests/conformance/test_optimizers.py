@@ -25,6 +25,7 @@ from support.optimizer_oracle import (
     loss_of,
     make_batches,
     make_model,
+    own_backward,
     parameters_of,
     train_by_hand,
     windows_of,
@@ -40,12 +41,6 @@ BATCHES = make_batches(9)
 def one_call(opt, loss, weight=1.0):
     opt.backward(loss, weight)
     opt.step()
-
-
-def own_backward(opt, loss, weight=1.0):
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
 
 
 def accumulated(opt, loss, weight=1.0):

@@ -14,14 +14,17 @@ import threading
 import pytest
 import torch
 from support import oracle
+from support.gpu import launched
 from support.optimizer_oracle import assert_close, loss_of, make_batches, make_model
 from support.tensors import FLOAT_DTYPES, assert_bits, shifted
-from torch.profiler import ProfilerActivity, profile
 
 import accumext
 from accumext import reference
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("compiled_kernels"),
+]
 
 GPU = torch.device("cuda")
 # Around the edges of vectors, warps and chunks, and many chunks.
@@ -29,7 +32,6 @@ EDGE_SIZES = (0, 1, 7, 8, 9, 31, 33, 255, 256, 257, 1025, 4095, 4096, 4097, 8193
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf, -math.inf]
 POW_RTOL = 4e-6  # float32 pow is good to a few units in the last place
 KERNELS_PER_CALL = 3
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpy", "cudaMemset")  # of the runtime
 SLEEP_CYCLES = 600_000_000  # about 0.3 s: many times what any call here needs on the host
 # Two orders of summation in the matrix products of float32, over two steps of Adam.
 TRAINING_TOLERANCE = 1e-4
@@ -50,12 +52,6 @@ OPS = {
     "scale_": lambda main_grads, grads, scale, found_inf: accumext.scale_(main_grads, scale),
 }
 DTYPE_PAIRS = list(itertools.product(FLOAT_DTYPES, FLOAT_DTYPES))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_kernels():
-    if accumext.backend() != "cuda":
-        pytest.skip(accumext.backend_reason())
 
 
 @pytest.fixture(params=OPS)
@@ -304,15 +300,6 @@ def test_a_window_trains_as_on_the_cpu(scaled):
     expected = train(torch.device("cpu"), scaled=scaled)
     got = [p.cpu() for p in train(GPU, scaled=scaled)]
     assert_close(got, expected, TRAINING_TOLERANCE)
-
-
-def launched(call):
-    """By what a call puts work on the GPU: launches of kernels, copies, fills."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
-        call()
-        torch.cuda.synchronize()
-    return [event.name for event in record.events() if event.name.startswith(LAUNCHES)]
 
 
 def test_launches_do_not_grow_with_the_list(op):

@@ -24,23 +24,18 @@ from support.decode_cases import (
     check_gradient,
     first_argmax,
 )
+from support.gpu import LAUNCHES, launched
 from support.tensors import FLOAT_DTYPES, dtype_id
-from torch.profiler import ProfilerActivity, profile
 
-import accumext
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("compiled_kernels"),
+]
 
 GPU = "cuda"
 ACCUMULATED = (torch.float32, torch.float64)
 SHAPES = [(1, 1), (1, 50257), (3, 4097), (8, 513), (9, 8200), (32, 50257), (256, 32000)]
 SLEEP_CYCLES = 200_000_000  # about 0.1 s: many times what any call here needs on the host
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_kernels():
-    if accumext.backend() != "cuda":
-        pytest.skip(accumext.backend_reason())
 
 
 @pytest.fixture(params=ACCUMULATED, ids=dtype_id)
@@ -254,23 +249,14 @@ def test_no_call_waits(name):
     assert not awake.query(), "the host waited for the GPU"
 
 
-def launched(call):
-    """What a call launches."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
-        call()
-        torch.cuda.synchronize()
-    return [event.name for event in record.events() if "LaunchKernel" in event.name]
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_launches(name):
-    if not launched(lambda: torch.ones(5, device=GPU)):
+    if not launched(lambda: torch.ones(5, device=GPU), LAUNCHES):
         pytest.skip("torch.profiler sees no kernels on this machine")
     op, (make, launches) = getattr(torch.ops.accumext, name), CALLS[name]
     arguments, _ = make()
     op(*arguments)
-    names = launched(lambda: op(*arguments))
+    names = launched(lambda: op(*arguments), LAUNCHES)
     assert len(names) == launches, names
 
 

@@ -9,6 +9,7 @@ import torch
 from support.optimizer_oracle import (
     assert_close,
     assert_equal,
+    fail_in_backward,
     loss_of,
     make_batches,
     make_model,
@@ -320,13 +321,6 @@ def test_own_scaler_wants_scaled_losses():
         text = f"{OP}.{name}: the loss must be scaled first, got a scaler that has not scaled any"
         with pytest.raises(RuntimeError, match=says(text)):
             getattr(opt, name)()
-
-
-def fail_in_backward(model, batch):
-    """A loss whose backward pass reaches the last layer, and then raises."""
-    hidden = model[1](model[0](batch))
-    hidden.register_hook(lambda grad: 1 / 0)
-    return model[2](hidden).square().mean()
 
 
 def test_an_error_in_the_first_backward_pass_leaves_the_window_empty():

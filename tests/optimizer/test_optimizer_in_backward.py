@@ -13,6 +13,7 @@ from support.optimizer_oracle import (
     INF,
     assert_close,
     assert_equal,
+    fail_in_backward,
     loss_of,
     make_batches,
     make_model,
@@ -325,13 +326,6 @@ def test_copies_go_on_from_the_middle_of_a_window(clone, monkeypatch):
     actual, twin_stats = step_through(twin, twin_model, BATCHES[4:], [1.0] * 3)
     assert_equal(actual, expected)
     assert twin_stats == stats
-
-
-def fail_in_backward(model, batch):
-    """A loss whose backward pass reaches the last layer, and then raises."""
-    hidden = model[1](model[0](batch))
-    hidden.register_hook(lambda grad: 1 / 0)
-    return model[2](hidden).square().mean()
 
 
 @pytest.mark.usefixtures("bundles")

@@ -41,6 +41,13 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
+def fail_in_backward(model, batch):
+    """A loss whose backward pass reaches the last layer, and then raises."""
+    hidden = model[1](model[0](batch))
+    hidden.register_hook(lambda grad: 1 / 0)
+    return model[2](hidden).square().mean()
+
+
 def one_call(opt, loss, scaler=None):
     opt.backward(loss)
     opt.step()

@@ -1,0 +1,20 @@
+"""What a call does to a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # of the runtime and the driver
+COPIES = ("cudaMemcpy", "cudaMemset")
+
+
+def launched(call: Callable[[], object], kinds: tuple[str, ...] = LAUNCHES + COPIES) -> list[str]:
+    """The names of what a call puts work on the GPU by."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in record.events() if event.name.startswith(kinds)]
