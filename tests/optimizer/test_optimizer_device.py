@@ -168,7 +168,7 @@ def test_a_pickle_holds_no_key_of_this_process():
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     opt = AccumulatingOptimizer(adam(model.parameters()), window=2, scaler=scaler)
     opt.backward(loss_of(model, BATCHES[0]))
-    assert opt._progress.window.unit_scale.key is not None
+    assert opt._accumulator.window.unit_scale.key is not None
     twin = pickle.loads(pickle.dumps(opt))
-    assert twin._progress.window.unit_scale.key is None
-    assert twin._progress.window.unit_scale.value == 64.0
+    assert twin._accumulator.window.unit_scale.key is None
+    assert twin._accumulator.window.unit_scale.value == 64.0
