@@ -52,7 +52,7 @@ def type_name(value: object) -> str:
 
 
 def integer(op: str, argument: str, value: Any) -> int:
-    """An int, or what stands for one, such as numpy's; no tensor, which may lie on a device."""
+    """An int, or what stands for one, such as numpy's; no tensor, which may be on a device."""
     if not isinstance(value, (bool, Tensor)):
         try:
             return operator.index(value)

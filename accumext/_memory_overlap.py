@@ -166,7 +166,7 @@ def sharing_pairs(tensors: Sequence[Tensor], written: Sequence[bool]) -> Iterato
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the first element lies; 0 for tensors that have no memory, or do not show it."""
+    """The address of the first element; 0 for tensors that have no memory, or do not show it."""
     if tensor.layout != torch.strided:
         return 0
     try:

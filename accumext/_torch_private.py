@@ -68,7 +68,7 @@ gradient_hooks: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors lie in a storage."""
+    """How many tensors use a storage."""
     users: int = torch._C._storage_Use_Count(storage._cdata)
     return users
 

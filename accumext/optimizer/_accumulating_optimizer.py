@@ -63,11 +63,11 @@ class AccumulatingOptimizer(OptimizerProxy):
             per window. None if there is none, or if it is called around this optimizer as usual.
         on_nonfinite: what an inf or NaN does. "skip_window": no step, the window empties.
             "skip_micro_batch": that micro-batch counts nowhere; no step if none is left. "raise":
-            RuntimeError with the names of the parameters, before the micro-batch is taken in.
+            RuntimeError with the names of the parameters, before the micro-batch is added.
         reduction: "mean" or "sum" over the window, on all processes that it is summed over.
         process_group: group over which to sum each window, once; the gradients given must not be
             synchronised already. `micro_batch(model)` does this for DistributedDataParallel.
-        accumulate_in_backward: take every gradient in, and free it, as soon as `backward` has made
+        accumulate_in_backward: add every gradient, and free it, as soon as `backward` has made
             it, so that memory peaks at the main gradients and one layer's gradient. With
             `on_nonfinite="skip_window"` alone.
 
@@ -137,7 +137,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         self._accumulator = Accumulator(optimizer, settings)
 
     def backward(self, loss: Tensor, weight: float | Tensor = UNWEIGHTED) -> None:
-        """Scale the loss, run its backward pass and take in the gradients as one micro-batch.
+        """Scale the loss, run its backward pass and add the gradients as one micro-batch.
 
         Inside `micro_batch()` the gradients join that micro-batch instead.
 
@@ -161,7 +161,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         run_backward(self._accumulator, self, op, loss, count, weighted)
 
     def accumulate(self, weight: float | Tensor = 1.0) -> None:
-        """Take in the gradients that lie in `.grad` as one micro-batch, and leave `.grad` empty.
+        """Add the gradients in `.grad` as one micro-batch, and leave `.grad` empty.
 
         With a scaler they are unscaled with the loss scale in force now.
 
@@ -171,7 +171,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         Raises:
             TypeError: `weight` is neither a number nor a tensor.
             ValueError: `weight` is negative or not finite.
-            RuntimeError: `.grad` holds nothing, or only what is used up, the scaler has not scaled
+            RuntimeError: `.grad` holds nothing, or only what is consumed, the scaler has not scaled
                 any loss yet, this is inside `micro_batch()`, or, with `on_nonfinite="raise"`, a
                 gradient is not finite.
 
@@ -188,7 +188,7 @@ class AccumulatingOptimizer(OptimizerProxy):
 
     @contextmanager
     def micro_batch(self, model: torch.nn.Module | None = None) -> Iterator[None]:
-        """Any number of backward passes inside count as one micro-batch, taken in at the end.
+        """Any number of backward passes inside count as one micro-batch, added at the end.
 
         Gradients of half-precision parameters are summed in float32. An exception drops what this
         micro-batch brought, and nothing else.
@@ -219,11 +219,11 @@ class AccumulatingOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Take in gradients not yet accumulated, then step if the window is full; else do nothing.
+        """Accumulate what is pending in `.grad`, then step if the window is full; else do nothing.
 
         Works under `scaler.step(opt)` too, before or after `scaler.unscale_(opt)`.
 
-        It takes whatever lies in `.grad`, as a bare optimizer does, but for what `backward` brought
+        It uses whatever is in `.grad`, as a bare optimizer does, but for what `backward` produced
         and an earlier step used. With `window=1` the wrapped step is called without gradients, too.
 
         Args:
@@ -350,7 +350,7 @@ class AccumulatingOptimizer(OptimizerProxy):
     def accumulation_state_dict(self) -> dict[str, Any]:
         """The open window as plain tensors and numbers; a run resumes from it bit for bit.
 
-        `state_dict` does not contain it. Gradients that lie in `.grad`, not yet accumulated, are
+        `state_dict` does not contain it. Gradients in `.grad`, not yet accumulated, are
         not part of it.
 
         Returns:

@@ -124,7 +124,7 @@ class Accumulator:
     def slots_and_foreign(
         self, parameters: list[Tensor] | None = None
     ) -> tuple[GradSlots, Container[int]]:
-        """What lies in `.grad`, and ids of those gradients that somebody else holds too.
+        """The gradients in `.grad`, and ids of those that somebody else holds too.
 
         The latter is asked before anything here holds them, and only where the next micro-batch
         can bring main gradients: gradients themselves become those if nobody else holds them.
@@ -139,17 +139,17 @@ class Accumulator:
         return GradSlots(parameters, list(map(grad_of, parameters))), foreign
 
     def fresh(self, slots: GradSlots) -> GradSlots:
-        """What lies in `.grad`, but for the window's own gradients and for what is used up."""
+        """The gradients in `.grad` without the window's own and without consumed ones."""
         if self.window.attached is not None:
             return GradSlots(slots.parameters, [None] * len(slots.parameters))
-        return self.consumed.fresh(slots) if self.consumed.used_up_any else slots
+        return self.consumed.fresh(slots) if self.consumed.any_produced else slots
 
     def begin_backward(self, op: str) -> tuple[GradSlots, list[Tensor]]:
         """Let go of what the last step left in `.grad`, but inside `micro_batch()`.
 
         Returns:
-            What lies in `.grad` yet, and those of it that belong to the micro-batch which is to
-            come, as autograd adds to them.
+            What `.grad` holds then, and the gradients in it that count as part of the micro-batch
+            to come, since autograd adds to them.
         """
         if (
             self.settings.needs_closure
@@ -255,7 +255,7 @@ class Accumulator:
         self,
         op: str,
         transaction: Transaction,
-        slots: GradSlots,  # what lies in `.grad`
+        slots: GradSlots,  # what `.grad` holds
         outer: OuterScale | None,
         foreign: Container[int],
         new: bool = False,
@@ -266,11 +266,11 @@ class Accumulator:
             new: only what no step has used.
 
         Returns:
-            What lies in `.grad` afterwards.
+            What `.grad` holds afterwards.
         """
         window = self.window
         if window.attached is not None:
-            if not window.attached.still_lie_in(slots):
+            if not window.attached.are_in(slots):
                 window.refresh()
             return slots
         pending = self.consumed.fresh(slots, new)
@@ -294,7 +294,7 @@ class Accumulator:
         return slots
 
     def add_from_grad(self, op: str, weight: Scalar) -> None:
-        """Add the gradients that lie in `.grad` as one micro-batch."""
+        """Add the gradients in `.grad` as one micro-batch."""
         slots, foreign = self.slots_and_foreign()
         fresh = self.fresh(slots)
         if all(map(is_none, fresh.grads)):
@@ -424,7 +424,7 @@ class Transaction:
         )
 
     def savepoint(self, slots: GradSlots) -> None:
-        """Go back to here from now on; `slots` is what lies in `.grad`."""
+        """Roll back to here from now on; `slots` is what `.grad` holds."""
         Transaction.__init__(self, self._accumulator, slots)
 
     def keep_contents(self, grads: Iterable[Tensor]) -> None:

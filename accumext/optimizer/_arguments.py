@@ -108,7 +108,7 @@ def _check_policy(policy: str, optimizer: Optimizer) -> None:
 
 
 def _check_in_backward(name: str, value: object, policy: str) -> None:
-    """A bool; True only where a micro-batch may be taken in before all of it is known."""
+    """A bool; True only where gradients may be added before the whole micro-batch is known."""
     if not isinstance(value, bool):
         _checks.fail_type(OP, name, "be a bool", _checks.type_name(value))
     if value and policy != "skip_window":

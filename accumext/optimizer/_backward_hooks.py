@@ -20,7 +20,7 @@ from accumext import _checks
 from accumext._torch_private import accumulates
 from accumext.optimizer._grad_ownership import held_elsewhere
 
-# Bytes of gradients that one call takes in. A GPU moves them, and the main gradients, in about the
+# Bytes of gradients that one call adds. A GPU moves them, and the main gradients, in about the
 # time that a call takes to launch, so more in a call saves little, and less would cost calls.
 BUNDLE_BYTES = 4 * 2**20
 
@@ -98,7 +98,7 @@ class GradCollector:
 
 
 class BackwardWatch:
-    """Notices a backward pass that is about to add to `.grad` while main gradients lie there.
+    """Notices a backward pass that is about to add to `.grad` while it holds main gradients.
 
     The hooks stay from one step to the next, since to add and remove them takes longer than a small
     step itself. Otherwise they only look whether there is a callback. They keep nothing alive, and

@@ -47,7 +47,7 @@ def hold_back(
     """A context in which the model does not synchronise, and the group its gradients then need.
 
     FSDP (fully_shard) goes on reducing: a gradient held back there exists only inside FSDP, in full
-    size, until a later backward reduces it, so it could be neither taken in nor stepped on.
+    size, until a later backward reduces it, so it could be neither accumulated nor stepped on.
     """
     if model is None:
         return nullcontext(), group

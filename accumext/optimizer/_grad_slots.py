@@ -1,4 +1,4 @@
-"""What lies in `.grad` of an optimizer's parameters, and what the last step has used of it.
+"""What `.grad` of an optimizer's parameters holds, and what of it the last step has consumed.
 
 Nothing is marked: a gradient that a user writes through `.data`, assigns a second time, shares with
 another parameter or fills by replaying a captured graph is a gradient like any other.
@@ -22,7 +22,7 @@ is_none = partial(is_, None)
 
 
 class GradSlots(NamedTuple):
-    """An optimizer's parameters, and what lay in `.grad` of each at one moment."""
+    """An optimizer's parameters, and what `.grad` of each held at one moment."""
 
     parameters: list[Tensor]
     grads: list[Tensor | None]
@@ -38,13 +38,13 @@ class GradSlots(NamedTuple):
         return {parameter: grad for parameter, grad in pairs if grad is not None}
 
     def lend(self, grads: Sequence[Tensor | None]) -> None:
-        """Put these into `.grad`; those that lay there already are left alone."""
+        """Put these into `.grad`, where they differ from what it held."""
         for parameter, mine, grad in zip(self.parameters, grads, self.grads, strict=True):
             if mine is not grad:
                 parameter.grad = mine
 
     def take_back(self, lent: Sequence[Tensor | None]) -> None:
-        """Undo `lend`, wherever what was lent still lies in `.grad`."""
+        """Undo `lend` wherever `.grad` still holds what was lent."""
         for parameter, mine, grad in zip(self.parameters, lent, self.grads, strict=True):
             if mine is not grad and parameter.grad is mine:
                 parameter.grad = grad
@@ -56,7 +56,7 @@ class GradSlots(NamedTuple):
                 parameter.grad = None
 
     def restore(self) -> None:
-        """Put back what lay there."""
+        """Put back what `.grad` held."""
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             if parameter.grad is not grad:
                 parameter.grad = grad
@@ -91,9 +91,9 @@ def versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
 class ConsumedGrads:
     """The gradients that the last step left in `.grad`, as they were then.
 
-    What the wrapper's own `backward` produced is used up: the next one clears it, and `step` passes
-    it over. Anything else that lies in `.grad` a `step` takes, also again, as a bare optimizer
-    does; only `flush`, which a bare one does not have, asks whether it is new.
+    Gradients that the wrapper's own `backward` produced are consumed by a step: the next `backward`
+    clears them, and `step` skips them. Any other gradient is used by every `step` that finds it, as
+    by a bare optimizer; only `flush`, which a bare one does not have, asks whether it is new.
     """
 
     @not_compiled  # it would compile anew for every gradient
@@ -106,7 +106,7 @@ class ConsumedGrads:
         self._seen = [None if grad is None else ref(grad) for grad in grads]
         self._versions = versions(grads)  # a gradient written since counts as new
         self._produced = list(map(is_, grads, produced))  # empty where none was
-        self.used_up_any = bool(produced)  # whether `fresh` may leave anything out
+        self.any_produced = bool(produced)  # whether `fresh` may leave anything out
 
     def unchanged(self, grads: Sequence[Tensor | None]) -> list[bool]:
         """Which of these were there at that step, and were not seen to be written since."""
@@ -117,7 +117,7 @@ class ConsumedGrads:
         flags = list(map(and_, same, unwritten))
         return flags + [False] * (len(grads) - len(flags))
 
-    def used_up(self, grads: Sequence[Tensor | None]) -> list[bool]:
+    def consumed(self, grads: Sequence[Tensor | None]) -> list[bool]:
         """Which of these no step takes again."""
         if not self._produced:
             return [False] * len(grads)
@@ -125,11 +125,11 @@ class ConsumedGrads:
         return list(map(and_, self.unchanged(grads), self._produced + rest))
 
     def fresh(self, slots: GradSlots, new: bool = False) -> GradSlots:
-        """The same, without what is used up; if `new`, without anything that a step has used."""
+        """The same without consumed gradients; if `new`, without any that a step has used."""
         if not (self._seen if new else self._produced):
             return slots
         parameters, grads = slots
-        flags = self.unchanged(grads) if new else self.used_up(grads)
+        flags = self.unchanged(grads) if new else self.consumed(grads)
         pairs = zip(flags, grads, strict=True)
         return GradSlots(parameters, [None if flag else grad for flag, grad in pairs])
 
@@ -138,14 +138,14 @@ class ConsumedGrads:
     ) -> ConsumedGrads:
         """What is consumed after a step on gradients of the wrapper's backward (None: of others).
 
-        What was used up before, and was passed over, still is.
+        Gradients consumed earlier, and skipped by this step, stay consumed.
         """
         if produced is None and not self._produced:
             return ConsumedGrads(grads)
         if produced is not None and len(produced) == len(grads) and all(map(is_, produced, grads)):
             return ConsumedGrads(grads, grads)
         new = [None] * len(grads) if produced is None else produced
-        triples = zip(self.used_up(grads), grads, new, strict=True)
+        triples = zip(self.consumed(grads), grads, new, strict=True)
         return ConsumedGrads(grads, [grad if used else mine for used, grad, mine in triples])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,18 +153,18 @@ class ConsumedGrads:
             "_seen": [],
             "_versions": [],
             "_produced": [],
-            "used_up_any": False,
+            "any_produced": False,
         }  # copies come without `.grad`
 
 
 class AttachedGrads(NamedTuple):
-    """A window's main gradients while they lie in `.grad`, for the user to see."""
+    """A window's main gradients while `.grad` holds them, for the user to see."""
 
-    parameters: Sequence[Tensor]  # all: whatever comes to lie there belongs to the window
+    parameters: Sequence[Tensor]  # all: what a user puts into `.grad` belongs to the window
     grads: Sequence[Tensor | None]
     produced: bool  # by the wrapper's own backward pass
 
-    def still_lie_in(self, slots: GradSlots) -> bool:
+    def are_in(self, slots: GradSlots) -> bool:
         """Whether `.grad` of every parameter is still the same tensor."""
         grads = slots.grads
         return len(grads) == len(self.grads) and all(map(is_, self.grads, grads))

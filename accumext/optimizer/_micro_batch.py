@@ -77,7 +77,7 @@ class OpenMicroBatch:
             self._halves.add_partial(halves, 1.0, foreign)
 
     def _collect_halves(self) -> None:
-        """Sum the half-precision gradients that lie in `.grad`, and empty it of them."""
+        """Sum the half-precision gradients in `.grad`, and empty it of them."""
         slots = self._accumulator.fresh(GradSlots.of(self._accumulator.parameters()))
         halves = {p: grad for p, grad in slots.present().items() if p.dtype in HALF_DTYPES}
         self._add_halves(halves, ())  # they are cast: none is kept

@@ -83,7 +83,7 @@ def _layout_of(main: Tensor) -> tuple[int, ...]:
 
 
 def _users(block: torch.UntypedStorage) -> int:
-    """How many tensors lie in the block, and how many variables hold the block itself."""
+    """How many tensors use the block, and how many variables refer to the block itself."""
     return storage_users(block) + sys.getrefcount(block)
 
 

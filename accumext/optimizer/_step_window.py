@@ -48,7 +48,7 @@ def step_window(
     proxy: Optimizer,  # the AccumulatingOptimizer, under whose id the scaler knows it
     op: str,
     transaction: Transaction,
-    slots: GradSlots,  # what lies in `.grad`
+    slots: GradSlots,  # what `.grad` holds
     kwargs: dict[str, Any],  # of the wrapped step
     flushing: bool = False,
 ) -> Any:
@@ -62,7 +62,7 @@ def step_window(
         if window.held_back or settings.process_group or accumulator.model_group:
             if not sum_over_processes(accumulator, op, parameters, flushing):
                 return None
-            slots = GradSlots.of(parameters)  # a window that lay in `.grad` was taken out
+            slots = GradSlots.of(parameters)  # main gradients in `.grad` were detached
             transaction.savepoint(slots)
         elif window.micro_batches == 0:
             return None
@@ -221,7 +221,9 @@ def step_gradient(
     multiplies = isinstance(factor, Tensor) or factor != 1.0
     # What divides in a fused kernel is a float32, and only where a gradient is dense. The kernel
     # writes back what it has divided, which nothing else may share.
-    folds = accepts_scale and main_grads.dense and not casts and measured.norm_dtype == torch.float32
+    folds = (
+        accepts_scale and main_grads.dense and not casts and measured.norm_dtype == torch.float32
+    )
     if folds and multiplies and window.attached is not None and _any_shared(main_grads.tensors):
         folds = False
     same = main_grads.without(casts) if casts else main_grads

@@ -110,7 +110,7 @@ class Window:
     def __init__(self) -> None:
         self.main_grads = _NONE
         self.in_order = True  # the parameters came in the order in which the optimizer has them
-        self.attached: AttachedGrads | None = None  # while the main gradients lie in `.grad`
+        self.attached: AttachedGrads | None = None  # while `.grad` holds the main gradients
         self.micro_batches = 0
         self.weight: Scalar = 0.0
         self.unit_weight: Scalar | None = None  # None while every weight was the number zero
@@ -418,7 +418,7 @@ class Window:
         self._become(draft)
 
     def refresh(self) -> None:
-        """While the main gradients lie in `.grad`, they are whatever lies there."""
+        """Read the main gradients from `.grad` again, while they are there."""
         if self.attached is not None:
             self.replace({p: p.grad for p in self.attached.parameters if p.grad is not None})
 
@@ -447,7 +447,7 @@ class Window:
             self._become(draft)
 
     def adopt(self, slots: GradSlots) -> None:
-        """The main gradients are what lies in `.grad`, where autograd added a micro-batch to it."""
+        """Take the main gradients from `.grad`, where autograd has added a micro-batch to them."""
         self.norm = None
         parameters, grads = slots
         tensors = self.main_grads.tensors
