@@ -35,7 +35,8 @@ def compile_copy(
     (copy / "csrc").mkdir(parents=True)
     (copy / "csrc" / "h.h").write_text(header)
     (copy / "csrc" / "x.cpp").write_text(f'#include "h.h"\nint x() {{ return {value}; }}\n')
-    words = ["-MMD", "-MF", f"{copy}/x.d", flag, f"-I{copy}/csrc", "-c"]
+    (copy / "include" / "python").mkdir(parents=True)  # empty, as in a new environment
+    words = ["-MMD", "-MF", f"{copy}/x.d", flag, f"-I{copy}/csrc", f"-I{copy}/include", "-c"]
     command = [tmp_path / "g++", *words, "-c", copy / "csrc" / "x.cpp", "-o", copy / "x.o"]
     subprocess.run(command, check=True)
     assert (copy / "x.d").read_text().startswith(f"{copy}/x.o: ")
