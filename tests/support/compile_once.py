@@ -39,7 +39,8 @@ def main():
     for word in sys.argv[1:]:
         if word.startswith("-I"):
             word = os.path.realpath(word[2:])
-            word = "-I" + word if os.path.isdir(word) and os.listdir(word) else ""
+            found = any(files for _, _, files in os.walk(word))  # a new environment's has none
+            word = "-I" + word if found else ""
         if word not in left_out:
             word = os.path.abspath(word) if word == source else word
             word = word.replace(os.path.realpath(root), "csrc").replace(root, "csrc")
