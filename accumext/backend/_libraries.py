@@ -1,4 +1,4 @@
-"""Which kernels answer, and why: the only room that knows that compiled libraries exist.
+"""Which kernels answer, and why: the only module that knows that compiled libraries exist.
 
 A library adds kernels to operators that `accumext.ops` has defined; the dispatcher does the rest. A
 library that is not installed is compiled on first use: until then, a small Python kernel stands in
@@ -63,7 +63,7 @@ class _Library:
         else:  # asking now whether a GPU is there would initialise CUDA, which forbids forking
             self._refuse(self._native_refusal(str(absence)))
 
-    def settle(self) -> None:
+    def compile_pending(self) -> None:
         """Compile the library if that is pending; RuntimeError if it must work and does not."""
         with self._lock:
             if self._stand_ins is not None and self._refusal is None:
@@ -145,7 +145,7 @@ class _Library:
         self._stand_ins = None
 
     def _compile_and_call_again(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        self.settle()
+        self.compile_pending()
         return op(*args, **kwargs)
 
     def _refuse(self, refusal: str) -> None:
@@ -367,5 +367,5 @@ def bindings() -> types.ModuleType | None:
 def _best_first() -> list[_Library]:
     libraries = [_CUDA, _CPU] if torch.cuda.is_available() else [_CPU]
     for library in libraries:
-        library.settle()
+        library.compile_pending()
     return libraries

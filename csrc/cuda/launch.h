@@ -43,7 +43,7 @@ class Call {
   Call(const std::vector<Operand>& operands, int32_t device)
       : device_(device), guard_(device), stream_(current_stream(device)) {
     const Packed<kOperands> packed(operands);
-    if (packed.chunks() > 0) memory_ = resident(packed.bytes(), device_, stream_);
+    if (packed.chunks() > 0) memory_ = uploaded(packed.bytes(), device_, stream_);
     table_ = packed.at(memory_.get());
   }
 

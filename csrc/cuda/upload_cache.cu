@@ -146,7 +146,7 @@ Shelves& all_shelves() {
 
 }  // namespace
 
-std::shared_ptr<const std::byte> resident(const std::vector<std::byte>& content, int32_t device,
+std::shared_ptr<const std::byte> uploaded(const std::vector<std::byte>& content, int32_t device,
                                           cudaStream_t stream) {
   // A shelf keeps 16 tables, and of small ones as many as fit: gradients that are accumulated one
   // by one, while their neighbours are computed, have a table each.

@@ -14,7 +14,7 @@ namespace accumext::cuda {
 // current device. Nothing is uploaded where an earlier call of the stream had the same bytes. The
 // memory is not written again while the caller holds it, nor ever if the stream is being captured:
 // a graph may replay the kernel.
-std::shared_ptr<const std::byte> resident(const std::vector<std::byte>& bytes, int32_t device,
+std::shared_ptr<const std::byte> uploaded(const std::vector<std::byte>& bytes, int32_t device,
                                           cudaStream_t stream);
 
 }  // namespace accumext::cuda
