@@ -240,7 +240,7 @@ def test_native_refuses_cuda_tensors_when_first_used(monkeypatch: pytest.MonkeyP
     library.choose("native")
     try:
         with pytest.raises(RuntimeError, match="needs installed CUDA kernels: not installed"):
-            library.settle()
+            library.compile_pending()
     finally:
         library._leave()
 
