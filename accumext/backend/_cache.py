@@ -1,4 +1,4 @@
-"""Where libraries compiled on first use are kept, and which of them are believed.
+"""Where libraries compiled on first use are kept, and which of them are loaded.
 
 A library is code that runs as the user who loads it. So they are kept in a folder that belongs to
 this user and that nobody else can write to, and one counts only if it is, byte for byte, what was

@@ -70,6 +70,9 @@ class AccumulatingOptimizer(OptimizerProxy):
         accumulate_in_backward: add every gradient, and free it, as soon as `backward` has made
             it, so that memory peaks at the main gradients and one layer's gradient. With
             `on_nonfinite="skip_window"` alone.
+        reduce_in_backward: sum the window over the processes while its last backward pass still
+            runs, as DistributedDataParallel does. Each micro-batch then has one backward pass, on
+            every process, and the window costs memory for a second set of main gradients.
 
     Raises:
         TypeError: an argument is of the wrong type.

@@ -1,4 +1,4 @@
-"""Memory for the gradient that an optimizer is lent where it does not multiply itself."""
+"""Memory for `main gradient * factor`, where the wrapped optimizer does not multiply itself."""
 
 from __future__ import annotations
 

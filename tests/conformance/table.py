@@ -33,7 +33,7 @@ PACKAGES = (
     "tensorboard",
 )
 
-# Tests of other rooms that belong to the table: file, function, text of the row.
+# Tests in other folders that belong to the table.
 ELSEWHERE = (
     ("test_registration", "test_opcheck", "`torch.library.opcheck` passes for every operator"),
     (

@@ -1,4 +1,4 @@
-"""A heap that is filled with one byte, under any command: `python tests/poisoned_heap.py [--byte
+"""A heap that is filled with one byte, under any command: `python tests/support/poisoned_heap.py [--byte
 BYTE] command...`. 0xFF, the default, is NaN in every floating-point type."""
 
 from __future__ import annotations
