@@ -1,5 +1,9 @@
-"""A heap that is filled with one byte, under any command: `python tests/support/poisoned_heap.py [--byte
-BYTE] command...`. 0xFF, the default, is NaN in every floating-point type."""
+"""A heap that is filled with one byte, under any command.
+
+    python tests/support/poisoned_heap.py [--byte BYTE] command...
+
+0xFF, the default, is NaN in every floating-point type.
+"""
 
 from __future__ import annotations
 
