@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -71,7 +71,11 @@ def _add_and_step(
 ) -> Any:
     """Add what is pending in `.grad`, and step on the window if it is full."""
     keeps = accumulator.settings.window == 1 and accumulator.keeps_in_grad
-    slots, foreign = accumulator.slots_and_foreign()
+    foreign: Container[int] = ()
+    if keeps:  # whatever is pending stays in `.grad`
+        slots = GradSlots.of(accumulator.parameters())
+    else:
+        slots, foreign = accumulator.slots_and_foreign()
     with Transaction(accumulator, slots) as transaction:
         empty = all(map(is_none, slots.grads))
         if not empty or accumulator.window.attached is not None:
