@@ -1,0 +1,115 @@
+"""The floor plan of the package: few modules on top, imports in layers, composition, short ways."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+import accumext
+
+PACKAGE = Path(accumext.__file__).parent
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_csrc" not in path.parts)
+
+
+def dotted(path: Path) -> str:
+    """`accumext.decoder._cells` of its path; a package of its `__init__`."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path: Path, checking: bool) -> set[str]:
+    """Modules of ours that a file imports; with `checking` also those for type checkers alone."""
+    names = set()
+    tree = ast.parse(path.read_text())
+    ignored = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not checking:
+            ignored |= set(ast.walk(node))
+    for node in ast.walk(tree):
+        if node in ignored or not isinstance(node, ast.ImportFrom) or node.module is None:
+            continue
+        if node.module.split(".")[0] != "accumext":
+            continue
+        for alias in node.names:
+            below = f"{node.module}.{alias.name}"
+            names.add(below if below in MODULES else node.module)
+    return names - {dotted(path)}
+
+
+MODULES = {dotted(path) for path in SOURCES}
+
+
+def layers(graph: dict[str, set[str]]) -> int:
+    """Modules on the longest way through a graph of imports; an error where it is a circle."""
+    depth: dict[str, int] = {}
+
+    def visit(name: str, way: tuple[str, ...]) -> int:
+        assert name not in way, f"a circle: {' -> '.join((*way, name))}"
+        if name not in depth:
+            depth[name] = 1 + max((visit(n, (*way, name)) for n in graph[name]), default=0)
+        return depth[name]
+
+    return max(visit(name, ()) for name in graph)
+
+
+def place(module: str) -> str:
+    """The module or package on top that it is, or is in."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_few_modules_on_top_in_few_layers():
+    on_top = {place(module) for module in MODULES} - {"accumext", "accumext.__main__"}
+    assert len(on_top) <= 15
+    graph = {name: set() for name in on_top}
+    for path in SOURCES:
+        if place(dotted(path)) in graph:
+            graph[place(dotted(path))] |= {place(n) for n in imported(path, False)} & on_top
+    for name, others in graph.items():
+        others.discard(name)
+    assert layers(graph) <= 7
+
+
+@pytest.mark.parametrize("package", ["optimizer", "decoder", "backend"])
+def test_no_circle_in_a_package(package):
+    prefix = f"accumext.{package}."
+    inside = {dotted(p): p for p in SOURCES if dotted(p).startswith(prefix)}
+    layers({name: imported(path, False) & inside.keys() for name, path in inside.items()})
+
+
+def test_no_concrete_class_of_ours_inherits_a_concrete_class_of_ours():
+    for module in pkgutil.walk_packages(accumext.__path__, "accumext."):
+        if module.name.startswith(("accumext._csrc", "accumext.__main__")) or "_C_" in module.name:
+            continue
+        if module.name not in MODULES:
+            continue
+        importlib.import_module(module.name)
+        for name, cls in inspect.getmembers(sys.modules[module.name], inspect.isclass):
+            if cls.__module__ == module.name:
+                ours = [base for base in cls.__mro__[1:] if base.__module__.startswith("accumext")]
+                assert all(inspect.isabstract(base) for base in ours), (name, ours)
+
+
+def test_the_core_names_no_framework():
+    frameworks = {"accelerate", "lightning", "pytorch_lightning", "ignite", "transformers"}
+    for path in SOURCES:
+        if path.name != "_trainers.py":
+            tree = ast.walk(ast.parse(path.read_text()))
+            used = {node.id.lower() for node in tree if isinstance(node, ast.Name)}
+            assert not used & frameworks, path
+
+
+def test_a_step_and_a_decode_are_short_ways(monkeypatch):
+    """What bench/calls.py counts; Python 3.12 and later count comprehensions no more."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    calls = importlib.import_module("calls")
+    step, (forward, _) = calls.window_step(), calls.decoder_passes()
+    assert len(step.calls) <= 80
+    assert step.changes <= 43
+    assert forward.changes <= 40
