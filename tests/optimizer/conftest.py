@@ -1,8 +1,9 @@
-"""An optimizer in the middle of a window, for the tests of what it refuses."""
+"""An optimizer in the middle of a window, and a process group of one."""
 
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 from support.optimizer_oracle import (
     assert_close,
     loss_of,
@@ -27,3 +28,11 @@ def halfway():
     opt.step()
     assert opt.stepped
     assert_close([p.detach() for p in model.parameters()], train_by_hand(sgd, batches, 2))
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -9,7 +9,6 @@ from threading import Thread
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.optimizer_oracle import (
     ONE_BY_ONE,
     accumulating,
@@ -138,14 +137,6 @@ def test_a_hook_of_the_users_comes_first_and_may_take_the_gradient():
     assert len(taken) == 2
     assert opt.main_grad(model[0].bias) is None
     assert opt.main_grad(model[2].bias) is not None
-
-
-@pytest.fixture
-def alone():
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")
