@@ -1,13 +1,15 @@
-"""One compiler for the copies of the project and of a tiny kernel that tests compile."""
+"""A copy of the project with a tiny kernel, and one compiler for all that tests compile."""
 
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 from support import compile_once, source_tree
 from support.once import once
 from support.programs import compiler
+from support.source_tree import Tree
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,3 +17,8 @@ def shared_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
     if shutil.which(compiler()[0]) is not None:
         folder = once(tmp_path_factory, "compiler", compile_once.write)
         source_tree.COMPILER["CXX"] = str(folder / "g++")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path / "tree")

@@ -54,18 +54,18 @@ ELSEWHERE = (
         "Norms are the same bits for any number of threads",
     ),
     (
-        "test_backend",
+        "test_libraries",
         "test_import_prints_nothing_compiles_nothing_and_initialises_nothing",
         "`import accumext` prints nothing, compiles nothing and initialises no device",
     ),
-    ("test_backend", "test_two_processes_compile_once", "Two processes at once compile once"),
+    ("test_libraries", "test_two_processes_compile_once", "Two processes at once compile once"),
     (
         "test_cache",
         "test_a_killed_compile_neither_hangs_nor_harms_the_next",
         "A killed compile neither hangs nor harms the next",
     ),
     (
-        "test_backend",
+        "test_libraries",
         "test_a_cache_that_cannot_be_written_is_replaced_for_this_process",
         "A read-only cache folder is replaced for this process",
     ),

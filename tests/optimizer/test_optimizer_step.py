@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.optimizer_oracle import INF
-from torch import nn
+from support.optimizer_oracle import (
+    INF,
+    OP,
+    loss_of,
+    make_batches,
+    make_model,
+    says,
+    scalar,
+    sgd,
+)
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-
-
-def scalar(value=0.0):
-    return nn.Parameter(torch.tensor(value))
-
-
-def sgd(parameters, **kwargs):
-    return torch.optim.SGD(parameters, **{"lr": 1.0, **kwargs})
 
 
 @pytest.mark.parametrize("cleared", ["never made", "zero_grad"])
@@ -153,38 +153,14 @@ def test_a_closure_that_gives_no_finite_gradient(policy):
     assert parameter.item() == -2.0
 
 
-SHARED = {
-    "one-tensor": lambda memory: (memory[:4], memory[:4]),
-    "parts-of-one": lambda memory: (memory[:4], memory[2:6]),
-    "rows-and-columns": lambda memory: (memory.view(3, 3)[0], memory.view(3, 3)[:, 0]),
-    "an-expanded-element": lambda memory: (memory[:1].expand(4), memory[4:8]),
-}
-
-
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
-@pytest.mark.parametrize("scaled_by", ["clipping", "own-scaler", "scaler-around"])
-@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
-def test_gradients_that_share_memory_are_scaled_once(shared, scaled_by, fused):
-    """A fused optimizer writes back what it has divided, element by element and list by list."""
-    grads = shared(torch.arange(1.0, 10.0))
-    if scaled_by == "scaler-around" and 0 in grads[0].stride():
-        pytest.skip("GradScaler refuses to look for inf in it")
-    parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.zeros(()))  # makes its scale
-    opt = AccumulatingOptimizer(
-        sgd(parameters, lr=1.0, fused=fused),
-        max_norm=1.0 if scaled_by == "clipping" else None,
-        scaler=scaler if scaled_by == "own-scaler" else None,
-    )
-    factor = 0.25
-    if scaled_by == "clipping":
-        factor = 1 / (sum(float(grad.square().sum()) for grad in grads) ** 0.5 + 1e-6)
-    expected = [-factor * grad for grad in grads]
-    for parameter, grad in zip(parameters, grads, strict=True):
-        parameter.grad = grad
-    if scaled_by == "scaler-around":
-        scaler.step(opt)
-    else:
+def test_closure_optimizers_take_gradients_from_their_closure():
+    model = make_model()
+    opt = AccumulatingOptimizer(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match=says(f"{OP}.step: closure must be callable")):
         opt.step()
-    torch.testing.assert_close([p.detach() for p in parameters], expected)
+    loss = loss_of(model, make_batches(1)[0])
+    for refused in (lambda: opt.backward(loss), opt.accumulate, opt.micro_batch().__enter__):
+        with pytest.raises(RuntimeError, match="must step without a closure, got LBFGS"):
+            refused()
+    opt.flush()
+    assert not opt.stepped

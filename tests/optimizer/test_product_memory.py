@@ -1,5 +1,7 @@
 """The gradient lent to an optimizer that does not multiply: its memory, and who may hold it."""
 
+from __future__ import annotations
+
 import copy
 import pickle
 from itertools import pairwise

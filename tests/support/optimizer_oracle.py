@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
 # Both sides add the same float64 terms in another order, and divide at another place.
 EXACT = 1e-12
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
+
+OP = "AccumulatingOptimizer"  # with which its messages begin
+ONE_BY_ONE = 1  # bytes in a bundle of gradients that a backward pass hands over
+
+OPTIMIZERS = {
+    "sgd": lambda p, **kw: torch.optim.SGD(p, lr=0.1, **kw),
+    "sgd-momentum": lambda p, **kw: torch.optim.SGD(p, lr=0.1, momentum=0.9, **kw),
+    "adam": lambda p, **kw: torch.optim.Adam(p, lr=0.05, **kw),
+    "adamw": lambda p, **kw: torch.optim.AdamW(p, lr=0.05, **kw),
+    "adamw-foreach": lambda p, **kw: torch.optim.AdamW(p, lr=0.05, foreach=True, **kw),
+    "adamw-fused": lambda p, **kw: torch.optim.AdamW(p, lr=0.05, fused=True, **kw),
+    "sgd-fused": lambda p, **kw: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True, **kw),
+    "rmsprop": lambda p, **kw: torch.optim.RMSprop(p, lr=0.01, **kw),
+    "adagrad": lambda p, **kw: torch.optim.Adagrad(p, lr=0.1, **kw),
+}
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -31,6 +49,45 @@ def make_batches(count: int, dtype: torch.dtype = torch.float64) -> list[Tensor]
 def adam(parameters: Iterable[Tensor], **kwargs) -> torch.optim.Adam:
     """What most tests wrap."""
     return torch.optim.Adam(parameters, lr=0.05, **kwargs)
+
+
+def sgd(parameters: Iterable[Tensor], **kwargs) -> torch.optim.SGD:
+    """Steps by the gradient itself, so that a parameter says what it was."""
+    return torch.optim.SGD(parameters, **{"lr": 1.0, **kwargs})
+
+
+def scalar(value: float = 0.0) -> nn.Parameter:
+    """A parameter of one number."""
+    return nn.Parameter(torch.tensor(value))
+
+
+def wrapped_scalar(window: int = 1, **kwargs) -> tuple[nn.Parameter, AccumulatingOptimizer]:
+    """A parameter of one number, with a name, and an optimizer around it."""
+    parameter = scalar()
+    named = sgd([{"params": [("weight", parameter)]}])
+    return parameter, AccumulatingOptimizer(named, window=window, **kwargs)
+
+
+def accumulating(model: nn.Module, in_backward: bool = True, **kwargs) -> AccumulatingOptimizer:
+    """With a window of three, to which backward passes add gradients themselves."""
+    options = {"window": 3, "accumulate_in_backward": in_backward, **kwargs}
+    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return AccumulatingOptimizer(momentum, **options)
+
+
+def hooks_of(model: nn.Module) -> list[Callable]:
+    """What is called behind the accumulation of a gradient."""
+    return [hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {})]
+
+
+def growing_scaler(**kwargs) -> torch.amp.GradScaler:
+    """On the CPU; grows every few updates, so that the scale changes inside windows."""
+    return torch.amp.GradScaler("cpu", **{"init_scale": 1024.0, "growth_interval": 2, **kwargs})
+
+
+def says(text: str) -> str:
+    """A pattern of messages that begin so."""
+    return "^" + re.escape(text)
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:

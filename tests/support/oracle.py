@@ -18,6 +18,15 @@ EDGE_SIZES = (
 # them are added up before the sum goes on elsewhere; errors of either sign. float64: alike.
 NORM_RTOL = {torch.float32: 1e-6, torch.float64: 1e-14}
 
+# The norm's error goes into the factor; float32 results are rounded a few times more. Half results
+# are compared after rounding, where that error may decide one unit in the last place.
+CLIP_RTOL = {
+    torch.float64: 1e-5,  # with float32 gradients the norm is float32
+    torch.float32: 1e-5,
+    torch.bfloat16: 2.0**-7,
+    torch.float16: 2.0**-10,
+}
+
 
 def dyadic(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Multiples of 1/8 up to 8: sums of two of them, and halves, are exact even in bfloat16."""
@@ -48,6 +57,14 @@ def norm(tensors: Sequence[Tensor], norm_type: float = 2.0, inv_scale: float = 1
     if norm_type == -float("inf"):
         return magnitudes.min().item()
     return magnitudes.pow(norm_type).sum().pow(1 / norm_type).item()
+
+
+def clipped(
+    grads: Sequence[Tensor], *, inv_scale: float = 1.0, max_norm: float, norm_type: float = 2.0
+) -> list[Tensor]:
+    """The clipped gradients in float64, by definition."""
+    coef = min(1.0, max_norm / (norm(grads, norm_type, inv_scale) + 1e-6))
+    return [g.double() * (inv_scale * coef) for g in grads]
 
 
 def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:

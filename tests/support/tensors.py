@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def dtype_id(dtype: torch.dtype) -> str:

@@ -6,7 +6,18 @@ from contextlib import suppress
 
 import pytest
 import torch
-from support.optimizer_oracle import assert_equal, loss_of, make_batches, make_model
+from support.optimizer_oracle import (
+    OP,
+    assert_close,
+    assert_equal,
+    loss_of,
+    make_batches,
+    make_model,
+    says,
+    scalar,
+    sgd,
+    train_by_hand,
+)
 from torch import nn
 
 from accumext.optimizer import _window
@@ -24,14 +35,6 @@ class Once:
     def __call__(self, *args):
         if self.errors:
             raise self.errors.pop()
-
-
-def sgd(parameters, **kwargs):
-    return torch.optim.SGD(parameters, **{"lr": 1.0, **kwargs})
-
-
-def scalar():
-    return nn.Parameter(torch.zeros(()))
 
 
 def state(opt, parameters):
@@ -257,3 +260,26 @@ def test_an_addition_that_fails_before_it_writes_counts_nothing(monkeypatch):
             opt.backward(parameter.sum())
     assert opt._accumulator.window.micro_batches == 1
     assert opt.main_grad(parameter).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_an_error_in_the_wrapped_step_leaves_the_window_open(window):
+    model = make_model()
+    opt = AccumulatingOptimizer(sgd(model.parameters()), window=window, max_norm=0.01)
+    for batch in BATCHES[:window]:
+        opt.backward(loss_of(model, batch))
+    handle = opt.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        opt.step()
+    handle.remove()
+    assert not opt.stepped
+    opt.step()
+    assert opt.stepped
+    expected = train_by_hand(sgd, BATCHES[:window], window, max_norm=0.01)
+    assert_close([p.detach() for p in model.parameters()], expected)
+
+
+def test_accumulate_needs_new_gradients(halfway):
+    text = f"{OP}.accumulate: .grad must hold new gradients, got none"
+    with pytest.raises(RuntimeError, match=says(text)):
+        halfway[1].accumulate()

@@ -1,28 +1,23 @@
-"""Uses that train wrongly without a word: an error where it can be known, else one warning."""
+"""Uses that train wrongly without a word: one warning each, and none of the usual loops."""
 
 from __future__ import annotations
 
 import gc
-import re
 import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
+from support.optimizer_oracle import (
+    NAN,
+    OP,
+    wrapped_scalar,
+)
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-
-NAN = float("nan")
-OP = "AccumulatingOptimizer"
-
-
-def build(window=1, **kwargs):
-    parameter = nn.Parameter(torch.zeros(()))
-    sgd = torch.optim.SGD([{"params": [("weight", parameter)]}], lr=1.0)
-    return parameter, AccumulatingOptimizer(sgd, window=window, **kwargs)
 
 
 def warnings_of(use):
@@ -35,7 +30,7 @@ def warnings_of(use):
 
 
 def test_a_step_after_every_window_says_that_steps_are_counted():
-    parameter, opt = build(3)
+    parameter, opt = wrapped_scalar(3)
 
     def train():
         for i in range(12):
@@ -51,7 +46,7 @@ def test_a_step_after_every_window_says_that_steps_are_counted():
 
 
 def test_a_clip_of_every_micro_batch_says_so_too():
-    parameter, opt = build(2)
+    parameter, opt = wrapped_scalar(2)
 
     def train():
         for _ in range(4):
@@ -95,42 +90,9 @@ def test_the_usual_loops_say_nothing(loop):
     assert warnings_of(train) == []
 
 
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("inner", [False, True])
-def test_unscaling_what_the_optimizer_unscales(window, inner):
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    parameter, opt = build(window, scaler=scaler)
-    opt.backward(parameter * 1)
-    if window == 2:
-        parameter.grad = torch.ones(())  # unscale_ wants to see one
-    scaler.unscale_(opt.optimizer if inner else opt)
-    text = f"{OP}.{{}}: .grad must be unscaled by the optimizer alone, which was given the scaler"
-    for name in ("step", "flush", "accumulate"):
-        with pytest.raises(RuntimeError, match=re.escape(text.format(name))):
-            getattr(opt, name)()
-    with pytest.raises(RuntimeError, match=r"Leave scaler\.unscale_ out"):
-        opt.backward(parameter * 1)
-    scaler._per_optimizer_states.clear()
-    opt.discard()
-
-
-@pytest.mark.parametrize("then", [lambda loss: loss, lambda loss: loss / 4, lambda loss: -loss * 2])
-def test_scaling_what_the_optimizer_scales(then):
-    scaler = torch.amp.GradScaler("cpu")
-    parameter, opt = build(scaler=scaler)
-    text = f"{OP}.backward: loss must be unscaled where the optimizer was given the scaler"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        opt.backward(then(scaler.scale(parameter * 1)))
-    assert parameter.grad is None
-    other = torch.tensor(scaler.get_scale())
-    opt.backward(then(parameter * other))  # a factor that only equals the scale
-    opt.step()
-    assert parameter.item() == -then(other).item()
-
-
 def test_the_last_window_is_lost_without_a_flush():
     def train(end):
-        parameter, opt = build(3)
+        parameter, opt = wrapped_scalar(3)
         opt.backward(parameter * 1)
         end(opt)
 
@@ -168,7 +130,7 @@ def test_the_end_of_a_program_says_it_too(end, lost):
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
 def test_a_skip_without_a_scaler_is_said_once_with_names(window, policy):
-    parameter, opt = build(window, on_nonfinite=policy)
+    parameter, opt = wrapped_scalar(window, on_nonfinite=policy)
 
     def train():
         for _ in range(4 * window):
@@ -183,7 +145,7 @@ def test_a_skip_without_a_scaler_is_said_once_with_names(window, policy):
 
 def test_a_scaler_that_looks_for_its_scale_is_quiet_until_there_is_nothing_to_find():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    parameter, opt = build(scaler=scaler)
+    parameter, opt = wrapped_scalar(scaler=scaler)
     skips = []
 
     def train():
@@ -197,7 +159,7 @@ def test_a_scaler_that_looks_for_its_scale_is_quiet_until_there_is_nothing_to_fi
     assert skips == [4.0, 2.0, 1.0, 0.5, 0.25, 0.125]
 
     outer = torch.amp.GradScaler("cpu", init_scale=8.0)
-    parameter, opt = build()
+    parameter, opt = wrapped_scalar()
 
     def loop():
         outer.scale(parameter * NAN).backward()
@@ -208,7 +170,7 @@ def test_a_scaler_that_looks_for_its_scale_is_quiet_until_there_is_nothing_to_fi
 
 
 def test_a_warning_that_is_an_error_leaves_the_window_closed():
-    parameter, opt = build()
+    parameter, opt = wrapped_scalar()
     opt.backward(parameter * NAN)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

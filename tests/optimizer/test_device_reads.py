@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from support.device import DeviceReads, cpu_as_device
 from support.optimizer_oracle import (
     INF,
+    adam,
     assert_close,
     loss_of,
     make_batches,
@@ -19,7 +18,11 @@ from support.optimizer_oracle import (
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(6, torch.float32)
+
+
 BATCHES64 = make_batches(3)
+
+
 # One multiplication by the clip coefficient more or less in float32, over two Adam steps of 0.05.
 ROUNDING = 1e-6
 
@@ -30,15 +33,11 @@ def device():
         yield
 
 
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.05, fused=True)
-
-
 def train(bad=(), *, window=3, scaled=True, policy="skip_window", outer=False):
     model = make_model(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
     opt = AccumulatingOptimizer(
-        adam(model.parameters()),
+        adam(model.parameters(), fused=True),
         window=window,
         max_norm=0.1,
         scaler=None if outer else scaler,
@@ -102,7 +101,7 @@ def test_the_device_decides_as_the_host_would(policy, bad):
 @pytest.mark.parametrize("window", [1, 2])
 def test_names_are_found_when_asked(window):
     model = make_model(torch.float32)
-    opt = AccumulatingOptimizer(adam(model.parameters()), window=window, max_norm=0.1)
+    opt = AccumulatingOptimizer(adam(model.parameters(), fused=True), window=window, max_norm=0.1)
 
     def skip():
         for batch in BATCHES[:window]:
@@ -123,7 +122,7 @@ def test_names_are_found_when_asked(window):
 @pytest.mark.usefixtures("device")
 def test_a_zero_weight_on_the_device():
     model = make_model(torch.float32)
-    opt = AccumulatingOptimizer(adam(model.parameters()), window=2)
+    opt = AccumulatingOptimizer(adam(model.parameters(), fused=True), window=2)
     before = [p.detach().clone() for p in model.parameters()]
     for batch in BATCHES[:2]:
         opt.backward(loss_of(model, batch), torch.tensor(0))
@@ -159,16 +158,3 @@ def test_weights_of_a_window_on_the_device(scale, reduction, policy, weights):
     assert opt.stats()["weight"] == sum(weights)
     moved = [old - p.detach() for p, old in zip(model.parameters(), before)]
     assert_close(moved, expected)
-
-
-@pytest.mark.usefixtures("device")
-def test_a_pickle_holds_no_key_of_this_process():
-    """A key names the tensor of a loss scale by its address, which another may have elsewhere."""
-    model = make_model(torch.float32)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    opt = AccumulatingOptimizer(adam(model.parameters()), window=2, scaler=scaler)
-    opt.backward(loss_of(model, BATCHES[0]))
-    assert opt._accumulator.window.unit_scale.key is not None
-    twin = pickle.loads(pickle.dumps(opt))
-    assert twin._accumulator.window.unit_scale.key is None
-    assert twin._accumulator.window.unit_scale.value == 64.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,6 @@ from support.source_tree import CALL, NATIVE, PROBE, REFERENCE, SHOW, Tree
 
 import accumext
 from accumext.backend import _build, _libraries
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Tree:
-    return Tree(tmp_path / "tree")
-
 
 # --- import
 
@@ -243,24 +236,3 @@ def test_native_refuses_cuda_tensors_when_first_used(monkeypatch: pytest.MonkeyP
             library.compile_pending()
     finally:
         library._leave()
-
-
-# --- doctor
-
-
-@pytest.mark.build
-def test_doctor_fails_when_a_kernel_computes_wrongly(tree: Tree) -> None:
-    done = tree.run("import sys; from accumext.__main__ import main; sys.exit(main(['doctor']))")
-    assert done.returncode == 1, done.stderr
-    assert "self-test scale_ on cpu" in done.stdout
-    assert done.stdout.rstrip().endswith("self-test FAILED")
-
-
-@pytest.mark.build
-def test_doctor_passes_on_the_reference_and_says_how_to_leave_it(tree: Tree) -> None:
-    code = "import sys; from accumext.__main__ import main; sys.exit(main(['doctor', '--json']))"
-    done = tree.run(code, ACCUMEXT_BACKEND="reference")
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
-    assert report["backend"] == "reference"
-    assert report["fix"] == "unset ACCUMEXT_BACKEND"

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 import accumext
+from accumext import _tensor_kinds
 
 SIZES = (1, 3, 100, 5000, 70000)  # malloc writes into small ones as soon as they are freed
 
@@ -282,3 +283,59 @@ def test_nested_tensors_are_refused(layout):
         assert f"{name} must be a dense" in str(raised.value)
         assert str(raised.value).endswith("got a nested tensor")
     assert torch.equal(plain, torch.ones(3))
+
+
+# --- as operands: what _tensor_kinds makes of them ------------------------------------------------
+
+
+def sparse(indices, values):
+    """A vector of four elements; the elements of an index that comes twice add up."""
+    return torch.sparse_coo_tensor([indices], values, (4,), check_invariants=True)
+
+
+OPERANDS = {
+    "dense": lambda: torch.tensor([3.0, 4.0]),
+    "sparse": lambda: sparse([2, 0], [3.0, 4.0]),
+    "complex": lambda: torch.tensor([3.0 + 4.0j]),
+    "conjugate": lambda: torch.tensor([3.0 + 4.0j]).conj(),
+}
+
+
+@pytest.mark.parametrize("kind", OPERANDS)
+def test_the_dense_storage_of_a_tensor_holds_its_numbers(kind):
+    tensor = OPERANDS[kind]()
+    storage = _tensor_kinds.dense_storage(tensor)
+    assert (storage.layout, storage.is_complex()) == (torch.strided, False)
+    assert storage.abs().flatten().tolist() == [3.0, 4.0]
+    if kind != "conjugate":  # which is copied
+        storage.mul_(2.0)
+        assert torch.equal(tensor.to_dense(), 2.0 * OPERANDS[kind]().to_dense())
+
+
+def test_operands_go_to_their_devices_in_the_order_in_which_they_came():
+    first = [torch.ones(1), torch.ones(2, device="meta"), OPERANDS["complex"]()]
+    second = [torch.zeros(1), torch.zeros(2, device="meta"), OPERANDS["complex"]()]
+    (host, mine), (device, theirs) = _tensor_kinds.group_by_device(first, second)
+    assert (host.type, device.type) == ("cpu", "meta")
+    assert [[t.numel() for t in operand] for operand in mine] == [[1, 2], [1, 2]]
+    assert [[t.numel() for t in operand] for operand in theirs] == [[2], [2]]
+    assert _tensor_kinds.group_by_device([], []) == []
+    assert _tensor_kinds.group_by_device(first[:1], second[:1])[0][1] == [first[:1], second[:1]]
+
+
+def test_the_norm_over_devices_and_kinds():
+    grads = [OPERANDS[kind]() for kind in OPERANDS]
+    flag = torch.zeros(())
+    norm = _tensor_kinds.global_norm(grads, norm_type=2.0, inv_scale=0.5, found_inf=flag)
+    assert (norm.item(), flag.item()) == (0.5 * 5.0 * 4**0.5, 0.0)
+    grads.append(torch.tensor([math.inf]))
+    _tensor_kinds.global_norm(grads, norm_type=2.0, found_inf=flag)
+    assert flag.item() == 1.0
+
+
+def test_gradients_that_are_not_zero_or_not_finite_are_found():
+    grads = {kind: make() for kind, make in OPERANDS.items()}
+    grads |= {"zero": torch.zeros(2), "nan": torch.tensor([1.0, math.nan])}
+    grads["cancelled"] = sparse([1, 1], [2.0, -2.0])
+    assert _tensor_kinds.count_nonzero(list(grads.values())).item() == len(grads) - 2
+    assert _tensor_kinds.nonfinite(grads) == ["nan"]

@@ -5,27 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 from support.optimizer_oracle import (
+    OP,
+    OPTIMIZERS,
     adam,
     assert_close,
     assert_equal,
+    growing_scaler,
     loss_of,
     make_batches,
     make_model,
+    says,
     train_by_hand,
     windows_of,
 )
-from torch import Tensor
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(12)
 WEIGHTS = [3.0, 1.0, 7.0, 2.0, 2.0, 5.0, 1.0, 1.0, 4.0, 9.0, 0.0, 6.0]
-
-
-def scaler(**kwargs):
-    """A CPU scaler that grows every few updates, so that the scale changes inside windows."""
-    settings = {"init_scale": 1024.0, "growth_interval": 2, **kwargs}
-    return torch.amp.GradScaler("cpu", **settings)
 
 
 def one_call(model, opt, batches, weights, outer):
@@ -76,7 +73,11 @@ def several_backwards(model, opt, batches, weights, outer):
 
 
 SCALED_LOOPS = [outer_scaler, outer_scaler_unscaled]
+
+
 LOOPS = [one_call, plain, accumulated, *SCALED_LOOPS, several_backwards]
+
+
 WEIGHTED_LOOPS = [one_call, accumulated, several_backwards]
 
 
@@ -95,7 +96,9 @@ def train(loop, window, batches=BATCHES, weights=None, own=None, outer=None, flu
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loop_equals_oracle(loop, window, max_norm, on_nonfinite):
     expected = train_by_hand(adam, BATCHES, window, max_norm=max_norm)
-    actual = train(loop, window, outer=scaler(), max_norm=max_norm, on_nonfinite=on_nonfinite)
+    actual = train(
+        loop, window, outer=growing_scaler(), max_norm=max_norm, on_nonfinite=on_nonfinite
+    )
     assert_close(actual, expected)
 
 
@@ -104,7 +107,7 @@ def test_loop_equals_oracle(loop, window, max_norm, on_nonfinite):
 @pytest.mark.parametrize("loop", WEIGHTED_LOOPS)
 def test_own_scaler_equals_oracle(loop, window, max_norm):
     expected = train_by_hand(adam, BATCHES, window, max_norm=max_norm)
-    assert_close(train(loop, window, own=scaler(), max_norm=max_norm), expected)
+    assert_close(train(loop, window, own=growing_scaler(), max_norm=max_norm), expected)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["numbers", "tensors"])
@@ -120,7 +123,7 @@ def test_weights_equal_oracle(loop, on_nonfinite, window, reduction, own, as_ten
         loop,
         window,
         weights=weights,
-        own=scaler() if own else None,
+        own=growing_scaler() if own else None,
         reduction=reduction,
         on_nonfinite=on_nonfinite,
     )
@@ -146,17 +149,6 @@ def test_a_weight_of_zero_is_not_looked_at():
     expected = train_by_hand(adam, [BATCHES[0], BATCHES[2]], 2, weights=[2.0, 1.0])
     assert not opt.last.skipped
     assert_close([p.detach() for p in model.parameters()], expected)
-
-
-@pytest.mark.parametrize("weight", [0.0, 1.0])
-@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
-def test_the_report_keeps_the_loss_scale_of_a_window_that_left_grad(policy, weight):
-    model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=4.0)
-    opt = AccumulatingOptimizer(adam(model.parameters()), scaler=scaler, on_nonfinite=policy)
-    opt.backward(loss_of(model, BATCHES[0]), weight)
-    opt.zero_grad()
-    opt.flush()
-    assert (opt.last.loss_scale, opt.last.weight) == (4.0, weight)
 
 
 def test_partial_window_is_divided_by_what_it_holds():
@@ -254,17 +246,6 @@ def test_without_zero_grad_a_window_of_one_adds_up_like_the_bare_optimizer():
 
 # Bit for bit the bare optimizer
 
-OPTIMIZERS = {
-    "sgd": lambda p, **kw: torch.optim.SGD(p, lr=0.1, **kw),
-    "sgd-momentum": lambda p, **kw: torch.optim.SGD(p, lr=0.1, momentum=0.9, **kw),
-    "adam": lambda p, **kw: torch.optim.Adam(p, lr=0.05, **kw),
-    "adamw": lambda p, **kw: torch.optim.AdamW(p, lr=0.05, **kw),
-    "adamw-foreach": lambda p, **kw: torch.optim.AdamW(p, lr=0.05, foreach=True, **kw),
-    "adamw-fused": lambda p, **kw: torch.optim.AdamW(p, lr=0.05, fused=True, **kw),
-    "sgd-fused": lambda p, **kw: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True, **kw),
-    "rmsprop": lambda p, **kw: torch.optim.RMSprop(p, lr=0.01, **kw),
-    "adagrad": lambda p, **kw: torch.optim.Adagrad(p, lr=0.1, **kw),
-}
 SINGLE = make_batches(20, torch.float32)
 
 
@@ -303,86 +284,16 @@ def bare(loop: str, model, opt, batches, outer) -> None:
 @pytest.mark.parametrize("kind", ["sgd-momentum", "adamw-foreach", "adamw-fused"])
 def test_window_of_one_is_the_bare_optimizer(kind, loop, on_nonfinite):
     reference = make_model(torch.float32)
-    bare(loop, reference, OPTIMIZERS[kind](reference.parameters()), SINGLE, scaler())
+    bare(loop, reference, OPTIMIZERS[kind](reference.parameters()), SINGLE, growing_scaler())
     model = make_model(torch.float32)
     opt = AccumulatingOptimizer(OPTIMIZERS[kind](model.parameters()), on_nonfinite=on_nonfinite)
-    BITWISE_LOOPS[loop](model, opt, SINGLE, scaler())
+    BITWISE_LOOPS[loop](model, opt, SINGLE, growing_scaler())
     assert_equal(
         [p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()]
     )
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("window", [1, 4])
-def test_every_optimizer_clips_alike(kind, window):
-    # One division more or less per gradient, in float32, over 20 steps of at most 0.1 each.
-    tolerance = 1e-5
-    expected = train_by_hand(OPTIMIZERS[kind], SINGLE, window, max_norm=0.05, dtype=torch.float32)
-    model = make_model(torch.float32)
-    opt = AccumulatingOptimizer(OPTIMIZERS[kind](model.parameters()), window=window, max_norm=0.05)
-    clipped = False
-    for batch in SINGLE:
-        opt.backward(loss_of(model, batch))
-        opt.step()
-        clipped |= opt.stepped and bool(opt.last.clip_coef < 1.0)
-    assert clipped
-    assert_close([p.detach() for p in model.parameters()], expected, tolerance)
-
-
-@pytest.mark.parametrize("window", [1, 4])
-def test_a_fused_optimizer_loses_no_float64(window):
-    """Its `grad_scale` is float32; afterwards it must be as no GradScaler had been there."""
-    expected = train_by_hand(OPTIMIZERS["adamw-fused"], BATCHES, window, max_norm=0.05)
-    model = make_model()
-    fused = OPTIMIZERS["adamw-fused"](model.parameters())
-    opt = AccumulatingOptimizer(fused, window=window, max_norm=0.05)
-    one_call(model, opt, BATCHES, WEIGHTS[:1] * len(BATCHES), None)
-    assert_close([p.detach() for p in model.parameters()], expected)
-    assert not {"grad_scale", "found_inf"} & set(vars(fused))
-
-
-@pytest.mark.parametrize("max_norm", [0.01, None])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_report_of_a_window(norm_type, max_norm):
-    model = make_model()
-    opt = AccumulatingOptimizer(
-        adam(model.parameters()), window=2, max_norm=max_norm, norm_type=norm_type, scaler=scaler()
-    )
-    grads = [torch.zeros_like(p) for p in model.parameters()]
-    for batch, weight in zip(BATCHES, [3.0, 1.0]):
-        for grad, new in zip(grads, torch.autograd.grad(loss_of(model, batch), model.parameters())):
-            grad += weight / 4.0 * new
-        opt.backward(loss_of(model, batch), weight)
-        opt.step()
-    flat: Tensor = torch.cat([grad.flatten() for grad in grads])
-    norm = torch.linalg.vector_norm(flat, norm_type).item()
-    assert opt.stepped
-    assert opt.last.total_norm.item() == pytest.approx(norm, rel=1e-12)
-    clip_coef = 1.0 if max_norm is None else max_norm / (norm + 1e-6)
-    assert opt.last.clip_coef.item() == pytest.approx(clip_coef, rel=1e-12)
-    assert (opt.last.weight, opt.last.micro_batches, opt.last.loss_scale) == (4.0, 2, 1024.0)
-    assert not opt.last.skipped
-    assert opt.last.nonfinite == []
-    assert opt.stats() == {
-        "total_norm": opt.last.total_norm.item(),
-        "clip_coef": opt.last.clip_coef.item(),
-        "loss_scale": 1024.0,
-        "weight": 4.0,
-        "micro_batches": 2.0,
-        "skipped": 0.0,
-    }
-
-
-def test_a_norm_whose_powers_overflow_only_while_scaled():
-    """1e90 times 2^100, cubed, is beyond float64; 1e90 cubed is not."""
-    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    opt = AccumulatingOptimizer(
-        torch.optim.SGD([parameter], lr=1.0),
-        max_norm=1.0,
-        norm_type=3.0,
-        scaler=scaler(init_scale=2.0**100),
-    )
-    opt.backward((1e90 * parameter).sum())
-    opt.step()
-    assert opt.last.total_norm.item() == pytest.approx(1e90 * 3 ** (1 / 3), rel=1e-12)
-    assert parameter.detach().tolist() == pytest.approx([-(3 ** (-1 / 3))] * 3, rel=1e-12)
+def test_main_grad_wants_a_parameter_of_the_optimizer(halfway):
+    text = f"{OP}.main_grad: parameter must be a parameter of this optimizer"
+    with pytest.raises(ValueError, match=says(text)):
+        halfway[1].main_grad(torch.zeros(4, 3))

@@ -1,0 +1,80 @@
+"""What is known of Accelerate, from modules that look like its own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from accumext.optimizer._trainers import refuse_second_accumulation, tell_of_a_skipped_step
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Sets `gradient_accumulation_steps` of this process; None: Accelerate is not imported."""
+
+    def of(count):
+        state = SimpleNamespace(GradientState=lambda: SimpleNamespace(num_steps=count))
+        if count is None:
+            monkeypatch.delitem(sys.modules, "accelerate.state", raising=False)
+        else:
+            monkeypatch.setitem(sys.modules, "accelerate.state", state)
+
+    return of
+
+
+@pytest.mark.parametrize(("window", "count"), [(4, None), (4, 1), (1, 4), (1, 1)])
+def test_one_of_both_may_accumulate(steps, window, count):
+    steps(count)
+    refuse_second_accumulation("op", window)
+
+
+def test_both_may_not(steps):
+    steps(3)
+    text = "op: window must be 1 where Accelerate accumulates too, got window=2 and "
+    with pytest.raises(RuntimeError, match=re.escape(text + "gradient_accumulation_steps=3. Pass")):
+        refuse_second_accumulation("op", 2)
+
+
+class AcceleratedOptimizer:
+    """As Accelerate's: takes a call of `step` for a step."""
+
+    def __init__(self):
+        self._accelerate_step_called = True
+
+
+def wrapped_by(*holders):
+    """An optimizer whose `step` Accelerate has wrapped: its variables are in the closure."""
+    first, last = holders
+
+    def step():
+        return first, unset, last
+
+    optimizer = SimpleNamespace(step=step)
+    if optimizer is None:  # never: a variable of the closure that is not set, as there may be one
+        unset = None
+    return optimizer
+
+
+def test_the_accelerated_optimizer_hears_that_no_step_was_taken(monkeypatch):
+    fake = SimpleNamespace(AcceleratedOptimizer=AcceleratedOptimizer)
+    monkeypatch.setitem(sys.modules, "accelerate.optimizer", fake)
+    holder, other = AcceleratedOptimizer(), SimpleNamespace(_accelerate_step_called=True)
+    tell_of_a_skipped_step(wrapped_by(other, holder))
+    assert not holder._accelerate_step_called
+    assert other._accelerate_step_called
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_nobody_hears_it_without_accelerate_or_a_wrapped_step(monkeypatch, imported):
+    holder = AcceleratedOptimizer()
+    if imported:
+        fake = SimpleNamespace(AcceleratedOptimizer=AcceleratedOptimizer)
+        monkeypatch.setitem(sys.modules, "accelerate.optimizer", fake)
+        tell_of_a_skipped_step(SimpleNamespace(holder=holder))
+    else:
+        monkeypatch.delitem(sys.modules, "accelerate.optimizer", raising=False)
+        tell_of_a_skipped_step(wrapped_by(holder, holder))
+    assert holder._accelerate_step_called
