@@ -30,8 +30,8 @@ def run_step(
     kwargs: dict[str, Any],
 ) -> Any:
     """Add what is pending in `.grad`, and step on the window if it is full."""
-    settings, optimizer = accumulator.settings, accumulator.optimizer
     try:
+        settings, optimizer = accumulator.settings, accumulator.optimizer
         if accumulator.open_micro_batch is not None:
             accumulator.refuse_inside_micro_batch(op)
         accumulator.stepped = False
