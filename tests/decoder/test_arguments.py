@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
+from support.decode_oracle import decode, make_decoder, relative_distance
+from support.decoding import EXACT, raises, run
 from torch import nn
 
 import accumext
@@ -131,7 +132,6 @@ NUMBERS: list[dict[str, int]] = [
     {"memory_budget": 100},
 ]
 VOCABULARY = 13  # of make_decoder
-EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
 
 
 def base(**changes: Any) -> dict[str, Any]:
@@ -198,19 +198,6 @@ def test_integers_of_numpy(arguments: dict[str, int], kind: Any) -> None:
     parameters = list(call["cell"].parameters())
     for got, want in zip(*(torch.autograd.grad(o.loss, parameters) for o in (found, expected))):
         assert torch.equal(got, want)
-
-
-def run(
-    decoder: Decoder, cell: Any = None, state: Any = None, **call: Any
-) -> accumext.DecodeOutput:
-    call = {"feedback": "teacher", **call}
-    cell = decoder.cell if cell is None else cell
-    state = decoder.state if state is None else state
-    return accumext.decode_loss(decoder.embedding, cell, decoder.head, TARGETS, state, **call)
-
-
-def raises(kind: type[Exception], text: str) -> Any:
-    return pytest.raises(kind, match=rf"^decode_loss: {re.escape(text)}")
 
 
 def test_modules_that_do_more_than_their_weight_are_refused() -> None:

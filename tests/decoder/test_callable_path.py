@@ -7,21 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.decode_oracle import Decoder, make_decoder, relative_distance
+from support.decode_oracle import make_decoder, relative_distance
+from support.decoding import BATCH, EXACT, TARGETS, VOCABULARY, run, targets_with_holes
 from torch import nn
 
 import accumext
-
-STEPS, BATCH, VOCABULARY = 7, 3, 13
-EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
-TARGETS = torch.arange(6 * BATCH).view(6, BATCH) % VOCABULARY
-BATCH, VOCABULARY = 3, 13
-
-
-def targets_with_holes(steps: int = STEPS, hole: int = -100) -> torch.Tensor:
-    targets = torch.randint(VOCABULARY, (steps, BATCH))
-    targets[steps // 2, 0] = hole
-    return targets
 
 
 def test_attention_memory_and_any_nesting_of_state() -> None:
@@ -61,15 +51,6 @@ def test_attention_memory_and_any_nesting_of_state() -> None:
     counted = ((targets != -100) & (torch.arange(21)[:, None] < lengths)).sum()
     expected = torch.autograd.grad(total / counted, leaves)
     assert relative_distance(list(torch.autograd.grad(out.loss, leaves)), list(expected)) < EXACT
-
-
-def run(
-    decoder: Decoder, cell: Any = None, state: Any = None, **call: Any
-) -> accumext.DecodeOutput:
-    call = {"feedback": "teacher", **call}
-    cell = decoder.cell if cell is None else cell
-    state = decoder.state if state is None else state
-    return accumext.decode_loss(decoder.embedding, cell, decoder.head, TARGETS, state, **call)
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([6, 3, 0])], ids=["whole", "lengths"])

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
-import pytest
 import torch
-from support.decode_oracle import Decoder, make_decoder
-
-import accumext
+from support.decode_oracle import make_decoder
+from support.decoding import raises, run
 
 STEPS, BATCH, VOCABULARY = 6, 3, 13
-TARGETS = torch.arange(STEPS * BATCH).view(STEPS, BATCH) % VOCABULARY
-
-
-def run(
-    decoder: Decoder, cell: Any = None, state: Any = None, **call: Any
-) -> accumext.DecodeOutput:
-    call = {"feedback": "teacher", **call}
-    cell = decoder.cell if cell is None else cell
-    state = decoder.state if state is None else state
-    return accumext.decode_loss(decoder.embedding, cell, decoder.head, TARGETS, state, **call)
-
-
-def raises(kind: type[Exception], text: str) -> Any:
-    return pytest.raises(kind, match=rf"^decode_loss: {re.escape(text)}")
 
 
 def test_containers_that_cannot_be_looked_into_are_refused() -> None:

@@ -9,12 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import examples
-from support.decode_oracle import CELLS, Decoder, decode, make_decoder, relative_distance
+from support.decode_oracle import CELLS, decode, make_decoder, relative_distance
+from support.decoding import BATCH, EXACT, STEPS, VOCABULARY, check_exact, run, targets_with_holes
 
 import accumext
 
-STEPS, BATCH, VOCABULARY = 7, 3, 13
-EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
 OPTIONS: list[dict[str, Any]] = [
     {"lengths": torch.tensor([7, 0, 4])},
     {"ignore_index": 2},
@@ -31,39 +30,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"memory_budget": VOCABULARY * 8 * 5},
     {"start": torch.tensor([3, 0, 12])},
 ]
-TARGETS = torch.arange(6 * BATCH).view(6, BATCH) % VOCABULARY
-
-
-def targets_with_holes(steps: int = STEPS, hole: int = -100) -> torch.Tensor:
-    targets = torch.randint(VOCABULARY, (steps, BATCH))
-    targets[steps // 2, 0] = hole
-    return targets
-
-
-def check_exact(
-    decoder: Decoder, targets: torch.Tensor, call: dict[str, Any]
-) -> accumext.DecodeOutput:
-    """Loss, token losses and every gradient equal the plain loop's on the same tokens."""
-    out = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, **call
-    )
-    lengths = call.get("lengths")
-    live = None if lengths is None else torch.arange(len(targets))[:, None] < lengths
-    criterion = {
-        k: call[k]
-        for k in ("ignore_index", "label_smoothing", "z_loss", "class_weight")
-        if k in call
-    }
-    losses, divisor, logits = decode(decoder, targets, out.inputs, live, **criterion)
-    expected = losses.sum() / divisor if divisor else losses.sum()
-    torch.testing.assert_close(out.loss, expected.detach(), rtol=EXACT, atol=EXACT)
-    torch.testing.assert_close(out.token_losses, losses.detach(), rtol=1e-11, atol=EXACT)
-    distance = relative_distance(decoder.gradients(out.loss), decoder.gradients(expected))
-    assert distance < EXACT
-    if call.get("feedback") != "sample":
-        greedy = logits.argmax(-1)
-        assert torch.equal(out.tokens, greedy if live is None else greedy.where(live, out.tokens))
-    return out
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -166,15 +132,6 @@ def test_no_graph_without_grad_mode() -> None:
         )
     assert not out.loss.requires_grad
     assert out.state.shape == (BATCH, 5)
-
-
-def run(
-    decoder: Decoder, cell: Any = None, state: Any = None, **call: Any
-) -> accumext.DecodeOutput:
-    call = {"feedback": "teacher", **call}
-    cell = decoder.cell if cell is None else cell
-    state = decoder.state if state is None else state
-    return accumext.decode_loss(decoder.embedding, cell, decoder.head, TARGETS, state, **call)
 
 
 def test_results_are_the_callers_to_write() -> None:

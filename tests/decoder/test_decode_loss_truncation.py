@@ -5,24 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.decode_oracle import decode, make_decoder, relative_distance
+from support.decoding import BATCH, EXACT, PERIODS, VOCABULARY
 
 import accumext
-
-BATCH, VOCABULARY = 3, 13
-EXACT = 1e-12  # relative, float64: two orders of summation
-PERIODS = [
-    (1, 1),
-    (1, 2),
-    (1, 7),
-    (2, 2),
-    (2, 5),
-    (3, 4),
-    (4, 8),
-    (5, 11),
-    (8, 8),
-    (20, 20),
-    (4, 50),
-]
 
 
 @pytest.mark.parametrize("steps", [1, 8, 17, 35])

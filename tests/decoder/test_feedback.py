@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from support.decode_oracle import Decoder, make_decoder
+from support.decode_oracle import make_decoder
+from support.decoding import BATCH, EXACT, STEPS, TARGETS, VOCABULARY, run
 from torch import nn
 
 import accumext
-
-STEPS, BATCH, VOCABULARY = 7, 3, 13
-EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
-TARGETS = torch.arange(6 * BATCH).view(6, BATCH) % VOCABULARY
 
 
 def targets_with_hole() -> torch.Tensor:
@@ -95,15 +90,6 @@ def test_padding_is_fed_where_the_target_is_ignored() -> None:
     assert out.inputs[STEPS // 2 + 1, 0] == 6
     out.loss.backward()
     assert (decoder.embedding.weight.grad[6] == 0).all()
-
-
-def run(
-    decoder: Decoder, cell: Any = None, state: Any = None, **call: Any
-) -> accumext.DecodeOutput:
-    call = {"feedback": "teacher", **call}
-    cell = decoder.cell if cell is None else cell
-    state = decoder.state if state is None else state
-    return accumext.decode_loss(decoder.embedding, cell, decoder.head, TARGETS, state, **call)
 
 
 def test_lengths_replay_a_sampled_run_that_ended() -> None:

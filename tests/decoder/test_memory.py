@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.decode_oracle import make_decoder
+from support.decoding import TARGETS, raises
 from torch import nn
 
 import accumext
@@ -19,7 +19,6 @@ from accumext.demo.memory import peak_memory
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 STEPS, BATCH, VOCABULARY = 6, 3, 13
-TARGETS = torch.arange(STEPS * BATCH).view(STEPS, BATCH) % VOCABULARY
 LOGIT_ROWS, SEGMENT = _memory.LOGIT_ROWS, _memory.SEGMENT
 CELL_ROWS, AUTOMATIC_ROWS = _memory.CELL_ROWS, _memory.AUTOMATIC_ROWS
 steps = st.integers(0, 12)
@@ -185,10 +184,6 @@ def test_peak_is_far_below_the_logits_of_all_steps() -> None:
     targets = torch.randint(vocabulary, (steps, batch))
     logits = steps * batch * vocabulary * 4
     assert measured(parts, targets, feedback="greedy") < logits / 4
-
-
-def raises(kind: type[Exception], text: str) -> Any:
-    return pytest.raises(kind, match=rf"^decode_loss: {re.escape(text)}")
 
 
 def test_decode_memory_takes_meta_tensors_beside_real_modules() -> None:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
+from support.decode_oracle import decode, make_decoder, relative_distance
+from support.decoding import BATCH, EXACT, STEPS, VOCABULARY, run, targets_with_holes
 
 import accumext
-
-STEPS, BATCH, VOCABULARY = 7, 3, 13
-EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
-TARGETS = torch.arange(6 * BATCH).view(6, BATCH) % VOCABULARY
-
-
-def targets_with_holes(steps: int = STEPS, hole: int = -100) -> torch.Tensor:
-    targets = torch.randint(VOCABULARY, (steps, BATCH))
-    targets[steps // 2, 0] = hole
-    return targets
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -73,15 +62,6 @@ def test_lengths_freeze_the_state() -> None:
         assert torch.equal(frozen[:, 1], start[:, 1])
     assert (whole.token_losses[2:, 0] == 0).all()
     assert (whole.token_losses[:, 1] == 0).all()
-
-
-def run(
-    decoder: Decoder, cell: Any = None, state: Any = None, **call: Any
-) -> accumext.DecodeOutput:
-    call = {"feedback": "teacher", **call}
-    cell = decoder.cell if cell is None else cell
-    state = decoder.state if state is None else state
-    return accumext.decode_loss(decoder.embedding, cell, decoder.head, TARGETS, state, **call)
 
 
 def test_the_global_generator_may_be_given_beside_dropout() -> None:

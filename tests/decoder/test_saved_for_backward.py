@@ -3,51 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import re
-from typing import Any
 
 import pytest
 import torch
-from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
+from support.decode_oracle import make_decoder, relative_distance
+from support.decoding import EXACT, check_exact, raises, run, targets_with_holes
 from torch import nn
 
 import accumext
-
-STEPS, BATCH, VOCABULARY = 7, 3, 13
-EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
-TARGETS = torch.arange(6 * BATCH).view(6, BATCH) % VOCABULARY
-
-
-def targets_with_holes(steps: int = STEPS, hole: int = -100) -> torch.Tensor:
-    targets = torch.randint(VOCABULARY, (steps, BATCH))
-    targets[steps // 2, 0] = hole
-    return targets
-
-
-def check_exact(
-    decoder: Decoder, targets: torch.Tensor, call: dict[str, Any]
-) -> accumext.DecodeOutput:
-    """Loss, token losses and every gradient equal the plain loop's on the same tokens."""
-    out = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, **call
-    )
-    lengths = call.get("lengths")
-    live = None if lengths is None else torch.arange(len(targets))[:, None] < lengths
-    criterion = {
-        k: call[k]
-        for k in ("ignore_index", "label_smoothing", "z_loss", "class_weight")
-        if k in call
-    }
-    losses, divisor, logits = decode(decoder, targets, out.inputs, live, **criterion)
-    expected = losses.sum() / divisor if divisor else losses.sum()
-    torch.testing.assert_close(out.loss, expected.detach(), rtol=EXACT, atol=EXACT)
-    torch.testing.assert_close(out.token_losses, losses.detach(), rtol=1e-11, atol=EXACT)
-    distance = relative_distance(decoder.gradients(out.loss), decoder.gradients(expected))
-    assert distance < EXACT
-    if call.get("feedback") != "sample":
-        greedy = logits.argmax(-1)
-        assert torch.equal(out.tokens, greedy if live is None else greedy.where(live, out.tokens))
-    return out
 
 
 def test_loss_scale_is_honoured_and_a_retained_graph_runs_again() -> None:
@@ -70,19 +33,6 @@ def test_frozen_parts_get_no_gradient() -> None:
         getattr(decoder, frozen).requires_grad_(False)
         decoder.leaves = [leaf for leaf in decoder.leaves if leaf.requires_grad]
         check_exact(decoder, targets_with_holes(), {"feedback": "greedy"})
-
-
-def run(
-    decoder: Decoder, cell: Any = None, state: Any = None, **call: Any
-) -> accumext.DecodeOutput:
-    call = {"feedback": "teacher", **call}
-    cell = decoder.cell if cell is None else cell
-    state = decoder.state if state is None else state
-    return accumext.decode_loss(decoder.embedding, cell, decoder.head, TARGETS, state, **call)
-
-
-def raises(kind: type[Exception], text: str) -> Any:
-    return pytest.raises(kind, match=rf"^decode_loss: {re.escape(text)}")
 
 
 def test_parameters_that_changed_before_the_backward_pass_are_an_error() -> None:

@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.decode_oracle import make_decoder, relative_distance
+from support.decoding import EXACT, PERIODS, TARGETS
 from torch import nn
 
 import accumext
 
 STEPS, BATCH, VOCABULARY = 6, 3, 13
-EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
-TARGETS = torch.arange(STEPS * BATCH).view(STEPS, BATCH) % VOCABULARY
 T, B, V, H = 4, 3, 7, 5
 FEW = torch.arange(T * B).view(T, B) % V
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -37,19 +36,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "feedback must be one of 'teacher', 'greedy', 'sample', 'scheduled', got 'best'"),
     ({"start": -1}, ValueError, "start must be at least 0, got -1"),
 ]  # fmt: skip
-PERIODS = [
-    (1, 1),
-    (1, 2),
-    (1, 7),
-    (2, 2),
-    (2, 5),
-    (3, 4),
-    (4, 8),
-    (5, 11),
-    (8, 8),
-    (20, 20),
-    (4, 50),
-]
 
 
 def test_tbptt_keeps_what_only_early_windows_use() -> None:

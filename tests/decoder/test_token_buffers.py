@@ -5,17 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.decode_oracle import decode, make_decoder, relative_distance
+from support.decoding import BATCH, EXACT, targets_with_holes
 
 import accumext
-
-STEPS, BATCH, VOCABULARY = 7, 3, 13
-EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
-
-
-def targets_with_holes(steps: int = STEPS, hole: int = -100) -> torch.Tensor:
-    targets = torch.randint(VOCABULARY, (steps, BATCH))
-    targets[steps // 2, 0] = hole
-    return targets
 
 
 def test_reductions_and_divisors() -> None:
