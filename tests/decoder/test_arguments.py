@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import decoding
 from support.decode_oracle import decode, make_decoder, relative_distance
 from support.decoding import EXACT, raises, run
 from torch import nn
@@ -222,6 +223,6 @@ def test_parametrizations_are_followed() -> None:
     nn.utils.parametrizations.weight_norm(decoder.head)
     decoder.leaves = [*decoder.head.parameters(), decoder.state]
     out = run(decoder)
-    losses, divisor, _ = decode(decoder, TARGETS, out.inputs)
+    losses, divisor, _ = decode(decoder, decoding.TARGETS, out.inputs)
     expected = decoder.gradients(losses.sum() / divisor)
     assert relative_distance(decoder.gradients(out.loss), expected) < EXACT
