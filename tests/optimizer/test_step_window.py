@@ -133,3 +133,19 @@ def test_gradients_that_share_memory_are_scaled_once(shared, scaled_by, fused):
     else:
         opt.step()
     torch.testing.assert_close([p.detach() for p in parameters], expected)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_a_norm_whose_squares_overflow_only_while_scaled(max_norm):
+    """The pass that adds the second micro-batch finds it of gradients that are still scaled."""
+    parameter = nn.Parameter(torch.zeros(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**70)  # whose square is no float32
+    sgd = torch.optim.SGD([parameter], lr=1.0)
+    opt = AccumulatingOptimizer(sgd, window=2, max_norm=max_norm, scaler=scaler)
+    for _ in range(2):
+        opt.backward((parameter * torch.tensor([3.0, 4.0])).sum())
+    opt.step()
+    assert not opt.last.skipped
+    assert opt.last.total_norm.item() == 5.0
+    clipped = torch.tensor([-3.0, -4.0]) * (1.0 if max_norm is None else max_norm / 5.0)
+    torch.testing.assert_close(parameter.detach(), clipped, rtol=1e-6, atol=0)
