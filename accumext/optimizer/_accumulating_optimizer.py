@@ -19,7 +19,7 @@ from accumext.optimizer._arguments import (
     OP,
     UNWEIGHTED,
     check_arguments,
-    check_loss,
+    check_loss_and_weight,
     check_weight,
 )
 from accumext.optimizer._backward_pass import run_backward
@@ -159,7 +159,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.backward(F.cross_entropy(logits, targets), weight=targets.numel())
         """
         op = f"{OP}.backward"
-        count = check_loss(op, loss, weight)
+        count = check_loss_and_weight(op, loss, weight)
         weighted = weight is not UNWEIGHTED
         run_backward(self._accumulator, self, op, loss, count, weighted)
 

@@ -69,8 +69,8 @@ def check_arguments(optimizer: Optimizer, **arguments: Any) -> Settings:
     return settings
 
 
-def check_loss(op: str, loss: object, weight: object) -> Scalar:
-    """A 0-dim tensor with a graph; returns the weight as `check_weight` does."""
+def check_loss_and_weight(op: str, loss: object, weight: object) -> Scalar:
+    """The loss must be 0-dim and have a graph; returns the weight as `check_weight` does."""
     if not isinstance(loss, Tensor):
         _checks.fail_type(op, "loss", "be a tensor", _checks.type_name(loss))
     if loss.dim() != 0:
