@@ -27,7 +27,6 @@ from accumext._scalars import Scalar
 from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
-from accumext.decoder._half_matmul import add_matmul, matmul_transposed
 from accumext.decoder._memory import WorkspacePlan
 
 
@@ -213,8 +212,14 @@ class FusedCrossEntropy:
             colsum = self.weight.sum(0, dtype=self.dtype)
             return colsum, bias_dot, float(self.weight.shape[0])
         bias_dot = 0.0 if self.bias is None else weights @ self.bias
-        colsum = matmul_transposed(weights[:, None], self.weight, self.dtype)[0]
+        colsum = self._product(weights[None], self.weight)[0]
         return colsum, bias_dot, weights.sum()
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        """left @ right in the accumulation dtype."""
+        sums = left.new_empty(left.shape[0], right.shape[1], dtype=self.dtype)
+        _operators.add_matmul(sums, left, right, True)
+        return sums
 
     def _form_gradients(self) -> None:
         """Add the gradients of the rows in the workspace, which is then empty."""
@@ -227,7 +232,7 @@ class FusedCrossEntropy:
         position, h, y, r, t, q = (torch.cat(parts) for parts in zip(*pending, strict=True))
         gradients = self._gradients
         if len(gradients.hidden):
-            d_hidden = matmul_transposed(exps, self.weight, self.dtype).mul_(r[:, None])
+            d_hidden = self._product(exps.t(), self.weight).mul_(r[:, None])
             d_hidden.addcmul_(self.weight[y].to(self.dtype), t[:, None])
             if self._smoothing > 0:
                 d_hidden.addr_(q, self._colsum, alpha=-1)
@@ -236,12 +241,12 @@ class FusedCrossEntropy:
             h = h.to(self.weight.dtype).to(self.dtype)  # what made the logits
             h = h * self._main_factor
             overwrite = not self._weight_written
-            add_matmul(gradients.weight, exps, h * r[:, None], overwrite=overwrite)
+            _operators.add_matmul(gradients.weight, exps, h * r[:, None], overwrite)
             gradients.weight.index_add_(0, y, h * t[:, None])
             self._weight_written = True
             self._smoothed += q @ h
         if gradients.bias is not None:
-            add_matmul(gradients.bias[:, None], exps, r[:, None], overwrite=False)
+            _operators.add_matmul(gradients.bias[:, None], exps, r[:, None], False)
             gradients.bias.index_add_(0, y, t)
             self._smoothed_bias += q.sum()
 

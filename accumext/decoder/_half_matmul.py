@@ -45,28 +45,3 @@ def no_grad_no_autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
-def matmul_transposed(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left.t() @ right in `dtype`: [V, M] and [V, H] give [M, H]."""
-    if left.dtype == right.dtype:
-        return torch.mm(left.t(), right).to(dtype)
-    sums = left.new_zeros(left.shape[1], right.shape[1], dtype=dtype)
-    for begin in range(0, len(left), SLICE):
-        rows = slice(begin, begin + SLICE)
-        sums.addmm_(left[rows].t().to(dtype), right[rows].to(dtype))
-    return sums
-
-
-def add_matmul(sums: Tensor, left: Tensor, right: Tensor, *, overwrite: bool) -> None:
-    """sums = (0 if overwrite else sums) + left @ right: [V, M] and [M, H] into [V, H]."""
-    if left.dtype == sums.dtype:
-        torch.addmm(sums, left, right, beta=0 if overwrite else 1, out=sums)
-        return
-    right = right.to(left.dtype)
-    buffer = left.new_empty(min(SLICE, len(left)), right.shape[1])
-    for begin in range(0, len(left), SLICE):
-        rows = slice(begin, begin + SLICE)
-        part = torch.mm(left[rows], right, out=buffer[: len(left[rows])])
-        if overwrite:
-            sums[rows] = part
-        else:
-            sums[rows].add_(part)

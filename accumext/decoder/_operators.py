@@ -44,6 +44,10 @@ _define(
     "Tensor(d!) stats) -> ()",
 )
 
+# sums = (0 if overwrite else sums) + left @ right, sums in the dtype of `sums`. A left operand of
+# half precision has the right one rounded to its dtype.
+_define("add_matmul", "(Tensor(a!) sums, Tensor left, Tensor right, bool overwrite) -> ()")
+
 # Steps [begin, end) of a recurrent decoder: look up the input, advance every layer, and, where
 # `stats` are given, push the live rows through the head and choose the next input. The result is
 # the number of rows that the head has seen; `rows` names them, t * B + b.
@@ -110,5 +114,6 @@ _define(
 )
 
 head_forward = torch.ops.accumext.head_forward.default
+add_matmul = torch.ops.accumext.add_matmul.default
 decode_steps = torch.ops.accumext.decode_steps.default
 rnn_backward = torch.ops.accumext.rnn_backward.default

@@ -5,6 +5,8 @@ _operators.py says what the arguments are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -34,10 +36,32 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return z.t()
     h = h.to(weight.dtype).to(hidden.dtype)
     z = hidden.new_empty(weight.shape[0], len(hidden))
-    for begin in range(0, len(weight), SLICE):
-        rows = slice(begin, begin + SLICE)
+    for rows in slices(len(weight)):
         torch.mm(weight[rows].to(hidden.dtype), h, out=z[rows])
     return z.t() if bias is None else z.add_(bias[:, None]).t()
+
+
+def add_matmul(sums: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
+    if left.dtype != sums.dtype:
+        right = right.to(left.dtype)
+    if left.dtype == right.dtype == sums.dtype:
+        torch.addmm(sums, left, right, beta=0 if overwrite else 1, out=sums)
+    elif left.dtype == right.dtype and sums.is_cuda:
+        if overwrite:
+            torch.mm(left, right, out_dtype=sums.dtype, out=sums)
+        else:
+            torch.addmm(sums, left, right, out_dtype=sums.dtype, out=sums)
+    else:  # torch rounds sums to the operands' dtype: a slice of them at a time is converted
+        if overwrite:
+            sums.zero_()
+        for terms in slices(left.shape[1]):
+            wide = right[terms].to(sums.dtype)
+            for rows in slices(left.shape[0]):
+                sums[rows].addmm_(left[rows, terms].to(sums.dtype), wide)
+
+
+def slices(size: int) -> Iterator[slice]:
+    return (slice(begin, begin + SLICE) for begin in range(0, size, SLICE))
 
 
 def softmax_stats(
