@@ -16,8 +16,6 @@ from torch import Tensor
 
 from accumext._torch_private import cpu_multiplies_bfloat16
 
-SLICE = 4096  # rows at once: enough for full speed, few beside a vocabulary
-
 
 class HeadDtypes(NamedTuple):
     """The precisions of the output layer in one call."""

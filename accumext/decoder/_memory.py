@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._cells import parameter_tensors
-from accumext.decoder._half_matmul import SLICE
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
 
 # Rows of the workspace that let the deferred products run at full speed: with fewer, the traffic of
@@ -94,9 +93,6 @@ def predicted_peak(args: DecodeArguments) -> int:
     casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
     workspace = vocabulary * (plan.rows * args.dtypes.exps.itemsize + plan.logit_rows * size)
     workspace += 6 * plan.rows * hidden * size
-    if product.itemsize < size:  # a slice of a product; converted where it is added to another
-        slices = product.itemsize + size * (plan.rows < tokens)
-        workspace += min(SLICE, vocabulary) * hidden * slices
     token_buffers = tokens * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
     d_table = rows * width * (table.requires_grad and not args.tied)
     final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from accumext.decoder._feedback import sample
-from accumext.decoder._half_matmul import SLICE
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_TANH
+
+# Rows of a half-precision operand that are converted at once: enough for full speed, few beside a
+# vocabulary.
+SLICE = 1024
 
 
 def head_forward(
