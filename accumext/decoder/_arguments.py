@@ -25,7 +25,7 @@ from accumext._torch_private import forward_hooks
 from accumext.decoder._cells import Cell, cell_of
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._feedback import Feedback, feedback_of
-from accumext.decoder._half_matmul import HeadDtypes, head_dtypes
+from accumext.decoder._half_matmul import Dtypes, dtypes_of
 from accumext.decoder._recurrent_state import State, own_generator, tensors
 from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
 from accumext.decoder._state_gradient import StateGradientGate, random_cuts
@@ -55,7 +55,7 @@ class DecodeArguments:
     rnn_weights: RnnWeights | None  # None: the cell is called, and autograd differentiates it
     head_weight: Tensor  # [V, H]
     head_bias: Tensor | None  # [V]
-    dtypes: HeadDtypes
+    dtypes: Dtypes
     targets: Tensor  # int64 [T, B], in [0, V): 0 where not counted
     counted: Tensor  # bool [T, B]: within its length and not ignored
     within_length: Tensor | None  # bool [T, B]; None without `lengths`
@@ -140,7 +140,7 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         fail_type(OP, "cuda_graph", "be a bool", type_name(cuda_graph))
     if cuda_graph and device.type != "cuda":
         fail_value(OP, "cuda_graph", "be False where the head is not on a GPU", device)
-    dtypes = head_dtypes(weight)
+    dtypes = dtypes_of(weight)
     memory_budget = call["memory_budget"]
     if memory_budget is not None:
         memory_budget = positive_int(OP, "memory_budget", memory_budget)

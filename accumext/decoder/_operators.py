@@ -54,7 +54,9 @@ _define("add_matmul", "(Tensor(a!) sums, Tensor left, Tensor right, bool overwri
 _define(
     "decode_steps",
     "(Tensor table, "  # [R, E]
-    "Tensor[] cell, "  # per layer weight_ih, weight_hh, bias_ih, bias_hh; no bias: empty
+    # Per layer weight_ih, weight_hh, bias_ih, bias_hh; no bias: empty. What a weight of half
+    # precision is multiplied with is rounded to its dtype.
+    "Tensor[] cell, "
     "Tensor(a!)[] states, "  # per layer h, and c of an LSTM, [T + 1, B, H]: before and after steps
     "int kind, "  # index into _rnn_weights.KINDS
     "Tensor? dropout_mask, float dropout_scale, "  # bool [T, L - 1, B, H]: units that are kept
@@ -89,7 +91,7 @@ _define(
 _define(
     "rnn_backward",
     "(int kind, Tensor d_out, "  # [q, B, H]
-    "Tensor? pre, "  # [q, B, 4 H], of _rnn_weights.pre_activations; not of a plain RNN
+    "Tensor? pre, "  # [q, B, 4 H], of _rnn_path.pre_activations; not of a plain RNN
     "Tensor h, "  # [q + 1, B, H]
     "Tensor? c, "  # [q + 1, B, H] of an LSTM
     "Tensor? live, "  # bool [q, B]

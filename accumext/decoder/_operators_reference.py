@@ -161,7 +161,11 @@ def decode_steps(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x @ weight.t() + bias; an empty bias is none."""
+    """x @ weight.t() + bias; an empty bias is none, and a weight of half precision rounds x."""
+    if weight.dtype != x.dtype:
+        sums = bias.repeat(len(x), 1) if bias.numel() else x.new_empty(len(x), len(weight))
+        add_matmul(sums, x.to(weight.dtype), weight.t(), not bias.numel())
+        return sums
     return torch.addmm(bias, x, weight.t()) if bias.numel() else torch.mm(x, weight.t())
 
 
@@ -177,7 +181,7 @@ def rnn_backward(
             None if c is None else c[t + 1], None if live is None else live[t], dh, dc, d_x[t],
             None if d_h is None else d_h[t],
         )  # fmt: skip
-        dh.addmm_(d_x[t] if d_h is None else d_h[t], weight.t())
+        add_matmul(dh, (d_x[t] if d_h is None else d_h[t]).to(weight.dtype), weight.t(), False)
         for gradient in (dh, dc):
             if gradient is None:
                 continue

@@ -23,7 +23,7 @@ from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, 
 from accumext.decoder._half_matmul import no_grad_no_autocast
 from accumext.decoder._memory import backward_steps, workspace_plan
 from accumext.decoder._recurrent_state import State
-from accumext.decoder._rnn_weights import GRU, RnnWeights, pre_activations
+from accumext.decoder._rnn_weights import GRU, RnnWeights
 from accumext.decoder._saved_for_backward import SavedForBackward, formed_in_forward
 from accumext.decoder._token_buffers import TokenBuffers
 
@@ -111,7 +111,7 @@ class _RnnBuffers:
 
     rnn: RnnWeights
     table: Tensor  # [R, E]: the embedding's weight, elements of a row next to each other
-    weights: list[Tensor]  # as `rnn.weights`, in the accumulation dtype; an empty bias is none
+    weights: list[Tensor]  # as `rnn.weights`, in the dtypes of the products; an empty bias is none
     steps: StepBuffers
     dropout_scale: float  # of the units that dropout keeps
     state_dtypes: list[torch.dtype]  # of the parts of the given state
@@ -153,8 +153,9 @@ def _rnn_buffers(tokens: TokenBuffers, rnn: RnnWeights, state: tuple[Tensor, ...
         None if feedback.mask is None else feedback.mask.contiguous(),
         tokens.live, feedback.uniforms, dropout_mask,
     )  # fmt: skip
-    weights = [empty if w is None else w.detach().to(empty.dtype) for w in rnn.weights]
-    weights = [w.contiguous() for w in weights]
+    dtypes = [args.dtypes.cell] * 2 + [empty.dtype] * 2  # weight_ih, weight_hh, the biases
+    weights = [empty if w is None else w.detach() for w in rnn.weights]
+    weights = [w.to(dtypes[i % 4]).contiguous() for i, w in enumerate(weights)]
     return _RnnBuffers(rnn, table, weights, steps, dropout_scale, [part.dtype for part in state])
 
 
@@ -268,7 +269,7 @@ class _ThroughTime:
         self._rnn, self._states = buffers.rnn, buffers.steps.states
         self._needs_table, self._table_main = needs_table, table_main
         new_zeros, table = self._states[0].new_zeros, self._args.table
-        self._d_weights = [w.new_zeros(w.shape) for w in buffers.weights]
+        self._d_weights = [new_zeros(w.shape) for w in buffers.weights]
         # weight_hh of every layer, transposed, since the product takes rows of the result
         self._transposed = [w.t().contiguous() for w in buffers.weights[1::4]]
         self._d_state = [new_zeros(state.shape[1:]) for state in self._states]
@@ -309,14 +310,14 @@ class _ThroughTime:
         factors, buffers = self._gate_factors(span, d_out), self._buffers
         for layer in reversed(range(1, self._rnn.layers)):
             d_gates = self._layer(layer, span, d_out, factors, d_state)
-            d_out = torch.mm(d_gates, buffers.weights[4 * layer]).view(*d_out.shape[:2], -1)
+            d_out = _matmul(d_gates, buffers.weights[4 * layer]).view(*d_out.shape[:2], -1)
             del d_gates
             if buffers.steps.dropout_mask is not None:
                 mask = buffers.steps.dropout_mask[span, layer - 1]
                 d_out.mul_(mask).mul_(buffers.dropout_scale)
         d_gates = self._layer(0, span, d_out, factors, d_state)
         if self._needs_table:
-            self._add_to_table(span, torch.mm(d_gates, buffers.weights[0]))
+            self._add_to_table(span, _matmul(d_gates, buffers.weights[0]))
 
     def _layer(
         self, layer: int, span: slice, d_out: Tensor, factors: Tensor | None, d_state: list[Tensor]
@@ -343,8 +344,8 @@ class _ThroughTime:
         d_x = d_x.flatten(0, 1)
         d_h = d_x if d_h is None else d_h.flatten(0, 1)
         w_ih, w_hh, b_ih, b_hh = self._d_weights[4 * layer : 4 * layer + 4]
-        w_ih.addmm_(d_x.t(), x)
-        w_hh.addmm_(d_h.t(), before)
+        _operators.add_matmul(w_ih, d_x.t().to(weights[0].dtype), x, False)
+        _operators.add_matmul(w_hh, d_h.t().to(weights[1].dtype), before, False)
         if b_ih.numel():
             b_ih += d_x.sum(0)
         if b_hh.numel():
@@ -403,3 +404,35 @@ class _ThroughTime:
         gradients = self._buffers.module_state(self._d_state)
         gradients += [d.to(weight.dtype) for weight, d in pairs if weight is not None]
         return [d if need else None for d, need in zip(gradients, needed, strict=True)]
+
+
+def pre_activations(
+    kind: int,
+    x: Tensor,  # [M, E]
+    h: Tensor,  # [M, H]
+    weights: list[Tensor],  # weight_ih, weight_hh, bias_ih, bias_hh; an empty bias is none
+) -> Tensor:
+    """What the nonlinearities of a layer are applied to, [M, 4 H] or [M, H].
+
+    r, z, n's part of x and n's part of h for a GRU; i, f, g, o for an LSTM.
+    """
+    w_ih, w_hh, b_ih, b_hh = weights
+    from_x, from_h = _matmul(x, w_ih.t()), _matmul(h, w_hh.t())
+    for part, bias in ((from_x, b_ih), (from_h, b_hh)):
+        if bias.numel():
+            part += bias
+    if kind != GRU:
+        return from_x.add_(from_h)
+    rz = 2 * h.shape[1]
+    pre = from_x.new_empty(len(x), 2 * rz)
+    torch.add(from_x[:, :rz], from_h[:, :rz], out=pre[:, :rz])
+    pre[:, rz : rz + rz // 2] = from_x[:, rz:]
+    pre[:, rz + rz // 2 :] = from_h[:, rz:]
+    return pre
+
+
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right with operands rounded to the dtype of `right`, sums in that of `left`."""
+    sums = left.new_empty(left.shape[0], right.shape[1])
+    _operators.add_matmul(sums, left.to(right.dtype), right, True)
+    return sums
