@@ -9,7 +9,8 @@ from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
 
 # Rows of the workspace that let the deferred products run at full speed: with fewer, the traffic of
-# the head's weight and its gradient dominates. Twice as many where exponentials take half as much.
+# the head's weight and its gradient dominates. Twice as many where exponentials take half as much,
+# and less than twice of that where these would not fill it a second time.
 AUTOMATIC_ROWS = 256
 
 # Rows of logits that exist at once where a step has more: the widest skinny product that is fast.
@@ -58,8 +59,10 @@ def fill_budget(
     """
     logit_rows = max(1, min(batch, LOGIT_ROWS))
     if memory_budget is None:
+        # What is left over after so many rows at a time is shared out: a window of few is slow.
         wanted = AUTOMATIC_ROWS * logit_bytes // exps_bytes
-        rows = -(-wanted // max(1, batch)) * batch
+        windows = max(1, steps * batch // wanted)
+        rows = -(-steps // windows) * batch
     else:
         logit_rows = max(1, min(logit_rows, memory_budget // (logit_bytes + exps_bytes)))
         rows = (memory_budget - logit_rows * logit_bytes) // exps_bytes

@@ -11,7 +11,7 @@ namespace accumext::cpu {
 namespace {
 
 constexpr int64_t kPanelBytes = 1 << 15;  // of the first cache
-constexpr int64_t kRowSpan = 480;         // rows of the left operand in the second cache
+constexpr int64_t kRowSpan = 240;         // rows of the left operand in the second cache
 
 // A matrix of the call, with any strides.
 struct Operand {
@@ -43,8 +43,11 @@ class Matmul {
         out_stride_(sums.stride(0)),
         overwrite_(overwrite) {
     if (left_.dtype != kDtypeOf<T>) paired_ = paired_kernels();
-    const int64_t line = kPanelBytes / (kPanelColumns<T> * sizeof(T));
-    depth_block_ = paired_ != nullptr ? 2 * line : line;
+    // As many terms as a panel holds, or fewer, so that blocks are equal.
+    const int64_t most =
+        (paired_ != nullptr ? 2 : 1) * kPanelBytes / (kPanelColumns<T> * sizeof(T));
+    const int64_t blocks = (depth_ + most - 1) / most;
+    depth_block_ = up_to(2 * kTile, (depth_ + blocks - 1) / blocks);
   }
 
   void run() const {
@@ -121,7 +124,7 @@ class Matmul {
     block.depth_stride = left_.column_stride;
     if (paired_ == nullptr || left_.column_stride == 1) return;
     const int64_t stride = up_to(2 * kTile, block.depth);
-    if (!turned) turned.emplace(kRowSpan * up_to(2 * kTile, depth_block_));
+    if (!turned) turned.emplace(kRowSpan * depth_block_);
     paired_->transpose(static_cast<const uint16_t*>(block.left), left_.column_stride, block.depth,
                        block.rows, turned->get(), stride);
     block.left = turned->get();

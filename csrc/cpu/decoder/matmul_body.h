@@ -33,27 +33,53 @@ template <typename T, int kSize, int kRows, int kVectors>
   }
 }
 
+// The left operand at a term of kRows rows: side by side, or each at a stride.
+template <typename T, bool kRowMajor, int kRows>
+class LeftRows;
+
+template <typename T, int kRows>
+class LeftRows<T, true, kRows> {
+ public:
+  LeftRows(const Block<T>& b, int64_t row)
+      : rows_(static_cast<const T*>(b.left) + row * b.row_stride, b.row_stride) {}
+  [[gnu::always_inline]] T operator[](int r) const { return *rows_[r]; }
+  [[gnu::always_inline]] void advance() { rows_.advance(1); }
+
+ private:
+  RowPointers<kRows, T> rows_;
+};
+
+template <typename T, int kRows>
+class LeftRows<T, false, kRows> {
+ public:
+  LeftRows(const Block<T>& b, int64_t row)
+      : first_(static_cast<const T*>(b.left) + row), stride_(b.depth_stride) {}
+  [[gnu::always_inline]] T operator[](int r) const { return first_[r]; }
+  [[gnu::always_inline]] void advance() { first_ += stride_; }
+
+ private:
+  const T* first_;
+  int64_t stride_;
+};
+
 template <typename T, bool kRowMajor, int kRows, int kVectors>
 [[gnu::always_inline]] inline void multiply_tile(const Block<T>& b, int64_t row, int64_t column) {
   constexpr int kSize = kRegister<T>;
-  const int64_t row_stride = kRowMajor ? b.row_stride : 1;
-  const int64_t depth_stride = kRowMajor ? 1 : b.depth_stride;
-  const T* left = static_cast<const T*>(b.left) + row * row_stride;
+  LeftRows<T, kRowMajor, kRows> left(b, row);
   const T* panel = static_cast<const T*>(b.panel) + column;
   Vector<T, kSize> sum[kRows][kVectors] = {};
 #pragma GCC unroll 4
-  for (int64_t k = 0; k < b.depth; ++k) {
+  for (int64_t k = 0; k < b.depth; ++k, panel += kPanelColumns<T>) {
     Vector<T, kSize> right[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      right[v] = raw<Vector<T, kSize>>(panel + k * kPanelColumns<T> + v * kSize);
-    }
+    for (int v = 0; v < kVectors; ++v) right[v] = raw<Vector<T, kSize>>(panel + v * kSize);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vector<T, kSize> x = splat<T, kSize>(left[r * row_stride + k * depth_stride]);
+      const Vector<T, kSize> x = splat<T, kSize>(left[r]);
       for (int v = 0; v < kVectors; ++v) {
         sum[r][v] = multiply_add<T, kSize>(x, right[v], sum[r][v]);
       }
     }
+    left.advance();
   }
   put_sums<T, kSize>(b, sum, row, column);
 }
