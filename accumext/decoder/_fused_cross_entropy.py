@@ -27,7 +27,7 @@ from accumext._scalars import Scalar
 from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
-from accumext.decoder._memory import WorkspacePlan
+from accumext.decoder._memory import WorkspacePlan, new_buffer
 
 
 class NeedsGrad(NamedTuple):
@@ -78,8 +78,9 @@ class FusedCrossEntropy:
         self.rows, self.logit_rows = plan.rows, plan.logit_rows
         self.forms_gradients = needs is not None
         self.dtype = args.dtypes.accumulation
-        weight = weight.detach().to(args.dtypes.product)
-        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self.weight = weight = weight.detach()
+        if weight.dtype != args.dtypes.product or weight.stride(1) != 1:
+            self.weight = new_buffer(weight, *weight.shape, dtype=args.dtypes.product).copy_(weight)
         self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
         self._temperature = args.feedback.temperature
         self._smoothing, self._z_loss = criterion.label_smoothing, criterion.z_loss
@@ -102,8 +103,9 @@ class FusedCrossEntropy:
             rows = args.steps * args.batch
             d_weight = None if destination is None else destination.main_grad
             if needs.weight and d_weight is None:
-                d_weight = new(vocabulary, hidden, dtype=self.dtype)
-            self._exps = new(vocabulary, min(self.rows, rows), dtype=args.dtypes.exps)
+                d_weight = new_buffer(weight, vocabulary, hidden, dtype=self.dtype)
+            size = min(self.rows, rows)
+            self._exps = new_buffer(weight, vocabulary, size, dtype=args.dtypes.exps)
             self._gradients = HeadGradients(
                 hidden=new(rows if needs.hidden else 0, hidden, dtype=self.dtype).zero_(),
                 weight=d_weight,

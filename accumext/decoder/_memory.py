@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
@@ -69,6 +73,13 @@ def fill_budget(
         if rows >= batch > 0:
             rows -= rows % batch
     return WorkspacePlan(max(1, min(rows, steps * batch)), logit_rows, SEGMENT)
+
+
+def new_buffer(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor of the size of a head or of a workspace."""
+    buffer = like.new_empty(shape, dtype=dtype)
+    _operators.large_pages(buffer)
+    return buffer
 
 
 def backward_steps(batch: int) -> int:

@@ -48,6 +48,10 @@ _define(
 # half precision has the right one rounded to its dtype.
 _define("add_matmul", "(Tensor(a!) sums, Tensor left, Tensor right, bool overwrite) -> ()")
 
+# Asks for large pages behind a tensor of many megabytes that nothing has been written to: the first
+# write to an ordinary page takes longer than a product writes it.
+_define("large_pages", "(Tensor memory) -> ()")
+
 # Steps [begin, end) of a recurrent decoder: look up the input, advance every layer, and, where
 # `stats` are given, push the live rows through the head and choose the next input. The result is
 # the number of rows that the head has seen; `rows` names them, t * B + b.
@@ -117,5 +121,6 @@ _define(
 
 head_forward = torch.ops.accumext.head_forward.default
 add_matmul = torch.ops.accumext.add_matmul.default
+large_pages = torch.ops.accumext.large_pages.default
 decode_steps = torch.ops.accumext.decode_steps.default
 rnn_backward = torch.ops.accumext.rnn_backward.default

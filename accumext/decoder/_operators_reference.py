@@ -67,6 +67,10 @@ def slices(size: int) -> Iterator[slice]:
     return (slice(begin, begin + SLICE) for begin in range(0, size, SLICE))
 
 
+def large_pages(memory: Tensor) -> None:
+    """Nothing: PyTorch cannot ask for them."""
+
+
 def softmax_stats(
     logits: Tensor, targets: Tensor, uniforms: Tensor | None, temperature: float,
     exps: Tensor | None, tokens: Tensor, stats: Tensor,

@@ -21,7 +21,7 @@ from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._cuda_graph import StepBuffers, WindowGraph
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
 from accumext.decoder._half_matmul import no_grad_no_autocast
-from accumext.decoder._memory import backward_steps, workspace_plan
+from accumext.decoder._memory import backward_steps, new_buffer, workspace_plan
 from accumext.decoder._recurrent_state import State
 from accumext.decoder._rnn_weights import GRU, RnnWeights
 from accumext.decoder._saved_for_backward import SavedForBackward, formed_in_forward
@@ -282,7 +282,8 @@ class _ThroughTime:
                 width = table.weight.shape[1]
                 self._d_rows = new_zeros(self._args.steps, self._args.batch, width)
             else:
-                self._d_table = new_zeros(table.weight.shape)
+                dtype = self._args.dtypes.accumulation
+                self._d_table = new_buffer(table.weight, *table.weight.shape, dtype=dtype).zero_()
 
     def run(self, d_out: Tensor, d_last: tuple[Tensor | None, ...]) -> None:
         """Every window, from the gradients of the outputs [T, B, H] and of the last state."""

@@ -216,11 +216,14 @@ def test_a_budget_is_filled(steps: int, batch: int, logits: int, exps: int, budg
 def test_without_a_budget_there_are_enough_whole_steps(
     steps: int, batch: int, logits: int, exps: int
 ) -> None:
-    """The fewest steps that have AUTOMATIC_ROWS rows of the memory that logits take."""
+    """Whole steps that have AUTOMATIC_ROWS rows of the memory that logits take, and as few windows
+    as if none were smaller."""
     plan = fill_budget(steps, batch, logits, exps, None)
-    enough = AUTOMATIC_ROWS * logits // exps
-    needed = next(n for n in range(enough + 1) if n * batch >= enough or batch == 0)
-    assert plan.rows == max(1, min(needed * batch, steps * batch))
+    enough, rows = AUTOMATIC_ROWS * logits // exps, steps * batch
+    assert plan.rows == max(1, rows) or plan.rows % batch == 0
+    assert plan.rows >= min(enough, max(1, rows))
+    assert plan.rows < 2 * enough + batch
+    assert -(-rows // plan.rows) <= max(1, rows // enough)
     assert plan.logit_rows == max(1, min(batch, LOGIT_ROWS))
     assert plan.segment == SEGMENT
 
@@ -232,12 +235,14 @@ def test_the_cells_backward_pass_takes_the_fewest_steps_that_are_enough(batch: i
 
 
 def test_sizes_that_anyone_can_compute() -> None:
-    assert fill_budget(1000, 1, 400, 400, None) == WorkspacePlan(256, 1, 16)
-    assert fill_budget(100, 16, 400, 400, None) == WorkspacePlan(256, 16, 16)
-    assert fill_budget(100, 48, 400, 400, None) == WorkspacePlan(288, 32, 16)
+    assert fill_budget(1024, 1, 400, 400, None) == WorkspacePlan(256, 1, 16)
+    assert fill_budget(96, 16, 400, 400, None) == WorkspacePlan(256, 16, 16)
+    assert fill_budget(100, 16, 400, 400, None) == WorkspacePlan(272, 16, 16)  # 6 windows, not 7
+    assert fill_budget(31, 16, 400, 400, None) == WorkspacePlan(496, 16, 16)  # 1
+    assert fill_budget(100, 48, 400, 400, None) == WorkspacePlan(288, 32, 16)  # 18 windows
     assert fill_budget(100, 48, 400, 200, None) == WorkspacePlan(
-        528, 32, 16
-    )  # half the bytes, twice the rows
+        576, 32, 16
+    )  # half the bytes, twice the rows: 9 windows
     assert fill_budget(2, 16, 400, 400, None) == WorkspacePlan(32, 16, 16)
     assert fill_budget(100, 16, 400, 400, 16 * 400 + 40 * 400) == WorkspacePlan(32, 16, 16)
     assert fill_budget(100, 16, 400, 400, 8 * 800) == WorkspacePlan(8, 8, 16)

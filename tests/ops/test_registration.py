@@ -54,6 +54,14 @@ def softmax_stats():
     return (*given, *written), {}
 
 
+def add_matmul():
+    return (torch.randn(4, 5), torch.randn(4, 3), torch.randn(3, 5), False), {}
+
+
+def large_pages():
+    return (torch.empty(4),), {}
+
+
 def decode_steps():
     steps, batch, units, words = 3, 2, 4, 7
     cell = [torch.randn(16, units), torch.randn(16, units), torch.randn(16), torch.empty(0)] * 2
@@ -98,7 +106,8 @@ def rnn_backward():
 
 
 DECODER_OPS = (
-    head_forward, softmax_stats, decode_steps, rnn_advance, rnn_gradient, rnn_backward,
+    head_forward, softmax_stats, add_matmul, large_pages, decode_steps, rnn_advance, rnn_gradient,
+    rnn_backward,
 )  # fmt: skip
 ROWS |= {f"{op.__name__}.default": (lambda _, op=op: op(), lambda: None) for op in DECODER_OPS}
 # Changes its arguments and returns an int as well, which torch does not make functional.
