@@ -93,7 +93,6 @@ class FusedCrossEntropy:
         self._exps: Tensor | None = None  # [V, rows]: rows next to each other, as products want it
         self._pending: list[_Rows] = []
         self._filled = 0  # rows in the workspace
-        self._initialized = 0  # rows of it that were ever written
         self._smoothed = new(hidden, dtype=self.dtype).zero_()  # sum of q h, [H]
         self._smoothed_bias = new((), dtype=self.dtype).zero_()
         self._gradients: HeadGradients | None = None
@@ -227,7 +226,6 @@ class FusedCrossEntropy:
         """Add the gradients of the rows in the workspace, which is then empty."""
         if self._gradients is None or self._exps is None or self._filled == 0:
             return
-        self._initialize_rest(self._exps)
         exps = self._exps[:, : self._filled]  # [V, M]
         pending, self._pending = self._pending, []
         self._filled = 0
@@ -251,19 +249,6 @@ class FusedCrossEntropy:
             _operators.add_matmul(gradients.bias[:, None], exps, r[:, None], False)
             gradients.bias.index_add_(0, y, t)
             self._smoothed_bias += q.sum()
-
-    def _initialize_rest(self, exps: Tensor) -> None:
-        """Write zeros, once at most, to rows of the workspace that were never written: rows ended
-        before it was full for the first time.
-
-        The products take the filled rows out of longer ones. torch's may read past the last of
-        them, whole tiles of the processor (32 columns of bfloat16 with AMX), and multiply what they
-        find by zero, which makes NaN of the NaN that fresh memory may hold.
-        """
-        self._initialized = max(self._initialized, self._filled)
-        if self._initialized < exps.shape[1]:
-            exps[:, self._initialized :].zero_()
-            self._initialized = exps.shape[1]
 
 
 def cast_like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
