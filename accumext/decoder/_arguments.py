@@ -22,6 +22,7 @@ from accumext._checks import (
     type_name,
 )
 from accumext._torch_private import forward_hooks
+from accumext._wgrad_fusion import may_fuse
 from accumext.decoder._cells import Cell, cell_of
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._feedback import Feedback, feedback_of
@@ -70,6 +71,11 @@ class DecodeArguments:
     eos: int | None
     memory_budget: int | None
     cuda_graph: bool
+    free_running: bool  # whether the tokens of a step must be known before the next step
+    # Whether the forward pass forms the head's gradients. They wait for the backward pass where the
+    # upstream gradient is per token, and where they are added to a main gradient, which an
+    # optimizer offers in the backward pass.
+    head_gradients_in_forward: bool
 
     @property
     def tied(self) -> bool:
@@ -180,7 +186,8 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         within_length=within_length, state=state, context=context, feedback=source,
         criterion=criterion, k1=k1, k2=k2, truncated=k2 is not None or factors is not None,
         gate=StateGradientGate(factors, clip), eos=eos, memory_budget=memory_budget,
-        cuda_graph=cuda_graph,
+        cuda_graph=cuda_graph, free_running=source.mask is not None or eos is not None,
+        head_gradients_in_forward=criterion.reduction != "none" and not may_fuse(weight),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from accumext._scalars import Scalar
 from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
-from accumext.decoder._memory import WorkspacePlan, new_buffer
+from accumext.decoder._memory import WorkspacePlan
 
 
 class NeedsGrad(NamedTuple):
@@ -249,6 +249,13 @@ class FusedCrossEntropy:
             _operators.add_matmul(gradients.bias[:, None], exps, r[:, None], False)
             gradients.bias.index_add_(0, y, t)
             self._smoothed_bias += q.sum()
+
+
+def new_buffer(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor of the size of a head or of a workspace."""
+    buffer = like.new_empty(shape, dtype=dtype)
+    _operators.large_pages(buffer)
+    return buffer
 
 
 def cast_like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:

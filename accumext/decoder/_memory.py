@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
 
-# Rows of the workspace that let the deferred products run at full speed: with fewer, the traffic of
-# the head's weight and its gradient dominates. Twice as many where exponentials take half as much,
-# and less than twice of that where these would not fill it a second time.
-AUTOMATIC_ROWS = 256
 
-# Rows of logits that exist at once where a step has more: the widest skinny product that is fast.
-LOGIT_ROWS = 32
+class HeadRows(NamedTuple):
+    """How many rows go through the head together."""
+
+    # That let the deferred products run at full speed, in the dtype of logits: with fewer, the
+    # traffic of the head's weight and its gradient dominates. Twice as many where exponentials take
+    # half as much, and less than twice of that where these would not fill it a second time.
+    workspace: int
+    logits: int  # of logits that exist at once, where so many are known
+
+
+# On a CPU, the widest product of few columns that is fast; a GPU wants hundreds of rows.
+HEAD_ROWS = {"cpu": HeadRows(256, 32), "cuda": HeadRows(1024, 512)}
 
 # Steps whose cell graph is rebuilt at once in the backward pass of a callable cell. Longer segments
 # save little: the states between segments are T/16 of all states.
@@ -48,24 +51,28 @@ class WorkspacePlan:
 def workspace_plan(args: DecodeArguments) -> WorkspacePlan:
     """The sizes of this call."""
     vocabulary, dtypes = args.head_weight.shape[0], args.dtypes
+    rows = HEAD_ROWS.get(args.head_weight.device.type, HEAD_ROWS["cpu"])
+    known = not (args.free_running and args.head_gradients_in_forward)
+    most = args.steps * args.batch if known else args.batch  # known rows of logits at once
     return fill_budget(
         args.steps, args.batch, vocabulary * dtypes.accumulation.itemsize,
         vocabulary * dtypes.exps.itemsize, args.memory_budget,
+        rows._replace(logits=min(most, rows.logits)),
     )  # fmt: skip
 
 
 def fill_budget(
-    steps: int, batch: int, logit_bytes: int, exps_bytes: int, memory_budget: int | None
-) -> WorkspacePlan:
+    steps: int, batch: int, logit_bytes: int, exps_bytes: int, memory_budget: int | None,
+    wanted: HeadRows,
+) -> WorkspacePlan:  # fmt: skip
     """Fill the memory budget with whole steps, or with as many rows of one step as it holds.
 
     `logit_bytes` and `exps_bytes` are those of a row [V] of logits and of exponentials.
     """
-    logit_rows = max(1, min(batch, LOGIT_ROWS))
+    logit_rows = max(1, wanted.logits)
     if memory_budget is None:
         # What is left over after so many rows at a time is shared out: a window of few is slow.
-        wanted = AUTOMATIC_ROWS * logit_bytes // exps_bytes
-        windows = max(1, steps * batch // wanted)
+        windows = max(1, steps * batch * exps_bytes // (wanted.workspace * logit_bytes))
         rows = -(-steps // windows) * batch
     else:
         logit_rows = max(1, min(logit_rows, memory_budget // (logit_bytes + exps_bytes)))
@@ -73,13 +80,6 @@ def fill_budget(
         if rows >= batch > 0:
             rows -= rows % batch
     return WorkspacePlan(max(1, min(rows, steps * batch)), logit_rows, SEGMENT)
-
-
-def new_buffer(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor of the size of a head or of a workspace."""
-    buffer = like.new_empty(shape, dtype=dtype)
-    _operators.large_pages(buffer)
-    return buffer
 
 
 def backward_steps(batch: int) -> int:

@@ -19,12 +19,17 @@ from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._cuda_graph import StepBuffers, WindowGraph
-from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
+from accumext.decoder._fused_cross_entropy import (
+    FusedCrossEntropy,
+    NeedsGrad,
+    cast_like,
+    new_buffer,
+)
 from accumext.decoder._half_matmul import no_grad_no_autocast
-from accumext.decoder._memory import backward_steps, new_buffer, workspace_plan
+from accumext.decoder._memory import backward_steps, workspace_plan
 from accumext.decoder._recurrent_state import State
 from accumext.decoder._rnn_weights import GRU, RnnWeights
-from accumext.decoder._saved_for_backward import SavedForBackward, formed_in_forward
+from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._token_buffers import TokenBuffers
 
 
@@ -51,7 +56,7 @@ class RnnDecode(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         args, plan = tokens.args, workspace_plan(tokens.args)
         needs = None
-        if grad_enabled and formed_in_forward(args):
+        if grad_enabled and args.head_gradients_in_forward:
             needs_weight, needs_bias, *needs_cell = ctx.needs_input_grad[3:]
             needs = NeedsGrad(any(needs_cell), needs_weight, needs_bias)
         with no_grad_no_autocast(table.device):
@@ -181,7 +186,7 @@ class _ForwardSteps:
     def _feedback_spans(self) -> list[tuple[int, bool]]:
         """Ends of spans of steps, and whether any of their inputs waits for a prediction."""
         args, mask = self.args, self.args.feedback.mask
-        if not self.tokens.free_running:
+        if not args.free_running:
             return [(args.steps, False)]
         if args.eos is not None or mask is None or mask.device.type != "cpu":
             return [(args.steps, True)]  # on a GPU the host does not wait to read the mask
