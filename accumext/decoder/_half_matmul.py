@@ -28,9 +28,13 @@ def dtypes_of(weight: Tensor) -> Dtypes:
     product = weight.dtype
     if product != torch.float64 and torch.amp.is_autocast_available(kind):
         product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else product
-    fast = product == torch.bfloat16 and (kind == "cuda" or cpu_multiplies_bfloat16())
-    narrow = torch.bfloat16 if fast else accumulation
-    return Dtypes(accumulation, product, exps=narrow, cell=narrow)
+    if kind == "cuda":
+        fast = product in (torch.bfloat16, torch.float16)
+    else:
+        fast = product == torch.bfloat16 and cpu_multiplies_bfloat16()
+    # Gradients of the cell leave the range of float16.
+    cell = product if fast and product == torch.bfloat16 else accumulation
+    return Dtypes(accumulation, product, exps=product if fast else accumulation, cell=cell)
 
 
 @contextmanager

@@ -45,22 +45,38 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def add_matmul(sums: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
-    if left.dtype != sums.dtype:
-        right = right.to(left.dtype)
     if left.dtype == right.dtype == sums.dtype:
         torch.addmm(sums, left, right, beta=0 if overwrite else 1, out=sums)
-    elif left.dtype == right.dtype and sums.is_cuda:
+        return
+    if sums.is_cuda and left.dtype != sums.dtype:
+        _add_half_matmul(sums, left, right, overwrite)
+        return
+    if left.dtype != sums.dtype:
+        right = right.to(left.dtype)
+    # torch rounds sums to the operands' dtype here: a slice of them at a time is converted.
+    if overwrite:
+        sums.zero_()
+    for terms in slices(left.shape[1]):
+        wide = right[terms].to(sums.dtype)
+        for rows in slices(left.shape[0]):
+            sums[rows].addmm_(left[rows, terms].to(sums.dtype), wide)
+
+
+def _add_half_matmul(sums: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
+    """On a GPU, whose products of half-precision operands have sums in float32."""
+    if left.dtype == right.dtype or left.dtype == torch.bfloat16:
+        right = right.to(left.dtype)
         if overwrite:
             torch.mm(left, right, out_dtype=sums.dtype, out=sums)
         else:
             torch.addmm(sums, left, right, out_dtype=sums.dtype, out=sums)
-    else:  # torch rounds sums to the operands' dtype: a slice of them at a time is converted
-        if overwrite:
-            sums.zero_()
-        for terms in slices(left.shape[1]):
-            wide = right[terms].to(sums.dtype)
-            for rows in slices(left.shape[0]):
-                sums[rows].addmm_(left[rows, terms].to(sums.dtype), wide)
+        return
+    # float16 has a small range: the right operand is divided by its largest magnitude first.
+    scale = right.abs().amax()
+    right = (right / torch.where(scale == 0, 1, scale)).to(left.dtype)
+    for rows in slices(left.shape[0]):
+        part = torch.mm(left[rows], right, out_dtype=sums.dtype).mul_(scale)
+        sums[rows] = part if overwrite else sums[rows].add_(part)
 
 
 def slices(size: int) -> Iterator[slice]:
