@@ -105,7 +105,8 @@ def test_any_number_of_threads_gives_the_same_bits(
             found.append(sums)
     finally:
         torch.set_num_threads(threads)
-    if accumext.backend() != "reference":  # the library's products promise nothing
+    own = accumext.backend() != "reference" and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    if own:  # the library's products promise nothing
         assert all(torch.equal(sums, found[0]) for sums in found)
 
 

@@ -157,14 +157,31 @@ Tensor converted(const Tensor& tensor, Dtype dtype) {
   return torch::stable::to(tensor, types[static_cast<int>(dtype)]);
 }
 
-// As the library does it.
-void library_add_matmul(const Tensor& sums, const Tensor& left, const Tensor& right,
-                        bool overwrite) {
+// out = left right, by the library.
+void library_matmul(const Tensor& left, const Tensor& right, const Tensor& out) {
   using torch::stable::detail::from;
-  StableIValue stack[] = {from(sums), from(left), from(right), from(overwrite ? 0.0 : 1.0),
-                          from(1.0),  from(sums)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::addmm", "out", stack, TORCH_ABI_VERSION));
-  torch::stable::detail::to<Tensor>(stack[0]);  // takes the result over
+  StableIValue stack[] = {from(left), from(right), from(out)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack, TORCH_ABI_VERSION));
+  torch::stable::detail::to<Tensor>(stack[0]);  // out once more, which is ours to release
+}
+
+// Where nothing here is faster. The dispatcher takes no Scalar, so addmm cannot be called.
+template <typename T>
+void library_add_matmul(Tensor sums, Tensor left, const Tensor& right, bool overwrite) {
+  if (overwrite) return library_matmul(left, right, sums);
+  constexpr int64_t kSlice = 1024;  // rows
+  const int64_t columns = sums.size(1);
+  Tensor product = torch::stable::new_empty(sums, {std::min(kSlice, sums.size(0)), columns});
+  for (int64_t row = 0; row < sums.size(0); row += kSlice) {
+    const int64_t rows = std::min(kSlice, sums.size(0) - row);
+    library_matmul(torch::stable::narrow(left, 0, row, rows), right,
+                   torch::stable::narrow(product, 0, 0, rows));
+    const T* from = static_cast<const T*>(product.const_data_ptr());
+    T* to = static_cast<T*>(sums.mutable_data_ptr()) + row * sums.stride(0);
+    for (int64_t r = 0; r < rows; ++r, from += columns, to += sums.stride(0)) {
+      for (int64_t c = 0; c < columns; ++c) to[c] += from[c];
+    }
+  }
 }
 
 template <typename T>
@@ -175,7 +192,7 @@ void add_matmul(const Tensor& sums, Tensor left, Tensor right, bool overwrite) {
     left = converted(left, kDtypeOf<T>);
   }
   if (widest_isa() == Isa::kPortable) {
-    return library_add_matmul(sums, left, converted(right, kDtypeOf<T>), overwrite);
+    return library_add_matmul<T>(sums, left, converted(right, kDtypeOf<T>), overwrite);
   }
   if (left.stride(0) != 1 && left.stride(1) != 1) left = torch::stable::contiguous(left);
   Matmul<T>(sums, left, right, overwrite).run();
