@@ -24,6 +24,12 @@ int32_t dtype_code() {
   }
 }
 
+template <typename T>
+constexpr auto dtype_of() {
+  using torch::headeronly::ScalarType;
+  return std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
+}
+
 // Makes views of the tensors of one call; all must lie on the device of the first. What is written,
 // whose T is not const, must not overlap itself.
 class Views {
@@ -53,6 +59,25 @@ class Views {
     AnyMatrix view = strided(*tensor, rows, columns, /*written=*/true);
     view.dtype = dtype;
     return view;
+  }
+
+  // Of any float dtype, elements of a row next to each other.
+  AnyMatrix any_rows(const Tensor& tensor, int64_t rows, int64_t columns) const {
+    const AnyMatrix view = any_matrix(tensor, rows, columns);
+    require(view.column_stride == 1 || columns <= 1);
+    return view;
+  }
+
+  // So many elements, one after the other.
+  template <typename T>
+  T* dense(const Tensor& tensor, int64_t size) const {
+    require(is<T>(tensor) && tensor.numel() == size && tensor.is_contiguous());
+    return static_cast<T*>(tensor.data_ptr());
+  }
+
+  template <typename T>
+  T* dense(const std::optional<Tensor>& tensor, int64_t size) const {
+    return tensor ? dense<T>(*tensor, size) : nullptr;
   }
 
   template <typename T>
