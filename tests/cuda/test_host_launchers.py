@@ -17,7 +17,7 @@ COUNTS_ROWS = "test_ended_rows_are_not_pushed_through_the_head"
 SELECTIONS = {
     "decode_steps": ["test_decode_steps.py"],
     "rnn_backward": ["test_rnn_backward.py"],
-    "head_forward": ["test_head_forward.py"],
+    "head_forward": ["test_head_forward.py", "-k", "not frequencies"],
     "decode_loss": ["test_decode_loss.py"],
     "options": ["test_decode_loss_options.py", "-k", "everything_at_once or one_leaf"],
     "truncation": ["test_decode_loss_truncation.py"],

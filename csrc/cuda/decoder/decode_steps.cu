@@ -73,7 +73,8 @@ class Decoding {
     if (call.dropout_mask) {
       dropout_mask_ = views_.dense<const bool>(*call.dropout_mask, steps_ * masks_per_step());
     }
-    lookup_.table = views_.any_rows(call.table, call.table.size(0), width_);
+    lookup_.table = views_.operand(call.table, call.table.size(0), width_);
+    require(lookup_.table.column_stride == 1 || width_ <= 1);
     lookup_.words = call.table.size(0);
     lookup_.width = width_;
   }
@@ -163,6 +164,7 @@ class Decoding {
     const int64_t most = (end_ - begin_) * batch_;
     require(call_.stats->dim() == 2 && call_.stats->size(1) >= most);
     require(call_.rows && call_.rows->numel() >= most && (call_.eos < 0 || live_ != nullptr));
+    names_ = views_.template dense<int64_t>(*call_.rows, call_.rows->numel());
     require(!call_.exps || call_.exps->size(0) >= most);
     Head<T> head(queue_, views_, call_.head_weight, call_.head_bias,
                  std::min(call_.logit_rows, batch_), call_.uniforms.has_value(), call_.temperature);
@@ -198,12 +200,11 @@ class Decoding {
     const auto next = [&](auto* all) {
       return all == nullptr ? nullptr : all + (step + 1) * batch_;
     };
-    FeedBack result{
-        .rows = static_cast<int64_t*>(call_.rows->data_ptr()) + (step - begin_) * batch_,
-        .first_row = step * batch_,
-        .live = live_ == nullptr ? nullptr : live_ + step * batch_,
-        .pad = call_.pad,
-        .later = steps_ - step - 1};
+    FeedBack result{.rows = names_ + (step - begin_) * batch_,
+                    .first_row = step * batch_,
+                    .live = live_ == nullptr ? nullptr : live_ + step * batch_,
+                    .pad = call_.pad,
+                    .later = steps_ - step - 1};
     if (result.later == 0) return result;
     result.live_later = next(live_);
     result.batch = batch_;
@@ -223,6 +224,7 @@ class Decoding {
   int64_t* inputs_;
   bool* live_;
   const bool* dropout_mask_ = nullptr;
+  int64_t* names_ = nullptr;  // [rows]: where the head's rows are named
   Lookup lookup_;
   std::vector<Layer<T>> layers_;
 };

@@ -31,7 +31,7 @@ class Head {
         tempered_(sampled && temperature != 1.0) {
     require(weight.dim() == 2 && weight.size(0) > 0 && most > 0 && temperature > 0.0);
     require(multiplies<T>(float_dtype(weight)));
-    views.any_matrix(weight, weight.size(0), weight.size(1));
+    views.operand(weight, weight.size(0), weight.size(1));
     call_.bias = views.column<const T>(bias, weight.size(0));
     call_.inverse_temperature = inverse_of<T>(temperature);
   }

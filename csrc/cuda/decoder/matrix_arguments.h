@@ -52,20 +52,19 @@ class Views {
     return tensor ? matrix<T>(*tensor, rows, columns) : Matrix<T>{};
   }
 
-  // Of any float dtype, to be written.
-  AnyMatrix any_matrix(const std::optional<Tensor>& tensor, int64_t rows, int64_t columns) const {
+  // Of any float dtype.
+  AnyMatrix any_matrix(const std::optional<Tensor>& tensor, int64_t rows, int64_t columns,
+                       bool written = true) const {
     if (!tensor) return {};
     const Dtype dtype = float_dtype(*tensor);
-    AnyMatrix view = strided(*tensor, rows, columns, /*written=*/true);
+    AnyMatrix view = strided(*tensor, rows, columns, written);
     view.dtype = dtype;
     return view;
   }
 
-  // Of any float dtype, elements of a row next to each other.
-  AnyMatrix any_rows(const Tensor& tensor, int64_t rows, int64_t columns) const {
-    const AnyMatrix view = any_matrix(tensor, rows, columns);
-    require(view.column_stride == 1 || columns <= 1);
-    return view;
+  // Of any float dtype, to be read.
+  AnyMatrix operand(const Tensor& tensor, int64_t rows, int64_t columns) const {
+    return any_matrix(tensor, rows, columns, /*written=*/false);
   }
 
   // So many elements, one after the other.

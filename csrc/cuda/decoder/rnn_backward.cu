@@ -27,7 +27,7 @@ void rnn_backward(CellKind kind, const Tensor& d_out, const std::optional<Tensor
   require(lstm == c.has_value() && lstm == dc.has_value());
   require((kind == CellKind::kGru) == d_h.has_value());
   require(multiplies<T>(float_dtype(weight)));
-  views.any_matrix(weight, units, gates * units);
+  views.operand(weight, units, gates * units);
   const auto rows_of = [&](auto* data, int64_t row, int64_t width) {
     return Matrix{data == nullptr ? nullptr : data + row * width, width, 1};
   };

@@ -43,8 +43,8 @@ class Layer {
         operand_(queue.empty({batch_, units_}, weight_hh.scalar_type())),
         from_h_(queue.empty({batch_, rows_}, dtype_of<T>())) {
     require(weight_ih.dim() == 2 && (kind == CellKind::kLstm) == c.has_value());
-    views.any_matrix(weight_ih, rows_, weight_ih.size(1));
-    views.any_matrix(weight_hh, rows_, units_);
+    views.operand(weight_ih, rows_, weight_ih.size(1));
+    views.operand(weight_hh, rows_, units_);
     require(multiplies<T>(float_dtype(weight_ih)) && multiplies<T>(float_dtype(weight_hh)));
     const auto bias = [&](const Tensor& tensor) {
       return tensor.numel() == 0 ? Column<const T>{} : views.column<const T>(tensor, rows_);
