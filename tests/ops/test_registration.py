@@ -49,11 +49,6 @@ def head_forward():
     return (*given, 3, *written), {}
 
 
-def softmax_stats():
-    given, written = head_arguments([torch.randn(4, 11)])
-    return (*given, *written), {}
-
-
 def add_matmul():
     return (torch.randn(4, 5), torch.randn(4, 3), torch.randn(3, 5), False), {}
 
@@ -80,20 +75,6 @@ def decode_steps():
 LIVE = [True, False]
 
 
-def rnn_advance():
-    batch, units = 2, 4
-    gates = torch.randn(2, batch, 4 * units).unbind()
-    before, after = (torch.randn(2, batch, units) for _ in range(2))
-    return (1, *gates, torch.tensor(LIVE), *before, after[0].clone(), after[1].clone()), {}
-
-
-def rnn_gradient():
-    batch, units = 2, 4
-    pre, d_x, d_h = torch.randn(batch, 16), torch.zeros(batch, 12), torch.zeros(batch, 12)
-    d_out, h, dh = (torch.randn(batch, units) for _ in range(3))
-    return (0, d_out, pre, h, None, None, torch.tensor(LIVE), dh, None, d_x, d_h), {}
-
-
 def rnn_backward():
     steps, batch, units = 3, 2, 4
     live = torch.tensor([LIVE] * steps)
@@ -106,8 +87,7 @@ def rnn_backward():
 
 
 DECODER_OPS = (
-    head_forward, softmax_stats, add_matmul, large_pages, decode_steps, rnn_advance, rnn_gradient,
-    rnn_backward,
+    head_forward, add_matmul, large_pages, decode_steps, rnn_backward,
 )  # fmt: skip
 ROWS |= {f"{op.__name__}.default": (lambda _, op=op: op(), lambda: None) for op in DECODER_OPS}
 # Changes its arguments and returns an int as well, which torch does not make functional.

@@ -69,12 +69,19 @@ inline bool same(const Site& a, const Site& b) {
 
 // The bits of NaN and of an invalid bool: sums and branches over them do not go unnoticed.
 inline void poison_shared_memory() {
-  const auto fill = [](dl_phdr_info* program, size_t, void*) {
-    for (int i = 0; i < program->dlpi_phnum; ++i) {
-      const auto& segment = program->dlpi_phdr[i];
-      if (segment.p_type == PT_TLS) std::memset(program->dlpi_tls_data, 0xff, segment.p_memsz);
+  const auto fill = [](dl_phdr_info* module, size_t, void*) {
+    const auto here = reinterpret_cast<uintptr_t>(&poison_shared_memory) - module->dlpi_addr;
+    bool ours = false;  // all others keep theirs
+    for (int i = 0; i < module->dlpi_phnum; ++i) {
+      const auto& segment = module->dlpi_phdr[i];
+      ours = ours || (segment.p_type == PT_LOAD && here - segment.p_vaddr < segment.p_memsz);
     }
-    return 1;  // libraries, which come after the program, keep theirs
+    for (int i = 0; ours && i < module->dlpi_phnum; ++i) {
+      const auto& segment = module->dlpi_phdr[i];
+      if (segment.p_type != PT_TLS || module->dlpi_tls_data == nullptr) continue;
+      std::memset(module->dlpi_tls_data, 0xff, segment.p_memsz);
+    }
+    return int{ours};
   };
   dl_iterate_phdr(fill, nullptr);
 }
@@ -258,3 +265,7 @@ inline int __all_sync(unsigned mask, int predicate,
 }
 
 inline int __popc(unsigned bits) { return std::popcount(bits); }
+
+[[noreturn]] inline void __trap(host_cuda::Site site = host_cuda::Site::current()) {
+  host_cuda::fail("a trap", site);
+}
