@@ -13,8 +13,9 @@ import threading
 
 import pytest
 import torch
-from support import oracle
-from support.gpu import launched
+from support import oracle, window_cases
+from support.boundary import OPTIMIZERS, Boundaries
+from support.gpu import LAUNCHES, launched
 from support.optimizer_oracle import assert_close, loss_of, make_batches, make_model
 from support.tensors import FLOAT_DTYPES, assert_bits, shifted
 
@@ -315,6 +316,31 @@ def test_launches_do_not_grow_with_the_list(op):
     copied = sum("Memcpy" in name for name in names)
     assert copied <= 1, names
     assert len(names) - copied <= KERNELS_PER_CALL, names
+
+
+@pytest.mark.parametrize(("scaled", "clipped"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("window", [1, 2])
+def test_closing_a_window_launches_no_more_than_torch(scaled, clipped, optimizer, window):
+    """Kernels; a table is copied where gradients have moved, and torch copies scalars."""
+    if not launched(lambda: torch.ones(5, device=GPU)):
+        pytest.skip("torch.profiler sees no kernels on this machine")
+    pair = Boundaries(optimizer, scaled, clipped, device="cuda")
+    theirs = pair.stock(lambda call: launched(call, LAUNCHES))
+    mine = pair.ours(lambda call: launched(call, LAUNCHES), window)
+    assert len(mine) <= len(theirs), (mine, theirs)
+
+
+def test_a_window_has_the_factors_of_the_definition():
+    for case in window_cases.CASES:
+        numbers, flags = (t.to(GPU) for t in window_cases.unwritten())
+        options = {
+            name: value.to(GPU) if isinstance(value, torch.Tensor) else value
+            for name, value in window_cases.operands(case, on_device=True).items()
+        }
+        norm = window_cases.number(case.norm).to(GPU)
+        torch.ops.accumext.window_factors(numbers, flags, [], norm, **options)
+        window_cases.assert_factors(numbers.cpu(), flags.cpu(), case)
 
 
 # --- streams, captures, devices -------------------------------------------------------------------
