@@ -14,12 +14,16 @@ from accumext import _scalars
 
 
 class DeviceReads(TorchDispatchMode):
-    """Counts what would make the host wait for a device: reads of a value, or of a list."""
+    """Counts what would make the host wait for a device: reads of a value, or of a list.
+
+    And `made`, tensors made of a number on the host: their copy to a device waits for it, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
         self.lists = 0
+        self.made = 0
 
     def __enter__(self):
         self._tolist = torch.Tensor.tolist
@@ -37,6 +41,7 @@ class DeviceReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func is torch.ops.aten._local_scalar_dense.default
+        self.made += func is torch.ops.aten.lift_fresh.default
         return func(*args, **(kwargs or {}))
 
 
