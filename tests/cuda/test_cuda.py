@@ -234,6 +234,23 @@ def test_more_lists_than_tables_are_kept():
             oracle.assert_norm(norm.cpu(), [elements.cpu()])
 
 
+def test_a_list_where_torch_holds_all_memory():
+    """Its allocator has plenty; the driver, which tables are asked of, has none."""
+    hoard, size = [], 2**30
+    while size >= 2**21:
+        try:
+            hoard.append(torch.empty(size, dtype=torch.uint8, device=GPU))
+        except torch.OutOfMemoryError:
+            size //= 2
+    hoard.clear()
+    grads = list(torch.ones(50_000, device=GPU).split(1))  # a table of more than 2 MB
+    assert accumext.total_norm(grads).item() == pytest.approx(50_000**0.5)
+    accumext.scale_(grads, 2.0)  # no error is left for the next call
+    assert accumext.total_norm(grads).item() == pytest.approx(2.0 * 50_000**0.5)
+    del grads
+    torch.cuda.empty_cache()
+
+
 def test_lists_that_come_and_go():
     for n in torch.randint(1, 3000, [100]).tolist():
         main_dtype, grad_dtype = DTYPE_PAIRS[n % 16]
