@@ -40,7 +40,7 @@ def to_device(device: torch.device, number: Scalar) -> Scalar:
     if isinstance(number, Tensor):
         return number.to(device, non_blocking=True)
     if torch.compiler.is_compiling():  # an operator would be compiled anew for every float
-        return torch.tensor(number, dtype=torch.float64, device=device)
+        return as_tensor(number, torch.float64, device)
     return number
 
 

@@ -119,8 +119,8 @@ def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | N
     elif (start := operator.index(start)) < 0 or (rows is not None and start >= rows):
         fail_value(op, "start", "be at least 0" if rows is None else f"be in [0, {rows})", start)
     _check_tokens(op, "targets that are fed", fed[:-1], fed, rows)
-    first = torch.empty(1, batch, dtype=torch.int64, device=fed.device)
-    first[:] = start
+    first = fed.new_full((), start) if isinstance(start, int) else start
+    first = first.expand(1, batch)
     return torch.cat([first, fed[:-1]])[:steps]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accumext._scalars import as_tensor
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 
@@ -100,7 +101,7 @@ class TokenBuffers:
         if criterion.reduction != "mean":
             return self.losses.new_ones(())
         if criterion.num_items is not None:
-            divisor = torch.as_tensor(criterion.num_items).to(self.losses)
+            divisor = as_tensor(criterion.num_items, self.losses.dtype, self.losses.device)
         elif criterion.class_weight is not None:
             weights = criterion.class_weight.to(self.losses.dtype)
             divisor = torch.where(counted, weights[self.args.targets], 0).sum()

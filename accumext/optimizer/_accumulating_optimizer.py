@@ -347,7 +347,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             _checks.fail_value(f"{OP}.main_grad", "parameter", contract, "another tensor")
         attached = window.attached is not None
         main = parameter.grad if attached else window.by_parameter.get(parameter)
-        return None if main is None else main * window.normaliser("sum")
+        return None if main is None else main * window.normaliser("sum").value()
 
     @torch.no_grad()
     def accumulation_state_dict(self) -> dict[str, Any]:

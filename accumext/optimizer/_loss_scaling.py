@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accumext import _scalars
 from accumext._checks import fail_value, message
 from accumext._scalars import Scalar, as_tensor, to_host_if_free
 from accumext._torch_private import (
@@ -72,10 +73,9 @@ class LossScaling:
             advice = "Use opt.backward(loss), or scaler.scale(loss).backward() with the same scaler"
             got = "a scaler that has not scaled any"
             raise RuntimeError(message(op, "the loss", "be scaled first", got, advice))
-        value = to_host_if_free(scale)
-        return LossScale(
-            value, (id(scale), write_count(scale)) if isinstance(value, Tensor) else None
-        )
+        if _scalars.on_host(scale):
+            return LossScale(float(scale))
+        return LossScale(scale.double(), (id(scale), write_count(scale)))
 
     def create_scale(self, device: torch.device) -> None:
         """Make the scaler create its scale if it has none, as its first `scale` call does."""

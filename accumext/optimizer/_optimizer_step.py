@@ -176,7 +176,7 @@ def _step_with_closure(
             fresh = accumulator.consumed.fresh(slots)
             slots.lend(fresh.grads)
             slots = fresh
-        elif isinstance(n := window.normaliser(settings.reduction), Tensor) or n != 1.0:
+        elif isinstance(n := window.normaliser(settings.reduction).value(), Tensor) or n != 1.0:
             raise _Left(value, None)
         grads = slots.present()
         norms = list(grads.values())

@@ -13,14 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from accumext import _memory_overlap, ops
+from accumext import _memory_overlap, _scalars, ops
 from accumext._scalars import (
     Scalar,
     any_nonfinite,
     any_set,
-    as_flag,
     as_tensor,
-    at_most_one,
     divide,
     maximum,
     to_device,
@@ -40,7 +38,14 @@ from accumext.optimizer._loss_scaling import forget_scale
 from accumext.optimizer._product_memory import ProductMemory
 from accumext.optimizer._window import MainGrads, Window
 from accumext.optimizer._window_all_reduce import sum_over_processes
+from accumext.optimizer._window_factors import (
+    Normaliser,
+    WindowFactors,
+    device_factors,
+    window_factors,
+)
 from accumext.optimizer._window_report import WindowReport
+from accumext.reference import accumulation_dtype
 
 
 def step_window(
@@ -69,13 +74,14 @@ def step_window(
         if not window.in_order:
             window.sort(parameters)
         measured = measure(optimizer, window, settings, memory)
+        factors = measured.factors
         gradient = step_gradient(optimizer, window, measured, memory)
         scaling, begun = accumulator.scaling, None
         if settings.scaler is not None:
             begun = scaling.begin_update(measured.device)
         counted, successor = window.counted(), Window()
         report = WindowReport.of_window(
-            window, counted, gradient.skip, measured.norm, measured.clip_coef,
+            window, counted, gradient.skip, factors.norm, factors.clip_coef,
             measured.norm_dtype, measured.device, accumulator.names,
         )  # fmt: skip
         lent, watch = gradient.of(parameters), StepWatch(parameters)
@@ -109,17 +115,22 @@ def step_window(
     return result
 
 
+class Read(NamedTuple):
+    """What a read of the main gradients has found."""
+
+    norm: Tensor | None = None
+    overflow: Tensor | None = None  # 1.0 where one is not finite; None: nobody has looked
+    normalised: bool = False  # the norm is that of the window's gradient
+    scaled: list[Tensor] | None = None  # main * factor, where the read has formed it
+
+
 class Measure(NamedTuple):
     """What is known of a window's gradient before the step."""
 
-    norm: Scalar  # of the normalised gradient, before clipping
+    factors: WindowFactors
     norm_dtype: torch.dtype  # float64 if any main gradient is, else float32
     device: torch.device  # of the norm
-    clip_coef: Scalar
-    factor: Scalar  # main gradients to clipped gradient
-    skip: Scalar  # 1.0 where no step may be taken
-    found_inf: Scalar  # 1.0 where anything that came in was not finite
-    scaled: list[Tensor] | None  # main * factor, where the read that found the norm formed it too
+    scaled: list[Tensor] | None
 
 
 class StepGradient(NamedTuple):
@@ -127,7 +138,7 @@ class StepGradient(NamedTuple):
 
     parameters: Sequence[Tensor]  # that are lent a gradient
     grads: list[Tensor]  # for `.grad` of each, while the step runs
-    factor: Scalar  # what is left for the optimizer to multiply them with
+    divisor: Scalar  # what is left for the optimizer to divide them by
     takes_scale: bool  # whether the optimizer does that, and skips at `found_inf`
     skip: Scalar  # 1.0 where no step may be taken
     found_inf: Scalar  # 1.0 where the scaler is to hear of an inf or NaN
@@ -148,60 +159,77 @@ def measure(
 
     Where the factor is known before the norm, and nobody else will multiply, the read also writes.
     """
-    max_norm, norm_type = settings.max_norm, settings.norm_type
-    main_grads = window.main_grads
-    if not main_grads.one_call:
+    if not window.main_grads.one_call:
         window.coalesce()
-        main_grads = window.main_grads
-    normaliser = window.normaliser(settings.reduction)
-    found_inf = any_set(window.found_infs.values())
-    scaled: list[Tensor] | None = None
-    main_norm: Tensor | None = None
-    if norm_type == 2.0 and window.norm is not None:
-        norm = to_host_if_free(window.norm)
-        # Squares may have overflowed where the elements did not: then the norm is found again.
-        if isinstance(norm, Tensor) or math.isfinite(norm):
-            main_norm = window.norm
-            broken = any_nonfinite(norm, normaliser)  # a loss scale may have become zero
-            norm = norm * normaliser
-    if main_norm is None:
-        flag = zero_flag(main_grads.tensors[0].device if main_grads.tensors else None)
-        normalised = True
-        if max_norm is None and norm_type == 2.0 and _multiplies(optimizer, window, normaliser):
-            scaled, factor = memory.like(main_grads), to_device(flag.device, normaliser)
-            main_norm = ops.accumulate_(
-                scaled, main_grads.tensors, inv_scale=factor, found_inf=flag, overwrite=True
-            )
-        else:
-            # Powers of scaled gradients overflow where those of the gradients do not. Squares are
-            # far from it, unless one has.
-            normalised = norm_type != 2.0 or window.norm is not None
-            factor = to_device(flag.device, _number(normaliser)) if normalised else 1.0
-            norm_of = ops.total_norm if main_grads.one_call else global_norm
-            main_norm = norm_of(
-                main_grads.tensors, norm_type=norm_type, inv_scale=factor, found_inf=flag
-            )
-        norm, overflow = to_host_if_free(main_norm), to_host_if_free(flag)
-        broken = maximum(overflow, any_nonfinite(normaliser))
-        if max_norm is not None:  # a norm that overflowed would clip everything to zero
-            broken = maximum(broken, any_nonfinite(norm))
-        if not normalised:
-            norm = norm * normaliser
-    finite = window.finite_micro_batches
-    clip_coef: Scalar = 1.0
-    if max_norm is not None:
-        clip_coef = at_most_one(max_norm / (norm + 1e-6))
-    anything = maximum(broken, found_inf)
-    return Measure(
-        norm=norm,
-        norm_dtype=main_norm.dtype,
-        device=main_norm.device,
-        clip_coef=clip_coef,
-        factor=normaliser if max_norm is None else normaliser * clip_coef,
-        skip=anything if finite is None else maximum(broken, as_flag(finite == 0)),
-        found_inf=anything,
-        scaled=scaled,
+    main_grads, normaliser = window.main_grads, window.normaliser(settings.reduction)
+    tensors, max_norm = main_grads.tensors, settings.max_norm
+    on_host = not tensors or _scalars.on_host(tensors[0])
+    norm = window.norm if settings.norm_type == 2.0 else None
+    if norm is not None and on_host and not math.isfinite(norm):
+        norm = None  # squares may have overflowed where the elements did not: it is found again
+    checks_norm = norm is not None or max_norm is not None  # one that overflowed makes all zero
+    read = Read(norm)
+    if norm is None:
+        read = _read(optimizer, window, settings, memory, normaliser, on_host)
+    norm, found_infs = read.norm, window.found_infs.values()
+    if on_host:
+        assert norm is not None
+        factors = window_factors(
+            norm,
+            normaliser,
+            max_norm=max_norm,
+            normalised=read.normalised,
+            checks_norm=checks_norm,
+            overflow=read.overflow,
+            found_infs=found_infs,
+            finite=window.finite_micro_batches,
+        )
+        return Measure(factors, norm.dtype, norm.device, read.scaled)
+    device = tensors[0].device
+    factors = device_factors(
+        device,
+        tensors,
+        norm,
+        normaliser,
+        max_norm=max_norm,
+        normalised=read.normalised,
+        checks_norm=checks_norm,
+        overflow=read.overflow,
+        found_inf=next(iter(found_infs)) if len(found_infs) == 1 else any_set(found_infs),
+        finite=window.finite_micro_batches,
     )
+    norm_dtype = accumulation_dtype(*tensors) if norm is None else norm.dtype
+    return Measure(factors, norm_dtype, device, read.scaled)
+
+
+def _read(
+    optimizer: Optimizer,
+    window: Window,
+    settings: Settings,
+    memory: ProductMemory,
+    normaliser: Normaliser,
+    on_host: bool,
+) -> Read:
+    """Find the norm of the main gradients, but leave a plain one of a device to its factors."""
+    norm_type, main_grads = settings.norm_type, window.main_grads
+    writes = settings.max_norm is None and norm_type == 2.0
+    writes = writes and _multiplies(optimizer, main_grads, normaliser)
+    # Powers of scaled gradients overflow where those of the gradients do not. Squares are far from
+    # it, unless one has.
+    normalised = norm_type != 2.0 or window.norm is not None
+    if not on_host and main_grads.one_call and not writes and not normalised:
+        return Read()
+    flag = zero_flag(main_grads.tensors[0].device if main_grads.tensors else None)
+    if writes:
+        scaled, factor = memory.like(main_grads), to_device(flag.device, normaliser.value())
+        norm = ops.accumulate_(
+            scaled, main_grads.tensors, inv_scale=factor, found_inf=flag, overwrite=True
+        )
+        return Read(norm, flag, True, scaled)
+    factor = to_device(flag.device, _number(normaliser.value())) if normalised else 1.0
+    norm_of = ops.total_norm if main_grads.one_call else global_norm
+    norm = norm_of(main_grads.tensors, norm_type=norm_type, inv_scale=factor, found_inf=flag)
+    return Read(norm, flag, normalised)
 
 
 def step_gradient(
@@ -212,11 +240,11 @@ def step_gradient(
     An optimizer that takes `grad_scale` and `found_inf` multiplies and skips in its own read. For
     any other one the host reads whether to skip.
     """
-    main_grads, factor = window.main_grads, measured.factor
-    skip, found_inf = measured.skip, measured.found_inf
+    main_grads, factors = window.main_grads, measured.factors
+    factor, skip, found_inf = factors.factor, factors.skip, factors.found_inf
     accepts_scale = takes_scale(optimizer) and not main_grads.sharded
     if not isinstance(skip, Tensor) and skip:
-        return StepGradient([], [], factor, accepts_scale, skip, measured.found_inf)
+        return StepGradient([], [], 1.0, accepts_scale, skip, found_inf)
     casts = {} if window.attached is not None else main_grads.casts
     multiplies = isinstance(factor, Tensor) or factor != 1.0
     # What divides in a fused kernel is a float32, and only where a gradient is dense. The kernel
@@ -228,19 +256,37 @@ def step_gradient(
         folds = False
     same = main_grads.without(casts) if casts else main_grads
     parameters, grads = same.parameters, same.tensors
+    divisor: Scalar = 1.0
     if measured.scaled is not None:
         grads = measured.scaled
-    elif multiplies and not folds:
+    elif multiplies and folds:
+        divisor = divide(1.0, factor) if factors.inverse is None else factors.inverse
+    elif multiplies:
         grads, _ = _multiplied(same, factor, memory)
     if casts:
         products, norms = _multiplied(MainGrads.of(casts), factor, memory)
         parameters, grads = [*parameters, *casts], grads + products
-        overflow = any_nonfinite(*map(to_host_if_free, norms))
-        skip, found_inf = maximum(skip, overflow), maximum(found_inf, overflow)
+        skip, found_inf = _with_overflow(skip, found_inf, norms)
     if isinstance(skip, Tensor) and not accepts_scale:
         skip = 0.0 if skip.is_meta else float(bool(skip))
-    left = factor if folds else 1.0
-    return StepGradient(parameters, grads, left, accepts_scale, skip, found_inf)
+    return StepGradient(parameters, grads, divisor, accepts_scale, skip, found_inf)
+
+
+def _with_overflow(skip: Scalar, found_inf: Scalar, norms: list[Tensor]) -> tuple[Scalar, Scalar]:
+    """Both set where a norm is not finite: rounding to half precision has overflowed."""
+    flags = [skip] if found_inf is skip else [skip, found_inf]
+    for norm in norms:
+        if isinstance(skip, Tensor):
+            flags = [
+                device_factors(
+                    norm.device, [], norm, Normaliser(), checks_norm=True, found_inf=flag
+                ).found_inf
+                for flag in flags
+            ]
+        else:
+            overflow = any_nonfinite(to_host_if_free(norm))
+            flags = [maximum(flag, overflow) for flag in flags]
+    return flags[0], flags[-1]
 
 
 def call_step(
@@ -257,9 +303,8 @@ def call_step(
     attributes: dict[str, Tensor | None] = {}
     if gradient.takes_scale:
         attributes = dict.fromkeys(("grad_scale", "found_inf"))
-        if isinstance(gradient.factor, Tensor) or gradient.factor != 1.0:
-            divisor = divide(1.0, gradient.factor)
-            attributes["grad_scale"] = as_tensor(divisor, torch.float32, device)
+        if isinstance(gradient.divisor, Tensor) or gradient.divisor != 1.0:
+            attributes["grad_scale"] = as_tensor(gradient.divisor, torch.float32, device)
         if isinstance(gradient.skip, Tensor):
             attributes["found_inf"] = gradient.skip.float()
     hook = _prepare(optimizer, attributes, watch)
@@ -329,13 +374,14 @@ def _number(factor: Scalar) -> Scalar:
     return 1.0 if not isinstance(factor, Tensor) and not math.isfinite(factor) else factor
 
 
-def _multiplies(optimizer: Optimizer, window: Window, factor: Scalar) -> bool:
+def _multiplies(optimizer: Optimizer, main_grads: MainGrads, normaliser: Normaliser) -> bool:
     """Whether it is here that main gradients have to be multiplied, and one call can do it."""
-    if takes_scale(optimizer) or window.main_grads.casts or not window.main_grads.one_call:
+    if takes_scale(optimizer) or main_grads.casts or not main_grads.one_call:
         return False
-    if not isinstance(factor, Tensor) and not math.isfinite(factor):
-        return False
-    return bool(window.main_grads.tensors) and (isinstance(factor, Tensor) or factor != 1.0)
+    if normaliser.on_device or not main_grads.tensors:
+        return bool(main_grads.tensors)
+    factor = normaliser.value()
+    return not isinstance(factor, Tensor) and math.isfinite(factor) and factor != 1.0
 
 
 def _multiplied(

@@ -28,6 +28,7 @@ from accumext._torch_private import sparse_values
 from accumext.optimizer._grad_ownership import take_ownership
 from accumext.optimizer._grad_slots import AttachedGrads, GradSlots, clear, is_none
 from accumext.optimizer._loss_scaling import UNSCALED, LossScale
+from accumext.optimizer._window_factors import Normaliser
 
 _dtype_of = attrgetter("dtype")
 
@@ -186,18 +187,15 @@ class Window:
         self.loss_scale = scale.value
         return factor
 
-    def normaliser(self, reduction: str) -> Scalar:
+    def normaliser(self, reduction: str) -> Normaliser:
         """What makes the window's gradient of the main gradients; finite also for a zero weight."""
         unit = 1.0 if self.unit_weight is None else self.unit_weight
-        relative: Scalar
+        scale = self.unit_scale.value
         if reduction == "sum":
-            relative = unit
-        elif isinstance(self.weight, Tensor):
-            positive = self.weight > 0
-            relative = unit / torch.where(positive, self.weight, 1.0) * positive
-        else:
-            relative = unit / (self.weight or unit)
-        return divide(relative, self.unit_scale.value)
+            return Normaliser(unit, None, scale)
+        if isinstance(self.weight, Tensor):
+            return Normaliser(unit, self.weight, scale)
+        return Normaliser(unit / (self.weight or unit), None, scale)
 
     # Adding a micro-batch
 

@@ -184,11 +184,11 @@ class WindowAllReduce:
             awaited.remove(parameter)
         # The last one stays: while it does, `abandon` can still tell the others.
         while self._sent < len(self._buckets) - 1 and not self._buckets[self._sent].awaited:
-            self._send_next(dict(window.by_parameter), window.normaliser("sum"))
+            self._send_next(dict(window.by_parameter), window.normaliser("sum").value())
 
     def finish(self, window: Window) -> None:
         """Send the rest, wait, and make the sum of all processes the window."""
-        main_grads, factor = dict(window.by_parameter), window.normaliser("sum")
+        main_grads, factor = dict(window.by_parameter), window.normaliser("sum").value()
         window.replace({})  # a bucket frees what it has copied
         while self._sent < len(self._buckets):
             self._send_next(main_grads, factor)

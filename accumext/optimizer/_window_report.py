@@ -39,8 +39,10 @@ class WindowReport:
         micro_batches: Scalar | int,
         dtype: torch.dtype,  # of the norm
         device: torch.device,  # of the norm
+        empty_if_skipped: bool = False,  # a skip has dropped the only micro-batch
     ) -> None:
         self._skipped = skipped
+        self._empty_if_skipped = empty_if_skipped
         self._total_norm = total_norm
         self._clip_coef = clip_coef
         self._loss_scale = loss_scale
@@ -65,18 +67,16 @@ class WindowReport:
         names: Callable[[], dict[Tensor, Name]],
     ) -> WindowReport:
         """Of a window that is about to be stepped on, or skipped."""
-        weight = window.weight
-        if window.unchecked:  # a micro-batch that would have been dropped
-            counted, weight = counted * (1.0 - skipped), weight * (1.0 - skipped)
         report = cls(
             skipped=skipped,
             total_norm=total_norm,
             clip_coef=clip_coef,
             loss_scale=window.loss_scale,
-            weight=weight,
+            weight=window.weight,
             micro_batches=counted,
             dtype=dtype,
             device=device,
+            empty_if_skipped=window.unchecked,
         )
         if isinstance(skipped, Tensor):
             report.evidence = window.by_parameter, names
@@ -103,12 +103,18 @@ class WindowReport:
     @property
     def weight(self) -> Tensor:
         """Sum of the weights that entered the gradient."""
-        return as_tensor(self._weight, torch.float64)
+        return as_tensor(self._kept(self._weight), torch.float64)
 
     @property
     def micro_batches(self) -> int:
         """How many micro-batches entered the gradient. Reads the device if bad ones are dropped."""
-        return int(self._micro_batches)
+        return int(self._kept(self._micro_batches))
+
+    def _kept(self, number: Scalar | int) -> Scalar | int:
+        """What counts of a number, formed when it is asked for."""
+        if not self._empty_if_skipped:
+            return number
+        return number * (1.0 - as_tensor(self._skipped, torch.float64))
 
     @property
     def skipped(self) -> bool:
@@ -146,7 +152,7 @@ class WindowReport:
             "clip_coef": self.clip_coef,
             "loss_scale": self.loss_scale,
             "weight": self.weight,
-            "micro_batches": self._micro_batches,
+            "micro_batches": self._kept(self._micro_batches),
             "skipped": self._skipped,
         }
         row = [as_tensor(value, torch.float64, self._device) for value in values.values()]

@@ -109,6 +109,17 @@ class Arguments {
     for (const Span& span : spans) require(!meets(number, place(span)));
   }
 
+  // The dtype of a tensor of the call, which is a dense one of floating-point numbers.
+  template <typename Handle>
+  Dtype dense_float(const Handle& tensor) {
+    require(property(aoti_torch_get_layout, tensor) == aoti_torch_layout_strided());
+    const std::pair device(property(aoti_torch_get_device_type, tensor),
+                           property(aoti_torch_get_device_index, tensor));
+    if (!device_) device_ = device;
+    require(*device_ == device);
+    return float_dtype(tensor);
+  }
+
   // Of the tensors collected; there must be one.
   int32_t device_index() const { return device_->second; }
 
@@ -142,16 +153,6 @@ class Arguments {
   }
 
  private:
-  template <typename Handle>
-  Dtype dense_float(const Handle& tensor) {
-    require(property(aoti_torch_get_layout, tensor) == aoti_torch_layout_strided());
-    const std::pair device(property(aoti_torch_get_device_type, tensor),
-                           property(aoti_torch_get_device_index, tensor));
-    if (!device_) device_ = device;
-    require(*device_ == device);
-    return float_dtype(tensor);
-  }
-
   static void require_same_shape(const TensorHandle& a, const TensorHandle& b) {
     const int64_t dim = property(aoti_torch_get_dim, a);
     require(dim == property(aoti_torch_get_dim, b));

@@ -2,6 +2,7 @@
 // launches per call of total_norm.
 #pragma once
 
+#include "cuda/closing.cuh"
 #include "cuda/device.cuh"
 #include "cuda/reduce.cuh"
 #include "math/accumulate.h"
@@ -17,9 +18,10 @@ struct Clip {
 
 // What happens to a norm once it is known.
 struct Outcome {
-  void* norm;                  // [], of norm_dtype
+  void* norm = nullptr;        // [], of norm_dtype; or null
   Dtype norm_dtype;            // kFloat or kDouble
   float* found_inf = nullptr;  // [], or null
+  Closing closing = {};        // of a window, if it has somewhere to go
   Clip* clip = nullptr;
   double max_norm = 0.0;   // with clip
   bool if_finite = false;  // with clip
@@ -69,7 +71,9 @@ constexpr int kFinishThreads = 1024;
 //
 //   grid    one block                    block   kFinishThreads threads
 //   reads   partials, [count]: 16 bytes each
-//   writes  outcome.norm; outcome.found_inf, only 1; outcome.clip
+//   writes  outcome.norm; outcome.found_inf, only 1; outcome.clip; what outcome.closing writes;
+//   each
+//           unless null
 template <NormKind kKind>
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const Partial* __restrict__ partials, int64_t count, Norm<kKind> norm,
@@ -97,15 +101,19 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (lane() != 0) return;
   const double root = count > 0 ? norm.root(all.total) : 0.0;
   if (outcome.found_inf != nullptr && !all.finite) *outcome.found_inf = 1.0f;
+  double stored = root;
   double coef;
   if (outcome.norm_dtype == Dtype::kDouble) {
-    *static_cast<double*>(outcome.norm) = root;
+    if (outcome.norm != nullptr) *static_cast<double*>(outcome.norm) = root;
     coef = clip_coef(root, outcome.max_norm);
   } else {
-    *static_cast<float*>(outcome.norm) = static_cast<float>(root);
-    coef = clip_coef(static_cast<float>(root), static_cast<float>(outcome.max_norm));
+    const float narrow = static_cast<float>(root);
+    if (outcome.norm != nullptr) *static_cast<float*>(outcome.norm) = narrow;
+    coef = clip_coef(narrow, static_cast<float>(outcome.max_norm));
+    stored = narrow;
   }
   if (outcome.clip != nullptr) *outcome.clip = {coef, outcome.if_finite && !all.finite};
+  if (outcome.closing.numbers != nullptr) close_window(outcome.closing, stored, all.finite);
 }
 
 }  // namespace accumext::cuda

@@ -41,11 +41,16 @@ class RelaxedCapture {
 };
 
 // Not from torch's allocator: what outlives the call that allocates it is an error in the memory
-// pool of a graph that torch.compile is warming up.
+// pool of a graph that torch.compile is warming up. Null where the device has no more.
 std::byte* allocated(size_t size) {
   const RelaxedCapture relaxed;
   void* memory = nullptr;
-  STD_CUDA_CHECK(cudaMalloc(&memory, size));
+  const cudaError_t error = cudaMalloc(&memory, size);
+  if (error == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // it would be taken for the next launch's
+    return nullptr;
+  }
+  STD_CUDA_CHECK(error);
   return static_cast<std::byte*>(memory);
 }
 
@@ -63,6 +68,16 @@ void upload(std::byte* memory, std::string_view bytes, int32_t device) {
       aoti_torch_device_type_cuda(), device, &handle));
   Tensor destination(handle);
   torch::stable::copy_(destination, staging, /*non_blocking=*/true);
+}
+
+// A table for one call, from torch's allocator, which may hold what the device has no more.
+std::shared_ptr<const std::byte> borrowed(std::string_view bytes, int32_t device) {
+  const int64_t size = static_cast<int64_t>(bytes.size());
+  const auto owner = std::make_shared<Tensor>(torch::stable::empty(
+      {size}, ScalarType::Byte, std::nullopt, Device(DeviceType::CUDA, device)));
+  std::byte* const memory = static_cast<std::byte*>(owner->data_ptr());
+  upload(memory, bytes, device);
+  return {owner, memory};
 }
 
 // Beside a capture and at once, so that a replay copies nothing.
@@ -163,7 +178,13 @@ std::shared_ptr<const std::byte> uploaded(const std::vector<std::byte>& content,
   std::shared_ptr<Resident> table = shelf.find(bytes);
   if (table == nullptr) {
     if (capture == 0) table = shelf.take_oldest(std::max(kTables, kShelfBytes / size));
-    if (table == nullptr) table = std::make_shared<Resident>(allocated(size));
+    if (table == nullptr) {
+      std::byte* const memory = allocated(size);
+      // In a capture torch's allocator would give it to others too, and a replay uploads nothing.
+      if (memory == nullptr && capture == 0) return borrowed(bytes, device);
+      STD_CUDA_CHECK(memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess);
+      table = std::make_shared<Resident>(memory);
+    }
     table->bytes = bytes;
     if (capture == 0) {
       upload(table->memory, bytes, device);

@@ -13,8 +13,9 @@ import threading
 
 import pytest
 import torch
-from support import oracle
-from support.gpu import launched
+from support import oracle, window_cases
+from support.boundary import OPTIMIZERS, Boundaries
+from support.gpu import LAUNCHES, launched
 from support.optimizer_oracle import assert_close, loss_of, make_batches, make_model
 from support.tensors import FLOAT_DTYPES, assert_bits, shifted
 
@@ -233,6 +234,23 @@ def test_more_lists_than_tables_are_kept():
             oracle.assert_norm(norm.cpu(), [elements.cpu()])
 
 
+def test_a_list_where_torch_holds_all_memory():
+    """Its allocator has plenty; the driver, which tables are asked of, has none."""
+    hoard, size = [], 2**30
+    while size >= 2**21:
+        try:
+            hoard.append(torch.empty(size, dtype=torch.uint8, device=GPU))
+        except torch.OutOfMemoryError:
+            size //= 2
+    hoard.clear()
+    grads = list(torch.ones(50_000, device=GPU).split(1))  # a table of more than 2 MB
+    assert accumext.total_norm(grads).item() == pytest.approx(50_000**0.5)
+    accumext.scale_(grads, 2.0)  # no error is left for the next call
+    assert accumext.total_norm(grads).item() == pytest.approx(2.0 * 50_000**0.5)
+    del grads
+    torch.cuda.empty_cache()
+
+
 def test_lists_that_come_and_go():
     for n in torch.randint(1, 3000, [100]).tolist():
         main_dtype, grad_dtype = DTYPE_PAIRS[n % 16]
@@ -315,6 +333,31 @@ def test_launches_do_not_grow_with_the_list(op):
     copied = sum("Memcpy" in name for name in names)
     assert copied <= 1, names
     assert len(names) - copied <= KERNELS_PER_CALL, names
+
+
+@pytest.mark.parametrize(("scaled", "clipped"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("window", [1, 2])
+def test_closing_a_window_launches_no_more_than_torch(scaled, clipped, optimizer, window):
+    """Kernels; a table is copied where gradients have moved, and torch copies scalars."""
+    if not launched(lambda: torch.ones(5, device=GPU)):
+        pytest.skip("torch.profiler sees no kernels on this machine")
+    pair = Boundaries(optimizer, scaled, clipped, device="cuda")
+    theirs = pair.stock(lambda call: launched(call, LAUNCHES))
+    mine = pair.ours(lambda call: launched(call, LAUNCHES), window)
+    assert len(mine) <= len(theirs), (mine, theirs)
+
+
+def test_a_window_has_the_factors_of_the_definition():
+    for case in window_cases.CASES:
+        numbers, flags = (t.to(GPU) for t in window_cases.unwritten())
+        options = {
+            name: value.to(GPU) if isinstance(value, torch.Tensor) else value
+            for name, value in window_cases.operands(case, on_device=True).items()
+        }
+        norm = window_cases.number(case.norm).to(GPU)
+        torch.ops.accumext.window_factors(numbers, flags, [], norm, **options)
+        window_cases.assert_factors(numbers.cpu(), flags.cpu(), case)
 
 
 # --- streams, captures, devices -------------------------------------------------------------------

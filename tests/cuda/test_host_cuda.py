@@ -12,8 +12,8 @@ import math
 import host_cuda
 import pytest
 import torch
-from host_cuda import ASCENDING, ORDERS, SHUFFLED
-from support import oracle
+from host_cuda import ASCENDING, ORDERS, RUNS, SHUFFLED
+from support import oracle, window_cases
 from support.tensors import FLOAT_DTYPES, assert_bits, shifted
 
 from accumext import reference
@@ -387,3 +387,30 @@ def test_a_factor_of_one_changes_no_bit(kernels, factor):
     grad = bits.clone().view(torch.bfloat16)
     kernels.scale_([grad], factor)
     assert torch.equal(grad.view(torch.int16), bits)
+
+
+# --- window factors -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_window_has_the_factors_of_the_definition(kernels, on_device):
+    for case in window_cases.CASES:
+        numbers, flags = window_cases.unwritten()
+        options = window_cases.operands(case, on_device)
+        norm = window_cases.number(case.norm)
+        kernels.window_factors(numbers, flags, [], norm, **options, runs=RUNS[:1])
+        window_cases.assert_factors(numbers, flags, case)
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+def test_the_norm_of_a_window_is_that_of_total_norm(kernels, bad, dtype):
+    """Rounded to float32 unless a main gradient is float64."""
+    main_grads = [oracle.random([9000], torch.float32), oracle.random([33], dtype), torch.zeros(0)]
+    if bad is not None:
+        main_grads[1][7] = bad
+    norm = kernels.total_norm(main_grads).item()
+    case = window_cases.Case(norm, scale=3.0, max_norm=0.7, checks_norm=False, overflow=bad)
+    numbers, flags = window_cases.unwritten()
+    options = window_cases.operands(case, True) | {"overflow": None}
+    kernels.window_factors(numbers, flags, main_grads, None, **options)
+    window_cases.assert_factors(numbers, flags, case)

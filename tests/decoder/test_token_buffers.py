@@ -6,6 +6,8 @@ import pytest
 import torch
 from support.decode_oracle import decode, make_decoder, relative_distance
 from support.decoding import BATCH, EXACT, targets_with_holes
+from support.device import DeviceReads
+from torch import Tensor
 
 import accumext
 
@@ -23,6 +25,29 @@ def test_reductions_and_divisors() -> None:
     torch.testing.assert_close(by_items.loss * 40, total.loss)
     torch.testing.assert_close(by_tensor.loss, by_items.loss, rtol=0, atol=0)
     torch.testing.assert_close(total.token_losses.sum(), total.loss.detach())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_items": 40}, {"num_items": 0.5}, {"eos": 1}], ids=str
+)
+@pytest.mark.parametrize("feedback", ["teacher", "greedy", "sample", "scheduled"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["module", "callable"])
+def test_no_number_of_the_host_is_copied_to_the_device(wrapped, feedback, options) -> None:
+    """Such a copy waits until the device has done all that it was given."""
+    decoder = make_decoder("gru_cell")
+    targets = targets_with_holes()
+
+    def step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = decoder.cell(x, state)
+        return state, state
+
+    call = (decoder.embedding, step if wrapped else decoder.cell, decoder.head, targets)
+    with DeviceReads() as reads:
+        out = accumext.decode_loss(
+            *call, decoder.state, feedback=feedback, teacher_forcing=0.5, **options
+        )
+        out.loss.backward()
+    assert reads.made == 0
 
 
 def test_eos_stops_rows_that_emitted_it() -> None:

@@ -86,10 +86,22 @@ def rnn_backward():
     ), {}  # fmt: skip
 
 
+def window_factors():
+    number = torch.ones((), dtype=torch.float64)
+    options = dict.fromkeys(("device_unit", "weight", "scale", "overflow", "found_inf"), number)
+    return (torch.zeros(3, dtype=torch.float64), torch.zeros(3), tensors(), None), {
+        **options, "unit": 1.0, "max_norm": 0.5, "normalised": False, "checks_norm": True,
+        "finite": number,
+    }  # fmt: skip
+
+
 DECODER_OPS = (
     head_forward, add_matmul, large_pages, decode_steps, rnn_backward,
 )  # fmt: skip
-ROWS |= {f"{op.__name__}.default": (lambda _, op=op: op(), lambda: None) for op in DECODER_OPS}
+ROWS |= {
+    f"{op.__name__}.default": (lambda _, op=op: op(), lambda: None)
+    for op in (*DECODER_OPS, window_factors)
+}
 # Changes its arguments and returns an int as well, which torch does not make functional.
 NOT_TRACED = {"decode_steps.default"}
 

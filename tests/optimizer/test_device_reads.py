@@ -54,6 +54,7 @@ def train(bad=(), *, window=3, scaled=True, policy="skip_window", outer=False):
             else:
                 opt.backward(loss, weight)
                 opt.step()
+    assert reads.made == 0
     return model, opt, reads.count
 
 

@@ -1,7 +1,8 @@
-"""What the host reads of a device, seen on a CPU: the one place that stands in for such reads."""
+"""What the host asks of a device, seen on a CPU: its reads, and the kernels that it launches."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,12 +14,16 @@ from accumext import _scalars
 
 
 class DeviceReads(TorchDispatchMode):
-    """Counts what would make the host wait for a device: reads of a value, or of a list."""
+    """Counts what would make the host wait for a device: reads of a value, or of a list.
+
+    And `made`, tensors made of a number on the host: their copy to a device waits for it, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
         self.lists = 0
+        self.made = 0
 
     def __enter__(self):
         self._tolist = torch.Tensor.tolist
@@ -36,7 +41,43 @@ class DeviceReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func is torch.ops.aten._local_scalar_dense.default
+        self.made += func is torch.ops.aten.lift_fresh.default
         return func(*args, **(kwargs or {}))
+
+
+# Kernels of an operator of ours on a device; a table is uploaded only where tensors have moved.
+OWN_KERNELS = {
+    "accumulate_": 2,
+    "scale_": 1,
+    "total_norm": 2,
+    "unscale_check_clip_accumulate_": 3,
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts what would be launched on a device, copies to and from the host among it.
+
+    An operator of torch counts as one kernel; so does one on a list, which torch launches once for
+    some hundred tensors. Views and uninitialised memory are free.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "accumext":
+            self.calls[name] += _own_kernels(name, args)
+        elif namespace == "aten" and not func.is_view and "empty" not in name and name != "detach":
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _own_kernels(name: str, args: tuple[object, ...]) -> int:
+    if name == "window_factors":  # after the norm's own, or alone
+        return 1 if args[3] is not None else 2
+    return OWN_KERNELS[name]
 
 
 @contextmanager

@@ -42,7 +42,9 @@ ASCENDING, DESCENDING, SHUFFLED = ORDERS = range(3)  # host_cuda::Order
 RUNS = ((ASCENDING, 1), (DESCENDING, 2), (SHUFFLED, 7), (DESCENDING, 20))
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # accumext::Dtype
-_OPS = ("total_norm", "accumulate_", "unscale_check_clip_accumulate_", "scale_")
+_OPS = (
+    "total_norm", "accumulate_", "unscale_check_clip_accumulate_", "scale_", "window_factors",
+)  # fmt: skip
 
 
 def build(name: str, folder: Path) -> Path:
@@ -105,6 +107,28 @@ class HostCuda:
 
     def scale_(self, grads, factor, *, runs=RUNS) -> None:
         self._call("scale_", [grads], None, factor, None, runs=runs)
+
+    def window_factors(
+        self, numbers, flags, main_grads, norm, *, unit, device_unit, weight, scale, max_norm,
+        normalised, checks_norm, overflow, found_inf, finite, runs=RUNS,
+    ) -> None:  # fmt: skip
+        request = Request()
+        request.put_integers(_OPS.index("window_factors"))
+        places = [norm, device_unit, weight, scale, overflow, found_inf, finite]
+        for tensor, otherwise in zip(places, (0.0, unit, 1.0, 1.0, 0.0, 0.0, 1.0), strict=True):
+            request.put_tensor(tensor)
+            request.put_numbers(otherwise)
+        request.put_numbers(max_norm or 0.0)
+        given = [number is not None for number in (max_norm, weight, finite)]
+        request.put_integers(*given, normalised, checks_norm)
+        request.put_place(numbers)
+        request.put_place(flags)
+        if norm is None:
+            request.put_dtype(_unwritten_norm(main_grads))
+            request.put_integers(len(main_grads))
+            for tensor in main_grads:
+                request.put_operands([tensor])
+        request.take_back(execute(self._driver, request=request.bytes(runs)), runs)
 
     def _call(
         self,

@@ -7,6 +7,7 @@
 #include "cuda/norm.cuh"
 #include "cuda/scale.cuh"
 #include "cuda/tensor_list.h"
+#include "cuda/window_factors.cuh"
 
 namespace {
 
@@ -52,6 +53,7 @@ class Call : public host_cuda::Run {
 
   void run() {
     const int64_t op = request_.integer();
+    if (op == 4) return window_factors();
     scale_ = scalar();
     void* const norm = pointer();
     const Dtype norm_dtype = dtype();
@@ -112,6 +114,26 @@ class Call : public host_cuda::Run {
       pair.layout = layout<2>();
     }
     return pairs;
+  }
+
+  void window_factors() {
+    const Scalar norm = scalar();
+    Closing closing;
+    for (Scalar* number : {&closing.unit, &closing.weight, &closing.scale, &closing.overflow,
+                           &closing.found_inf, &closing.finite}) {
+      *number = scalar();
+    }
+    closing.rules.max_norm = request_.number();
+    for (bool* rule : {&closing.rules.clips, &closing.rules.weighted, &closing.rules.counted,
+                       &closing.rules.normalised, &closing.rules.checks_norm}) {
+      *rule = request_.integer() != 0;
+    }
+    closing.numbers = static_cast<double*>(pointer());
+    closing.flags = static_cast<float*>(pointer());
+    if (norm.data != nullptr) return device_.launch(close_window_kernel, 1, 1, norm, closing);
+    const Dtype norm_dtype = dtype();
+    outcome_ = {.norm_dtype = norm_dtype, .closing = closing};
+    find_norm(Tensors<1>(spans()), Norm<NormKind::kSquares>{2.0});
   }
 
   template <int kOperands, NormKind kKind>

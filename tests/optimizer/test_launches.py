@@ -1,0 +1,67 @@
+"""How many kernels closing a window launches on a device, beside torch's own loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.boundary import OPTIMIZERS, Boundaries
+from support.device import Launches, cpu_as_device
+
+# Torch's loop, as profiles show it too: (scaler, clip) with a fused AdamW.
+STOCK = {(True, True): 20, (True, False): 11, (False, True): 10}
+
+boundaries = pytest.mark.parametrize(("scaled", "clipped"), STOCK, ids=["both", "scaler", "clip"])
+
+
+def launches(call):
+    """What a call launches, by the operator."""
+    with Launches() as seen:
+        call()
+    return seen.calls
+
+
+def assert_no_more(pair, window, **options):
+    theirs = pair.stock(launches)
+    with cpu_as_device():
+        mine = pair.ours(launches, window, **options)
+    assert mine.total() <= theirs.total(), (mine, theirs)
+
+
+@boundaries
+def test_the_yardstick(scaled, clipped):
+    """Were torch's loop counted too high, ours could hide behind it."""
+    stock = Boundaries("fused", scaled, clipped).stock(launches)
+    assert stock.total() == STOCK[scaled, clipped]
+
+
+@boundaries
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_closing_a_window_launches_no_more_than_torch(scaled, clipped, optimizer, window):
+    assert_no_more(Boundaries(optimizer, scaled, clipped), window)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("window", [1, 2])
+def test_so_it_is_with_parameters_of_half_precision(optimizer, window):
+    """Their gradients are kept in float32, and rounded in a pass of ours."""
+    assert_no_more(Boundaries(optimizer, False, True, torch.bfloat16), window)
+
+
+@boundaries
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_so_it_is_with_weights_on_the_device(scaled, clipped, window, policy):
+    pair = Boundaries("fused", scaled, clipped)
+    assert_no_more(pair, window, weight=torch.tensor(3.0), on_nonfinite=policy)
+
+
+@boundaries
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_fused_step_adds_no_more_than_the_norm_and_what_follows(scaled, clipped, window):
+    """Two kernels, or one where the norm is known, beside torch's three and those of the scale."""
+    with cpu_as_device():
+        mine = Boundaries("fused", scaled, clipped).ours(launches, window)
+    own = {"window_factors": 3 - window}
+    fused = {"_foreach_add_": 1, "_fused_adamw_": 1, "_foreach_sub_": 1}
+    assert mine == own | fused | ({"_amp_update_scale_": 1} if scaled else {})

@@ -1,0 +1,94 @@
+"""The end of a window, in torch's own loop and in the optimizer's, for tests that count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+Optimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+MAX_NORM = 0.1
+WARM_UP = 2  # steps until the optimizer has its state
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
+}
+
+
+class Boundaries:
+    """Both loops with one optimizer, on one device."""
+
+    def __init__(
+        self,
+        optimizer: str,
+        scaled: bool,
+        clipped: bool,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        self._make, self._scaled, self._clipped = OPTIMIZERS[optimizer], scaled, clipped
+        self._dtype, self._device = dtype, device
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [
+            nn.Parameter(torch.randn(4, 3, dtype=self._dtype, device=self._device))
+            for _ in range(3)
+        ]
+
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return torch.amp.GradScaler(self._device, init_scale=8.0) if self._scaled else None
+
+    def stock(self, count: Callable[[Callable[[], object]], Any]) -> Any:
+        """What `count` says of all that torch's loop does after a backward pass."""
+        parameters, scaler = self._parameters(), self._scaler()
+        opt = self._make(parameters)
+
+        def boundary() -> None:
+            if self._clipped:
+                if scaler is not None:
+                    scaler.unscale_(opt)
+                nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+            if scaler is None:
+                opt.step()
+            else:
+                scaler.step(opt)
+                scaler.update()
+            opt.zero_grad()
+
+        for _ in range(WARM_UP + 1):
+            loss = _loss_of(parameters)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            result = count(boundary)
+        return result
+
+    def ours(
+        self,
+        count: Callable[[Callable[[], object]], Any],
+        window: int,
+        weight: float | Tensor = 1.0,
+        **options: Any,
+    ) -> Any:
+        """What `count` says of the step that closes a window."""
+        parameters, scaler = self._parameters(), self._scaler()
+        max_norm = MAX_NORM if self._clipped else None
+        opt = AccumulatingOptimizer(
+            self._make(parameters), window=window, max_norm=max_norm, scaler=scaler, **options
+        )
+        for _ in range((WARM_UP + 1) * window):
+            opt.backward(_loss_of(parameters), weight)
+            result = count(opt.step)
+        assert opt.stepped
+        assert not opt.last.skipped
+        assert (opt.last.clip_coef < 1.0) == self._clipped
+        return result
+
+
+def _loss_of(parameters: list[nn.Parameter]) -> Tensor:
+    return torch.stack([(p * p).sum() for p in parameters]).sum()
