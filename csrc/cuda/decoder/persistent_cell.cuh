@@ -57,11 +57,12 @@ class PersistentCell {
     const Octet* kept = plan_.resident ? kept_octets(layer, pass, operand) : nullptr;
     float sums[kRowTiles][kColumnTiles][4] = {};
     Operands now;
-    load(now, kept, layer, pass, operand, step, warp_index());
+    if (kAhead) load(now, kept, layer, pass, operand, step, warp_index());
 #pragma unroll 1
     for (int64_t chunk = warp_index(); chunk < chunks; chunk += kPersistentWarps) {
       Operands next;
-      load(next, kept, layer, pass, operand, step, chunk + kPersistentWarps);
+      const int64_t loaded = kAhead ? chunk + kPersistentWarps : chunk;
+      load(kAhead ? next : now, kept, layer, pass, operand, step, loaded);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         if (2 * m >= plan_.cell_groups) break;
@@ -70,7 +71,7 @@ class PersistentCell {
           multiply_chunk<T>(sums[m][n], now.weight[2 * m], now.weight[2 * m + 1], now.x[n]);
         }
       }
-      now = next;
+      if (kAhead) now = next;
     }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -120,6 +121,9 @@ class PersistentCell {
 
  private:
   static constexpr int kRowTiles = kCellRows / kTileRows;
+
+  // Whether a chunk is read while the one before is multiplied: as far as there are registers.
+  static constexpr bool kAhead = kColumnTiles <= 4;
 
   // What a lane multiplies of a chunk.
   struct Operands {

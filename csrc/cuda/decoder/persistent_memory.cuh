@@ -16,6 +16,16 @@ struct PersistentMemory {
   const PersistentPlan& plan;
   std::byte* scratch;
   std::byte* shared;
+  int begin_word, end_word;  // of the block's share of the vocabulary
+
+  __device__ PersistentMemory(const PersistentCall& call, const PersistentPlan& plan,
+                              std::byte* scratch)
+      : call(call),
+        plan(plan),
+        scratch(scratch),
+        shared(shared_memory()),
+        begin_word(first_word(blockIdx.x)),
+        end_word(first_word(blockIdx.x + int64_t{1})) {}
 
   // --- shared: of this block alone ---
 
@@ -60,11 +70,12 @@ struct PersistentMemory {
 
   // --- who owns what ---
 
-  __device__ int64_t first_word(int64_t block) const {
+  // Where a block's share of the vocabulary begins.
+  __device__ int first_word(int64_t block) const {
     const int rows = kTileRows * plan.row_tiles;
     const int64_t tasks = (call.vocabulary + rows - 1) / rows;
     const int64_t word = share_begin(tasks, block, plan.blocks) * rows;
-    return word < call.vocabulary ? word : call.vocabulary;
+    return static_cast<int>(word < call.vocabulary ? word : call.vocabulary);
   }
 
   // The block that keeps account of a row of the batch.

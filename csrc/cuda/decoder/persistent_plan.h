@@ -110,7 +110,7 @@ inline void lay_out_shared(const PersistentCall& call, PersistentPlan& plan) {
   plan.cells = room.take(plan.resident ? octets * plan.passes * 16 : 0);
   const int64_t hidden = plan.width * plan.hidden_stride * 2;
   const int64_t products = 2 * kPersistentWarps * plan.cell_groups * kRowGroup * plan.width * 4;
-  const int64_t statistics = kPersistentWarps * kRowGroup * plan.width * 12;
+  const int64_t statistics = kPersistentWarps * kRowGroup * kTileColumns * 12;
   plan.hidden = room.take(std::max({hidden, products, statistics}));
   plan.stream = room.take(kPersistentWarps * plan.stages * plan.row_tiles * 1024);
   plan.biases = room.take(call.layers * plan.passes * 2 * plan.cell_groups * kRowGroup * 4);

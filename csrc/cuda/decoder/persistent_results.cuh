@@ -37,6 +37,17 @@ __device__ inline void add(Statistics& to, float z, int word) {
   }
 }
 
+// By value, so that both stay in registers.
+__device__ inline Statistics chosen(bool first, const Statistics& a, const Statistics& b) {
+  return {first ? a.peak : b.peak, first ? a.at : b.at, first ? a.sum : b.sum};
+}
+
+// What the lane `distance` away has, where all lanes have called it.
+__device__ inline Statistics across(const Statistics& x, int distance) {
+  return {__shfl_xor_sync(kAllLanes, x.peak, distance), __shfl_xor_sync(kAllLanes, x.at, distance),
+          __shfl_xor_sync(kAllLanes, x.sum, distance)};
+}
+
 // A logit and its word in 64 bits: the larger logit, of equals the lower word, is the larger
 // number; a NaN is larger than any. Never 0.
 __device__ inline unsigned long long key_of(float logit, int word) {
@@ -77,16 +88,17 @@ class PersistentResults {
   __device__ void temper(int64_t step) const {
     const int b = threadIdx.x % plan_.width;
     const int turns = kBlockSize / plan_.width;
-    const int64_t end = memory_.first_word(blockIdx.x + int64_t{1});
     double* const sums = memory_.in_shared<double>(plan_.hidden);
     __syncthreads();
     double sum = 0.0;
     if (b < call_.batch) {
       const float factor = inverse_temperature(call_);
       const float from = origin(memory_.share(step, blockIdx.x, b).peak);
-      int64_t word = memory_.first_word(blockIdx.x) + threadIdx.x / plan_.width;
+      int word = memory_.begin_word + threadIdx.x / plan_.width;
 #pragma unroll 4
-      for (; word < end; word += turns) sum += std::exp((*memory_.logit(word, b) - from) * factor);
+      for (; word < memory_.end_word; word += turns) {
+        sum += std::exp((*memory_.logit(word, b) - from) * factor);
+      }
     }
     sums[threadIdx.x] = sum;
     __syncthreads();
@@ -112,15 +124,15 @@ class PersistentResults {
     const double threshold = call_.uniforms[step * call_.batch + b] * prefix.whole;
     const Crossing in = first_past(place, plan_.blocks, prefix.before, threshold, share);
     const int block = in.exists() ? in.term() : 0;
-    const int64_t first = memory_.first_word(block);
-    const int words = static_cast<int>(memory_.first_word(block + int64_t{1}) - first);
+    const int first = memory_.first_word(block);
+    const int words = memory_.first_word(block + int64_t{1}) - first;
     const auto mass = [&](int i) {
       const float z = load_shared_between_blocks(memory_.logit(first + i, b));
       return static_cast<double>(std::exp((z - peak.value) * factor));
     };
     const Prefix within = row_prefix(place, words, mass);
     const Crossing found = first_past(place, words, within.before, threshold - in.before, mass);
-    return in.exists() && found.exists() ? static_cast<int>(first) + found.term() : peak.at;
+    return in.exists() && found.exists() ? first + found.term() : peak.at;
   }
 
   // What only the loss and the caller wait for.
@@ -141,12 +153,11 @@ class PersistentResults {
  private:
   // The logit of the target: by the block that has it.
   __device__ void record_targets(int64_t step) const {
-    const int64_t begin = memory_.first_word(blockIdx.x);
-    const int64_t end = memory_.first_word(blockIdx.x + int64_t{1});
     for (int b = threadIdx.x; b < call_.batch; b += kBlockSize) {
       const int64_t target = memory_.row(b).target;
       float* const to = call_.stats.at(2, memory_.result(step, b));
-      if (target >= begin && target < end) *to = *memory_.logit(target, b);
+      if (target >= memory_.begin_word && target < memory_.end_word)
+        *to = *memory_.logit(target, b);
       const bool exists = target >= 0 && target < call_.vocabulary;
       if (!exists && memory_.owns_row(b)) *to = NAN;
     }
@@ -179,15 +190,14 @@ class PersistentResults {
   template <typename exp_t>
   __device__ void write_exps(int64_t step) const {
     const Matrix<exp_t> exps = call_.exps.as<exp_t>();
-    const int64_t begin = memory_.first_word(blockIdx.x);
-    const int64_t end = memory_.first_word(blockIdx.x + int64_t{1});
     const int width = plan_.width;
     const int b = threadIdx.x % width;
     if (b >= call_.batch) return;
     const PersistentRow row = memory_.row(b);
     const int64_t result = memory_.result(step, b);
 #pragma unroll 4
-    for (int64_t word = begin + threadIdx.x / width; word < end; word += kBlockSize / width) {
+    for (int word = memory_.begin_word + threadIdx.x / width; word < memory_.end_word;
+         word += kBlockSize / width) {
       const float z = *memory_.logit(word, b);
       *exps.at(result, word) = rounded<exp_t>(word == row.target ? 0.0f : std::exp(z - row.peak));
     }

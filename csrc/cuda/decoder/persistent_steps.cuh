@@ -9,8 +9,7 @@
 
 namespace accumext::cuda {
 
-// What one block does. Calls that are outlined have their registers to themselves, and leave the
-// head those for its stream.
+// What one block does. Its parts are outlined, so that each has all registers.
 template <typename T, int kColumnTiles>
 class PersistentSteps {
  public:
@@ -18,11 +17,10 @@ class PersistentSteps {
       : memory_(memory),
         call_(memory.call),
         barrier_(memory.in_scratch<unsigned long long>(memory.plan.arrived),
-                 memory.in_shared<unsigned long long>(memory.plan.meetings)),
-        head_(memory) {}
+                 memory.in_shared<unsigned long long>(memory.plan.meetings)) {}
 
   __device__ void run() {
-    head_.begin();
+    StreamPosition position = begin_stream(memory_);
     prepare(memory_);
     barrier_.arrive();
     read_first_inputs();
@@ -32,7 +30,7 @@ class PersistentSteps {
     for (int64_t step = call_.begin; step < call_.end; ++step) {
       advance(step);
       clear_keys(step + 1);
-      head_.predict(step);
+      position = predict(memory_, step, position);
       if (call_.uniforms != nullptr && call_.temperature != 1.0) temper(memory_, step);
       barrier_.arrive();
       if (step + 1 < call_.end) multiply(memory_, 0, 0, Operand::kH, step + 1);
@@ -50,6 +48,16 @@ class PersistentSteps {
 
  private:
   using Cell = PersistentCell<T, kColumnTiles>;
+  using Head = PersistentHead<T, kColumnTiles>;
+
+  __device__ __noinline__ static StreamPosition begin_stream(PersistentMemory memory) {
+    return WeightStream<Head::kTiles>::begin(memory);
+  }
+
+  __device__ __noinline__ static StreamPosition predict(PersistentMemory memory, int64_t step,
+                                                        StreamPosition position) {
+    return Head(memory).predict(step, position);
+  }
 
   __device__ __noinline__ static void prepare(PersistentMemory memory) {
     const Cell cell(memory);
@@ -157,7 +165,6 @@ class PersistentSteps {
   const PersistentMemory& memory_;
   const PersistentCall& call_;
   GridBarrier barrier_;
-  PersistentHead<T, kColumnTiles> head_;
 };
 
 // Steps [begin, end) of a recurrent decoder with its head. All blocks run at the same time and meet
@@ -176,7 +183,7 @@ template <typename T, int kColumnTiles>
 __global__ void __launch_bounds__(kBlockSize, 1)
     persistent_steps_kernel(const __grid_constant__ PersistentCall call,
                             const __grid_constant__ PersistentPlan plan, std::byte* scratch) {
-  const PersistentMemory memory{call, plan, scratch, shared_memory()};
+  const PersistentMemory memory(call, plan, scratch);
   PersistentSteps<T, kColumnTiles>(memory).run();
 }
 

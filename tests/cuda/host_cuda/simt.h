@@ -402,6 +402,13 @@ T __shfl_up_sync(unsigned mask, T value, unsigned delta,
   return lane >= delta ? values[lane - delta] : value;
 }
 
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, unsigned distance,
+                  host_cuda::Site site = host_cuda::Site::current()) {
+  const auto values = host_cuda::Device::current().exchanged(mask, value, site);
+  return values[(threadIdx.x % host_cuda::kWarpSize) ^ distance];
+}
+
 inline unsigned __ballot_sync(unsigned mask, int predicate,
                               host_cuda::Site site = host_cuda::Site::current()) {
   const auto votes = host_cuda::Device::current().exchanged(mask, predicate != 0, site);
