@@ -51,27 +51,39 @@ class PersistentCell {
     }
   }
 
-  // The warps' parts of the product of a pass with x, or with h, of `step`.
+  // The warps' parts of the product of a pass with x, or with h, of `step`. What a chunk needs of
+  // kAtOnce column tiles is read while that before it is multiplied.
   __device__ void multiply(int layer, int pass, Operand operand, int64_t step) const {
     const int64_t chunks = chunks_of(depth(layer, operand));
     const Octet* kept = plan_.resident ? kept_octets(layer, pass, operand) : nullptr;
     float sums[kRowTiles][kColumnTiles][4] = {};
-    Operands now;
-    if (kAhead) load(now, kept, layer, pass, operand, step, warp_index());
+    Octet weight[kGroups];
+    Octet x[kAtOnce];
+    load_weight(weight, kept, layer, pass, operand, warp_index());
+    load_batch(x, 0, layer, operand, step, warp_index());
 #pragma unroll 1
     for (int64_t chunk = warp_index(); chunk < chunks; chunk += kPersistentWarps) {
-      Operands next;
-      const int64_t loaded = kAhead ? chunk + kPersistentWarps : chunk;
-      load(kAhead ? next : now, kept, layer, pass, operand, step, loaded);
+      const int64_t next = chunk + kPersistentWarps;
+      Octet next_weight[kGroups];
+      load_weight(next_weight, kept, layer, pass, operand, next);
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        if (2 * m >= plan_.cell_groups) break;
+      for (int first = 0; first < kColumnTiles; first += kAtOnce) {
+        const bool last = first + kAtOnce == kColumnTiles;
+        Octet next_x[kAtOnce];
+        load_batch(next_x, last ? 0 : first + kAtOnce, layer, operand, step, last ? next : chunk);
 #pragma unroll
-        for (int n = 0; n < kColumnTiles; ++n) {
-          multiply_chunk<T>(sums[m][n], now.weight[2 * m], now.weight[2 * m + 1], now.x[n]);
+        for (int m = 0; m < kRowTiles; ++m) {
+          if (2 * m >= plan_.cell_groups) break;
+#pragma unroll
+          for (int n = 0; n < kAtOnce; ++n) {
+            multiply_chunk<T>(sums[m][first + n], weight[2 * m], weight[2 * m + 1], x[n]);
+          }
         }
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) x[n] = next_x[n];
       }
-      if (kAhead) now = next;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) weight[group] = next_weight[group];
     }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -122,14 +134,8 @@ class PersistentCell {
  private:
   static constexpr int kRowTiles = kCellRows / kTileRows;
 
-  // Whether a chunk is read while the one before is multiplied: as far as there are registers.
-  static constexpr bool kAhead = kColumnTiles <= 4;
-
-  // What a lane multiplies of a chunk.
-  struct Operands {
-    Octet weight[kCellRows / kRowGroup];
-    Octet x[kColumnTiles];
-  };
+  static constexpr int kGroups = kCellRows / kRowGroup;
+  static constexpr int kAtOnce = kColumnTiles < 4 ? kColumnTiles : 4;
 
   __device__ static int gate_count_of(CellKind kind) {
     return kind == CellKind::kGru ? 3 : kind == CellKind::kLstm ? 4 : 1;
@@ -187,48 +193,54 @@ class PersistentCell {
     return parts_ + (warps * rows + row) * plan_.width;
   }
 
-  __device__ void load(Operands& operands, const Octet* kept, int layer, int pass, Operand operand,
-                       int64_t step, int64_t chunk) const {
+  // A chunk of the rows of a pass; nothing beyond the last chunk.
+  __device__ void load_weight(Octet (&weight)[kGroups], const Octet* kept, int layer, int pass,
+                              Operand operand, int64_t chunk) const {
     if (chunk >= chunks_of(depth(layer, operand))) return;
-    const int column = static_cast<int>(chunk) * kChunk + lane_octet() * kOctet;
-    load_batch(operands.x, layer, operand, step, column);
+    const int column = column_of(chunk);
 #pragma unroll
-    for (int group = 0; group < kCellRows / kRowGroup; ++group) {
-      operands.weight[group] = {};
+    for (int group = 0; group < kGroups; ++group) {
+      weight[group] = {};
       if (group >= plan_.cell_groups) continue;
       if (kept != nullptr) {
-        operands.weight[group] = kept[(chunk * plan_.cell_groups + group) * kWarpSize + lane()];
+        weight[group] = kept[(chunk * plan_.cell_groups + group) * kWarpSize + lane()];
       } else {
         const int64_t row = row_of(pass, group * kRowGroup + lane_row());
-        if (row >= 0) operands.weight[group] = weight_of(layer, operand).get(row, column);
+        if (row >= 0) weight[group] = weight_of(layer, operand).get(row, column);
       }
     }
   }
 
-  // Octets of row 8 n + g of the batch, n = 0, 1, ...; beyond B anything, for those sums are no
-  // one's.
-  __device__ void load_batch(Octet (&x)[kColumnTiles], int layer, Operand operand, int64_t step,
-                             int column) const {
-    if (operand == Operand::kX && layer == 0) return look_up(x, column);
+  // A chunk of rows 8 n + g of the batch, n from `first` on; beyond B anything, for those sums are
+  // no one's. Nothing beyond the last chunk.
+  __device__ void load_batch(Octet (&x)[kAtOnce], int first, int layer, Operand operand,
+                             int64_t step, int64_t chunk) const {
+    if (chunk >= chunks_of(depth(layer, operand))) return;
+    const int row = first * kTileColumns + lane_row();
+    if (operand == Operand::kX && layer == 0) return look_up(x, row, column_of(chunk));
     const uint16_t* from = memory_.operand(layer, step);
     if (operand == Operand::kX) {
       const bool drops = call_.dropout_mask != nullptr;
       from = drops ? memory_.dropped(layer - 1) : memory_.operand(layer - 1, step + 1);
     }
-    from += lane_row() * plan_.operand_stride + column;
+    from += row * plan_.operand_stride + column_of(chunk);
 #pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n, from += kTileColumns * plan_.operand_stride) {
+    for (int n = 0; n < kAtOnce; ++n, from += kTileColumns * plan_.operand_stride) {
       x[n] = load_shared_between_blocks(reinterpret_cast<const Octet*>(from));
     }
   }
 
-  __device__ void look_up(Octet (&x)[kColumnTiles], int column) const {
+  __device__ static int column_of(int64_t chunk) {
+    return static_cast<int>(chunk) * kChunk + lane_octet() * kOctet;
+  }
+
+  __device__ void look_up(Octet (&x)[kAtOnce], int row, int column) const {
     const AnyMatrix& table = call_.table;
     with_type(table.dtype, [&](auto type) {
       using scalar_t = decltype(type);
       const auto* data = static_cast<const scalar_t*>(table.data);
       const auto from = [&](int n) {
-        const int64_t b = n * kTileColumns + lane_row();
+        const int64_t b = n * kTileColumns + row;
         return data + memory_.row(b < call_.batch ? b : 0).fed * table.row_stride;
       };
       const bool aligned = reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0 &&
