@@ -93,23 +93,26 @@ inline bool same(const Site& a, const Site& b) {
   std::_Exit(1);
 }
 
-// Static shared memory: the thread-local storage of the program.
+// Static shared memory: the thread-local storage of the program, or the library, that this is
+// compiled into.
 inline std::span<std::byte> shared_memory() {
-  static const std::span<std::byte> memory = [] {
-    std::span<std::byte> found;
-    const auto find = [](dl_phdr_info* program, size_t, void* result) {
-      for (int i = 0; i < program->dlpi_phnum; ++i) {
-        const auto& segment = program->dlpi_phdr[i];
-        if (segment.p_type != PT_TLS) continue;
-        *static_cast<std::span<std::byte>*>(result) = {
-            static_cast<std::byte*>(program->dlpi_tls_data), segment.p_memsz};
-      }
-      return 1;  // libraries, which come after the program, have their own
-    };
-    dl_iterate_phdr(find, &found);
-    return found;
-  }();
-  return memory;
+  using Memory = std::span<std::byte>;
+  const auto find = [](dl_phdr_info* module, size_t, void* result) {
+    const auto here = reinterpret_cast<uintptr_t>(&shared_memory) - module->dlpi_addr;
+    const std::span segments(module->dlpi_phdr, module->dlpi_phnum);
+    const bool ours = std::ranges::any_of(segments, [&](const auto& segment) {
+      return segment.p_type == PT_LOAD && here - segment.p_vaddr < segment.p_memsz;
+    });
+    for (const auto& segment : segments) {
+      if (!ours || segment.p_type != PT_TLS || module->dlpi_tls_data == nullptr) continue;
+      auto* const begin = static_cast<std::byte*>(module->dlpi_tls_data);
+      *static_cast<Memory*>(result) = {begin, segment.p_memsz};
+    }
+    return int{ours};
+  };
+  Memory found;
+  dl_iterate_phdr(find, &found);
+  return found;
 }
 
 // The bits of NaN and of an invalid bool: sums and branches over them do not go unnoticed.
