@@ -69,7 +69,6 @@ class DecodeArguments:
     gate: StateGradientGate
     eos: int | None
     memory_budget: int | None
-    cuda_graph: bool
 
     @property
     def tied(self) -> bool:
@@ -135,11 +134,6 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         fail_value(OP, "eos", f"be in [0, {vocabulary})", eos)
     criterion = _criterion(call, vocabulary, device)
     context = _context(call["context"], cell, device)
-    cuda_graph = call["cuda_graph"]
-    if not isinstance(cuda_graph, bool):
-        fail_type(OP, "cuda_graph", "be a bool", type_name(cuda_graph))
-    if cuda_graph and device.type != "cuda":
-        fail_value(OP, "cuda_graph", "be False where the head is not on a GPU", device)
     dtypes = head_dtypes(weight)
     memory_budget = call["memory_budget"]
     if memory_budget is not None:
@@ -180,7 +174,6 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         within_length=within_length, state=state, context=context, feedback=source,
         criterion=criterion, k1=k1, k2=k2, truncated=k2 is not None or factors is not None,
         gate=StateGradientGate(factors, clip), eos=eos, memory_budget=memory_budget,
-        cuda_graph=cuda_graph,
     )  # fmt: skip
 
 

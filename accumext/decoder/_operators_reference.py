@@ -19,7 +19,7 @@ def head_forward(
 ) -> None:  # fmt: skip
     for begin in range(0, len(hidden), logit_rows):
         piece = slice(begin, begin + logit_rows)
-        torch.ops.accumext.softmax_stats(
+        softmax_stats(
             _logits(hidden[piece], weight, bias), targets[piece],
             None if uniforms is None else uniforms[piece], temperature,
             None if exps is None else exps[piece], tokens[piece], stats[:, piece],
@@ -44,6 +44,7 @@ def softmax_stats(
     logits: Tensor, targets: Tensor, uniforms: Tensor | None, temperature: float,
     exps: Tensor | None, tokens: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
+    """What head_forward finds of logits [M, V]; they are used up."""
     peak, argmax = logits.max(1)
     stats[0], stats[2] = peak, logits.gather(1, targets[:, None])[:, 0]
     tokens.copy_(argmax if uniforms is None else sample(logits, uniforms, temperature))
@@ -57,6 +58,7 @@ def rnn_advance(
     kind: int, from_x: Tensor, from_h: Tensor, live: Tensor | None, h: Tensor, c: Tensor | None,
     h_next: Tensor, c_next: Tensor | None,
 ) -> None:  # fmt: skip
+    """One layer's state after a step from W_ih x + b_ih and W_hh h + b_hh, [B, gates H]."""
     units = h.shape[1]
     new_c = None
     if kind == GRU:
@@ -96,7 +98,7 @@ def decode_steps(
             h, c = states[layer], None
             if kind == LSTM:
                 h, c = states[2 * layer : 2 * layer + 2]
-            torch.ops.accumext.rnn_advance(
+            rnn_advance(
                 kind, linear(x, w_ih, b_ih), linear(h[t], w_hh, b_hh), alive, h[t],
                 None if c is None else c[t], h[t + 1], None if c is None else c[t + 1],
             )  # fmt: skip
@@ -134,8 +136,14 @@ def decode_steps(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x @ weight.t() + bias; an empty bias is none."""
-    return torch.addmm(bias, x, weight.t()) if bias.numel() else torch.mm(x, weight.t())
+    """x @ weight.t() + bias, sums in x's dtype; an empty bias is none."""
+    product = product_transposed(x, weight)
+    return product + bias if bias.numel() else product
+
+
+def product_transposed(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.t(): operands rounded to the weight's dtype, sums in that of x."""
+    return torch.mm(x.to(weight.dtype).to(x.dtype), weight.t().to(x.dtype))
 
 
 def rnn_backward(
@@ -144,13 +152,13 @@ def rnn_backward(
     d_x: Tensor, d_h: Tensor | None,
 ) -> None:  # fmt: skip
     for t in reversed(range(len(d_out))):
-        torch.ops.accumext.rnn_gradient(
+        rnn_gradient(
             kind, d_out[t], None if pre is None else pre[t],
             h[t] if kind in (GRU, LSTM) else h[t + 1], None if c is None else c[t],
             None if c is None else c[t + 1], None if live is None else live[t], dh, dc, d_x[t],
             None if d_h is None else d_h[t],
         )  # fmt: skip
-        dh.addmm_(d_x[t] if d_h is None else d_h[t], weight.t())
+        dh += product_transposed(d_x[t] if d_h is None else d_h[t], weight)
         for gradient in (dh, dc):
             if gradient is None:
                 continue
@@ -166,6 +174,9 @@ def rnn_gradient(
     c_next: Tensor | None, live: Tensor | None, dh: Tensor, dc: Tensor | None, d_x: Tensor,
     d_h: Tensor | None,
 ) -> None:  # fmt: skip
+    """One step of rnn_backward, but for the product with weight_hh: dh and dc become those of the
+    state before the step without the part that comes through it. h is that before the step, of a
+    plain RNN that after it."""
     units = dh.shape[1]
     up, up_c = dh + d_out, None
     if kind == GRU:

@@ -7,8 +7,7 @@ and everything that need not wait for the next step is batched.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
-from accumext.decoder._cuda_graph import StepBuffers, WindowGraph
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
 from accumext.decoder._half_matmul import no_grad_no_autocast
 from accumext.decoder._memory import backward_steps, workspace_plan
@@ -103,6 +101,20 @@ class RnnDecode(torch.autograd.Function):
                 cell.table_gradient() if needs_table else None,
                 *cell.state_and_weight_gradients(needs_cell),
             )
+
+
+class StepBuffers(NamedTuple):
+    """What the operators read and write per step; states have a row more, before and after."""
+
+    states: list[Tensor]  # per layer h, and c of an LSTM: [T + 1, B, H]
+    inputs: Tensor  # int64 [T, B]
+    teacher: Tensor  # int64 [T, B]
+    targets: Tensor  # int64 [T, B]
+    tokens: Tensor  # int64 [T, B]
+    teacher_mask: Tensor | None  # bool [T, B]
+    live: Tensor | None  # bool [T, B]
+    uniforms: Tensor | None  # fp64 [T, B]
+    dropout_mask: Tensor | None  # bool [T, L - 1, B, H]: units that dropout keeps
 
 
 @dataclass(frozen=True)
@@ -194,35 +206,26 @@ class _ForwardSteps:
         following = slice(begin + 1, min(end + 1, self.args.steps))
         teacher = self.args.feedback.teacher[following]
         self.tokens.inputs[following] = self.tokens.padded(following, teacher)
-        self._advance(self.buffers.steps, begin, end)
+        self._advance(begin, end)
         outputs = self.buffers.outputs[begin + 1 : end + 1]
         self.tokens.predict(self.cross_entropy, begin, end, outputs.flatten(0, 1))
 
     def _free_running(self, begin: int, end: int) -> None:
         """Steps that read the prediction before them, as many at once as the workspace holds."""
-        args, head, steps = self.args, self.cross_entropy, self.buffers.steps
+        args, head = self.args, self.cross_entropy
         if head.rows < args.batch and head.forms_gradients:
             for step in range(begin, end):
-                self._advance(steps, step, step + 1)
+                self._advance(step, step + 1)
                 self.tokens.predict(head, step, step + 1, self.buffers.outputs[step + 1])
                 self.tokens.feed_back(step)
             return
         size = max(1, head.rows // args.batch)
         stats = self.tokens.losses.new_empty(3, size * args.batch)
         rows = self.tokens.tokens.new_empty(size * args.batch)
-        graph: WindowGraph | None = None
         for first in range(begin, end, size):
             last = min(first + size, end)
             exps = head.workspace_slice((last - first) * args.batch)
-            # A graph replays all windows but the first, which warms up the kernels, and the last.
-            if args.cuda_graph and first > begin and first + size < min(args.steps, end + 1):
-                if graph is None:
-                    run = partial(self._advance, begin=0, exps=exps, stats=stats, rows=rows)
-                    graph = WindowGraph(steps, size, run)
-                graph.replay(steps, first)
-                self._add_rows(rows + first * args.batch, stats)
-                continue
-            used = self._advance(steps, first, last, exps, stats, rows)
+            used = self._advance(first, last, exps, stats, rows)
             self._add_rows(rows[:used].clone(), stats[:, :used])
 
     def _add_rows(self, rows: Tensor, stats: Tensor) -> None:
@@ -234,11 +237,12 @@ class _ForwardSteps:
         )  # fmt: skip
 
     def _advance(
-        self, steps: StepBuffers, begin: int, end: int, exps: Tensor | None = None,
-        stats: Tensor | None = None, rows: Tensor | None = None,
+        self, begin: int, end: int, exps: Tensor | None = None, stats: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> int:  # fmt: skip
         """Run the steps; with `stats`, the head too. How many rows it has seen."""
         args, buffers, head = self.args, self.buffers, self.cross_entropy
+        steps = buffers.steps
         used: int = _operators.decode_steps(
             buffers.table, buffers.weights, steps.states, buffers.rnn.kind, steps.dropout_mask,
             buffers.dropout_scale, steps.inputs, steps.teacher, steps.teacher_mask, steps.live,

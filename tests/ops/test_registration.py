@@ -49,11 +49,6 @@ def head_forward():
     return (*given, 3, *written), {}
 
 
-def softmax_stats():
-    given, written = head_arguments([torch.randn(4, 11)])
-    return (*given, *written), {}
-
-
 def decode_steps():
     steps, batch, units, words = 3, 2, 4, 7
     cell = [torch.randn(16, units), torch.randn(16, units), torch.randn(16), torch.empty(0)] * 2
@@ -72,20 +67,6 @@ def decode_steps():
 LIVE = [True, False]
 
 
-def rnn_advance():
-    batch, units = 2, 4
-    gates = torch.randn(2, batch, 4 * units).unbind()
-    before, after = (torch.randn(2, batch, units) for _ in range(2))
-    return (1, *gates, torch.tensor(LIVE), *before, after[0].clone(), after[1].clone()), {}
-
-
-def rnn_gradient():
-    batch, units = 2, 4
-    pre, d_x, d_h = torch.randn(batch, 16), torch.zeros(batch, 12), torch.zeros(batch, 12)
-    d_out, h, dh = (torch.randn(batch, units) for _ in range(3))
-    return (0, d_out, pre, h, None, None, torch.tensor(LIVE), dh, None, d_x, d_h), {}
-
-
 def rnn_backward():
     steps, batch, units = 3, 2, 4
     live = torch.tensor([LIVE] * steps)
@@ -97,9 +78,7 @@ def rnn_backward():
     ), {}  # fmt: skip
 
 
-DECODER_OPS = (
-    head_forward, softmax_stats, decode_steps, rnn_advance, rnn_gradient, rnn_backward,
-)  # fmt: skip
+DECODER_OPS = (head_forward, decode_steps, rnn_backward)
 ROWS |= {f"{op.__name__}.default": (lambda _, op=op: op(), lambda: None) for op in DECODER_OPS}
 # Changes its arguments and returns an int as well, which torch does not make functional.
 NOT_TRACED = {"decode_steps.default"}

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/decoder/persistent_call.h"
+#include "cuda/device_limits.h"
 #include "math/host_device.h"
 
 namespace accumext::cuda {
@@ -19,14 +20,6 @@ constexpr int kRowGroup = 8;     // rows of a weight that the lanes of a warp ho
 constexpr int kCellRows = 32;    // of a cell's weights: as many as a warp has sums for
 constexpr int kMinStages = 2;
 constexpr int kMaxStages = 8;
-
-// What a device offers a block, and how many blocks run at the same time.
-struct DeviceLimits {
-  int blocks;            // one on each multiprocessor
-  int64_t shared_bytes;  // dynamic
-  int64_t l2_bytes;
-  int capability;  // 80 for 8.0
-};
 
 ACCUMEXT_HOST_DEVICE inline int64_t chunks_of(int64_t depth) {
   return (depth + kChunk - 1) / kChunk;

@@ -1,8 +1,6 @@
 // A window of decoder steps in one cooperative launch.
 #pragma once
 
-#include <cassert>
-
 #include "cuda/decoder/grid_barrier.cuh"
 #include "cuda/decoder/persistent_cell.cuh"
 #include "cuda/decoder/persistent_head.cuh"
@@ -158,7 +156,7 @@ class PersistentSteps {
   }
 
   __device__ int64_t checked(int64_t token) const {
-    assert(token >= 0 && token < call_.table_rows);
+    if (token < 0 || token >= call_.table_rows) __trap();
     return token;
   }
 

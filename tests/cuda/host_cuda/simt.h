@@ -33,7 +33,7 @@
 #define __grid_constant__
 #define __noinline__
 // One OS thread runs all blocks, so its thread-local storage is the shared memory of one block; and
-// unlike other static variables, those lie together, where poison_shared_memory() finds them.
+// unlike other static variables, those lie together, where shared_memory() finds them.
 #define __shared__ static thread_local
 
 struct uint3 {
@@ -441,3 +441,7 @@ inline unsigned long long atomicMax(unsigned long long* most, unsigned long long
 }
 
 inline int __popc(unsigned bits) { return std::popcount(bits); }
+
+[[noreturn]] inline void __trap(host_cuda::Site site = host_cuda::Site::current()) {
+  host_cuda::fail("a trap", site);
+}
