@@ -126,16 +126,33 @@ inline void lay_out_scratch(const PersistentCall& call, PersistentPlan& plan) {
   plan.scratch_bytes = room.size();
 }
 
+// Whether the elements of a row lie next to each other.
+template <typename M>  // Matrix or AnyMatrix
+bool dense_rows(const M& matrix, int64_t columns) {
+  return matrix.column_stride == 1 || columns <= 1;
+}
+
+// Whether the kernel takes a window at all.
+inline bool takes(const PersistentCall& call) {
+  if (call.batch < 1 || call.batch > kMaxPersistentBatch || call.layers > kMaxLayers) return false;
+  if (call.operand != Dtype::kHalf && call.operand != Dtype::kBFloat16) return false;
+  if (call.vocabulary < 1 || call.vocabulary > (1 << 30) || call.units < 1) return false;
+  if (call.exps.data != nullptr && call.exps.dtype == Dtype::kDouble) return false;
+  bool dense = dense_rows(call.table, call.inputs) && dense_rows(call.head, call.units);
+  for (const PersistentLayer* layer = call.layer; layer < call.layer + call.layers; ++layer) {
+    const int64_t inputs = layer == call.layer ? call.inputs : call.units;
+    dense = dense && dense_rows(layer->weight_ih, inputs);
+    dense = dense && dense_rows(layer->weight_hh, call.units);
+  }
+  return dense;
+}
+
 }  // namespace persistent
 
 // The plan of a window; its blocks are 0 where the kernel does not take it.
 inline PersistentPlan persistent_plan(const PersistentCall& call, const DeviceLimits& device) {
   PersistentPlan plan{};
-  if (device.capability < 80 || device.blocks < 1) return plan;
-  if (call.batch < 1 || call.batch > kMaxPersistentBatch || call.layers > kMaxLayers) return plan;
-  if (call.operand != Dtype::kHalf && call.operand != Dtype::kBFloat16) return plan;
-  if (call.vocabulary < 1 || call.vocabulary > INT32_MAX || call.units < 1) return plan;
-  if (call.exps.data != nullptr && call.exps.dtype == Dtype::kDouble) return plan;
+  if (device.capability < 80 || device.blocks < 1 || !persistent::takes(call)) return plan;
 
   plan.width = kTileColumns;
   while (plan.width < call.batch) plan.width *= 2;
