@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common/arguments.h"
+#include "cuda/device_limits.h"
 
 namespace accumext::cuda {
 
@@ -47,6 +48,38 @@ class Queue {
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
+  // What the kernel may ask for where its blocks run at the same time.
+  template <typename... Parameters>
+  DeviceLimits limits(void (*kernel)(Parameters...)) const {
+    if (attribute(cudaDevAttrCooperativeLaunch) == 0) return {};
+    cudaFuncAttributes of_kernel;
+    STD_CUDA_CHECK(cudaFuncGetAttributes(&of_kernel, reinterpret_cast<const void*>(kernel)));
+    const int64_t shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    return {.blocks = multiprocessors(),
+            .shared_bytes = shared_bytes - static_cast<int64_t>(of_kernel.sharedSizeBytes),
+            .l2_bytes = attribute(cudaDevAttrL2CacheSize),
+            .capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+                          attribute(cudaDevAttrComputeCapabilityMinor)};
+  }
+
+  // The same with blocks that run at the same time, within `limits`.
+  template <typename... Parameters>
+  void launch_together(void (*kernel)(Parameters...), int64_t blocks, int threads,
+                       int64_t shared_bytes,
+                       const std::type_identity_t<Parameters>&... arguments) const {
+    const void* function = reinterpret_cast<const void*>(kernel);
+    STD_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(shared_bytes)));
+    void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+    STD_CUDA_CHECK(cudaLaunchCooperativeKernel(function, dim3(static_cast<unsigned>(blocks)),
+                                               dim3(threads), pointers, shared_bytes, stream_));
+  }
+
+  // So many bytes become 0.
+  void clear(void* memory, int64_t bytes) const {
+    STD_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream_));
+  }
+
   // Uninitialised. It may go once the kernels are enqueued, because the caching allocator reuses
   // memory in the order of the stream.
   Tensor empty(const std::vector<int64_t>& shape, torch::headeronly::ScalarType dtype) const {
@@ -55,6 +88,12 @@ class Queue {
   }
 
  private:
+  int attribute(cudaDeviceAttr which) const {
+    int value = 0;
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device_));
+    return value;
+  }
+
   int32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;

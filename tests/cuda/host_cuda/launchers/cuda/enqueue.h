@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/arguments.h"
+#include "cuda/device_limits.h"
 
 namespace accumext::cuda {
 
@@ -23,6 +24,23 @@ class Queue {
     ++launches;
     host_cuda::Device::current().launch(kernel, blocks, threads, arguments...);
   }
+
+  // Those of an H100, with few blocks.
+  template <typename... Parameters>
+  DeviceLimits limits(void (*)(Parameters...)) const {
+    return {.blocks = 3, .shared_bytes = 225 << 10, .l2_bytes = 50 << 20, .capability = 90};
+  }
+
+  template <typename... Parameters>
+  void launch_together(void (*kernel)(Parameters...), int64_t blocks, int threads,
+                       int64_t shared_bytes,
+                       const std::type_identity_t<Parameters>&... arguments) const {
+    ++launches;
+    host_cuda::Device::current().launch_together(kernel, blocks, threads, shared_bytes,
+                                                 arguments...);
+  }
+
+  void clear(void* memory, int64_t bytes) const { std::memset(memory, 0, bytes); }
 
   Tensor empty(const std::vector<int64_t>& shape, torch::headeronly::ScalarType dtype) const {
     Tensor memory = torch::stable::empty(shape, dtype);
