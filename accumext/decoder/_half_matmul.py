@@ -32,9 +32,8 @@ def dtypes_of(weight: Tensor) -> Dtypes:
         fast = product in (torch.bfloat16, torch.float16)
     else:
         fast = product == torch.bfloat16 and cpu_multiplies_bfloat16()
-    # Gradients of the cell leave the range of float16.
-    cell = product if fast and product == torch.bfloat16 else accumulation
-    return Dtypes(accumulation, product, exps=product if fast else accumulation, cell=cell)
+    narrow = product if fast else accumulation
+    return Dtypes(accumulation, product, exps=narrow, cell=narrow)
 
 
 @contextmanager

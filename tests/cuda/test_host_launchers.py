@@ -71,6 +71,13 @@ def test_launches_of_a_step(found, kind, dtype):
         assert {name: count for name, count in per_step.items() if count} == expected
 
 
+def test_a_window_of_the_persistent_kernel_is_one_launch(found):
+    """However many steps it has; its tokens are those of the loop."""
+    for two, five in found["whole"].values():
+        assert two == five == {"kernels": 1}
+    assert found["apart"] == []
+
+
 def test_launches_of_a_call(found):
     """Besides those of its steps: the state is copied, a row per input is looked up, and inputs
     that are known are multiplied; the last gradient is passed on."""

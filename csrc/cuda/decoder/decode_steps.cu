@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cuda/decoder/head.h"
+#include "cuda/decoder/persistent_launch.h"
 #include "cuda/decoder/rnn_layer.h"
 
 namespace accumext::cuda {
@@ -81,12 +82,17 @@ class Decoding {
 
   // Rows given to the head.
   int64_t run() {
-    for (Layer<T>& layer : layers_) layer.start(begin_);
     if (!call_.stats) {
       run_known();
       return 0;
     }
-    run_free();
+    check_head();
+    const std::optional<PersistentCall> window = persistent_call();
+    if (window && persistent_fits(queue_, *window)) {
+      launch_persistent(queue_, *window);
+    } else {
+      run_free();
+    }
     return (end_ - begin_) * batch_;
   }
 
@@ -126,6 +132,7 @@ class Decoding {
 
   // Steps whose inputs are known, layer by layer.
   void run_known() {
+    for (Layer<T>& layer : layers_) layer.start(begin_);
     const int64_t most = std::clamp<int64_t>(kInputRows / batch_, 1, end_ - begin_);
     const Buffers all = buffers(most);
     for (int64_t step = begin_; step < end_; step += most) {
@@ -159,24 +166,101 @@ class Decoding {
     }
   }
 
-  // Steps that read what the one before them predicts.
-  void run_free() {
+  void check_head() {
     const int64_t most = (end_ - begin_) * batch_;
+    require(call_.head_weight.dim() == 2 && call_.head_weight.size(1) == units_);
     require(call_.stats->dim() == 2 && call_.stats->size(1) >= most);
     require(call_.rows && call_.rows->numel() >= most && (call_.eos < 0 || live_ != nullptr));
     names_ = views_.template dense<int64_t>(*call_.rows, call_.rows->numel());
     require(!call_.exps || call_.exps->size(0) >= most);
+    require(call_.temperature > 0.0);
+  }
+
+  // The window as one kernel takes it; nothing where its dtypes or its layers are not for that.
+  std::optional<PersistentCall> persistent_call() const {
+    const Dtype operand = float_dtype(call_.head_weight);
+    const bool narrow = operand == Dtype::kHalf || operand == Dtype::kBFloat16;
+    if constexpr (std::is_same_v<T, float>) {
+      if (narrow && float_dtype(call_.cell[0]) == operand && layers_.size() <= kMaxLayers) {
+        return persistent_call(operand);
+      }
+    }
+    return std::nullopt;
+  }
+
+  PersistentCall persistent_call(Dtype operand) const {
+    const int64_t vocabulary = call_.head_weight.size(0);
+    const auto weight = [&](const Tensor& tensor, int64_t rows, int64_t columns) {
+      return views_.operand(tensor, rows, columns).template as<const uint16_t>();
+    };
+    const auto vector = [&](const Tensor& tensor, int64_t size) {
+      return tensor.numel() == 0 ? AnyVector{}
+                                 : AnyVector{views_.template dense<const float>(tensor, size)};
+    };
+    PersistentCall window{
+        .kind = call_.kind,
+        .operand = operand,
+        .layers = static_cast<int>(layers_.size()),
+        .batch = batch_,
+        .inputs = width_,
+        .units = units_,
+        .vocabulary = vocabulary,
+        .steps = steps_,
+        .begin = begin_,
+        .end = end_,
+        .table = lookup_.table,
+        .table_rows = lookup_.words,
+        .layer = {},
+        .dropout_mask = dropout_mask_,
+        .dropout_scale = static_cast<float>(call_.dropout_scale),
+        .inputs_fed = inputs_,
+        .teacher = tokens<const int64_t>(call_.teacher),
+        .teacher_mask = tokens<const bool>(call_.teacher_mask),
+        .live = live_,
+        .eos = call_.eos,
+        .pad = call_.pad,
+        .uniforms = tokens<const double>(call_.uniforms),
+        .temperature = call_.temperature,
+        .head = weight(call_.head_weight, vocabulary, units_),
+        .head_bias = call_.head_bias ? vector(*call_.head_bias, vocabulary) : AnyVector{},
+        .targets = tokens<const int64_t>(call_.targets),
+        .tokens = tokens<int64_t>(call_.tokens),
+        .exps = exps(vocabulary),
+        .stats = views_.template matrix<float>(*call_.stats, 3, call_.stats->size(1)),
+        .rows = names_};
+    const int64_t gates = gate_count(call_.kind) * units_;
+    const size_t parts = call_.states.size() / layers_.size();
+    const auto state = [&](size_t index) {
+      return views_.template dense<float>(call_.states[index], (steps_ + 1) * batch_ * units_);
+    };
+    for (size_t l = 0; l < layers_.size(); ++l) {
+      const Tensor* const w = &call_.cell[4 * l];
+      window.layer[l] = {.weight_ih = weight(w[0], gates, layers_[l].inputs()),
+                         .weight_hh = weight(w[1], gates, units_),
+                         .bias_ih = vector(w[2], gates),
+                         .bias_hh = vector(w[3], gates),
+                         .h = state(l * parts),
+                         .c = parts == 2 ? state(l * parts + 1) : nullptr};
+    }
+    return window;
+  }
+
+  AnyMatrix exps(int64_t vocabulary) const {
+    if (!call_.exps) return {};
+    return views_.any_matrix(call_.exps, call_.exps->size(0), vocabulary);
+  }
+
+  // Steps that read what the one before them predicts.
+  void run_free() {
+    for (Layer<T>& layer : layers_) layer.start(begin_);
     Head<T> head(queue_, views_, call_.head_weight, call_.head_bias,
                  std::min(call_.logit_rows, batch_), call_.uniforms.has_value(), call_.temperature);
-    require(head.depth() == units_);
     const int64_t columns = call_.stats->size(1);
-    const Rows<T> rows{
-        .targets = {tokens<const int64_t>(call_.targets), 1},
-        .uniforms = {tokens<const double>(call_.uniforms), 1},
-        .exps = call_.exps ? views_.any_matrix(call_.exps, call_.exps->size(0), head.vocabulary())
-                           : AnyMatrix{},
-        .tokens = {tokens<int64_t>(call_.tokens), 1},
-        .stats = views_.template matrix<T>(*call_.stats, 3, columns)};
+    const Rows<T> rows{.targets = {tokens<const int64_t>(call_.targets), 1},
+                       .uniforms = {tokens<const double>(call_.uniforms), 1},
+                       .exps = exps(head.vocabulary()),
+                       .tokens = {tokens<int64_t>(call_.tokens), 1},
+                       .stats = views_.template matrix<T>(*call_.stats, 3, columns)};
     const Tensor hidden = queue_.empty({batch_, units_}, call_.head_weight.scalar_type());
     const Buffers one = buffers(1);
     look_up(begin_, one.x);

@@ -23,6 +23,7 @@ from accumext.backend import _build
 
 FOLDER = Path(__file__).parent
 LIBRARY = "HOST_CUDA_LIBRARY"  # the variable that tells such a program where the library is
+BLOCKS_TOGETHER = "HOST_CUDA_BLOCKS_TOGETHER"  # of the stand-in for a GPU; 0, the default: none
 TIMEOUT_S = 590.0
 
 

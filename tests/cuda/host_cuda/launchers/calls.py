@@ -14,6 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 from host_cuda import ORDERS
 from host_cuda.launchers import loaded
 
+BLOCKS = 3  # at the same time
+# Rounded operands with sums of some dozens of float32 in two orders; exponentials in bfloat16.
+CLOSE = 2.0**-7
 # Of torch's operators those that put nothing on a device.
 FREE = ("aten::empty", "aten::narrow", "aten::select", "aten::transpose")
 
@@ -44,6 +47,26 @@ def calls(steps: int) -> Iterator[tuple[str, Call]]:
             yield f"{kind} {dtype} 1 backward", backward_call(kind, steps=steps, narrow=narrow)
 
 
+def windows(steps: int) -> Iterator[tuple[str, Call]]:
+    """Those that the persistent kernel takes."""
+    for kind in KINDS:
+        for layers in (1, 3):
+            options = {"layers": layers, "steps": steps, "narrow": True}
+            yield f"{kind} {layers}", steps_call(kind, ends=True, **options)
+
+
+def apart(call: Call) -> bool:
+    """Whether the persistent kernel finds other tokens, or numbers far from those of the loop."""
+    results = []
+    for blocks in (0, BLOCKS):
+        loaded.set_blocks_together(blocks)
+        copy = call.to("cpu")
+        copy()
+        results.append(copy.written)
+    loaded.set_blocks_together(0)
+    return not all(torch.allclose(a, b, rtol=CLOSE, atol=CLOSE) for a, b in zip(*results))
+
+
 def others() -> Iterator[tuple[str, Call]]:
     """Rows of logits in several pieces, no exponentials, the argmax."""
     yield "a loss alone", steps_call("gru", exps=False, ends=True)
@@ -68,8 +91,14 @@ def main() -> None:
     counts = {name: [enqueued(call)] for name, call in calls(steps=2)}
     for name, call in calls(steps=5):
         counts[name].append(enqueued(call))
+    loaded.set_blocks_together(BLOCKS)
+    whole = {name: [enqueued(call)] for name, call in windows(steps=2)}
+    for name, call in windows(steps=5):
+        whole[name].append(enqueued(call))
+    loaded.set_blocks_together(0)
+    far = [name for name, call in windows(steps=4) if apart(call)]
     differing = [name for name, call in [*calls(steps=3), *others()] if differs(call)]
-    print(json.dumps({"counts": counts, "differing": differing}))
+    print(json.dumps({"counts": counts, "whole": whole, "apart": far, "differing": differing}))
 
 
 if __name__ == "__main__":

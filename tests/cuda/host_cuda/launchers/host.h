@@ -2,6 +2,7 @@
 // and operators that are registered for, and find their tensors on, the CPU.
 #pragma once
 
+#include "instructions.h"
 #include "simt.h"
 //
 #include <torch/csrc/stable/accelerator.h>

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import accumext  # noqa: F401  (defines the operators)
-from host_cuda.launchers import LIBRARY
+from host_cuda.launchers import BLOCKS_TOGETHER, LIBRARY
 
 _PATH = os.environ[LIBRARY]
 _ATEN = torch.library.Library("aten", "IMPL")
@@ -37,6 +37,15 @@ def launches() -> int:
 def set_order(order: int) -> None:
     """In which the blocks, and the threads of one, run from now on: host_cuda.ORDERS."""
     _library.host_cuda_set_order(ctypes.c_int64(order))
+
+
+def set_blocks_together(blocks: int) -> None:
+    """How many blocks can run at the same time from now on: with some, the persistent kernel takes
+    the windows that it can."""
+    _library.host_cuda_set_blocks_together(ctypes.c_int64(blocks))
+
+
+set_blocks_together(int(os.environ.get(BLOCKS_TOGETHER, "0")))
 
 
 def pytest_sessionfinish(session) -> None:
