@@ -29,12 +29,12 @@ class GridBarrier {
   __device__ void arrive(CallSite site = CallSite::current()) const {
     __syncthreads();
     if (threadIdx.x != 0) return;
-#ifndef __CUDACC__
-    host_cuda::Device::current().block_arrives(site);
-#endif
     *expected_ += gridDim.x;
     __threadfence();
     atomicAdd(arrived_, 1ULL);
+#ifndef __CUDACC__
+    host_cuda::Device::current().block_arrives(site);
+#endif
   }
 
   __device__ void wait() const {

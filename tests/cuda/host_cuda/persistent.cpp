@@ -26,8 +26,10 @@ class Call : public host_cuda::Run {
     if (plan.blocks != grid_ || plan.shared_bytes > shared_bytes) {
       host_cuda::fail("the window does not fit", host_cuda::Site::current());
     }
-    if (plan.resident != (request_.integer() != 0)) {
-      host_cuda::fail("weights stay that should not, or the reverse", host_cuda::Site::current());
+    const bool resident = request_.integer() != 0;
+    const int64_t stages = request_.integer();
+    if (plan.resident != resident || (stages > 0 && plan.stages != stages)) {
+      host_cuda::fail("the plan is another one", host_cuda::Site::current());
     }
     const host_cuda::Memory scratch(plan.scratch_bytes);
     std::fill_n(scratch.data(), plan.zeroed, std::byte{0});

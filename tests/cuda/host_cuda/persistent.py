@@ -22,10 +22,11 @@ class HostPersistent:
         self, table, cell, states, kind, dropout_mask, dropout_scale, inputs, teacher,
         teacher_mask, live, eos, pad, uniforms, temperature, head_weight, head_bias, targets,
         tokens, exps, stats, rows, logit_rows, begin, end, *, runs, shared_bytes=SHARED_BYTES,
-        resident=True,
+        resident=True, stages=0,
     ) -> int:  # fmt: skip
-        """The second number of a run is how many blocks there are. `resident`: whether the
-        cells' weights are to stay in shared memory, which is how large a block may have it."""
+        """The second number of a run is how many blocks there are. Of `shared_bytes` of shared
+        memory follows whether the cells' weights stay there, and how many stages the head's has:
+        `resident` and `stages` are what is expected, 0 anything."""
         steps, batch = inputs.shape
         layers = len(cell) // 4
         parts = len(states) // layers
@@ -53,7 +54,7 @@ class HostPersistent:
         _put_matrix(request, exps)
         _put_matrix(request, stats)
         request.put_place(rows)
-        request.put_integers(resident)
+        request.put_integers(resident, stages)
         request.take_back(execute(self._driver, request=request.bytes(runs)), runs)
         return (end - begin) * batch
 

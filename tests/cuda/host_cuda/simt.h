@@ -48,8 +48,9 @@ using Site = std::source_location;
 constexpr int kWarpSize = 32;
 constexpr size_t kStackSize = 1 << 17;  // bytes; sanitized frames are large
 
-// In which order the threads run from one barrier to the next, and blocks after one another. What a
-// race decides comes out differently in another order.
+// In which order the threads run from one barrier to the next, and blocks after one another: a warp
+// at a time, each as far as it can, or all threads in turn. What a race decides comes out
+// differently in another order.
 enum class Order : int64_t { kAscending, kDescending, kShuffled };
 
 enum class State { kReady, kAtBarrier, kAtWarpOperation, kPausing, kDone };
@@ -173,10 +174,13 @@ class Device {
   std::byte* dynamic_shared() { return block_->dynamic.get(); }
 
   // The running block is where all blocks meet, each as often as every other and at the same place.
+  // Some then give way to all others, so that what they have yet to read may change.
   void block_arrives(const Site& site) {
     const size_t meeting = block_->meetings++;
     if (meeting == meetings_.size()) meetings_.push_back(site);
     if (!same(site, meetings_[meeting])) fail("blocks meet at different places", site);
+    gives_way_ = order_ == Order::kDescending || (order_ == Order::kShuffled && random_() % 2 == 0);
+    if (gives_way_) wait(State::kReady, site);
   }
 
   void copy_async(void* to, const void* from, int bytes) {
@@ -278,21 +282,35 @@ class Device {
     }
   }
 
-  // Until the block has ended: true; or until nothing goes on in it but pauses: false.
+  // Until the block has ended: true; or until nothing goes on in it but pauses, or it gives way to
+  // other blocks: false.
   bool run_block() {
     const int size = static_cast<int>(blockDim.x);
-    auto& threads = block_->threads;
+    const int together = order_ == Order::kShuffled ? size : kWarpSize;
     do {
-      for (const int64_t index : ordered(size)) {
-        Thread& thread = threads[index];
-        if (thread.state != State::kReady) continue;
-        threadIdx = {static_cast<unsigned>(index), 0, 0};
-        switch_stack(scheduler_, thread.context, thread.stack.get(), kStackSize);
-        progress_ = progress_ || thread.state != State::kPausing;
-        if (thread.state == State::kDone) end_copies(thread);
+      for (const int64_t group : ordered((size + together - 1) / together)) {
+        const int first = static_cast<int>(group) * together;
+        const int count = std::min(together, size - first);
+        do {
+          if (!run_threads(first, count)) return false;
+        } while (release_warps(first, count));
       }
-    } while (release(size));
-    return threads.front().state == State::kDone;
+    } while (release_block(size));
+    return block_->threads.front().state == State::kDone;
+  }
+
+  // False if the block is to give way.
+  bool run_threads(int first, int count) {
+    for (const int64_t index : ordered(count)) {
+      Thread& thread = block_->threads[first + index];
+      if (thread.state != State::kReady) continue;
+      threadIdx = {static_cast<unsigned>(first + index), 0, 0};
+      switch_stack(scheduler_, thread.context, thread.stack.get(), kStackSize);
+      progress_ = progress_ || thread.state != State::kPausing;
+      if (thread.state == State::kDone) end_copies(thread);
+      if (std::exchange(gives_way_, false)) return false;
+    }
+    return true;
   }
 
   static void end_copies(Thread& thread) {
@@ -307,22 +325,27 @@ class Device {
     thread.groups.push_back(std::exchange(thread.begun, {}));
   }
 
-  // Lets threads go on that have met; false if all have left the kernel, or one pauses.
-  bool release(int size) {
+  // Lets warps go on whose threads have met.
+  bool release_warps(int begin, int count) {
     bool released = false;
-    const auto begin = block_->threads.begin();
-    for (int first = 0; first < size; first += kWarpSize) {
-      const int lanes = std::min(kWarpSize, size - first);
+    for (int first = begin; first < begin + count; first += kWarpSize) {
+      const int lanes = std::min(kWarpSize, begin + count - first);
       const auto waits = [](const Thread& t) { return t.state == State::kAtWarpOperation; };
-      if (std::none_of(begin + first, begin + first + lanes, waits)) continue;
-      if (lanes < kWarpSize) fail("a warp operation in a warp of fewer lanes", begin[first].site);
+      const auto lane = block_->threads.begin() + first;
+      if (std::none_of(lane, lane + lanes, waits)) continue;
+      if (lanes < kWarpSize) fail("a warp operation in a warp of fewer lanes", lane->site);
       release(first, lanes, State::kAtWarpOperation);
       released = true;
     }
-    if (released) return true;
+    return released;
+  }
+
+  // Lets threads go on that have met; false if all have left the kernel, or one pauses.
+  bool release_block(int size) {
+    const auto begin = block_->threads.begin();
     const auto done = [](const Thread& t) { return t.state == State::kDone; };
-    if (std::all_of(begin, begin + size, done)) return false;
     const auto pauses = [](const Thread& t) { return t.state == State::kPausing; };
+    if (std::all_of(begin, begin + size, done)) return false;
     if (std::any_of(begin, begin + size, pauses)) return false;
     release(0, size, State::kAtBarrier);
     return true;
@@ -375,6 +398,7 @@ class Device {
   Block* block_ = nullptr;
   std::vector<Site> meetings_;  // of all blocks of a cooperative launch
   bool progress_ = false;       // whether a thread has done more than pause
+  bool gives_way_ = false;      // whether the running block does
   std::function<void()> kernel_;
   ucontext_t scheduler_;
   const void* scheduler_stack_ = nullptr;
