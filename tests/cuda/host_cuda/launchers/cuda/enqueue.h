@@ -28,7 +28,10 @@ class Queue {
   // Those of an H100 with as many multiprocessors as a test asks for; none take no window whole.
   template <typename... Parameters>
   DeviceLimits limits(void (*)(Parameters...)) const {
-    return {.blocks = blocks_together, .shared_bytes = 225 << 10, .l2_bytes = 50 << 20, .capability = 90};
+    return {.blocks = blocks_together,
+            .shared_bytes = 225 << 10,
+            .l2_bytes = 50 << 20,
+            .capability = 90};
   }
 
   template <typename... Parameters>
