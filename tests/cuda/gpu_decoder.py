@@ -25,6 +25,7 @@ from accumext.decoder import _rnn_path
 ALLOWED = 2.0
 STEPS, SEED, LOSS_SCALE = 10, 5, 2.0**10
 IGNORED = -100
+SHARE = 0.1  # ten standard deviations of the share of 2,000 units that dropout keeps
 
 
 class Precision(NamedTuple):
@@ -169,6 +170,9 @@ class Check:
         found = self.run(contextlib.nullcontext())
         again = self.run(no_waits(self.device))
         self.check_tokens(found.out)
+        if self.case.dropout:
+            kept = 0.0 if found.masks is None else found.masks.float().mean().item()
+            assert abs(kept - (1 - self.case.dropout)) < SHARE, f"dropout keeps {kept:.0%}"
         truth, usual = self.plain(found, torch.float64), self.plain(found, None)
         facts: Facts = {}
         pairs = {"loss": ([found.loss], [usual.loss], [truth.loss])}

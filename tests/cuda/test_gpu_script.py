@@ -111,7 +111,7 @@ def test_parts_run_in_the_order_of_their_worth(tmp_path: Path) -> None:
     run = Run(tmp_path)
     output, _ = run.process.communicate(timeout=PATIENCE_S)
     assert run.process.returncode == 0, output
-    assert run.results() == dict.fromkeys(PARTS + SANITIZERS, "passed")
+    assert list(run.results().items()) == [(name, "passed") for name in PARTS + SANITIZERS]
     assert run.report()["machine"] == "Fake GPU, torch 2.11.0, Python 3.12.3"
     first = run.log()[0]
     assert first.startswith("setup.py")
@@ -279,6 +279,13 @@ def test_a_wrong_loss_or_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             off(patch, changed)
             with pytest.raises(AssertionError, match=words):
                 checked()
+
+
+def test_dropout_that_does_not_drop_is_seen() -> None:
+    checked = double(torch.device("cpu"))
+    checked.model.cell.eval()
+    with pytest.raises(AssertionError, match="dropout keeps 0%"):
+        checked()
 
 
 def test_a_wait_for_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
