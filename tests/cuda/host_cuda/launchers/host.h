@@ -2,7 +2,7 @@
 // and operators that are registered for, and find their tensors on, the CPU.
 #pragma once
 
-#include "simt.h"
+#include "instructions.h"
 //
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
