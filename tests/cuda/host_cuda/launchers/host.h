@@ -3,7 +3,6 @@
 #pragma once
 
 #include "instructions.h"
-#include "simt.h"
 //
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
