@@ -123,7 +123,7 @@ tests() {  # of the operations; no other settings than these, since plugins may 
     return "$NOT_RUN"
   fi
   local files=() file
-  for file in tests/{cuda/test_{cuda,cuda_decoder},decoder/test_{callable_path,decode_loss,embedding,half_matmul,recurrent_state,saved_for_backward,token_buffers},ops/test_{accumulate,clip_grad_norm,norm,registration,scale,unscale_check_clip_accumulate}}.py; do
+  for file in tests/{cuda/test_{cuda,cuda_decoder},decoder/test_{callable_path,decode_loss,embedding,precision,recurrent_state,saved_for_backward,token_buffers},ops/test_{accumulate,clip_grad_norm,norm,registration,scale,unscale_check_clip_accumulate}}.py; do
     if grep -q '^from hypothesis' "$file" && ! "$python" -c 'import hypothesis' 2>/dev/null; then
       echo "left out, because hypothesis is not installed: $file"
     else

@@ -26,7 +26,7 @@ from accumext._wgrad_fusion import may_fuse
 from accumext.decoder._cells import Cell, cell_of
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._feedback import Feedback, feedback_of
-from accumext.decoder._half_matmul import Dtypes, dtypes_of
+from accumext.decoder._precision import Dtypes, dtypes_of
 from accumext.decoder._recurrent_state import State, own_generator, tensors
 from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
 from accumext.decoder._state_gradient import StateGradientGate, random_cuts

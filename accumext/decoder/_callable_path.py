@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from accumext.decoder._arguments import OP, DecodeArguments
 from accumext.decoder._cells import check_output, parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
-from accumext.decoder._half_matmul import no_grad_no_autocast
 from accumext.decoder._memory import workspace_plan
+from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._recurrent_state import State, detach, freeze, replay_rng, rng_state, tensors
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._token_buffers import TokenBuffers

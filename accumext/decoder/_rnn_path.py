@@ -23,8 +23,8 @@ from accumext.decoder._fused_cross_entropy import (
     cast_like,
     new_buffer,
 )
-from accumext.decoder._half_matmul import no_grad_no_autocast
 from accumext.decoder._memory import backward_steps, workspace_plan
+from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._recurrent_state import State
 from accumext.decoder._rnn_weights import GRU, RnnWeights
 from accumext.decoder._saved_for_backward import SavedForBackward
