@@ -1,52 +1,27 @@
 #include <numeric>
 #include <vector>
 
+#include "common/decode_call.h"
 #include "cpu/decoder/head_forward.h"
 #include "cpu/decoder/rnn_advance.h"
 
 namespace accumext::cpu {
 namespace {
 
-// The arguments of the operator; accumext/decoder/_operators.py says what each is.
-struct Call {
-  Tensor table;                // [R, E]
-  std::vector<Tensor> cell;    // per layer: weight_ih, weight_hh, bias_ih, bias_hh
-  std::vector<Tensor> states;  // per layer: h [T + 1, B, H], and c of an LSTM
-  CellKind kind;
-  std::optional<Tensor> dropout_mask;  // bool [T, L - 1, B, H]
-  double dropout_scale;
-  Tensor inputs;                       // int64 [T, B]
-  std::optional<Tensor> teacher;       // int64 [T, B]
-  std::optional<Tensor> teacher_mask;  // bool [T, B]
-  std::optional<Tensor> live;          // bool [T, B]
-  int64_t eos;
-  int64_t pad;
-  std::optional<Tensor> uniforms;  // double [T, B]
-  double temperature;
-  Tensor head_weight;               // [V, H]
-  std::optional<Tensor> head_bias;  // [V]
-  Tensor targets;                   // int64 [T, B]
-  Tensor tokens;                    // int64 [T, B]
-  std::optional<Tensor> exps;       // [rows, V]
-  std::optional<Tensor> stats;      // [3, rows]
-  std::optional<Tensor> rows;       // int64 [rows]
-  int64_t logit_rows;
-};
-
 template <typename T>
 class Decoding {
  public:
-  Decoding(const Call& call, int64_t begin, int64_t end)
+  explicit Decoding(const DecodeCall& call)
       : call_(call),
-        begin_(begin),
-        end_(end),
+        begin_(call.begin),
+        end_(call.end),
         steps_(call.inputs.size(0)),
         batch_(call.inputs.size(1)),
         width_(padded(batch_)),
         inputs_(integers(call.inputs)),
         live_(call.live ? booleans(*call.live) : nullptr),
         x_(call.table.size(1) * width_) {
-    require(0 <= begin && begin < end && end <= steps_ && batch_ > 0);
+    require(0 <= begin_ && begin_ < end_ && end_ <= steps_ && batch_ > 0);
     const size_t parts = call.kind == CellKind::kLstm ? 2 : 1;
     require(call.cell.size() % 4 == 0 && call.cell.size() * parts == call.states.size() * 4);
     require(!call.live || call.live->numel() == steps_ * batch_);
@@ -224,7 +199,7 @@ class Decoding {
     }
   }
 
-  const Call& call_;
+  const DecodeCall& call_;
   int64_t begin_, end_, steps_, batch_;
   int64_t width_;  // padded(batch)
   int64_t* inputs_;
@@ -236,46 +211,9 @@ class Decoding {
   std::vector<T*> states_;
 };
 
-int64_t decode_steps_cpu(Tensor table, TensorList cell, TensorList states, int64_t kind,
-                         std::optional<Tensor> dropout_mask, double dropout_scale, Tensor inputs,
-                         std::optional<Tensor> teacher, std::optional<Tensor> teacher_mask,
-                         std::optional<Tensor> live, int64_t eos, int64_t pad,
-                         std::optional<Tensor> uniforms, double temperature, Tensor head_weight,
-                         std::optional<Tensor> head_bias, Tensor targets, Tensor tokens,
-                         std::optional<Tensor> exps, std::optional<Tensor> stats,
-                         std::optional<Tensor> rows, int64_t logit_rows, int64_t begin,
-                         int64_t end) {
-  const Call call{table,
-                  std::move(cell).tensors(),
-                  std::move(states).tensors(),
-                  cell_kind(kind),
-                  dropout_mask,
-                  dropout_scale,
-                  inputs,
-                  teacher,
-                  teacher_mask,
-                  live,
-                  eos,
-                  pad,
-                  uniforms,
-                  temperature,
-                  head_weight,
-                  head_bias,
-                  targets,
-                  tokens,
-                  exps,
-                  stats,
-                  rows,
-                  logit_rows};
-  require(!call.states.empty() && logit_rows >= 1 && temperature > 0.0);
-  if (float_dtype(call.states[0]) == Dtype::kDouble)
-    return Decoding<double>(call, begin, end).run();
-  return Decoding<float>(call, begin, end).run();
-}
-
 }  // namespace
 }  // namespace accumext::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(accumext, CPU, m) {
-  m.impl("decode_steps", accumext::boxed<accumext::cpu::decode_steps_cpu>);
+  m.impl("decode_steps", accumext::boxed<accumext::decode_steps<accumext::cpu::Decoding>>);
 }

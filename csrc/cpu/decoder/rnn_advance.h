@@ -4,14 +4,10 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/cell_kind.h"
 #include "cpu/decoder/skinny_matmul.h"
 
 namespace accumext::cpu {
-
-inline CellKind cell_kind(int64_t kind) {
-  require(kind >= 0 && kind <= static_cast<int64_t>(CellKind::kRnnRelu));
-  return static_cast<CellKind>(kind);
-}
 
 // Units of a layer that one thread has at least.
 constexpr int64_t kUnitGrain = 4 * kRowBlock;

@@ -2,6 +2,7 @@
 #include <optional>
 #include <vector>
 
+#include "common/decode_call.h"
 #include "cuda/decoder/head.h"
 #include "cuda/decoder/persistent_launch.h"
 #include "cuda/decoder/rnn_layer.h"
@@ -12,40 +13,14 @@ namespace {
 // Rows whose inputs are multiplied at once where they are known.
 constexpr int64_t kInputRows = 2048;
 
-// The arguments of the operator; accumext/decoder/_operators.py says what each is.
-struct Call {
-  Tensor table;                // [R, E]
-  std::vector<Tensor> cell;    // per layer: weight_ih, weight_hh, bias_ih, bias_hh
-  std::vector<Tensor> states;  // per layer: h [T + 1, B, H], and c of an LSTM
-  CellKind kind;
-  std::optional<Tensor> dropout_mask;  // bool [T, L - 1, B, H]
-  double dropout_scale;
-  Tensor inputs;                       // int64 [T, B]
-  std::optional<Tensor> teacher;       // int64 [T, B]
-  std::optional<Tensor> teacher_mask;  // bool [T, B]
-  std::optional<Tensor> live;          // bool [T, B]
-  int64_t eos;
-  int64_t pad;
-  std::optional<Tensor> uniforms;  // double [T, B]
-  double temperature;
-  Tensor head_weight;               // [V, H]
-  std::optional<Tensor> head_bias;  // [V]
-  Tensor targets;                   // int64 [T, B]
-  Tensor tokens;                    // int64 [T, B]
-  std::optional<Tensor> exps;       // [rows, V]
-  std::optional<Tensor> stats;      // [3, rows]
-  std::optional<Tensor> rows;       // int64 [rows]
-  int64_t logit_rows;
-};
-
 // Every row is named, whether it is live or not: the host does not wait to know.
 template <typename T>
 class Decoding {
  public:
-  Decoding(const Call& call, int64_t begin, int64_t end)
+  explicit Decoding(const DecodeCall& call)
       : call_(call),
-        begin_(begin),
-        end_(end),
+        begin_(call.begin),
+        end_(call.end),
         steps_(call.inputs.size(0)),
         batch_(call.inputs.size(1)),
         units_(call.states[0].size(2)),
@@ -54,7 +29,7 @@ class Decoding {
         queue_(views_.device_index()),
         inputs_(tokens<int64_t>(call.inputs)),
         live_(tokens<bool>(call.live)) {
-    require(0 <= begin && begin < end && end <= steps_ && batch_ > 0);
+    require(0 <= begin_ && begin_ < end_ && end_ <= steps_ && batch_ > 0);
     const size_t parts = call.kind == CellKind::kLstm ? 2 : 1;
     const size_t layers = call.cell.size() / 4;
     require(call.cell.size() == layers * 4 && call.states.size() == layers * parts && layers > 0);
@@ -300,7 +275,7 @@ class Decoding {
     return result;
   }
 
-  const Call& call_;
+  const DecodeCall& call_;
   int64_t begin_, end_, steps_, batch_, units_;
   int64_t width_;  // E
   Views views_;
@@ -313,48 +288,9 @@ class Decoding {
   std::vector<Layer<T>> layers_;
 };
 
-int64_t decode_steps_cuda(Tensor table, TensorList cell, TensorList states, int64_t kind,
-                          std::optional<Tensor> dropout_mask, double dropout_scale, Tensor inputs,
-                          std::optional<Tensor> teacher, std::optional<Tensor> teacher_mask,
-                          std::optional<Tensor> live, int64_t eos, int64_t pad,
-                          std::optional<Tensor> uniforms, double temperature, Tensor head_weight,
-                          std::optional<Tensor> head_bias, Tensor targets, Tensor tokens,
-                          std::optional<Tensor> exps, std::optional<Tensor> stats,
-                          std::optional<Tensor> rows, int64_t logit_rows, int64_t begin,
-                          int64_t end) {
-  const Call call{table,
-                  std::move(cell).tensors(),
-                  std::move(states).tensors(),
-                  cell_kind(kind),
-                  dropout_mask,
-                  dropout_scale,
-                  inputs,
-                  teacher,
-                  teacher_mask,
-                  live,
-                  eos,
-                  pad,
-                  uniforms,
-                  temperature,
-                  head_weight,
-                  head_bias,
-                  targets,
-                  tokens,
-                  exps,
-                  stats,
-                  rows,
-                  logit_rows};
-  require(!call.states.empty() && call.states[0].dim() == 3 && inputs.dim() == 2);
-  require(table.dim() == 2 && logit_rows >= 1);
-  if (float_dtype(call.states[0]) == Dtype::kDouble) {
-    return Decoding<double>(call, begin, end).run();
-  }
-  return Decoding<float>(call, begin, end).run();
-}
-
 }  // namespace
 }  // namespace accumext::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(accumext, CUDA, m) {
-  m.impl("decode_steps", accumext::boxed<accumext::cuda::decode_steps_cuda>);
+  m.impl("decode_steps", accumext::boxed<accumext::decode_steps<accumext::cuda::Decoding>>);
 }

@@ -3,16 +3,11 @@
 
 #include <type_traits>
 
-#include "common/arguments.h"
+#include "common/cell_kind.h"
 #include "cuda/decoder/rnn_units.cuh"
 #include "cuda/enqueue.h"
 
 namespace accumext::cuda {
-
-inline CellKind cell_kind(int64_t kind) {
-  require(kind >= 0 && kind <= static_cast<int64_t>(CellKind::kRnnRelu));
-  return static_cast<CellKind>(kind);
-}
 
 // f(a constant of this kind)
 template <typename F>

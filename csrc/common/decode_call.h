@@ -1,0 +1,81 @@
+// A call of decode_steps, as both devices take it.
+#pragma once
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "common/arguments.h"
+#include "common/cell_kind.h"
+
+namespace accumext {
+
+// The arguments of the operator; accumext/decoder/_operators.py says what each is.
+struct DecodeCall {
+  Tensor table;                // [R, E]
+  std::vector<Tensor> cell;    // per layer: weight_ih, weight_hh, bias_ih, bias_hh
+  std::vector<Tensor> states;  // per layer: h [T + 1, B, H], and c of an LSTM
+  CellKind kind;
+  std::optional<Tensor> dropout_mask;  // bool [T, L - 1, B, H]
+  double dropout_scale;
+  Tensor inputs;                       // int64 [T, B]
+  std::optional<Tensor> teacher;       // int64 [T, B]
+  std::optional<Tensor> teacher_mask;  // bool [T, B]
+  std::optional<Tensor> live;          // bool [T, B]
+  int64_t eos;
+  int64_t pad;
+  std::optional<Tensor> uniforms;  // double [T, B]
+  double temperature;
+  Tensor head_weight;               // [V, H]
+  std::optional<Tensor> head_bias;  // [V]
+  Tensor targets;                   // int64 [T, B]
+  Tensor tokens;                    // int64 [T, B]
+  std::optional<Tensor> exps;       // [rows, V]
+  std::optional<Tensor> stats;      // [3, rows]
+  std::optional<Tensor> rows;       // int64 [rows]
+  int64_t logit_rows;
+  int64_t begin, end;  // of the steps
+};
+
+// The operator, by a Decoding<T> of the call for sums in T, whose run() says how many rows the head
+// was given.
+template <template <typename> class Decoding>
+int64_t decode_steps(Tensor table, TensorList cell, TensorList states, int64_t kind,
+                     std::optional<Tensor> dropout_mask, double dropout_scale, Tensor inputs,
+                     std::optional<Tensor> teacher, std::optional<Tensor> teacher_mask,
+                     std::optional<Tensor> live, int64_t eos, int64_t pad,
+                     std::optional<Tensor> uniforms, double temperature, Tensor head_weight,
+                     std::optional<Tensor> head_bias, Tensor targets, Tensor tokens,
+                     std::optional<Tensor> exps, std::optional<Tensor> stats,
+                     std::optional<Tensor> rows, int64_t logit_rows, int64_t begin, int64_t end) {
+  const DecodeCall call{table,
+                        std::move(cell).tensors(),
+                        std::move(states).tensors(),
+                        cell_kind(kind),
+                        dropout_mask,
+                        dropout_scale,
+                        inputs,
+                        teacher,
+                        teacher_mask,
+                        live,
+                        eos,
+                        pad,
+                        uniforms,
+                        temperature,
+                        head_weight,
+                        head_bias,
+                        targets,
+                        tokens,
+                        exps,
+                        stats,
+                        rows,
+                        logit_rows,
+                        begin,
+                        end};
+  require(!call.states.empty() && call.states[0].dim() == 3 && inputs.dim() == 2);
+  require(table.dim() == 2 && logit_rows >= 1 && temperature > 0.0);
+  if (float_dtype(call.states[0]) == Dtype::kDouble) return Decoding<double>(call).run();
+  return Decoding<float>(call).run();
+}
+
+}  // namespace accumext
