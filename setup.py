@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,10 @@ def build_kernels(torch: Any) -> type:
                 self.extensions = [extension]
                 library = extension.name.rpartition("_")[2]
                 try:
-                    super().build_extensions()
+                    with tempfile.TemporaryDirectory() as stubs:
+                        if library == "cuda":
+                            extension.extra_link_args += build.torch_cuda_flags(Path(stubs))
+                        super().build_extensions()
                 except Exception as error:
                     reason = f"{type(error).__name__}: {error}".splitlines()[0]
                     missing(library, reason, "pip install -v . shows the compiler's words")

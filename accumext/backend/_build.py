@@ -288,6 +288,18 @@ def cudart_flags(home: str, folder: Path) -> list[str]:
     return [f"-L{folder}"]
 
 
+def torch_cuda_flags(folder: Path) -> list[str]:
+    """Flags that link libtorch_cuda by its name alone, by way of an empty library in the folder.
+
+    The library then finds that of the torch that loads it, whatever torch it was compiled with: one
+    without CUDA has none, and what torch has loaded for itself is found by name only.
+    """
+    stub = folder / "libtorch_cuda.so"
+    command = [*shlex.split(os.environ.get("CXX") or "c++"), "-shared", "-x", "c++", os.devnull]
+    subprocess.run([*command, "-o", str(stub), f"-Wl,-soname,{stub.name}"], check=True, timeout=60)
+    return [f"-L{folder}", "-Wl,--push-state,--no-as-needed", "-ltorch_cuda", "-Wl,--pop-state"]
+
+
 # --- the compile -------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ for each of its operators, which compiles and loads the library, leaves, and cal
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import importlib.machinery
 import importlib.util
@@ -117,10 +116,6 @@ class _Library:
 
     def _open(self, path: Path) -> None:
         """Load a library; RuntimeError if an operator that it should have is not there then."""
-        if self.name == "cuda":
-            # torch opens its libraries for itself alone; ours needs their CUDA symbols made global.
-            torch_cuda = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
-            ctypes.CDLL(str(torch_cuda), mode=ctypes.RTLD_GLOBAL)
         torch.ops.load_library(path)
         for name in _build.registered_ops(self.name):
             if not has_kernel(f"accumext::{name}", self.label):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from accumext import _scalars
 from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
@@ -158,12 +159,8 @@ def _rnn_buffers(tokens: TokenBuffers, rnn: RnnWeights, state: tuple[Tensor, ...
             states[-1][0] = part[layer] if rnn.stacked else part
     dropout_mask, dropout_scale = None, 1.0
     if rnn.dropout > 0 and rnn.layers > 1:
-        # The masks that the module would draw, one step and layer after the other.
         shape = (args.steps, rnn.layers - 1, args.batch, rnn.units)
-        dropout_mask = torch.empty(shape, dtype=torch.bool, device=empty.device)
-        ones = torch.ones(1, *shape[2:], dtype=state[0].dtype, device=empty.device)
-        for mask in dropout_mask.flatten(0, 1):
-            mask.copy_(F.dropout(ones, rnn.dropout)[0])  # 1 / (1 - p) where a unit is kept
+        dropout_mask = _dropout_mask(rnn.dropout, state[0].new_ones(1, *shape[2:]), shape)
         dropout_scale = 0.0 if rnn.dropout == 1 else 1 / (1 - rnn.dropout)
     steps = StepBuffers(
         states, tokens.inputs, feedback.teacher.contiguous(), args.targets, tokens.tokens,
@@ -174,6 +171,24 @@ def _rnn_buffers(tokens: TokenBuffers, rnn: RnnWeights, state: tuple[Tensor, ...
     weights = [empty if w is None else w.detach() for w in rnn.weights]
     weights = [w.to(dtypes[i % 4]).contiguous() for i, w in enumerate(weights)]
     return _RnnBuffers(rnn, table, weights, steps, dropout_scale, [part.dtype for part in state])
+
+
+def _dropout_mask(
+    rate: float,
+    ones: Tensor,  # [1, B, H], in the dtype of the state
+    shape: tuple[int, ...],  # [T, L - 1, B, H]
+) -> Tensor:  # bool
+    """Which units are kept between layers.
+
+    On a CPU they are those that the module would keep. On a device they are drawn in one launch,
+    not in two for each step and layer, and are others.
+    """
+    mask = torch.empty(shape, dtype=torch.bool, device=ones.device)
+    if not _scalars.on_host(ones):
+        return mask.bernoulli_(1.0 - rate)
+    for part in mask.flatten(0, 1):
+        part.copy_(F.dropout(ones, rate)[0])  # 1 / (1 - rate) where a unit is kept
+    return mask
 
 
 @dataclass(frozen=True)

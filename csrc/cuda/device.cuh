@@ -101,8 +101,15 @@ __device__ void sweep(int times, const At& at, const Load& load, const Use& use)
     decltype(load(Count<kCount>(), at(0))) loaded[kUnroll] = {};
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      offsets[u] = at(first + u * kBlockSize);
-      if (first + u * kBlockSize < times) loaded[u] = load(Count<kCount>(), offsets[u]);
+      const int time = first + u * kBlockSize;
+      offsets[u] = at(time);
+      if constexpr (kCount > 1) {
+        // Beyond the end the last vector once more: a branch around each load would have the
+        // compiler wait for one before it issues the next.
+        loaded[u] = load(Count<kCount>(), at(time < times ? time : times - 1));
+      } else {
+        if (time < times) loaded[u] = load(Count<kCount>(), offsets[u]);
+      }
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -118,10 +125,16 @@ template <typename... scalar_t>
 constexpr int kWidth = kVectorBytes / std::max({sizeof(scalar_t)...});
 
 // Vectors in flight in each thread: at least 64 bytes, so that kResidentBlocks cover the latency of
-// the memory. An H200's (4.8 TB/s, 132 multiprocessors, about 0.8 us) asks for 29 kB, and has 64.
+// the memory. An H200's (4.8 TB/s, 132 multiprocessors, about 0.8 us) asks for 29 kB, and has 64. A
+// power of two, which divides a chunk; not of doubles, which would need more registers than there
+// are, so that a load had to wait for another.
+template <typename... scalar_t>
+constexpr unsigned kLeastInFlight = (64 - 1) / (kWidth<scalar_t...> * (sizeof(scalar_t) + ...)) + 1;
+
 template <typename... scalar_t>
 constexpr int kInFlight =
-    std::bit_ceil((64 - 1) / (kWidth<scalar_t...> * (sizeof(scalar_t) + ...)) + 1);
+    std::max({sizeof(scalar_t)...}) == sizeof(double) ? kLeastInFlight<scalar_t...>
+                                                      : std::bit_ceil(kLeastInFlight<scalar_t...>);
 
 // Walks a chunk with the threads of a block: load(Count, offsets) returns what is read of so many
 // consecutive elements, use(loaded, offsets) does the rest. A dense tensor moves in vectors if they

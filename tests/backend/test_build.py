@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from support.programs import compiler
 
 from accumext.backend import _build
 
@@ -88,3 +91,41 @@ def test_libcudart_gets_the_name_that_the_linker_looks_for(tmp_path: Path) -> No
     assert (folder / "libcudart.so").resolve() == library / "libcudart.so.13"
     (library / "libcudart.so").touch()
     assert _build.cudart_flags(str(library.parent), folder) == []
+
+
+def compiled(source: str, folder: Path, name: str, *flags: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "source.cpp").write_text(source)
+    library = folder / name
+    command = [*compiler(), "-shared", "-fPIC", str(folder / "source.cpp"), "-o", str(library)]
+    subprocess.run([*command, *flags], check=True, timeout=60)
+    return library
+
+
+@pytest.mark.build
+def test_a_library_finds_the_libtorch_cuda_that_torch_has_loaded(tmp_path: Path) -> None:
+    """Torch loads it for itself alone, and the torch that was compiled against may have none."""
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    flags = _build.torch_cuda_flags(stub)
+    ours = compiled(
+        'extern "C" int of_torch(); extern "C" int ours() { return of_torch(); }',
+        tmp_path / "ours",
+        "ours.so",
+        "-Wl,--as-needed",
+        *flags,
+    )
+    torchs = compiled(
+        'extern "C" int of_torch() { return 42; }',
+        tmp_path / "torch",
+        "libtorch_cuda.so",
+        "-Wl,-soname,libtorch_cuda.so",
+    )
+    program = "import ctypes, sys; print([ctypes.CDLL(path) for path in sys.argv[1:]][-1].ours())"
+
+    def run(*libraries: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, *map(str, libraries)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert run(torchs, ours).stdout == "42\n"
+    assert "libtorch_cuda.so: cannot open shared object file" in run(ours).stderr

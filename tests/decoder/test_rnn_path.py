@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
+from support.device import Launches, cpu_as_device
 from torch import Tensor
 
 import accumext
@@ -78,6 +79,33 @@ def test_without_a_graph_the_results_are_the_same(feedback: str, budget: int | N
             feedback=feedback, eos=1, label_smoothing=0.1,
         )  # fmt: skip
     assert torch.equal(inferred.tokens, without.tokens)
+
+
+@pytest.mark.parametrize("rate", [0.25, 1.0])
+def test_dropout_masks_of_a_device_are_drawn_at_once(rate: float) -> None:
+    """On a CPU they are those that the module would draw, one step and layer after the other."""
+    decoder = make_decoder("lstm", dropout=rate)
+    targets = torch.randint(13, (50, 8))
+    state = tuple(torch.zeros(2, 8, part.shape[-1], dtype=part.dtype) for part in decoder.state)
+    seen, masks = Launches(), []
+    draw = torch.Tensor.bernoulli_
+
+    def recorded(mask: Tensor, *args: float) -> Tensor:
+        masks.append(draw(mask, *args))
+        return masks[-1]
+
+    with pytest.MonkeyPatch.context() as patch, cpu_as_device():
+        patch.setattr(torch.Tensor, "bernoulli_", recorded)
+        with seen:
+            accumext.decode_loss(
+                decoder.embedding, decoder.cell, decoder.head, targets, state, feedback="greedy"
+            ).loss.backward()
+    assert [n for name, n in seen.calls.items() if "dropout" in name or "bernoulli" in name] == [1]
+    (mask,) = masks
+    assert mask.dtype == torch.bool
+    assert mask.shape[0] == len(targets)
+    kept = (1.0 - rate) * mask.numel()
+    assert abs(mask.sum() - kept) <= 5.0 * (rate * kept) ** 0.5  # standard deviations
 
 
 def test_a_whole_training_step_is_torchs() -> None:
