@@ -365,6 +365,7 @@ def test_logits_that_are_no_numbers(kernel, feedback):
         "infinite": drawn.clone().index_fill_(0, torch.tensor([20, 50]), math.inf),
         "nan": drawn.clone().index_fill_(0, torch.tensor([30, 40]), math.nan),
     }
+    values["nan"][30].neg_()  # its bits are those of a number below all others
     tokens = {"all": 0, "infinite": 20, "nan": 30}
     for name, some in values.items():
         w = with_logits(some, feedback=feedback, batch=2)
