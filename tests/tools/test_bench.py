@@ -282,10 +282,11 @@ def test_a_gpus_figures_are_of_a_copy_and_of_its_time(
 
     def result(role: str) -> Any:
         limits = [timing.Limits(4e12, 4.2e12, 4e12)] * 3
-        traffic, taken = {"accumext": timing.Traffic(4, 0)}, [60e-6, 62.5e-6, 70e-6]
-        host = {"accumext": [1e-3, None, 2e-3]}
-        job = "total_norm fp32", shapes[role], traffic, {"accumext": taken}
-        return timing.Result(*job, limits, host)
+        both = "torch foreach", "accumext"
+        traffic = dict.fromkeys(both, timing.Traffic(4, 0))
+        taken = {name: [60e-6, 62.5e-6, 70e-6] for name in both}
+        host = {name: [1e-3, None, 2e-3] for name in both}
+        return timing.Result("total_norm fp32", shapes[role], traffic, taken, limits, host)
 
     rows = evaluate(figures, [result("medium"), result("many")])
     measured = {(row["role"], row["against"]): row["measured"] for row in rows}
