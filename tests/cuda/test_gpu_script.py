@@ -18,6 +18,7 @@ from typing import Any
 
 import gpu_checks
 import gpu_decoder
+import gpu_decoder_cases
 import gpu_rows
 import pytest
 import torch
@@ -220,8 +221,8 @@ def test_the_decoder_is_checked(tmp_path: Path) -> None:
     assert len(rows) == len(report["rows"])
     kinds = {tuple(name.rsplit(": ", 1)) for name in rows}
     calls = {call for call, _ in kinds}
-    assert kinds == {(call, name) for call in calls for name in gpu_decoder.PRECISIONS}
-    for mode in gpu_decoder.MODES:
+    assert kinds == {(call, name) for call in calls for name in gpu_decoder_cases.PRECISIONS}
+    for mode in gpu_decoder_cases.MODES:
         assert {mode, f"{mode}, eos", f"{mode}, lengths", f"captured, {mode}"} < calls
     assert {f"greedy, B={batch}" for batch in (1, 63, 64, 65)} < calls
     dropped = [row for name, row in rows.items() if "dropout" in name]
@@ -233,8 +234,10 @@ def test_the_decoder_is_checked(tmp_path: Path) -> None:
 
 
 def double(device: torch.device) -> gpu_decoder.Check:
-    case = gpu_decoder.Case({"feedback": "greedy", "eos": "seen"}, "lstm", layers=2, dropout=0.3)
-    return gpu_decoder.Check(case, gpu_decoder.PRECISIONS["float64"], device)
+    case = gpu_decoder_cases.Case(
+        {"feedback": "greedy", "eos": "seen"}, "lstm", layers=2, dropout=0.3
+    )
+    return gpu_decoder.Check(case, gpu_decoder_cases.PRECISIONS["float64"], device)
 
 
 def off(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -302,8 +305,8 @@ def test_a_wait_for_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_captured_step_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = gpu_decoder.Case({"feedback": "sample"})
-    arguments = case, gpu_decoder.PRECISIONS["float32"], torch.device("cpu")
+    case = gpu_decoder_cases.Case({"feedback": "sample"})
+    arguments = case, gpu_decoder_cases.PRECISIONS["float32"], torch.device("cpu")
     assert gpu_decoder.check_captured(*arguments) == {"off by": 0.0, "same bits": True}
 
     def stale(step: Any, *args: Any, **how: Any) -> Any:

@@ -1,0 +1,120 @@
+"""Decoders and calls of decode_loss that gpu_decoder.py checks, and the precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+STEPS, IGNORED = 10, -100
+
+
+class Precision(NamedTuple):
+    parameters: torch.dtype
+    autocast: torch.dtype | None = None
+    last_places: float = 0.0  # what is due where plain autograd happens to be exact
+
+
+PRECISIONS = {
+    "float64": Precision(torch.float64, None, 1e-13),
+    "float32": Precision(torch.float32, None, 1e-6),
+    "bfloat16": Precision(torch.bfloat16, None, 2.0**-8),
+    "bf16 autocast": Precision(torch.float32, torch.bfloat16, 2.0**-8),
+    "fp16 autocast": Precision(torch.float32, torch.float16, 2.0**-11),  # with a GradScaler
+}
+
+
+class Case(NamedTuple):
+    """A decoder and a call: options of decode_loss, of which the tensors are made by name."""
+
+    options: dict[str, Any]
+    cell: str = "gru"
+    layers: int = 0  # 0: a cell of one step
+    dropout: float = 0.0
+    batch: int = 5
+    vocabulary: int = 211
+    size: int = 48
+    steps: int = STEPS
+    tied: bool = False
+    called: bool = False  # the cell is a function of its own, with a context
+    accumulated: bool = False  # by an AccumulatingOptimizer, during the backward pass
+
+
+TEACHER, GREEDY, SAMPLE = ({"feedback": mode} for mode in ("teacher", "greedy", "sample"))
+SCHEDULED = {"feedback": "scheduled", "teacher_forcing": 0.5}
+MODES = {
+    "teacher": TEACHER,
+    "greedy": GREEDY,
+    "sample": SAMPLE,
+    "scheduled": SCHEDULED,
+    "mask": {"feedback": "mask"},
+}
+CRITERIA: dict[str, dict[str, Any]] = {
+    "label smoothing": {"label_smoothing": 0.1},
+    "z loss": {"z_loss": 0.01},
+    "class weight": {"class_weight": "class_weight"},
+    "ignore index": {"ignore_index": 7},
+    "no reduction": {"reduction": "none"},
+}
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "class_weight": "class_weight"}
+
+
+def cases(quick: bool) -> Iterator[tuple[str, Case]]:
+    for name, mode in MODES.items():
+        yield name, Case(mode)
+        yield f"{name}, lengths", Case(mode | {"lengths": "lengths"})
+        yield f"{name}, eos", Case(mode | {"eos": "seen"})
+        yield (
+            f"{name}, eos, lengths, LSTM",
+            Case(mode | {"eos": "seen", "lengths": "lengths"}, "lstm"),
+        )
+        yield f"{name}, all criteria", Case(mode | EVERYTHING | {"lengths": "lengths"}, "lstm")
+    for name, mode in (("teacher", TEACHER), ("greedy", GREEDY)):
+        for cell in ("lstm", "rnn", "relu"):
+            yield f"{name}, {cell}", Case(mode, cell)
+        for cell in ("gru", "lstm", "rnn"):
+            yield f"{name}, 2 layers, dropout, {cell}", Case(mode, cell, layers=2, dropout=0.3)
+        yield f"{name}, 3 layers", Case(mode, "lstm", layers=3)
+        for k1, k2 in ((1, 1), (3, 3), (2, 5)):
+            windows = mode | {"k1": k1, "k2": k2}
+            yield f"{name}, k1={k1}, k2={k2}", Case(windows)
+            yield f"{name}, k1={k1}, k2={k2}, 2 layers", Case(windows, "lstm", layers=2)
+            yield f"{name}, k1={k1}, k2={k2}, called", Case(windows, called=True)
+        for criterion, options in CRITERIA.items():
+            yield f"{name}, {criterion}", Case(mode | options)
+        yield f"{name}, tied", Case(mode, tied=True)
+        yield f"{name}, called", Case(mode, called=True)
+        yield (
+            f"{name}, called, lengths, eos",
+            Case(mode | {"lengths": "lengths", "eos": "seen"}, called=True),
+        )
+        for tied in (False, True):
+            told = "accumulated, tied" if tied else "accumulated"
+            yield f"{name}, {told}", Case(mode, tied=tied, accumulated=True)
+        yield f"{name}, called, accumulated", Case(mode, called=True, accumulated=True)
+    yield "sample, called", Case(SAMPLE, called=True)
+    # A kernel that stays resident takes windows of at most 64 rows.
+    for batch in (1, 2, 16, 33, 63, 64, 65, 129):
+        yield f"greedy, B={batch}", Case(GREEDY, batch=batch)
+        yield f"sample, B={batch}, lengths", Case(SAMPLE | {"lengths": "lengths"}, batch=batch)
+    for vocabulary, size in ((7, 1), (1009, 33), (1013, 65), (4099, 128), (8192, 256)):
+        if not quick or vocabulary < 1000:
+            shape = {"vocabulary": vocabulary, "size": size}
+            yield f"greedy, V={vocabulary}, H={size}", Case(GREEDY, **shape)
+            yield f"greedy, V={vocabulary}, H={size}, LSTM", Case(GREEDY, "lstm", **shape)
+    if not quick:
+        large = {"vocabulary": 50_257, "size": 1024, "batch": 32}
+        yield "greedy, V=50257, H=1024, B=32", Case(GREEDY, **large)
+        yield "teacher, V=50257, H=1024, B=32", Case(TEACHER, **large)
+
+
+def captured() -> Iterator[tuple[str, Case]]:
+    """Those whose training steps are put into a CUDA graph."""
+    yield from {
+        **{name: Case(mode) for name, mode in MODES.items()},
+        "greedy, lengths, eos": Case(GREEDY | {"lengths": "lengths", "eos": "seen"}),
+        "greedy, 2 layers": Case(GREEDY, "lstm", layers=2),
+        "greedy, B=65": Case(GREEDY, batch=65),
+        "greedy, called": Case(GREEDY, called=True),
+    }.items()
