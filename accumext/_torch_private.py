@@ -155,5 +155,7 @@ backward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
 
 @functools.cache
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has AVX512-BF16: `torch.backends.cpu` tells AVX-512, not this part of it."""
-    return torch.cpu._is_avx512_bf16_supported()
+    """Whether the CPU has AVX512-BF16, and may use it (ATEN_CPU_CAPABILITY): `torch.backends.cpu`
+    tells AVX-512, not this part of it."""
+    allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return allowed and torch.cpu._is_avx512_bf16_supported()

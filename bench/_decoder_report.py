@@ -53,6 +53,24 @@ class Smaller(NamedTuple):
         ]
 
 
+class Waits(NamedTuple):
+    """In this role, accumext's host waits for the GPU at most `target` times."""
+
+    role: str
+    target: int = 0
+
+    def rows(self, results: Sequence[Result]) -> list[dict[str, Any]]:
+        return [
+            {
+                "figure": f"{result.case}: synchronisations of {OURS}",
+                **self._asdict(),
+                "measured": result.checked[OURS].synchronisations,
+            }
+            for result in results
+            if result.case.shape.role == self.role and OURS in result.checked
+        ]
+
+
 class Growth(NamedTuple):
     """By how much accumext's peak memory grows from one role to the other, in states [B, H]."""
 
@@ -89,7 +107,8 @@ def table(result: Result) -> str:
     lines = [
         f"\n{result.case}",
         f"  {'':{width}}{'runs':>6}{'ms [quartiles]':>28}{'tokens/s':>10}{'peak MiB':>10}"
-        f"{'gradient off':>14}{'recurrent':>11}{'not greedy':>12}  times faster than {PLAIN}",
+        f"{'gradient off':>14}{'recurrent':>11}{'not greedy':>12}{'waits':>7}"
+        f"  times faster than {PLAIN}",
     ]
     for name in names:
         lines.append(f"  {name:{width}}{_timed(name, result)}{_checked(name, result)}")
@@ -109,6 +128,7 @@ def as_json(result: Result) -> dict[str, Any]:
         ratio = result.ratio(name, PLAIN)
         rows[name] |= {
             "seconds": seconds,  # by repetition; null where this contender took no turn
+            "host_seconds": result.host_seconds[name],  # null on a CPU, too
             "spread": result.spread(name)._asdict(),
             "tokens_per_second": result.tokens_per_second(name),
             "times_faster": ratio._asdict() if ratio else None,
@@ -135,9 +155,10 @@ def _timed(name: str, result: Result) -> str:
 
 def _checked(name: str, result: Result) -> str:
     if name not in result.checked:
-        return f"{'-':>10}{'-':>14}{'-':>11}{'-':>12}"
+        return f"{'-':>10}{'-':>14}{'-':>11}{'-':>12}{'-':>7}"
     found = result.checked[name]
     distances = found.gradient_distance, found.recurrent_distance
     overall, recurrent = ("-" if value is None else f"{value:.1e}" for value in distances)
-    wrong = "-" if found.not_greedy is None else found.not_greedy
-    return f"{found.peak_bytes / MIB:10.1f}{overall:>14}{recurrent:>11}{wrong:>12}"
+    counts = found.not_greedy, found.synchronisations
+    wrong, waits = ("-" if count is None else count for count in counts)
+    return f"{found.peak_bytes / MIB:10.1f}{overall:>14}{recurrent:>11}{wrong:>12}{waits:>7}"

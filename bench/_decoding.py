@@ -30,7 +30,7 @@ from _decoders import (
     products,
     ways,
 )
-from _facts import free_bytes
+from _facts import free_bytes, synchronisations
 from _timing import Clock, Spread, spread
 from torch import Tensor
 
@@ -72,6 +72,7 @@ class Checked(NamedTuple):
     gradient_distance: float | None = None  # relative, over all parameters
     recurrent_distance: float | None = None  # of embedding and cell: the head's may outweigh them
     not_greedy: int | None = None  # tokens fed that are not the exact argmax, as after a near tie
+    synchronisations: int | None = None  # waits of the host for a GPU in one run; None: on a CPU
 
 
 class Result(NamedTuple):
@@ -79,6 +80,7 @@ class Result(NamedTuple):
     checked: dict[str, Checked]
     seconds: dict[str, list[float | None]]  # by repetition; None: took no turn
     left_out: dict[str, str]  # and why
+    host_seconds: dict[str, list[float | None]]  # on a GPU, until the call had returned
 
     def spread(self, name: str) -> Spread:
         return spread([taken for taken in self.seconds[name] if taken is not None])
@@ -139,11 +141,11 @@ class Bench:
         del truth
         if case.timed:
             runs[LIMIT] = products(decoder, case.dtype)
-        seconds = self._time(decoder, runs) if case.timed else {}
+        seconds, host = self._time(decoder, runs) if case.timed else ({}, {})
         for name, samples in seconds.items():
             fastest = min(taken for taken in samples if taken is not None)
             self.paces[name, case.dtype] = fastest / _work(case.shape)
-        return Result(case, checks, seconds, left_out)
+        return Result(case, checks, seconds, left_out, host)
 
     def _why_not(self, name: str, case: Case) -> str:
         if name in case.without:
@@ -157,9 +159,11 @@ class Bench:
 
     def _time(
         self, decoder: Decoder, runs: dict[str, Callable[[], object]]
-    ) -> dict[str, list[float | None]]:
+    ) -> tuple[dict[str, list[float | None]], dict[str, list[float | None]]]:
+        """By name and repetition, the seconds of the device and of the host."""
         patience, names = self._patience, list(runs)
         seconds: dict[str, list[float | None]] = {name: [] for name in names}
+        host: dict[str, list[float | None]] = {name: [] for name in names}
         spent = dict.fromkeys(names, 0.0)
         gc.disable()
         for repetition in range(patience.most):
@@ -171,14 +175,15 @@ class Bench:
             ]
             if not due:
                 break
-            for taken in seconds.values():
-                taken.append(None)
+            for samples in (*seconds.values(), *host.values()):
+                samples.append(None)
             for name in due:
                 decoder.forget()
-                seconds[name][-1] = took = self._seconds_of(runs[name])
-                spent[name] += took
+                taken = self._seconds_of(runs[name])
+                seconds[name][-1], host[name][-1] = taken
+                spent[name] += taken.seconds
         gc.enable()
-        return seconds
+        return seconds, host
 
 
 class Truth:
@@ -216,6 +221,10 @@ def check(decoder: Decoder, way: Way, truth: Truth, device: torch.device) -> Che
         outcomes[0].loss.item()  # waits for a GPU
         taken = time.perf_counter() - start
 
+    waits = None
+    if device.type == "cuda":
+        decoder.forget()
+        waits = synchronisations(lambda: way(decoder))
     decoder.forget()
     held = peak_memory(run, device)
     gradients = decoder.gradients()
@@ -225,7 +234,7 @@ def check(decoder: Decoder, way: Way, truth: Truth, device: torch.device) -> Che
         truth.learn(decoder, outcome)
     expected = truth(outcome.inputs)
     if expected is None:
-        return Checked(held - size, taken, outcome.loss.item())
+        return Checked(held - size, taken, outcome.loss.item(), synchronisations=waits)
     return Checked(
         held - size,
         taken,
@@ -234,6 +243,7 @@ def check(decoder: Decoder, way: Way, truth: Truth, device: torch.device) -> Che
         distance(gradients, expected.gradients),
         distance(gradients[:-2], expected.gradients[:-2]),  # the last two are the head's
         int((outcome.inputs[1:] != expected.greedy).sum()),
+        waits,
     )
 
 

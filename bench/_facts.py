@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def launches(call: Callable[[], Tensor]) -> int:
     return sum(event.device_type.name == "CUDA" for event in record.events())
 
 
-def synchronises(call: Callable[[], Tensor]) -> bool:
+def synchronises(call: Callable[[], object]) -> bool:
     """Whether torch sees the call wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -97,6 +98,20 @@ def synchronises(call: Callable[[], Tensor]) -> bool:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return False
+
+
+def synchronisations(call: Callable[[], object]) -> int:
+    """How often torch sees a call wait for the device; 0 if none of its calls is an error then."""
+    if not synchronises(call):
+        return 0
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return max(1, sum("synchronizing CUDA operation" in str(w.message) for w in caught))
 
 
 def replays(call: Callable[[], Tensor]) -> bool:

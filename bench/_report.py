@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from _timing import Result, Spread
 
-LIMIT = "the limit"  # a figure's `against`: the least time for the bytes that have to move
+# What a figure's `against` may be instead of a contender: the least time for the bytes that have to
+# move, the bytes per second of torch.copy_, and the device's time itself, with at most `target`.
+LIMIT, COPY, MICROSECONDS = "the limit", "torch.copy_'s bandwidth", "microseconds"
 
 
 class Figure(NamedTuple):
@@ -27,13 +29,17 @@ def table(result: Result) -> str:
     width = max(map(len, result.seconds))
     lines = [
         f"\n{result.job}: {result.shape}",
-        f"  {'':{width}}  B/element{'ms [quartiles]':>28}{'GB/s':>8}{'of limit':>10}  times faster",
+        f"  {'':{width}}  B/element{'ms [quartiles]':>28}{'GB/s':>8}{'of limit':>10}"
+        f"{'of copy':>9}{'host ms':>9}  times faster",
     ]
     for name, traffic in result.traffic.items():
-        share, ratio = result.share(name), result.ratio(name, result.baseline)
+        shares = result.share(name), result.share_of_copy(name)
+        share, copy = (f"{share.median:.0%}" if share else "-" for share in shares)
+        ratio, host = result.ratio(name, result.baseline), result.host_spread(name)
         lines.append(
             f"  {name:{width}}  {traffic!s:9}{interval(result.spread(name), 1e3, 3):>28}"
-            f"{result.rate(name) / 1e9:8.1f}{f'{share.median:.0%}' if share else '-':>10}"
+            f"{result.rate(name) / 1e9:8.1f}{share:>10}{copy:>9}"
+            f"{f'{host.median * 1e3:.3f}' if host else '-':>9}"
             + ("" if name == result.baseline else f"  {interval(ratio)}")
         )
     return "\n".join(lines)
@@ -48,7 +54,14 @@ def evaluate(figures: Sequence[Figure], results: Sequence[Result]) -> list[dict[
                 continue
             allowed: float | None = 1.0
             measured = result.share(figure.contender)
-            if figure.against != LIMIT:
+            if figure.against == COPY:
+                measured = result.share_of_copy(figure.contender)
+            elif figure.against == MICROSECONDS:
+                measured, allowed = (
+                    Spread(*(1e6 * s for s in result.spread(figure.contender))),
+                    None,
+                )
+            elif figure.against != LIMIT:
                 measured = result.ratio(figure.contender, figure.against)
                 allowed = result.allowed(figure.contender, figure.against)
             if measured is None:
@@ -90,8 +103,11 @@ def as_json(result: Result) -> dict[str, Any]:
             "update_bytes_per_element": traffic.update,
             "seconds": result.seconds[name],
             "median_seconds": result.spread(name).median,
+            "host_seconds": result.host_seconds[name],  # null: not known
+            "median_host_seconds": host.median if (host := result.host_spread(name)) else None,
             "bytes_per_second": result.rate(name),
             "share_of_limit": share.median if (share := result.share(name)) else None,
+            "share_of_copy": share.median if (share := result.share_of_copy(name)) else None,
             "times_faster": result.ratio(name, result.baseline).median,
         }
         for name, traffic in result.traffic.items()

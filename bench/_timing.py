@@ -2,17 +2,20 @@
 
 Ratios are formed within a repetition, where both sides saw the same state of the machine, and their
 median is taken; the memory's limit is measured in every repetition, too. What a contender needs
-beforehand, gradients as they were, is not timed.
+beforehand, gradients as they were, is not timed. A GPU's time is that of the device alone, beside
+which stands the host's.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,7 +26,17 @@ FLUSH_BYTES = 256 * 2**20  # more than the last-level cache of any GPU
 # elements may be off by as much. Half precision: the norm of every tensor is rounded to that.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
-Clock = Callable[[Callable[[], Any]], float]  # seconds that a call takes
+
+class Taken(NamedTuple):
+    """What a call took."""
+
+    seconds: float  # of the device
+    # Until the call had returned, where that is not the same; None also where a GPU had nothing
+    # left to sleep before: its seconds then include some of the host's.
+    host_seconds: float | None = None
+
+
+Clock = Callable[[Callable[[], Any]], Taken]
 
 
 class Shape(NamedTuple):
@@ -73,6 +86,7 @@ class Limits(NamedTuple):
 
     read: float
     update: float  # reads and writes added up
+    copy: float  # torch.copy_, the same
 
     def seconds(self, traffic: Traffic, elements: int) -> float:
         """The least time to move this much per element."""
@@ -80,18 +94,21 @@ class Limits(NamedTuple):
 
 
 class Yardstick(NamedTuple):
-    """The fastest plain read and the fastest plain update of float32 elements."""
+    """The fastest plain read and the fastest plain update of float32 elements, and torch.copy_."""
 
     reader: str
     read: Callable[[], Any]
     updater: str
     update: Callable[[], Any]
+    copy: Callable[[], Any]
     elements: int
 
     def limits(self, seconds_of: Clock) -> Limits:
         """What the memory does now."""
+        read, update = (seconds_of(run).seconds for run in (self.read, self.update))
+        copy = update if self.copy is self.update else seconds_of(self.copy).seconds
         return Limits(
-            4 * self.elements / seconds_of(self.read), 8 * self.elements / seconds_of(self.update)
+            4 * self.elements / read, 8 * self.elements / update, 8 * self.elements / copy
         )
 
 
@@ -117,6 +134,7 @@ class Result(NamedTuple):
     traffic: dict[str, Traffic]
     seconds: dict[str, list[float]]
     limits: list[Limits]  # of each repetition; none where the data may lie in a cache
+    host_seconds: dict[str, list[float | None]]
 
     @property
     def baseline(self) -> str:
@@ -139,6 +157,18 @@ class Result(NamedTuple):
         pairs = zip(self._least(name), self.seconds[name])
         return spread([least / taken for least, taken in pairs]) if self.limits else None
 
+    def share_of_copy(self, name: str) -> Spread | None:
+        """The bytes per second, over those of torch.copy_, repetition by repetition."""
+        size = self.shape.elements * sum(self.traffic[name])
+        pairs = zip(self.limits, self.seconds[name])
+        return (
+            spread([size / taken / limit.copy for limit, taken in pairs]) if self.limits else None
+        )
+
+    def host_spread(self, name: str) -> Spread | None:
+        known = [taken for taken in self.host_seconds[name] if taken is not None]
+        return spread(known) if len(known) > 1 else None
+
     def allowed(self, name: str, against: str) -> float | None:
         """The ratio if both were at the limit."""
         pairs = zip(self._least(name), self._least(against))
@@ -160,31 +190,62 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
-def clock(device: torch.device) -> Clock:
-    """What times one call; on a GPU with events, and with nothing left in its cache.
+def clock(device: torch.device, ahead: bool = True) -> Clock:
+    """What times one call; on a GPU with nothing left in its cache.
+
+    `ahead`: the GPU begins when all of the call is in its queue. Of a call that puts thousands of
+    kernels there, more than the queue holds, the time from the first to the last is that of both.
 
     Caches of the CPU stay as they are: what fits into them is there after a backward pass, too.
     """
-    if device.type == "cpu":
-        return _wall_seconds
-    flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    return _wall_seconds if device.type == "cpu" else DeviceClock(device, ahead)
 
-    def event_seconds(run: Callable[[], Any]) -> float:
+
+class DeviceClock:
+    """Times calls on a GPU with events."""
+
+    _FIRST, _LONGEST = 2e-3, 20e-3  # s, to sleep before a call
+
+    def __init__(self, device: torch.device, ahead: bool) -> None:
+        self._ahead = ahead
+        self._buffer = torch.ones(FLUSH_BYTES // 4, device=device)
+        self._sum = torch.zeros((), device=device)
+        self._sleeps: WeakKeyDictionary[Callable[[], Any], float] = WeakKeyDictionary()
+        for cycles in (10**6, 10**8):  # the first wakes the GPU up
+            slept = self._time(functools.partial(torch.cuda._sleep, cycles))
+            self._cycles_per_second = cycles / slept.seconds
+
+    def __call__(self, run: Callable[[], Any]) -> Taken:
+        # Reading leaves no line that would have to be written back while the call runs.
+        torch.sum(self._buffer, 0, out=self._sum)
+        if not self._ahead:
+            torch.cuda.synchronize()
+            return self._time(run)
+        sleep = self._sleeps.get(run, self._FIRST)
+        torch.cuda._sleep(int(sleep * self._cycles_per_second))
+        taken = self._time(run)
+        # Where the host waits for the GPU, no sleep is long enough.
+        needed = 2 * (taken.host_seconds or sleep)
+        self._sleeps[run] = min(self._LONGEST, max(self._FIRST, needed))
+        return taken
+
+    def _time(self, run: Callable[[], Any]) -> Taken:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flushed.zero_()
         start.record()
+        begin = time.perf_counter()
         run()
+        host: float | None = time.perf_counter() - begin
         stop.record()
+        if self._ahead and start.query():
+            host = None
         stop.synchronize()
-        return start.elapsed_time(stop) / 1e3
-
-    return event_seconds
+        return Taken(start.elapsed_time(stop) / 1e3, host)
 
 
-def _wall_seconds(run: Callable[[], Any]) -> float:
+def _wall_seconds(run: Callable[[], Any]) -> Taken:
     start = time.perf_counter_ns()
     run()
-    return (time.perf_counter_ns() - start) / 1e9
+    return Taken((time.perf_counter_ns() - start) / 1e9)
 
 
 def measure(
@@ -195,6 +256,7 @@ def measure(
     check(job)
     names = list(job.contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    host: dict[str, list[float | None]] = {name: [] for name in names}
     limits: list[Limits] = []
     end = time.monotonic() + patience.seconds
     gc.disable()
@@ -206,10 +268,12 @@ def measure(
         turn = repetition % len(names)
         for name in names[turn:] + names[:turn]:
             job.prepare()
-            seconds[name].append(seconds_of(job.contenders[name].run))
+            taken = seconds_of(job.contenders[name].run)
+            seconds[name].append(taken.seconds)
+            host[name].append(taken.host_seconds)
     gc.enable()
     traffic = {name: contender.traffic for name, contender in job.contenders.items()}
-    return Result(job.name, job.shape, traffic, seconds, limits)
+    return Result(job.name, job.shape, traffic, seconds, limits, host)
 
 
 def check(job: Job) -> None:

@@ -4,14 +4,16 @@
                             [--dtype float32|bfloat16] [--shape T,B,V,H]... [--full] [--quick]
 
 One run, everything side by side: _decoders.py says what each way does, _decoding.py how it is
-measured. A time is that of a whole call, forward and backward. "backward per token", with the state
-detached after every step, is the usual answer to memory; its gradient is truncated, not exact. The
-limit is the time of the three matrix products of the head alone. Peak memory is what a call holds
-at its highest point, over what there was before, less the gradients that it leaves: what it takes
-besides parameters and gradients. "gradient off" is the relative distance to plain autograd on the
-tokens that the way itself fed, in float64 where that is small enough and in float32 elsewhere,
-over all parameters, and "recurrent" over embedding and cell alone, where truncation shows; "not
-greedy" counts the tokens fed that were not the argmax there.
+measured. A time is that of a whole call, forward and backward; on a GPU from the first kernel to
+the last, whatever they wait for, and the JSON has the host's own time beside it. "waits" counts how
+often the host waits for the GPU in a call. "backward per token", with the state detached after
+every step, is the usual answer to memory; its gradient is truncated, not exact. The limit is the
+time of the three matrix products of the head alone. Peak memory is what a call holds at its highest
+point, over what there was before, less the gradients that it leaves: what it takes besides
+parameters and gradients. "gradient off" is the relative distance to plain autograd on the tokens
+that the way itself fed, in float64 where that is small enough and in float32 elsewhere, over all
+parameters, and "recurrent" over embedding and cell alone, where truncation shows; "not greedy"
+counts the tokens fed that were not the argmax there.
 
 Each shape has a process of its own: memory that the C library has kept of one shape spares the next
 one its page faults, and plain autograd was up to three times faster then, or not, by chance. To
@@ -37,7 +39,7 @@ from typing import Any
 
 import _head_peers
 import torch
-from _decoder_report import Faster, Growth, Smaller, as_json, table
+from _decoder_report import Faster, Growth, Smaller, Waits, as_json, table
 from _decoders import (
     CELLS,
     CHECKPOINT,
@@ -101,7 +103,7 @@ DEFAULT = Patience(seconds=3.0, least=3, most=15, longest=30.0)
 CHOSEN = Patience(seconds=5.0, least=3, most=15, longest=120.0)  # shapes that were asked for
 QUICK = Patience(seconds=0.05, least=3, most=6, longest=60.0)
 
-FIGURES: dict[str, list[Faster | Smaller | Growth]] = {
+FIGURES: dict[str, list[Faster | Smaller | Waits | Growth]] = {
     "cpu": [
         Faster(SMALL, OURS, PER_TOKEN, 8.0),
         Faster(SMALL, OURS, PLAIN, 8.0),
@@ -117,6 +119,7 @@ FIGURES: dict[str, list[Faster | Smaller | Growth]] = {
     "cuda": [
         Faster(LARGE, OURS, PLAIN, 8.0),
         Smaller(LARGE, 10.0),
+        Waits(LARGE),
         Growth(SHORTER, LONGER),
     ],
 }
@@ -144,7 +147,7 @@ def main() -> int:
             measured = processes.submit(measure, case, device, patience, paces)
             try:
                 result, paces = measured.result()
-            except RuntimeError as error:  # memory is short, or the process was killed
+            except Exception as error:  # memory is short, or the process was killed
                 failed[str(case)] = f"{type(error).__name__}: {error}"
                 print(f"\n{case}: {error}", file=sys.stderr, flush=True)
             else:
@@ -195,7 +198,7 @@ def measure(
     """What a process of its own finds out."""
     torch.manual_seed(0)
     warm_up(device, case.cell, case.dtype)
-    bench = Bench(device, clock(device), patience, paces)
+    bench = Bench(device, clock(device, ahead=False), patience, paces)
     return bench.measure(case), bench.paces
 
 

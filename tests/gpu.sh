@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What a GPU can show, in one command, in nine minutes and without a network: build, every operator
-# once, decode_loss beside plain autograd, doctor, both benchmarks, tests, compute-sanitizer on small
+# once, decode_loss beside plain autograd, both benchmarks, doctor, tests, compute-sanitizer on small
 # tensors. What matters most comes first. Each part has a time limit, one that fails does not keep the
 # others from running, and what is found is written at once: cutting the run off loses no result.
 #
@@ -8,11 +8,14 @@
 #
 # Writes FOLDER/<gpu>.json and FOLDER/<gpu>_decoder.json, the benchmarks of the gradient operations and
 # of the decoder, FOLDER/<gpu>_operators.json and FOLDER/<gpu>_decode_loss.json, the checks of
-# gpu_checks.py, and FOLDER/<gpu>_checks.json, what became of each part; FOLDER is bench/results
-# unless given. PARTs, as named at the end of this file, are run instead of all, after the build.
-# PYTHON chooses the interpreter, whose torch (2.10 or newer, with CUDA) and nvcc (on PATH, in
-# CUDA_HOME, /usr/local/cuda or its site-packages) are used; the package is compiled in a copy of the
-# tree, and nothing is installed. Exit status: 0 if no part failed, 1 if one did, 2 without a GPU.
+# gpu_checks.py, FOLDER/<gpu>_checks.json, what became of each part, and FOLDER/<gpu>.log, what the
+# parts print; FOLDER is bench/results unless given. PARTs, as named at the end of this file, are run
+# instead of all, after the build. PYTHON chooses the interpreter, whose torch (2.10 or newer, with
+# CUDA) and nvcc (on PATH, in CUDA_HOME, /usr/local/cuda or its site-packages) are used; the package
+# is compiled in a copy of the tree by MAX_JOBS compilers, one per core unless set, and nothing is
+# installed. PREBUILT names a folder with the _C_cpu*.so, _C_cuda*.so and _build_info.json of a build
+# of these sources, such as accumext/backend: they are used instead of compiling, if they load.
+# Exit status: 0 if no part failed, 1 if one did, 2 without a GPU.
 set -uo pipefail
 
 TOTAL=540    # s, for everything
@@ -41,7 +44,10 @@ gpu=${facts%%$'\n'*}
 machine=${facts##*$'\n'}
 export benchmark_json=$results/$gpu.json decoder_json=$results/${gpu}_decoder.json
 export operators_json=$results/${gpu}_operators.json decode_loss_json=$results/${gpu}_decode_loss.json
-checks_json=$results/${gpu}_checks.json
+checks_json=$results/${gpu}_checks.json log=$results/$gpu.log
+: >"$log"
+[ -z "${PREBUILT:-}" ] || PREBUILT=$(cd "$PREBUILT" && pwd) || exit 1
+export PREBUILT=${PREBUILT:-}
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/accumext-gpu.XXXXXX")
 trap 'rm -rf "$work"' EXIT
@@ -64,15 +70,15 @@ report() {  # report [--print]: of the parts so far
 part() {  # part NAME SECONDS FUNCTION [ARGUMENT]: runs it in a shell of its own, and notes the end
   local name=$1 limit=$2 start=$SECONDS result reason=
   shift 2
-  if [ ${#wanted[@]} -gt 0 ] && [ "$name" != build ] && [[ " ${wanted[*]} " != *" $name "* ]]; then
+  if [ ${#wanted[@]} -gt 0 ] && [[ " build compile ${wanted[*]} " != *" $name "* ]]; then
     return 0
   fi
   ((limit = limit < TOTAL - SECONDS ? limit : TOTAL - SECONDS))
-  printf '\n=== %s, at most %d s\n' "$name" "$limit"
+  printf '\n=== %s, at most %d s\n' "$name" "$limit" | tee -a "$log"
   if [ "$limit" -lt 5 ]; then
     result="not run" reason="no time was left"
   else
-    timeout -k 5 "$limit" bash -c '"$@"' part "$@" 2>&1 | tee "$work/log"
+    timeout -k 5 "$limit" bash -c '"$@"' part "$@" 2>&1 | tee "$work/log" | tee -a "$log"
     case ${PIPESTATUS[0]} in
       0) result=passed ;;
       "$NOT_RUN") result="not run" reason=$(tail -n 1 "$work/log") ;;
@@ -85,7 +91,16 @@ part() {  # part NAME SECONDS FUNCTION [ARGUMENT]: runs it in a shell of its own
   [ "$result" = passed ]
 }
 
+loads() {  # whether the libraries do
+  "$python" -c 'import accumext; assert accumext.backend() == "cuda", accumext.backend_reason()'
+}
+
 build() {
+  if [ -n "$PREBUILT" ]; then
+    cp "$PREBUILT"/_C_{cpu,cuda}*.so "$PREBUILT/_build_info.json" accumext/backend && loads && return
+    echo "the libraries in $PREBUILT cannot be used; compiling"
+    rm -f accumext/backend/*.so accumext/backend/_build_info.json
+  fi
   ACCUMEXT_BUILD=require ACCUMEXT_CUDA=1 "$python" setup.py --quiet build_ext --inplace &&
     ls accumext/backend/_C_cuda.*.so
 }
@@ -99,8 +114,7 @@ decode_loss() {
 }
 
 doctor() {
-  "$python" -m accumext doctor &&
-    "$python" -c 'import accumext; assert accumext.backend() == "cuda", accumext.backend_reason()'
+  "$python" -m accumext doctor && loads
 }
 
 tests() {  # of the operations; no other settings than these, since plugins may be missing
@@ -109,7 +123,7 @@ tests() {  # of the operations; no other settings than these, since plugins may 
     return "$NOT_RUN"
   fi
   local files=() file
-  for file in tests/{cuda/test_{cuda,cuda_decoder},decoder/test_{callable_path,decode_loss,embedding,half_matmul,recurrent_state,saved_for_backward,token_buffers},ops/test_{accumulate,clip_grad_norm,norm,registration,scale,unscale_check_clip_accumulate}}.py; do
+  for file in tests/{cuda/test_{cuda,cuda_decoder},decoder/test_{callable_path,decode_loss,embedding,precision,recurrent_state,saved_for_backward,token_buffers},ops/test_{accumulate,clip_grad_norm,norm,registration,scale,unscale_check_clip_accumulate}}.py; do
     if grep -q '^from hypothesis' "$file" && ! "$python" -c 'import hypothesis' 2>/dev/null; then
       echo "left out, because hypothesis is not installed: $file"
     else
@@ -117,7 +131,7 @@ tests() {  # of the operations; no other settings than these, since plugins may 
     fi
   done
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$MAX_JOBS}  # conftest.py would have one thread alone
-  "$python" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q -ra "${files[@]}"
+  "$python" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q -ra --tb=short "${files[@]}"
 }
 
 sanitized() {  # sanitized TOOL: each tensor in memory of its own, so that its end is an end
@@ -151,19 +165,22 @@ decoder() {
 }
 
 export NOT_RUN
-export -f build operators decode_loss doctor tests sanitized benchmark decoder
+export -f loads build operators decode_loss doctor tests sanitized benchmark decoder
 echo "$machine"
 # Where the kernels do not build, they are compiled on first use, in another way.
-part build 180 build || export ACCUMEXT_BACKEND=jit
-part operators 90 operators
-part decode_loss 60 decode_loss
-part doctor 60 doctor
+part build 200 build || {
+  export ACCUMEXT_BACKEND=jit
+  part compile 200 loads
+}
+part operators 60 operators
+part decode_loss 120 decode_loss
 part decoder 90 decoder
-part benchmark 200 benchmark
+part benchmark 120 benchmark
+part doctor 40 doctor
 part tests 150 tests
 part memcheck 60 sanitized memcheck
 part racecheck 40 sanitized racecheck
 
 echo
-report --print
+report --print | tee -a "$log"
 ! grep -q $'\tfailed\t' "$work/parts"

@@ -22,10 +22,11 @@ from accumext._checks import (
     type_name,
 )
 from accumext._torch_private import forward_hooks
+from accumext._wgrad_fusion import may_fuse
 from accumext.decoder._cells import Cell, cell_of
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._feedback import Feedback, feedback_of
-from accumext.decoder._half_matmul import HeadDtypes, head_dtypes
+from accumext.decoder._precision import Dtypes, dtypes_of
 from accumext.decoder._recurrent_state import State, own_generator, tensors
 from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
 from accumext.decoder._state_gradient import StateGradientGate, random_cuts
@@ -55,7 +56,7 @@ class DecodeArguments:
     rnn_weights: RnnWeights | None  # None: the cell is called, and autograd differentiates it
     head_weight: Tensor  # [V, H]
     head_bias: Tensor | None  # [V]
-    dtypes: HeadDtypes
+    dtypes: Dtypes
     targets: Tensor  # int64 [T, B], in [0, V): 0 where not counted
     counted: Tensor  # bool [T, B]: within its length and not ignored
     within_length: Tensor | None  # bool [T, B]; None without `lengths`
@@ -69,7 +70,11 @@ class DecodeArguments:
     gate: StateGradientGate
     eos: int | None
     memory_budget: int | None
-    cuda_graph: bool
+    free_running: bool  # whether the tokens of a step must be known before the next step
+    # Whether the forward pass forms the head's gradients. They wait for the backward pass where the
+    # upstream gradient is per token, and where they are added to a main gradient, which an
+    # optimizer offers in the backward pass.
+    head_gradients_in_forward: bool
 
     @property
     def tied(self) -> bool:
@@ -135,12 +140,7 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         fail_value(OP, "eos", f"be in [0, {vocabulary})", eos)
     criterion = _criterion(call, vocabulary, device)
     context = _context(call["context"], cell, device)
-    cuda_graph = call["cuda_graph"]
-    if not isinstance(cuda_graph, bool):
-        fail_type(OP, "cuda_graph", "be a bool", type_name(cuda_graph))
-    if cuda_graph and device.type != "cuda":
-        fail_value(OP, "cuda_graph", "be False where the head is not on a GPU", device)
-    dtypes = head_dtypes(weight)
+    dtypes = dtypes_of(weight)
     memory_budget = call["memory_budget"]
     if memory_budget is not None:
         memory_budget = positive_int(OP, "memory_budget", memory_budget)
@@ -180,7 +180,8 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         within_length=within_length, state=state, context=context, feedback=source,
         criterion=criterion, k1=k1, k2=k2, truncated=k2 is not None or factors is not None,
         gate=StateGradientGate(factors, clip), eos=eos, memory_budget=memory_budget,
-        cuda_graph=cuda_graph,
+        free_running=source.mask is not None or eos is not None,
+        head_gradients_in_forward=criterion.reduction != "none" and not may_fuse(weight),
     )  # fmt: skip
 
 

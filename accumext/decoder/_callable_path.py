@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from accumext.decoder._arguments import OP, DecodeArguments
 from accumext.decoder._cells import check_output, parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
-from accumext.decoder._half_matmul import no_grad_no_autocast
 from accumext.decoder._memory import workspace_plan
+from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._recurrent_state import State, detach, freeze, replay_rng, rng_state, tensors
-from accumext.decoder._saved_for_backward import SavedForBackward, formed_in_forward
+from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._token_buffers import TokenBuffers
 
 
@@ -30,7 +30,7 @@ def decode_with_callable(tokens: TokenBuffers) -> tuple[Tensor, State]:
     differentiable = args.cell.state_shapes is None or any(t.requires_grad for t in reached)
     plan = workspace_plan(args)
     needs = None
-    if grad_enabled and formed_in_forward(args):
+    if grad_enabled and args.head_gradients_in_forward:
         bias_grad = args.head_bias is not None and args.head_bias.requires_grad
         needs = NeedsGrad(differentiable, args.head_weight.requires_grad, bias_grad)
     with no_grad_no_autocast(tokens.losses.device):
@@ -134,7 +134,7 @@ class _Steps:
             state = new_state
             if step >= counting:
                 outputs.append(output)
-            if tokens.free_running and step >= self.known:
+            if tokens.args.free_running and step >= self.known:
                 self._predict(step, step + 1, output)
                 tokens.feed_back(step)
         hidden = torch.stack(outputs)

@@ -55,7 +55,6 @@ def decode_loss(
     generator: torch.Generator | None = None,
     context: tuple[Tensor, ...] = (),
     memory_budget: int | None = None,
-    cuda_graph: bool = False,
     batch_first: bool = False,
 ) -> DecodeOutput:
     """Run a decoder on its own predictions, or the targets, for a loss with exact gradients.
@@ -110,8 +109,6 @@ def decode_loss(
         context: tensors handed to the cell at every step, such as attention memory. Gradients reach
             them.
         memory_budget: bytes of logits that may exist at once, at least one row's; None chooses.
-        cuda_graph: on a GPU, with one of torch's modules and feedback, capture a window of steps
-            and replay it, so that the host no longer launches every kernel. Not yet run on a GPU.
         batch_first: targets, inputs, a feedback mask and the results are [B, T]. The state is as
             the cell has it. That a module is built with `batch_first` of its own changes nothing.
 

@@ -27,7 +27,6 @@ from accumext._scalars import Scalar
 from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
-from accumext.decoder._half_matmul import add_matmul, matmul_transposed
 from accumext.decoder._memory import WorkspacePlan
 
 
@@ -79,8 +78,9 @@ class FusedCrossEntropy:
         self.rows, self.logit_rows = plan.rows, plan.logit_rows
         self.forms_gradients = needs is not None
         self.dtype = args.dtypes.accumulation
-        weight = weight.detach().to(args.dtypes.product)
-        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self.weight = weight = weight.detach()
+        if weight.dtype != args.dtypes.product or weight.stride(1) != 1:
+            self.weight = new_buffer(weight, *weight.shape, dtype=args.dtypes.product).copy_(weight)
         self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
         self._temperature = args.feedback.temperature
         self._smoothing, self._z_loss = criterion.label_smoothing, criterion.z_loss
@@ -93,7 +93,6 @@ class FusedCrossEntropy:
         self._exps: Tensor | None = None  # [V, rows]: rows next to each other, as products want it
         self._pending: list[_Rows] = []
         self._filled = 0  # rows in the workspace
-        self._initialized = 0  # rows of it that were ever written
         self._smoothed = new(hidden, dtype=self.dtype).zero_()  # sum of q h, [H]
         self._smoothed_bias = new((), dtype=self.dtype).zero_()
         self._gradients: HeadGradients | None = None
@@ -103,8 +102,9 @@ class FusedCrossEntropy:
             rows = args.steps * args.batch
             d_weight = None if destination is None else destination.main_grad
             if needs.weight and d_weight is None:
-                d_weight = new(vocabulary, hidden, dtype=self.dtype)
-            self._exps = new(vocabulary, min(self.rows, rows), dtype=args.dtypes.exps)
+                d_weight = new_buffer(weight, vocabulary, hidden, dtype=self.dtype)
+            size = min(self.rows, rows)
+            self._exps = new_buffer(weight, vocabulary, size, dtype=args.dtypes.exps)
             self._gradients = HeadGradients(
                 hidden=new(rows if needs.hidden else 0, hidden, dtype=self.dtype).zero_(),
                 weight=d_weight,
@@ -213,21 +213,26 @@ class FusedCrossEntropy:
             colsum = self.weight.sum(0, dtype=self.dtype)
             return colsum, bias_dot, float(self.weight.shape[0])
         bias_dot = 0.0 if self.bias is None else weights @ self.bias
-        colsum = matmul_transposed(weights[:, None], self.weight, self.dtype)[0]
+        colsum = self._product(weights[None], self.weight)[0]
         return colsum, bias_dot, weights.sum()
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        """left @ right in the accumulation dtype."""
+        sums = left.new_empty(left.shape[0], right.shape[1], dtype=self.dtype)
+        _operators.add_matmul(sums, left, right, True)
+        return sums
 
     def _form_gradients(self) -> None:
         """Add the gradients of the rows in the workspace, which is then empty."""
         if self._gradients is None or self._exps is None or self._filled == 0:
             return
-        self._initialize_rest(self._exps)
         exps = self._exps[:, : self._filled]  # [V, M]
         pending, self._pending = self._pending, []
         self._filled = 0
         position, h, y, r, t, q = (torch.cat(parts) for parts in zip(*pending, strict=True))
         gradients = self._gradients
         if len(gradients.hidden):
-            d_hidden = matmul_transposed(exps, self.weight, self.dtype).mul_(r[:, None])
+            d_hidden = self._product(exps.t(), self.weight).mul_(r[:, None])
             d_hidden.addcmul_(self.weight[y].to(self.dtype), t[:, None])
             if self._smoothing > 0:
                 d_hidden.addr_(q, self._colsum, alpha=-1)
@@ -236,27 +241,21 @@ class FusedCrossEntropy:
             h = h.to(self.weight.dtype).to(self.dtype)  # what made the logits
             h = h * self._main_factor
             overwrite = not self._weight_written
-            add_matmul(gradients.weight, exps, h * r[:, None], overwrite=overwrite)
+            _operators.add_matmul(gradients.weight, exps, h * r[:, None], overwrite)
             gradients.weight.index_add_(0, y, h * t[:, None])
             self._weight_written = True
             self._smoothed += q @ h
         if gradients.bias is not None:
-            add_matmul(gradients.bias[:, None], exps, r[:, None], overwrite=False)
+            _operators.add_matmul(gradients.bias[:, None], exps, r[:, None], False)
             gradients.bias.index_add_(0, y, t)
             self._smoothed_bias += q.sum()
 
-    def _initialize_rest(self, exps: Tensor) -> None:
-        """Write zeros, once at most, to rows of the workspace that were never written: rows ended
-        before it was full for the first time.
 
-        The products take the filled rows out of longer ones. torch's may read past the last of
-        them, whole tiles of the processor (32 columns of bfloat16 with AMX), and multiply what they
-        find by zero, which makes NaN of the NaN that fresh memory may hold.
-        """
-        self._initialized = max(self._initialized, self._filled)
-        if self._initialized < exps.shape[1]:
-            exps[:, self._initialized :].zero_()
-            self._initialized = exps.shape[1]
+def new_buffer(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor of the size of a head or of a workspace."""
+    buffer = like.new_empty(shape, dtype=dtype)
+    _operators.large_pages(buffer)
+    return buffer
 
 
 def cast_like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:

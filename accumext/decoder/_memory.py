@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._cells import parameter_tensors
-from accumext.decoder._half_matmul import SLICE
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
 
-# Rows of the workspace that let the deferred products run at full speed: with fewer, the traffic of
-# the head's weight and its gradient dominates. Twice as many where exponentials take half as much.
-AUTOMATIC_ROWS = 256
 
-# Rows of logits that exist at once where a step has more: the widest skinny product that is fast.
-LOGIT_ROWS = 32
+class HeadRows(NamedTuple):
+    """How many rows go through the head together."""
+
+    # That let the deferred products run at full speed, in the dtype of logits: with fewer, the
+    # traffic of the head's weight and its gradient dominates. Twice as many where exponentials take
+    # half as much, and less than twice of that where these would not fill it a second time.
+    workspace: int
+    logits: int  # of logits that exist at once, where so many are known
+
+
+# On a CPU, the widest product of few columns that is fast; a GPU wants hundreds of rows.
+HEAD_ROWS = {"cpu": HeadRows(256, 32), "cuda": HeadRows(1024, 512)}
 
 # Steps whose cell graph is rebuilt at once in the backward pass of a callable cell. Longer segments
 # save little: the states between segments are T/16 of all states.
@@ -44,23 +51,29 @@ class WorkspacePlan:
 def workspace_plan(args: DecodeArguments) -> WorkspacePlan:
     """The sizes of this call."""
     vocabulary, dtypes = args.head_weight.shape[0], args.dtypes
+    rows = HEAD_ROWS.get(args.head_weight.device.type, HEAD_ROWS["cpu"])
+    known = not (args.free_running and args.head_gradients_in_forward)
+    most = args.steps * args.batch if known else args.batch  # known rows of logits at once
     return fill_budget(
         args.steps, args.batch, vocabulary * dtypes.accumulation.itemsize,
         vocabulary * dtypes.exps.itemsize, args.memory_budget,
+        rows._replace(logits=min(most, rows.logits)),
     )  # fmt: skip
 
 
 def fill_budget(
-    steps: int, batch: int, logit_bytes: int, exps_bytes: int, memory_budget: int | None
-) -> WorkspacePlan:
+    steps: int, batch: int, logit_bytes: int, exps_bytes: int, memory_budget: int | None,
+    wanted: HeadRows,
+) -> WorkspacePlan:  # fmt: skip
     """Fill the memory budget with whole steps, or with as many rows of one step as it holds.
 
     `logit_bytes` and `exps_bytes` are those of a row [V] of logits and of exponentials.
     """
-    logit_rows = max(1, min(batch, LOGIT_ROWS))
+    logit_rows = max(1, wanted.logits)
     if memory_budget is None:
-        wanted = AUTOMATIC_ROWS * logit_bytes // exps_bytes
-        rows = -(-wanted // max(1, batch)) * batch
+        # What is left over after so many rows at a time is shared out: a window of few is slow.
+        windows = max(1, steps * batch * exps_bytes // (wanted.workspace * logit_bytes))
+        rows = -(-steps // windows) * batch
     else:
         logit_rows = max(1, min(logit_rows, memory_budget // (logit_bytes + exps_bytes)))
         rows = (memory_budget - logit_rows * logit_bytes) // exps_bytes
@@ -94,9 +107,6 @@ def predicted_peak(args: DecodeArguments) -> int:
     casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
     workspace = vocabulary * (plan.rows * args.dtypes.exps.itemsize + plan.logit_rows * size)
     workspace += 6 * plan.rows * hidden * size
-    if product.itemsize < size:  # a slice of a product; converted where it is added to another
-        slices = product.itemsize + size * (plan.rows < tokens)
-        workspace += min(SLICE, vocabulary) * hidden * slices
     token_buffers = tokens * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
     d_table = rows * width * (table.requires_grad and not args.tied)
     final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad

@@ -36,21 +36,24 @@ _define(
     ") -> ()",
 )
 
-# What head_forward finds of logits that are there; they are used up.
-_define(
-    "softmax_stats",
-    "(Tensor(a!) logits, "  # [M, V]
-    "Tensor targets, Tensor? uniforms, float temperature, Tensor(b!)? exps, Tensor(c!) tokens, "
-    "Tensor(d!) stats) -> ()",
-)
+# sums = (0 if overwrite else sums) + left @ right, sums in the dtype of `sums`. A left operand of
+# half precision has the right one rounded to its dtype.
+_define("add_matmul", "(Tensor(a!) sums, Tensor left, Tensor right, bool overwrite) -> ()")
+
+# Asks for large pages behind a tensor of many megabytes that nothing has been written to: the first
+# write to an ordinary page takes longer than a product writes it.
+_define("large_pages", "(Tensor memory) -> ()")
 
 # Steps [begin, end) of a recurrent decoder: look up the input, advance every layer, and, where
 # `stats` are given, push the live rows through the head and choose the next input. The result is
-# the number of rows that the head has seen; `rows` names them, t * B + b.
+# the number of rows that the head has seen; `rows` names them, t * B + b. Where the host does not
+# wait for the device, the head sees every row.
 _define(
     "decode_steps",
     "(Tensor table, "  # [R, E]
-    "Tensor[] cell, "  # per layer weight_ih, weight_hh, bias_ih, bias_hh; no bias: empty
+    # Per layer weight_ih, weight_hh, to whose dtype x and h are rounded, and bias_ih, bias_hh of
+    # the states' dtype, in which sums are; no bias: empty.
+    "Tensor[] cell, "
     "Tensor(a!)[] states, "  # per layer h, and c of an LSTM, [T + 1, B, H]: before and after steps
     "int kind, "  # index into _rnn_weights.KINDS
     "Tensor? dropout_mask, float dropout_scale, "  # bool [T, L - 1, B, H]: units that are kept
@@ -70,45 +73,26 @@ _define(
     "int logit_rows, int begin, int end) -> int",
 )
 
-# One layer's state after a step from W_ih x + b_ih and W_hh h + b_hh.
-_define(
-    "rnn_advance",
-    "(int kind, Tensor from_x, Tensor from_h, "  # [B, gates H]
-    "Tensor? live, "  # bool [B]
-    "Tensor h, Tensor? c, "  # [B, H]
-    "Tensor(a!) h_next, Tensor(b!)? c_next"  # [B, H], to be written
-    ") -> ()",
-)
-
 # Steps of one layer backward. d_out is the gradient of its output; dh and dc come in as those of
 # the state after the last step and go out as those of the state before the first.
 _define(
     "rnn_backward",
     "(int kind, Tensor d_out, "  # [q, B, H]
-    "Tensor? pre, "  # [q, B, 4 H], of _rnn_weights.pre_activations; not of a plain RNN
+    "Tensor? pre, "  # [q, B, 4 H], of _rnn_path.pre_activations; not of a plain RNN
     "Tensor h, "  # [q + 1, B, H]
     "Tensor? c, "  # [q + 1, B, H] of an LSTM
     "Tensor? live, "  # bool [q, B]
     "Tensor? gate, "  # [q, B]: factor of what goes on to the state before the step
     "Tensor? limit, "  # 0-dim: largest magnitude of that
-    "Tensor weight, "  # [H, gates H]: weight_hh, transposed
+    "Tensor weight, "  # [H, gates H]: weight_hh, transposed; d_h is rounded to its dtype
     "Tensor(a!) dh, Tensor(b!)? dc, "  # [B, H]
     "Tensor(c!) d_x, "  # [q, B, gates H]: gradient of W_ih x + b_ih, to be written
     "Tensor(d!)? d_h"  # [q, B, gates H]: of W_hh h + b_hh, where that differs: a GRU
     ") -> ()",
 )
 
-# One step of that but for the product with weight_hh: dh and dc become those of the state before
-# the step without the part that comes through it.
-_define(
-    "rnn_gradient",
-    "(int kind, Tensor d_out, Tensor? pre, "  # [B, H], [B, 4 H]
-    "Tensor h, "  # [B, H] before the step; of a plain RNN after it
-    "Tensor? c, Tensor? c_next, "  # [B, H] before and after the step, of an LSTM
-    "Tensor? live, "  # bool [B]
-    "Tensor(a!) dh, Tensor(b!)? dc, Tensor(c!) d_x, Tensor(d!)? d_h) -> ()",
-)
-
 head_forward = torch.ops.accumext.head_forward.default
+add_matmul = torch.ops.accumext.add_matmul.default
+large_pages = torch.ops.accumext.large_pages.default
 decode_steps = torch.ops.accumext.decode_steps.default
 rnn_backward = torch.ops.accumext.rnn_backward.default

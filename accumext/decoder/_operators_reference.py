@@ -5,12 +5,17 @@ _operators.py says what the arguments are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from accumext.decoder._feedback import sample
-from accumext.decoder._half_matmul import SLICE
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_TANH
+
+# Rows of a half-precision operand that are converted at once: enough for full speed, few beside a
+# vocabulary.
+SLICE = 1024
 
 
 def head_forward(
@@ -19,7 +24,7 @@ def head_forward(
 ) -> None:  # fmt: skip
     for begin in range(0, len(hidden), logit_rows):
         piece = slice(begin, begin + logit_rows)
-        torch.ops.accumext.softmax_stats(
+        softmax_stats(
             _logits(hidden[piece], weight, bias), targets[piece],
             None if uniforms is None else uniforms[piece], temperature,
             None if exps is None else exps[piece], tokens[piece], stats[:, piece],
@@ -34,16 +39,59 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return z.t()
     h = h.to(weight.dtype).to(hidden.dtype)
     z = hidden.new_empty(weight.shape[0], len(hidden))
-    for begin in range(0, len(weight), SLICE):
-        rows = slice(begin, begin + SLICE)
+    for rows in slices(len(weight)):
         torch.mm(weight[rows].to(hidden.dtype), h, out=z[rows])
     return z.t() if bias is None else z.add_(bias[:, None]).t()
+
+
+def add_matmul(sums: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
+    if left.dtype == right.dtype == sums.dtype:
+        torch.addmm(sums, left, right, beta=0 if overwrite else 1, out=sums)
+        return
+    if sums.is_cuda and left.dtype != sums.dtype:
+        _add_half_matmul(sums, left, right, overwrite)
+        return
+    if left.dtype != sums.dtype:
+        right = right.to(left.dtype)
+    # torch rounds sums to the operands' dtype here: a slice of them at a time is converted.
+    if overwrite:
+        sums.zero_()
+    for terms in slices(left.shape[1]):
+        wide = right[terms].to(sums.dtype)
+        for rows in slices(left.shape[0]):
+            sums[rows].addmm_(left[rows, terms].to(sums.dtype), wide)
+
+
+def _add_half_matmul(sums: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
+    """On a GPU, whose products of half-precision operands have sums in float32."""
+    if left.dtype == right.dtype or left.dtype == torch.bfloat16:
+        right = right.to(left.dtype)
+        if overwrite:
+            torch.mm(left, right, out_dtype=sums.dtype, out=sums)
+        else:
+            torch.addmm(sums, left, right, out_dtype=sums.dtype, out=sums)
+        return
+    # float16 has a small range: the right operand is divided by its largest magnitude first.
+    scale = right.abs().amax()
+    right = (right / torch.where(scale == 0, 1, scale)).to(left.dtype)
+    for rows in slices(left.shape[0]):
+        part = torch.mm(left[rows], right, out_dtype=sums.dtype).mul_(scale)
+        sums[rows] = part if overwrite else sums[rows].add_(part)
+
+
+def slices(size: int) -> Iterator[slice]:
+    return (slice(begin, begin + SLICE) for begin in range(0, size, SLICE))
+
+
+def large_pages(memory: Tensor) -> None:
+    """Nothing: PyTorch cannot ask for them."""
 
 
 def softmax_stats(
     logits: Tensor, targets: Tensor, uniforms: Tensor | None, temperature: float,
     exps: Tensor | None, tokens: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
+    """What head_forward finds of logits [M, V]; they are used up."""
     peak, argmax = logits.max(1)
     stats[0], stats[2] = peak, logits.gather(1, targets[:, None])[:, 0]
     tokens.copy_(argmax if uniforms is None else sample(logits, uniforms, temperature))
@@ -57,6 +105,7 @@ def rnn_advance(
     kind: int, from_x: Tensor, from_h: Tensor, live: Tensor | None, h: Tensor, c: Tensor | None,
     h_next: Tensor, c_next: Tensor | None,
 ) -> None:  # fmt: skip
+    """One layer's state after a step from W_ih x + b_ih and W_hh h + b_hh, [B, gates H]."""
     units = h.shape[1]
     new_c = None
     if kind == GRU:
@@ -96,7 +145,7 @@ def decode_steps(
             h, c = states[layer], None
             if kind == LSTM:
                 h, c = states[2 * layer : 2 * layer + 2]
-            torch.ops.accumext.rnn_advance(
+            rnn_advance(
                 kind, linear(x, w_ih, b_ih), linear(h[t], w_hh, b_hh), alive, h[t],
                 None if c is None else c[t], h[t + 1], None if c is None else c[t + 1],
             )  # fmt: skip
@@ -134,8 +183,14 @@ def decode_steps(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x @ weight.t() + bias; an empty bias is none."""
-    return torch.addmm(bias, x, weight.t()) if bias.numel() else torch.mm(x, weight.t())
+    """x @ weight.t() + bias, sums in x's dtype; an empty bias is none."""
+    product = product_transposed(x, weight)
+    return product + bias if bias.numel() else product
+
+
+def product_transposed(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.t(): operands rounded to the weight's dtype, sums in that of x."""
+    return torch.mm(x.to(weight.dtype).to(x.dtype), weight.t().to(x.dtype))
 
 
 def rnn_backward(
@@ -144,13 +199,13 @@ def rnn_backward(
     d_x: Tensor, d_h: Tensor | None,
 ) -> None:  # fmt: skip
     for t in reversed(range(len(d_out))):
-        torch.ops.accumext.rnn_gradient(
+        rnn_gradient(
             kind, d_out[t], None if pre is None else pre[t],
             h[t] if kind in (GRU, LSTM) else h[t + 1], None if c is None else c[t],
             None if c is None else c[t + 1], None if live is None else live[t], dh, dc, d_x[t],
             None if d_h is None else d_h[t],
         )  # fmt: skip
-        dh.addmm_(d_x[t] if d_h is None else d_h[t], weight.t())
+        dh += product_transposed(d_x[t] if d_h is None else d_h[t], weight)
         for gradient in (dh, dc):
             if gradient is None:
                 continue
@@ -166,6 +221,9 @@ def rnn_gradient(
     c_next: Tensor | None, live: Tensor | None, dh: Tensor, dc: Tensor | None, d_x: Tensor,
     d_h: Tensor | None,
 ) -> None:  # fmt: skip
+    """One step of rnn_backward, but for the product with weight_hh: dh and dc become those of the
+    state before the step without the part that comes through it. h is that before the step, of a
+    plain RNN that after it."""
     units = dh.shape[1]
     up, up_c = dh + d_out, None
     if kind == GRU:

@@ -7,8 +7,7 @@ and everything that need not wait for the next step is batched.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +18,17 @@ from accumext import _scalars
 from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
-from accumext.decoder._cuda_graph import StepBuffers, WindowGraph
-from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
-from accumext.decoder._half_matmul import no_grad_no_autocast
+from accumext.decoder._fused_cross_entropy import (
+    FusedCrossEntropy,
+    NeedsGrad,
+    cast_like,
+    new_buffer,
+)
 from accumext.decoder._memory import backward_steps, workspace_plan
+from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._recurrent_state import State
-from accumext.decoder._rnn_weights import GRU, RnnWeights, pre_activations
-from accumext.decoder._saved_for_backward import SavedForBackward, formed_in_forward
+from accumext.decoder._rnn_weights import GRU, RnnWeights
+from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._token_buffers import TokenBuffers
 
 
@@ -52,7 +55,7 @@ class RnnDecode(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         args, plan = tokens.args, workspace_plan(tokens.args)
         needs = None
-        if grad_enabled and formed_in_forward(args):
+        if grad_enabled and args.head_gradients_in_forward:
             needs_weight, needs_bias, *needs_cell = ctx.needs_input_grad[3:]
             needs = NeedsGrad(any(needs_cell), needs_weight, needs_bias)
         with no_grad_no_autocast(table.device):
@@ -106,13 +109,27 @@ class RnnDecode(torch.autograd.Function):
             )
 
 
+class StepBuffers(NamedTuple):
+    """What the operators read and write per step; states have a row more, before and after."""
+
+    states: list[Tensor]  # per layer h, and c of an LSTM: [T + 1, B, H]
+    inputs: Tensor  # int64 [T, B]
+    teacher: Tensor  # int64 [T, B]
+    targets: Tensor  # int64 [T, B]
+    tokens: Tensor  # int64 [T, B]
+    teacher_mask: Tensor | None  # bool [T, B]
+    live: Tensor | None  # bool [T, B]
+    uniforms: Tensor | None  # fp64 [T, B]
+    dropout_mask: Tensor | None  # bool [T, L - 1, B, H]: units that dropout keeps
+
+
 @dataclass(frozen=True)
 class _RnnBuffers:
     """What the forward pass writes and the backward pass reads again; no pre-activations."""
 
     rnn: RnnWeights
     table: Tensor  # [R, E]: the embedding's weight, elements of a row next to each other
-    weights: list[Tensor]  # as `rnn.weights`, in the accumulation dtype; an empty bias is none
+    weights: list[Tensor]  # as `rnn.weights`, in the dtypes of the products; an empty bias is none
     steps: StepBuffers
     dropout_scale: float  # of the units that dropout keeps
     state_dtypes: list[torch.dtype]  # of the parts of the given state
@@ -150,8 +167,9 @@ def _rnn_buffers(tokens: TokenBuffers, rnn: RnnWeights, state: tuple[Tensor, ...
         None if feedback.mask is None else feedback.mask.contiguous(),
         tokens.live, feedback.uniforms, dropout_mask,
     )  # fmt: skip
-    weights = [empty if w is None else w.detach().to(empty.dtype) for w in rnn.weights]
-    weights = [w.contiguous() for w in weights]
+    dtypes = [args.dtypes.cell] * 2 + [empty.dtype] * 2  # weight_ih, weight_hh, the biases
+    weights = [empty if w is None else w.detach() for w in rnn.weights]
+    weights = [w.to(dtypes[i % 4]).contiguous() for i, w in enumerate(weights)]
     return _RnnBuffers(rnn, table, weights, steps, dropout_scale, [part.dtype for part in state])
 
 
@@ -195,7 +213,7 @@ class _ForwardSteps:
     def _feedback_spans(self) -> list[tuple[int, bool]]:
         """Ends of spans of steps, and whether any of their inputs waits for a prediction."""
         args, mask = self.args, self.args.feedback.mask
-        if not self.tokens.free_running:
+        if not args.free_running:
             return [(args.steps, False)]
         if args.eos is not None or mask is None or mask.device.type != "cpu":
             return [(args.steps, True)]  # on a GPU the host does not wait to read the mask
@@ -209,35 +227,26 @@ class _ForwardSteps:
         following = slice(begin + 1, min(end + 1, self.args.steps))
         teacher = self.args.feedback.teacher[following]
         self.tokens.inputs[following] = self.tokens.padded(following, teacher)
-        self._advance(self.buffers.steps, begin, end)
+        self._advance(begin, end)
         outputs = self.buffers.outputs[begin + 1 : end + 1]
         self.tokens.predict(self.cross_entropy, begin, end, outputs.flatten(0, 1))
 
     def _free_running(self, begin: int, end: int) -> None:
         """Steps that read the prediction before them, as many at once as the workspace holds."""
-        args, head, steps = self.args, self.cross_entropy, self.buffers.steps
+        args, head = self.args, self.cross_entropy
         if head.rows < args.batch and head.forms_gradients:
             for step in range(begin, end):
-                self._advance(steps, step, step + 1)
+                self._advance(step, step + 1)
                 self.tokens.predict(head, step, step + 1, self.buffers.outputs[step + 1])
                 self.tokens.feed_back(step)
             return
         size = max(1, head.rows // args.batch)
         stats = self.tokens.losses.new_empty(3, size * args.batch)
         rows = self.tokens.tokens.new_empty(size * args.batch)
-        graph: WindowGraph | None = None
         for first in range(begin, end, size):
             last = min(first + size, end)
             exps = head.workspace_slice((last - first) * args.batch)
-            # A graph replays all windows but the first, which warms up the kernels, and the last.
-            if args.cuda_graph and first > begin and first + size < min(args.steps, end + 1):
-                if graph is None:
-                    run = partial(self._advance, begin=0, exps=exps, stats=stats, rows=rows)
-                    graph = WindowGraph(steps, size, run)
-                graph.replay(steps, first)
-                self._add_rows(rows + first * args.batch, stats)
-                continue
-            used = self._advance(steps, first, last, exps, stats, rows)
+            used = self._advance(first, last, exps, stats, rows)
             self._add_rows(rows[:used].clone(), stats[:, :used])
 
     def _add_rows(self, rows: Tensor, stats: Tensor) -> None:
@@ -249,11 +258,12 @@ class _ForwardSteps:
         )  # fmt: skip
 
     def _advance(
-        self, steps: StepBuffers, begin: int, end: int, exps: Tensor | None = None,
-        stats: Tensor | None = None, rows: Tensor | None = None,
+        self, begin: int, end: int, exps: Tensor | None = None, stats: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> int:  # fmt: skip
         """Run the steps; with `stats`, the head too. How many rows it has seen."""
         args, buffers, head = self.args, self.buffers, self.cross_entropy
+        steps = buffers.steps
         used: int = _operators.decode_steps(
             buffers.table, buffers.weights, steps.states, buffers.rnn.kind, steps.dropout_mask,
             buffers.dropout_scale, steps.inputs, steps.teacher, steps.teacher_mask, steps.live,
@@ -283,7 +293,7 @@ class _ThroughTime:
         self._rnn, self._states = buffers.rnn, buffers.steps.states
         self._needs_table, self._table_main = needs_table, table_main
         new_zeros, table = self._states[0].new_zeros, self._args.table
-        self._d_weights = [w.new_zeros(w.shape) for w in buffers.weights]
+        self._d_weights = [new_zeros(w.shape) for w in buffers.weights]
         # weight_hh of every layer, transposed, since the product takes rows of the result
         self._transposed = [w.t().contiguous() for w in buffers.weights[1::4]]
         self._d_state = [new_zeros(state.shape[1:]) for state in self._states]
@@ -296,7 +306,8 @@ class _ThroughTime:
                 width = table.weight.shape[1]
                 self._d_rows = new_zeros(self._args.steps, self._args.batch, width)
             else:
-                self._d_table = new_zeros(table.weight.shape)
+                dtype = self._args.dtypes.accumulation
+                self._d_table = new_buffer(table.weight, *table.weight.shape, dtype=dtype).zero_()
 
     def run(self, d_out: Tensor, d_last: tuple[Tensor | None, ...]) -> None:
         """Every window, from the gradients of the outputs [T, B, H] and of the last state."""
@@ -324,14 +335,14 @@ class _ThroughTime:
         factors, buffers = self._gate_factors(span, d_out), self._buffers
         for layer in reversed(range(1, self._rnn.layers)):
             d_gates = self._layer(layer, span, d_out, factors, d_state)
-            d_out = torch.mm(d_gates, buffers.weights[4 * layer]).view(*d_out.shape[:2], -1)
+            d_out = _matmul(d_gates, buffers.weights[4 * layer]).view(*d_out.shape[:2], -1)
             del d_gates
             if buffers.steps.dropout_mask is not None:
                 mask = buffers.steps.dropout_mask[span, layer - 1]
                 d_out.mul_(mask).mul_(buffers.dropout_scale)
         d_gates = self._layer(0, span, d_out, factors, d_state)
         if self._needs_table:
-            self._add_to_table(span, torch.mm(d_gates, buffers.weights[0]))
+            self._add_to_table(span, _matmul(d_gates, buffers.weights[0]))
 
     def _layer(
         self, layer: int, span: slice, d_out: Tensor, factors: Tensor | None, d_state: list[Tensor]
@@ -358,8 +369,8 @@ class _ThroughTime:
         d_x = d_x.flatten(0, 1)
         d_h = d_x if d_h is None else d_h.flatten(0, 1)
         w_ih, w_hh, b_ih, b_hh = self._d_weights[4 * layer : 4 * layer + 4]
-        w_ih.addmm_(d_x.t(), x)
-        w_hh.addmm_(d_h.t(), before)
+        _operators.add_matmul(w_ih, d_x.t().to(weights[0].dtype), x, False)
+        _operators.add_matmul(w_hh, d_h.t().to(weights[1].dtype), before, False)
         if b_ih.numel():
             b_ih += d_x.sum(0)
         if b_hh.numel():
@@ -418,3 +429,35 @@ class _ThroughTime:
         gradients = self._buffers.module_state(self._d_state)
         gradients += [d.to(weight.dtype) for weight, d in pairs if weight is not None]
         return [d if need else None for d, need in zip(gradients, needed, strict=True)]
+
+
+def pre_activations(
+    kind: int,
+    x: Tensor,  # [M, E]
+    h: Tensor,  # [M, H]
+    weights: list[Tensor],  # weight_ih, weight_hh, bias_ih, bias_hh; an empty bias is none
+) -> Tensor:
+    """What the nonlinearities of a layer are applied to, [M, 4 H] or [M, H].
+
+    r, z, n's part of x and n's part of h for a GRU; i, f, g, o for an LSTM.
+    """
+    w_ih, w_hh, b_ih, b_hh = weights
+    from_x, from_h = _matmul(x, w_ih.t()), _matmul(h, w_hh.t())
+    for part, bias in ((from_x, b_ih), (from_h, b_hh)):
+        if bias.numel():
+            part += bias
+    if kind != GRU:
+        return from_x.add_(from_h)
+    rz = 2 * h.shape[1]
+    pre = from_x.new_empty(len(x), 2 * rz)
+    torch.add(from_x[:, :rz], from_h[:, :rz], out=pre[:, :rz])
+    pre[:, rz : rz + rz // 2] = from_x[:, rz:]
+    pre[:, rz + rz // 2 :] = from_h[:, rz:]
+    return pre
+
+
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right with operands rounded to the dtype of `right`, sums in that of `left`."""
+    sums = left.new_empty(left.shape[0], right.shape[1])
+    _operators.add_matmul(sums, left.to(right.dtype), right, True)
+    return sums

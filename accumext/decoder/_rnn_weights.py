@@ -1,11 +1,10 @@
-"""The weights of torch's recurrent modules, and the products that a layer makes with them."""
+"""The weights of torch's recurrent modules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accumext._torch_private import backward_hooks, forward_hooks
@@ -61,26 +60,3 @@ def rnn_weights_of(module: nn.Module | None, dtypes: set[torch.dtype]) -> RnnWei
     dropout = module.dropout if isinstance(module, nn.RNNBase) and module.training else 0.0
     parts, gates = 2 if kind == LSTM else 1, (3, 4, 1, 1)[kind]
     return RnnWeights(kind, weights, layers, module.hidden_size, dropout, stacked, parts, gates)
-
-
-def pre_activations(
-    kind: int,
-    x: Tensor,  # [M, E]
-    h: Tensor,  # [M, H]
-    weights: list[Tensor],  # weight_ih, weight_hh, bias_ih, bias_hh; an empty bias is none
-) -> Tensor:
-    """What the nonlinearities of a layer are applied to, [M, 4 H] or [M, H].
-
-    r, z, n's part of x and n's part of h for a GRU; i, f, g, o for an LSTM.
-    """
-    w_ih, w_hh, b_ih, b_hh = weights
-    from_x = F.linear(x, w_ih, b_ih if b_ih.numel() else None)
-    from_h = F.linear(h, w_hh, b_hh if b_hh.numel() else None)
-    if kind != GRU:
-        return from_x.add_(from_h)
-    rz = 2 * h.shape[1]
-    pre = from_x.new_empty(len(x), 2 * rz)
-    torch.add(from_x[:, :rz], from_h[:, :rz], out=pre[:, :rz])
-    pre[:, rz : rz + rz // 2] = from_x[:, rz:]
-    pre[:, rz + rz // 2 :] = from_h[:, rz:]
-    return pre

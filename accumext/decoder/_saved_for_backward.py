@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accumext._checks import message
 from accumext._torch_private import write_count
-from accumext._wgrad_fusion import Destination, destination, may_fuse
+from accumext._wgrad_fusion import Destination, destination
 from accumext.decoder._arguments import OP, DecodeArguments
 from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, HeadGradients, NeedsGrad
@@ -92,15 +92,6 @@ class SavedForBackward:
     def needs_outputs(self) -> bool:
         """Whether `head_gradients` will read the outputs."""
         return self._gradients is None
-
-
-def formed_in_forward(args: DecodeArguments) -> bool:
-    """Whether the forward pass can form the head's gradients.
-
-    They wait for the backward pass where the upstream gradient is per token, and where they are
-    added to a main gradient, which an optimizer offers in the backward pass.
-    """
-    return args.criterion.reduction != "none" and not may_fuse(args.head_weight)
 
 
 def _parameters(args: DecodeArguments) -> list[Tensor]:

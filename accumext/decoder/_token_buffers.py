@@ -27,9 +27,7 @@ class TokenBuffers:
         if args.eos is not None:
             everywhere = torch.ones(shape, dtype=torch.bool, device=device)
             self.live = everywhere if args.within_length is None else args.within_length.clone()
-        # Whether the tokens of a step must be known before the next step.
-        self.free_running = args.feedback.mask is not None or args.eos is not None
-        first = slice(0, 1) if self.free_running else slice(None)
+        first = slice(0, 1) if args.free_running else slice(None)
         self.inputs[first] = self.padded(first, args.feedback.teacher[first])
         # 1 / divisor of the loss, 0-dim. With eos it is known only after the last step, and the
         # gradients that are formed before then lack it.

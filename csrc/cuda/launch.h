@@ -1,12 +1,6 @@
 // What every launcher needs: its tensors' device and current stream, and their table there.
 #pragma once
 
-#include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -15,23 +9,12 @@
 
 #include "common/arguments.h"
 #include "cuda/device.cuh"
+#include "cuda/enqueue.h"
 #include "cuda/norm.cuh"
 #include "cuda/tensor_list.h"
 #include "cuda/upload_cache.h"
 
 namespace accumext::cuda {
-
-inline cudaStream_t current_stream(int32_t device) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
-inline int multiprocessors(int32_t device) {
-  int count = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
 
 // A call on a list of tensors, however many they are: launches go to the current stream of their
 // device. What it allocates may go once the kernels are enqueued, because the caching allocator

@@ -163,8 +163,8 @@ def test_large_main_gradients_at_any_alignment(offset: int, overwrite: bool) -> 
 EXPORTS = {  # what each file defines for others
     "avx2": ["kAvx2Double", "kAvx2Float", "kAvx2Kernels"],
     "avx512": ["kAvx512Double", "kAvx512Float", "kAvx512Kernels"],
-    "avx512_bf16": ["paired_product_avx512"],
-    "amx": ["amx_granted", "paired_product_amx"],
+    "avx512_bf16": ["kPairedAvx512"],
+    "amx": ["amx_granted", "kPairedAmx"],
 }
 
 

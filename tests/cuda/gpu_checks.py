@@ -3,39 +3,34 @@
     python tests/cuda/gpu_checks.py operators|decoder [--device cuda|cpu] [--json FILE] [--quick]
 
 `operators`: each one that the CUDA library registers, once, against the reference on the CPU.
-`decoder`: loss and gradients of decode_loss in three precisions, against plain autograd in float64
-on the tokens that it fed, and its time and memory beside plain autograd's. Needs torch alone.
-Every row is printed and written as soon as it is there; exit status 1 if one of them is wrong.
+`decoder`: decode_loss in every mode and precision, against plain autograd (gpu_decoder.py). Needs
+torch alone. Every row is printed and written as soon as it is there; exit status 1 if one is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import gpu_decoder
 import torch
+from gpu_rows import Checks, Facts, collect
+from support.decoder_calls import Call, backward_call, head_call, steps_call
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-import accumext
 from accumext import reference
 from accumext.backend import _build
 from accumext.decoder import _operators_reference
-from accumext.demo.memory import peak_memory
+from accumext.optimizer import _window_factors
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-from _decoders import Decoder, Shape, exact, ours, plain
-from _decoding import distance
-
-Facts = dict[str, Any]
+PATIENCE = 20.0  # s, that a row may take
 
 # Sums of some thousand float32 in two orders, powers, and what is clipped by such norms.
 RTOL = {
@@ -44,13 +39,8 @@ RTOL = {
     torch.bfloat16: 2.0**-7,
     torch.float16: 2.0**-10,
     torch.int64: 0.0,
+    torch.bool: 0.0,
 }
-# decode_loss sums in float32 or better: at most twice as far from float64 as plain autograd in the
-# same precision, and a few units in the last place where that happens to be exact.
-ALLOWED, LAST_PLACES = 2.0, {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
-SMALL, QUICK = Shape(24, 8, 1009, 64), Shape(5, 3, 23, 8)
-TIMED, QUICK_TIMED = Shape(64, 32, 50_257, 512), Shape(6, 3, 101, 16)
-RUNS = 5  # of which the median is the time
 
 
 # --- operators ------------------------------------------------------------------------------------
@@ -87,33 +77,27 @@ def one_list(*more: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     return [grads, *more], options
 
 
-def statistics_of_logits() -> tuple[list[Any], dict[str, Any]]:
-    rows, columns = 9, 4099
-    logits, targets = torch.randn(rows, columns), torch.randint(columns, [rows])
-    exps = torch.zeros(columns, rows, dtype=torch.bfloat16).t()
-    tokens, stats = torch.zeros(rows, dtype=torch.int64), torch.zeros(3, rows)
-    return [logits, targets, None, 1.0, exps, tokens, stats], {}
-
-
-LSTM, GATES, ROWS, UNITS = 1, 4, 3, 70
-
-
-def lstm_advance() -> tuple[list[Any], dict[str, Any]]:
-    live = torch.tensor([True, False, True])
-    from_x, from_h = (torch.randn(ROWS, GATES * UNITS) for _ in range(2))
-    h, c, h_next, c_next = (torch.randn(ROWS, UNITS) for _ in range(4))
-    return [LSTM, from_x, from_h, live, h, c, h_next, c_next], {}
-
-
-def lstm_gradient() -> tuple[list[Any], dict[str, Any]]:
-    live = torch.tensor([True, False, True])
-    d_out, h, c, c_next, dh, dc = (torch.randn(ROWS, UNITS) for _ in range(6))
-    pre, d_x = torch.randn(ROWS, GATES * UNITS), torch.zeros(ROWS, GATES * UNITS)
-    return [LSTM, d_out, pre, h, c, c_next, live, dh, dc, d_x, None], {}
+def closing() -> tuple[list[Any], dict[str, Any]]:
+    """A window's factors from its main gradients, with a clip and a loss scale."""
+    (main_grads, _), _ = gradients()
+    number = torch.tensor(0.37, dtype=torch.float64)
+    options = dict.fromkeys(("device_unit", "weight", "scale", "finite"), number)
+    numbers = torch.zeros(3, dtype=torch.float64), torch.zeros(3)
+    return [*numbers, main_grads, None], {
+        **options, "unit": 1.0, "max_norm": 5.0, "normalised": False, "checks_norm": True,
+        "overflow": None, "found_inf": torch.zeros((), dtype=torch.float64),
+    }  # fmt: skip
 
 
 CLIP = {"max_norm": 5.0, "if_finite": True}
-MAIN_GRADS, AFTER_SIX, AFTER_SEVEN, NOTHING = slice(1), slice(6, None), slice(7, None), slice(0)
+MAIN_GRADS, NOTHING = slice(1), slice(0)
+
+
+def of_the_decoder(call: Call) -> Operator:
+    kernel = getattr(_operators_reference, call.op)
+    return Operator(lambda: (call.arguments, {}), kernel, slice(call.first_written, None))
+
+
 OPERATORS: dict[str, Operator] = {
     "accumulate_": Operator(
         lambda: gradients(inv_scale=factor(), found_inf=flag()), reference.accumulate_, MAIN_GRADS
@@ -131,6 +115,7 @@ OPERATORS: dict[str, Operator] = {
         reference.unscale_check_clip_accumulate_,
         MAIN_GRADS,
     ),
+    "window_factors": Operator(closing, _window_factors._kernel, slice(2)),
     "total_norm": Operator(
         lambda: one_list(norm_type=3.0, inv_scale=factor(), found_inf=flag()),
         reference.total_norm,
@@ -139,12 +124,9 @@ OPERATORS: dict[str, Operator] = {
     "total_norm.scalar": Operator(lambda: one_list(inv_scale=0.37), reference.total_norm, NOTHING),
     "scale_": Operator(lambda: one_list(factor()), reference.scale_, MAIN_GRADS),
     "scale_.scalar": Operator(lambda: one_list(0.37), reference.scale_, MAIN_GRADS),
-    # The logits are used up.
-    "softmax_stats": Operator(
-        statistics_of_logits, _operators_reference.softmax_stats, slice(4, None)
-    ),
-    "rnn_advance": Operator(lstm_advance, _operators_reference.rnn_advance, AFTER_SIX),
-    "rnn_gradient": Operator(lstm_gradient, _operators_reference.rnn_gradient, AFTER_SEVEN),
+    "head_forward": of_the_decoder(head_call()),
+    "decode_steps": of_the_decoder(steps_call("lstm", layers=2)),
+    "rnn_backward": of_the_decoder(backward_call("lstm")),
 }
 
 
@@ -164,124 +146,30 @@ def check_operator(name: str, device: torch.device) -> Facts:
         options.get("found_inf"),
     ]
     pairs = list(zip(tree_leaves(got), tree_leaves(want), strict=True))
-    for mine, theirs in pairs:
-        if theirs is not None:
-            rtol = RTOL[theirs.dtype]
-            torch.testing.assert_close(mine.cpu(), theirs, rtol=rtol, atol=rtol)
-    return {"tensors compared": sum(theirs is not None for _, theirs in pairs)}
+    tensors = [pair for pair in pairs if isinstance(pair[1], Tensor)]
+    for mine, theirs in tensors:
+        rtol = RTOL[theirs.dtype]
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=rtol, atol=rtol)
+    return {"tensors compared": len(tensors)}
 
 
-def operators(device: torch.device, quick: bool) -> Iterator[tuple[str, Callable[[], Facts]]]:
+def operators(device: torch.device, quick: bool) -> Checks:
     for name in _build.registered_ops("cuda"):  # one that has no row here is an error
         yield name, lambda name=name: check_operator(name, device)
 
 
-# --- decoder --------------------------------------------------------------------------------------
-
-
-def check_decoder(decoder: Decoder, dtype: torch.dtype) -> Facts:
-    """Errors of loss and gradients, relative to float64 on the same rounded parameters."""
-    decoder = decoder.cast(dtype)
-    outcome = ours(decoder)
-    found = decoder.gradients()
-    truth = exact(decoder.cast(torch.float64), outcome.inputs)
-    usual = exact(decoder, outcome.inputs)
-    errors = {
-        "loss": (distance([outcome.loss], [truth.loss]), distance([usual.loss], [truth.loss])),
-        "gradient": (
-            distance(found, truth.gradients),
-            distance(usual.gradients, truth.gradients),
-        ),
-    }
-    for what, (mine, theirs) in errors.items():
-        limit = ALLOWED * theirs + LAST_PLACES[dtype]
-        if not mine <= limit:  # a NaN, too
-            raise AssertionError(f"the {what} is off by {mine:.2e}, and at most {limit:.2e} is due")
-    return {f"{what} off by": mine for what, (mine, _) in errors.items()} | {
-        f"plain {what} off by": theirs for what, (_, theirs) in errors.items()
-    }
-
-
-def time_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> Facts:
-    """Forward and backward in turns with plain autograd, after one run that is not timed."""
-    decoder = Decoder(shape, "gru", device).cast(dtype)
-    facts: Facts = {"shape": str(shape)}
-    seconds: dict[str, list[float]] = {"accumext": [], "plain autograd": []}
-    for name, way in (("accumext", ours), ("plain autograd", plain)):
-        decoder.forget()
-        facts[f"{name}, peak bytes"] = peak_memory(lambda way=way: way(decoder), device)
-    for _ in range(RUNS):
-        for name, way in (("accumext", ours), ("plain autograd", plain)):
-            decoder.forget()
-            start = time.perf_counter()
-            way(decoder).loss.item()  # waits for a GPU's forward
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds[name].append(time.perf_counter() - start)
-    for name, taken in seconds.items():
-        facts[f"{name}, seconds"] = statistics.median(taken)
-    ratios = [theirs / mine for mine, theirs in zip(*seconds.values())]
-    facts["times faster"] = statistics.median(ratios)
-    return facts
-
-
-def decoders(device: torch.device, quick: bool) -> Iterator[tuple[str, Callable[[], Facts]]]:
-    for cell in ("gru", "lstm", "rnn"):
-        decoder = Decoder(QUICK if quick else SMALL, cell, device)
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            name = str(dtype).removeprefix("torch.")
-            yield f"{cell}, {name}", lambda d=decoder, dtype=dtype: check_decoder(d, dtype)
-    shape = QUICK_TIMED if quick else TIMED
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        name = str(dtype).removeprefix("torch.")
-        yield f"time, {name}", lambda dtype=dtype: time_decoder(shape, dtype, device)
-
-
-# --- the report -----------------------------------------------------------------------------------
-
-
-def examine(name: str, check: Callable[[], Facts]) -> dict[str, Any]:
-    """One row; a fault is a row, too."""
-    start = time.perf_counter()
-    try:
-        row: dict[str, Any] = {"name": name, "passed": True, **check()}
-    except Exception as error:
-        row = {"name": name, "passed": False, "error": f"{type(error).__name__}: {error}"}
-    return row | {"wall seconds": time.perf_counter() - start}
-
-
-def write(path: Path | None, report: dict[str, Any]) -> None:
-    """At once, and whole: a process that is cut off leaves what was there before."""
-    if path is None:
-        return
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+PARTS = {"operators": operators, "decoder": gpu_decoder.checks}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("operators", "decoder"))
+    parser.add_argument("what", choices=tuple(PARTS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="%(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes")
+    parser.add_argument("--quick", action="store_true", help="small shapes")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    device = torch.device(args.device)
-    report: dict[str, Any] = {
-        "torch": torch.__version__,
-        "backend": accumext.backend(),
-        "reason": accumext.backend_reason(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "rows": [],
-    }
-    write(args.json, report)
-    for name, check in (operators if args.what == "operators" else decoders)(device, args.quick):
-        row = examine(name, check)
-        report["rows"].append(row)
-        write(args.json, report)
-        print(*(f"{key}={value}" for key, value in row.items()), sep="  ", flush=True)
-    return 0 if all(row["passed"] for row in report["rows"]) else 1
+    passed = collect(PARTS[args.what], args.device, args.quick, args.json, PATIENCE)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ What is tested is that no result is lost. The checks of gpu_checks.py run for re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,8 +13,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import gpu_checks
+import gpu_decoder
+import gpu_rows
 import pytest
 import torch
 from support import ROOT
@@ -22,7 +27,7 @@ from support.programs import run_script
 import accumext
 from accumext.backend import _build
 
-PARTS = ["build", "operators", "decode_loss", "doctor", "decoder", "benchmark", "tests"]
+PARTS = ["build", "operators", "decode_loss", "decoder", "benchmark", "doctor", "tests"]
 SANITIZERS = ["memcheck", "racecheck"]
 PATIENCE_S = 60.0  # for a part that takes a second
 
@@ -50,6 +55,8 @@ else:
         time.sleep(600)
     if "setup.py" in line:
         open("accumext/backend/_C_cuda.abi3.so", "w").close()
+    if line.startswith("-c import accumext"):
+        print("in use:", *sorted(os.listdir("accumext/backend")))
 """
 
 # All options that it is given have values.
@@ -70,9 +77,7 @@ class Run:
         interpreter = programs / "interpreter"
         interpreter.write_text(INTERPRETER.format(python=sys.executable))
         sanitizer = programs / "compute-sanitizer"
-        sanitizer.write_text(
-            '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift 2; done\nexec "$@"\n'
-        )
+        sanitizer.write_text(SANITIZER)
         for program in (interpreter, sanitizer):
             program.chmod(0o755)
         environment = {k: v for k, v in os.environ.items() if k != "MAX_JOBS"}
@@ -106,7 +111,7 @@ def test_parts_run_in_the_order_of_their_worth(tmp_path: Path) -> None:
     run = Run(tmp_path)
     output, _ = run.process.communicate(timeout=PATIENCE_S)
     assert run.process.returncode == 0, output
-    assert run.results() == dict.fromkeys(PARTS + SANITIZERS, "passed")
+    assert list(run.results().items()) == [(name, "passed") for name in PARTS + SANITIZERS]
     assert run.report()["machine"] == "Fake GPU, torch 2.11.0, Python 3.12.3"
     first = run.log()[0]
     assert first.startswith("setup.py")
@@ -132,7 +137,7 @@ def test_what_does_not_build_is_compiled_on_first_use(tmp_path: Path) -> None:
     run = Run(tmp_path, "operators", FAILING="setup.py")
     output, _ = run.process.communicate(timeout=PATIENCE_S)
     assert run.process.returncode == 1, output
-    assert run.results() == {"build": "failed", "operators": "passed"}
+    assert run.results() == {"build": "failed", "compile": "passed", "operators": "passed"}
     assert run.log()[-1].endswith("ACCUMEXT_BACKEND=jit")
 
 
@@ -146,6 +151,45 @@ def test_a_run_that_is_killed_leaves_what_it_has_found(tmp_path: Path) -> None:
     os.killpg(run.process.pid, signal.SIGKILL)
     run.process.communicate(timeout=PATIENCE_S)
     assert run.results() == dict.fromkeys(before, "passed")
+
+
+@pytest.mark.process
+def test_prebuilt_libraries_are_used_instead_of_a_build(tmp_path: Path) -> None:
+    folder = tmp_path / "prebuilt"
+    folder.mkdir()
+    names = ["_C_cpu.abi3.so", "_C_cuda.abi3.so", "_build_info.json"]
+    for name in names:
+        (folder / name).touch()
+    run = Run(tmp_path, "doctor", PREBUILT=str(folder))
+    output, _ = run.process.communicate(timeout=PATIENCE_S)
+    assert run.results() == {"build": "passed", "doctor": "passed"}, output
+    assert not any(line.startswith("setup.py") for line in run.log())
+    (here,) = {line for line in output.splitlines() if line.startswith("in use:")}
+    assert set(names) < set(here.split())
+
+
+@pytest.mark.process
+def test_prebuilt_libraries_that_do_not_load_are_compiled(tmp_path: Path) -> None:
+    folder = tmp_path / "prebuilt"
+    folder.mkdir()
+    for name in ("_C_cpu.abi3.so", "_C_cuda.other.so", "_build_info.json"):
+        (folder / name).touch()
+    run = Run(tmp_path, "operators", PREBUILT=str(folder), FAILING="-c import accumext")
+    output, _ = run.process.communicate(timeout=PATIENCE_S)
+    assert run.results() == {"build": "passed", "operators": "passed"}, output
+    assert f"the libraries in {folder} cannot be used; compiling" in output
+    assert any(line.startswith("setup.py") for line in run.log())
+    assert "_C_cuda.other.so" not in output
+
+
+@pytest.mark.process
+def test_the_log_has_what_the_parts_print(tmp_path: Path) -> None:
+    run = Run(tmp_path, "operators", FAILING="operators")
+    output, _ = run.process.communicate(timeout=PATIENCE_S)
+    log = (tmp_path / "results" / "fake-gpu.log").read_text()
+    for words in ("=== operators, at most", "much goes well", "words of the error"):
+        assert words in log
+        assert words in output
 
 
 def check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -166,38 +210,190 @@ def test_every_operator_of_the_gpu_is_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_the_decoder_is_checked_and_timed(tmp_path: Path) -> None:
+def test_the_decoder_is_checked(tmp_path: Path) -> None:
     status, report = check(tmp_path, "decoder", "--quick")
-    assert all(row["passed"] for row in report["rows"]), report["rows"]
+    rows = {row["name"]: row for row in report["rows"]}
+    assert all(row["passed"] for row in rows.values()), [
+        r for r in rows.values() if not r["passed"]
+    ]
     assert status == 0
-    names = {row["name"] for row in report["rows"]}
-    assert {
-        f"{c}, {d}" for c in ("gru", "lstm") for d in ("float64", "float32", "bfloat16")
-    } < names
-    timed = [row for row in report["rows"] if row["name"].startswith("time, ")]
-    assert len(timed) == 3
-    assert all(row["times faster"] > 0.0 for row in timed)
+    assert len(rows) == len(report["rows"])
+    kinds = {tuple(name.rsplit(": ", 1)) for name in rows}
+    calls = {call for call, _ in kinds}
+    assert kinds == {(call, name) for call in calls for name in gpu_decoder.PRECISIONS}
+    for mode in gpu_decoder.MODES:
+        assert {mode, f"{mode}, eos", f"{mode}, lengths", f"captured, {mode}"} < calls
+    assert {f"greedy, B={batch}" for batch in (1, 63, 64, 65)} < calls
+    dropped = [row for name, row in rows.items() if "dropout" in name]
+    assert len(dropped) == 2 * 3 * 5
+    assert all(row["same bits again"] for row in rows.values() if "same bits again" in row)
 
 
-def test_what_is_wrong_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import gpu_checks
+# --- rows that fail -------------------------------------------------------------------------------
 
+
+def double(device: torch.device) -> gpu_decoder.Check:
+    case = gpu_decoder.Case({"feedback": "greedy", "eos": "seen"}, "lstm", layers=2, dropout=0.3)
+    return gpu_decoder.Check(case, gpu_decoder.PRECISIONS["float64"], device)
+
+
+def off(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Runs find something else."""
+    run = gpu_decoder.Check.run
+    monkeypatch.setattr(gpu_decoder.Check, "run", lambda *args, **how: change(run(*args, **how)))
+
+
+@pytest.mark.parametrize("index", range(-2, 2))
+def test_a_wrong_gradient_is_seen(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = double(torch.device("cpu"))
+    assert checked()["others off by"] < 1e-12
+
+    def change(found: Any) -> Any:
+        found.gradients[index] *= 1 + 1e-6
+        return found
+
+    off(monkeypatch, change)
+    with pytest.raises(AssertionError, match=r"of the (head|others)"):
+        checked()
+
+
+def test_a_wrong_loss_or_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = double(torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        off(patch, lambda found: found._replace(loss=found.loss * (1 + 1e-6)))
+        with pytest.raises(AssertionError, match="of the loss"):
+            checked()
+    for name, change, words in (
+        ("tokens", lambda tokens: tokens.index_fill(0, torch.tensor([9]), 1), "below the argmax"),
+        ("tokens", lambda tokens: (tokens + 1) % 211, "lengths|an input is not"),
+        ("inputs", lambda inputs: inputs + 1, "input"),
+        ("lengths", lambda lengths: lengths - 1, "lengths"),
+    ):
+
+        def changed(found: Any, name: str = name, change: Any = change) -> Any:
+            return found._replace(
+                out=found.out._replace(**{name: change(getattr(found.out, name))})
+            )
+
+        with monkeypatch.context() as patch:
+            off(patch, changed)
+            with pytest.raises(AssertionError, match=words):
+                checked()
+
+
+def test_dropout_that_does_not_drop_is_seen() -> None:
+    checked = double(torch.device("cpu"))
+    checked.model.cell.eval()
+    with pytest.raises(AssertionError, match="dropout keeps 0%"):
+        checked()
+
+
+def test_a_wait_for_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waiting() -> None:
+        with gpu_decoder.no_waits(torch.device("cuda")):
+            raise ValueError(modes[-1])
+
+    with pytest.raises(ValueError, match="error"):
+        waiting()
+    assert modes == ["error", "default"]
+
+
+def test_a_captured_step_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = gpu_decoder.Case({"feedback": "sample"})
+    arguments = case, gpu_decoder.PRECISIONS["float32"], torch.device("cpu")
+    assert gpu_decoder.check_captured(*arguments) == {"off by": 0.0, "same bits": True}
+
+    def stale(step: Any, *args: Any, **how: Any) -> Any:
+        loss = step()
+        return lambda: loss
+
+    monkeypatch.setattr(gpu_decoder, "record", stale)
+    with pytest.raises(AssertionError, match="after 3 steps"):
+        gpu_decoder.check_captured(*arguments)
+
+
+def test_a_step_is_recorded_after_another_has_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    stream = SimpleNamespace(wait_stream=lambda other: events.append("wait"))
+
+    class Graph:
+        def register_generator_state(self, generator: torch.Generator) -> None:
+            events.append("register")
+
+        def replay(self) -> None:
+            events.append("replay")
+
+    for name, value in {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda given: contextlib.nullcontext(),
+        "CUDAGraph": Graph,
+        "graph": lambda graph: contextlib.nullcontext(events.append("capture")),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    loss = torch.ones(())
+
+    def step() -> torch.Tensor:
+        events.append("step")
+        return loss
+
+    replay = gpu_decoder.record(
+        step, torch.Generator(), lambda: events.append("warm up"), torch.device("cuda")
+    )
+    assert replay() is loss
+    wanted = ["wait", "warm up", "wait", "register", "capture", "step", "replay"]
+    assert events == wanted
+
+
+def faulty(device: torch.device, quick: bool) -> gpu_rows.Checks:
+    """The second check ends its process, the fourth never ends."""
+    yield "fails", lambda: 1 / 0
+    yield "dies", lambda: os._exit(7)
+    yield "passes", lambda: {"fact": 1}
+    yield "hangs", lambda: time.sleep(600)
+    yield "passes, too", lambda: {"fact": 2}
+
+
+def unusable(device: torch.device, quick: bool) -> gpu_rows.Checks:
+    os._exit(9)
+    yield
+
+
+@pytest.mark.process
+def test_a_process_that_dies_or_hangs_costs_one_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    assert not gpu_rows.collect(faulty, "cpu", True, path, patience=5.0)
+    report = json.loads(path.read_text())
+    assert report["backend"] == accumext.backend()
+    assert [(row["name"], row["passed"], row.get("error")) for row in report["rows"]] == [
+        ("fails", False, "ZeroDivisionError: division by zero"),
+        ("dies", False, "the process ended with status 7"),
+        ("passes", True, None),
+        ("hangs", False, "no answer within 5 s"),
+        ("passes, too", True, None),
+    ]
+    assert not gpu_rows.collect(unusable, "cpu", True, path, patience=5.0)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["name"], row["error"]) == ("start", "the process ended with status 9")
+
+
+def test_after_a_crash_of_the_gpu_its_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crashed() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    assert not gpu_rows._is_lost("cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert not gpu_rows._is_lost("cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", crashed)
+    assert gpu_rows._is_lost("cuda")
+
+
+def test_a_wrong_operator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = gpu_checks.OPERATORS["scale_"]._replace(reference=lambda tensors, factor: None)
     monkeypatch.setitem(gpu_checks.OPERATORS, "scale_", broken)
-    arguments = ["gpu_checks.py", "operators", "--device=cpu", f"--json={tmp_path / 'checks.json'}"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert gpu_checks.main() == 1
-    rows = json.loads((tmp_path / "checks.json").read_text())["rows"]
+    checks = gpu_checks.operators(torch.device("cpu"), quick=True)
+    rows = [gpu_rows.examine(name, check) for name, check in checks]
     assert [row["name"] for row in rows if not row["passed"]] == ["scale_"]
-
-    def off(decoder: Any) -> Any:
-        outcome = plain(decoder)
-        for gradient in decoder.gradients():
-            gradient *= 1.01
-        return outcome
-
-    plain = gpu_checks.plain
-    monkeypatch.setattr(gpu_checks, "ours", off)
-    decoder = gpu_checks.Decoder(gpu_checks.QUICK, "gru", torch.device("cpu"))
-    with pytest.raises(AssertionError, match="the gradient is off by"):
-        gpu_checks.check_decoder(decoder, torch.float32)

@@ -20,6 +20,7 @@ from support.decode_cases import (
     RNN_RELU,
     ROWS,
     Softmax,
+    assert_intact,
     assert_samples,
     assert_statistics,
     check_advance,
@@ -318,6 +319,30 @@ def test_the_reference_says_the_same(kernels, uniforms, dtype):
     torch.testing.assert_close(found.exps, expected.exps, rtol=4e-6, atol=0.0)
 
 
+@pytest.mark.parametrize("layout", [ROWS, "shifted_slices", COLUMNS])
+def test_a_bias_is_added_to_the_logits(kernels, layout, dtype):
+    for count, columns in ((1, 1), (3, 520), (9, 700), (2, 4100)):
+        values, targets = drawn(count, columns, dtype)
+        bias = torch.stack([torch.randn(columns, dtype=dtype)] * 2, 1)[:, 0]
+        for uniforms in (None, torch.rand(count, dtype=torch.float64)):
+            found, expected = (
+                Softmax(
+                    kernels.softmax_stats,
+                    LAYOUTS[layout](logits),
+                    targets,
+                    uniforms=uniforms,
+                    temperature=0.8,
+                    exps=LAYOUTS[layout](torch.zeros_like(values)),
+                    runs=ONE_RUN,
+                    bias=some,
+                )
+                for logits, some in ((values, bias), (values + bias, None))
+            )
+            assert torch.equal(found.tokens, expected.tokens)
+            assert torch.equal(found.stats, expected.stats)
+            assert torch.equal(found.exps, expected.exps)
+
+
 # --- cells ----------------------------------------------------------------------------------------
 
 SHAPES = [(1, 1), (3, 255), (2, 256), (5, 257), (4, 700)]
@@ -335,6 +360,68 @@ def test_cells(kernels, step, kind, ended, dtype):
         for layout in (ROWS, COLUMNS):
             live = torch.tensor([True, False, True])
             step(run, kind, (3, 40), dtype, live=live, layout=LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("copies", FLOAT_DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("kind", KINDS)
+def test_biases_and_rounded_copies_of_the_state(kernels, kind, copies, dtype):
+    batch, units = 3, 257
+    rows, parts = {0: 3, 1: 4}.get(kind, 1) * units, 2 if kind == LSTM else 1
+    from_x, from_h = torch.randn(2, batch, rows, dtype=dtype)
+    bias_x, bias_h = torch.randn(2, rows, dtype=dtype)
+    state = [*torch.randn(parts, batch, units, dtype=dtype), None][:2]
+    live, kept = torch.tensor([True, False, True]), torch.rand(batch, units) < 0.5
+    expected, found = ([None if s is None else torch.zeros_like(s) for s in state] for _ in "12")
+    kernels.rnn_advance(kind, from_x + bias_x, from_h + bias_h, live, *state, *expected)
+    for some in (None, kept):
+        operand = LAYOUTS["shifted_slices"](torch.zeros(batch, units, dtype=copies))
+        output = LAYOUTS["shifted_slices"](torch.zeros(batch, units, dtype=copies))
+        kernels.rnn_advance(
+            kind, from_x, from_h, live, *state, *found, bias_x=bias_x, bias_h=bias_h,
+            operand=operand, output=output, kept=some, scale=1.25,
+        )  # fmt: skip
+        for mine, its in zip(found, expected):
+            assert (mine is None and its is None) or torch.equal(mine, its)
+        assert torch.equal(operand, expected[0].to(copies))
+        left = expected[0] if some is None else expected[0] * some * 1.25
+        assert torch.equal(output, left.to(copies))
+        assert_intact(operand)
+        assert_intact(output)
+
+
+@pytest.mark.parametrize("limited", [False, True], ids=["unlimited", "limited"])
+@pytest.mark.parametrize("gated", [False, True], ids=["open", "gated"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_is_passed_on_before_it_goes_through_a_cell(kernels, kind, gated, limited):
+    batch, units = 4, 257
+    rows, lstm = {0: 3, 1: 4}.get(kind, 1) * units, kind == LSTM
+    d_out, h, c, c_next, dh, dc, product = torch.randn(7, batch, units)
+    pre = torch.randn(batch, 4 * units)
+    live = torch.tensor([True, False, True, True])
+    gate = torch.tensor([1.0, 0.5, 0.0, 1.25]) if gated else None
+    limit = torch.tensor(0.25) if limited else None
+    dh[2, 0] = math.inf if gated else 1.0  # cut off, not NaN
+    passed = []
+    for d in (dh + product, dc):
+        if gate is not None:
+            d = torch.where(gate[:, None] == 0, 0, d * gate[:, None])
+        passed.append(d if limit is None else d.clamp(-limit, limit))
+    results = []
+    for start, more in ((passed, {}), ((dh, dc), {"product": product, "gate": gate})):
+        if more:
+            more["limit"] = limit
+        mine, mine_c = start[0].clone(), start[1].clone() if lstm else None
+        d_x, d_h = torch.zeros(2, batch, rows)
+        operand = torch.zeros(batch, rows, dtype=torch.bfloat16)
+        memory = (c, c_next) if lstm else (None, None)
+        kernels.rnn_gradient(
+            kind, d_out, pre, h, *memory, live, mine, mine_c, d_x, d_h, operand=operand, **more
+        )
+        assert torch.equal(operand, d_h.to(torch.bfloat16))
+        results.append([mine, d_x, d_h, *([mine_c] if lstm else [])])
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+    assert not results[1][1].isnan().any()
 
 
 def test_a_state_may_be_advanced_in_place(kernels):

@@ -19,6 +19,11 @@ FAULTS = {
     "beyond_shared_memory": "out of bounds",
     "beyond_the_buffer": "heap-buffer-overflow",
     "misaligned_vector": "misaligned address",
+    "a_block_stays_away": "blocks wait for one another for ever",
+    "a_block_does_not_wait": "a block has left the kernel where others meet",
+    "blocks_meet_at_two_places": "blocks meet at different places",
+    "copies_under_way_at_the_end": "a thread has left the kernel with copies under way",
+    "a_misaligned_copy": "a misaligned copy",
 }
 
 
@@ -35,13 +40,19 @@ def test_threads_meet(result, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["blocks_meet", "blocks_have_their_shared_memory", "copies"])
+def test_blocks_meet_and_copies_arrive(result, name, order):
+    assert result(name, order) == 6
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_the_process(result, fault, order):
     with pytest.raises(RuntimeError, match=FAULTS[fault]):
         result(fault, order)
 
 
-@pytest.mark.parametrize("fault", ["a_barrier_left_out", "blocks_that_race"])
+@pytest.mark.parametrize("fault", ["a_barrier_left_out", "blocks_that_race", "blocks_do_not_wait"])
 def test_a_race_gives_other_results_in_another_order(result, fault):
     assert result(fault, ASCENDING) != result(fault, DESCENDING)
 
@@ -49,3 +60,16 @@ def test_a_race_gives_other_results_in_another_order(result, fault):
 @pytest.mark.parametrize("order", ORDERS)
 def test_shared_memory_that_nobody_wrote_is_seen(result, order):
     assert math.isnan(result("shared_memory_not_written", order))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "copies_without_waiting",
+        "copies_in_no_group",
+        "copies_of_which_one_is_not_awaited",
+        "copies_that_come_too_early",
+    ],
+)
+def test_copies_that_are_not_there_yet_are_seen(result, fault):
+    assert math.isnan(result(fault, ASCENDING))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import examples
+from support.decode_cases import cell_step
 from support.rnn_oracle import BATCHES, KINDS, UNITS, advance, close, make_cell
 from support.tensors import dtype_id
 from torch import Tensor, nn
@@ -32,20 +33,22 @@ class LayeredDecoder:
     steps: int
     dtype: torch.dtype = torch.float64
     no_bias: tuple[int, ...] = ()  # which of the 2 layers biases are missing
+    narrow: torch.dtype | None = None  # of the matrices, else `dtype`
     cells: list[nn.RNNCellBase] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         def rounded(*shape: int) -> Tensor:
             return torch.randn(*shape, dtype=torch.float64).to(self.dtype).double()
 
+        self.narrow = self.narrow or self.dtype
         self.table = rounded(self.words, self.inputs)
-        self.weight = rounded(self.words, self.units)
+        self.weight = rounded(self.words, self.units).to(self.narrow).double()
         self.bias = rounded(self.words)
         for layer in range(self.layers):
             cell = make_cell(self.kind, self.units if layer else self.inputs, self.units)
             with torch.no_grad():
                 for p in cell.parameters():
-                    p.copy_(p.to(self.dtype))
+                    p.copy_(p.to(self.narrow if p.dim() == 2 else self.dtype))
                 for side, bias in enumerate((cell.bias_ih, cell.bias_hh)):
                     if 2 * layer + side in self.no_bias:
                         bias.zero_()
@@ -62,7 +65,8 @@ class LayeredDecoder:
                 if 2 * layer + side in self.no_bias:
                     biases[side] = torch.empty(0)
             found += [cell.weight_ih, cell.weight_hh, *biases]
-        return [w.detach().to(self.dtype).contiguous() for w in found]
+        dtypes = {2: self.narrow, 1: self.dtype}
+        return [w.detach().to(dtypes[w.dim()]).contiguous() for w in found]
 
     def loop(
         self,
@@ -118,13 +122,16 @@ def run(
     logit_rows: int = 32,
     borders: tuple[int, ...] = (),  # where one call ends and the next begins
     pad: int = 1,
+    inputs: Tensor | None = None,  # all that are read: the head sees nothing
 ) -> Steps:
     r, dtype = decoder, decoder.dtype
     states = []
     for start in r.start:
         states.append(start.new_full((r.steps + 1, *start.shape), float("nan")).to(dtype))
         states[-1][0] = start
-    inputs, tokens = (torch.full((r.steps, r.batch), pad) for _ in range(2))
+    head = inputs is None
+    tokens = torch.full((r.steps, r.batch), pad)
+    inputs = tokens.clone() if inputs is None else inputs
     live = None if live is None else live.clone()
     most = r.steps * r.batch
     exps = torch.full((r.words, most), float("nan"), dtype=dtype)
@@ -139,7 +146,8 @@ def run(
         count = decode_steps(
             r.table.to(dtype), r.weights(), states, KINDS.index(r.kind), dropout_mask,
             dropout_scale, inputs, teacher, teacher_mask, live, eos, pad, uniforms, temperature,
-            r.weight.to(dtype), r.bias.to(dtype), r.targets, tokens, workspace_slice, some, named,
+            r.weight.to(r.narrow), r.bias.to(dtype), r.targets, tokens,
+            workspace_slice if head else None, some if head else None, named if head else None,
             logit_rows, begin, end,
         )  # fmt: skip
         exps[:, used : used + count] = workspace_slice[:count].t()
@@ -170,8 +178,10 @@ def check(
             alive[t + 1 :] &= ~(alive[t] & (steps.tokens[t] == eos))
         assert steps.live is not None
         assert torch.equal(steps.live, alive)
-    rows = alive.flatten().nonzero()[:, 0]
     count = steps.calls[-1][1]
+    rows = alive.flatten().nonzero()[:, 0]
+    if count == alive.numel():  # on a device that nobody waits for, all rows are named
+        rows = torch.arange(count)
     assert count == len(rows)
     assert torch.equal(steps.rows[:count], rows)
     z = logits.flatten(0, 1)[rows]
@@ -262,6 +272,69 @@ def test_steps_in_float32(kind: str, batch: int) -> None:
             # a row that has ended keeps the bits of its state
             for b, length in enumerate(lengths.tolist()):
                 assert (actual[length:, b] == actual[length, b]).all()
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_inputs_that_are_known(kind: str, dropped: bool) -> None:
+    """Around the rows that are multiplied at once where no step waits for another: 2,048."""
+    for batch, steps, border in ((1, 3, 0), (700, 5, 0), (1024, 4, 1), (2049, 2, 0)):
+        decoder = LayeredDecoder(kind, 2, batch, 3, 2, 5, steps)
+        mask = torch.rand(steps, 1, batch, 3) < 0.6 if dropped else None
+        live = torch.arange(steps)[:, None] < torch.randint(0, steps + 1, (batch,))
+        inputs = torch.randint(5, (steps, batch))
+        found = run(
+            decoder, live=live, dropout_mask=mask, dropout_scale=1.5, inputs=inputs.clone(),
+            borders=(border,) if border else (),
+        )  # fmt: skip
+        assert found.calls[-1][1] == 0
+        assert torch.equal(found.inputs, inputs)
+        assert (found.tokens == 1).all()
+        states, _ = decoder.loop(inputs, live, mask, 1.5)
+        for actual, expected in zip(found.states, states, strict=True):
+            close(actual, expected)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["predicted", "known"])
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("kind", KINDS)
+def test_narrow_weights(kind: str, narrow: torch.dtype, known: bool) -> None:
+    """What they are multiplied with is rounded like them, and the sums are not: each step from the
+    state that was found before it, so that no rounding is there twice."""
+    words, steps, batch, units = 50, 4, 9, 20
+    decoder = LayeredDecoder(kind, 2, batch, units, 7, words, steps, torch.float32, narrow=narrow)
+    mask = torch.rand(steps, 1, batch, units) < 0.6
+    live = torch.arange(steps)[:, None] < torch.randint(0, steps + 1, (batch,))
+    inputs = torch.randint(words, (steps, batch)) if known else None
+    found = run(decoder, live=live, dropout_mask=mask, dropout_scale=1.25, inputs=inputs)
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(narrow).double()
+
+    for t in range(steps):
+        x = decoder.table[found.inputs[t]].float()
+        for layer, cell in enumerate(decoder.cells):
+            parts = found.states[layer * decoder.parts : (layer + 1) * decoder.parts]
+            h, c = [*(part[t].double() for part in parts), None][:2]
+            new = cell_step(
+                KINDS.index(kind),
+                (rounded(x) @ cell.weight_ih.t() + cell.bias_ih).detach(),
+                (rounded(parts[0][t]) @ cell.weight_hh.t() + cell.bias_hh).detach(),
+                h,
+                c,
+            )
+            for part, value, before in zip(parts, new, (h, c), strict=False):
+                close(part[t + 1], torch.where(live[t][:, None], value, before))
+            x = parts[0][t + 1]
+            if layer == 0:
+                x = x * mask[t, 0] * 1.25
+        if known:
+            continue
+        z = rounded(x) @ decoder.weight.t() + decoder.bias
+        named = found.rows.clone()
+        named[found.calls[-1][1] :] = -1
+        columns = (named // batch == t).nonzero()[:, 0]
+        close(found.stats[0, columns], z[named[columns] % batch].amax(1))
 
 
 @pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float16], ids=dtype_id)

@@ -14,13 +14,13 @@ from torch import nn
 
 import accumext
 from accumext.decoder import _memory
-from accumext.decoder._memory import WorkspacePlan, backward_steps, fill_budget
+from accumext.decoder._memory import HeadRows, WorkspacePlan, backward_steps, fill_budget
 from accumext.demo.memory import peak_memory
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 STEPS, BATCH, VOCABULARY = 6, 3, 13
-LOGIT_ROWS, SEGMENT = _memory.LOGIT_ROWS, _memory.SEGMENT
-CELL_ROWS, AUTOMATIC_ROWS = _memory.CELL_ROWS, _memory.AUTOMATIC_ROWS
+SEGMENT, CELL_ROWS = _memory.SEGMENT, _memory.CELL_ROWS
+ROWS = HeadRows(workspace=256, logits=16)
 steps = st.integers(0, 12)
 batches = st.integers(0, 40)
 row_bytes = st.integers(1, 9)
@@ -198,15 +198,15 @@ def test_decode_memory_takes_meta_tensors_beside_real_modules() -> None:
 
 @given(steps, batches, row_bytes, row_bytes, st.integers(0, 3000))
 def test_a_budget_is_filled(steps: int, batch: int, logits: int, exps: int, budget: int) -> None:
-    """As many rows of logits as can have a row of exponentials each, then as many of those as what
-    is left holds: whole steps of them, unless not even one fits."""
-    fitting = [n for n in range(1, min(batch, LOGIT_ROWS) + 1) if n * (logits + exps) <= budget]
+    """As many of the rows of logits that are wanted as can have a row of exponentials each, then as
+    many of those as what is left holds: whole steps of them, unless not even one fits."""
+    fitting = [n for n in range(1, ROWS.logits + 1) if n * (logits + exps) <= budget]
     logit_rows = max(fitting, default=1)
     rows = [n for n in range(1, steps * batch + 1) if logit_rows * logits + n * exps <= budget]
     whole = [n for n in rows if n % batch == 0]
-    plan = fill_budget(steps, batch, logits, exps, budget)
+    plan = fill_budget(steps, batch, logits, exps, budget, ROWS)
     assert plan == WorkspacePlan(max(whole or rows, default=1), logit_rows, SEGMENT)
-    least = fill_budget(steps, batch, logits, exps, 0)
+    least = fill_budget(steps, batch, logits, exps, 0, ROWS)
     assert (least.rows, least.logit_rows) == (1, 1)
     if budget >= logits + exps:
         assert plan.logit_rows * logits + plan.rows * exps <= budget
@@ -216,12 +216,15 @@ def test_a_budget_is_filled(steps: int, batch: int, logits: int, exps: int, budg
 def test_without_a_budget_there_are_enough_whole_steps(
     steps: int, batch: int, logits: int, exps: int
 ) -> None:
-    """The fewest steps that have AUTOMATIC_ROWS rows of the memory that logits take."""
-    plan = fill_budget(steps, batch, logits, exps, None)
-    enough = AUTOMATIC_ROWS * logits // exps
-    needed = next(n for n in range(enough + 1) if n * batch >= enough or batch == 0)
-    assert plan.rows == max(1, min(needed * batch, steps * batch))
-    assert plan.logit_rows == max(1, min(batch, LOGIT_ROWS))
+    """Whole steps that have the rows that are wanted in the memory that logits take, and as few
+    windows as if none were smaller."""
+    plan = fill_budget(steps, batch, logits, exps, None, ROWS)
+    enough, rows = ROWS.workspace * logits // exps, steps * batch
+    assert plan.rows == max(1, rows) or plan.rows % batch == 0
+    assert plan.rows >= min(enough, max(1, rows))
+    assert plan.rows < 2 * (enough + 1) + batch
+    assert -(-rows // plan.rows) <= max(1, rows // enough)
+    assert plan.logit_rows == ROWS.logits
     assert plan.segment == SEGMENT
 
 
@@ -232,15 +235,19 @@ def test_the_cells_backward_pass_takes_the_fewest_steps_that_are_enough(batch: i
 
 
 def test_sizes_that_anyone_can_compute() -> None:
-    assert fill_budget(1000, 1, 400, 400, None) == WorkspacePlan(256, 1, 16)
-    assert fill_budget(100, 16, 400, 400, None) == WorkspacePlan(256, 16, 16)
-    assert fill_budget(100, 48, 400, 400, None) == WorkspacePlan(288, 32, 16)
-    assert fill_budget(100, 48, 400, 200, None) == WorkspacePlan(
-        528, 32, 16
-    )  # half the bytes, twice the rows
-    assert fill_budget(2, 16, 400, 400, None) == WorkspacePlan(32, 16, 16)
-    assert fill_budget(100, 16, 400, 400, 16 * 400 + 40 * 400) == WorkspacePlan(32, 16, 16)
-    assert fill_budget(100, 16, 400, 400, 8 * 800) == WorkspacePlan(8, 8, 16)
+    def rows(steps: int, batch: int, exps: int = 400, budget: int | None = None) -> tuple[int, int]:
+        plan = fill_budget(steps, batch, 400, exps, budget, ROWS)
+        return plan.rows, plan.logit_rows
+
+    assert rows(1024, 1) == (256, 16)
+    assert rows(96, 16) == (256, 16)
+    assert rows(100, 16) == (272, 16)  # 6 windows, not 7
+    assert rows(31, 16) == (496, 16)  # 1
+    assert rows(100, 48) == (288, 16)
+    assert rows(100, 48, exps=200) == (576, 16)  # half the bytes, twice the rows
+    assert rows(2, 16) == (32, 16)
+    assert rows(100, 16, budget=16 * 400 + 40 * 400) == (32, 16)
+    assert rows(100, 16, budget=8 * 800) == (8, 8)
     assert (backward_steps(16), backward_steps(255), backward_steps(256), backward_steps(1000)) == (
         16,
         2,

@@ -154,6 +154,41 @@ def test_the_definition_is_torchs(kind: str) -> None:
         close(mine.detach(), its)
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_narrow_weight(kind: str, narrow: torch.dtype) -> None:
+    """The gradient that it is multiplied with is rounded like it, and the sums are not."""
+    steps, batch, units = 3, 9, 20
+    gates, lstm = {"gru": 3, "lstm": 4}.get(kind, 1), kind == "lstm"
+    weight = torch.randn(units, gates * units).to(narrow)
+    h, c = torch.randn(2, steps + 1, batch, units)
+    pre = torch.randn(steps, batch, 4 * units)
+    d_out = torch.randn(steps, batch, units)
+    d_last = torch.randn(2, batch, units)
+    live = torch.rand(steps, batch) < 0.8
+
+    def run(begin: int, end: int, weight: Tensor, dh: Tensor, dc: Tensor) -> tuple[Tensor, Tensor]:
+        """dh after these steps, and the gradient that weight_hh is multiplied with."""
+        span = slice(begin, end)
+        d_x = torch.zeros(end - begin, batch, gates * units)
+        d_h = torch.zeros_like(d_x) if kind == "gru" else None
+        rnn_backward(
+            KINDS.index(kind), d_out[span], pre[span] if gates > 1 else None, h[begin : end + 1],
+            c[begin : end + 1] if lstm else None, live[span], None, None, weight, dh,
+            dc if lstm else None, d_x, d_h,
+        )  # fmt: skip
+        return dh, d_x if d_h is None else d_h
+
+    dh, dc = d_last.clone()
+    for t in reversed(range(steps)):
+        past, _ = run(t, t + 1, torch.zeros_like(weight), dh.clone(), dc.clone())
+        dh, d_h = run(t, t + 1, weight, dh, dc)
+        product = d_h[0].to(narrow).double() @ weight.double().t()
+        close(dh, past.double() + product)
+    together, _ = run(0, steps, weight, *d_last.clone())
+    close(together, dh.double())
+
+
 def test_a_cut_stops_what_is_not_finite() -> None:
     """0 times infinity is a cut, not a NaN."""
     for kind in ("rnn_tanh", "lstm"):

@@ -1,8 +1,7 @@
 """No result depends on memory that nobody has written.
 
-In processes of their own the whole heap is filled with a byte: with what makes NaN, and with zeros.
-A library may read what it should not on some processors alone, so the operands of products are
-looked at, too.
+In processes of their own the whole heap is filled with a word: with NaN, with zeros, and with a
+number too small to be normal, which slows a product down even where its result is thrown away.
 """
 
 from __future__ import annotations
@@ -13,19 +12,13 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import ROOT, poisoned_heap
-from support.decode_oracle import make_decoder
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accumext
-from accumext.decoder import _operators_reference
 
 # Relative distance of gradients from float64 on the same tokens. Two orders of summation of a few
 # hundred terms; the same in float32; operands, or gradients, rounded to 8 or 11 bits.
@@ -55,15 +48,15 @@ assert ctypes.string_at(address, 400)[64:] == b"\\xff" * 336  # glibc writes its
 
 @pytest.fixture(scope="module")
 def heap(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Byte, script and arguments -> a process with a heap filled with that byte."""
+    """Word, script and arguments -> a process with a heap filled with that word."""
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("needs glibc")
     if shutil.which(poisoned_heap.compiler()[0]) is None:
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("heap")
 
-    def start(byte: int, *arguments: str) -> subprocess.Popen[str]:
-        library = str(poisoned_heap.build(folder, byte))
+    def start(word: int, *arguments: str) -> subprocess.Popen[str]:
+        library = str(poisoned_heap.build(folder, word))
         search = f"{Path(accumext.__file__).parents[1]}{os.pathsep}{ROOT / 'tests'}"
         environment = os.environ | {"LD_PRELOAD": library, "PYTHONPATH": search}
         command = [sys.executable, *arguments]
@@ -97,88 +90,51 @@ def test_results_do_not_depend_on_what_the_heap_holds(heap: Any) -> None:
     assert not differing
 
 
-FACTORS = {  # of products: which arguments
-    "mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "linear": (0, 1),
-    "addmm": (1, 2), "addmm_": (1, 2), "addmv": (1, 2), "baddbmm": (1, 2),
-}  # fmt: skip
+# Every operator of the decoder that multiplies, for each number of rows, in float and bfloat16.
+# The flag is that of one thread.
+MULTIPLY = """
+import ctypes, torch, accumext
+ops = torch.ops.accumext
+torch.set_num_threads(1)
+subnormal_operands = ctypes.CDLL(None).subnormal_operands
+subnormal_operands.restype = ctypes.c_bool
+found = []
+def call(operator, *arguments):
+    subnormal_operands()
+    operator(*arguments)
+    if subnormal_operands():
+        found.append((str(operator), batch, dtype))
+units, words, steps = 33, 491, 2
+for dtype in (torch.float32, torch.bfloat16):
+    for batch in range(1, 34):
+        def weight(*shape):
+            return (torch.rand(shape) + 0.5).to(dtype)
+        head, cell = weight(words, units), [weight(3 * units, units), weight(3 * units, units)]
+        biases = [torch.ones(3 * units)] * 2
+        targets = torch.zeros(steps, batch).long()
+        exps = torch.ones(words, steps * batch).to(dtype)
+        tokens, stats = torch.zeros(batch).long(), torch.ones(3, steps * batch)
+        call(ops.head_forward, torch.rand(batch, units), head, None, targets[0], None, 1.0,
+             exps.t()[:batch], 32, tokens, torch.ones(3, batch))
+        states = [torch.ones(steps + 1, batch, units)]
+        call(ops.decode_steps, weight(words, units), cell + biases, states, 0, None, 1.0,
+             targets.clone(), None, None, None, -1, 0, None, 1.0, head, None, targets,
+             targets.clone(), exps.t(), stats, torch.zeros(steps * batch).long(), 32, 0, steps)
+        gates = torch.ones(steps, batch, 3 * units)
+        call(ops.rnn_backward, 0, torch.ones(steps, batch, units),
+             torch.ones(steps, batch, 4 * units), states[0], None, None, None, None,
+             weight(units, 3 * units), torch.ones(batch, units), None, gates, gates.clone())
+        call(ops.add_matmul, torch.ones(words, units), exps[:, :batch], weight(batch, units), False)
+        call(ops.add_matmul, torch.ones(batch, units), exps[:, :batch].t(), head, False)
+print(found)
+"""
 
 
-class WrittenOperands(TorchDispatchMode):
-    """Fails where a matrix product is handed NaN, or has some between the elements of an operand.
-
-    What lies there a library may read, and multiply by zero: products of bfloat16 on processors
-    with AMX take 32 columns at a time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spaced = 0  # operands with memory of others between their elements
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        reference = getattr(_operators_reference, name, None)
-        if func.namespace == "accumext" and reference and accumext.backend() == "reference":
-            with self:  # its products are looked at, too
-                return reference(*args)
-        for index in FACTORS.get(name, ()):
-            self._check(name, args[index])
-        return func(*args, **(kwargs or {}))
-
-    def _check(self, name: str, operand: Tensor) -> None:
-        if operand.numel() == 0:
-            return
-        pairs = zip(operand.shape, operand.stride(), strict=True)
-        extent = 1 + sum((size - 1) * stride for size, stride in pairs)
-        self.spaced += extent > operand.numel()
-        span = operand.as_strided((extent,), (1,), operand.storage_offset())
-        shape, strides = list(operand.shape), list(operand.stride())
-        assert not span.isnan().any(), f"{name} of {shape} with strides {strides} can see NaN"
-
-
-@pytest.fixture
-def nan_in_new_tensors() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # torch.empty fills what it makes then
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-@pytest.mark.parametrize("name", ["mm", "addmm"])
-def test_a_product_that_can_see_nan_is_found(name: str, nan_in_new_tensors: None) -> None:
-    rows = torch.empty(4, 8)
-    rows[:, :5] = 1.0
-    factors = rows[:, :5], torch.ones(5, 3)
-    arguments = factors if name == "mm" else (torch.ones(4, 3), *factors)
-    getattr(torch, name)(*arguments)
-    with WrittenOperands(), pytest.raises(AssertionError, match=r"of \[4, 5\] with strides \[8, 1"):
-        getattr(torch, name)(*arguments)
-
-
-@pytest.mark.parametrize("mode", DISTANCE)
-@pytest.mark.parametrize("kind", ["gru_cell", "lstm", "callable"])
-@pytest.mark.parametrize("ends", ["lengths", "eos"])
-def test_products_see_written_memory_alone(
-    kind: str, mode: str, ends: str, nan_in_new_tensors: None
-) -> None:
-    dtype = torch.float32 if mode == "autocast" else getattr(torch, mode)
-    shape = {"vocabulary": 50, "size": 24, "batch": 5}
-    decoder = make_decoder("gru_cell" if kind == "callable" else kind, dtype=dtype, **shape)
-    cell = decoder.step if kind == "callable" else decoder.cell
-    operands = (decoder.embedding, cell, decoder.head, torch.randint(50, (9, 5)), decoder.state)
-    calls: list[dict[str, Any]] = [
-        {"lengths": torch.tensor([9, 3, 7, 1, 5]), "feedback": feedback, "reduction": reduction}
-        for feedback in ("teacher", "greedy")
-        for reduction in ("mean", "none")
-    ]
-    with torch.autocast("cpu", enabled=mode == "autocast"):
-        if ends == "eos":
-            greedy = accumext.decode_loss(*operands, feedback="greedy")
-            calls = [{"eos": int(greedy.tokens[2, 0]), "feedback": "greedy"}]
-        for call in calls:
-            with WrittenOperands() as products:
-                out = accumext.decode_loss(*operands, **call)
-                gradients = decoder.gradients(out.loss.sum())
-            assert int(out.lengths.sum()) < out.tokens.numel()
-            assert products.spaced  # rows that ended leave room in the workspace
-            assert all(gradient.isfinite().all() for gradient in gradients)
+@pytest.mark.process
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is that of x86")
+@pytest.mark.skipif(accumext.backend() == "reference", reason="the library's products may")
+def test_nothing_is_multiplied_with_what_the_heap_holds(heap: Any) -> None:
+    process = heap(poisoned_heap.SUBNORMAL, "-c", MULTIPLY)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    assert output.strip() == "[]"

@@ -5,12 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from support import ROOT
 
 
 def compiler() -> list[str]:
     return (os.environ.get("CXX") or "c++").split()
+
+
+def sanitizer_runtime(name: str) -> Path | None:
+    """A library of the compiler that a program which was not built for a sanitizer has to preload;
+    None if it is missing."""
+    command = [*compiler(), f"-print-file-name={name}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    path = Path(done.stdout.strip())
+    return path.resolve() if path.is_absolute() and path.exists() else None
 
 
 def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,13 +173,128 @@ def test_repetitions_are_complete_and_rotate(timing: ModuleType) -> None:
     )
     clock = iter(range(100))
 
-    def seconds_of(run: Any) -> float:
+    def seconds_of(run: Any) -> Any:
         run()
-        return float(next(clock))
+        return timing.Taken(float(next(clock)), 0.5)
 
     result = timing.measure(job, seconds_of, timing.Patience(seconds=0.0, least=3))
     assert "".join(calls) == "-a-b-c" + "-a-b-c" + "-b-c-a" + "-c-a-b"
     assert result.seconds == {"a": [0.0, 5.0, 7.0], "b": [1.0, 3.0, 8.0], "c": [2.0, 4.0, 6.0]}
+    assert result.host_seconds == {name: [0.5] * 3 for name in "abc"}
+
+
+class FakeGpu:
+    """Seconds of a host and of a GPU whose kernels are started one after the other."""
+
+    RATE = 2e9  # cycles per second
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+
+    def put(self, host: float, device: float) -> None:
+        """The host puts a kernel into the queue."""
+        self.host += host
+        self.device = max(self.device, self.host) + device
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.device)
+
+    def install(self, timing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = max(gpu.device, gpu.host)
+
+            def query(self) -> bool:
+                return self.at <= gpu.host
+
+            def synchronize(self) -> None:
+                gpu.host = max(gpu.host, self.at)
+
+            def elapsed_time(self, other: Any) -> float:
+                return 1e3 * (other.at - self.at)
+
+        cuda = SimpleNamespace(
+            Event=Event,
+            synchronize=self.synchronize,
+            _sleep=lambda cycles: self.put(0.0, cycles / self.RATE),
+        )
+        monkeypatch.setattr(timing, "FLUSH_BYTES", 4096)
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.host))
+        monkeypatch.setattr(timing.torch, "cuda", cuda)
+
+
+def test_a_gpu_is_timed_without_its_host(
+    timing: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu()
+    gpu.install(timing, monkeypatch)
+    clock = timing.DeviceClock(torch.device("cpu"), ahead=True)
+    buffer, read = clock._buffer.clone(), []
+    sums = torch.sum
+    monkeypatch.setattr(torch, "sum", lambda *args, **how: read.append(args) or sums(*args, **how))
+
+    def call(host: float, device: float, waits: bool = False) -> Any:
+        def run() -> None:
+            for _ in range(10):
+                gpu.put(host / 10, device / 10)
+            if waits:
+                gpu.synchronize()
+
+        return run
+
+    short, long, waiting = call(1e-3, 1e-4), call(8e-3, 1e-4), call(1e-3, 1e-4, waits=True)
+    assert clock(short) == pytest.approx((1e-4, 1e-3))
+    assert clock(long)[1] is None
+    for _ in range(3):
+        found = clock(long)
+    assert found == pytest.approx((1e-4, 8e-3))
+    for _ in range(9):
+        assert clock(waiting)[1] is None
+    before = gpu.host
+    clock(waiting)
+    assert gpu.host - before < 1.1 * clock._LONGEST
+    assert len(read) == 15  # before every call
+    assert torch.equal(clock._buffer, buffer)  # nothing is written
+
+    together = timing.DeviceClock(torch.device("cpu"), ahead=False)
+    assert together(long) == pytest.approx((8e-3 + 1e-5, 8e-3))  # both
+
+
+def test_a_gpus_figures_are_of_a_copy_and_of_its_time(
+    timing: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import accumulate
+    from _report import COPY, MICROSECONDS, as_json, evaluate, table
+
+    figures = accumulate.figures(torch.device("cuda"))
+    shapes = {shape.role: shape for shape in accumulate.GPU_SHAPES if shape.role}
+    assert (shapes["medium"].elements, shapes["medium"].tensors) == (5 * 10**7, 100)
+    assert shapes["many"].sizes() == [1000] * 2000
+    names = {"total_norm fp32", "unscale, check, norm, clip", *accumulate.HALVES}
+    for against, role in ((COPY, "medium"), (COPY, "large"), (MICROSECONDS, "many")):
+        found = {f.job for f in figures if (f.against, f.role) == (against, role)}
+        assert found == names
+
+    def result(role: str) -> Any:
+        limits = [timing.Limits(4e12, 4.2e12, 4e12)] * 3
+        traffic, taken = {"accumext": timing.Traffic(4, 0)}, [60e-6, 62.5e-6, 70e-6]
+        host = {"accumext": [1e-3, None, 2e-3]}
+        job = "total_norm fp32", shapes[role], traffic, {"accumext": taken}
+        return timing.Result(*job, limits, host)
+
+    rows = evaluate(figures, [result("medium"), result("many")])
+    measured = {(row["role"], row["against"]): row["measured"] for row in rows}
+    assert measured["medium", COPY] == pytest.approx(4 * 5e7 / 62.5e-6 / 4e12)
+    assert measured["many", MICROSECONDS] == pytest.approx(62.5)
+    row = as_json(result("medium"))["contenders"]["accumext"]
+    assert row["share_of_copy"] == pytest.approx(0.8)
+    assert row["median_host_seconds"] == pytest.approx(1.5e-3)
+    assert " 80% " in table(result("medium"))
 
 
 def test_shapes_hold_all_elements(timing: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,8 +70,12 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     import _decoder_report
     import _decoders
     import _decoding
+    import _facts
+    import _timing
 
-    return SimpleNamespace(report=_decoder_report, decoders=_decoders, decoding=_decoding)
+    return SimpleNamespace(
+        report=_decoder_report, decoders=_decoders, decoding=_decoding, facts=_facts, timing=_timing
+    )
 
 
 def contenders() -> set[str]:
@@ -293,8 +298,8 @@ def test_turns_rotate_and_end_with_the_seconds(modules: SimpleNamespace) -> None
     calls: list[str] = []
     costs = {"a": 4.0, "b": 1.0, "c": 2.0}
 
-    def seconds_of(run: Any) -> float:
-        return costs[run()]
+    def seconds_of(run: Any) -> Any:
+        return modules.timing.Taken(costs[run()], 0.5)
 
     def way(name: str) -> Any:
         return lambda: calls.append(name) or name
@@ -302,15 +307,16 @@ def test_turns_rotate_and_end_with_the_seconds(modules: SimpleNamespace) -> None
     patience = modules.decoding.Patience(seconds=4.0, least=2, most=9, longest=100.0)
     bench = modules.decoding.Bench(torch.device("cpu"), seconds_of, patience)
     decoder = SimpleNamespace(forget=lambda: calls.append("-"))
-    seconds = bench._time(decoder, {name: way(name) for name in "abc"})
+    seconds, host = bench._time(decoder, {name: way(name) for name in "abc"})
     # a is over after the two that everyone has, c with them, too; b goes on for four seconds
     assert "".join(calls) == "-a-b-c" + "-b-c-a" + "-b" + "-b"
     assert seconds == {"a": [4.0, 4.0, None, None], "b": [1.0] * 4, "c": [2.0, 2.0, None, None]}
+    assert host == {"a": [0.5, 0.5, None, None], "b": [0.5] * 4, "c": [0.5, 0.5, None, None]}
 
 
 def test_ratios_are_of_shared_repetitions(modules: SimpleNamespace) -> None:
     seconds = {"a": [6.0, None, 4.0, None], "b": [2.0, 1.0, 1.0, None], "c": [None, 1.0, None, 1.0]}
-    result = modules.decoding.Result(None, {}, seconds, {})
+    result = modules.decoding.Result(None, {}, seconds, {}, {})
     assert result.ratio("b", "a") == pytest.approx((3.25, 3.5, 3.75))  # 3 and 4
     assert result.ratio("c", "a") is None
     assert result.ratio("d", "a") is None
@@ -325,9 +331,9 @@ def test_what_takes_too_long_or_does_not_fit_is_left_out(
     monkeypatch.setattr(decoding, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     small, large = (decoders.Shape(steps, 2, 31, 8) for steps in (2, 40))
 
-    def seconds_of(run: Any) -> float:
+    def seconds_of(run: Any) -> Any:
         run()
-        return 1.0
+        return modules.timing.Taken(1.0)
 
     def measure(shape: Any, **how: Any) -> Any:
         return bench.measure(decoding.Case(shape, "gru", torch.float32, (PLAIN, OURS), **how))
@@ -356,3 +362,27 @@ def test_what_takes_too_long_or_does_not_fit_is_left_out(
     assert result.left_out == dict.fromkeys((PLAIN, OURS), "takes 10 s a run")
     assert set(result.checked) == {PLAIN, OURS}
     assert set(result.seconds) == {LIMIT}
+
+
+def test_waits_for_a_gpu_are_counted(
+    modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def call(waits: int) -> Any:
+        def run() -> None:
+            for _ in range(waits):
+                if modes[-1] == "error":
+                    raise RuntimeError("called a synchronizing CUDA operation")
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+        return run
+
+    assert [modules.facts.synchronisations(call(n)) for n in (0, 1, 3)] == [0, 1, 3]
+    assert modes[-1] == "default"
+    checked = modules.decoding.Checked(1, 1.0, 1.0, synchronisations=3)
+    case = modules.decoding.Case(modules.decoders.Shape(1, 1, 2, 1, "large"), "gru", torch.float32)
+    result = modules.decoding.Result(case, {OURS: checked}, {}, {}, {})
+    (row,) = modules.report.Waits("large").rows([result])
+    assert (row["target"], row["measured"]) == (0, 3)

@@ -2,19 +2,11 @@
 #pragma once
 
 #include "cpu/decoder/kernels.h"
+#include "cpu/decoder/matmul_body.h"
 #include "cpu/decoder/skinny_matmul_body.h"
 
 namespace accumext::cpu {
 namespace {
-
-// The first `count` of kSize elements; zeros behind them.
-template <typename T, int kSize>
-[[gnu::always_inline]] inline Vector<T, kSize> load_some(const T* from, int64_t count) {
-  if (count >= kSize) return raw<Vector<T, kSize>>(from);
-  Vector<T, kSize> x{};
-  std::memcpy(&x, from, sizeof(T) * count);
-  return x;
-}
 
 // Vectors of kSize columns, `count` of which there are; kWhole: all.
 template <int kVectorSize, bool kIsWhole>
@@ -239,8 +231,8 @@ void backward(CellKind kind, const Gates<T>& gates, T* dh, T* dc, T* const* d_pr
 }
 
 template <typename T>
-constexpr DecoderKernels<T> kDecoderKernels = {product<T>, peaks<T>,   exponentials<T>,
-                                               pick<T>,    forward<T>, backward<T>};
+constexpr DecoderKernels<T> kDecoderKernels = {product<T>,      pack<T>, multiply<T>, peaks<T>,
+                                               exponentials<T>, pick<T>, forward<T>,  backward<T>};
 
 }  // namespace
 }  // namespace accumext::cpu

@@ -40,16 +40,16 @@ const DecoderKernels<double>& decoder_kernels<double>() {
 #endif
 }
 
-PairedProduct paired_product() {
+const PairedKernels* paired_kernels() {
 #if defined(__x86_64__)
-  static const PairedProduct product = []() -> PairedProduct {
+  static const PairedKernels* const kernels = []() -> const PairedKernels* {
     if (widest_isa() != Isa::kAvx512 || !__builtin_cpu_supports("avx512bf16")) return nullptr;
 #if defined(ACCUMEXT_AMX)
-    if (amx_granted()) return paired_product_amx;
+    if (amx_granted()) return &kPairedAmx;
 #endif
-    return paired_product_avx512;
+    return &kPairedAvx512;
   }();
-  return product;
+  return kernels;
 #else
   return nullptr;
 #endif

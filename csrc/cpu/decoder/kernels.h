@@ -39,6 +39,38 @@ struct Product {
   T* scratch;  // [kRowBlock, depth] where a weight of half precision is not paired, else null
 };
 
+// Columns of a panel, the part of the right operand of a large product that is multiplied at once:
+// two of the widest registers.
+template <typename T>
+constexpr int64_t kPanelColumns = 128 / sizeof(T);
+
+// What a panel is made of, [depth, columns] with any strides.
+struct PanelSource {
+  const void* data;
+  Dtype dtype;
+  int64_t depth;
+  int64_t columns;       // at most those of a panel
+  int64_t depth_stride;  // elements
+  int64_t column_stride;
+};
+
+// out [rows, columns] = left [rows, depth] times a panel, added to what is there or not.
+template <typename T>
+struct Block {
+  const void* left;  // of T; of bfloat16 for a paired panel
+  int64_t row_stride;
+  int64_t depth_stride;  // elements; one of the two strides is 1, for a paired panel this one
+  // Of T, [depth, kPanelColumns]; paired of bfloat16, [up_to(2 * kTile, depth) / 2, kPanelColumns,
+  // 2]; zeros in the padding.
+  const void* panel;
+  int64_t rows;
+  int64_t depth;
+  int64_t columns;
+  T* out;
+  int64_t out_stride;
+  bool add;
+};
+
 // Columns of logits z [V, columns] and what becomes of them.
 template <typename T>
 struct Logits {
@@ -66,6 +98,12 @@ template <typename T>
 struct DecoderKernels {
   // Rows [begin, end) of the product.
   void (*product)(const Product<T>& product, int64_t begin, int64_t end);
+
+  // A panel of T, [depth, kPanelColumns].
+  void (*pack)(const PanelSource& source, T* panel);
+
+  // All rows of a block times its panel.
+  void (*multiply)(const Block<T>& block);
 
   // Of rows [begin, end) and every column: the largest logit and the first row that has it.
   void (*peaks)(const Logits<T>& logits, int64_t begin, int64_t end, T* peak, int64_t* row);
@@ -102,15 +140,27 @@ ACCUMEXT_DECODER_KERNELS(Avx2);
 ACCUMEXT_DECODER_KERNELS(Avx512);
 #undef ACCUMEXT_DECODER_KERNELS
 
-// Rows [begin, end) of a paired product; null where the processor has no AVX512-BF16.
-using PairedProduct = void (*)(const Product<float>& product, int64_t begin, int64_t end);
-PairedProduct paired_product();
-void paired_product_avx512(const Product<float>& product, int64_t begin, int64_t end);
+// Products of bfloat16 operands, two terms at a time; sums are in float.
+struct PairedKernels {
+  void (*product)(const Product<float>& product, int64_t begin, int64_t end);
+
+  // A paired panel, whose elements are rounded to bfloat16.
+  void (*pack)(const PanelSource& source, uint32_t* panel);
+
+  void (*multiply)(const Block<float>& block);
+
+  // to [rows, stride] = from [depth, rows], transposed, with zeros up to `stride`, a multiple of
+  // 2 * kTile.
+  void (*transpose)(const uint16_t* from, int64_t from_stride, int64_t depth, int64_t rows,
+                    uint16_t* to, int64_t stride);
+};
+const PairedKernels* paired_kernels();  // null where the processor has no AVX512-BF16
+extern const PairedKernels kPairedAvx512;
 
 #if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 11
 #define ACCUMEXT_AMX
 bool amx_granted();  // whether the processor has AMX-BF16 and the system lets this process use it
-void paired_product_amx(const Product<float>& product, int64_t begin, int64_t end);
+extern const PairedKernels kPairedAmx;
 #endif
 
 }  // namespace accumext::cpu

@@ -82,7 +82,7 @@ class Skinny {
     require(weight.dim() == 2 && (weight.stride(1) == 1 || depth <= 1));
     require((kDtypeOf<T> == Dtype::kDouble) == (dtype_ == Dtype::kDouble));
     if constexpr (std::is_same_v<T, float>) {
-      if (dtype_ == Dtype::kBFloat16) paired_ = paired_product();
+      if (dtype_ == Dtype::kBFloat16) paired_ = paired_kernels();
     }
     product_ = {.weight = weight.const_data_ptr(),
                 .weight_dtype = dtype_,
@@ -125,7 +125,7 @@ class Skinny {
     product.out = out;
     product.out_stride = stride;
     if constexpr (std::is_same_v<T, float>) {
-      if (paired_ != nullptr) return paired_(product, begin, end);
+      if (paired_ != nullptr) return paired_->product(product, begin, end);
     }
     std::vector<T> widened;
     if (dtype_ != kDtypeOf<T>) {
@@ -156,7 +156,7 @@ class Skinny {
 
   Dtype dtype_;
   int64_t columns_;  // at most
-  PairedProduct paired_ = nullptr;
+  const PairedKernels* paired_ = nullptr;
   Product<T> product_;
   std::optional<Buffer<T>> panel_;
 };

@@ -20,24 +20,55 @@ template <typename T, int kSize>
   }
 }
 
+// kRows rows at a stride, read side by side. Three of them share a pointer, which the compiler is
+// kept from deriving from the others: it would hold kRows offsets, in registers that it does not
+// have.
+template <int kRows, typename E>
+class RowPointers {
+ public:
+  [[gnu::always_inline]] RowPointers(const E* first, int64_t stride) : stride_(stride) {
+    for (int g = 0; g < kGroups; ++g) {
+      group_[g] = first + 3 * g * stride;
+#if defined(__GNUC__)
+      asm("" : "+r"(group_[g]));
+#endif
+    }
+  }
+
+  [[gnu::always_inline]] const E* operator[](int r) const {
+    return group_[r / 3] + r % 3 * stride_;
+  }
+
+  [[gnu::always_inline]] void advance(int elements) {
+    for (int g = 0; g < kGroups; ++g) group_[g] += elements;
+  }
+
+ private:
+  static constexpr int kGroups = (kRows + 2) / 3;
+
+  const E* group_[kGroups];
+  int64_t stride_;
+};
+
 // sum[r][v] += w[r, k] * panel[k, v], for kSteps values of k.
 template <typename T, int kSize, int kVectors, int kRows, int kSteps>
-[[gnu::always_inline]] inline void advance(Vector<T, kSize> (&sum)[kRows][kVectors], const T* w,
-                                           int64_t stride, const T* panel, int64_t ld) {
+[[gnu::always_inline]] inline void advance(Vector<T, kSize> (&sum)[kRows][kVectors],
+                                           RowPointers<kRows, T>& w, const T*& panel, int64_t ld) {
 #pragma GCC unroll 4
-  for (int k = 0; k < kSteps; ++k) {
+  for (int k = 0; k < kSteps; ++k, panel += ld) {
     Vector<T, kSize> h[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) h[v] = raw<Vector<T, kSize>>(panel + k * ld + v * kSize);
+    for (int v = 0; v < kVectors; ++v) h[v] = raw<Vector<T, kSize>>(panel + v * kSize);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vector<T, kSize> weight = splat<T, kSize>(w[r * stride + k]);
+      const Vector<T, kSize> weight = splat<T, kSize>(w[r][k]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         sum[r][v] = multiply_add<T, kSize>(weight, h[v], sum[r][v]);
       }
     }
   }
+  w.advance(kSteps);
 }
 
 // kRows rows from `row`, kVectors * kSize columns from `column`. `w` has them as T.
@@ -55,16 +86,17 @@ template <typename T, int kSize, int kVectors, int kRows>
       sum[r][v] = splat<T, kSize>(p.bias != nullptr ? p.bias[row + r] : T(0));
     }
   }
+  RowPointers<kRows, T> rows(w, stride);
+  RowPointers<kRows, T> ahead(w + 2 * kRows * stride, stride);
   int64_t k = 0;
   for (; k + kLine <= depth; k += kLine) {
-    for (int r = 0; r < kRows; ++r) __builtin_prefetch(w + (r + 2 * kRows) * stride + k);
-    for (int64_t i = k; i < k + kLine; i += kSteps) {
-      advance<T, kSize, kVectors, kRows, kSteps>(sum, w + i, stride, panel + i * ld, ld);
+    for (int r = 0; r < kRows; ++r) __builtin_prefetch(ahead[r]);
+    ahead.advance(kLine);
+    for (int i = 0; i < kLine; i += kSteps) {
+      advance<T, kSize, kVectors, kRows, kSteps>(sum, rows, panel, ld);
     }
   }
-  for (; k < depth; ++k) {
-    advance<T, kSize, kVectors, kRows, 1>(sum, w + k, stride, panel + k * ld, ld);
-  }
+  for (; k < depth; ++k) advance<T, kSize, kVectors, kRows, 1>(sum, rows, panel, ld);
   for (int r = 0; r < kRows; ++r) {
     T* out = p.out + (row + r) * p.out_stride + column;
     for (int v = 0; v < kVectors; ++v) {

@@ -1,6 +1,7 @@
 // Strided matrices and vectors as kernels see them: no torch here, and no CUDA.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common/operands.h"
@@ -29,6 +30,14 @@ struct AnyMatrix {
   template <typename T>
   ACCUMEXT_HOST_DEVICE Matrix<T> as() const {
     return {static_cast<T*>(data), row_stride, column_stride};
+  }
+
+  // Its rows from `first` on.
+  AnyMatrix from_row(int64_t first) const {
+    AnyMatrix rest = *this;
+    const int64_t bytes = first * row_stride * size_of(dtype);
+    if (data != nullptr) rest.data = static_cast<std::byte*>(data) + bytes;
+    return rest;
   }
 };
 

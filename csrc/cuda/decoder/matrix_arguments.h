@@ -24,6 +24,12 @@ int32_t dtype_code() {
   }
 }
 
+template <typename T>
+constexpr auto dtype_of() {
+  using torch::headeronly::ScalarType;
+  return std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
+}
+
 // Makes views of the tensors of one call; all must lie on the device of the first. What is written,
 // whose T is not const, must not overlap itself.
 class Views {
@@ -46,13 +52,31 @@ class Views {
     return tensor ? matrix<T>(*tensor, rows, columns) : Matrix<T>{};
   }
 
-  // Of any float dtype, to be written.
-  AnyMatrix any_matrix(const std::optional<Tensor>& tensor, int64_t rows, int64_t columns) const {
+  // Of any float dtype.
+  AnyMatrix any_matrix(const std::optional<Tensor>& tensor, int64_t rows, int64_t columns,
+                       bool written = true) const {
     if (!tensor) return {};
     const Dtype dtype = float_dtype(*tensor);
-    AnyMatrix view = strided(*tensor, rows, columns, /*written=*/true);
+    AnyMatrix view = strided(*tensor, rows, columns, written);
     view.dtype = dtype;
     return view;
+  }
+
+  // Of any float dtype, to be read.
+  AnyMatrix operand(const Tensor& tensor, int64_t rows, int64_t columns) const {
+    return any_matrix(tensor, rows, columns, /*written=*/false);
+  }
+
+  // So many elements, one after the other.
+  template <typename T>
+  T* dense(const Tensor& tensor, int64_t size) const {
+    require(is<T>(tensor) && tensor.numel() == size && tensor.is_contiguous());
+    return static_cast<T*>(tensor.data_ptr());
+  }
+
+  template <typename T>
+  T* dense(const std::optional<Tensor>& tensor, int64_t size) const {
+    return tensor ? dense<T>(*tensor, size) : nullptr;
   }
 
   template <typename T>

@@ -1,4 +1,4 @@
-// One layer's state after a step: the kernel of rnn_advance.
+// One layer's state after a step, from the products with its weights.
 #pragma once
 
 #include "cuda/decoder/rnn_units.cuh"
@@ -8,34 +8,53 @@ namespace accumext::cuda {
 template <typename T>
 struct Advance {
   int64_t units;
-  Matrix<const T> from_x, from_h;  // [B, gates units]
+  Matrix<const T> from_x, from_h;  // [B, gates units]: W_ih x and W_hh h
+  Column<const T> bias_x, bias_h;  // [gates units], or null
   Column<const bool> live;         // [B], or null: all are
   Matrix<const T> h, c;            // [B, units]; c of an LSTM
   Matrix<T> h_next, c_next;        // [B, units]; c_next of an LSTM
+  // h_next rounded to what products read, [B, units], or null:
+  AnyMatrix operand;        // the layer's own product of the next step
+  AnyMatrix output;         // that of the layer above or of the head, which
+  Matrix<const bool> kept;  // may lack units, [B, units], or null: none, and
+  T scale;                  // has this factor where it may
 };
 
 // The state after a step; that before it in rows that are not live.
 //
 //   grid    rows times blocks_per_row    block   kBlockSize threads, one per unit of a row
-//   reads   from_x and from_h, T, [B, gates units]; h, and c of an LSTM, [B, units]; live, bool,
-//   [B] writes  h_next, and c_next of an LSTM, T, [B, units], which may be h and c So 6 T of a
-//   GRU's unit are read and 1 written with h; 9 and 2 of an LSTM's; 2 and 1 of an RNN's.
+//   reads   from_x and from_h, T, [B, gates units]; bias_x and bias_h, T, [gates units]; h, and c
+//   of
+//           an LSTM, T, [B, units]; live, bool, [B]; kept, bool, [B, units]
+//   writes  h_next, and c_next of an LSTM, T, [B, units], which may be h and c; operand and output,
+//           any dtype, [B, units]
+//   So 6 T of a GRU's unit are read and 1 written with h; 9 and 2 of an LSTM's; 2 and 1 of an
+//   RNN's; and the two copies. Biases are the same for every row.
 template <typename T, CellKind kKind>
 __global__ void __launch_bounds__(kBlockSize) rnn_advance_kernel(Advance<T> call) {
   const auto [row, unit] = Unit(call.units);
   if (unit >= call.units) return;
+  const auto leave = [&](T h) {
+    *call.h_next.at(row, unit) = h;
+    put(call.operand, row, unit, h);
+    const bool drops = call.kept.data != nullptr;
+    put(call.output, row, unit, drops ? h * T(*call.kept.at(row, unit)) * call.scale : h);
+  };
   if (!is_live(call.live, row)) {
-    *call.h_next.at(row, unit) = *call.h.at(row, unit);
     if (kKind == CellKind::kLstm) *call.c_next.at(row, unit) = *call.c.at(row, unit);
-    return;
+    return leave(*call.h.at(row, unit));
   }
-  const auto x = [&](int gate) { return *call.from_x.at(row, gate * call.units + unit); };
-  const auto h = [&](int gate) { return *call.from_h.at(row, gate * call.units + unit); };
-  T next;
+  const auto sum = [&](const Matrix<const T>& product, const Column<const T>& bias, int gate) {
+    const int64_t column = gate * call.units + unit;
+    const T x = *product.at(row, column);
+    return bias.data == nullptr ? x : x + bias[column];
+  };
+  const auto x = [&](int gate) { return sum(call.from_x, call.bias_x, gate); };
+  const auto h = [&](int gate) { return sum(call.from_h, call.bias_h, gate); };
   if constexpr (kKind == CellKind::kGru) {
     const T r = sigmoid(x(0) + h(0));
     const T z = sigmoid(x(1) + h(1));
-    next = gru_state(z, std::tanh(x(2) + r * h(2)), *call.h.at(row, unit));
+    leave(gru_state(z, std::tanh(x(2) + r * h(2)), *call.h.at(row, unit)));
   } else if constexpr (kKind == CellKind::kLstm) {
     const T i = sigmoid(x(0) + h(0));
     const T f = sigmoid(x(1) + h(1));
@@ -43,16 +62,15 @@ __global__ void __launch_bounds__(kBlockSize) rnn_advance_kernel(Advance<T> call
     const T o = sigmoid(x(3) + h(3));
     const T c = lstm_memory(i, f, g, *call.c.at(row, unit));
     *call.c_next.at(row, unit) = c;
-    next = o * std::tanh(c);
+    leave(o * std::tanh(c));
   } else {
     const T pre = x(0) + h(0);
     if constexpr (kKind == CellKind::kRnnTanh) {
-      next = std::tanh(pre);
+      leave(std::tanh(pre));
     } else {
-      next = pre < 0 ? T(0) : pre;  // a NaN stays one
+      leave(pre < 0 ? T(0) : pre);  // a NaN stays one
     }
   }
-  *call.h_next.at(row, unit) = next;
 }
 
 }  // namespace accumext::cuda

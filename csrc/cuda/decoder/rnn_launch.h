@@ -3,36 +3,37 @@
 
 #include <type_traits>
 
-#include "cuda/decoder/matrix_arguments.h"
+#include "common/arguments.h"
 #include "cuda/decoder/rnn_units.cuh"
-#include "cuda/launch.h"
+#include "cuda/enqueue.h"
 
 namespace accumext::cuda {
 
+inline CellKind cell_kind(int64_t kind) {
+  require(kind >= 0 && kind <= static_cast<int64_t>(CellKind::kRnnRelu));
+  return static_cast<CellKind>(kind);
+}
+
 // f(a constant of this kind)
 template <typename F>
-void with_kind(int64_t kind, const F& f) {
+auto with_kind(CellKind kind, const F& f) {
   switch (kind) {
-    case static_cast<int64_t>(CellKind::kGru):
+    case CellKind::kGru:
       return f(std::integral_constant<CellKind, CellKind::kGru>());
-    case static_cast<int64_t>(CellKind::kLstm):
+    case CellKind::kLstm:
       return f(std::integral_constant<CellKind, CellKind::kLstm>());
-    case static_cast<int64_t>(CellKind::kRnnTanh):
+    case CellKind::kRnnTanh:
       return f(std::integral_constant<CellKind, CellKind::kRnnTanh>());
-    case static_cast<int64_t>(CellKind::kRnnRelu):
-      return f(std::integral_constant<CellKind, CellKind::kRnnRelu>());
     default:
-      require(false);
+      return f(std::integral_constant<CellKind, CellKind::kRnnRelu>());
   }
 }
 
-template <typename Call>
-void launch_units(void (*kernel)(Call), const Call& call, int64_t batch, int32_t device) {
-  if (batch == 0 || call.units == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const int64_t blocks = batch * blocks_per_row(call.units);
-  kernel<<<blocks, kBlockSize, 0, current_stream(device)>>>(call);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+// A kernel with one thread per unit of so many rows.
+template <typename... Parameters>
+void launch_units(const Queue& queue, void (*kernel)(Parameters...), int64_t rows, int64_t units,
+                  const std::type_identity_t<Parameters>&... arguments) {
+  queue.launch(kernel, rows * blocks_per_row(units), kBlockSize, arguments...);
 }
 
 }  // namespace accumext::cuda

@@ -32,6 +32,16 @@ __device__ inline bool is_live(const Column<const bool>& live, int64_t row) {
   return live.data == nullptr || live[row];
 }
 
+// An element of a matrix of any dtype, which may be null, rounded to that.
+template <typename T>
+__device__ void put(const AnyMatrix& matrix, int64_t row, int64_t column, T x) {
+  if (matrix.data == nullptr) return;
+  with_type(matrix.dtype, [&](auto type) {
+    using scalar_t = decltype(type);
+    *matrix.as<scalar_t>().at(row, column) = rounded<scalar_t>(x);
+  });
+}
+
 template <typename T>
 __device__ T sigmoid(T x) {
   return T(1) / (T(1) + std::exp(-x));

@@ -1,5 +1,5 @@
-// Kernels of softmax_stats: what each chunk of a row of logits says by itself, then what follows
-// for the row. Two launches, whatever the shape.
+// The output layer behind its product: what each chunk of a row of logits says by itself, then what
+// follows for the row. Two launches, whatever the shape.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/decoder/feed_back.cuh"
 #include "cuda/decoder/matrix.h"
 #include "cuda/decoder/row_tiles.cuh"
 #include "cuda/device.cuh"
@@ -23,7 +24,8 @@ constexpr int kSoftmaxBlocks = 3;
 // of their chunk, so that no term overflows; one without a finite logit counts from 0.
 template <typename T>
 struct Softmax {
-  Matrix<const T> logits;  // [rows, columns]
+  Matrix<const T> logits;  // [rows, columns], without
+  Column<const T> bias;    // [columns], or null
   Tiles tiles;
   T inverse_temperature;
   // Of each chunk of each row, [bands, chunks, height]:
@@ -35,6 +37,11 @@ struct Softmax {
   ACCUMEXT_HOST_DEVICE int64_t index(int64_t band, int64_t chunk) const {
     return (band * tiles.chunks() + chunk) * tiles.height;
   }
+
+  __device__ T logit(int64_t row, int64_t column) const {
+    const T z = *logits.at(row, column);
+    return bias.data == nullptr ? z : z + bias[column];
+  }
 };
 
 // What the second kernel is asked for.
@@ -45,6 +52,17 @@ struct Rows {
   AnyMatrix exps;                 // [rows, columns]: exp(z - peak), 0 at the target; or null
   Column<int64_t> tokens;         // [rows]
   Matrix<T> stats;                // [3, rows]: peak, sum of exp(z - peak), target's logit
+
+  // Those from row `first` on.
+  Rows from(int64_t first) const {
+    const auto at = [first](auto column) {
+      if (column.data != nullptr) column.data += first * column.stride;
+      return column;
+    };
+    Matrix<T> its_stats = stats;
+    its_stats.data = stats.at(0, first);
+    return {at(targets), at(uniforms), exps.from_row(first), at(tokens), its_stats};
+  }
 };
 
 // 1 / temperature, neither infinite nor 0: 0 times it is 0, so that the smallest temperatures take
@@ -97,8 +115,8 @@ __device__ int columns_left(const Softmax<T>& call, const Place& place, int64_t 
 template <int kCount, typename T, int kElements>
 __device__ void load_tile(const Softmax<T>& call, const Place& place, int64_t chunk, int left,
                           int first, T (&z)[kElements]) {
-  const T* from =
-      call.logits.at(place.row, chunk * call.tiles.width() + place.column_of<kCount>(first));
+  const int64_t begin = chunk * call.tiles.width();
+  const T* from = call.logits.at(place.row, begin + place.column_of<kCount>(first));
   const int64_t step = place.turns * kCount * call.logits.column_stride;
 #pragma unroll
   for (int n = 0; n < kElements; n += kCount, from += step) {
@@ -114,12 +132,18 @@ __device__ void load_tile(const Softmax<T>& call, const Place& place, int64_t ch
       z[n + i] = column + i < left ? from[i] : T(-INFINITY);
     }
   }
+  if (call.bias.data == nullptr) return;
+#pragma unroll
+  for (int n = 0; n < kElements; ++n) {
+    const int column = place.column_of<kCount>(first + n);
+    if (column < left) z[n] += call.bias[begin + column];
+  }
 }
 
 // call.peak, at, sum and tempered of every chunk of every row.
 //
 //   grid    tiles.bands() times any      block   kBlockSize threads, over a tile at a time
-//   reads   logits, T, [rows, columns], once: 4 or 8 bytes per element
+//   reads   logits, T, [rows, columns], once: 4 or 8 bytes per element; bias, T, [columns]
 //   writes  peak, at, sum, tempered, [bands, chunks, height]: 16 to 28 bytes per chunk of a row,
 //           which is kTileSize / height columns
 //   kCount: elements that a thread reads at once. A row's sum is formed in the order of the tile's
@@ -194,7 +218,7 @@ __device__ int64_t sampled(const Softmax<T>& call, const Place& place, double un
   const int64_t left = place.row < call.tiles.rows ? call.tiles.columns - begin : 0;
   const auto term = [&](int i) {
     if (i >= left) return 0.0;
-    const T z = *call.logits.at(place.row, begin + i) - origin(top);
+    const T z = call.logit(place.row, begin + i) - origin(top);
     return static_cast<double>(std::exp(z * call.inverse_temperature));
   };
   const Prefix within = row_prefix(place, width, term);
@@ -203,10 +227,10 @@ __device__ int64_t sampled(const Softmax<T>& call, const Place& place, double un
   return in.exists() && found.exists() ? begin + found.term() : argmax;
 }
 
-// Statistics and tokens of a band of rows, by a block.
+// Statistics and tokens of a band of rows, and what follows from those, by a block.
 template <typename T>
-__device__ void finish_band(const Softmax<T>& call, const Rows<T>& rows, const Place& place,
-                            const Peak<T>& peak) {
+__device__ void finish_band(const Softmax<T>& call, const Rows<T>& rows, const FeedBack& feed_back,
+                            const Place& place, const Peak<T>& peak) {
   const int64_t first = call.index(place.band, 0);
   const int64_t count = call.index(place.band + 1, 0) - first;
   for (int64_t i = first + threadIdx.x; i < first + count; i += kBlockSize) {
@@ -232,13 +256,28 @@ __device__ void finish_band(const Softmax<T>& call, const Rows<T>& rows, const P
         sampled(call, place, uniform, sum + first + place.in_tile,
                 call.tempered != nullptr ? prefix_of(call.tempered) : prefix, peak.value, token);
   }
-  if (place.turn > 0 || !exists) return;
-  const int64_t target = rows.targets[place.row];
-  const bool valid = target >= 0 && target < call.tiles.columns;
-  rows.tokens[place.row] = token;
-  *rows.stats.at(0, place.row) = peak.value;
-  *rows.stats.at(1, place.row) = static_cast<T>(prefix.whole);
-  *rows.stats.at(2, place.row) = valid ? *call.logits.at(place.row, target) : T(NAN);
+  __shared__ int64_t tokens[kMaxHeight<float>], inputs[kMaxHeight<float>];
+  if (place.turn == 0 && exists) {
+    const int64_t row = place.row;
+    const int64_t target = rows.targets[row];
+    const bool valid = target >= 0 && target < call.tiles.columns;
+    if (!feed_back.is_live(row)) token = feed_back.pad;
+    rows.tokens[row] = token;
+    *rows.stats.at(0, row) = peak.value;
+    *rows.stats.at(1, row) = static_cast<T>(prefix.whole);
+    *rows.stats.at(2, row) = valid ? call.logit(row, target) : T(NAN);
+    if (feed_back.rows != nullptr) feed_back.rows[row] = feed_back.first_row + row;
+    if (feed_back.later > 0) {
+      tokens[place.in_tile] = token;
+      inputs[place.in_tile] = feed_back.inputs[row] = feed_back.input(row, token);
+    }
+  }
+  if (feed_back.later == 0) return;
+  __syncthreads();
+  const int64_t top = place.row - place.in_tile;
+  for (int i = 0; i < call.tiles.height && top + i < call.tiles.rows; ++i) {
+    feed_back.lead_on(top + i, tokens[i], inputs[i]);
+  }
 }
 
 // exps of the chunks first, first + step, ... of a band, by a block.
@@ -281,23 +320,25 @@ __device__ void write_exps(const Softmax<T>& call, const Rows<T>& rows, const Pl
   }
 }
 
-// rows.stats and tokens, by the first block of each band, from what softmax_chunks_kernel has left,
-// and rows.exps, by the others.
+// rows.stats and tokens, and what follows from those, by the first block of each band, from what
+// softmax_chunks_kernel has left; and rows.exps, by the others.
 //
 //   grid    tiles.bands(), times two or more where exps are wanted
 //   block   kBlockSize threads
 //   reads   peak, by each block those of its band; at, sum, tempered; targets, uniforms; of a
 //   sample
 //           a chunk of each row of logits, else one logit; for exps all of them, 4 or 8 bytes per
-//           element
+//           element, and bias; with feed_back live, bool, [rows], and of the next step live,
+//           teacher and teacher_mask; rows of lookup.table
 //   writes  stats, T, [3, rows]; tokens, int64, [rows]; exps, any dtype, [rows, columns], 2, 4 or 8
-//           bytes per element, must not overlap logits; sum and tempered, as factors of a row's
+//           bytes per element, must not overlap logits; sum and tempered, as factors of a row's;
+//           with feed_back rows, inputs and lookup.rows, and live of later steps where a row ends
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kBlockSize, kSoftmaxBlocks)
-    softmax_rows_kernel(Softmax<T> call, Rows<T> rows) {
+    softmax_rows_kernel(Softmax<T> call, Rows<T> rows, FeedBack feed_back) {
   const Place place(call.tiles);
   const Peak<T> peak = row_peak(call, place);
-  if (place.slot == 0) return finish_band(call, rows, place, peak);
+  if (place.slot == 0) return finish_band(call, rows, feed_back, place, peak);
   with_type(rows.exps.dtype, [&](auto type) {
     write_exps<kCount>(call, rows, place, peak.value, place.slot - 1, place.slots - 1,
                        rows.exps.template as<decltype(type)>());

@@ -59,6 +59,7 @@ class Call : public host_cuda::Run {
     rows.exps = any_matrix();
     rows.tokens = column<int64_t>();
     rows.stats = matrix<T>();
+    call.bias = column<const T>();
     call.tiles = tiles_of(count, columns, call.logits, rows.exps);
     call.inverse_temperature = inverse_of<T>(temperature);
     const bool tempered = rows.uniforms.data != nullptr && temperature != 1.0;
@@ -76,7 +77,8 @@ class Call : public host_cuda::Run {
     const int64_t bands = call.tiles.bands();
     const int64_t writers = rows.exps.data == nullptr ? 0 : grid_;
     device_.launch(softmax_chunks_kernel<T, kCount>, bands * grid_, kBlockSize, call);
-    device_.launch(softmax_rows_kernel<T, kCount>, bands * (1 + writers), kBlockSize, call, rows);
+    device_.launch(softmax_rows_kernel<T, kCount>, bands * (1 + writers), kBlockSize, call, rows,
+                   FeedBack{});
   }
 
   template <typename T>
@@ -107,6 +109,12 @@ class Call : public host_cuda::Run {
       call.c = matrix<const T>();
       call.h_next = matrix<T>();
       call.c_next = matrix<T>();
+      call.bias_x = column<const T>();
+      call.bias_h = column<const T>();
+      call.operand = any_matrix();
+      call.output = any_matrix();
+      call.kept = matrix<const bool>();
+      call.scale = static_cast<T>(request_.number());
       device_.launch(rnn_advance_kernel<T, kKind>, blocks, kBlockSize, call);
     } else {
       Gradient<T> call{.units = units};
@@ -116,10 +124,14 @@ class Call : public host_cuda::Run {
       call.c = matrix<const T>();
       call.c_next = matrix<const T>();
       call.live = column<const bool>();
-      call.dh = matrix<T>();
-      call.dc = matrix<T>();
+      call.passing.dh = matrix<T>();
+      call.passing.dc = matrix<T>();
       call.d_x = matrix<T>();
       call.d_h = matrix<T>();
+      call.operand = any_matrix();
+      call.passing.product = matrix<const T>();
+      call.passing.gate = column<const T>();
+      call.passing.limit = static_cast<const T*>(pointer());
       device_.launch(rnn_gradient_kernel<T, kKind>, blocks, kBlockSize, call);
     }
   }

@@ -1,10 +1,11 @@
-"""The decoder's kernels of csrc/cuda on the host; see __init__.py. The arguments are those of
-accumext/decoder/_operators.py."""
+"""The decoder's kernels of csrc/cuda on the host, one at a time; see __init__.py. The arguments are
+those of accumext/decoder/_operators_reference.py, then what the kernels alone can do."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from host_cuda import RUNS, Request, execute
@@ -13,13 +14,13 @@ _OPS = ("softmax_stats", "rnn_advance", "rnn_gradient")
 
 
 class HostDecoder:
-    """The operators, by decoder.cpp."""
+    """The kernels, by decoder.cpp."""
 
     def __init__(self, driver: Path) -> None:
         self._driver = driver
 
     def softmax_stats(
-        self, logits, targets, uniforms, temperature, exps, tokens, stats, *, runs=RUNS
+        self, logits, targets, uniforms, temperature, exps, tokens, stats, *, bias=None, runs=RUNS
     ) -> None:
         """The second number of a run is how many blocks share a band of rows."""
         request = self._request("softmax_stats", logits)
@@ -30,24 +31,34 @@ class HostDecoder:
         _put_matrices(request, exps)
         _put_columns(request, tokens)
         _put_matrices(request, stats)
+        _put_columns(request, bias)
         self._call(request, runs)
 
-    def rnn_advance(self, kind, from_x, from_h, live, h, c, h_next, c_next, *, runs=RUNS) -> None:
+    def rnn_advance(
+        self, kind, from_x, from_h, live, h, c, h_next, c_next, *, bias_x=None, bias_h=None,
+        operand=None, output=None, kept=None, scale=1.0, runs=RUNS,
+    ) -> None:  # fmt: skip
         request = self._request("rnn_advance", h)
         request.put_integers(kind, *h.shape)
         _put_matrices(request, from_x, from_h)
         _put_columns(request, live)
         _put_matrices(request, h, c, h_next, c_next)
+        _put_columns(request, bias_x, bias_h)
+        _put_matrices(request, operand, output, kept)
+        request.put_numbers(scale)
         self._call(request, runs)
 
     def rnn_gradient(
-        self, kind, d_out, pre, h, c, c_next, live, dh, dc, d_x, d_h, *, runs=RUNS
-    ) -> None:
+        self, kind, d_out, pre, h, c, c_next, live, dh, dc, d_x, d_h, *, operand=None,
+        product=None, gate=None, limit=None, runs=RUNS,
+    ) -> None:  # fmt: skip
         request = self._request("rnn_gradient", dh)
         request.put_integers(kind, *dh.shape)
         _put_matrices(request, d_out, pre, h, c, c_next)
         _put_columns(request, live)
-        _put_matrices(request, dh, dc, d_x, d_h)
+        _put_matrices(request, dh, dc, d_x, d_h, operand, product)
+        _put_columns(request, gate)
+        request.put_place(limit)
         self._call(request, runs)
 
     def _request(self, op: str, operand: Tensor) -> Request:
@@ -62,7 +73,8 @@ class HostDecoder:
 
 def _put_matrices(request: Request, *matrices: Tensor | None) -> None:
     for matrix in matrices:
-        request.put_tensor(matrix)
+        request.put_place(matrix)
+        request.put_dtype(None if matrix is None or matrix.dtype == torch.bool else matrix)
         request.put_integers(*((0, 0) if matrix is None else matrix.stride()))
 
 

@@ -1,11 +1,15 @@
 // Kernels with one fault each, by which the tests know that simt.h and the sanitizers see it.
 // Usage: faults NAME ORDER; prints the result of the kernel.
-#include "simt.h"
+#include "instructions.h"
 //
 #include <cmath>
+#include <functional>
 #include <map>
 #include <string>
 #include <type_traits>
+
+#include "cuda/decoder/grid_barrier.cuh"
+#include "cuda/decoder/instructions.cuh"
 
 namespace {
 
@@ -68,6 +72,108 @@ void misaligned_vector(double* result) {
 
 void blocks_that_race(double* result) { *result = blockIdx.x; }
 
+// --- blocks that are there at the same time ---
+
+using accumext::cuda::GridBarrier;
+
+constexpr int kBlocks = 3;
+
+// What the blocks share: zeroed.
+struct Meeting {
+  unsigned long long arrived;
+  double of_block[kBlocks];
+};
+
+GridBarrier barrier(Meeting* meeting) {
+  static thread_local unsigned long long expected;
+  return GridBarrier(&meeting->arrived, &expected);
+}
+
+// 1 + 2 + 3, as blocks with a fault may form it.
+template <bool kWait>
+void sum_of_blocks(double* result, Meeting* meeting) {
+  const GridBarrier all = barrier(meeting);
+  if (threadIdx.x == 0) meeting->of_block[blockIdx.x] = blockIdx.x + 1;
+  all.arrive();
+  if constexpr (kWait) all.wait();
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *result = meeting->of_block[0] + meeting->of_block[1] + meeting->of_block[2];
+  }
+}
+
+// Each block's static shared memory is its own.
+void shared_memory_apart(double* result, Meeting* meeting) {
+  __shared__ double mine[kBlockSize];
+  mine[threadIdx.x] = blockIdx.x;
+  sum_of_blocks<true>(result, meeting);
+  if (mine[threadIdx.x] != blockIdx.x) *result = NAN;
+}
+
+void a_block_stays_away(double*, Meeting* meeting) {
+  const GridBarrier all = barrier(meeting);
+  if (blockIdx.x == 1) return;
+  all.arrive();
+  all.wait();
+}
+
+void a_block_does_not_wait(double*, Meeting* meeting) {
+  const GridBarrier all = barrier(meeting);
+  all.arrive();
+  if (blockIdx.x == 1) return;
+  all.wait();
+  all.arrive();
+}
+
+void blocks_meet_twice_at_once(double*, Meeting* meeting) {
+  const GridBarrier all = barrier(meeting);
+  if (blockIdx.x == 1) {
+    all.arrive();
+  } else {
+    all.arrive();
+  }
+  all.wait();
+}
+
+// A thread copies 0, 1, 2, 3 and adds them up.
+enum class Fault { kNone, kNoWait, kNoGroup, kOneGroupTooFew, kNoEnd, kTooEarly, kMisaligned };
+
+template <Fault kFault>
+void copies(double* result, Meeting*) {
+  using accumext::cuda::Octet;
+  if (blockIdx.x > 0 || threadIdx.x > 0) return;
+  alignas(16) static float from[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+  alignas(16) float to[4] = {};
+  auto* const octet = reinterpret_cast<Octet*>(to);
+  accumext::cuda::copy_async(octet, from + (kFault == Fault::kMisaligned ? 1 : 0), 16, 0);
+  if (kFault != Fault::kNoGroup) accumext::cuda::end_group();
+  if (kFault == Fault::kOneGroupTooFew) {
+    accumext::cuda::wait_for_group<1>();
+  } else if (kFault != Fault::kNoWait && kFault != Fault::kNoEnd) {
+    accumext::cuda::wait_for_group<0>();
+  }
+  if (kFault == Fault::kTooEarly) accumext::cuda::copy_async(octet, from, 16, 0);
+  *result = to[0] + to[1] + to[2] + to[3];
+  if (kFault == Fault::kNoEnd) return;
+  accumext::cuda::end_group();
+  accumext::cuda::wait_for_group<0>();
+}
+
+const std::map<std::string, void (*)(double*, Meeting*)> kTogether = {
+    {"blocks_meet", sum_of_blocks<true>},
+    {"blocks_have_their_shared_memory", shared_memory_apart},
+    {"blocks_do_not_wait", sum_of_blocks<false>},
+    {"a_block_stays_away", a_block_stays_away},
+    {"a_block_does_not_wait", a_block_does_not_wait},
+    {"blocks_meet_at_two_places", blocks_meet_twice_at_once},
+    {"copies", copies<Fault::kNone>},
+    {"copies_without_waiting", copies<Fault::kNoWait>},
+    {"copies_in_no_group", copies<Fault::kNoGroup>},
+    {"copies_of_which_one_is_not_awaited", copies<Fault::kOneGroupTooFew>},
+    {"copies_under_way_at_the_end", copies<Fault::kNoEnd>},
+    {"copies_that_come_too_early", copies<Fault::kTooEarly>},
+    {"a_misaligned_copy", copies<Fault::kMisaligned>},
+};
+
 const std::map<std::string, void (*)(double*)> kKernels = {
     {"none", sum<true, kBlockSize / 32>},
     {"a_barrier_left_out", sum<false, kBlockSize / 32>},
@@ -89,6 +195,12 @@ int main(int, char** arguments) {
   const auto result = std::make_unique<double>(0.0);
   host_cuda::Device device;
   device.set_order(static_cast<host_cuda::Order>(std::stoi(arguments[2])));
-  device.launch(kKernels.at(arguments[1]), /*grid=*/3, kBlockSize, result.get());
+  Meeting meeting{};
+  if (kTogether.contains(arguments[1])) {
+    device.launch_together(kTogether.at(arguments[1]), kBlocks, kBlockSize, /*shared_bytes=*/0,
+                           result.get(), &meeting);
+  } else {
+    device.launch(kKernels.at(arguments[1]), kBlocks, kBlockSize, result.get());
+  }
   std::printf("%g\n", *result);
 }

@@ -1,7 +1,9 @@
 // CUDA's execution model on the host, so that kernels run without a GPU and under sanitizers.
-// Blocks run one after another. The threads of a block are fibers: one runs at a time, up to the
-// next barrier or warp operation. A barrier or warp operation that some threads never reach, or
-// reach at another place, is an error and ends the process. Include this before any kernel.
+// Blocks run one after another; those of a cooperative launch each until it waits for others. The
+// threads of a block are fibers: one runs at a time, up to the next barrier or warp operation. A
+// barrier or warp operation that some threads never reach, or reach at another place, is an error
+// and ends the process; so are blocks that meet at different places or wait for ever, and a thread
+// that leaves with copies under way. Include this before any kernel.
 #pragma once
 
 #include <link.h>
@@ -21,13 +23,17 @@
 #include <numeric>
 #include <random>
 #include <source_location>
+#include <span>
+#include <utility>
 #include <vector>
 
 #define __device__
 #define __global__
 #define __launch_bounds__(...)
+#define __grid_constant__
+#define __noinline__
 // One OS thread runs all blocks, so its thread-local storage is the shared memory of one block; and
-// unlike other static variables, those lie together, where poison_shared_memory() finds them.
+// unlike other static variables, those lie together, where shared_memory() finds them.
 #define __shared__ static thread_local
 
 struct uint3 {
@@ -42,19 +48,40 @@ using Site = std::source_location;
 constexpr int kWarpSize = 32;
 constexpr size_t kStackSize = 1 << 17;  // bytes; sanitized frames are large
 
-// In which order the threads run from one barrier to the next, and blocks after one another. What a
-// race decides comes out differently in another order.
+// In which order the threads run from one barrier to the next, and blocks after one another: a warp
+// at a time, each as far as it can, or all threads in turn. What a race decides comes out
+// differently in another order.
 enum class Order : int64_t { kAscending, kDescending, kShuffled };
 
-enum class State { kReady, kAtBarrier, kAtWarpOperation, kDone };
+enum class State { kReady, kAtBarrier, kAtWarpOperation, kPausing, kDone };
+
+constexpr size_t kMostGiven = 48;  // bytes
+
+// A copy to shared memory that is under way: what it writes is not there yet.
+struct Copy {
+  std::byte* to;
+  const std::byte* from;
+  int bytes;  // of kCopySize; the rest becomes 0
+};
+constexpr int kCopySize = 16;
 
 struct Thread {
   ucontext_t context;
   std::unique_ptr<char[]> stack = std::make_unique_for_overwrite<char[]>(kStackSize);
   State state = State::kDone;
-  Site site;                // where it waits
-  uint64_t given[2];        // to its last two warp operations: other lanes may still read the first
-  unsigned operations = 0;  // of its warp, so far
+  Site site;                       // where it waits
+  std::byte given[2][kMostGiven];  // to its last two warp operations: others may still read the
+  unsigned operations = 0;         // first; how many of its warp, so far
+  std::vector<Copy> begun;         // copies that are in no group yet
+  std::deque<std::vector<Copy>> groups;  // of copies
+};
+
+struct Block {
+  std::deque<Thread> threads;     // a context must not move
+  std::vector<std::byte> shared;  // static shared memory, while another block runs
+  std::unique_ptr<std::byte, decltype(&std::free)> dynamic{nullptr, &std::free};
+  size_t meetings = 0;  // with all other blocks, so far
+  bool done = false;
 };
 
 inline bool same(const Site& a, const Site& b) {
@@ -67,17 +94,30 @@ inline bool same(const Site& a, const Site& b) {
   std::_Exit(1);
 }
 
-// The bits of NaN and of an invalid bool: sums and branches over them do not go unnoticed.
-inline void poison_shared_memory() {
-  const auto fill = [](dl_phdr_info* program, size_t, void*) {
-    for (int i = 0; i < program->dlpi_phnum; ++i) {
-      const auto& segment = program->dlpi_phdr[i];
-      if (segment.p_type == PT_TLS) std::memset(program->dlpi_tls_data, 0xff, segment.p_memsz);
+// Static shared memory: the thread-local storage of the program, or the library, that this is
+// compiled into.
+inline std::span<std::byte> shared_memory() {
+  using Memory = std::span<std::byte>;
+  const auto find = [](dl_phdr_info* module, size_t, void* result) {
+    const auto here = reinterpret_cast<uintptr_t>(&shared_memory) - module->dlpi_addr;
+    const std::span segments(module->dlpi_phdr, module->dlpi_phnum);
+    const bool ours = std::ranges::any_of(segments, [&](const auto& segment) {
+      return segment.p_type == PT_LOAD && here - segment.p_vaddr < segment.p_memsz;
+    });
+    for (const auto& segment : segments) {
+      if (!ours || segment.p_type != PT_TLS || module->dlpi_tls_data == nullptr) continue;
+      auto* const begin = static_cast<std::byte*>(module->dlpi_tls_data);
+      *static_cast<Memory*>(result) = {begin, segment.p_memsz};
     }
-    return 1;  // libraries, which come after the program, keep theirs
+    return int{ours};
   };
-  dl_iterate_phdr(fill, nullptr);
+  Memory found;
+  dl_iterate_phdr(find, &found);
+  return found;
 }
+
+// The bits of NaN and of an invalid bool: sums and branches over them do not go unnoticed.
+constexpr std::byte kPoison{0xff};
 
 class Device {
  public:
@@ -92,14 +132,78 @@ class Device {
   template <typename... Parameters, typename... Arguments>
   void launch(void (*kernel)(Parameters...), int64_t grid, int block,
               const Arguments&... arguments) {
-    kernel_ = [&] { kernel(arguments...); };
-    gridDim = {static_cast<unsigned>(grid), 1, 1};
-    blockDim = {static_cast<unsigned>(block), 1, 1};
-    while (threads_.size() < static_cast<size_t>(block)) add_thread();
+    begin(grid, block, [&] { kernel(arguments...); });
+    block_ = &only_block_;
     for (const int64_t index : ordered(grid)) {
-      blockIdx = {static_cast<unsigned>(index), 0, 0};
-      poison_shared_memory();
-      run_block(block);
+      enter(index, block, /*shared_bytes=*/0);
+      if (!run_block()) fail("a block waits for others, of which none need be running", waiting());
+    }
+  }
+
+  // A cooperative launch, all of whose blocks are there at the same time.
+  template <typename... Parameters, typename... Arguments>
+  void launch_together(void (*kernel)(Parameters...), int64_t grid, int block, int64_t shared_bytes,
+                       const Arguments&... arguments) {
+    begin(grid, block, [&] { kernel(arguments...); });
+    std::vector<Block> blocks(grid);
+    meetings_.clear();
+    for (int64_t index = 0; index < grid; ++index) {
+      block_ = &blocks[index];
+      enter(index, block, shared_bytes);
+      leave();
+    }
+    bool running = true;
+    while (running) {
+      running = progress_ = false;
+      for (const int64_t index : ordered(grid)) {
+        if (blocks[index].done) continue;
+        enter_again(blocks, index);
+        blocks[index].done = run_block();
+        running = running || !blocks[index].done;
+        leave();
+      }
+      if (running && !progress_) fail("blocks wait for one another for ever", waiting());
+    }
+    for (const Block& other : blocks) {
+      if (other.meetings != meetings_.size()) {
+        fail("a block has left the kernel where others meet", meetings_[other.meetings]);
+      }
+    }
+  }
+
+  std::byte* dynamic_shared() { return block_->dynamic.get(); }
+
+  // The running block is where all blocks meet, each as often as every other and at the same place.
+  // Some then give way to all others, so that what they have yet to read may change.
+  void block_arrives(const Site& site) {
+    const size_t meeting = block_->meetings++;
+    if (meeting == meetings_.size()) meetings_.push_back(site);
+    if (!same(site, meetings_[meeting])) fail("blocks meet at different places", site);
+    gives_way_ = order_ == Order::kDescending || (order_ == Order::kShuffled && random_() % 2 == 0);
+    if (gives_way_) wait(State::kReady, site);
+  }
+
+  void copy_async(void* to, const void* from, int bytes) {
+    const auto misaligned = [](const void* p) {
+      return reinterpret_cast<uintptr_t>(p) % kCopySize != 0;
+    };
+    if (misaligned(to) || (bytes > 0 && misaligned(from)) || bytes < 0 || bytes > kCopySize) {
+      fail("a misaligned copy", Site::current());
+    }
+    std::memset(to, static_cast<int>(kPoison), kCopySize);
+    running().begun.push_back(
+        {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes});
+  }
+
+  void end_group() { end_group(running()); }
+
+  // Copies are made as late as can be.
+  void wait_for_group(size_t later) {
+    for (auto& groups = running().groups; groups.size() > later; groups.pop_front()) {
+      for (const Copy& copy : groups.front()) {
+        std::memcpy(copy.to, copy.from, copy.bytes);
+        std::memset(copy.to + copy.bytes, 0, kCopySize - copy.bytes);
+      }
     }
   }
 
@@ -114,14 +218,14 @@ class Device {
   // What each lane of the running thread's warp gives.
   template <typename T>
   std::array<T, kWarpSize> exchanged(unsigned mask, T value, const Site& site) {
-    static_assert(sizeof(T) <= sizeof(uint64_t));
+    static_assert(sizeof(T) <= kMostGiven);
     if (mask != ~0u) fail("a warp operation of some lanes only", site);
     Thread& thread = running();
     const unsigned slot = thread.operations++ % 2;
     std::memcpy(&thread.given[slot], &value, sizeof(T));
     wait(State::kAtWarpOperation, site);
     std::array<T, kWarpSize> values;
-    const auto lanes = threads_.begin() + threadIdx.x / kWarpSize * kWarpSize;
+    const auto lanes = block_->threads.begin() + threadIdx.x / kWarpSize * kWarpSize;
     for (int lane = 0; lane < kWarpSize; ++lane) {
       std::memcpy(&values[lane], &lanes[lane].given[slot], sizeof(T));
     }
@@ -129,7 +233,15 @@ class Device {
   }
 
  private:
-  Thread& running() { return threads_[threadIdx.x]; }
+  Thread& running() { return block_->threads[threadIdx.x]; }
+
+  // Where a thread waits for something that no thread of its block can bring about.
+  Site waiting() const {
+    for (const Thread& thread : block_->threads) {
+      if (thread.state == State::kPausing) return thread.site;
+    }
+    return Site::current();
+  }
 
   std::vector<int64_t> ordered(int64_t count) {
     std::vector<int64_t> indices(count);
@@ -139,39 +251,108 @@ class Device {
     return indices;
   }
 
-  void run_block(int size) {
-    for (int i = 0; i < size; ++i) threads_[i].state = State::kReady;
-    do {
-      for (const int64_t index : ordered(size)) {
-        Thread& thread = threads_[index];
-        if (thread.state != State::kReady) continue;
-        threadIdx = {static_cast<unsigned>(index), 0, 0};
-        switch_stack(scheduler_, thread.context, thread.stack.get(), kStackSize);
-      }
-    } while (release(size));
+  void begin(int64_t grid, int block, std::function<void()> kernel) {
+    kernel_ = std::move(kernel);
+    gridDim = {static_cast<unsigned>(grid), 1, 1};
+    blockDim = {static_cast<unsigned>(block), 1, 1};
   }
 
-  // Lets threads go on that have met; false if all have left the kernel.
-  bool release(int size) {
+  // Of a block that begins.
+  void enter(int64_t index, int threads, int64_t shared_bytes) {
+    blockIdx = {static_cast<unsigned>(index), 0, 0};
+    std::ranges::fill(shared_memory(), kPoison);
+    while (block_->threads.size() < static_cast<size_t>(threads)) add_thread();
+    for (int i = 0; i < threads; ++i) block_->threads[i].state = State::kReady;
+    if (shared_bytes == 0) return;
+    constexpr size_t kAlignment = 128;
+    const size_t size = (shared_bytes + kAlignment - 1) / kAlignment * kAlignment;
+    block_->dynamic.reset(static_cast<std::byte*>(std::aligned_alloc(kAlignment, size)));
+    std::memset(block_->dynamic.get(), static_cast<int>(kPoison), size);
+  }
+
+  // The static shared memory of the block goes with it.
+  void leave() { block_->shared.assign(shared_memory().begin(), shared_memory().end()); }
+
+  void enter_again(std::vector<Block>& blocks, int64_t index) {
+    block_ = &blocks[index];
+    blockIdx = {static_cast<unsigned>(index), 0, 0};
+    std::ranges::copy(block_->shared, shared_memory().begin());
+    for (Thread& thread : block_->threads) {
+      if (thread.state == State::kPausing) thread.state = State::kReady;
+    }
+  }
+
+  // Until the block has ended: true; or until nothing goes on in it but pauses, or it gives way to
+  // other blocks: false.
+  bool run_block() {
+    const int size = static_cast<int>(blockDim.x);
+    const int together = order_ == Order::kShuffled ? size : kWarpSize;
+    do {
+      for (const int64_t group : ordered((size + together - 1) / together)) {
+        const int first = static_cast<int>(group) * together;
+        const int count = std::min(together, size - first);
+        do {
+          if (!run_threads(first, count)) return false;
+        } while (release_warps(first, count));
+      }
+    } while (release_block(size));
+    return block_->threads.front().state == State::kDone;
+  }
+
+  // False if the block is to give way.
+  bool run_threads(int first, int count) {
+    for (const int64_t index : ordered(count)) {
+      Thread& thread = block_->threads[first + index];
+      if (thread.state != State::kReady) continue;
+      threadIdx = {static_cast<unsigned>(first + index), 0, 0};
+      switch_stack(scheduler_, thread.context, thread.stack.get(), kStackSize);
+      progress_ = progress_ || thread.state != State::kPausing;
+      if (thread.state == State::kDone) end_copies(thread);
+      if (std::exchange(gives_way_, false)) return false;
+    }
+    return true;
+  }
+
+  static void end_copies(Thread& thread) {
+    end_group(thread);
+    for (const std::vector<Copy>& group : thread.groups) {
+      if (!group.empty()) fail("a thread has left the kernel with copies under way", thread.site);
+    }
+    thread.groups.clear();
+  }
+
+  static void end_group(Thread& thread) {
+    thread.groups.push_back(std::exchange(thread.begun, {}));
+  }
+
+  // Lets warps go on whose threads have met.
+  bool release_warps(int begin, int count) {
     bool released = false;
-    for (int first = 0; first < size; first += kWarpSize) {
-      const int lanes = std::min(kWarpSize, size - first);
+    for (int first = begin; first < begin + count; first += kWarpSize) {
+      const int lanes = std::min(kWarpSize, begin + count - first);
       const auto waits = [](const Thread& t) { return t.state == State::kAtWarpOperation; };
-      const auto begin = threads_.begin() + first;
-      if (std::none_of(begin, begin + lanes, waits)) continue;
-      if (lanes < kWarpSize) fail("a warp operation in a warp of fewer lanes", begin->site);
+      const auto lane = block_->threads.begin() + first;
+      if (std::none_of(lane, lane + lanes, waits)) continue;
+      if (lanes < kWarpSize) fail("a warp operation in a warp of fewer lanes", lane->site);
       release(first, lanes, State::kAtWarpOperation);
       released = true;
     }
-    if (released) return true;
+    return released;
+  }
+
+  // Lets threads go on that have met; false if all have left the kernel, or one pauses.
+  bool release_block(int size) {
+    const auto begin = block_->threads.begin();
     const auto done = [](const Thread& t) { return t.state == State::kDone; };
-    if (std::all_of(threads_.begin(), threads_.begin() + size, done)) return false;
+    const auto pauses = [](const Thread& t) { return t.state == State::kPausing; };
+    if (std::all_of(begin, begin + size, done)) return false;
+    if (std::any_of(begin, begin + size, pauses)) return false;
     release(0, size, State::kAtBarrier);
     return true;
   }
 
   void release(int first, int count, State state) {
-    const auto begin = threads_.begin() + first;
+    const auto begin = block_->threads.begin() + first;
     const auto waiting =
         std::find_if(begin, begin + count, [&](const Thread& t) { return t.state == state; });
     for (auto thread = begin; thread != begin + count; ++thread) {
@@ -186,9 +367,9 @@ class Device {
   }
 
   void add_thread() {
-    ucontext_t& context = threads_.emplace_back().context;
+    ucontext_t& context = block_->threads.emplace_back().context;
     getcontext(&context);
-    context.uc_stack.ss_sp = threads_.back().stack.get();
+    context.uc_stack.ss_sp = block_->threads.back().stack.get();
     context.uc_stack.ss_size = kStackSize;
     makecontext(&context, [] { current_->run_thread(); }, 0);
     context.uc_stack = {};  // swapcontext of ASan would wipe the red zones of a stack that it knows
@@ -213,7 +394,11 @@ class Device {
   inline static Device* current_ = nullptr;
   Order order_ = Order::kAscending;
   std::mt19937 random_;
-  std::deque<Thread> threads_;  // a context must not move
+  Block only_block_;  // that is there, of a launch whose blocks need not be there together
+  Block* block_ = nullptr;
+  std::vector<Site> meetings_;  // of all blocks of a cooperative launch
+  bool progress_ = false;       // whether a thread has done more than pause
+  bool gives_way_ = false;      // whether the running block does
   std::function<void()> kernel_;
   ucontext_t scheduler_;
   const void* scheduler_stack_ = nullptr;
@@ -244,6 +429,13 @@ T __shfl_up_sync(unsigned mask, T value, unsigned delta,
   return lane >= delta ? values[lane - delta] : value;
 }
 
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, unsigned distance,
+                  host_cuda::Site site = host_cuda::Site::current()) {
+  const auto values = host_cuda::Device::current().exchanged(mask, value, site);
+  return values[(threadIdx.x % host_cuda::kWarpSize) ^ distance];
+}
+
 inline unsigned __ballot_sync(unsigned mask, int predicate,
                               host_cuda::Site site = host_cuda::Site::current()) {
   const auto votes = host_cuda::Device::current().exchanged(mask, predicate != 0, site);
@@ -257,4 +449,23 @@ inline int __all_sync(unsigned mask, int predicate,
   return __ballot_sync(mask, predicate, site) == ~0u;
 }
 
+// A thread that waits for other blocks pauses between one look and the next.
+inline void __nanosleep(unsigned, host_cuda::Site site = host_cuda::Site::current()) {
+  host_cuda::Device::current().wait(host_cuda::State::kPausing, site);
+}
+
+inline void __threadfence() {}  // memory is the same for all
+
+inline unsigned long long atomicAdd(unsigned long long* sum, unsigned long long x) {
+  return std::exchange(*sum, *sum + x);
+}
+
+inline unsigned long long atomicMax(unsigned long long* most, unsigned long long x) {
+  return std::exchange(*most, std::max(*most, x));
+}
+
 inline int __popc(unsigned bits) { return std::popcount(bits); }
+
+[[noreturn]] inline void __trap(host_cuda::Site site = host_cuda::Site::current()) {
+  host_cuda::fail("a trap", site);
+}

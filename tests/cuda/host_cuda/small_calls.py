@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+from support.decoder_calls import KINDS, backward_call, head_call, steps_call
 from torch import Tensor
 
 import accumext
@@ -27,30 +28,23 @@ def drawn(size: int, shift: int, dtype: torch.dtype) -> Tensor:
 
 def decoder_calls() -> None:
     """The decoder's operators, whose reference answers for tensors of the CPU."""
-    ops = torch.ops.accumext
-    for size, rows, temperature in itertools.product(SIZES, (1, 3, 9), (1.0, 0.5)):
-        values, uniforms = torch.randn(size, rows), torch.rand(rows, dtype=torch.float64)
-        tokens, stats = torch.zeros(rows, dtype=torch.int64), torch.zeros(3, rows)
-        targets, exps = torch.full([rows], size - 1), torch.zeros(size, rows, dtype=torch.bfloat16)
-        on_gpu = [t.to("cuda") for t in (values, targets, uniforms, exps, tokens, stats)]
-        for some in ((values, targets, uniforms, exps, tokens, stats), on_gpu):
-            z, goal, share, e, token, stat = some
-            ops.softmax_stats(z.t().clone(), goal, None, 1.0, None, token, stat)
-            ops.softmax_stats(z.clone().t(), goal, share, temperature, e.t(), token, stat)
-        torch.testing.assert_close(on_gpu[5].cpu(), stats, rtol=NORM_RTOL, atol=0.0)
-        torch.testing.assert_close(on_gpu[3].cpu(), exps, rtol=2.0**-7, atol=0.0)
-    for kind, gates in enumerate((3, 4, 1, 1)):
-        inputs = [torch.randn(3, n) for n in (gates * 70, gates * 70, 70, 70)]
-        pre, live = torch.randn(3, 4 * 70), torch.tensor([True, False, True])
-        results = []
-        for device in ("cpu", "cuda"):
-            x, y, h, c = (t.to(device) for t in inputs)
-            mask, new, new_c = live.to(device), torch.zeros_like(h), torch.zeros_like(h)
-            ops.rnn_advance(kind, x, y, mask, h, c, new, new_c)
-            d_x, d_h, dh, dc = torch.zeros_like(x), torch.zeros_like(x), h.clone(), c.clone()
-            ops.rnn_gradient(kind, h, pre.to(device), new, c, new_c, mask, dh, dc, d_x, d_h)
-            results.append([t.cpu() for t in (new, new_c, dh, dc, d_x, d_h)])
-        torch.testing.assert_close(results[1], results[0], rtol=NORM_RTOL, atol=NORM_RTOL)
+    calls = [
+        head_call(rows=rows, words=size, sampled=sampled, temperature=temperature)
+        for size, rows, temperature in itertools.product(SIZES, (1, 3, 9), (1.0, 0.5))
+        for sampled in (False, True)
+    ]
+    for kind, narrow in itertools.product(KINDS, (False, True)):
+        calls.append(backward_call(kind, narrow=narrow))
+        for head in (False, True):
+            calls.append(steps_call(kind, layers=2, head=head, narrow=narrow))
+    for call in calls:
+        there = call.to("cuda")
+        call()
+        there()
+        narrow = any(t.dtype == torch.bfloat16 for t in call.written)
+        rtol = 2.0**-7 if narrow else NORM_RTOL
+        for got, want in zip(there.written, call.written):
+            torch.testing.assert_close(got.cpu(), want, rtol=rtol, atol=rtol)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support.programs import compiler
+from support.programs import compiler, sanitizer_runtime
 from torch.utils import cpp_extension
 
 from accumext.backend import _build
@@ -38,12 +38,7 @@ OPTIONS = {
 
 def runtime(kind: str) -> Path | None:
     """What a program that was not built for the sanitizer has to preload; None if it is missing."""
-    name = KINDS[kind][1]
-    done = subprocess.run(
-        [*compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
-    )
-    path = Path(done.stdout.strip())
-    return path.resolve() if path.is_absolute() and path.exists() else None
+    return sanitizer_runtime(KINDS[kind][1])
 
 
 def build(kind: str, folder: Path, csrc: Path | None = None) -> Path:

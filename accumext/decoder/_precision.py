@@ -1,0 +1,43 @@
+"""The precisions of a call: operands may be of half precision, sums are in fp32 (fp64 for fp64)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accumext._torch_private import cpu_multiplies_bfloat16
+
+
+class Dtypes(NamedTuple):
+    """The precisions of one call."""
+
+    accumulation: torch.dtype  # of sums, states and losses: fp64 for fp64, fp32 otherwise
+    product: torch.dtype  # to which the operands of the output layer's products are rounded
+    exps: torch.dtype  # of the stored exponentials, factors in [0, 1] of the deferred products
+    cell: torch.dtype  # to which the operands of the products of torch's modules are rounded
+
+
+def dtypes_of(weight: Tensor) -> Dtypes:
+    """The dtypes for this head weight [V, H], under the autocast mode of the caller."""
+    kind = weight.device.type
+    accumulation = torch.promote_types(weight.dtype, torch.float32)
+    product = weight.dtype
+    if product != torch.float64 and torch.amp.is_autocast_available(kind):
+        product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else product
+    if kind == "cuda":
+        fast = product in (torch.bfloat16, torch.float16)
+    else:
+        fast = product == torch.bfloat16 and cpu_multiplies_bfloat16()
+    narrow = product if fast else accumulation
+    return Dtypes(accumulation, product, exps=narrow, cell=narrow)
+
+
+@contextmanager
+def no_grad_no_autocast(device: torch.device) -> Iterator[None]:
+    """Neither a graph nor autocast: the head has precisions of its own."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield

@@ -1,0 +1,221 @@
+// add_matmul: large products with sums in the accumulation dtype, whatever that of the operands. On
+// processors with AVX-512 the library's product of bfloat16 operands rounds its sums, and its
+// product of floats is, on some, half as fast as the processor.
+#include <algorithm>
+#include <optional>
+
+#include "cpu/decoder/skinny_matmul.h"
+#include "cpu/simd/isa.h"
+
+namespace accumext::cpu {
+namespace {
+
+constexpr int64_t kPanelBytes = 1 << 15;  // of the first cache
+constexpr int64_t kRowSpan = 240;         // rows of the left operand in the second cache
+
+// A matrix of the call, with any strides.
+struct Operand {
+  const char* data;
+  Dtype dtype;
+  int64_t row_stride, column_stride;  // elements
+
+  explicit Operand(const Tensor& tensor)
+      : data(static_cast<const char*>(tensor.const_data_ptr())),
+        dtype(float_dtype(tensor)),
+        row_stride(tensor.stride(0)),
+        column_stride(tensor.stride(1)) {}
+
+  const char* at(int64_t row, int64_t column) const {
+    return data + (row * row_stride + column * column_stride) * size_of(dtype);
+  }
+};
+
+template <typename T>
+class Matmul {
+ public:
+  Matmul(const Tensor& sums, const Tensor& left, const Tensor& right, bool overwrite)
+      : rows_(left.size(0)),
+        depth_(left.size(1)),
+        columns_(right.size(1)),
+        left_(left),
+        right_(right),
+        out_(static_cast<T*>(sums.mutable_data_ptr())),
+        out_stride_(sums.stride(0)),
+        overwrite_(overwrite) {
+    if (left_.dtype != kDtypeOf<T>) paired_ = paired_kernels();
+    // As many terms as a panel holds, or fewer, so that blocks are equal.
+    const int64_t most =
+        (paired_ != nullptr ? 2 : 1) * kPanelBytes / (kPanelColumns<T> * sizeof(T));
+    const int64_t blocks = (depth_ + most - 1) / most;
+    depth_block_ = up_to(2 * kTile, (depth_ + blocks - 1) / blocks);
+  }
+
+  void run() const {
+    const int64_t panels = (columns_ + kPanelColumns<T> - 1) / kPanelColumns<T>;
+    const int64_t spans = (rows_ + kRowSpan - 1) / kRowSpan;
+    const int64_t threads = torch::stable::get_num_threads();
+    if (spans >= 2 * threads) {
+      torch::stable::parallel_for(0, spans, 1, [&](int64_t begin, int64_t end) {
+        part({begin * kRowSpan, std::min(end * kRowSpan, rows_)}, {0, panels});
+      });
+      return;
+    }
+    const int64_t groups = std::max<int64_t>(1, threads / panels);  // of rows
+    torch::stable::parallel_for(0, panels * groups, 1, [&](int64_t begin, int64_t end) {
+      if (groups == 1) return part({0, rows_}, {begin, end});
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t group = i % groups;
+        part({rows_ * group / groups, rows_ * (group + 1) / groups}, {i / groups, i / groups + 1});
+      }
+    });
+  }
+
+ private:
+  struct Range {
+    int64_t begin, end;
+  };
+
+  // These rows times these panels.
+  void part(const Range& rows, const Range& panels) const {
+    const int64_t panel_size = depth_block_ * kPanelColumns<T>;
+    const Buffer<T> packed((panels.end - panels.begin) * panel_size);
+    std::optional<Buffer<uint16_t>> turned;
+    for (int64_t depth = 0; depth < depth_; depth += depth_block_) {
+      Block<T> block{};
+      block.depth = std::min(depth_block_, depth_ - depth);
+      block.add = depth > 0 || !overwrite_;
+      for (int64_t p = panels.begin; p < panels.end; ++p) {
+        pack(depth, block.depth, p, &packed[(p - panels.begin) * panel_size]);
+      }
+      for (int64_t row = rows.begin; row < rows.end; row += kRowSpan) {
+        block.rows = std::min(kRowSpan, rows.end - row);
+        take_rows(row, depth, block, turned);
+        for (int64_t p = panels.begin; p < panels.end; ++p) {
+          const int64_t column = p * kPanelColumns<T>;
+          block.panel = &packed[(p - panels.begin) * panel_size];
+          block.columns = std::min(kPanelColumns<T>, columns_ - column);
+          block.out = out_ + row * out_stride_ + column;
+          block.out_stride = out_stride_;
+          multiply(block);
+        }
+      }
+    }
+  }
+
+  void pack(int64_t row, int64_t depth, int64_t panel, T* to) const {
+    const int64_t column = panel * kPanelColumns<T>;
+    const PanelSource source{.data = right_.at(row, column),
+                             .dtype = right_.dtype,
+                             .depth = depth,
+                             .columns = std::min(kPanelColumns<T>, columns_ - column),
+                             .depth_stride = right_.row_stride,
+                             .column_stride = right_.column_stride};
+    if constexpr (std::is_same_v<T, float>) {
+      if (paired_ != nullptr) return paired_->pack(source, reinterpret_cast<uint32_t*>(to));
+    }
+    decoder_kernels<T>().pack(source, to);
+  }
+
+  // The block's part of the left operand; pairs must lie next to each other.
+  void take_rows(int64_t row, int64_t depth, Block<T>& block,
+                 std::optional<Buffer<uint16_t>>& turned) const {
+    block.left = left_.at(row, depth);
+    block.row_stride = left_.row_stride;
+    block.depth_stride = left_.column_stride;
+    if (paired_ == nullptr || left_.column_stride == 1) return;
+    const int64_t stride = up_to(2 * kTile, block.depth);
+    if (!turned) turned.emplace(kRowSpan * depth_block_);
+    paired_->transpose(static_cast<const uint16_t*>(block.left), left_.column_stride, block.depth,
+                       block.rows, turned->get(), stride);
+    block.left = turned->get();
+    block.row_stride = stride;
+    block.depth_stride = 1;
+  }
+
+  void multiply(const Block<T>& block) const {
+    if constexpr (std::is_same_v<T, float>) {
+      if (paired_ != nullptr) return paired_->multiply(block);
+    }
+    decoder_kernels<T>().multiply(block);
+  }
+
+  int64_t rows_, depth_, columns_;
+  Operand left_, right_;
+  T* out_;
+  int64_t out_stride_;
+  bool overwrite_;
+  const PairedKernels* paired_ = nullptr;  // null: operands are T in the product
+  int64_t depth_block_;                    // terms of a panel
+};
+
+using torch::headeronly::ScalarType;
+
+Tensor converted(const Tensor& tensor, Dtype dtype) {
+  if (float_dtype(tensor) == dtype) return tensor;
+  const ScalarType types[] = {ScalarType::Half, ScalarType::BFloat16, ScalarType::Float,
+                              ScalarType::Double};
+  return torch::stable::to(tensor, types[static_cast<int>(dtype)]);
+}
+
+// out = left right, by the library.
+void library_matmul(const Tensor& left, const Tensor& right, const Tensor& out) {
+  using torch::stable::detail::from;
+  StableIValue stack[] = {from(left), from(right), from(out)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack, TORCH_ABI_VERSION));
+  torch::stable::detail::to<Tensor>(stack[0]);  // out once more, which is ours to release
+}
+
+// Where nothing here is faster. The dispatcher takes no Scalar, so addmm cannot be called.
+template <typename T>
+void library_add_matmul(Tensor sums, Tensor left, const Tensor& right, bool overwrite) {
+  if (overwrite) return library_matmul(left, right, sums);
+  constexpr int64_t kSlice = 1024;  // rows
+  const int64_t columns = sums.size(1);
+  Tensor product = torch::stable::new_empty(sums, {std::min(kSlice, sums.size(0)), columns});
+  for (int64_t row = 0; row < sums.size(0); row += kSlice) {
+    const int64_t rows = std::min(kSlice, sums.size(0) - row);
+    library_matmul(torch::stable::narrow(left, 0, row, rows), right,
+                   torch::stable::narrow(product, 0, 0, rows));
+    const T* from = static_cast<const T*>(product.const_data_ptr());
+    T* to = static_cast<T*>(sums.mutable_data_ptr()) + row * sums.stride(0);
+    for (int64_t r = 0; r < rows; ++r, from += columns, to += sums.stride(0)) {
+      for (int64_t c = 0; c < columns; ++c) to[c] += from[c];
+    }
+  }
+}
+
+template <typename T>
+void add_matmul(const Tensor& sums, Tensor left, Tensor right, bool overwrite) {
+  const Dtype dtype = float_dtype(left);
+  if (dtype != kDtypeOf<T> && (dtype != Dtype::kBFloat16 || paired_kernels() == nullptr)) {
+    right = converted(right, dtype);
+    left = converted(left, kDtypeOf<T>);
+  }
+  if (widest_isa() == Isa::kPortable) {
+    return library_add_matmul<T>(sums, left, converted(right, kDtypeOf<T>), overwrite);
+  }
+  if (left.stride(0) != 1 && left.stride(1) != 1) left = torch::stable::contiguous(left);
+  Matmul<T>(sums, left, right, overwrite).run();
+}
+
+void add_matmul_cpu(Tensor sums, Tensor left, Tensor right, bool overwrite) {
+  require(sums.dim() == 2 && left.dim() == 2 && right.dim() == 2);
+  require(left.size(0) == sums.size(0) && right.size(1) == sums.size(1));
+  require(left.size(1) == right.size(0));
+  require(sums.stride(1) == 1 || sums.size(1) <= 1);
+  if (sums.numel() == 0) return;
+  if (left.size(1) == 0) {
+    if (overwrite) torch::stable::zero_(sums);
+    return;
+  }
+  if (float_dtype(sums) == Dtype::kDouble) return add_matmul<double>(sums, left, right, overwrite);
+  require(float_dtype(sums) == Dtype::kFloat);
+  add_matmul<float>(sums, left, right, overwrite);
+}
+
+}  // namespace
+}  // namespace accumext::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(accumext, CPU, m) {
+  m.impl("add_matmul", accumext::boxed<accumext::cpu::add_matmul_cpu>);
+}

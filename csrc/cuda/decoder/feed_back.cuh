@@ -1,0 +1,106 @@
+// What a step's tokens decide: who has ended, what the next step reads, and its rows of the
+// embedding.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/decoder/matrix.h"
+#include "cuda/device.cuh"
+
+namespace accumext::cuda {
+
+// Rows of a table, and where they go.
+struct Lookup {
+  AnyMatrix table;    // [words, width]
+  AnyMatrix rows;     // [rows, width], any dtype
+  int64_t words = 0;  // a token outside [0, words) ends the program
+  int64_t width = 0;
+
+  // The same for rows from `first` on.
+  Lookup from(int64_t first) const {
+    Lookup rest = *this;
+    rest.rows = rows.from_row(first);
+    return rest;
+  }
+
+  // One row, by `threads` threads of which this is the `thread`-th.
+  __device__ void copy(int64_t row, int64_t token, int thread, int threads) const {
+    if (token < 0 || token >= words) __trap();
+    with_type(table.dtype, [&](auto from_type) {
+      with_type(rows.dtype, [&](auto to_type) {
+        const auto* from = table.as<decltype(from_type)>().at(token, 0);
+        auto* to = rows.as<decltype(to_type)>().at(row, 0);
+        for (int64_t i = thread; i < width; i += threads) {
+          to[i] = rounded<decltype(to_type)>(load<double>(from[i]));
+        }
+      });
+    });
+  }
+};
+
+// lookup.rows of so many tokens.
+//
+//   grid    rows    block   kBlockSize threads, over one row
+//   reads   tokens, int64, [rows]; of the table as many rows, any dtype
+//   writes  lookup.rows, any dtype, [rows, width]
+inline __global__ void __launch_bounds__(kBlockSize)
+    look_up_kernel(Lookup lookup, const int64_t* tokens) {
+  lookup.copy(blockIdx.x, tokens[blockIdx.x], static_cast<int>(threadIdx.x), kBlockSize);
+}
+
+// What follows from the tokens of a step for the steps behind it. Pointers begin at the first of
+// the rows that a launch has.
+struct FeedBack {
+  int64_t* rows = nullptr;             // [rows]: names, from first_row on; or null
+  int64_t first_row = 0;               // t B, and what the rows begin at
+  const bool* live = nullptr;          // [rows] of the step, or null: all are
+  int64_t pad = 0;                     // the token of a row that is not
+  int64_t later = 0;                   // steps behind this one; 0: nothing else here is wanted
+  bool* live_later = nullptr;          // [later, B], or null: all are
+  int64_t batch = 0;                   // B
+  int64_t eos = -1;                    // ends a row; -1: nothing does
+  const int64_t* teacher = nullptr;    // [rows] of the next step, fed instead of the token, or null
+  const bool* teacher_mask = nullptr;  // [rows]: where; or null: everywhere
+  int64_t* inputs = nullptr;           // [rows] of the next step, to be written
+  Lookup lookup{};                     // what those read
+
+  // The same of the rows from `first` on.
+  FeedBack from(int64_t first) const {
+    FeedBack rest = *this;
+    const auto move = [first](auto*& pointer) {
+      if (pointer != nullptr) pointer += first;
+    };
+    move(rest.rows);
+    rest.first_row += first;
+    move(rest.live);
+    move(rest.live_later);
+    move(rest.teacher);
+    move(rest.teacher_mask);
+    move(rest.inputs);
+    rest.lookup = lookup.from(first);
+    return rest;
+  }
+
+  __device__ bool is_live(int64_t row) const { return live == nullptr || live[row]; }
+
+  __device__ bool ends(int64_t row, int64_t token) const {
+    return eos >= 0 && is_live(row) && token == eos;
+  }
+
+  // The next input of a row whose token this is.
+  __device__ int64_t input(int64_t row, int64_t token) const {
+    const bool goes_on = live_later == nullptr || (live_later[row] && !ends(row, token));
+    if (!goes_on) return pad;
+    const bool taught = teacher != nullptr && (teacher_mask == nullptr || teacher_mask[row]);
+    return taught ? teacher[row] : token;
+  }
+
+  // For a row with such a token and next input, by all threads of a block.
+  __device__ void lead_on(int64_t row, int64_t token, int64_t input) const {
+    lookup.copy(row, input, static_cast<int>(threadIdx.x), kBlockSize);
+    if (!ends(row, token)) return;
+    for (int64_t t = threadIdx.x; t < later; t += kBlockSize) live_later[t * batch + row] = false;
+  }
+};
+
+}  // namespace accumext::cuda

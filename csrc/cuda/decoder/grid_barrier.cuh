@@ -1,0 +1,54 @@
+// Where all blocks of a cooperative launch meet.
+#pragma once
+
+#include "cuda/decoder/instructions.cuh"
+#include "cuda/device.cuh"
+
+namespace accumext::cuda {
+
+// From where a barrier is called: the test shim compares the blocks' places, a GPU does not.
+#ifdef __CUDACC__
+struct CallSite {
+  __device__ static CallSite current() { return {}; }
+};
+#else
+using CallSite = host_cuda::Site;
+#endif
+
+// What a block has written before arrive() is visible to every block after wait(). Between the two
+// it may do what no other block waits for. The counter, 0 when the kernel begins, only grows: no
+// block can overtake another by more than one meeting.
+class GridBarrier {
+ public:
+  // `expected` is in shared memory, of thread 0 alone.
+  __device__ GridBarrier(unsigned long long* arrived, unsigned long long* expected)
+      : arrived_(arrived), expected_(expected) {
+    if (threadIdx.x == 0) *expected_ = 0;
+  }
+
+  __device__ void arrive(CallSite site = CallSite::current()) const {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    *expected_ += gridDim.x;
+    __threadfence();
+    atomicAdd(arrived_, 1ULL);
+#ifndef __CUDACC__
+    host_cuda::Device::current().block_arrives(site);
+#endif
+  }
+
+  __device__ void wait() const {
+    if (threadIdx.x == 0) {
+      while (load_acquire(arrived_) < *expected_) __nanosleep(kPause);
+    }
+    __syncthreads();
+  }
+
+ private:
+  static constexpr unsigned kPause = 20;  // nanoseconds
+
+  unsigned long long* arrived_;
+  unsigned long long* expected_;
+};
+
+}  // namespace accumext::cuda

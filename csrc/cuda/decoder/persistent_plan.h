@@ -1,0 +1,189 @@
+// How a window of decoder steps is laid out over a GPU that keeps it to itself: which blocks own
+// what, and what lies where in shared and in scratch memory. No torch here, and no CUDA.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/decoder/persistent_call.h"
+#include "cuda/device_limits.h"
+#include "math/host_device.h"
+
+namespace accumext::cuda {
+
+constexpr int kMaxPersistentBatch = 64;
+constexpr int kPersistentWarps = 8;
+constexpr int kTileRows = 16;    // of a weight that one tensor-core operation multiplies
+constexpr int kTileColumns = 8;  // rows of the batch that it multiplies them with
+constexpr int kChunk = 32;       // elements of a row that a warp multiplies at once
+constexpr int kRowGroup = 8;     // rows of a weight that the lanes of a warp hold an octet of
+constexpr int kCellRows = 32;    // of a cell's weights: as many as a warp has sums for
+constexpr int kMinStages = 2;
+constexpr int kMaxStages = 8;
+
+ACCUMEXT_HOST_DEVICE inline int64_t chunks_of(int64_t depth) {
+  return (depth + kChunk - 1) / kChunk;
+}
+
+// Of a share: where that of `block` begins where `blocks` share `count` evenly.
+ACCUMEXT_HOST_DEVICE inline int64_t share_begin(int64_t count, int64_t block, int64_t blocks) {
+  return count * block / blocks;
+}
+
+// What each block says of its logits of a row, to be summed up by whoever reads it.
+struct PersistentShare {
+  double sum, tempered;  // of exp(z - peak), and of exp((z - peak) / temperature)
+  float peak;
+};
+
+// The state of a row of the batch, which every block keeps for itself.
+struct PersistentRow {
+  int64_t fed;     // the input of the next step
+  int64_t target;  // of the step whose logits are known
+  float peak;      // of that step
+  bool live, ended;
+};
+
+struct PersistentPlan {
+  int blocks = 0;  // 0: the window does not fit
+  int width;       // B rounded up to 8, 16, 32 or 64
+  int row_tiles;   // that a warp multiplies at once with the hidden states
+  int stages;      // of the head's weight on their way to a warp
+  bool resident;   // the cells' weights stay in shared memory
+  // A block goes through its units `units_per_pass` at a time; the rows of their gates are padded
+  // to `cell_groups` groups of kRowGroup.
+  int passes, units_per_pass, cell_groups;
+  int64_t hidden_stride;   // elements from a row of the hidden states to the next
+  int64_t operand_stride;  // of the rounded copies in scratch memory; what is beyond H is 0
+  float kept;              // part of the head's weight that may stay in the L2 cache
+
+  // In shared memory, bytes from its beginning. `hidden` is also where the warps' parts of the
+  // cells' products and of the logits' statistics meet, each in its time.
+  int64_t cells, hidden, stream, biases, rows, meetings, shared_bytes;
+
+  // In scratch memory. `arrived` and `keys` are 0 when the kernel begins: `zeroed` bytes.
+  int64_t arrived, keys, zeroed, sampled, operands, dropped, shares, logits, scratch_bytes;
+
+  int gates_rows(CellKind kind) const { return gate_count(kind) * units_per_pass; }
+};
+
+inline int64_t pad_to(int64_t size, int64_t multiple) {
+  return (size + multiple - 1) / multiple * multiple;
+}
+
+// Octets of a layer's weights of one pass: [chunks of x and of h][cell_groups][lanes].
+ACCUMEXT_HOST_DEVICE inline int64_t octets_of_pass(const PersistentPlan& plan, int64_t depth,
+                                                   int64_t units) {
+  return (chunks_of(depth) + chunks_of(units)) * plan.cell_groups * 32;
+}
+
+namespace persistent {
+
+// Where things lie one after the other.
+class Room {
+ public:
+  int64_t take(int64_t bytes) {
+    const int64_t begin = size_;
+    size_ = pad_to(begin + bytes, 128);
+    return begin;
+  }
+  int64_t size() const { return size_; }
+
+ private:
+  int64_t size_ = 0;
+};
+
+// shared_bytes and the places in it, with so many stages.
+inline void lay_out_shared(const PersistentCall& call, PersistentPlan& plan) {
+  Room room;
+  int64_t octets = 0;
+  for (int l = 0; l < call.layers; ++l) {
+    octets += octets_of_pass(plan, l == 0 ? call.inputs : call.units, call.units);
+  }
+  plan.cells = room.take(plan.resident ? octets * plan.passes * 16 : 0);
+  const int64_t hidden = plan.width * plan.hidden_stride * 2;
+  const int64_t products = 2 * kPersistentWarps * plan.cell_groups * kRowGroup * plan.width * 4;
+  const int64_t statistics = kPersistentWarps * kRowGroup * kTileColumns * 12;
+  plan.hidden = room.take(std::max({hidden, products, statistics}));
+  plan.stream = room.take(kPersistentWarps * plan.stages * plan.row_tiles * 1024);
+  plan.biases = room.take(call.layers * plan.passes * 2 * plan.cell_groups * kRowGroup * 4);
+  plan.rows = room.take(plan.width * sizeof(PersistentRow));
+  plan.meetings = room.take(8);
+  plan.shared_bytes = room.size();
+}
+
+inline void lay_out_scratch(const PersistentCall& call, PersistentPlan& plan) {
+  Room room;
+  plan.arrived = room.take(8);
+  plan.keys = room.take(2 * plan.width * 8);
+  plan.zeroed = room.size();
+  plan.sampled = room.take(plan.width * 4);
+  const int64_t copy = plan.width * plan.operand_stride * 2;
+  plan.operands = room.take(call.layers * 2 * copy);
+  plan.dropped = room.take(call.dropout_mask == nullptr ? 0 : (call.layers - 1) * copy);
+  plan.shares = room.take(2 * plan.blocks * plan.width * sizeof(PersistentShare));
+  plan.logits = room.take(call.vocabulary * plan.width * 4);
+  plan.scratch_bytes = room.size();
+}
+
+// Whether the elements of a row lie next to each other.
+template <typename M>  // Matrix or AnyMatrix
+bool dense_rows(const M& matrix, int64_t columns) {
+  return matrix.column_stride == 1 || columns <= 1;
+}
+
+// Whether the kernel takes a window at all.
+inline bool takes(const PersistentCall& call) {
+  if (call.batch < 1 || call.batch > kMaxPersistentBatch || call.layers > kMaxLayers) return false;
+  if (call.operand != Dtype::kHalf && call.operand != Dtype::kBFloat16) return false;
+  if (call.vocabulary < 1 || call.vocabulary > (1 << 30) || call.units < 1) return false;
+  if (call.exps.data != nullptr && call.exps.dtype == Dtype::kDouble) return false;
+  bool dense = dense_rows(call.table, call.inputs) && dense_rows(call.head, call.units);
+  for (const PersistentLayer* layer = call.layer; layer < call.layer + call.layers; ++layer) {
+    const int64_t inputs = layer == call.layer ? call.inputs : call.units;
+    dense = dense && dense_rows(layer->weight_ih, inputs);
+    dense = dense && dense_rows(layer->weight_hh, call.units);
+  }
+  return dense;
+}
+
+}  // namespace persistent
+
+// The plan of a window; its blocks are 0 where the kernel does not take it.
+inline PersistentPlan persistent_plan(const PersistentCall& call, const DeviceLimits& device) {
+  PersistentPlan plan{};
+  if (device.capability < 80 || device.blocks < 1 || !persistent::takes(call)) return plan;
+
+  plan.width = kTileColumns;
+  while (plan.width < call.batch) plan.width *= 2;
+  // With 64 columns a warp would wait for shared memory, were its hidden states not used twice.
+  plan.row_tiles = plan.width == 64 ? 2 : 1;
+  const int gates = gate_count(call.kind);
+  const int64_t units = (call.units + device.blocks - 1) / device.blocks;
+  const int most = kCellRows / gates;
+  plan.passes = static_cast<int>((units + most - 1) / most);
+  plan.units_per_pass = static_cast<int>((units + plan.passes - 1) / plan.passes);
+  plan.cell_groups = (plan.gates_rows(call.kind) + kRowGroup - 1) / kRowGroup;
+  plan.operand_stride = chunks_of(call.units) * kChunk;
+  // Two rows are 64 bytes apart in the banks: eight lanes then read them at once.
+  plan.hidden_stride = plan.operand_stride + (plan.operand_stride % 64 == 0 ? kChunk : 0);
+  // Half of the cache is left to everything else.
+  const double bytes = 2.0 * call.vocabulary * call.units;
+  plan.kept = static_cast<float>(std::min(1.0, 0.5 * device.l2_bytes / bytes));
+
+  // As many stages as there is room for; but for half of them the cells' weights go first.
+  const auto fits = [&](bool resident, int least) {
+    plan.resident = resident;
+    for (plan.stages = kMaxStages; plan.stages >= least; --plan.stages) {
+      persistent::lay_out_shared(call, plan);
+      if (plan.shared_bytes <= device.shared_bytes) return true;
+    }
+    return false;
+  };
+  if (!fits(true, kMaxStages / 2) && !fits(false, kMinStages)) return plan;
+  plan.blocks = device.blocks;
+  persistent::lay_out_scratch(call, plan);
+  return plan;
+}
+
+}  // namespace accumext::cuda

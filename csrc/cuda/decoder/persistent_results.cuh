@@ -1,0 +1,211 @@
+// What the persistent kernel makes of a step's logits.
+#pragma once
+
+#include <climits>
+#include <cmath>
+#include <cstring>
+
+#include "cuda/decoder/persistent_memory.cuh"
+#include "cuda/decoder/row_tiles.cuh"
+#include "cuda/decoder/softmax_stats.cuh"
+
+namespace accumext::cuda {
+
+// What some logits of a row of the batch come to.
+struct Statistics {
+  float peak = -INFINITY;
+  int at = INT_MAX;
+  float sum = 0.0f;  // of exp(z - peak)
+};
+static_assert(sizeof(Statistics) == 12);  // persistent_plan.h
+
+// Of two sets of logits together; of equals the first counts.
+__device__ inline Statistics combined(const Statistics& a, const Statistics& b) {
+  const Peak<float> top = combined(Peak<float>{a.peak, a.at}, Peak<float>{b.peak, b.at});
+  const auto scaled = [&](const Statistics& part) {
+    return part.peak == -INFINITY ? 0.0f : part.sum * std::exp(part.peak - origin(top.value));
+  };
+  return {top.value, top.at, scaled(a) + scaled(b)};
+}
+
+// The same with one more logit, that of a later word.
+__device__ inline void add(Statistics& to, float z, int word) {
+  if (z < to.peak) {
+    to.sum += std::exp(z - to.peak);
+  } else {
+    to = combined(to, {z, word, z == -INFINITY ? 0.0f : 1.0f});
+  }
+}
+
+// By value, so that both stay in registers.
+__device__ inline Statistics chosen(bool first, const Statistics& a, const Statistics& b) {
+  return {first ? a.peak : b.peak, first ? a.at : b.at, first ? a.sum : b.sum};
+}
+
+// What the lane `distance` away has, where all lanes have called it.
+__device__ inline Statistics across(const Statistics& x, int distance) {
+  return {__shfl_xor_sync(kAllLanes, x.peak, distance), __shfl_xor_sync(kAllLanes, x.at, distance),
+          __shfl_xor_sync(kAllLanes, x.sum, distance)};
+}
+
+// A logit and its word in 64 bits: the larger logit, of equals the lower word, is the larger
+// number; a NaN is larger than any. Never 0.
+__device__ inline unsigned long long key_of(float logit, int word) {
+  logit += 0.0f;  // -0 is 0
+  uint32_t bits;
+  std::memcpy(&bits, &logit, sizeof(bits));
+  constexpr uint32_t kSign = 0x80000000u;
+  const uint32_t ordered = logit != logit ? ~0u : (bits & kSign) != 0 ? ~bits : bits | kSign;
+  return static_cast<unsigned long long>(ordered) << 32 | (~0u - static_cast<uint32_t>(word));
+}
+
+__device__ inline Peak<float> peak_of(unsigned long long key) {
+  constexpr uint32_t kSign = 0x80000000u;
+  const auto ordered = static_cast<uint32_t>(key >> 32);
+  const uint32_t bits = (ordered & kSign) != 0 ? ordered & ~kSign : ~ordered;
+  Peak<float> peak;
+  std::memcpy(&peak.value, &bits, sizeof(bits));
+  peak.at = static_cast<int>(~0u - static_cast<uint32_t>(key));
+  return peak;
+}
+
+// 1 / temperature, as inverse_of() in softmax_stats.cuh; 1 where nothing is drawn.
+__device__ inline float inverse_temperature(const PersistentCall& call) {
+  constexpr double kMost = 0x1p126;
+  if (call.uniforms == nullptr) return 1.0f;
+  const double inverse = 1.0 / call.temperature;
+  return static_cast<float>(inverse > kMost ? kMost : inverse < 1 / kMost ? 1 / kMost : inverse);
+}
+
+// Draws tokens, and writes down what the loss needs, of a step that every block has predicted.
+class PersistentResults {
+ public:
+  __device__ explicit PersistentResults(const PersistentMemory& memory)
+      : memory_(memory), call_(memory.call), plan_(memory.plan) {}
+
+  // Of the block's logits of a step the sums that sample() reads, where the temperature is not 1.
+  // Takes the shared memory at `hidden`.
+  __device__ void temper(int64_t step) const {
+    const int b = threadIdx.x % plan_.width;
+    const int turns = kBlockSize / plan_.width;
+    double* const sums = memory_.in_shared<double>(plan_.hidden);
+    __syncthreads();
+    double sum = 0.0;
+    if (b < call_.batch) {
+      const float factor = inverse_temperature(call_);
+      const float from = origin(memory_.share(step, blockIdx.x, b).peak);
+      int word = memory_.begin_word + threadIdx.x / plan_.width;
+#pragma unroll 4
+      for (; word < memory_.end_word; word += turns) {
+        sum += std::exp((*memory_.logit(word, b) - from) * factor);
+      }
+    }
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.x >= call_.batch) return;
+    for (int turn = 1; turn < turns; ++turn) sum += sums[turn * plan_.width + b];
+    memory_.share(step, blockIdx.x, b).tempered = sum;
+  }
+
+  // The token that is drawn by inversion in a row; see sampled() in softmax_stats.cuh. All threads
+  // of the block must call it, after every block has predicted.
+  __device__ int sample(int64_t step, int64_t b) const {
+    const Place place(Tiles{1, 1, 1});
+    const float factor = inverse_temperature(call_);
+    const auto inverse = static_cast<double>(factor);
+    const Peak<float> peak = peak_of(load_shared_between_blocks(memory_.keys(step) + b));
+    const auto share = [&](int block) {
+      const PersistentShare* of = &memory_.share(step, block, b);
+      const double depth = static_cast<double>(load_shared_between_blocks(&of->peak)) -
+                           static_cast<double>(peak.value);
+      return load_shared_between_blocks(&of->tempered) * std::exp(depth * inverse);
+    };
+    const Prefix prefix = row_prefix(place, plan_.blocks, share);
+    const double threshold = call_.uniforms[step * call_.batch + b] * prefix.whole;
+    const Crossing in = first_past(place, plan_.blocks, prefix.before, threshold, share);
+    const int block = in.exists() ? in.term() : 0;
+    const int first = memory_.first_word(block);
+    const int words = memory_.first_word(block + int64_t{1}) - first;
+    const auto mass = [&](int i) {
+      const float z = load_shared_between_blocks(memory_.logit(first + i, b));
+      return static_cast<double>(std::exp((z - peak.value) * factor));
+    };
+    const Prefix within = row_prefix(place, words, mass);
+    const Crossing found = first_past(place, words, within.before, threshold - in.before, mass);
+    return in.exists() && found.exists() ? first + found.term() : peak.at;
+  }
+
+  // What only the loss and the caller wait for.
+  __device__ void record(int64_t step) const {
+    record_targets(step);
+    record_statistics(step);
+    if (call_.exps.data == nullptr) return;
+    switch (call_.exps.dtype) {
+      case Dtype::kHalf:
+        return write_exps<__half>(step);
+      case Dtype::kBFloat16:
+        return write_exps<__nv_bfloat16>(step);
+      default:
+        return write_exps<float>(step);
+    }
+  }
+
+ private:
+  // The logit of the target: by the block that has it.
+  __device__ void record_targets(int64_t step) const {
+    for (int b = threadIdx.x; b < call_.batch; b += kBlockSize) {
+      const int64_t target = memory_.row(b).target;
+      float* const to = call_.stats.at(2, memory_.result(step, b));
+      if (target >= memory_.begin_word && target < memory_.end_word)
+        *to = *memory_.logit(target, b);
+      const bool exists = target >= 0 && target < call_.vocabulary;
+      if (!exists && memory_.owns_row(b)) *to = NAN;
+    }
+  }
+
+  // The other statistics of the rows that the block owns, a warp per row.
+  __device__ void record_statistics(int64_t step) const {
+    for (int64_t b = blockIdx.x + int64_t{warp_index()} * plan_.blocks; b < call_.batch;
+         b += int64_t{kPersistentWarps} * plan_.blocks) {
+      const float peak = memory_.row(b).peak;
+      double sum = 0.0;
+      for (int block = lane(); block < plan_.blocks; block += kWarpSize) {
+        const PersistentShare* of = &memory_.share(step, block, b);
+        const double depth =
+            static_cast<double>(load_shared_between_blocks(&of->peak)) - static_cast<double>(peak);
+        sum += load_shared_between_blocks(&of->sum) * std::exp(depth);
+      }
+      for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+        sum += __shfl_down_sync(kAllLanes, sum, distance);
+      }
+      if (lane() > 0) continue;
+      const int64_t result = memory_.result(step, b);
+      *call_.stats.at(0, result) = peak;
+      *call_.stats.at(1, result) = static_cast<float>(sum);
+      call_.rows[result] = step * call_.batch + b;
+    }
+  }
+
+  // exp(z - peak) of the block's words, 0 at the target.
+  template <typename exp_t>
+  __device__ void write_exps(int64_t step) const {
+    const Matrix<exp_t> exps = call_.exps.as<exp_t>();
+    const int width = plan_.width;
+    const int b = threadIdx.x % width;
+    if (b >= call_.batch) return;
+    const PersistentRow row = memory_.row(b);
+    const int64_t result = memory_.result(step, b);
+#pragma unroll 4
+    for (int word = memory_.begin_word + threadIdx.x / width; word < memory_.end_word;
+         word += kBlockSize / width) {
+      const float z = *memory_.logit(word, b);
+      *exps.at(result, word) = rounded<exp_t>(word == row.target ? 0.0f : std::exp(z - row.peak));
+    }
+  }
+
+  const PersistentMemory& memory_;
+  const PersistentCall& call_;
+  const PersistentPlan& plan_;
+};
+
+}  // namespace accumext::cuda

@@ -1,0 +1,188 @@
+// A window of decoder steps in one cooperative launch.
+#pragma once
+
+#include "cuda/decoder/grid_barrier.cuh"
+#include "cuda/decoder/persistent_cell.cuh"
+#include "cuda/decoder/persistent_head.cuh"
+
+namespace accumext::cuda {
+
+// What one block does. Its parts are outlined, so that each has all registers.
+template <typename T, int kColumnTiles>
+class PersistentSteps {
+ public:
+  __device__ explicit PersistentSteps(const PersistentMemory& memory)
+      : memory_(memory),
+        call_(memory.call),
+        barrier_(memory.in_scratch<unsigned long long>(memory.plan.arrived),
+                 memory.in_shared<unsigned long long>(memory.plan.meetings)) {}
+
+  __device__ void run() {
+    StreamPosition position = begin_stream(memory_);
+    prepare(memory_);
+    barrier_.arrive();
+    read_first_inputs();
+    barrier_.wait();
+    multiply(memory_, 0, 0, Operand::kH, call_.begin);
+#pragma unroll 1
+    for (int64_t step = call_.begin; step < call_.end; ++step) {
+      advance(step);
+      clear_keys(step + 1);
+      position = predict(memory_, step, position);
+      if (call_.uniforms != nullptr && call_.temperature != 1.0) temper(memory_, step);
+      barrier_.arrive();
+      if (step + 1 < call_.end) multiply(memory_, 0, 0, Operand::kH, step + 1);
+      barrier_.wait();
+      if (call_.uniforms != nullptr) {
+        sample(memory_, step);
+        barrier_.arrive();
+        barrier_.wait();
+      }
+      if (threadIdx.x < call_.batch) feed_back(step, threadIdx.x);
+      __syncthreads();
+    }
+    record(memory_, call_.end - 1);
+  }
+
+ private:
+  using Cell = PersistentCell<T, kColumnTiles>;
+  using Head = PersistentHead<T, kColumnTiles>;
+
+  __device__ __noinline__ static StreamPosition begin_stream(PersistentMemory memory) {
+    return WeightStream<Head::kTiles>::begin(memory);
+  }
+
+  __device__ __noinline__ static StreamPosition predict(PersistentMemory memory, int64_t step,
+                                                        StreamPosition position) {
+    return Head(memory).predict(step, position);
+  }
+
+  __device__ __noinline__ static void prepare(PersistentMemory memory) {
+    const Cell cell(memory);
+    cell.round_states();
+    cell.load_weights();
+  }
+
+  __device__ __noinline__ static void multiply(PersistentMemory memory, int layer, int pass,
+                                               Operand operand, int64_t step) {
+    Cell(memory).multiply(layer, pass, operand, step);
+  }
+
+  __device__ __noinline__ static void advance_pass(PersistentMemory memory, int layer, int pass,
+                                                   int64_t step) {
+    Cell(memory).advance(layer, pass, step);
+  }
+
+  __device__ __noinline__ static void temper(PersistentMemory memory, int64_t step) {
+    PersistentResults(memory).temper(step);
+  }
+
+  // The tokens of the rows that the block owns, for all blocks.
+  __device__ __noinline__ static void sample(PersistentMemory memory, int64_t step) {
+    int* const sampled = memory.in_scratch<int>(memory.plan.sampled);
+    for (int64_t b = blockIdx.x; b < memory.call.batch; b += memory.plan.blocks) {
+      const int token = PersistentResults(memory).sample(step, b);
+      if (threadIdx.x == 0) sampled[b] = token;
+    }
+  }
+
+  __device__ __noinline__ static void record(PersistentMemory memory, int64_t step) {
+    PersistentResults(memory).record(step);
+  }
+
+  // All layers. The first pass of the first layer has been multiplied with h already.
+  __device__ void advance(int64_t step) {
+#pragma unroll 1
+    for (int layer = 0; layer < call_.layers; ++layer) {
+#pragma unroll 1
+      for (int pass = 0; pass < memory_.plan.passes; ++pass) {
+        if (layer > 0 || pass > 0) multiply(memory_, layer, pass, Operand::kH, step);
+        multiply(memory_, layer, pass, Operand::kX, step);
+        __syncthreads();
+        advance_pass(memory_, layer, pass, step);
+        __syncthreads();
+      }
+      barrier_.arrive();
+      if (layer == 0 && step > call_.begin) record(memory_, step - 1);
+      barrier_.wait();
+    }
+  }
+
+  __device__ void read_first_inputs() const {
+    const int b = threadIdx.x;
+    if (b >= call_.batch) return;
+    const int64_t at = call_.begin * call_.batch + b;
+    PersistentRow& row = memory_.row(b);
+    row.fed = checked(call_.inputs_fed[at]);
+    row.live = call_.live == nullptr || call_.live[at];
+    row.ended = false;
+  }
+
+  // No other block looks at the keys of the step before, which are those of the next one.
+  __device__ void clear_keys(int64_t step) const {
+    if (blockIdx.x == 0 && threadIdx.x < call_.batch) memory_.keys(step)[threadIdx.x] = 0;
+  }
+
+  // What a row has predicted, whether it has ended, and what it reads next. Every block finds it
+  // out for itself; its owner writes it down.
+  __device__ void feed_back(int64_t step, int b) const {
+    PersistentRow& row = memory_.row(b);
+    const int64_t at = step * call_.batch + b;
+    const bool owns = memory_.owns_row(b);
+    const Peak<float> peak = peak_of(load_shared_between_blocks(memory_.keys(step) + b));
+    int64_t token = peak.at;
+    if (call_.uniforms != nullptr) {
+      token = load_shared_between_blocks(memory_.in_scratch<int>(memory_.plan.sampled) + b);
+    }
+    if (!row.live) token = call_.pad;
+    row.peak = peak.value;
+    row.target = call_.targets[at];
+    if (owns) call_.tokens[at] = token;
+    if (step + 1 == call_.steps) return;
+
+    const int64_t next = at + call_.batch;
+    const bool ends = call_.eos >= 0 && (!row.live || token == call_.eos);
+    if (ends && !row.ended && owns) {
+      for (int64_t later = step + 1; later < call_.steps; ++later) {
+        call_.live[later * call_.batch + b] = false;
+      }
+    }
+    row.ended = row.ended || ends;
+    row.live = !row.ended && (call_.live == nullptr || call_.live[next]);
+    const bool taught =
+        call_.teacher != nullptr && (call_.teacher_mask == nullptr || call_.teacher_mask[next]);
+    row.fed = checked(!row.live ? call_.pad : taught ? call_.teacher[next] : token);
+    if (owns) call_.inputs_fed[next] = row.fed;
+  }
+
+  __device__ int64_t checked(int64_t token) const {
+    if (token < 0 || token >= call_.table_rows) __trap();
+    return token;
+  }
+
+  const PersistentMemory& memory_;
+  const PersistentCall& call_;
+  GridBarrier barrier_;
+};
+
+// Steps [begin, end) of a recurrent decoder with its head. All blocks run at the same time and meet
+// once per layer and once per step, and once more where tokens are sampled.
+//
+//   grid    plan.blocks, a cooperative launch    block   kBlockSize threads, with
+//           plan.shared_bytes of dynamic shared memory
+//   scratch plan.scratch_bytes, of which the first plan.zeroed are 0
+//   reads   per step: the head's weight, 2 V H bytes; rows of the table, [B, E], and the rounded
+//           states, [B, H], by every block, which the L2 cache has after the first; the cells'
+//           weights once per window where they stay in shared memory, else per step
+//   writes  per step: states, [B, H]; logits to scratch, 4 V width bytes, read again for exps;
+//   exps,
+//           [B, V]; tokens, inputs, rows, stats and live, [B]
+template <typename T, int kColumnTiles>
+__global__ void __launch_bounds__(kBlockSize, 1)
+    persistent_steps_kernel(const __grid_constant__ PersistentCall call,
+                            const __grid_constant__ PersistentPlan plan, std::byte* scratch) {
+  const PersistentMemory memory(call, plan, scratch);
+  PersistentSteps<T, kColumnTiles>(memory).run();
+}
+
+}  // namespace accumext::cuda

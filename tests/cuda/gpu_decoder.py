@@ -1,0 +1,495 @@
+"""decode_loss beside plain autograd in float64 on the tokens that it fed: rows of gpu_checks.py.
+
+Every case runs in five precisions, twice in each: the second time, any wait for the GPU is an
+error. What is off is relative to float64 on the same rounded parameters, and at most ALLOWED times
+as much as plain autograd is off in the same precision. The last rows are training steps in a user's
+CUDA graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from gpu_rows import Checks, Facts
+from support.decode_oracle import Decoder, decode, relative_distance
+from torch import Tensor, nn
+
+import accumext
+from accumext.decoder import _rnn_path
+
+ALLOWED = 2.0
+STEPS, SEED, LOSS_SCALE = 10, 5, 2.0**10
+IGNORED = -100
+SHARE = 0.1  # ten standard deviations of the share of 2,000 units that dropout keeps
+
+
+class Precision(NamedTuple):
+    parameters: torch.dtype
+    autocast: torch.dtype | None = None
+    last_places: float = 0.0  # what is due where plain autograd happens to be exact
+
+
+PRECISIONS = {
+    "float64": Precision(torch.float64, None, 1e-13),
+    "float32": Precision(torch.float32, None, 1e-6),
+    "bfloat16": Precision(torch.bfloat16, None, 2.0**-8),
+    "bf16 autocast": Precision(torch.float32, torch.bfloat16, 2.0**-8),
+    "fp16 autocast": Precision(torch.float32, torch.float16, 2.0**-11),  # with a GradScaler
+}
+
+
+class Case(NamedTuple):
+    """A decoder and a call: options of decode_loss, of which the tensors are made by name."""
+
+    options: dict[str, Any]
+    cell: str = "gru"
+    layers: int = 0  # 0: a cell of one step
+    dropout: float = 0.0
+    batch: int = 5
+    vocabulary: int = 211
+    size: int = 48
+    steps: int = STEPS
+    tied: bool = False
+    called: bool = False  # the cell is a function of its own, with a context
+    accumulated: bool = False  # by an AccumulatingOptimizer, during the backward pass
+
+
+KINDS: dict[str, tuple[Any, Any, Callable[..., Any], dict[str, str]]] = {
+    "gru": (nn.GRUCell, nn.GRU, torch.gru_cell, {}),
+    "lstm": (nn.LSTMCell, nn.LSTM, torch.lstm_cell, {}),
+    "rnn": (nn.RNNCell, nn.RNN, torch.rnn_tanh_cell, {}),
+    "relu": (nn.RNNCell, nn.RNN, torch.rnn_relu_cell, {"nonlinearity": "relu"}),
+}
+WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+
+
+class Model(nn.Module):
+    """The parameters of a case, the initial state and the context among them."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        one_step, stacked, _, options = KINDS[case.cell]
+        size, shape = case.size, (case.batch, case.size)
+        self.embedding = nn.Embedding(case.vocabulary, size)
+        self.head = nn.Linear(size, case.vocabulary)
+        if case.tied:
+            self.head.weight = self.embedding.weight
+        if case.layers:
+            self.cell = stacked(size, size, case.layers, dropout=case.dropout, **options)
+            shape = (case.layers, *shape)
+        else:
+            self.cell = one_step(size, size, **options)
+        parts = 2 if case.cell == "lstm" else 1
+        self.states = nn.ParameterList(torch.randn(shape) for _ in range(parts))
+        self.context = nn.Parameter(torch.randn(case.batch, size))
+
+    def leaves(self) -> list[nn.Parameter]:
+        """All that has a gradient."""
+        return [p for p in self.parameters() if self.case.called or p is not self.context]
+
+    def state(self) -> Any:
+        return tuple(self.states) if len(self.states) == 2 else self.states[0]
+
+    def call_cell(self, x: Tensor, state: Any, context: Tensor) -> tuple[Tensor, Any]:
+        """What a user's function may do."""
+        state = self.cell(x + context, state)
+        return (state[0] if isinstance(state, tuple) else state) * context, state
+
+    def plain(self, masks: Tensor | None) -> Decoder:
+        """With torch's functions for the steps of cells; `masks` [T, L - 1, B, H] are dropout's."""
+        steps = iter(masks if masks is not None else ())
+        keep = 1 - self.case.dropout
+        layers = range(self.case.layers)
+        suffixes = [f"_l{layer}" for layer in layers] or [""]
+        advance = KINDS[self.case.cell][2]
+
+        def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
+            mask = next(steps, None)
+            parts = state if isinstance(state, tuple) else (state,)
+            found = []
+            for layer, suffix in enumerate(suffixes):
+                here = tuple(part[layer] if self.case.layers else part for part in parts)
+                weights = [getattr(self.cell, name + suffix) for name in WEIGHTS]
+                if layer and mask is not None:
+                    x = x * mask[layer - 1] / keep
+                new = advance(x, here if len(here) == 2 else here[0], *weights)
+                found.append(new if isinstance(new, tuple) else (new,))
+                x = found[-1][0]
+            stacked = [torch.stack(p) if self.case.layers else p[0] for p in zip(*found)]
+            return x, tuple(stacked) if len(stacked) == 2 else stacked[0]
+
+        call, context = (self.call_cell, (self.context,)) if self.case.called else (step, ())
+        return Decoder(
+            self.embedding, self.cell, self.head, self.state(), call, context, self.leaves()
+        )
+
+    def ours(self, targets: Tensor, options: dict[str, Any]) -> accumext.DecodeOutput:
+        cell = self.call_cell if self.case.called else self.cell
+        context = (self.context,) if self.case.called else ()
+        model = self.embedding, cell, self.head, targets, self.state()
+        return accumext.decode_loss(*model, context=context, **options)
+
+
+class Found(NamedTuple):
+    out: accumext.DecodeOutput
+    loss: Tensor  # 0-dim
+    gradients: list[Tensor]
+    masks: Tensor | None
+
+
+class Check:
+    """One case in one precision."""
+
+    def __init__(self, case: Case, precision: Precision, device: torch.device) -> None:
+        torch.manual_seed(SEED)
+        self.case, self.precision, self.device = case, precision, device
+        self.model = Model(case).to(device, precision.parameters)
+        shape = case.steps, case.batch
+        self.targets = torch.randint(case.vocabulary, shape).to(device)
+        self.targets[case.steps // 2, 0] = case.options.get("ignore_index", IGNORED)
+        self.upstream = torch.randn(shape).to(device)
+        made = {"mask": torch.rand(shape) < 0.5}
+        ended = torch.arange(case.batch) * case.steps // max(1, case.batch - 1)
+        made["lengths"] = case.steps - ended  # from all steps to none
+        made["class_weight"] = torch.linspace(0.2, 2.0, case.vocabulary)
+        self.options = {
+            name: made[value].to(device) if isinstance(value, str) and value in made else value
+            for name, value in case.options.items()
+        }
+        if self.options.get("eos") == "seen":
+            tokens = self.run(contextlib.nullcontext(), eos=None).out.tokens
+            self.options["eos"] = int(tokens[case.steps // 2, case.batch // 2])
+
+    def __call__(self) -> Facts:
+        found = self.run(contextlib.nullcontext())
+        again = self.run(no_waits(self.device))
+        self.check_tokens(found.out)
+        if self.case.dropout:
+            kept = 0.0 if found.masks is None else found.masks.float().mean().item()
+            assert abs(kept - (1 - self.case.dropout)) < SHARE, f"dropout keeps {kept:.0%}"
+        truth, usual = self.plain(found, torch.float64), self.plain(found, None)
+        facts: Facts = {}
+        pairs = {"loss": ([found.loss], [usual.loss], [truth.loss])}
+        for name, part in {"head": self.of_head(True), "others": self.of_head(False)}.items():
+            lists = found.gradients, usual.gradients, truth.gradients
+            pairs[name] = tuple([one[i] for i in part] for one in lists)
+        for name, (mine, theirs, exact) in pairs.items():
+            facts[f"{name} off by"] = relative_distance(mine, exact)
+            facts[f"plain {name} off by"] = relative_distance(theirs, exact)
+        gap = (
+            truth.logits.amax(-1) - truth.logits.gather(-1, truth.tokens[..., None])[..., 0]
+        ).max()
+        if self.greedy:
+            facts["below the argmax"] = gap.item()
+        allowed = 2 * (usual.logits.double() - truth.logits).abs().max().item()
+        allowed += self.precision.last_places * truth.logits.abs().max().item()
+        for name in pairs:
+            limit = ALLOWED * facts[f"plain {name} off by"] + self.precision.last_places
+            if not facts[f"{name} off by"] <= limit:  # a NaN, too
+                raise AssertionError(f"more than {limit:.2e} of the {name}: {facts}")
+        if self.greedy and not gap <= allowed:
+            raise AssertionError(f"a token {gap:.2e} below the argmax, not {allowed:.2e}: {facts}")
+        both = zip([found.loss, *found.gradients], [again.loss, *again.gradients])
+        facts["same bits again"] = all(torch.equal(one, other) for one, other in both)
+        if not torch.equal(found.out.tokens, again.out.tokens):
+            raise AssertionError(f"other tokens in the second run: {facts}")
+        return facts
+
+    @property
+    def greedy(self) -> bool:
+        return self.options["feedback"] != "sample"
+
+    def of_head(self, wanted: bool) -> list[int]:
+        head = set(map(id, self.model.head.parameters()))
+        leaves = enumerate(self.model.leaves())
+        return [i for i, leaf in leaves if (id(leaf) in head) == wanted]
+
+    def run(self, around: Any, **changes: Any) -> Found:
+        """Forward and backward by accumext, unscaled."""
+        options = self.options | changes
+        torch.manual_seed(SEED)  # of what is drawn
+        leaves = self.model.leaves()
+        for leaf in leaves:
+            leaf.grad = None
+        scale = LOSS_SCALE if self.precision.autocast == torch.float16 else 1.0
+        kind = self.device.type
+        scaler = torch.amp.GradScaler(kind, init_scale=LOSS_SCALE) if scale != 1.0 else None
+        backward = Tensor.backward if scaler is None else lambda loss: scaler.scale(loss).backward()
+        optimizer = None
+        if self.case.accumulated:
+            optimizer = accumext.AccumulatingOptimizer(
+                torch.optim.SGD(leaves), window=2, scaler=scaler, accumulate_in_backward=True
+            )
+            backward = optimizer.backward
+        with around, dropout_masks() as masks:
+            with autocast(self.precision, self.device):
+                out = self.model.ours(self.targets, options)
+            loss = out.loss
+            if loss.dim():
+                loss = (loss * self.upstream).sum()
+            backward(loss)
+        if optimizer is not None:
+            gradients = [optimizer.main_grad(leaf) for leaf in leaves]
+        else:
+            gradients = [leaf.grad / scale for leaf in leaves]
+        return Found(out, loss.detach(), gradients, masks[-1] if masks else None)
+
+    def plain(self, found: Found, dtype: torch.dtype | None) -> Plain:
+        """The same tokens by autograd, in another dtype or in the precision of the check."""
+        model, options = self.model, self.options
+        if dtype is not None:
+            model = copy.deepcopy(model).to(dtype)
+        steps = torch.arange(self.case.steps, device=self.device)
+        live = steps[:, None] < found.out.lengths
+        names = "ignore_index", "label_smoothing", "z_loss", "class_weight"
+        criterion = {name: options[name] for name in names if name in options}
+        if criterion.get("class_weight") is not None:
+            criterion["class_weight"] = criterion["class_weight"].to(model.head.weight.dtype)
+        if "k2" in options:
+            criterion["windows"] = options.get("k1", options["k2"]), options["k2"]
+        decoder = model.plain(found.masks)
+        with contextlib.nullcontext() if dtype else autocast(self.precision, self.device):
+            losses, divisor, logits = decode(
+                decoder, self.targets, found.out.inputs, live, **criterion
+            )
+        losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
+        if options.get("reduction") == "none":
+            loss = (losses * self.upstream.to(losses.dtype)).sum()
+        else:
+            loss = losses.sum() / divisor.to(losses.dtype)
+        gradients = decoder.gradients(loss)
+        # Rows that have ended predict nothing.
+        tokens = found.out.tokens.where(live, logits.argmax(-1))
+        return Plain(loss.detach(), gradients, logits, tokens)
+
+    def check_tokens(self, out: accumext.DecodeOutput) -> None:
+        """What was fed follows from what was predicted, and rows end where they should."""
+        tokens, inputs, targets = out.tokens.cpu(), out.inputs.cpu(), self.targets.cpu()
+        steps = torch.arange(self.case.steps)[:, None]
+        lengths = self.options.get("lengths", torch.full((self.case.batch,), self.case.steps))
+        expected = lengths.cpu().clone()
+        if self.options.get("eos") is not None:
+            ends = (tokens == self.options["eos"]) & (steps < expected)
+            first = torch.where(ends, steps, self.case.steps).amin(0)
+            expected = torch.minimum(expected, first + 1)
+        assert torch.equal(out.lengths.cpu(), expected), f"lengths {out.lengths.tolist()}"
+        live = (steps < expected)[1:]
+        teacher = targets[:-1].where(targets[:-1] != self.options.get("ignore_index", IGNORED), 0)
+        teacher = teacher.where((steps < lengths.cpu())[:-1], 0)
+        fed, predicted, feedback = inputs[1:], tokens[:-1], self.options["feedback"]
+        right = (fed == teacher) | (fed == predicted)  # scheduled
+        if isinstance(feedback, Tensor):
+            right = fed == teacher.where(feedback.cpu()[1:], predicted)
+        elif feedback != "scheduled":
+            right = fed == (teacher if feedback == "teacher" else predicted)
+        assert right[live].all(), "an input is not what should be fed"
+        assert not fed[~live].any(), "an input after the end of its row"
+        assert not inputs[0].any(), "the first input"
+        assert ((tokens >= 0) & (tokens < self.case.vocabulary)).all(), "a token of no word"
+
+
+class Plain(NamedTuple):
+    loss: Tensor
+    gradients: list[Tensor]
+    logits: Tensor  # [T, B, V]
+    tokens: Tensor  # int64 [T, B]: those predicted by accumext
+
+
+def autocast(precision: Precision, device: torch.device) -> Any:
+    if precision.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, precision.autocast)
+
+
+@contextlib.contextmanager
+def no_waits(device: torch.device) -> Iterator[None]:
+    """Where torch sees the host wait for a GPU, an error."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def dropout_masks() -> Iterator[list[Tensor | None]]:
+    """The masks that calls draw: those of cuDNN, which modules draw, are others."""
+    masks: list[Tensor | None] = []
+    buffers = _rnn_path._rnn_buffers
+
+    def spy(*args: Any) -> Any:
+        made = buffers(*args)
+        masks.append(made.steps.dropout_mask)
+        return made
+
+    _rnn_path._rnn_buffers = spy  # type: ignore[assignment]
+    try:
+        yield masks
+    finally:
+        _rnn_path._rnn_buffers = buffers
+
+
+# --- a training step in a CUDA graph --------------------------------------------------------------
+
+TRAINED = 3  # steps
+
+
+def check_captured(case: Case, precision: Precision, device: torch.device) -> Facts:
+    """Training steps replayed from a user's graph, against the same steps without it."""
+    check = Check(case, precision, device)
+    models = [copy.deepcopy(check.model) for _ in range(3)]
+    generators = [torch.Generator(device) for _ in range(3)]
+    scale = LOSS_SCALE if precision.autocast == torch.float16 else 1.0
+
+    def trainer(model: Model, generator: torch.Generator) -> Callable[[], Tensor]:
+        optimizer = torch.optim.SGD(model.leaves(), lr=0.1 / scale)
+        options = check.options | {"generator": generator}
+
+        def step() -> Tensor:
+            optimizer.zero_grad()
+            with autocast(precision, device):
+                loss = model.ours(check.targets, options).loss
+            (loss * scale).backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    steps = [trainer(*pair) for pair in zip(models, generators)]
+    steps[1] = record(steps[1], generators[1], warm_up=steps[2], device=device)
+    losses = []
+    for step, generator in zip(steps[:2], generators):
+        generator.manual_seed(SEED)
+        losses.append([step().clone() for _ in range(TRAINED)])
+    plain, replayed = ([*one, *model.leaves()] for one, model in zip(losses, models))
+    off = relative_distance([t.detach() for t in replayed], [t.detach() for t in plain])
+    if not off <= precision.last_places:
+        raise AssertionError(f"off by {off:.2e} after {TRAINED} steps")
+    return {"off by": off, "same bits": all(map(torch.equal, plain, replayed))}
+
+
+def record(
+    step: Callable[[], Tensor],
+    generator: torch.Generator,
+    warm_up: Callable[[], Tensor],
+    device: torch.device,
+) -> Callable[[], Tensor]:
+    """What replays a step; on a CPU the step."""
+    if device.type != "cuda":
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        warm_up()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
+# --- the rows -------------------------------------------------------------------------------------
+
+TEACHER, GREEDY, SAMPLE = ({"feedback": mode} for mode in ("teacher", "greedy", "sample"))
+SCHEDULED = {"feedback": "scheduled", "teacher_forcing": 0.5}
+MODES = {
+    "teacher": TEACHER,
+    "greedy": GREEDY,
+    "sample": SAMPLE,
+    "scheduled": SCHEDULED,
+    "mask": {"feedback": "mask"},
+}
+CRITERIA: dict[str, dict[str, Any]] = {
+    "label smoothing": {"label_smoothing": 0.1},
+    "z loss": {"z_loss": 0.01},
+    "class weight": {"class_weight": "class_weight"},
+    "ignore index": {"ignore_index": 7},
+    "no reduction": {"reduction": "none"},
+}
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "class_weight": "class_weight"}
+
+
+def cases(quick: bool) -> Iterator[tuple[str, Case]]:
+    for name, mode in MODES.items():
+        yield name, Case(mode)
+        yield f"{name}, lengths", Case(mode | {"lengths": "lengths"})
+        yield f"{name}, eos", Case(mode | {"eos": "seen"})
+        yield (
+            f"{name}, eos, lengths, LSTM",
+            Case(mode | {"eos": "seen", "lengths": "lengths"}, "lstm"),
+        )
+        yield f"{name}, all criteria", Case(mode | EVERYTHING | {"lengths": "lengths"}, "lstm")
+    for name, mode in (("teacher", TEACHER), ("greedy", GREEDY)):
+        for cell in ("lstm", "rnn", "relu"):
+            yield f"{name}, {cell}", Case(mode, cell)
+        for cell in ("gru", "lstm", "rnn"):
+            yield f"{name}, 2 layers, dropout, {cell}", Case(mode, cell, layers=2, dropout=0.3)
+        yield f"{name}, 3 layers", Case(mode, "lstm", layers=3)
+        for k1, k2 in ((1, 1), (3, 3), (2, 5)):
+            windows = mode | {"k1": k1, "k2": k2}
+            yield f"{name}, k1={k1}, k2={k2}", Case(windows)
+            yield f"{name}, k1={k1}, k2={k2}, 2 layers", Case(windows, "lstm", layers=2)
+            yield f"{name}, k1={k1}, k2={k2}, called", Case(windows, called=True)
+        for criterion, options in CRITERIA.items():
+            yield f"{name}, {criterion}", Case(mode | options)
+        yield f"{name}, tied", Case(mode, tied=True)
+        yield f"{name}, called", Case(mode, called=True)
+        yield (
+            f"{name}, called, lengths, eos",
+            Case(mode | {"lengths": "lengths", "eos": "seen"}, called=True),
+        )
+        for tied in (False, True):
+            told = "accumulated, tied" if tied else "accumulated"
+            yield f"{name}, {told}", Case(mode, tied=tied, accumulated=True)
+        yield f"{name}, called, accumulated", Case(mode, called=True, accumulated=True)
+    yield "sample, called", Case(SAMPLE, called=True)
+    # A kernel that stays resident takes windows of at most 64 rows.
+    for batch in (1, 2, 16, 33, 63, 64, 65, 129):
+        yield f"greedy, B={batch}", Case(GREEDY, batch=batch)
+        yield f"sample, B={batch}, lengths", Case(SAMPLE | {"lengths": "lengths"}, batch=batch)
+    for vocabulary, size in ((7, 1), (1009, 33), (1013, 65), (4099, 128), (8192, 256)):
+        if not quick or vocabulary < 1000:
+            shape = {"vocabulary": vocabulary, "size": size}
+            yield f"greedy, V={vocabulary}, H={size}", Case(GREEDY, **shape)
+            yield f"greedy, V={vocabulary}, H={size}, LSTM", Case(GREEDY, "lstm", **shape)
+    if not quick:
+        large = {"vocabulary": 50_257, "size": 1024, "batch": 32}
+        yield "greedy, V=50257, H=1024, B=32", Case(GREEDY, **large)
+        yield "teacher, V=50257, H=1024, B=32", Case(TEACHER, **large)
+
+
+def checks(device: torch.device, quick: bool) -> Checks:
+    def row(kind: Callable[..., Facts], case: Case, precision: str) -> Callable[[], Facts]:
+        return functools.partial(kind, case, PRECISIONS[precision], device)
+
+    def compare(*args: Any) -> Facts:
+        return Check(*args)()
+
+    for name, case in cases(quick):
+        for precision in PRECISIONS:
+            yield f"{name}: {precision}", row(compare, case, precision)
+    captured = {
+        **{name: Case(mode) for name, mode in MODES.items()},
+        "greedy, lengths, eos": Case(GREEDY | {"lengths": "lengths", "eos": "seen"}),
+        "greedy, 2 layers": Case(GREEDY, "lstm", layers=2),
+        "greedy, B=65": Case(GREEDY, batch=65),
+        "greedy, called": Case(GREEDY, called=True),
+    }
+    for name, case in captured.items():
+        for precision in PRECISIONS:
+            yield f"captured, {name}: {precision}", row(check_captured, case, precision)

@@ -1,0 +1,105 @@
+"""What calls of the decoder's operators put on the device, and which have other bits in another
+order of the threads: a program that prints it as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from support.decoder_calls import KINDS, Call, backward_call, head_call, steps_call
+from torch.profiler import ProfilerActivity, profile
+
+from host_cuda import ORDERS
+from host_cuda.launchers import loaded
+
+BLOCKS = 3  # at the same time
+# Rounded operands with sums of some dozens of float32 in two orders; exponentials in bfloat16.
+CLOSE = 2.0**-7
+# Of torch's operators those that put nothing on a device.
+FREE = ("aten::empty", "aten::narrow", "aten::select", "aten::transpose")
+
+
+def enqueued(call: Call) -> dict[str, int]:
+    """Kernels, products and other operators of torch that run on the device."""
+    before = loaded.launches()
+    with profile(activities=[ProfilerActivity.CPU]) as record:
+        call()
+    found = Counter(
+        event.name
+        for event in record.events()
+        if event.cpu_parent is not None and event.cpu_parent.name.startswith("accumext::")
+    )
+    counts = {name: count for name, count in found.items() if name not in FREE}
+    return {"kernels": loaded.launches() - before, **counts}
+
+
+def calls(steps: int) -> Iterator[tuple[str, Call]]:
+    """By what they do."""
+    for kind in KINDS:
+        for dtype in ("wide", "narrow"):
+            narrow = dtype == "narrow"
+            for layers in (1, 3):
+                options = {"layers": layers, "steps": steps, "narrow": narrow}
+                yield f"{kind} {dtype} {layers} predicted", steps_call(kind, ends=True, **options)
+                yield f"{kind} {dtype} {layers} known", steps_call(kind, head=False, **options)
+            yield f"{kind} {dtype} 1 backward", backward_call(kind, steps=steps, narrow=narrow)
+
+
+def windows(steps: int) -> Iterator[tuple[str, Call]]:
+    """Those that the persistent kernel takes."""
+    for kind in KINDS:
+        for layers in (1, 3):
+            options = {"layers": layers, "steps": steps, "narrow": True}
+            yield f"{kind} {layers}", steps_call(kind, ends=True, **options)
+
+
+def apart(call: Call) -> bool:
+    """Whether the persistent kernel finds other tokens, or numbers far from those of the loop."""
+    results = []
+    for blocks in (0, BLOCKS):
+        loaded.set_blocks_together(blocks)
+        copy = call.to("cpu")
+        copy()
+        results.append(copy.written)
+    loaded.set_blocks_together(0)
+    return not all(torch.allclose(a, b, rtol=CLOSE, atol=CLOSE) for a, b in zip(*results))
+
+
+def others() -> Iterator[tuple[str, Call]]:
+    """Rows of logits in several pieces, no exponentials, the argmax."""
+    yield "a loss alone", steps_call("gru", exps=False, ends=True)
+    yield "pieces", steps_call("lstm", logit_rows=2, ends=True)
+    yield "head", head_call(rows=20, words=900, logit_rows=9)
+    yield "argmax", head_call(rows=20, words=900, logit_rows=20, sampled=False, narrow=True)
+
+
+def differs(call: Call) -> bool:
+    """Whether another order of the threads leaves other bits."""
+    results = []
+    for order in ORDERS:
+        loaded.set_order(order)
+        copy = call.to("cpu")
+        copy()
+        results.append(copy.written)
+    return not all(all(map(torch.equal, results[0], other)) for other in results[1:])
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    counts = {name: [enqueued(call)] for name, call in calls(steps=2)}
+    for name, call in calls(steps=5):
+        counts[name].append(enqueued(call))
+    loaded.set_blocks_together(BLOCKS)
+    whole = {name: [enqueued(call)] for name, call in windows(steps=2)}
+    for name, call in windows(steps=5):
+        whole[name].append(enqueued(call))
+    loaded.set_blocks_together(0)
+    far = [name for name, call in windows(steps=4) if apart(call)]
+    differing = [name for name, call in [*calls(steps=3), *others()] if differs(call)]
+    print(json.dumps({"counts": counts, "whole": whole, "apart": far, "differing": differing}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""The persistent kernel of csrc/cuda, run on the host, against the reference.
+
+Every call runs in several orders of the threads and blocks, which must leave the same bits; see
+host_cuda. The reference gets the operands that the kernel rounds to, and adds up in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from host_cuda import ASCENDING, DESCENDING, SHUFFLED
+from host_cuda.persistent import SHARED_BYTES, HostPersistent
+from support.decode_cases import (
+    GATES,
+    GRU,
+    KINDS,
+    LSTM,
+    RNN_RELU,
+    RNN_TANH,
+    SMALLEST_HALF,
+    assert_intact,
+)
+from support.tensors import HALF_DTYPES, dtype_id
+from torch import Tensor
+
+from accumext.decoder import _operators_reference as reference
+
+pytestmark = pytest.mark.build  # compiles the kernels
+
+PAD, EOS = 1, 2
+# Sums of fewer than a hundred products in two orders, and functions of them.
+RTOL, ATOL = 2e-5, 2e-5
+EXPS_RTOL = {torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
+
+
+@pytest.fixture(scope="module")
+def kernel(host_executable):
+    return HostPersistent(host_executable("persistent"))
+
+
+@pytest.fixture(autouse=True)
+def rounded_operands(monkeypatch):
+    """The reference's cell multiplies what is rounded to the kernel's operands."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        product = x.to(weight.dtype).float() @ weight.float().t()
+        return product + bias if bias.numel() else product
+
+    monkeypatch.setattr(reference, "linear", linear)
+
+
+def within_nan(tensor: Tensor) -> Tensor:
+    """The values of a matrix as rows of a larger one of NaN, rows not aligned."""
+    base = tensor.new_full((tensor.shape[0] + 2, tensor.shape[1] + 5), float("nan"))
+    return base[1:-1, 3:-2].copy_(tensor)
+
+
+@dataclass
+class Window:
+    """A decoder, and the arguments of one call."""
+
+    batch: int = 5
+    units: int = 24  # H
+    width: int = 16  # E
+    words: int = 70  # V
+    steps: int = 3  # T
+    kind: int = GRU
+    layers: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    table_dtype: torch.dtype = torch.float32
+    exps_dtype: torch.dtype | None = torch.bfloat16
+    bias: bool = True
+    aligned: bool = True  # rows of weights and table
+    feedback: str = "greedy"
+    temperature: float = 1.0
+    lengths: bool = False
+    eos: int = -1
+    dropout: float = 0.0
+    begin: int = 0
+    end: int | None = None
+    exact: bool = False  # whole multiples, so that all sums are exact
+
+    def __post_init__(self) -> None:
+        self.end = self.steps if self.end is None else self.end
+        place = (lambda t: t) if self.aligned else within_nan
+        gates = GATES[self.kind]
+        self.table = place(self._drawn(self.words, self.width, scale=1.0).to(self.table_dtype))
+        self.cell = []
+        for layer in range(self.layers):
+            depth = self.units if layer else self.width
+            scale = 2 * depth**-0.5
+            for inner in (depth, self.units):
+                weight = self._drawn(gates * self.units, inner, scale=scale)
+                self.cell.append(place(weight.to(self.dtype)))
+            for _ in range(2):
+                size = gates * self.units if self.bias else 0
+                self.cell.append(self._drawn(size, scale=0.5))
+        self.head = place(self._drawn(self.words, self.units, scale=1.0).to(self.dtype))
+        self.head_bias = self._drawn(self.words, scale=0.5) if self.bias else None
+        shape = (self.steps, self.batch)
+        parts = 2 if self.kind == LSTM else 1
+        self.states = []
+        for _ in range(self.layers * parts):
+            state = torch.full((self.steps + 1, self.batch, self.units), float("nan"))
+            state[self.begin] = self._drawn(self.batch, self.units, scale=0.7)
+            self.states.append(state)
+        self.targets = torch.randint(self.words, shape)
+        self.inputs = torch.full(shape, -1)
+        self.inputs[self.begin] = torch.randint(self.words, (self.batch,))
+        self.teacher = torch.randint(self.words, shape)
+        self.teacher_mask: Tensor | None = torch.rand(shape) < 0.4
+        if self.feedback == "teacher":
+            self.teacher_mask = None
+        elif self.feedback != "scheduled":
+            self.teacher_mask = torch.zeros(shape, dtype=torch.bool)
+        self.uniforms = None
+        if self.feedback == "sample":
+            self.uniforms = torch.rand(shape, dtype=torch.float64)
+        self.live = None
+        if self.lengths or self.eos >= 0:
+            lengths = torch.full((self.batch,), self.steps)
+            if self.lengths:
+                lengths = torch.randint(self.begin, self.steps + 1, (self.batch,))
+            self.live = torch.arange(self.steps)[:, None] < lengths
+        self.dropout_mask = None
+        if self.dropout > 0 and self.layers > 1:
+            shape = (self.steps, self.layers - 1, self.batch, self.units)
+            self.dropout_mask = torch.rand(shape) >= self.dropout
+
+    def _drawn(self, *shape: int, scale: float) -> Tensor:
+        if self.exact:
+            return torch.randint(-4, 5, shape).div(4)
+        return scale * torch.randn(*shape)
+
+    def decode(self, op, **options) -> Results:
+        return Results(self, op, **options)
+
+
+class Results:
+    """What a call has written."""
+
+    def __init__(self, window: Window, op, **changed) -> None:
+        w = window
+        begin, end = changed.pop("begin", w.begin), changed.pop("end", w.end)
+        self.states = [s.clone() for s in changed.pop("states", w.states)]
+        self.inputs = changed.pop("inputs", w.inputs).clone()
+        live = changed.pop("live", w.live)
+        self.live = None if live is None else live.clone()
+        rows = (end - begin) * w.batch
+        self.tokens = torch.full((w.steps, w.batch), -7)
+        self.stats = within_nan(torch.zeros(3, rows))
+        self.exps = None
+        if w.exps_dtype is not None:
+            self.exps = within_nan(torch.zeros(w.words, rows, dtype=w.exps_dtype)).t()
+        self.rows = torch.full((rows,), -7)
+        self.used = op(
+            w.table, w.cell, self.states, w.kind, w.dropout_mask,
+            1 / (1 - w.dropout), self.inputs, w.teacher, w.teacher_mask, self.live, w.eos, PAD,
+            w.uniforms, w.temperature, w.head, w.head_bias, w.targets, self.tokens, self.exps,
+            self.stats, self.rows, 7, begin, end, **changed,
+        )  # fmt: skip
+
+
+def check(
+    kernel, w: Window, *, blocks: int = 3, orders=(ASCENDING, DESCENDING), **options
+) -> Results:
+    """The whole window against the reference, then each step against it from the states, inputs
+    and live rows that the kernel had at its beginning."""
+    runs = [(order, blocks) for order in orders]
+    found = w.decode(kernel.decode_steps, runs=runs, **options)
+    whole = w.decode(reference.decode_steps)
+    steps = slice(w.begin, w.end)
+    alive = torch.ones_like(found.tokens, dtype=torch.bool) if whole.live is None else whole.live
+    want = torch.where(alive, whole.tokens, PAD)
+    assert torch.equal(found.tokens[steps], want[steps])
+    assert (found.tokens[: w.begin] == -7).all()
+    assert (found.tokens[w.end :] == -7).all()
+    assert torch.equal(found.inputs, whole.inputs)
+    if w.live is not None:
+        assert torch.equal(found.live, whole.live)
+    assert torch.equal(found.rows, torch.arange(w.begin * w.batch, w.end * w.batch))
+    for step in range(w.begin, w.end):
+        check_step(w, found, step)
+    return found
+
+
+def check_step(w: Window, found: Results, step: int) -> None:
+    one = w.decode(
+        reference.decode_steps, begin=step, end=step + 1, states=found.states,
+        inputs=found.inputs, live=found.live,
+    )  # fmt: skip
+    for got, want in zip(found.states, one.states):
+        torch.testing.assert_close(got[step + 1], want[step + 1], rtol=RTOL, atol=ATOL)
+    named = one.rows[: one.used]  # the reference looks at live rows alone
+    mine = named - w.begin * w.batch
+    stats = one.stats[:, : one.used]
+    torch.testing.assert_close(found.stats[:, mine], stats, rtol=RTOL, atol=ATOL)
+    if found.exps is None:
+        return
+    rtol = EXPS_RTOL[found.exps.dtype]
+    exps = one.exps[: one.used].float()
+    torch.testing.assert_close(found.exps[mine].float(), exps, rtol=rtol, atol=SMALLEST_HALF)
+    assert not found.exps[mine, w.targets.flatten()[named]].any()
+
+
+def check_everything(kernel, w: Window, **options) -> Results:
+    """Also that nothing else is written, where there are no other values than finite ones."""
+    found = check(kernel, w, **options)
+    assert_intact(found.stats)
+    if found.exps is not None:
+        assert_intact(found.exps.t())
+    return found
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_cell(kernel, kind, dtype):
+    check_everything(kernel, Window(kind=kind, dtype=dtype, exps_dtype=dtype))
+
+
+BATCHES = (1, 7, 8, 9, 16, 31, 33, 64)
+
+
+@pytest.mark.parametrize(
+    "batch", [pytest.param(n, marks=() if n in BATCHES else pytest.mark.full) for n in range(1, 65)]
+)
+def test_every_batch(kernel, batch):
+    kind = KINDS[batch % len(KINDS)]
+    dtype = HALF_DTYPES[batch // 4 % 2]
+    w = Window(batch=batch, kind=kind, dtype=dtype, lengths=batch % 3 == 0, steps=2)
+    check_everything(kernel, w)
+
+
+SIZES = ((1, 1, 1), (3, 5, 7), (33, 31, 17), (16, 32, 16), (41, 64, 129), (65, 7, 33))
+ODD = ((2, 1, 3), (31, 33, 15), (32, 40, 256), (63, 65, 127), (64, 8, 65), (130, 97, 301))
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(
+    ("units", "width", "words"),
+    [*SIZES, *(pytest.param(*some, marks=pytest.mark.full) for some in ODD)],
+)
+def test_every_size(kernel, units, width, words, aligned):
+    w = Window(units=units, width=width, words=words, aligned=aligned, steps=2)
+    check_everything(kernel, w)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 13])
+@pytest.mark.parametrize("kind", [GRU, LSTM])
+def test_every_grid(kernel, kind, blocks):
+    """More blocks than units and than tiles of words, and blocks with many of both."""
+    w = Window(kind=kind, batch=9, units=11 if blocks > 2 else 50, words=20 * 13, steps=2)
+    check_everything(kernel, w, blocks=blocks)
+
+
+def test_a_stream_that_goes_round_often(kernel):
+    w = Window(units=72, words=16 * 8 * 5 - 3, steps=3)
+    check_everything(kernel, w, blocks=1)
+
+
+@pytest.mark.parametrize("feedback", ["greedy", "sample"])
+def test_the_bits_do_not_depend_on_the_order(kernel, feedback):
+    w = Window(batch=5, feedback=feedback, temperature=0.8, steps=2)
+    check_everything(kernel, w, blocks=5, orders=(ASCENDING, DESCENDING, SHUFFLED, SHUFFLED))
+
+
+@pytest.mark.parametrize("feedback", ["teacher", "scheduled", "greedy", "sample"])
+@pytest.mark.parametrize(("lengths", "eos"), [(False, -1), (True, -1), (False, EOS), (True, EOS)])
+def test_every_feedback(kernel, feedback, lengths, eos):
+    batch = 4 if feedback == "sample" else 10
+    w = Window(batch=batch, words=9, steps=5, feedback=feedback, lengths=lengths, eos=eos)
+    found = check_everything(kernel, w)
+    assert found.live is None or not found.live[-1].all()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_temperatures(kernel, temperature):
+    w = Window(batch=6, feedback="sample", temperature=temperature, steps=3)
+    check_everything(kernel, w, blocks=4, orders=(SHUFFLED,))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", [GRU, LSTM, RNN_RELU])
+def test_layers(kernel, kind, dropout):
+    check_everything(kernel, Window(kind=kind, layers=3, dropout=dropout, units=21))
+
+
+@pytest.mark.parametrize("exps_dtype", [None, torch.float32, *HALF_DTYPES], ids=str)
+@pytest.mark.parametrize("table_dtype", [torch.float64, *HALF_DTYPES], ids=dtype_id)
+def test_dtypes_of_table_and_exponentials(kernel, table_dtype, exps_dtype):
+    w = Window(table_dtype=table_dtype, exps_dtype=exps_dtype, bias=False, steps=2)
+    check_everything(kernel, w, orders=(SHUFFLED,))
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 1), (2, 4), (3, 6)])
+def test_a_window_in_the_middle(kernel, begin, end):
+    w = Window(steps=6, begin=begin, end=end, feedback="scheduled", lengths=True, eos=EOS, words=12)
+    check_everything(kernel, w)
+
+
+@pytest.mark.parametrize("stages", range(2, 9))
+def test_as_little_shared_memory_as_that(kernel, stages):
+    """Two stages of the head's weight at least, fewer than a warp takes in a step; cells' weights
+    go before there are fewer than four."""
+    w = Window(kind=RNN_TANH, units=64, words=16 * 8 * 5, steps=2)
+    passes, chunks = 2, 3  # of x and h
+    size = 2 * 8 * 32 * 8 * 4 + 8 * 1024 * stages + 1024  # products, stream, all else
+    resident = stages >= 4
+    if resident:
+        size += passes * chunks * 4 * 512
+    check_everything(
+        kernel, w, blocks=1, shared_bytes=size, resident=resident, stages=stages, orders=(SHUFFLED,)
+    )
+
+
+def test_what_does_not_fit(kernel):
+    for w, size in ((Window(), 20_000), (Window(batch=65), SHARED_BYTES)):
+        with pytest.raises(RuntimeError, match="does not fit"):
+            w.decode(kernel.decode_steps, runs=((ASCENDING, 1),), shared_bytes=size)
+
+
+# --- logits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [4, 20, 50])
+def test_exact_sums(kernel, batch):
+    """Multiples of a quarter, of which all sums are exact: no bit may differ."""
+    w = Window(batch=batch, kind=RNN_RELU, exact=True, steps=2, words=40, units=20)
+    found, whole = check_everything(kernel, w), w.decode(reference.decode_steps)
+    assert torch.equal(found.states[0], whole.states[0])
+    assert torch.equal(found.stats[[0, 2]], whole.stats[[0, 2]])
+
+
+def with_logits(values: Tensor, **options) -> Window:
+    """A window of one step in which every row of the batch has these logits."""
+    w = Window(words=len(values), steps=1, **options)
+    w.head.zero_()
+    w.head_bias = values
+    return w
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_the_first_of_equal_logits_wins(kernel, blocks):
+    for first, second in ((0, 1), (3, 8), (7, 15), (5, 16), (16, 128), (20, 260), (0, 299)):
+        values = torch.full((300,), -1.0)
+        values[[first, second]] = 2.0
+        found = with_logits(values).decode(kernel.decode_steps, runs=((SHUFFLED, blocks),))
+        assert (found.tokens == first).all()
+    zeros = torch.zeros(300)
+    zeros[::2] = -0.0
+    found = check(kernel, with_logits(zeros), blocks=blocks, orders=(SHUFFLED,))
+    assert (found.tokens == 0).all()
+    assert (found.stats[1] == 300).all()
+
+
+@pytest.mark.parametrize("feedback", ["greedy", "sample"])
+def test_logits_that_are_no_numbers(kernel, feedback):
+    drawn = torch.randn(70)
+    values = {
+        "some": drawn.clone().index_fill_(0, torch.arange(0, 48), -math.inf),
+        "all": torch.full((70,), -math.inf),
+        "infinite": drawn.clone().index_fill_(0, torch.tensor([20, 50]), math.inf),
+        "nan": drawn.clone().index_fill_(0, torch.tensor([30, 40]), math.nan),
+    }
+    tokens = {"all": 0, "infinite": 20, "nan": 30}
+    for name, some in values.items():
+        w = with_logits(some, feedback=feedback, batch=2)
+        found = w.decode(kernel.decode_steps, runs=((SHUFFLED, 3),))
+        want = w.decode(reference.decode_steps)
+        torch.testing.assert_close(found.stats, want.stats, equal_nan=True)
+        torch.testing.assert_close(found.exps, want.exps, equal_nan=True, rtol=2.0**-7, atol=0.0)
+        if name == "some":
+            assert torch.equal(found.tokens, want.tokens)
+        else:
+            assert (found.tokens == tokens[name]).all()
+
+
+def test_samples_of_equal_probabilities_are_exact(kernel):
+    """Logits of 0 and -inf: every sum is a whole number, and so are the thresholds."""
+    for temperature in (1.0, 0.5):
+        allowed = torch.randperm(300)[:64].sort().values
+        values = torch.full((300,), -math.inf).index_fill_(0, allowed, 0.0)
+        w = with_logits(values, feedback="sample", temperature=temperature, batch=16)
+        ranks = torch.arange(0, 64, 4) + torch.randint(4, (16,))
+        w.uniforms = (ranks.double() / 64)[None]
+        found = w.decode(kernel.decode_steps, runs=((SHUFFLED, 3),))
+        assert torch.equal(found.tokens[0], allowed[ranks])
+
+
+def test_a_target_that_is_no_word_has_no_logit(kernel):
+    w = Window(batch=3, steps=1)
+    w.targets[0] = torch.tensor([-1, 4, w.words])
+    found = w.decode(kernel.decode_steps, runs=((SHUFFLED, 3),))
+    assert found.stats[2].isnan().tolist() == [True, False, True]
+    assert (found.exps[[0, 2]] > 0).all()

@@ -1,0 +1,102 @@
+"""Calls of the decoder's operators on small tensors, for a GPU and for its stand-in on the host."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+KINDS = {"gru": 3, "lstm": 4, "rnn_tanh": 1, "rnn_relu": 1}  # gates; in the order of `kind`
+BATCH, UNITS, WIDTH, WORDS = 5, 70, 9, 300
+
+
+class Call(NamedTuple):
+    """An operator and its arguments, some of which it writes."""
+
+    op: str
+    arguments: list[Any]
+    first_written: int  # behind this argument, all tensors together are compared
+
+    def __call__(self) -> None:
+        getattr(torch.ops.accumext, self.op)(*self.arguments)
+
+    def to(self, device: str) -> Call:
+        """A copy on a device; strides stay as they are."""
+
+        def moved(leaf: Any) -> Any:
+            return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf
+
+        return self._replace(arguments=tree_map(moved, self.arguments))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
+
+    @property
+    def written(self) -> list[Tensor]:
+        leaves = tree_leaves(self.arguments[self.first_written :])
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def head_call(
+    *, rows: int = BATCH, words: int = WORDS, sampled: bool = True, exps: bool = True,
+    temperature: float = 0.7, logit_rows: int = 3, narrow: bool = False,
+) -> Call:  # fmt: skip
+    dtype = torch.bfloat16 if narrow else torch.float32
+    workspace = torch.zeros(words, rows, dtype=dtype).t()
+    return Call("head_forward", [
+        torch.randn(rows, UNITS), torch.randn(words, UNITS).div(9).to(dtype), torch.randn(words),
+        torch.randint(words, [rows]), _uniforms(rows) if sampled else None, temperature,
+        workspace if exps else None, logit_rows, torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(3, rows),
+    ], 6)  # fmt: skip
+
+
+def steps_call(
+    kind: str, *, layers: int = 1, steps: int = 4, head: bool = True, narrow: bool = False,
+    exps: bool = True, ends: bool = False, logit_rows: int = 32,
+) -> Call:  # fmt: skip
+    """Mixed feedback and dropout; with `ends`, some rows end."""
+    dtype = torch.bfloat16 if narrow else torch.float32
+    gates, parts, shape = KINDS[kind] * UNITS, 2 if kind == "lstm" else 1, (steps, BATCH)
+    cell = []
+    for layer in range(layers):
+        for depth in (UNITS if layer else WIDTH, UNITS):
+            cell.append(torch.randn(gates, depth).div(9).to(dtype))
+        cell += [torch.randn(gates), torch.randn(gates)]
+    states = [torch.randn(steps + 1, BATCH, UNITS) for _ in range(layers * parts)]
+    inputs, teacher, targets, tokens = torch.randint(WORDS, (4, *shape)).unbind()
+    kept = torch.rand(steps, layers - 1, BATCH, UNITS) < 0.5 if layers > 1 else None
+    workspace = torch.zeros(WORDS, steps * BATCH, dtype=dtype).t()
+    results: list[Tensor | None] = [
+        workspace if exps else None, torch.zeros(3, steps * BATCH),
+        torch.zeros(steps * BATCH, dtype=torch.int64),
+    ]  # fmt: skip
+    return Call("decode_steps", [
+        torch.randn(WORDS, WIDTH), cell, states, list(KINDS).index(kind), kept, 2.0,
+        inputs.clone(), teacher, torch.rand(shape) < 0.5,
+        torch.ones(shape, dtype=torch.bool) if ends else None, 3 if ends else -1, 0,
+        _uniforms(*shape), 0.7, torch.randn(WORDS, UNITS).div(9).to(dtype), torch.randn(WORDS),
+        targets, tokens.clone(), *(results if head else [None] * 3), logit_rows, 0, steps,
+    ], 2)  # fmt: skip
+
+
+def backward_call(kind: str, *, steps: int = 4, narrow: bool = False) -> Call:
+    gates, lstm = KINDS[kind] * UNITS, kind == "lstm"
+    h, c = torch.randn(2, steps + 1, BATCH, UNITS)
+    dh, dc = torch.randn(2, BATCH, UNITS)
+    weight = torch.randn(UNITS, gates) / 9
+    d_x = torch.zeros(steps, BATCH, gates)
+    return Call("rnn_backward", [
+        list(KINDS).index(kind), torch.randn(steps, BATCH, UNITS),
+        torch.randn(steps, BATCH, 4 * UNITS) if gates > UNITS else None, h, c if lstm else None,
+        torch.rand(steps, BATCH) < 0.8, torch.rand(steps, BATCH), torch.tensor(0.5),
+        weight.bfloat16() if narrow else weight, dh.clone(), dc.clone() if lstm else None, d_x,
+        torch.zeros_like(d_x) if kind == "gru" else None,
+    ], 9)  # fmt: skip
+
+
+def _uniforms(*shape: int) -> Tensor:
+    return torch.rand(shape, dtype=torch.float64)
