@@ -299,6 +299,10 @@ def test_cuda_kernels_cross_compile_and_stay_out_of_a_cpu_torch(
     wheel = wheel_in(tmp_path / "wheel")
     assert "accumext/backend/_C_cuda.abi3.so" in packed(wheel)
     assert record_in(wheel)["archs"] == "9.0"
+    with zipfile.ZipFile(wheel) as contents:
+        library = contents.extract("accumext/backend/_C_cuda.abi3.so", tmp_path)
+    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True)
+    assert "[libtorch_cuda.so]" in needed.stdout  # that of whatever torch loads it
     succeed(environment.pip("install", str(wheel)))
     if torch.version.cuda is None:
         assert environment.doctor()["backend"] == "cpu"
