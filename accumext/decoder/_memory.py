@@ -138,10 +138,13 @@ def _rnn_path(args: DecodeArguments, rnn: RnnWeights, size: int) -> tuple[int, i
     elif args.k2 is not None and args.k1 != args.k2:  # overlapping windows: d_out with zeros
         row += rnn.units
     given = [w for w in rnn.weights if w is not None]
-    weights = sum(w.numel() for w in given)
-    weights *= 2 if given[0].element_size() < size else 1  # as the products take them
-    transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None)
-    return states * size + masks, (steps * args.batch * row + weights + transposed) * size
+    gradients = sum(w.numel() for w in given) * size
+    operands = args.dtypes.cell  # of the products
+    casts = sum(w.numel() for w in given if w.dim() == 2) * operands.itemsize
+    casts *= given[0].dtype != operands
+    transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
+    temporaries = steps * args.batch * row * size
+    return states * size + masks, temporaries + gradients + casts + transposed
 
 
 def _callable_path(args: DecodeArguments, plan: WorkspacePlan, size: int) -> tuple[int, int]:

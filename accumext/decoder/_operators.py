@@ -37,7 +37,8 @@ _define(
 )
 
 # sums = (0 if overwrite else sums) + left @ right, sums in the dtype of `sums`. A left operand of
-# half precision has the right one rounded to its dtype.
+# half precision has the right one rounded to its dtype; on a GPU to float16 relative to its largest
+# magnitude, since the range of float16 is small.
 _define("add_matmul", "(Tensor(a!) sums, Tensor left, Tensor right, bool overwrite) -> ()")
 
 # Asks for large pages behind a tensor of many megabytes that nothing has been written to: the first

@@ -38,6 +38,6 @@ def dtypes_of(weight: Tensor) -> Dtypes:
 
 @contextmanager
 def no_grad_no_autocast(device: torch.device) -> Iterator[None]:
-    """Neither a graph nor autocast: the head has precisions of its own."""
+    """Neither a graph nor autocast: a call has precisions of its own."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
