@@ -79,7 +79,7 @@ _define(
 _define(
     "rnn_backward",
     "(int kind, Tensor d_out, "  # [q, B, H]
-    "Tensor? pre, "  # [q, B, 4 H], of _rnn_path.pre_activations; not of a plain RNN
+    "Tensor? pre, "  # [q, B, 4 H], of _through_time.pre_activations; not of a plain RNN
     "Tensor h, "  # [q + 1, B, H]
     "Tensor? c, "  # [q + 1, B, H] of an LSTM
     "Tensor? live, "  # bool [q, B]

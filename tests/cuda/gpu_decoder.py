@@ -293,18 +293,18 @@ def no_waits(device: torch.device) -> Iterator[None]:
 def dropout_masks() -> Iterator[list[Tensor | None]]:
     """The masks that calls draw: those of cuDNN, which modules draw, are others."""
     masks: list[Tensor | None] = []
-    buffers = _rnn_path._rnn_buffers
+    buffers = _rnn_path.rnn_buffers
 
     def spy(*args: Any) -> Any:
         made = buffers(*args)
-        masks.append(made.steps.dropout_mask)
+        masks.append(made.dropout_mask)
         return made
 
-    _rnn_path._rnn_buffers = spy  # type: ignore[assignment]
+    _rnn_path.rnn_buffers = spy  # type: ignore[assignment]
     try:
         yield masks
     finally:
-        _rnn_path._rnn_buffers = buffers
+        _rnn_path.rnn_buffers = buffers
 
 
 # --- a training step in a CUDA graph --------------------------------------------------------------
