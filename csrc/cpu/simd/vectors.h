@@ -156,8 +156,10 @@ template <typename scalar_t, int kSize, typename acc_t>
 template <int kSize, int kAhead, typename T>
 [[gnu::always_inline]] inline void prefetch(const T* block) {
   constexpr int kLine = 64;  // bytes
+  // A number, since it may be the address of no object.
+  const uintptr_t address = reinterpret_cast<uintptr_t>(block) + kAhead;
   for (int i = 0; i < kSize * static_cast<int>(sizeof(T)); i += kLine) {
-    __builtin_prefetch(reinterpret_cast<const char*>(block) + kAhead + i);
+    __builtin_prefetch(reinterpret_cast<const void*>(address + i));
   }
 }
 
