@@ -30,6 +30,9 @@ SEGMENT = 16
 # Rows of pre-activations that the backward pass of torch's modules forms at once.
 CELL_ROWS = 256
 
+# Rows whose known inputs torch's modules multiply at once; on a CPU they take them as they come.
+INPUT_ROWS = {"cuda": 2048}
+
 # A callable cell is taken to be a GRU as torch builds it: tensors of [B, H] that the graph of one
 # step keeps, as measured; and its gates, where its weights are not known.
 GRAPH, GATES = 10, 3
@@ -105,8 +108,8 @@ def predicted_peak(args: DecodeArguments) -> int:
     head = vocabulary * size * (hidden * weight.requires_grad + (args.head_bias is not None))
     d_hidden = tokens * hidden * size
     casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
-    workspace = vocabulary * (plan.rows * args.dtypes.exps.itemsize + plan.logit_rows * size)
-    workspace += 6 * plan.rows * hidden * size
+    workspace = vocabulary * plan.rows * args.dtypes.exps.itemsize
+    passing = vocabulary * plan.logit_rows * size + 6 * plan.rows * hidden * size
     token_buffers = tokens * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
     d_table = rows * width * (table.requires_grad and not args.tied)
     final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad
@@ -119,9 +122,11 @@ def predicted_peak(args: DecodeArguments) -> int:
         embedding = d_table + 2 * tokens * width * size - d_hidden - states
     else:
         states, cell = _rnn_path(args, args.rnn_weights, size)
+        passing = max(passing, _input_products(args, args.rnn_weights, size))
         cell += d_table
         embedding = d_table + final
-    formed = casts + workspace + states + head + d_hidden  # in the forward or the backward pass
+    # in the forward or the backward pass
+    formed = casts + workspace + passing + states + head + d_hidden
     backward = head + d_hidden + states + max(cell, embedding)
     return token_buffers + max(formed, backward)
 
@@ -145,6 +150,16 @@ def _rnn_path(args: DecodeArguments, rnn: RnnWeights, size: int) -> tuple[int, i
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
     temporaries = steps * args.batch * row * size
     return states * size + masks, temporaries + gradients + casts + transposed
+
+
+def _input_products(args: DecodeArguments, rnn: RnnWeights, size: int) -> int:
+    """What the forward pass through the layers has at once where the inputs are known."""
+    rows = INPUT_ROWS.get(args.head_weight.device.type)
+    if rows is None or args.free_running:
+        return 0
+    steps = min(args.steps, max(1, rows // max(1, args.batch)))
+    inputs = (args.table.weight.shape[1] + rnn.units) * args.dtypes.cell.itemsize
+    return steps * args.batch * (inputs + rnn.gates * rnn.units * size)
 
 
 def _callable_path(args: DecodeArguments, plan: WorkspacePlan, size: int) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 Every case runs in five precisions, twice in each: the second time, any wait for the GPU is an
 error. What is off is relative to float64 on the same rounded parameters, and at most ALLOWED times
-as much as plain autograd is off in the same precision. The last rows are training steps in a user's
-CUDA graph.
+as much as plain autograd is off in the same precision. Then there are training steps in a user's
+CUDA graph, and the peak memory beside decode_memory.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from gpu_decoder_cases import IGNORED, PRECISIONS, Case, Precision, captured, cases
+from gpu_decoder_cases import IGNORED, PRECISIONS, Case, Precision, captured, cases, remembered
 from gpu_rows import Checks, Facts
 from support.decode_oracle import Decoder, decode, relative_distance
 from torch import Tensor, nn
 
 import accumext
 from accumext.decoder import _rnn_path
+from accumext.demo.memory import peak_memory
 
 ALLOWED = 2.0
+PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 SEED, LOSS_SCALE = 5, 2.0**10
 SHARE = 0.1  # ten standard deviations of the share of 2,000 units that dropout keeps
 
@@ -372,6 +374,31 @@ def record(
     return replay
 
 
+# --- peak memory ----------------------------------------------------------------------------------
+
+
+def check_memory(case: Case, precision: Precision, device: torch.device) -> Facts:
+    """The peak of a call and its backward pass, against decode_memory."""
+    check = Check(case, precision, device)
+    model, targets = check.model, check.targets
+
+    def run() -> None:
+        model.zero_grad()
+        with autocast(precision, device):
+            loss = model.ours(targets, check.options).loss
+        loss.backward()
+
+    run()  # libraries take their workspaces at the first call
+    model.zero_grad()
+    parts = model.embedding, model.cell, model.head
+    with autocast(precision, device):
+        predicted = accumext.decode_memory(*parts, targets.shape, model.state(), **check.options)
+    measured = peak_memory(run, device)
+    if not abs(predicted / measured - 1) <= PREDICTION:
+        raise AssertionError(f"{measured} bytes, where {predicted} were predicted")
+    return {"bytes": measured, "over predicted": measured / predicted}
+
+
 # --- the rows -------------------------------------------------------------------------------------
 
 
@@ -388,3 +415,6 @@ def checks(device: torch.device, quick: bool) -> Checks:
     for name, case in captured():
         for precision in PRECISIONS:
             yield f"captured, {name}: {precision}", row(check_captured, case, precision)
+    for name, case in remembered():
+        for precision in PRECISIONS:
+            yield f"memory, {name}: {precision}", row(check_memory, case, precision)

@@ -118,3 +118,11 @@ def captured() -> Iterator[tuple[str, Case]]:
         "greedy, B=65": Case(GREEDY, batch=65),
         "greedy, called": Case(GREEDY, called=True),
     }.items()
+
+
+def remembered() -> Iterator[tuple[str, Case]]:
+    """Those whose peak memory is compared with what decode_memory says."""
+    yield "greedy", Case(GREEDY, vocabulary=20_000, size=128, batch=32, steps=64)
+    yield "teacher", Case(TEACHER, vocabulary=20_000, size=128, batch=32, steps=64)
+    yield "greedy, states", Case(GREEDY, layers=2, size=256, batch=32, steps=128)
+    yield "teacher, inputs", Case(TEACHER, "lstm", layers=2, size=256, batch=32, steps=128)

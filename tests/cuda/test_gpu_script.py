@@ -224,6 +224,7 @@ def test_the_decoder_is_checked(tmp_path: Path) -> None:
     assert kinds == {(call, name) for call in calls for name in gpu_decoder_cases.PRECISIONS}
     for mode in gpu_decoder_cases.MODES:
         assert {mode, f"{mode}, eos", f"{mode}, lengths", f"captured, {mode}"} < calls
+    assert {"memory, greedy", "memory, teacher"} < calls
     assert {f"greedy, B={batch}" for batch in (1, 63, 64, 65)} < calls
     dropped = [row for name, row in rows.items() if "dropout" in name]
     assert len(dropped) == 2 * 3 * 5
@@ -316,6 +317,16 @@ def test_a_captured_step_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gpu_decoder, "record", stale)
     with pytest.raises(AssertionError, match="after 3 steps"):
         gpu_decoder.check_captured(*arguments)
+
+
+def test_a_peak_that_was_not_predicted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((_, case), *_) = gpu_decoder_cases.remembered()
+    arguments = case, gpu_decoder_cases.PRECISIONS["float32"], torch.device("cpu")
+    assert 0.9 < gpu_decoder.check_memory(*arguments)["over predicted"] < 1.1
+    predicted = accumext.decode_memory
+    monkeypatch.setattr(accumext, "decode_memory", lambda *a, **how: predicted(*a, **how) * 4 // 5)
+    with pytest.raises(AssertionError, match="were predicted"):
+        gpu_decoder.check_memory(*arguments)
 
 
 def test_a_step_is_recorded_after_another_has_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,25 @@ def test_predicted_peak_with_dropout(dropout: float) -> None:
     assert predicted == pytest.approx(measured(parts, targets, feedback="greedy"), rel=PREDICTION)
 
 
+def test_known_inputs_are_predicted_where_they_are_multiplied_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two layers: what they read and their gates, in whole steps, at least one, at most all."""
+    size, units, batch, steps = 8, 40, 16, 500
+    parts = nn.Embedding(3, size), nn.GRU(size, units, 2), nn.Linear(units, 3)
+
+    def predicted(rows: int, feedback: str = "teacher", batch: int = batch) -> int:
+        monkeypatch.setattr(_memory, "INPUT_ROWS", {"cpu": rows})
+        return accumext.decode_memory(*parts, (steps, batch), feedback=feedback)
+
+    step = batch * (size + units + 3 * units) * 4
+    assert predicted(6000) - predicted(4800) == 75 * step
+    assert predicted(6015) == predicted(6000)
+    assert predicted(10**6) == predicted(steps * batch) > predicted(steps * batch - batch)
+    assert predicted(0) == predicted(batch)
+    assert predicted(0, "greedy") == predicted(10**6, "greedy")
+
+
 def test_prediction_needs_no_data() -> None:
     parts = tuple(part.to("meta") for part in modules(50000, 256, torch.float32, False))
     targets = torch.empty(200, 16, dtype=torch.int64, device="meta")
