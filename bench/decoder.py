@@ -106,13 +106,14 @@ QUICK = Patience(seconds=0.05, least=3, most=6, longest=60.0)
 FIGURES: dict[str, list[Faster | Smaller | Waits | Growth]] = {
     "cpu": [
         Faster(SMALL, OURS, PER_TOKEN, 8.0),
-        Faster(SMALL, OURS, PLAIN, 8.0),
+        Faster(SMALL, OURS, PLAIN, 10.0),
         Faster(WIDE, OURS, PER_TOKEN, 5.0),
         Faster(WIDE, OURS, PLAIN, 5.0),
-        Faster(WIDE, OURS, LIMIT, 1.0),
-        Faster(WIDE, OURS_BF16, OURS, 1.8),
+        Faster(WIDE, OURS, LIMIT, 1 / 0.75),
+        Faster(WIDE, OURS_BF16, LIMIT, 1 / 0.40),
+        Faster(WIDE, OURS_BF16, OURS, 2.0),
         Faster(MANY, OURS, PER_TOKEN, 4.0),
-        Faster(MANY, OURS, PLAIN, 4.0),
+        Faster(MANY, OURS, PLAIN, 5.5),
         Smaller(LONG, 10.0),
         Growth(SHORTER, LONGER),
     ],

@@ -7,6 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported with a group there, as DDP does, it would keep the group
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,5 +34,5 @@ for _ in range(10):
         opt.step()
 if rank == 0:
     print(f"loss {loss.item():.3f}, last window: {opt.stats()}")
-dist.barrier()  # no thread of the group holds a gradient of the last window any more
+del model, opt, loss  # what holds the group: its threads are to end before the interpreter does
 dist.destroy_process_group()

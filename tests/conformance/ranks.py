@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.nn",  # imported with a group there, it keeps the group
     "pytest",
     "accumext",
 ]
@@ -58,12 +60,13 @@ def join(rank: int, world: int, meeting: str, seconds: float = 60) -> None:
 
 
 def leave() -> None:
-    """End the group: after the barrier none of its threads holds a tensor of Python.
+    """End the group, and its threads where nothing else holds it.
 
-    A thread that drops one while the interpreter ends takes the process down with it:
-    https://github.com/pytorch/pytorch/issues/190489
+    A thread that drops a tensor of Python while the interpreter ends takes the process down with
+    it: https://github.com/pytorch/pytorch/issues/190489. After the barrier few have one.
     """
     dist.barrier()
+    gc.collect()
     dist.destroy_process_group()
 
 
