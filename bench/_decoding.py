@@ -4,7 +4,9 @@ The first run of every way is not timed. It is the one whose peak memory is take
 gradient is compared with that of plain autograd on the tokens which this way fed: two ways may part
 at a near tie, and both are right. Then the ways take turns as in _timing.py, but a way whose
 seconds are used up takes no further turn, so a ratio is formed of the repetitions in which both
-sides ran. Gradients are None before every run, as zero_grad leaves them.
+sides ran. In its turn a way runs twice, and the second run is timed: a training loop repeats one
+way, and the first run after another pays for the memory that this has left behind. Gradients are
+None before every run, as zero_grad leaves them.
 """
 
 from __future__ import annotations
@@ -178,8 +180,9 @@ class Bench:
             for samples in (*seconds.values(), *host.values()):
                 samples.append(None)
             for name in due:
-                decoder.forget()
-                taken = self._seconds_of(runs[name])
+                for _ in range(2):
+                    decoder.forget()
+                    taken = self._seconds_of(runs[name])
                 seconds[name][-1], host[name][-1] = taken
                 spent[name] += taken.seconds
         gc.enable()
