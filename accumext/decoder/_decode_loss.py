@@ -171,7 +171,10 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     Example:
         >>> peak = accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy")
     """
-    bound = inspect.signature(decode_loss).bind(*args, **kwargs)
+    try:
+        bound = inspect.signature(decode_loss).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"decode_memory: {error}") from None
     bound.apply_defaults()
     call = bound.arguments
     device = embedding_table(call["embedding"]).weight.device

@@ -205,12 +205,14 @@ def test_peak_is_far_below_the_logits_of_all_steps() -> None:
     assert measured(parts, targets, feedback="greedy") < logits / 4
 
 
-def test_decode_memory_takes_meta_tensors_beside_real_modules() -> None:
+def test_decode_memory_takes_what_decode_loss_takes_and_meta_tensors() -> None:
     decoder = make_decoder("gru_cell")
     parts = (decoder.embedding, decoder.cell, decoder.head)
     expected = accumext.decode_memory(*parts, TARGETS, decoder.state, feedback="greedy")
     meta = (TARGETS.to("meta"), decoder.state.to("meta"))
     assert accumext.decode_memory(*parts, *meta, feedback="greedy") == expected
+    with pytest.raises(TypeError, match="^decode_memory: missing a required argument: 'feedback'$"):
+        accumext.decode_memory(*parts, TARGETS)
     with raises(TypeError, "embedding must be an nn.Embedding"):
         accumext.decode_memory([1], *parts[1:], TARGETS, feedback="greedy")
 
