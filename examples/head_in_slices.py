@@ -15,7 +15,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported with a group there, as DDP does, it would keep the group
+import torch.distributed.nn  # before there is a group, which its default arguments would keep
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -7,7 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported with a group there, as DDP does, it would keep the group
+import torch.distributed.nn  # before there is a group, which its default arguments would keep
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,5 +34,5 @@ for _ in range(10):
         opt.step()
 if rank == 0:
     print(f"loss {loss.item():.3f}, last window: {opt.stats()}")
-del model, opt, loss  # what holds the group: its threads are to end before the interpreter does
+del model, opt, loss  # they hold the group, whose threads must end before the interpreter does
 dist.destroy_process_group()

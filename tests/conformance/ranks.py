@@ -22,7 +22,7 @@ PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "torch.distributed.nn",  # imported with a group there, it keeps the group
+    "torch.distributed.nn",  # before there is a group, which its default arguments would keep
     "pytest",
     "accumext",
 ]
