@@ -28,7 +28,7 @@ _define(
     "(Tensor hidden, "  # [M, H]
     "Tensor weight, "  # [V, H]; hidden is rounded to its dtype
     "Tensor? bias, "  # [V]
-    "Tensor targets, "  # int64 [M], in [0, V)
+    "Tensor? targets, "  # int64 [M], in [0, V); None: the tokens
     "Tensor? uniforms, float temperature, "  # fp64 [M], in [0, 1)
     "Tensor(a!)? exps, "  # [M, V], rows next to each other in memory
     "int logit_rows, Tensor(b!) tokens, "  # int64 [M]
@@ -58,6 +58,8 @@ _define(
     "Tensor(a!)[] states, "  # per layer h, and c of an LSTM, [T + 1, B, H]: before and after steps
     "int kind, "  # index into _rnn_weights.KINDS
     "Tensor? dropout_mask, float dropout_scale, "  # bool [T, L - 1, B, H]: units that are kept
+    "Tensor? input_mask, float input_scale, "  # bool [T, B, E]: of the looked-up rows
+    "Tensor? output_mask, float output_scale, "  # bool [T, B, H]: of what the head reads
     "Tensor(b!) inputs, "  # int64 [T, B]
     "Tensor? teacher, "  # int64 [T, B]: fed where `teacher_mask`, everywhere if that is None
     "Tensor? teacher_mask, "  # bool [T, B]
@@ -66,7 +68,7 @@ _define(
     "int pad, "  # read by rows that have ended
     "Tensor? uniforms, float temperature, "  # fp64 [T, B]
     "Tensor head_weight, Tensor? head_bias, "
-    "Tensor targets, "  # int64 [T, B], in [0, V)
+    "Tensor? targets, "  # int64 [T, B], in [0, V); None: the tokens
     "Tensor(d!) tokens, "  # int64 [T, B]
     "Tensor(e!)? exps, "  # [rows, V] as in head_forward
     "Tensor(f!)? stats, "  # [3, rows]

@@ -19,13 +19,14 @@ SLICE = 1024
 
 
 def head_forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, uniforms: Tensor | None,
-    temperature: float, exps: Tensor | None, logit_rows: int, tokens: Tensor, stats: Tensor,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None,
+    uniforms: Tensor | None, temperature: float, exps: Tensor | None, logit_rows: int,
+    tokens: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
     for begin in range(0, len(hidden), logit_rows):
         piece = slice(begin, begin + logit_rows)
         softmax_stats(
-            _logits(hidden[piece], weight, bias), targets[piece],
+            _logits(hidden[piece], weight, bias), None if targets is None else targets[piece],
             None if uniforms is None else uniforms[piece], temperature,
             None if exps is None else exps[piece], tokens[piece], stats[:, piece],
         )  # fmt: skip
@@ -88,13 +89,14 @@ def large_pages(memory: Tensor) -> None:
 
 
 def softmax_stats(
-    logits: Tensor, targets: Tensor, uniforms: Tensor | None, temperature: float,
+    logits: Tensor, targets: Tensor | None, uniforms: Tensor | None, temperature: float,
     exps: Tensor | None, tokens: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
     """What head_forward finds of logits [M, V]; they are used up."""
     peak, argmax = logits.max(1)
-    stats[0], stats[2] = peak, logits.gather(1, targets[:, None])[:, 0]
     tokens.copy_(argmax if uniforms is None else sample(logits, uniforms, temperature))
+    targets = tokens if targets is None else targets
+    stats[0], stats[2] = peak, logits.gather(1, targets[:, None])[:, 0]
     logits.sub_(peak[:, None]).exp_()
     stats[1] = logits.sum(1)
     if exps is not None:
@@ -128,17 +130,20 @@ def rnn_advance(
 
 def decode_steps(
     table: Tensor, cell: list[Tensor], states: list[Tensor], kind: int, dropout_mask: Tensor | None,
-    dropout_scale: float, inputs: Tensor, teacher: Tensor | None, teacher_mask: Tensor | None,
-    live: Tensor | None, eos: int, pad: int, uniforms: Tensor | None, temperature: float,
-    head_weight: Tensor, head_bias: Tensor | None, targets: Tensor, tokens: Tensor,
-    exps: Tensor | None, stats: Tensor | None, rows: Tensor | None, logit_rows: int, begin: int,
-    end: int,
+    dropout_scale: float, input_mask: Tensor | None, input_scale: float,
+    output_mask: Tensor | None, output_scale: float, inputs: Tensor, teacher: Tensor | None,
+    teacher_mask: Tensor | None, live: Tensor | None, eos: int, pad: int, uniforms: Tensor | None,
+    temperature: float, head_weight: Tensor, head_bias: Tensor | None, targets: Tensor | None,
+    tokens: Tensor, exps: Tensor | None, stats: Tensor | None, rows: Tensor | None,
+    logit_rows: int, begin: int, end: int,
 ) -> int:  # fmt: skip
     steps, batch = inputs.shape
     everyone = torch.arange(batch, device=inputs.device)
     used = 0
     for t in range(begin, end):
         x = table[inputs[t]].to(states[0].dtype)
+        if input_mask is not None:
+            x = x * input_mask[t] * input_scale
         alive = None if live is None else live[t]
         for layer in range(len(cell) // 4):
             w_ih, w_hh, b_ih, b_hh = cell[4 * layer : 4 * layer + 4]
@@ -155,6 +160,8 @@ def decode_steps(
         if stats is None:
             continue
         assert rows is not None
+        if output_mask is not None:
+            x = x * output_mask[t] * output_scale
         named = everyone
         if alive is not None and alive.device.type == "cpu":  # elsewhere nothing waits to count
             named = everyone[alive]
@@ -162,7 +169,7 @@ def decode_steps(
         rows[span] = t * batch + named
         token = tokens.new_empty(len(named))
         head_forward(
-            x[named], head_weight, head_bias, targets[t][named],
+            x[named], head_weight, head_bias, None if targets is None else targets[t][named],
             None if uniforms is None else uniforms[t][named], temperature,
             None if exps is None else exps[span], logit_rows, token, stats[:, span],
         )  # fmt: skip

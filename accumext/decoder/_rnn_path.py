@@ -179,9 +179,10 @@ class _ForwardSteps:
         buffers, head = self.buffers, self.cross_entropy
         used: int = _operators.decode_steps(
             buffers.table, buffers.weights, buffers.states, buffers.rnn.kind, buffers.dropout_mask,
-            buffers.dropout_scale, tokens.inputs, buffers.teacher, buffers.teacher_mask,
-            tokens.live, -1 if args.eos is None else args.eos, args.table.padding_token,
-            args.feedback.uniforms, args.feedback.temperature, head.weight, head.bias,
-            args.targets, tokens.tokens, exps, stats, rows, head.logit_rows, begin, end,
+            buffers.dropout_scale, None, 1.0, None, 1.0, tokens.inputs, buffers.teacher,
+            buffers.teacher_mask, tokens.live, -1 if args.eos is None else args.eos,
+            args.table.padding_token, args.feedback.uniforms, args.feedback.temperature,
+            head.weight, head.bias, args.targets, tokens.tokens, exps, stats, rows,
+            head.logit_rows, begin, end,
         )  # fmt: skip
         return used

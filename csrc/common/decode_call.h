@@ -18,6 +18,10 @@ struct DecodeCall {
   CellKind kind;
   std::optional<Tensor> dropout_mask;  // bool [T, L - 1, B, H]
   double dropout_scale;
+  std::optional<Tensor> input_mask;  // bool [T, B, E]
+  double input_scale;
+  std::optional<Tensor> output_mask;  // bool [T, B, H]
+  double output_scale;
   Tensor inputs;                       // int64 [T, B]
   std::optional<Tensor> teacher;       // int64 [T, B]
   std::optional<Tensor> teacher_mask;  // bool [T, B]
@@ -28,7 +32,7 @@ struct DecodeCall {
   double temperature;
   Tensor head_weight;               // [V, H]
   std::optional<Tensor> head_bias;  // [V]
-  Tensor targets;                   // int64 [T, B]
+  std::optional<Tensor> targets;    // int64 [T, B]; nothing: the tokens
   Tensor tokens;                    // int64 [T, B]
   std::optional<Tensor> exps;       // [rows, V]
   std::optional<Tensor> stats;      // [3, rows]
@@ -41,11 +45,13 @@ struct DecodeCall {
 // was given.
 template <template <typename> class Decoding>
 int64_t decode_steps(Tensor table, TensorList cell, TensorList states, int64_t kind,
-                     std::optional<Tensor> dropout_mask, double dropout_scale, Tensor inputs,
+                     std::optional<Tensor> dropout_mask, double dropout_scale,
+                     std::optional<Tensor> input_mask, double input_scale,
+                     std::optional<Tensor> output_mask, double output_scale, Tensor inputs,
                      std::optional<Tensor> teacher, std::optional<Tensor> teacher_mask,
                      std::optional<Tensor> live, int64_t eos, int64_t pad,
                      std::optional<Tensor> uniforms, double temperature, Tensor head_weight,
-                     std::optional<Tensor> head_bias, Tensor targets, Tensor tokens,
+                     std::optional<Tensor> head_bias, std::optional<Tensor> targets, Tensor tokens,
                      std::optional<Tensor> exps, std::optional<Tensor> stats,
                      std::optional<Tensor> rows, int64_t logit_rows, int64_t begin, int64_t end) {
   const DecodeCall call{table,
@@ -54,6 +60,10 @@ int64_t decode_steps(Tensor table, TensorList cell, TensorList states, int64_t k
                         cell_kind(kind),
                         dropout_mask,
                         dropout_scale,
+                        input_mask,
+                        input_scale,
+                        output_mask,
+                        output_scale,
                         inputs,
                         teacher,
                         teacher_mask,

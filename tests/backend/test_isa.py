@@ -102,9 +102,10 @@ for dtype in (torch.float64, torch.float32):
         states = [numbers(steps + 1, batch, units, seed=p).to(dtype) for p in range(parts)]
         read = torch.arange(steps * batch).view(steps, batch) % 7
         live = read % 5 != 0
-        ops.decode_steps(numbers(7, inputs).to(dtype), cell, states, kind, None, 1.0, read, None,
-                         None, live, -1, 0, None, 1.0, numbers(9, units).to(dtype), None, read,
-                         read.clone(), None, None, None, 32, 0, steps)
+        ops.decode_steps(numbers(7, inputs).to(dtype), cell, states, kind, None, 1.0, None, 1.0,
+                         None, 1.0, read, None, None, live, -1, 0, None, 1.0,
+                         numbers(9, units).to(dtype), None, read, read.clone(), None, None, None,
+                         32, 0, steps)
         results[f"steps {kind} {dtype}"] = torch.stack(states)
         pre = None if gates == 1 else numbers(steps, batch, 4 * units).to(dtype)
         dh = [numbers(batch, units, seed=9 + p).to(dtype) for p in range(parts)]

@@ -158,9 +158,9 @@ class Results:
         self.rows = torch.full((rows,), -7)
         self.used = op(
             w.table, w.cell, self.states, w.kind, w.dropout_mask,
-            1 / (1 - w.dropout), self.inputs, w.teacher, w.teacher_mask, self.live, w.eos, PAD,
-            w.uniforms, w.temperature, w.head, w.head_bias, w.targets, self.tokens, self.exps,
-            self.stats, self.rows, 7, begin, end, **changed,
+            1 / (1 - w.dropout), None, 1.0, None, 1.0, self.inputs, w.teacher, w.teacher_mask,
+            self.live, w.eos, PAD, w.uniforms, w.temperature, w.head, w.head_bias, w.targets,
+            self.tokens, self.exps, self.stats, self.rows, 7, begin, end, **changed,
         )  # fmt: skip
 
 
@@ -199,9 +199,9 @@ def check_step(w: Window, found: Results, step: int) -> None:
     stats, tokens = torch.empty(3, w.batch), torch.empty(w.batch, dtype=torch.int64)
     exps = torch.empty(w.batch, w.words)
     uniforms = None if w.uniforms is None else w.uniforms[step]
+    targets = None if w.targets is None else w.targets[step]
     reference.head_forward(
-        hidden, w.head, w.head_bias, w.targets[step], uniforms, w.temperature, exps, 7, tokens,
-        stats,
+        hidden, w.head, w.head_bias, targets, uniforms, w.temperature, exps, 7, tokens, stats
     )  # fmt: skip
     if found.live is not None:
         tokens[~found.live[step]] = PAD
@@ -212,7 +212,7 @@ def check_step(w: Window, found: Results, step: int) -> None:
         return
     rtol, got = EXPS_RTOL[found.exps.dtype], found.exps[mine]
     torch.testing.assert_close(got.float(), exps, rtol=rtol, atol=SMALLEST_HALF)
-    assert not got[torch.arange(w.batch), w.targets[step]].any()
+    assert not got[torch.arange(w.batch), tokens if targets is None else targets].any()
 
 
 def check_everything(kernel, w: Window, **options) -> Results:
@@ -228,6 +228,13 @@ def check_everything(kernel, w: Window, **options) -> Results:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_cell(kernel, kind, dtype):
     check_everything(kernel, Window(kind=kind, dtype=dtype, exps_dtype=dtype))
+
+
+@pytest.mark.parametrize("feedback", ["greedy", "sample"])
+def test_tokens_that_are_their_own_targets(kernel, feedback):
+    w = Window(feedback=feedback)
+    w.targets = None
+    check_everything(kernel, w)
 
 
 BATCHES = (1, 7, 8, 9, 16, 31, 33, 64)

@@ -74,12 +74,17 @@ class LayeredDecoder:
         live: Tensor | None,  # bool [T, B]
         dropout_mask: Tensor | None,
         dropout_scale: float,
+        input_mask: Tensor | None = None,
+        output_mask: Tensor | None = None,
+        around_scale: float = 1.0,  # of both
     ) -> tuple[list[Tensor], Tensor]:
         """States [T + 1, B, H] of every layer and part, and the logits [T, B, V]."""
         states = [[s] for s in self.start]
         logits = []
         for t in range(self.steps):
             x = self.table[inputs[t]]
+            if input_mask is not None:
+                x = x * input_mask[t] * around_scale
             for layer, cell in enumerate(self.cells):
                 own = states[layer * self.parts : (layer + 1) * self.parts]
                 alive = None if live is None else live[t]
@@ -90,6 +95,8 @@ class LayeredDecoder:
                 x = own[0][-1]
                 if dropout_mask is not None and layer + 1 < self.layers:
                     x = x * dropout_mask[t, layer] * dropout_scale
+            if output_mask is not None:
+                x = x * output_mask[t] * around_scale
             logits.append(x @ self.weight.t() + self.bias)
         return [torch.stack(s) for s in states], torch.stack(logits)
 
@@ -119,6 +126,10 @@ def run(
     temperature: float = 1.0,
     dropout_mask: Tensor | None = None,
     dropout_scale: float = 1.0,
+    input_mask: Tensor | None = None,
+    output_mask: Tensor | None = None,
+    around_scale: float = 1.0,
+    own_targets: bool = False,
     logit_rows: int = 32,
     borders: tuple[int, ...] = (),  # where one call ends and the next begins
     pad: int = 1,
@@ -145,8 +156,9 @@ def run(
         workspace_slice = torch.cat([exps[:, used:], exps.new_empty(r.words, used)], 1).t()
         count = decode_steps(
             r.table.to(dtype), r.weights(), states, KINDS.index(r.kind), dropout_mask,
-            dropout_scale, inputs, teacher, teacher_mask, live, eos, pad, uniforms, temperature,
-            r.weight.to(r.narrow), r.bias.to(dtype), r.targets, tokens,
+            dropout_scale, input_mask, around_scale, output_mask, around_scale, inputs, teacher,
+            teacher_mask, live, eos, pad, uniforms, temperature, r.weight.to(r.narrow),
+            r.bias.to(dtype), None if own_targets else r.targets, tokens,
             workspace_slice if head else None, some if head else None, named if head else None,
             logit_rows, begin, end,
         )  # fmt: skip
@@ -169,7 +181,11 @@ def check(
 ) -> None:
     """Every step against the plain loop on the tokens that were read."""
     dropout_mask, scale = call.get("dropout_mask"), float(call.get("dropout_scale", 1.0))
-    states, logits = decoder.loop(steps.inputs, steps.live, dropout_mask, scale)
+    around = [call.get(name) for name in ("input_mask", "output_mask")]
+    around_scale = float(call.get("around_scale", 1.0))
+    states, logits = decoder.loop(
+        steps.inputs, steps.live, dropout_mask, scale, *around, around_scale
+    )
     for actual, expected in zip(steps.states, states, strict=True):
         close(actual, expected)
     alive = torch.ones_like(steps.inputs, dtype=torch.bool) if live is None else live.clone()
@@ -187,7 +203,8 @@ def check(
     z = logits.flatten(0, 1)[rows]
     peak = z.amax(1, keepdim=True)
     exps = (z - peak).exp()
-    targets = decoder.targets.flatten()[rows]
+    of_all = steps.tokens if call.get("own_targets") else decoder.targets
+    targets = of_all.flatten()[rows]
     close(steps.stats[0, :count], peak[:, 0])
     close(steps.stats[1, :count], exps.sum(1))
     close(steps.stats[2, :count], z.gather(1, targets[:, None])[:, 0])
@@ -222,13 +239,16 @@ def check(
     feed=st.sampled_from(["greedy", "sample", "teacher", "mixed"]),
     ends=st.sampled_from(["none", "lengths", "eos", "both"]),
     dropped=st.booleans(),
+    around=st.sampled_from([(), ("input_mask",), ("output_mask",), ("input_mask", "output_mask")]),
+    own_targets=st.booleans(),
     logit_rows=st.integers(1, 33),
     border=st.integers(0, 4),
     seed=st.integers(0, 2**20),
 )
 def test_steps_are_those_of_torchs_cells(
     kind: str, layers: int, batch: int, units: int, inputs: int, words: int, missing: set[int],
-    feed: str, ends: str, dropped: bool, logit_rows: int, border: int, seed: int,
+    feed: str, ends: str, dropped: bool, around: tuple[str, ...], own_targets: bool,
+    logit_rows: int, border: int, seed: int,
 ) -> None:  # fmt: skip
     torch.manual_seed(seed)
     steps = 5
@@ -252,6 +272,10 @@ def test_steps_are_those_of_torchs_cells(
     if dropped and layers > 1:
         call["dropout_mask"] = torch.rand(steps, layers - 1, batch, units) < 0.6
         call["dropout_scale"] = 1 / 0.6
+    sizes = {"input_mask": inputs, "output_mask": units}
+    for name in around:
+        call[name] = torch.rand(steps, batch, sizes[name]) < 0.6
+    call |= {"around_scale": 1 / 0.6, "own_targets": own_targets}
     borders = (border,) if border else ()
     found = run(decoder, live=live, eos=eos, logit_rows=logit_rows, borders=borders, **call)
     check(decoder, found, live, eos, **call)
@@ -347,9 +371,9 @@ def test_a_narrow_table_with_a_stride(table_dtype: torch.dtype) -> None:
     states = [torch.zeros(4, 9, 12)]
     states[0][0] = decoder.start[0]
     decode_steps(
-        wide[:, :7], decoder.weights(), states, 0, None, 1.0, inputs, None, None, None, -1, 0,
-        None, 1.0, decoder.weight.float(), None, decoder.targets, tokens, None, None, None, 32, 0,
-        3,
+        wide[:, :7], decoder.weights(), states, 0, None, 1.0, None, 1.0, None, 1.0, inputs,
+        None, None, None, -1, 0, None, 1.0, decoder.weight.float(), None, decoder.targets, tokens,
+        None, None, None, 32, 0, 3,
     )  # fmt: skip
     expected, _ = decoder.loop(inputs, None, None, 1.0)
     close(states[0], expected[0])

@@ -49,7 +49,7 @@ def forward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    targets: Tensor,
+    targets: Tensor | None,
     uniforms: Tensor | None = None,
     temperature: float = 1.0,
     exps_dtype: torch.dtype | None = None,
@@ -160,6 +160,8 @@ def test_any_shape(
         hidden, wide[:, :depth], shift, targets, None, 1.0, exps_dtype, logit_rows, margins
     )
     Truth.of(hidden, weight, shift).check(found, targets, exps_dtype)
+    own = forward(hidden, wide[:, :depth], shift, None, None, 1.0, exps_dtype, logit_rows, margins)
+    Truth.of(hidden, weight, shift).check(own, own.tokens, exps_dtype)
 
 
 TIES = [
@@ -268,6 +270,12 @@ def test_samples_invert_the_running_sum(
     clear |= uniforms == 0
     assert clear.sum() > rows / 2
     assert torch.equal(found.tokens[clear], expected.clamp(max=words - 1)[clear])
+    own = forward(hidden, weight, bias, None, uniforms, temperature, dtypes[0])
+    assert torch.equal(own.tokens, found.tokens)
+    logits = truth.z.gather(1, own.tokens[:, None])[:, 0]
+    assert ((own.target_logit - logits).abs() <= truth.error.amax(1)).all()
+    assert own.exps is not None
+    assert not own.exps.gather(1, own.tokens[:, None]).any()
     # the statistics are those at temperature 1
     exact = (truth.z - truth.z.amax(1, keepdim=True)).exp().sum(1)
     torch.testing.assert_close(found.total.double(), exact, rtol=1e-4, atol=0)

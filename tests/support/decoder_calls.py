@@ -42,23 +42,25 @@ class Call(NamedTuple):
 
 def head_call(
     *, rows: int = BATCH, words: int = WORDS, sampled: bool = True, exps: bool = True,
-    temperature: float = 0.7, logit_rows: int = 3, narrow: bool = False,
+    temperature: float = 0.7, logit_rows: int = 3, narrow: bool = False, own: bool = False,
 ) -> Call:  # fmt: skip
     dtype = torch.bfloat16 if narrow else torch.float32
     workspace = torch.zeros(words, rows, dtype=dtype).t()
     return Call("head_forward", [
         torch.randn(rows, UNITS), torch.randn(words, UNITS).div(9).to(dtype), torch.randn(words),
-        torch.randint(words, [rows]), _uniforms(rows) if sampled else None, temperature,
-        workspace if exps else None, logit_rows, torch.zeros(rows, dtype=torch.int64),
+        None if own else torch.randint(words, [rows]), _uniforms(rows) if sampled else None,
+        temperature, workspace if exps else None, logit_rows, torch.zeros(rows, dtype=torch.int64),
         torch.zeros(3, rows),
     ], 6)  # fmt: skip
 
 
 def steps_call(
     kind: str, *, layers: int = 1, steps: int = 4, head: bool = True, narrow: bool = False,
-    exps: bool = True, ends: bool = False, logit_rows: int = 32,
+    exps: bool = True, ends: bool = False, logit_rows: int = 32, around: bool = False,
+    own: bool = False,
 ) -> Call:  # fmt: skip
-    """Mixed feedback and dropout; with `ends`, some rows end."""
+    """Mixed feedback and dropout; with `ends`, some rows end; with `around`, dropout before and
+    behind the layers; with `own`, tokens are their own targets."""
     dtype = torch.bfloat16 if narrow else torch.float32
     gates, parts, shape = KINDS[kind] * UNITS, 2 if kind == "lstm" else 1, (steps, BATCH)
     cell = []
@@ -69,6 +71,7 @@ def steps_call(
     states = [torch.randn(steps + 1, BATCH, UNITS) for _ in range(layers * parts)]
     inputs, teacher, targets, tokens = torch.randint(WORDS, (4, *shape)).unbind()
     kept = torch.rand(steps, layers - 1, BATCH, UNITS) < 0.5 if layers > 1 else None
+    masks = [torch.rand(*shape, size) < 0.5 if around else None for size in (WIDTH, UNITS)]
     workspace = torch.zeros(WORDS, steps * BATCH, dtype=dtype).t()
     results: list[Tensor | None] = [
         workspace if exps else None, torch.zeros(3, steps * BATCH),
@@ -76,10 +79,11 @@ def steps_call(
     ]  # fmt: skip
     return Call("decode_steps", [
         torch.randn(WORDS, WIDTH), cell, states, list(KINDS).index(kind), kept, 2.0,
-        inputs.clone(), teacher, torch.rand(shape) < 0.5,
+        masks[0], 2.0, masks[1], 2.0, inputs.clone(), teacher, torch.rand(shape) < 0.5,
         torch.ones(shape, dtype=torch.bool) if ends else None, 3 if ends else -1, 0,
         _uniforms(*shape), 0.7, torch.randn(WORDS, UNITS).div(9).to(dtype), torch.randn(WORDS),
-        targets, tokens.clone(), *(results if head else [None] * 3), logit_rows, 0, steps,
+        None if own else targets, tokens.clone(), *(results if head else [None] * 3), logit_rows,
+        0, steps,
     ], 2)  # fmt: skip
 
 

@@ -42,6 +42,16 @@ class Decoding {
       const auto masks = static_cast<int64_t>(layers_.size()) - 1;
       require(call.dropout_mask->numel() == steps_ * masks * batch_ * layers_[0].units());
       dropout_mask_ = booleans(*call.dropout_mask);
+    }
+    if (call.input_mask) {
+      require(call.input_mask->numel() == steps_ * batch_ * call.table.size(1));
+      input_mask_ = booleans(*call.input_mask);
+    }
+    if (call.output_mask) {
+      require(call.output_mask->numel() == steps_ * batch_ * layers_[0].units());
+      output_mask_ = booleans(*call.output_mask);
+    }
+    if (call.dropout_mask || call.output_mask) {
       dropped_.emplace(layers_[0].units() * width_);
       std::fill_n(dropped_->get(), layers_[0].units() * width_, T(0));
     }
@@ -101,6 +111,13 @@ class Decoding {
         require(token >= 0 && token < call_.table.size(0));
         const auto* row = table + token * stride;
         for (int64_t k = 0; k < width; ++k) x_[k * width_ + b] = static_cast<T>(row[k]);
+        if (input_mask_ == nullptr) continue;
+        const bool* mask = input_mask_ + (step * batch_ + b) * width;
+        const T scale = static_cast<T>(call_.input_scale);
+        for (int64_t k = 0; k < width; ++k) {
+          T& x = x_[k * width_ + b];
+          x = mask[k] ? x * scale : T(0);
+        }
       }
     });
   }
@@ -109,15 +126,26 @@ class Decoding {
   const T* between(int64_t step, size_t layer) {
     const T* below = layers_[layer - 1].h();
     if (dropout_mask_ == nullptr) return below;
-    const int64_t units = layers_[0].units();
     const auto masks = static_cast<int64_t>(layers_.size()) - 1;
-    const bool* mask =
-        dropout_mask_ + (step * masks + static_cast<int64_t>(layer) - 1) * batch_ * units;
-    const T scale = static_cast<T>(call_.dropout_scale);
+    const int64_t at = step * masks + static_cast<int64_t>(layer) - 1;
+    return dropped(below, dropout_mask_ + at * batch_ * layers_[0].units(), call_.dropout_scale);
+  }
+
+  // What the head reads: the state of the last layer, with units dropped.
+  const T* output(int64_t step) {
+    const T* h = layers_.back().h();
+    if (output_mask_ == nullptr) return h;
+    return dropped(h, output_mask_ + step * batch_ * layers_[0].units(), call_.output_scale);
+  }
+
+  // h [H, width] with the units kept that mask [B, H] names.
+  const T* dropped(const T* h, const bool* mask, double scale_of_kept) {
+    const int64_t units = layers_[0].units();
+    const T scale = static_cast<T>(scale_of_kept);
     for (int64_t b = 0; b < batch_; ++b) {
       for (int64_t j = 0; j < units; ++j) {
         const int64_t at = j * width_ + b;
-        (*dropped_)[at] = mask[b * units + j] ? below[at] * scale : T(0);
+        (*dropped_)[at] = mask[b * units + j] ? h[at] * scale : T(0);
       }
     }
     return dropped_->get();
@@ -127,7 +155,8 @@ class Decoding {
     const int64_t most = (end_ - begin_) * batch_;
     require(head.depth() == layers_.back().units());
     require(!call_.head_bias || call_.head_bias->numel() == head.vocabulary());
-    require(call_.targets.numel() == steps_ * batch_ && call_.tokens.numel() == steps_ * batch_);
+    require(!call_.targets || call_.targets->numel() == steps_ * batch_);
+    require(call_.tokens.numel() == steps_ * batch_);
     require(call_.stats->dim() == 2 && call_.stats->size(0) == 3 && call_.stats->size(1) >= most);
     require(call_.rows && call_.rows->numel() >= most);
     require(workspace.data == nullptr || workspace.rows >= most);
@@ -135,7 +164,8 @@ class Decoding {
     require(!call_.teacher_mask || call_.teacher_mask->numel() == steps_ * batch_);
     require(!call_.teacher || call_.teacher->numel() == steps_ * batch_);
     require(call_.eos < 0 || call_.live);
-    const int64_t* targets = integers(call_.targets);
+    if (!call_.targets) return;
+    const int64_t* targets = integers(*call_.targets);
     for (int64_t i = begin_ * batch_; i < end_ * batch_; ++i) {
       require(targets[i] >= 0 && targets[i] < head.vocabulary());
     }
@@ -153,20 +183,21 @@ class Decoding {
     const int64_t most = call_.stats->size(1);
     T* stats = elements<T>(*call_.stats);
     int64_t* rows = integers(*call_.rows);
-    const int64_t* targets = integers(call_.targets) + step * batch_;
+    const int64_t* targets = call_.targets ? integers(*call_.targets) + step * batch_ : nullptr;
     const double* uniforms =
         call_.uniforms ? elements<double>(*call_.uniforms) + step * batch_ : nullptr;
-    std::vector<int64_t> target(count), token(count);
+    std::vector<int64_t> target(targets != nullptr ? count : 0), token(count);
     std::vector<double> uniform(uniforms != nullptr ? count : 0);
     for (int64_t i = 0; i < count; ++i) {
       rows[used + i] = step * batch_ + named[i];
-      target[i] = targets[named[i]];
+      if (targets != nullptr) target[i] = targets[named[i]];
       if (uniforms != nullptr) uniform[i] = uniforms[named[i]];
     }
+    const T* hidden = output(step);
     for (int64_t done = 0; done < count; done += head.logit_rows()) {
-      head.evaluate(layers_.back().h(), width_, all ? nullptr : named.data() + done,
+      head.evaluate(hidden, width_, all ? nullptr : named.data() + done,
                     {.count = std::min(head.logit_rows(), count - done),
-                     .targets = target.data() + done,
+                     .targets = targets == nullptr ? nullptr : target.data() + done,
                      .uniforms = uniforms == nullptr ? nullptr : uniform.data() + done,
                      .tokens = token.data() + done,
                      .peak = stats + used + done,
@@ -205,6 +236,8 @@ class Decoding {
   int64_t* inputs_;
   bool* live_;
   const bool* dropout_mask_ = nullptr;
+  const bool* input_mask_ = nullptr;
+  const bool* output_mask_ = nullptr;
   Buffer<T> x_;  // [E, width]
   std::optional<Buffer<T>> dropped_;
   std::vector<Layer<T>> layers_;

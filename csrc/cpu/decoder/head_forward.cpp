@@ -5,24 +5,27 @@ namespace {
 
 template <typename T>
 void head_forward(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
-                  const Tensor& targets, const std::optional<Tensor>& uniforms, double temperature,
-                  const std::optional<Tensor>& exps, int64_t logit_rows, const Tensor& tokens,
-                  const Tensor& stats) {
+                  const std::optional<Tensor>& targets, const std::optional<Tensor>& uniforms,
+                  double temperature, const std::optional<Tensor>& exps, int64_t logit_rows,
+                  const Tensor& tokens, const Tensor& stats) {
   const int64_t count = hidden.size(0);
   const int64_t depth = hidden.size(1);
   const T* h = elements<T>(hidden);
   const Workspace workspace(exps);
   require(weight.dim() == 2 && weight.size(1) == depth && weight.size(0) > 0);
   require(!bias || bias->numel() == weight.size(0));
-  require(targets.numel() == count && tokens.numel() == count && stats.numel() == 3 * count);
+  require(!targets || targets->numel() == count);
+  require(tokens.numel() == count && stats.numel() == 3 * count);
   require(!uniforms || uniforms->numel() == count);
   require(workspace.data == nullptr || workspace.rows >= count);
   require(logit_rows >= 1);
   if (count == 0) return;
   const int64_t piece = std::min({logit_rows, kMaxLogitRows, count});
   Head<T> head(weight, elements<T>(bias), piece, temperature, workspace.dtype, workspace.stride);
-  const int64_t* target = integers(targets);
-  for (int64_t i = 0; i < count; ++i) require(target[i] >= 0 && target[i] < head.vocabulary());
+  const int64_t* target = targets ? integers(*targets) : nullptr;
+  for (int64_t i = 0; i < count && target != nullptr; ++i) {
+    require(target[i] >= 0 && target[i] < head.vocabulary());
+  }
   const double* uniform = elements<double>(uniforms);
   T* stat = elements<T>(stats);
   const int64_t width = padded(piece);
@@ -39,7 +42,7 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
     }
     head.evaluate(transposed.get(), padded(size), nullptr,
                   {.count = size,
-                   .targets = target + done,
+                   .targets = target == nullptr ? nullptr : target + done,
                    .uniforms = uniform == nullptr ? nullptr : uniform + done,
                    .tokens = integers(tokens) + done,
                    .peak = stat + done,
@@ -49,9 +52,10 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
   }
 }
 
-void head_forward_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor targets,
-                      std::optional<Tensor> uniforms, double temperature,
-                      std::optional<Tensor> exps, int64_t logit_rows, Tensor tokens, Tensor stats) {
+void head_forward_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
+                      std::optional<Tensor> targets, std::optional<Tensor> uniforms,
+                      double temperature, std::optional<Tensor> exps, int64_t logit_rows,
+                      Tensor tokens, Tensor stats) {
   const auto run = [&](auto type) {
     head_forward<decltype(type)>(hidden, weight, bias, targets, uniforms, temperature, exps,
                                  logit_rows, tokens, stats);

@@ -13,7 +13,7 @@ namespace accumext::cpu {
 template <typename T>
 struct HeadRows {
   int64_t count;
-  const int64_t* targets;  // [count], in [0, V)
+  const int64_t* targets;  // [count], in [0, V); null: the tokens
   const double* uniforms;  // [count] in [0, 1): sample; null: take the argmax
   int64_t* tokens;         // [count]
   T* peak;                 // [count]: the largest logit
@@ -68,7 +68,6 @@ class Head {
       }
       rows.peak[i] = peaks_[best * n + i];
       rows.tokens[i] = at_[best * n + i];
-      rows.target_logit[i] = logits.z[rows.targets[i] * n + i];
     }
     const bool tempered = rows.uniforms != nullptr && inverse_temperature_ != 1.0;
     for_each_span([&](int64_t span, int64_t begin, int64_t end) {
@@ -77,11 +76,12 @@ class Head {
     });
     for (int64_t i = 0; i < n; ++i) {
       rows.total[i] = static_cast<T>(column_sum(sums_, n, i));
-      if (rows.exps != nullptr) erase(rows.exps, rows.targets[i] * exps_stride_ + i);
-    }
-    if (rows.uniforms == nullptr) return;
-    for (int64_t i = 0; i < n; ++i) {
-      rows.tokens[i] = sample(logits, i, rows.uniforms[i], tempered ? tempered_ : sums_);
+      if (rows.uniforms != nullptr) {
+        rows.tokens[i] = sample(logits, i, rows.uniforms[i], tempered ? tempered_ : sums_);
+      }
+      const int64_t target = rows.targets == nullptr ? rows.tokens[i] : rows.targets[i];
+      rows.target_logit[i] = logits.z[target * n + i];
+      if (rows.exps != nullptr) erase(rows.exps, target * exps_stride_ + i);
     }
   }
 

@@ -49,6 +49,13 @@ class Decoding {
     if (call.dropout_mask) {
       dropout_mask_ = views_.dense<const bool>(*call.dropout_mask, steps_ * masks_per_step());
     }
+    if (call.output_mask) {
+      output_mask_ = views_.dense<const bool>(*call.output_mask, steps_ * batch_ * units_);
+    }
+    if (call.input_mask) {
+      input_mask_ = views_.dense<const bool>(*call.input_mask, steps_ * batch_ * width_);
+      lookup_.scale = call.input_scale;
+    }
     lookup_.table = views_.operand(call.table, call.table.size(0), width_);
     require(lookup_.table.column_stride == 1 || width_ <= 1);
     lookup_.words = call.table.size(0);
@@ -120,7 +127,13 @@ class Decoding {
   // x of the inputs from this step on.
   void look_up(int64_t step, const Tensor& x) {
     lookup_.rows = views_.any_matrix(x, x.size(0), width_);
+    lookup_.kept = kept_inputs(step);
     queue_.launch(look_up_kernel, x.size(0), kBlockSize, lookup_, inputs_ + step * batch_);
+  }
+
+  // Elements of the inputs from this step on that dropout keeps.
+  const bool* kept_inputs(int64_t step) const {
+    return input_mask_ == nullptr ? nullptr : input_mask_ + step * batch_ * width_;
   }
 
   // As many steps as the buffers have rows for, whose inputs have been looked up.
@@ -151,12 +164,15 @@ class Decoding {
     require(call_.temperature > 0.0);
   }
 
-  // The window as one kernel takes it; nothing where its dtypes or its layers are not for that.
+  // The window as one kernel takes it; nothing where its dtypes, its layers or dropout around them
+  // are not for that.
   std::optional<PersistentCall> persistent_call() const {
     const Dtype operand = float_dtype(call_.head_weight);
     const bool narrow = operand == Dtype::kHalf || operand == Dtype::kBFloat16;
     if constexpr (std::is_same_v<T, float>) {
-      if (narrow && float_dtype(call_.cell[0]) == operand && layers_.size() <= kMaxLayers) {
+      const bool whole = input_mask_ == nullptr && output_mask_ == nullptr;
+      if (narrow && whole && float_dtype(call_.cell[0]) == operand &&
+          layers_.size() <= kMaxLayers) {
         return persistent_call(operand);
       }
     }
@@ -240,7 +256,13 @@ class Decoding {
     const Buffers one = buffers(1);
     look_up(begin_, one.x);
     for (int64_t step = begin_; step < end_; ++step) {
-      advance(step, one, {.rows = views_.any_matrix(hidden, batch_, units_)});
+      Outputs<T> outputs{.rows = views_.any_matrix(hidden, batch_, units_)};
+      if (output_mask_ != nullptr) {
+        outputs.kept = output_mask_ + step * batch_ * units_;
+        outputs.kept_stride = batch_ * units_;
+        outputs.scale = static_cast<T>(call_.output_scale);
+      }
+      advance(step, one, outputs);
       head.evaluate(hidden, rows_of(rows, step), feed_back(step));
     }
   }
@@ -272,6 +294,7 @@ class Decoding {
     result.teacher_mask = next(tokens<const bool>(call_.teacher_mask));
     result.inputs = next(inputs_);
     result.lookup = lookup_;
+    result.lookup.kept = kept_inputs(step + 1);
     return result;
   }
 
@@ -283,6 +306,8 @@ class Decoding {
   int64_t* inputs_;
   bool* live_;
   const bool* dropout_mask_ = nullptr;
+  const bool* input_mask_ = nullptr;
+  const bool* output_mask_ = nullptr;
   int64_t* names_ = nullptr;  // [rows]: where the head's rows are named
   Lookup lookup_;
   std::vector<Layer<T>> layers_;

@@ -15,11 +15,14 @@ struct Lookup {
   AnyMatrix rows;     // [rows, width], any dtype
   int64_t words = 0;  // a token outside [0, words) ends the program
   int64_t width = 0;
+  const bool* kept = nullptr;  // [rows, width]: elements that dropout keeps; or null: all
+  double scale = 1.0;          // of the elements that are kept
 
   // The same for rows from `first` on.
   Lookup from(int64_t first) const {
     Lookup rest = *this;
     rest.rows = rows.from_row(first);
+    if (kept != nullptr) rest.kept += first * width;
     return rest;
   }
 
@@ -31,7 +34,8 @@ struct Lookup {
         const auto* from = table.as<decltype(from_type)>().at(token, 0);
         auto* to = rows.as<decltype(to_type)>().at(row, 0);
         for (int64_t i = thread; i < width; i += threads) {
-          to[i] = rounded<decltype(to_type)>(load<double>(from[i]));
+          const bool keeps = kept == nullptr || kept[row * width + i];
+          to[i] = rounded<decltype(to_type)>(keeps ? load<double>(from[i]) * scale : 0.0);
         }
       });
     });
@@ -41,7 +45,7 @@ struct Lookup {
 // lookup.rows of so many tokens.
 //
 //   grid    rows    block   kBlockSize threads, over one row
-//   reads   tokens, int64, [rows]; of the table as many rows, any dtype
+//   reads   tokens, int64, [rows]; of the table as many rows, any dtype; kept, bool, [rows, width]
 //   writes  lookup.rows, any dtype, [rows, width]
 inline __global__ void __launch_bounds__(kBlockSize)
     look_up_kernel(Lookup lookup, const int64_t* tokens) {

@@ -11,12 +11,12 @@
 
 namespace accumext::cuda {
 
-// Both kernels of the softmax: head_forward.cu.
+// The kernels of the softmax: head_forward.cu.
 template <typename T>
 void launch_softmax(const Queue& queue, const Softmax<T>& call, const Rows<T>& rows,
                     const FeedBack& feed_back);
 
-// A product and two launches for up to `most` rows.
+// A product and two launches for up to `most` rows, three where tokens are their own targets.
 template <typename T>
 class Head {
  public:

@@ -16,13 +16,17 @@ void launch(const Queue& queue, const Softmax<T>& call, const Rows<T>& rows,
   queue.launch(softmax_chunks_kernel<T, kCount>, bands * slots, kBlockSize, call);
   queue.launch(softmax_rows_kernel<T, kCount>, bands * (1 + writers), kBlockSize, call, rows,
                feed_back);
+  if (rows.targets.data != nullptr || rows.exps.data == nullptr) return;
+  const Column<const int64_t> tokens{rows.tokens.data, rows.tokens.stride};
+  queue.launch(clear_tokens_kernel, (call.tiles.rows + kBlockSize - 1) / kBlockSize, kBlockSize,
+               rows.exps, tokens, call.tiles.rows, call.tiles.columns);
 }
 
 template <typename T>
 void head_forward(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
-                  const Tensor& targets, const std::optional<Tensor>& uniforms, double temperature,
-                  const std::optional<Tensor>& exps, int64_t logit_rows, const Tensor& tokens,
-                  const Tensor& stats) {
+                  const std::optional<Tensor>& targets, const std::optional<Tensor>& uniforms,
+                  double temperature, const std::optional<Tensor>& exps, int64_t logit_rows,
+                  const Tensor& tokens, const Tensor& stats) {
   const Views views(hidden);
   require(hidden.dim() == 2 && weight.dim() == 2 && logit_rows >= 1);
   const int64_t count = hidden.size(0);
@@ -45,10 +49,10 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
   head.evaluate(operand, rows);
 }
 
-void head_forward_cuda(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor targets,
-                       std::optional<Tensor> uniforms, double temperature,
-                       std::optional<Tensor> exps, int64_t logit_rows, Tensor tokens,
-                       Tensor stats) {
+void head_forward_cuda(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
+                       std::optional<Tensor> targets, std::optional<Tensor> uniforms,
+                       double temperature, std::optional<Tensor> exps, int64_t logit_rows,
+                       Tensor tokens, Tensor stats) {
   const auto run = [&](auto type) {
     head_forward<decltype(type)>(hidden, weight, bias, targets, uniforms, temperature, exps,
                                  logit_rows, tokens, stats);

@@ -47,7 +47,7 @@ struct PersistentCall {
   double temperature;           // above 0
   Matrix<const uint16_t> head;  // [V, H] of the operand dtype, elements of a row next to each other
   AnyVector head_bias;          // [V]
-  const int64_t* targets;       // [T, B]
+  const int64_t* targets;       // [T, B], or null: the tokens
   int64_t* tokens;              // [T, B]
   AnyMatrix exps;               // [(end - begin) B, V], not double; or null
   Matrix<float> stats;          // [3, (end - begin) B]

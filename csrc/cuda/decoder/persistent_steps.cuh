@@ -136,7 +136,7 @@ class PersistentSteps {
     }
     if (!row.live) token = call_.pad;
     row.peak = peak.value;
-    row.target = call_.targets[at];
+    row.target = call_.targets == nullptr ? token : call_.targets[at];
     if (owns) call_.tokens[at] = token;
     if (step + 1 == call_.steps) return;
 

@@ -1,5 +1,6 @@
 // The output layer behind its product: what each chunk of a row of logits says by itself, then what
-// follows for the row. Two launches, whatever the shape.
+// follows for the row. Two launches, whatever the shape, and one to clear the tokens' exponentials
+// where these are the targets.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +48,9 @@ struct Softmax {
 // What the second kernel is asked for.
 template <typename T>
 struct Rows {
-  Column<const int64_t> targets;  // [rows]; one outside [0, columns) has a logit of NaN
+  // [rows]; one outside [0, columns) has a logit of NaN. Null: the tokens, and who calls clears
+  // exps.
+  Column<const int64_t> targets;
   Column<const double> uniforms;  // [rows] in [0, 1): sample; null: take the argmax
   AnyMatrix exps;                 // [rows, columns]: exp(z - peak), 0 at the target; or null
   Column<int64_t> tokens;         // [rows]
@@ -259,7 +262,7 @@ __device__ void finish_band(const Softmax<T>& call, const Rows<T>& rows, const F
   __shared__ int64_t tokens[kMaxHeight<float>], inputs[kMaxHeight<float>];
   if (place.turn == 0 && exists) {
     const int64_t row = place.row;
-    const int64_t target = rows.targets[row];
+    const int64_t target = rows.targets.data == nullptr ? token : rows.targets[row];
     const bool valid = target >= 0 && target < call.tiles.columns;
     if (!feed_back.is_live(row)) token = feed_back.pad;
     rows.tokens[row] = token;
@@ -285,7 +288,8 @@ template <int kCount, typename T, typename exp_t>
 __device__ void write_exps(const Softmax<T>& call, const Rows<T>& rows, const Place& place, T peak,
                            int64_t first, int64_t step, const Matrix<exp_t>& exps) {
   constexpr int kPart = 32 / sizeof(T);  // elements in flight
-  const int64_t target = place.row < call.tiles.rows ? rows.targets[place.row] : -1;
+  const bool known = place.row < call.tiles.rows && rows.targets.data != nullptr;
+  const int64_t target = known ? rows.targets[place.row] : -1;
   const int64_t stride = place.turns * kCount * exps.column_stride;
 #pragma unroll 1
   for (int64_t chunk = first; chunk < call.tiles.chunks(); chunk += step) {
@@ -342,6 +346,22 @@ __global__ void __launch_bounds__(kBlockSize, kSoftmaxBlocks)
   with_type(rows.exps.dtype, [&](auto type) {
     write_exps<kCount>(call, rows, place, peak.value, place.slot - 1, place.slots - 1,
                        rows.exps.template as<decltype(type)>());
+  });
+}
+
+// exps of the tokens, which are their own targets: 0.
+//
+//   grid    as many blocks as have a thread per row    block   kBlockSize threads
+//   reads   tokens, int64, [rows]
+//   writes  an element of each row of exps, any dtype, [rows, columns]
+inline __global__ void __launch_bounds__(kBlockSize)
+    clear_tokens_kernel(AnyMatrix exps, Column<const int64_t> tokens, int64_t count,
+                        int64_t columns) {
+  const int64_t row = int64_t{blockIdx.x} * kBlockSize + threadIdx.x;
+  if (row >= count || tokens[row] >= columns) return;  // a row that has ended may have any padding
+  with_type(exps.dtype, [&](auto type) {
+    using exp_t = decltype(type);
+    *exps.as<exp_t>().at(row, tokens[row]) = rounded<exp_t>(0.0f);
   });
 }
 

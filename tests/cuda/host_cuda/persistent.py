@@ -19,14 +19,15 @@ class HostPersistent:
         self._driver = driver
 
     def decode_steps(
-        self, table, cell, states, kind, dropout_mask, dropout_scale, inputs, teacher,
-        teacher_mask, live, eos, pad, uniforms, temperature, head_weight, head_bias, targets,
-        tokens, exps, stats, rows, logit_rows, begin, end, *, runs, shared_bytes=SHARED_BYTES,
-        resident=True, stages=0,
+        self, table, cell, states, kind, dropout_mask, dropout_scale, input_mask, input_scale,
+        output_mask, output_scale, inputs, teacher, teacher_mask, live, eos, pad, uniforms,
+        temperature, head_weight, head_bias, targets, tokens, exps, stats, rows, logit_rows, begin,
+        end, *, runs, shared_bytes=SHARED_BYTES, resident=True, stages=0,
     ) -> int:  # fmt: skip
         """The second number of a run is how many blocks there are. Of `shared_bytes` of shared
         memory follows whether the cells' weights stay there, and how many stages the head's has:
         `resident` and `stages` are what is expected, 0 anything."""
+        assert (input_mask, output_mask) == (None, None)  # the loop's work
         steps, batch = inputs.shape
         layers = len(cell) // 4
         parts = len(states) // layers

@@ -68,10 +68,14 @@ def apart(call: Call) -> bool:
 
 
 def others() -> Iterator[tuple[str, Call]]:
-    """Rows of logits in several pieces, no exponentials, the argmax."""
+    """Rows of logits in several pieces, no exponentials, the argmax, dropout around the layers,
+    tokens that are their own targets."""
     yield "a loss alone", steps_call("gru", exps=False, ends=True)
     yield "pieces", steps_call("lstm", logit_rows=2, ends=True)
     yield "head", head_call(rows=20, words=900, logit_rows=9)
+    yield "own targets", head_call(rows=20, words=900, logit_rows=9, own=True)
+    yield "own, predicted", steps_call("gru", own=True, around=True, ends=True)
+    yield "around, known", steps_call("lstm", layers=2, around=True, head=False)
     yield "argmax", head_call(rows=20, words=900, logit_rows=20, sampled=False, narrow=True)
 
 
