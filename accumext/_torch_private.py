@@ -20,10 +20,8 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState as OptState
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

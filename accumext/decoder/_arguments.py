@@ -27,7 +27,8 @@ from accumext.decoder._cells import Cell, cell_of
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._feedback import Feedback, feedback_of
 from accumext.decoder._precision import Dtypes, dtypes_of
-from accumext.decoder._recurrent_state import State, own_generator, tensors
+from accumext.decoder._recurrent_state import State, check_batch_dim, own_generator, tensors
+from accumext.decoder._resets import Resets, resets_of
 from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
 from accumext.decoder._state_gradient import StateGradientGate, random_cuts
 
@@ -57,12 +58,17 @@ class DecodeArguments:
     head_weight: Tensor  # [V, H]
     head_bias: Tensor | None  # [V]
     dtypes: Dtypes
-    targets: Tensor  # int64 [T, B], in [0, V): 0 where not counted
+    targets: Tensor | None  # int64 [T, B], in [0, V): 0 where not counted; None: the tokens
     counted: Tensor  # bool [T, B]: within its length and not ignored
+    token_weight: Tensor | None  # [T, B], in the accumulation dtype
     within_length: Tensor | None  # bool [T, B]; None without `lengths`
     state: State
     context: tuple[Tensor, ...]
     feedback: Feedback
+    embedding_dropout: float  # of what the cell reads; 0 in eval mode
+    output_dropout: float  # of what the head reads
+    resets: Resets | None
+    return_outputs: bool
     criterion: Criterion
     k1: int | None
     k2: int | None
@@ -75,6 +81,15 @@ class DecodeArguments:
     # upstream gradient is per token, and where they are added to a main gradient, which an
     # optimizer offers in the backward pass.
     head_gradients_in_forward: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_weight.device
+
+    @property
+    def draws(self) -> bool:
+        """Whether a step may draw random numbers, so that a replay restores the generators."""
+        return self.cell.draws or self.embedding_dropout > 0 or self.output_dropout > 0
 
     @property
     def tied(self) -> bool:
@@ -95,30 +110,27 @@ class DecodeArguments:
 def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     """The arguments of a call of `decode_loss`, by their names in its signature, as one object."""
     table = embedding_table(call["embedding"])
-    cell = cell_of(OP, call["cell"])
+    cell = cell_of(OP, call["cell"], _batch_dim(call["batch_dim"]))
     weight, bias = _head(call["head"])
     _check_sizes(table, cell, weight)
     vocabulary, device = weight.shape[0], weight.device
 
-    targets, inputs, feedback = call["targets"], call["inputs"], call["feedback"]
-    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
-        fail_type(OP, "targets", "be an int64 tensor [T, B]", type_name(targets))
-    if targets.dim() != 2:
-        fail_value(OP, "targets", "have shape [T, B]", list(targets.shape))
-    _same_device("targets", [targets], device)
-    if call["batch_first"]:
-        targets = targets.t()
-        inputs = inputs.t() if isinstance(inputs, Tensor) and inputs.dim() == 2 else inputs
-        if isinstance(feedback, Tensor) and feedback.dim() == 2:
-            feedback = feedback.t()
-    steps, batch = targets.shape
-    notices = _layout_warnings(call, targets)
+    call = _time_major(call)
+    targets, notices = call["targets"], []
     ignore_index = integer(OP, "ignore_index", call["ignore_index"])
+    if targets is None:
+        steps, batch = _free_shape(call, cell)
+        counted = torch.ones(steps, batch, dtype=torch.bool, device=device)
+    else:
+        steps, batch = _check_targets(call, device)
+        notices += _layout_warnings(call, targets)
+        counted = targets != ignore_index
     within_length = _within_length(call["lengths"], steps, batch, device)
-    counted = targets != ignore_index
     if within_length is not None:
         counted = counted & within_length
-    _check_range(targets, vocabulary, counted)
+    if targets is not None:
+        _check_range(targets, vocabulary, counted)
+    token_weight = _token_weight(call["token_weight"], (steps, batch), weight)
 
     state = call["state"]
     if state is None:
@@ -126,6 +138,9 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     else:
         cell.check_state(OP, state, batch)
         _same_device("state", tensors(state), device)
+    resets = _resets(call["resets"], (steps, batch), cell, state, device)
+    if resets is not None or call["lengths"] is not None or call["eos"] is not None:
+        notices += _check_batch_dim(cell, state, batch)
     k1, k2 = _truncation(call["k1"], call["k2"], call["truncation"])
     if k1 is not None and k2 is None:
         notices.append(
@@ -148,7 +163,8 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         if memory_budget < row_bytes:
             contract = f"hold one row of logits, {row_bytes} bytes"
             fail_value(OP, "memory_budget", contract, memory_budget)
-    rows = table.weight.shape[0]
+    dropout = _dropout(call)
+    rows, feedback = table.weight.shape[0], call["feedback"]
     if rows < vocabulary and not (isinstance(feedback, str) and feedback == "teacher"):
         contract = f"have a row for each of the {vocabulary} words that can be fed back"
         fail_value(OP, "embedding", contract, f"{rows} rows")
@@ -157,17 +173,21 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     # Random numbers are drawn from here on: a call that fails a check draws none.
     generator = call["generator"]
     # Padding also past a row's length, where targets may be anything.
-    fed = torch.where(counted, targets, table.padding_token)
+    fed = torch.full((steps, batch), table.padding_token, device=device)
+    if targets is not None:
+        fed = torch.where(counted, targets, table.padding_token)
     source = feedback_of(
-        OP, feedback, targets, fed=fed, start=call["start"], inputs=inputs,
+        OP, feedback, fed, fed=fed, start=call["start"], inputs=call["inputs"],
         teacher_forcing=call["teacher_forcing"], temperature=call["temperature"],
-        generator=generator, rows=rows,
+        generator=generator, rows=rows, draw=call["draw"],
     )  # fmt: skip
     factors = None
     if call["truncation"] == "random":
         assert k2 is not None
         generator = own_generator(generator, device)
         factors, k2 = random_cuts(steps, batch, k2, weight, generator), None
+        if resets is not None:  # a row that begins anew is cut off from nothing
+            factors = factors.masked_fill(resets.rows, 1)
     # The operators look rows up without renormalising them to `max_norm`.
     rnn_weights = None
     if table.max_norm is None:
@@ -176,13 +196,133 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     return DecodeArguments(
         steps=steps, batch=batch, table=table, cell=cell, rnn_weights=rnn_weights,
         head_weight=weight, head_bias=bias, dtypes=dtypes,
-        targets=torch.where(counted, targets, 0).contiguous(), counted=counted,
-        within_length=within_length, state=state, context=context, feedback=source,
-        criterion=criterion, k1=k1, k2=k2, truncated=k2 is not None or factors is not None,
+        targets=None if targets is None else torch.where(counted, targets, 0).contiguous(),
+        counted=counted, token_weight=token_weight, within_length=within_length, state=state,
+        context=context, feedback=source, embedding_dropout=dropout[0], output_dropout=dropout[1],
+        resets=resets, return_outputs=call["return_outputs"], criterion=criterion, k1=k1, k2=k2,
+        truncated=k2 is not None or factors is not None,
         gate=StateGradientGate(factors, clip), eos=eos, memory_budget=memory_budget,
         free_running=source.mask is not None or eos is not None,
         head_gradients_in_forward=criterion.reduction != "none" and not may_fuse(weight),
     )  # fmt: skip
+
+
+def _time_major(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same call with every [B, T] argument as [T, B]."""
+    if not call["batch_first"]:
+        return call
+    changed = dict(call)
+    for name in ("targets", "inputs", "feedback", "token_weight", "resets"):
+        if isinstance(call[name], Tensor) and call[name].dim() == 2:
+            changed[name] = call[name].t()
+    return changed
+
+
+def _check_targets(call: Mapping[str, Any], device: torch.device) -> tuple[int, int]:
+    """T and B of the targets."""
+    targets = call["targets"]
+    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
+        fail_type(OP, "targets", "be an int64 tensor [T, B]", type_name(targets))
+    if targets.dim() != 2:
+        fail_value(OP, "targets", "have shape [T, B]", list(targets.shape))
+    _same_device("targets", [targets], device)
+    if call["steps"] is not None:
+        fail_value(OP, "steps", "be None where there are targets", call["steps"])
+    return targets.shape[0], targets.shape[1]
+
+
+def _free_shape(call: Mapping[str, Any], cell: Cell) -> tuple[int, int]:
+    """T and B where the decoder's own tokens are its targets."""
+    feedback = call["feedback"]
+    if not isinstance(feedback, str) or feedback not in ("sample", "greedy"):
+        contract = "be 'sample' or 'greedy' where targets are None"
+        got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
+        fail_value(OP, "feedback", contract, got)
+    if call["inputs"] is not None:
+        fail_value(OP, "inputs", "be None where targets are None", type_name(call["inputs"]))
+    if call["steps"] is None:
+        fail_value(OP, "steps", "be given where targets are None", None)
+    steps = integer(OP, "steps", call["steps"])
+    if steps < 0:
+        fail_value(OP, "steps", "be at least 0", steps)
+    return steps, batch_size(cell, call)
+
+
+def batch_size(cell: Cell, call: Mapping[str, Any]) -> int:
+    """B, from what is given for each row; 1 if nothing is."""
+    for name in ("start", "lengths"):
+        if isinstance(call[name], Tensor) and call[name].dim() == 1:
+            return len(call[name])
+    for leaf in tensors(call["state"]):
+        if leaf.dim() > cell.batch_dim:
+            return leaf.shape[cell.batch_dim]
+    return 1
+
+
+def _token_weight(value: Any, shape: tuple[int, int], weight: Tensor) -> Tensor | None:
+    if value is None:
+        return None
+    if not isinstance(value, Tensor) or value.dtype not in FLOAT_DTYPES:
+        fail_type(OP, "token_weight", "be a floating-point tensor [T, B]", type_name(value))
+    if value.shape != shape:
+        fail_value(OP, "token_weight", f"have shape {list(shape)}", list(value.shape))
+    _same_device("token_weight", [value], weight.device)
+    return value.detach().to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def _resets(
+    value: Any, shape: tuple[int, int], cell: Cell, state: State, device: torch.device
+) -> Resets | None:
+    if value is None:
+        return None
+    if not isinstance(value, Tensor) or value.dtype != torch.bool:
+        fail_type(OP, "resets", "be a bool tensor [T, B]", type_name(value))
+    if value.shape != shape:
+        fail_value(OP, "resets", f"have shape {list(shape)}", list(value.shape))
+    if value.device.type != "cpu":
+        _same_device("resets", [value], device)
+    if state is None:
+        fail_value(OP, "state", "be given where rows are reset to it", None)
+    return resets_of(value, device)
+
+
+def _batch_dim(value: Any) -> int:
+    batch_dim = integer(OP, "batch_dim", value)
+    if batch_dim < 0:
+        fail_value(OP, "batch_dim", "be at least 0", batch_dim)
+    return batch_dim
+
+
+def _check_batch_dim(cell: Cell, state: State, batch: int) -> list[str]:
+    """Raise if a callable's state has not the batch where its rows are frozen or reset. Warnings
+    about one that may have it elsewhere, too."""
+    if cell.state_shapes is not None:
+        return []
+    notices = []
+    for leaf in tensors(state):
+        if leaf.dim() == 0:  # of the whole batch
+            continue
+        check_batch_dim(OP, leaf, cell.batch_dim, batch)
+        if cell.batch_dim == 0 and leaf.dim() > 2 and leaf.shape[1] == batch:
+            notices.append(
+                f"dimension 0 of a state of shape {list(leaf.shape)} is read as the batch. "
+                "Pass batch_dim=1 if dimension 1 is"
+            )
+    return notices[:1]
+
+
+def _dropout(call: Mapping[str, Any]) -> tuple[float, float]:
+    """Rates of the embedding's and the output's dropout: 0 in the eval mode of the cell."""
+    rates = []
+    for name in ("embedding_dropout", "output_dropout"):
+        rate = number(OP, name, call[name], 0)
+        if rate > 1:
+            fail_value(OP, name, "be at most 1", call[name])
+        rates.append(rate)
+    cell = call["cell"]
+    module = cell if isinstance(cell, nn.Module) else getattr(cell, "__self__", None)
+    trains = not isinstance(module, nn.Module) or module.training
+    return (rates[0], rates[1]) if trains else (0.0, 0.0)
 
 
 def embedding_table(embedding: Any) -> EmbeddingTable:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -18,13 +19,21 @@ from accumext.decoder._cells import check_output, parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
 from accumext.decoder._memory import workspace_plan
 from accumext.decoder._precision import no_grad_no_autocast
-from accumext.decoder._recurrent_state import State, detach, freeze, replay_rng, rng_state, tensors
+from accumext.decoder._recurrent_state import (
+    State,
+    detach,
+    freeze,
+    join,
+    replay_rng,
+    rng_state,
+    tensors,
+)
 from accumext.decoder._saved_for_backward import SavedForBackward
-from accumext.decoder._token_buffers import TokenBuffers
+from accumext.decoder._token_buffers import Decoded, TokenBuffers
 
 
-def decode_with_callable(tokens: TokenBuffers) -> tuple[Tensor, State]:
-    """The loss and the last state of a call whose cell is called."""
+def decode_with_callable(tokens: TokenBuffers) -> Decoded:
+    """What comes of a call whose cell is called."""
     args, grad_enabled = tokens.args, torch.is_grad_enabled()
     reached = [args.table.weight, *tensors(args.state), *parameter_tensors(args.cell)]
     differentiable = args.cell.state_shapes is None or any(t.requires_grad for t in reached)
@@ -39,20 +48,34 @@ def decode_with_callable(tokens: TokenBuffers) -> tuple[Tensor, State]:
     builds_graph = grad_enabled and differentiable
     steps = _Steps(args, tokens, cross_entropy, anchor, plan.segment, builds_graph)
     if args.k2 is None or args.k1 == args.k2 or not builds_graph:
-        hiddens, last = steps.once(args.state)
+        segments, last = steps.once(args.state)
     else:
-        hiddens, last = steps.overlapping(args.state)
+        segments, last = steps.overlapping(args.state)
     steps.cross_entropy = None
+    outputs = None
+    if args.return_outputs:
+        outputs = torch.cat([s.hidden if s.outputs is None else s.outputs for s in segments])
+        if tokens.live is not None:
+            outputs = torch.where(tokens.live[:, :, None], outputs, 0)
+    extras = join(OP, torch.cat, [s.extras for s in segments])
     with no_grad_no_autocast(tokens.losses.device):
         gradients = cross_entropy.finish()
         value, inverse_divisor = tokens.reduced_loss()
     if not grad_enabled:
-        return value, last
+        return Decoded(value, last, outputs, extras)
     saved = SavedForBackward(tokens, plan, inverse_divisor, gradients)
     loss: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
-        saved, value, args.head_weight, args.head_bias, anchor, *hiddens
+        saved, value, args.head_weight, args.head_bias, anchor, *(s.hidden for s in segments)
     )
-    return loss, last
+    return Decoded(loss, last, outputs, extras)
+
+
+class _Segment(NamedTuple):
+    """What some steps leave."""
+
+    hidden: Tensor  # [n, B, H]: what the head reads
+    outputs: Tensor | None  # [n, B, H] of the cell, if they are asked for and are others
+    extras: State  # tensors [n, ...]
 
 
 @dataclass
@@ -67,25 +90,25 @@ class _Steps:
     builds_graph: bool
     known: int = 0  # steps whose tokens are known; later passes over them are replays
 
-    def once(self, state: State) -> tuple[list[Tensor], State]:
+    def once(self, state: State) -> tuple[list[_Segment], State]:
         """Every step once: k2 is None, or k1 = k2, where the state is detached every k1 steps."""
         period = self.args.k1 if self.args.k2 is not None else None
-        hiddens = []
+        found = []
         for begin, end in segments(self.args.steps, period, self.segment):
-            hidden, state = self._run_segment(begin, begin, end, state)
-            hiddens.append(hidden)
+            segment, state = self._run_segment(begin, begin, end, state)
+            found.append(segment)
             if period is not None and end % period == 0:
                 state = detach(state)
-        return hiddens, detach(state) if self.args.truncated else state
+        return found, detach(state) if self.args.truncated else state
 
-    def overlapping(self, state: State) -> tuple[list[Tensor], State]:
+    def overlapping(self, state: State) -> tuple[list[_Segment], State]:
         """k1 < k2: the losses of [e - k1, e) flow back to step e - k2, for e = k1, 2 k1, ... and T.
 
         The windows overlap, so one pass without a graph finds the tokens and the states where
         windows begin, and each window's graph then starts from its own detached state.
         """
         windows = self.args.windows()
-        device, draws = self.tokens.losses.device, self.args.cell.draws
+        device, draws = self.tokens.losses.device, self.args.draws
         starts: dict[int, tuple[State, tuple[Tensor, ...] | None]] = {}
         last = state
         borders = [*sorted({begin for begin, _, _ in windows}), self.args.steps]
@@ -96,57 +119,69 @@ class _Steps:
                     begin, end = border + first, border + stop
                     _, last = self._run_segment(begin, begin, end, last)
         starts[0] = (state, starts[0][1])  # with its graph: windows from step 0 reach the encoder
-        hiddens = []
+        found = []
         for begin, counting, end in windows:
             start, drawn = starts[begin]
             with replay_rng(drawn, device):
-                hidden, _ = self._run_segment(begin, counting, end, start)
-            hiddens.append(hidden)
-        return hiddens, detach(last)
+                segment, _ = self._run_segment(begin, counting, end, start)
+            found.append(segment)
+        return found, detach(last)
 
     def _run_segment(
         self, begin: int, counting: int, end: int, state: State
-    ) -> tuple[Tensor, State]:
-        """Outputs [end - counting, B, H] of steps [counting, end), and the state after them.
+    ) -> tuple[_Segment, State]:
+        """What steps [counting, end) leave, and the state after them.
 
         The graph holds only the inputs of the segment: the backward pass runs its steps again.
         """
         given = (begin, counting, end, state, self.anchor, *self.args.context)
         if not (self.builds_graph and torch.is_grad_enabled()):
             return self._run_steps(*given)
-        draws = self.args.cell.draws
-        outputs: tuple[Tensor, State] = checkpoint(
-            self._run_steps, *given, use_reentrant=False, preserve_rng_state=draws
+        found: tuple[_Segment, State] = checkpoint(
+            self._run_steps, *given, use_reentrant=False, preserve_rng_state=self.args.draws
         )
-        return outputs
+        return found
 
     def _run_steps(
         self, begin: int, counting: int, end: int, state: State, anchor: Tensor, *context: Tensor
-    ) -> tuple[Tensor, State]:
-        args, tokens, outputs = self.args, self.tokens, []
+    ) -> tuple[_Segment, State]:
+        args, tokens, batch_dim = self.args, self.tokens, self.args.cell.batch_dim
+        hiddens, outputs, extras = [], [], []
         for step in range(begin, end):
-            x = args.table.lookup(anchor, tokens.inputs[step])
-            state = args.gate.attach(step, state, args.cell.batch_dim)
-            output, new_state = args.cell.step(x, state, *context)
+            x = dropped(args.table.lookup(anchor, tokens.inputs[step]), args.embedding_dropout)
+            if args.resets is not None:
+                state = args.resets.apply(OP, step, tokens.live, state, args.state, batch_dim)
+            state = args.gate.attach(step, state, batch_dim)
+            output, new_state, more = args.cell.step(x, state, *context)
             check_output(OP, output, args.batch, args.head_weight.shape[1])
             if tokens.live is not None:
-                new_state = freeze(OP, tokens.live[step], new_state, state, args.cell.batch_dim)
+                new_state = freeze(OP, tokens.live[step], new_state, state, batch_dim)
             state = new_state
+            hidden = dropped(output, args.output_dropout)
             if step >= counting:
+                hiddens.append(hidden)
                 outputs.append(output)
-            if tokens.args.free_running and step >= self.known:
-                self._predict(step, step + 1, output)
+                extras.append(more if args.return_outputs else detach(more))
+            if args.free_running and step >= self.known:
+                self._predict(step, step + 1, hidden)
                 tokens.feed_back(step)
-        hidden = torch.stack(outputs)
+        joined = torch.stack(hiddens)
         if end > self.known:
-            self._predict(begin, end, hidden.flatten(0, 1))
-        return hidden, state
+            self._predict(begin, end, joined.flatten(0, 1))
+        differ = args.return_outputs and args.output_dropout > 0
+        raw = torch.stack(outputs) if differ else None
+        return _Segment(joined, raw, join(OP, torch.stack, extras)), state
 
     def _predict(self, begin: int, end: int, hidden: Tensor) -> None:
         assert self.cross_entropy is not None  # every token is known before the backward pass
         with no_grad_no_autocast(hidden.device):
             self.tokens.predict(self.cross_entropy, begin, end, hidden.detach())
         self.known = end
+
+
+def dropped(x: Tensor, rate: float) -> Tensor:
+    """x with elements dropped at this rate, the others scaled."""
+    return F.dropout(x, rate) if rate > 0 else x
 
 
 def segments(steps: int, period: int | None, longest: int) -> Iterator[tuple[int, int]]:

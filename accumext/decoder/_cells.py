@@ -1,4 +1,4 @@
-"""Every recurrent cell as `(x [B, E], state, *context) -> (output [B, H], state)`."""
+"""Every recurrent cell as `(x [B, E], state, *context) -> (output [B, H], state, extras)`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from accumext._checks import fail_type, fail_value, type_name
 from accumext.decoder._recurrent_state import State, check_nesting, copy_nesting
 
-Step = Callable[..., tuple[Tensor, State]]
+Step = Callable[..., tuple[Tensor, State, State]]
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ class Cell:
         return (*shape[: self.batch_dim], batch, *shape[self.batch_dim :])
 
 
-def cell_of(op: str, cell: Any) -> Cell:
-    """The cell argument: one of torch's recurrent modules (one direction), or any callable."""
+def cell_of(op: str, cell: Any, batch_dim: int = 0) -> Cell:
+    """The cell argument: one of torch's recurrent modules (one direction), or any callable, whose
+    states have the batch in `batch_dim`."""
     if isinstance(cell, nn.RNNCellBase):
         return _from_rnn_cell(cell)
     if isinstance(cell, nn.RNNBase):
@@ -64,22 +65,25 @@ def cell_of(op: str, cell: Any) -> Cell:
         fail_type(op, "cell", "be a recurrent module or callable", type_name(cell))
     module = cell if isinstance(cell, nn.Module) else None
 
-    def step(x: Tensor, state: State, *context: Tensor) -> tuple[Tensor, State]:
+    def step(x: Tensor, state: State, *context: Tensor) -> tuple[Tensor, State, State]:
         result = cell(x, copy_nesting(state), *context)
-        if not isinstance(result, tuple) or len(result) != 2:
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
             fail_type(op, "cell", "return (output, state)", type_name(result))
-        check_nesting(op, "state", result[1])
-        return result
+        output, state, *rest = result
+        extras = rest[0] if rest else None
+        check_nesting(op, "state", state)
+        check_nesting(op, "extras", extras)
+        return output, state, extras
 
-    return Cell(step, module, None, None, None, batch_dim=0, draws=True)
+    return Cell(step, module, None, None, None, batch_dim, draws=True)
 
 
 def _from_rnn_cell(cell: nn.RNNCellBase) -> Cell:
     pair = isinstance(cell, nn.LSTMCell)
 
-    def step(x: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(x: Tensor, state: State) -> tuple[Tensor, State, None]:
         state = cell(x, tuple(state) if pair else state)
-        return (state[0] if pair else state), state
+        return (state[0] if pair else state), state, None
 
     shapes = ((cell.hidden_size,),) * (2 if pair else 1)
     return Cell(step, cell, cell.input_size, cell.hidden_size, shapes, batch_dim=0, draws=False)
@@ -92,9 +96,9 @@ def _from_rnn(op: str, cell: nn.RNNBase) -> Cell:
     time_dim = 1 if cell.batch_first else 0
     output_size = cell.proj_size or cell.hidden_size
 
-    def step(x: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(x: Tensor, state: State) -> tuple[Tensor, State, None]:
         output, state = cell(x.unsqueeze(time_dim), tuple(state) if pair else state)
-        return output.squeeze(time_dim), state
+        return output.squeeze(time_dim), state, None
 
     hidden: tuple[tuple[int, ...], ...] = ((cell.num_layers, output_size),)
     shapes = (*hidden, (cell.num_layers, cell.hidden_size)) if pair else hidden

@@ -12,9 +12,15 @@ from accumext.decoder._arguments import DecodeArguments, check_arguments, embedd
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._cells import Step, parameter_tensors
 from accumext.decoder._memory import predicted_peak
-from accumext.decoder._recurrent_state import State, map_tensors, tensors, zero_gradient_tie
+from accumext.decoder._recurrent_state import (
+    State,
+    map_leaves,
+    map_tensors,
+    tensors,
+    zero_gradient_tie,
+)
 from accumext.decoder._rnn_path import decode_with_rnn
-from accumext.decoder._token_buffers import TokenBuffers
+from accumext.decoder._token_buffers import Decoded, TokenBuffers
 
 
 class DecodeOutput(NamedTuple):
@@ -26,13 +32,15 @@ class DecodeOutput(NamedTuple):
     token_losses: Tensor  # [T, B] detached, 0 where ignored; fp32, fp64 in double precision
     state: State  # after the last step; detached where k2 cut it
     lengths: Tensor  # int64 [B]: steps until each row ended; replays a run that `eos` stopped
+    outputs: Tensor | None = None  # [T, B, H] of the cell, 0 past a row's end; if asked for
+    extras: State = None  # what a callable returned as third, stacked over T
 
 
 def decode_loss(
     embedding: nn.Embedding | Tensor,
     cell: nn.Module | Step,
     head: nn.Linear | tuple[Tensor, Tensor | None],
-    targets: Tensor,  # int64 [T, B]
+    targets: Tensor | None,  # int64 [T, B]
     state: State = None,
     *,
     feedback: str | Tensor,
@@ -56,6 +64,14 @@ def decode_loss(
     context: tuple[Tensor, ...] = (),
     memory_budget: int | None = None,
     batch_first: bool = False,
+    steps: int | None = None,
+    token_weight: Tensor | None = None,  # [T, B]
+    draw: str = "argmax",
+    embedding_dropout: float = 0.0,
+    output_dropout: float = 0.0,
+    resets: Tensor | None = None,  # bool [T, B]
+    batch_dim: int = 0,
+    return_outputs: bool = False,
 ) -> DecodeOutput:
     """Run a decoder on its own predictions, or the targets, for a loss with exact gradients.
 
@@ -131,18 +147,27 @@ def decode_loss(
     """
     args = check_arguments(locals())  # the arguments by name: there are no other locals yet
     buffers = TokenBuffers(args)
-    if args.targets.numel() == 0:
-        loss, last = _loss_of_nothing(args, buffers.losses), args.state
+    if args.steps * args.batch == 0:
+        found = Decoded(_loss_of_nothing(args, buffers.losses), args.state)
+        if return_outputs:
+            shape = (args.steps, args.batch, args.head_weight.shape[1])
+            found = found._replace(outputs=args.head_weight.new_zeros(shape))
     elif args.rnn_weights is not None:
-        loss, last = decode_with_rnn(buffers, args.rnn_weights)
+        found = decode_with_rnn(buffers, args.rnn_weights)
     else:
-        loss, last = decode_with_callable(buffers)
+        found = decode_with_callable(buffers)
+
+    def laid_out(result: Any) -> Any:
+        if not batch_first or not isinstance(result, Tensor):
+            return result
+        return result.transpose(0, 1) if result.shape[:2] == (args.steps, args.batch) else result
+
     # The backward pass reads the inputs again: the caller, who may write, gets a copy.
-    tokens, losses, fed = buffers.tokens, buffers.losses, buffers.inputs.clone()
-    if batch_first:
-        loss = loss.t() if loss.dim() == 2 else loss
-        tokens, losses, fed = tokens.t(), losses.t(), fed.t()
-    return DecodeOutput(loss, tokens, fed, losses, last, buffers.lengths())
+    tokens, inputs = laid_out(buffers.tokens), laid_out(buffers.inputs.clone())
+    return DecodeOutput(
+        laid_out(found.loss), tokens, inputs, laid_out(buffers.losses), found.state,
+        buffers.lengths(), laid_out(found.outputs), map_leaves(laid_out, found.extras),
+    )  # fmt: skip
 
 
 def _loss_of_nothing(args: DecodeArguments, losses: Tensor) -> Tensor:

@@ -63,10 +63,12 @@ def feedback_of(
     fed: Tensor,  # int64 [T, B]: the targets, with the token to feed where one is ignored
     start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
     rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
+    draw: Any = "argmax",
 ) -> Feedback:  # fmt: skip
     """Check the arguments that choose the inputs, and draw the random numbers that they need."""
     shape, device = targets.shape, targets.device
     if isinstance(feedback, Tensor):
+        word = "mask"
         if feedback.dtype != torch.bool:
             fail_type(op, "feedback", "be a word or a bool mask [T, B]", type_name(feedback))
         if feedback.shape != shape:
@@ -74,7 +76,7 @@ def feedback_of(
         if feedback.device != device:
             fail_value(op, "feedback", f"be on the device of targets, {device}", feedback.device)
     else:
-        one_of(op, "feedback", feedback, MODES)
+        word = one_of(op, "feedback", feedback, MODES)
     probability = number(op, "teacher_forcing", teacher_forcing, 0)
     if probability > 1:
         fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
@@ -82,21 +84,26 @@ def feedback_of(
         fail_value(op, "temperature", "be greater than 0", temperature)
     if generator is not None and not isinstance(generator, torch.Generator):
         fail_type(op, "generator", "be a torch.Generator or None", type_name(generator))
+    sampled = one_of(op, "draw", draw, ("argmax", "sample")) == "sample" or word == "sample"
+    if sampled and word in ("teacher", "greedy"):
+        contract = "be 'argmax' unless feedback is 'sample', 'scheduled' or a mask"
+        fail_value(op, "draw", contract, repr(draw))
 
     teacher = _teacher_inputs(op, start, inputs, fed, rows)
-    if isinstance(feedback, Tensor):
-        return Feedback(teacher, feedback)
-    if feedback == "teacher":
+    if word == "teacher":
         return Feedback(teacher, None)
-    if feedback == "scheduled":
-        uniforms = torch.rand(shape, device=device, generator=own_generator(generator, device))
-        return Feedback(teacher, uniforms < probability)
-    never = torch.zeros(shape, dtype=torch.bool, device=device)
-    if feedback == "greedy":
-        return Feedback(teacher, never)
-    generator = own_generator(generator, device)
+    if sampled or word == "scheduled":
+        generator = own_generator(generator, device)
+    if isinstance(feedback, Tensor):
+        mask = feedback
+    elif word == "scheduled":
+        mask = torch.rand(shape, device=device, generator=generator) < probability
+    else:
+        mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    if not sampled:
+        return Feedback(teacher, mask)
     uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
-    return Feedback(teacher, never, float(temperature), uniforms)
+    return Feedback(teacher, mask, float(temperature), uniforms)
 
 
 def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | None) -> Tensor:

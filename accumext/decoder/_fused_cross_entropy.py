@@ -125,7 +125,7 @@ class FusedCrossEntropy:
     def forward(
         self,
         hidden: Tensor,  # [M, H]
-        targets: Tensor,  # int64 [M], in [0, V)
+        targets: Tensor | None,  # int64 [M], in [0, V); None: the tokens
         counted: Tensor,  # bool [M]: has a loss
         index: Tensor,  # int64 [M]: positions among the call's T B rows
         upstream: Tensor | None = None,  # factor of the losses in the gradients, 0-dim or [M]
@@ -133,19 +133,21 @@ class FusedCrossEntropy:
     ) -> tuple[Tensor, Tensor]:
         """Tokens [M] and losses [M] (unscaled, 0 where not counted) of further rows."""
         hidden = hidden.detach().to(self.dtype)
-        tokens = torch.empty_like(targets)
+        tokens = torch.empty_like(index)
         losses = hidden.new_empty(len(hidden))
         for start in range(0, len(hidden), self.rows):
             piece = slice(start, start + self.rows)
             h = hidden[piece].contiguous()
             stats = h.new_empty(3, len(h))
             _operators.head_forward(
-                h, self.weight, self.bias, targets[piece].contiguous(),
+                h, self.weight, self.bias,
+                None if targets is None else targets[piece].contiguous(),
                 None if uniforms is None else uniforms[piece].contiguous(), self._temperature,
                 self.workspace_slice(len(h)), self.logit_rows, tokens[piece], stats,
             )  # fmt: skip
             factor = upstream if upstream is None or upstream.dim() == 0 else upstream[piece]
-            rows = targets[piece], counted[piece], index[piece]
+            known = (tokens if targets is None else targets)[piece]
+            rows = known, counted[piece], index[piece]
             losses[piece] = self.add_rows(h, *rows, factor, stats)
         return tokens, losses
 

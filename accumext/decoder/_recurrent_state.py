@@ -1,43 +1,75 @@
-"""Recurrent states of any nesting (tuples, lists, dicts): detach them, freeze rows of them; and the
-random generators, whose draws a replay of steps must repeat."""
+"""Recurrent states of any nesting (tuples, lists, dicts, dataclasses): detach them, freeze rows of
+them; and the random generators, whose draws a replay of steps must repeat."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from accumext._checks import fail_type, fail_value, type_name
-from accumext._torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from accumext._torch_private import tree_leaves, tree_map
 
-State: TypeAlias = Any  # a tensor, None, or any nesting of tuples, lists and dicts of them
+# A tensor, None, or any nesting of tuples, lists, dicts and dataclasses of them.
+State: TypeAlias = Any
+
+
+def leaves(state: State) -> list[Any]:
+    """What a state nests, in order."""
+    found: list[Any] = []
+    for leaf in tree_leaves(state):
+        found += leaves(_field_values(leaf)) if _has_fields(leaf) else [leaf]
+    return found
+
+
+def map_leaves(function: Callable[[Any], Any], state: State) -> State:
+    """The same nesting, in new containers, with `function` applied to what it holds."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if not _has_fields(leaf):
+            return function(leaf)
+        made = copy.copy(leaf)  # not by its class, which may have an __init__ of its own
+        for name, value in _field_values(leaf).items():
+            object.__setattr__(made, name, map_leaves(function, value))
+        return made
+
+    return tree_map(of_leaf, state)
+
+
+def _has_fields(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _field_values(instance: Any) -> dict[str, Any]:
+    return {f.name: getattr(instance, f.name) for f in fields(instance)}
 
 
 def tensors(state: State) -> list[Tensor]:
     """The tensors of a state, in order."""
-    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves(state) if isinstance(leaf, Tensor)]
 
 
 def check_nesting(op: str, name: str, state: State) -> None:
-    """Raise for a container that pytree does not know: its tensors would be neither detached nor
-    frozen."""
-    for leaf in tree_leaves(state):
+    """Raise for any other container: its tensors would be neither detached nor frozen."""
+    for leaf in leaves(state):
         if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
-            contract = "nest tensors in tuples, lists and dicts"
+            contract = "nest tensors in tuples, lists, dicts and dataclasses"
             fail_type(op, name, contract, type_name(leaf))
 
 
 def copy_nesting(state: State) -> State:
     """The same tensors in new containers, which a cell may write into."""
-    return tree_map(lambda leaf: leaf, state)
+    return map_leaves(lambda leaf: leaf, state)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
     """The same nesting with `function` applied to every tensor."""
-    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, state)
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, state)
 
 
 def detach(state: State) -> State:
@@ -48,25 +80,50 @@ def detach(state: State) -> State:
 def freeze(op: str, live: Tensor, new: State, old: State, batch_dim: int) -> State:
     """`new` in the rows where `live` [B] is true, `old` in the others."""
 
-    def choose(new_leaf: Any, old_leaf: Any) -> Any:
+    def choose(new_leaf: Any) -> Any:
+        old_leaf = next(before)
         if not isinstance(new_leaf, Tensor) or not isinstance(old_leaf, Tensor):
             return new_leaf
         if new_leaf.dim() == 0:  # of the whole batch, such as a counter
             return new_leaf
-        if new_leaf.dim() <= batch_dim or new_leaf.shape[batch_dim] != live.shape[0]:
-            contract = f"hold tensors with the batch in dimension {batch_dim} to be frozen by row"
-            fail_value(op, "state", contract, f"shape {list(new_leaf.shape)}")
+        check_batch_dim(op, new_leaf, batch_dim, live.shape[0])
         shape = [-1 if dim == batch_dim else 1 for dim in range(new_leaf.dim())]
         return torch.where(live.view(shape), new_leaf, old_leaf)
 
     if old is None:  # the first step of a cell that makes its own initial state
         return new
-    leaves, nesting = tree_flatten(new)
-    before = tree_leaves(old)
-    if len(leaves) != len(before):
-        contract = f"return a state with the {len(before)} entries of the one before"
-        fail_value(op, "cell", contract, len(leaves))
-    return tree_unflatten([choose(n, o) for n, o in zip(leaves, before, strict=True)], nesting)
+    entries = leaves(old)
+    if len(leaves(new)) != len(entries):
+        contract = f"return a state with the {len(entries)} entries of the one before"
+        fail_value(op, "cell", contract, len(leaves(new)))
+    before = iter(entries)
+    return map_leaves(choose, new)
+
+
+def check_batch_dim(op: str, tensor: Tensor, batch_dim: int, batch: int) -> None:
+    """Raise if a tensor of a state has not the batch where its rows are to be frozen."""
+    if tensor.dim() > batch_dim and tensor.shape[batch_dim] == batch:
+        return
+    contract = f"hold tensors with the batch in dimension {batch_dim} to be frozen by row"
+    elsewhere = [dim for dim, size in enumerate(tensor.shape) if size == batch]
+    advice = f"Pass batch_dim={elsewhere[0]} if it is there" if elsewhere else None
+    fail_value(op, "state", contract, f"shape {list(tensor.shape)}", advice)
+
+
+def join(op: str, function: Callable[[list[Tensor]], Tensor], parts: list[State]) -> State:
+    """One nesting from several alike: of what they hold at each place, `function` of the tensors,
+    and else what the first has."""
+    first, places = parts[0], [leaves(part) for part in parts]
+    if any(len(place) != len(places[0]) for place in places):
+        contract = f"return extras with {len(places[0])} entries at every step"
+        fail_value(op, "cell", contract, [len(place) for place in places])
+    columns = zip(*places, strict=True)
+
+    def joined(leaf: Any) -> Any:
+        column = next(columns)
+        return function(list(column)) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(joined, first)
 
 
 def zero_gradient_tie(given: list[Tensor]) -> Tensor | None:

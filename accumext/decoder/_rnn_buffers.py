@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from accumext import _scalars
+from accumext.decoder._resets import Resets
 from accumext.decoder._rnn_weights import RnnWeights
 from accumext.decoder._token_buffers import TokenBuffers
+
+
+class Dropout(NamedTuple):
+    """What dropout keeps of a tensor [T, ...], and the factor of that."""
+
+    mask: Tensor | None = None  # bool [T, ...]; None: all
+    scale: float = 1.0
+
+    def apply(self, part: Tensor, steps: slice) -> Tensor:
+        """These steps of the tensor, [n, ...], or their gradient."""
+        return part if self.mask is None else part * self.mask[steps] * self.scale
 
 
 @dataclass(frozen=True)
@@ -26,14 +41,43 @@ class RnnBuffers:
     states: list[Tensor]  # per layer h, and c of an LSTM: [T + 1, B, H]
     teacher: Tensor  # int64 [T, B]
     teacher_mask: Tensor | None  # bool [T, B]
-    dropout_mask: Tensor | None  # bool [T, L - 1, B, H]: units that dropout keeps
-    dropout_scale: float  # of the units that dropout keeps
+    between: Dropout  # [T, L - 1, B, H]: of the outputs of all layers but the last
+    of_inputs: Dropout  # [T, B, E]: of what the first layer reads
+    of_outputs: Dropout  # [T, B, H]: of what the head reads
+    resets: Resets | None
     state_dtypes: list[torch.dtype]  # of the parts of the given state
 
     @property
     def outputs(self) -> Tensor:
-        """h of the last layer, [T + 1, B, H]: row t + 1 is the output of step t."""
-        return self.states[-self.rnn.state_parts]
+        """h of the last layer, [T, B, H]."""
+        return self.states[-self.rnn.state_parts][1:]
+
+    def head_inputs(self, steps: slice) -> Tensor:
+        """What the head reads in these steps, [n B, H]."""
+        return self.of_outputs.apply(self.outputs[steps], steps).flatten(0, 1)
+
+    def head_rows(self, rows: Tensor) -> Tensor:
+        """What the head reads in these of all T B rows, [M, H]."""
+        chosen = self.outputs.flatten(0, 1)[rows]
+        mask, scale = self.of_outputs
+        return chosen if mask is None else chosen * mask.flatten(0, 1)[rows] * scale
+
+    @contextmanager
+    def reset_before(self, step: int, live: Tensor | None) -> Iterator[None]:
+        """Meanwhile rows that begin anew before `step` have their initial states there. What the
+        step before it left comes back: the head and the gates of that step read it."""
+        if self.resets is None or step not in self.resets.steps:
+            yield
+            return
+        anew = self.resets.at(step, live)[:, None]
+        left = [state[step].clone() for state in self.states]
+        for state, before in zip(self.states, left, strict=True):
+            torch.where(anew, state[0], before, out=state[step])
+        try:
+            yield
+        finally:
+            for state, before in zip(self.states, left, strict=True):
+                state[step] = before
 
     def module_state(self, of_layers: list[Tensor]) -> list[Tensor]:
         """Tensors [B, H], as `states` has them, in the module's parts and dtypes."""
@@ -53,35 +97,47 @@ def rnn_buffers(tokens: TokenBuffers, rnn: RnnWeights, state: tuple[Tensor, ...]
         for part in state:
             states.append(empty.new_empty(args.steps + 1, args.batch, rnn.units))
             states[-1][0] = part[layer] if rnn.stacked else part
-    dropout_mask, dropout_scale = None, 1.0
-    if rnn.dropout > 0 and rnn.layers > 1:
-        shape = (args.steps, rnn.layers - 1, args.batch, rnn.units)
-        dropout_mask = _dropout_mask(rnn.dropout, state[0].new_ones(1, *shape[2:]), shape)
-        dropout_scale = 0.0 if rnn.dropout == 1 else 1 / (1 - rnn.dropout)
+    inner = rnn.dropout if rnn.layers > 1 else 0.0
+    masks = _dropout(
+        state[0], args.steps, (args.embedding_dropout, (args.batch, table.shape[1])),
+        (inner, (rnn.layers - 1, args.batch, rnn.units)),
+        (args.output_dropout, (args.batch, rnn.units)),
+    )  # fmt: skip
+    of_inputs, between, of_outputs = masks
     mask = feedback.mask
     dtypes = [args.dtypes.cell] * 2 + [empty.dtype] * 2  # weight_ih, weight_hh, the biases
     weights = [empty if w is None else w.detach() for w in rnn.weights]
     weights = [w.to(dtypes[i % 4]).contiguous() for i, w in enumerate(weights)]
     return RnnBuffers(
         rnn, table, weights, states, feedback.teacher.contiguous(),
-        None if mask is None else mask.contiguous(), dropout_mask, dropout_scale,
+        None if mask is None else mask.contiguous(), between, of_inputs, of_outputs, args.resets,
         [part.dtype for part in state],
     )  # fmt: skip
 
 
-def _dropout_mask(
-    rate: float,
-    ones: Tensor,  # [1, B, H], in the dtype of the state
-    shape: tuple[int, ...],  # [T, L - 1, B, H]
-) -> Tensor:  # bool
-    """Which units are kept between layers.
+def _dropout(
+    like: Tensor,  # has the dtype and the device of the state
+    steps: int,
+    *places: tuple[float, tuple[int, ...]],  # rate, and the shape of a step
+) -> list[Dropout]:
+    """What is kept in each place.
 
-    On a CPU they are those that the module would keep. On a device they are drawn in one launch,
-    not in two for each step and layer, and are others.
+    On a CPU that is what torch's dropout would keep, step by step and place by place, a layer at a
+    time. On a device each place is drawn in one launch, and they are others.
     """
-    mask = torch.empty(shape, dtype=torch.bool, device=ones.device)
-    if not _scalars.on_host(ones):
-        return mask.bernoulli_(1.0 - rate)
-    for part in mask.flatten(0, 1):
-        part.copy_(F.dropout(ones, rate)[0])  # 1 / (1 - rate) where a unit is kept
-    return mask
+    kept, drawn = [Dropout() for _ in places], []
+    for place, (rate, shape) in enumerate(places):
+        if rate > 0:
+            mask = torch.empty((steps, *shape), dtype=torch.bool, device=like.device)
+            kept[place] = Dropout(mask, 0.0 if rate == 1 else 1 / (1 - rate))
+            drawn.append((mask, rate))
+    if not _scalars.on_host(like):
+        for mask, rate in drawn:
+            mask.bernoulli_(1 - rate)
+        return kept
+    for step in range(steps if drawn else 0):
+        for mask, rate in drawn:
+            ones = like.new_ones(mask.shape[-2:])
+            for part in mask[step].view(-1, *ones.shape):
+                part.copy_(F.dropout(ones, rate))  # 1 / (1 - rate) where an element is kept
+    return kept

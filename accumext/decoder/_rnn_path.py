@@ -7,6 +7,7 @@ _through_time.py the one back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,35 +20,35 @@ from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
 from accumext.decoder._memory import workspace_plan
 from accumext.decoder._precision import no_grad_no_autocast
-from accumext.decoder._recurrent_state import State
 from accumext.decoder._rnn_buffers import RnnBuffers, rnn_buffers
 from accumext.decoder._rnn_weights import RnnWeights
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._through_time import ThroughTime
-from accumext.decoder._token_buffers import TokenBuffers
+from accumext.decoder._token_buffers import Decoded, TokenBuffers
 
 
-def decode_with_rnn(tokens: TokenBuffers, rnn: RnnWeights) -> tuple[Tensor, State]:
-    """The loss and the last state of a call whose cell the operators run."""
+def decode_with_rnn(tokens: TokenBuffers, rnn: RnnWeights) -> Decoded:
+    """What comes of a call whose cell the operators run."""
     args = tokens.args
     state = list(args.state) if rnn.state_parts == 2 else [args.state]
     parameters = [args.head_weight, args.head_bias, args.table.weight]
     weights = [w for w in rnn.weights if w is not None]
-    loss, *last = RnnDecode.apply(  # type: ignore[no-untyped-call]
+    loss, outputs, *last = RnnDecode.apply(  # type: ignore[no-untyped-call]
         tokens, rnn, torch.is_grad_enabled(), *parameters, *state, *weights
     )
-    return loss, tuple(last) if rnn.state_parts == 2 else last[0]
+    return Decoded(loss, tuple(last) if rnn.state_parts == 2 else last[0], outputs)
 
 
 class RnnDecode(torch.autograd.Function):
-    """The loss and the last state as functions of every parameter and the initial state."""
+    """The loss, the outputs of the cell, if they are asked for, and the last state as functions of
+    every parameter and the initial state."""
 
     @staticmethod
     def forward(
         ctx: Any, tokens: TokenBuffers, rnn: RnnWeights, grad_enabled: bool, head_weight: Tensor,
         head_bias: Tensor | None, table: Tensor,
         *state_and_weights: Tensor,  # the parts of the state, then the weights of the cell
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         args, plan = tokens.args, workspace_plan(tokens.args)
         needs = None
         if grad_enabled and args.head_gradients_in_forward:
@@ -60,6 +61,7 @@ class RnnDecode(torch.autograd.Function):
             gradients = cross_entropy.finish()
             value, inverse_divisor = tokens.reduced_loss()
             last = buffers.module_state([state[-1] for state in buffers.states])
+            outputs = buffers.outputs.clone() if args.return_outputs else None
         if grad_enabled:
             ctx.saved = SavedForBackward(tokens, plan, inverse_divisor, gradients)
             ctx.buffers = buffers
@@ -67,11 +69,13 @@ class RnnDecode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if args.truncated:
             ctx.mark_non_differentiable(*last)
-        return value.clone(), *last
+        return value.clone(), outputs, *last
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor | None, *d_last: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, upstream: Tensor | None, d_outputs: Tensor | None, *d_last: Tensor | None
+    ) -> tuple[Any, ...]:
         saved: SavedForBackward = ctx.saved
         buffers: RnnBuffers = ctx.buffers
         args = saved.args
@@ -80,12 +84,12 @@ class RnnDecode(torch.autograd.Function):
         needs_weight, needs_bias, needs_table, *needs_cell = ctx.needs_input_grad[3:]
         through_cell = needs_table or any(needs_cell)
         with no_grad_no_autocast(value.device):
-            if upstream is None:  # only the last state was used
+            if upstream is None:  # the loss was not used
                 upstream = torch.zeros_like(value)
             else:
                 args.gate.begin_backward(upstream)
             needs = NeedsGrad(through_cell, needs_weight, needs_bias)
-            outputs = [buffers.outputs[1:].flatten(0, 1)]
+            outputs = [buffers.head_inputs(slice(None))] if saved.needs_outputs else []
             head, main = saved.head_gradients(upstream, outputs, needs, fuse_weight=True)
             table_main = main
             if not args.tied:
@@ -93,7 +97,9 @@ class RnnDecode(torch.autograd.Function):
             d_table = head.weight if args.tied else None
             cell = ThroughTime(saved.tokens, buffers, needs_table, d_table, table_main)
             if through_cell:
-                cell.run(head.hidden.view(args.steps, args.batch, -1), d_last)
+                d_hidden = head.hidden.view(args.steps, args.batch, -1)
+                d_hidden = buffers.of_outputs.apply(d_hidden, slice(None))
+                cell.run(d_hidden if d_outputs is None else d_hidden + d_outputs, d_last)
             d_weight = head.weight if needs_weight and not args.tied and main is None else None
             return (
                 *(None, None, None),
@@ -140,9 +146,10 @@ class _ForwardSteps:
         following = slice(begin + 1, min(end + 1, self.args.steps))
         teacher = self.args.feedback.teacher[following]
         self.tokens.inputs[following] = self.tokens.padded(following, teacher)
-        self._advance(begin, end)
-        outputs = self.buffers.outputs[begin + 1 : end + 1]
-        self.tokens.predict(self.cross_entropy, begin, end, outputs.flatten(0, 1))
+        for first, last in self._spans(begin, end):
+            self._advance(first, last)
+        hidden = self.buffers.head_inputs(slice(begin, end))
+        self.tokens.predict(self.cross_entropy, begin, end, hidden)
 
     def _free_running(self, begin: int, end: int) -> None:
         """Steps that read the prediction before them, as many at once as the workspace holds."""
@@ -150,24 +157,31 @@ class _ForwardSteps:
         if head.rows < args.batch and head.forms_gradients:
             for step in range(begin, end):
                 self._advance(step, step + 1)
-                self.tokens.predict(head, step, step + 1, self.buffers.outputs[step + 1])
+                hidden = self.buffers.head_inputs(slice(step, step + 1))
+                self.tokens.predict(head, step, step + 1, hidden)
                 self.tokens.feed_back(step)
             return
         size = max(1, head.rows // args.batch)
         stats = self.tokens.losses.new_empty(3, size * args.batch)
         rows = self.tokens.tokens.new_empty(size * args.batch)
-        for first in range(begin, end, size):
-            last = min(first + size, end)
-            exps = head.workspace_slice((last - first) * args.batch)
-            used = self._advance(first, last, exps, stats, rows)
-            self._add_rows(rows[:used].clone(), stats[:, :used])
+        for span in self._spans(begin, end):
+            for first in range(*span, size):
+                last = min(first + size, span[1])
+                exps = head.workspace_slice((last - first) * args.batch)
+                used = self._advance(first, last, exps, stats, rows)
+                self._add_rows(rows[:used].clone(), stats[:, :used])
+
+    def _spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """[begin, end) in pieces, of which no row begins anew but before the first step."""
+        resets = self.buffers.resets
+        return iter([(begin, end)]) if resets is None else resets.spans(begin, end)
 
     def _add_rows(self, rows: Tensor, stats: Tensor) -> None:
         """The losses of rows that `decode_steps` has put through the head."""
         tokens = self.tokens
         tokens.losses.view(-1)[rows] = self.cross_entropy.add_rows(
-            self.buffers.outputs[1:].flatten(0, 1)[rows], self.args.targets.flatten()[rows],
-            tokens.counted().flatten()[rows], rows, tokens.known_inverse_divisor, stats,
+            self.buffers.head_rows(rows), tokens.targets.flatten()[rows],
+            tokens.counted().flatten()[rows], rows, tokens.upstream(rows), stats,
         )  # fmt: skip
 
     def _advance(
@@ -177,12 +191,13 @@ class _ForwardSteps:
         """Run the steps; with `stats`, the head too. How many rows it has seen."""
         args, tokens = self.args, self.tokens
         buffers, head = self.buffers, self.cross_entropy
-        used: int = _operators.decode_steps(
-            buffers.table, buffers.weights, buffers.states, buffers.rnn.kind, buffers.dropout_mask,
-            buffers.dropout_scale, None, 1.0, None, 1.0, tokens.inputs, buffers.teacher,
-            buffers.teacher_mask, tokens.live, -1 if args.eos is None else args.eos,
-            args.table.padding_token, args.feedback.uniforms, args.feedback.temperature,
-            head.weight, head.bias, args.targets, tokens.tokens, exps, stats, rows,
-            head.logit_rows, begin, end,
-        )  # fmt: skip
+        with buffers.reset_before(begin, tokens.live):
+            used: int = _operators.decode_steps(
+                buffers.table, buffers.weights, buffers.states, buffers.rnn.kind,
+                *buffers.between, *buffers.of_inputs, *buffers.of_outputs, tokens.inputs,
+                buffers.teacher, buffers.teacher_mask, tokens.live,
+                -1 if args.eos is None else args.eos, args.table.padding_token,
+                args.feedback.uniforms, args.feedback.temperature, head.weight, head.bias,
+                args.targets, tokens.tokens, exps, stats, rows, head.logit_rows, begin, end,
+            )  # fmt: skip
         return used

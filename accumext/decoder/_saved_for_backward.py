@@ -66,7 +66,10 @@ class SavedForBackward:
         main = None
         if needs.weight and fuse_weight:
             main = destination(self.args.head_weight, self.args.dtypes.accumulation)
-        factors = (factor * self._inverse_divisor).expand(self._counted.shape).flatten()
+        factors = (factor * self._inverse_divisor).expand(self._counted.shape)
+        if self.args.token_weight is not None:
+            factors = factors * self.args.token_weight
+        factors = factors.flatten()
         cross_entropy = FusedCrossEntropy(self.args, self._plan, needs, main)
         done = 0
         for hidden in outputs:
@@ -76,7 +79,7 @@ class SavedForBackward:
             if counted.device.type == "cpu":  # on a GPU the host would wait for their number
                 index = index[counted]
             local = index - done
-            targets = self.args.targets.flatten()[index]
+            targets = self.tokens.targets.flatten()[index]
             cross_entropy.forward(hidden[local], targets, counted[local], index, factors[index])
             done = span.stop
         formed = cross_entropy.finish()

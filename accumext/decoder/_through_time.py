@@ -58,14 +58,33 @@ class ThroughTime:
                 if given is not None:
                     for d, of_layer in zip(d_state[part::parts], given if stacked else [given]):
                         d += of_layer
-            # in whole chunks from the end; the one at the beginning may be shorter
-            size = backward_steps(args.batch)
-            for stop in range(end, begin, -size):
-                span = slice(max(begin, stop - size), stop)
-                self._chunk(span, counting, d_out[span], d_state)
+            for first, last in self._spans(begin, end):
+                # in whole chunks from the end; the one at the beginning may be shorter
+                size = backward_steps(args.batch)
+                for stop in range(last, first, -size):
+                    span = slice(max(first, stop - size), stop)
+                    with self._buffers.reset_before(span.start, self._tokens.live):
+                        self._chunk(span, counting, d_out[span], d_state)
+                self._take_resets(first, d_state)
             if begin == 0:
                 for total, gradient in zip(self._d_state, d_state, strict=True):
                     total += gradient
+
+    def _spans(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """[begin, end) in pieces, of which no row begins anew but before the first step, from the
+        last piece to the first."""
+        resets = self._buffers.resets
+        return [(begin, end)] if resets is None else [*resets.spans(begin, end)][::-1]
+
+    def _take_resets(self, step: int, d_state: list[Tensor]) -> None:
+        """The gradients of rows that have begun anew before `step` are the initial state's."""
+        resets = self._buffers.resets
+        if resets is None or step not in resets.steps:
+            return
+        anew = resets.at(step, self._tokens.live)[:, None]
+        for total, gradient in zip(self._d_state, d_state, strict=True):
+            total += torch.where(anew, gradient, 0)
+            gradient.masked_fill_(anew, 0)
 
     def _chunk(self, span: slice, counting: int, d_out: Tensor, d_state: list[Tensor]) -> None:
         """These steps of every layer; `d_state` goes from after them to before them."""
@@ -77,12 +96,12 @@ class ThroughTime:
             d_gates = self._layer(layer, span, d_out, factors, d_state)
             d_out = _matmul(d_gates, buffers.weights[4 * layer]).view(*d_out.shape[:2], -1)
             del d_gates
-            if buffers.dropout_mask is not None:
-                mask = buffers.dropout_mask[span, layer - 1]
-                d_out.mul_(mask).mul_(buffers.dropout_scale)
+            if buffers.between.mask is not None:
+                d_out.mul_(buffers.between.mask[span, layer - 1]).mul_(buffers.between.scale)
         d_gates = self._layer(0, span, d_out, factors, d_state)
         if self._needs_table:
-            self._add_to_table(span, _matmul(d_gates, buffers.weights[0]))
+            d_x = _matmul(d_gates, buffers.weights[0]).view(*d_out.shape[:2], -1)
+            self._add_to_table(span, buffers.of_inputs.apply(d_x, span).flatten(0, 1))
 
     def _layer(
         self, layer: int, span: slice, d_out: Tensor, factors: Tensor | None, d_state: list[Tensor]
@@ -126,17 +145,20 @@ class ThroughTime:
             return None
         passes = torch.arange(span.start, span.stop, device=like.device) % args.k1 != 0
         passes[0] |= span.start == 0  # the initial state is not cut off
-        return passes.to(like.dtype)[:, None].repeat(1, args.batch)
+        kept = passes[:, None].repeat(1, args.batch)
+        if args.resets is not None:
+            kept |= args.resets.rows[span]
+        return kept.to(like.dtype)
 
     def _inputs(self, layer: int, span: slice) -> Tensor:
         """What the layer read in these steps, [n B, E or H]."""
-        buffers, mask = self._buffers, self._buffers.dropout_mask
+        buffers = self._buffers
         if layer == 0:
-            rows = buffers.table[self._tokens.inputs[span].flatten()]
-            return rows.to(self._states[0].dtype)
+            rows = buffers.table[self._tokens.inputs[span]].to(self._states[0].dtype)
+            return buffers.of_inputs.apply(rows, span).flatten(0, 1)
         below = self._states[(layer - 1) * self._rnn.state_parts][span.start + 1 : span.stop + 1]
-        if mask is not None:
-            below = below * mask[span, layer - 1] * buffers.dropout_scale
+        if buffers.between.mask is not None:
+            below = below * buffers.between.mask[span, layer - 1] * buffers.between.scale
         return below.flatten(0, 1)
 
     def _add_to_table(self, span: slice, gradient: Tensor) -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from accumext._scalars import as_tensor
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
+from accumext.decoder._recurrent_state import State
+
+
+class Decoded(NamedTuple):
+    """What a path makes of a call, beside what is known per token."""
+
+    loss: Tensor
+    state: State
+    outputs: Tensor | None = None  # [T, B, H]
+    extras: State = None  # tensors [T, ...]
 
 
 class TokenBuffers:
@@ -18,7 +30,7 @@ class TokenBuffers:
 
     def __init__(self, args: DecodeArguments) -> None:
         self.args = args
-        shape, device = (args.steps, args.batch), args.targets.device
+        shape, device = (args.steps, args.batch), args.device
         pad = args.table.padding_token
         self.tokens = torch.full(shape, pad, device=device)  # int64, what was predicted
         self.inputs = torch.full(shape, pad, device=device)  # int64, what was fed
@@ -29,11 +41,17 @@ class TokenBuffers:
             self.live = everywhere if args.within_length is None else args.within_length.clone()
         first = slice(0, 1) if args.free_running else slice(None)
         self.inputs[first] = self.padded(first, args.feedback.teacher[first])
-        # 1 / divisor of the loss, 0-dim. With eos it is known only after the last step, and the
-        # gradients that are formed before then lack it.
+        # 1 / divisor of the loss, 0-dim. With eos, or weights of classes that are not known yet, it
+        # is known only after the last step, and the gradients that are formed before then lack it.
         self.known_inverse_divisor = None
-        if args.eos is None:
+        weighted = args.targets is None and args.criterion.class_weight is not None
+        if args.eos is None and not weighted:
             self.known_inverse_divisor = self._inverse_divisor(args.counted)
+
+    @property
+    def targets(self) -> Tensor:
+        """What the losses are of, int64 [T, B]: known where the tokens are, if those are meant."""
+        return self.tokens if self.args.targets is None else self.args.targets
 
     def lengths(self) -> Tensor:
         """Steps until each row ended, int64 [B]."""
@@ -63,19 +81,27 @@ class TokenBuffers:
             live = self.live[span].flatten().nonzero().squeeze(1)
             hidden, index = hidden[live], index[live]
         local = index - first
-        uniforms = self.args.feedback.uniforms
+        targets, uniforms = self.args.targets, self.args.feedback.uniforms
         tokens, losses = cross_entropy.forward(
             hidden,
-            self.args.targets[span].flatten()[local],
+            None if targets is None else targets[span].flatten()[local],
             self.counted(span).flatten()[local],
             index,
-            self.known_inverse_divisor,
+            self.upstream(index),
             None if uniforms is None else uniforms[span].flatten()[local],
         )
         self.tokens.view(-1)[index] = tokens
         self.losses.view(-1)[index] = losses
         if self.live is not None:
             self.tokens[span] = self.padded(span, self.tokens[span])
+
+    def upstream(self, rows: Tensor) -> Tensor | None:
+        """What the losses of these rows [M], of T B, are multiplied by, as far as is known now."""
+        weight, inverse = self.args.token_weight, self.known_inverse_divisor
+        if weight is None:
+            return inverse
+        weight = weight.flatten()[rows]
+        return weight if inverse is None else weight * inverse
 
     def feed_back(self, step: int) -> None:
         """After the tokens of a step: end rows that predicted eos, and set the next inputs."""
@@ -92,8 +118,11 @@ class TokenBuffers:
         inverse = self.known_inverse_divisor
         if inverse is None:
             inverse = self._inverse_divisor(self.counted())
+        losses, weight = self.losses, self.args.token_weight
+        if weight is not None:  # any, also NaN, where there is no loss
+            losses = torch.where(self.counted(), losses * weight, 0)
         reduced = self.args.criterion.reduction != "none"
-        return self.losses.sum() * inverse if reduced else self.losses, inverse
+        return losses.sum() * inverse if reduced else losses, inverse
 
     def _inverse_divisor(self, counted: Tensor) -> Tensor:
         """1 / the divisor of the sum; 0 where nothing counts, so that the loss is not NaN."""
@@ -104,7 +133,7 @@ class TokenBuffers:
             divisor = as_tensor(criterion.num_items, self.losses.dtype, self.losses.device)
         elif criterion.class_weight is not None:
             weights = criterion.class_weight.to(self.losses.dtype)
-            divisor = torch.where(counted, weights[self.args.targets], 0).sum()
+            divisor = torch.where(counted, weights[self.targets], 0).sum()
         else:
             divisor = counted.sum().to(self.losses.dtype)
         return torch.where(divisor == 0, 0, divisor.reciprocal())

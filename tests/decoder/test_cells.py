@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -15,15 +14,15 @@ STEPS, BATCH, VOCABULARY = 6, 3, 13
 def test_containers_that_cannot_be_looked_into_are_refused() -> None:
     decoder = make_decoder("gru_cell")
 
-    @dataclasses.dataclass
     class Hidden:
-        h: torch.Tensor
+        def __init__(self, h: torch.Tensor) -> None:
+            self.h = h
 
     def cell(x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         h = decoder.cell(x, state)
         return h, Hidden(h)
 
-    text = "state must nest tensors in tuples, lists and dicts, got Hidden"
+    text = "state must nest tensors in tuples, lists, dicts and dataclasses, got Hidden"
     with raises(TypeError, text):
         run(decoder, cell)
     with raises(TypeError, text):

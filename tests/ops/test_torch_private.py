@@ -23,9 +23,7 @@ def parameter() -> nn.Parameter:
 
 def test_tree_functions():
     tree = {"a": [torch.zeros(1), None], "b": (torch.ones(1), 2)}
-    leaves, nesting = private.tree_flatten(tree)
-    assert private.tree_leaves(tree) == leaves
-    assert private.tree_unflatten(leaves, nesting) == tree
+    assert private.tree_leaves(tree) == [*tree["a"], *tree["b"]]
     assert private.tree_map(lambda leaf: leaf, tree) == tree
 
 

@@ -1,0 +1,45 @@
+"""Rows whose state is put back to their initial state before some steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from accumext.decoder._recurrent_state import State, freeze
+
+
+@dataclass(frozen=True)
+class Resets:
+    """Which rows begin anew, and before which steps."""
+
+    rows: Tensor  # bool [T, B]
+    steps: frozenset[int]  # those before which a row may begin anew; at step 0 every row does
+
+    def at(self, step: int, live: Tensor | None) -> Tensor:
+        """The rows [B] that begin anew before this step: none that have ended."""
+        return self.rows[step] if live is None else self.rows[step] & live[step]
+
+    def apply(
+        self, op: str, step: int, live: Tensor | None, state: State, initial: State, batch_dim: int
+    ) -> State:
+        """What the state before this step becomes."""
+        if step not in self.steps:
+            return state
+        return freeze(op, ~self.at(step, live), state, initial, batch_dim)
+
+    def spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """[begin, end) in pieces, of which no row begins anew but before the first step."""
+        inner = sorted(step for step in self.steps if begin < step < end)
+        return pairwise([begin, *inner, end])
+
+
+def resets_of(rows: Tensor, device: torch.device) -> Resets:
+    """Resets by a mask [T, B] on this device or on a CPU, where the host can read it; elsewhere it
+    does not wait for it, and before every step a row may begin anew."""
+    known = rows[1:].any(1).tolist() if rows.device.type == "cpu" else [True] * (len(rows) - 1)
+    steps = frozenset(step for step, any_row in enumerate(known, 1) if any_row)
+    return Resets(rows.to(device), steps)
