@@ -55,8 +55,6 @@ def decode_with_callable(tokens: TokenBuffers) -> Decoded:
     outputs = None
     if args.return_outputs:
         outputs = torch.cat([s.hidden if s.outputs is None else s.outputs for s in segments])
-        if tokens.live is not None:
-            outputs = torch.where(tokens.live[:, :, None], outputs, 0)
     extras = join(OP, torch.cat, [s.extras for s in segments])
     with no_grad_no_autocast(tokens.losses.device):
         gradients = cross_entropy.finish()

@@ -164,9 +164,12 @@ def decode_loss(
 
     # The backward pass reads the inputs again: the caller, who may write, gets a copy.
     tokens, inputs = laid_out(buffers.tokens), laid_out(buffers.inputs.clone())
+    outputs = found.outputs
+    if outputs is not None and buffers.live is not None:
+        outputs = torch.where(buffers.live[:, :, None], outputs, 0)
     return DecodeOutput(
         laid_out(found.loss), tokens, inputs, laid_out(buffers.losses), found.state,
-        buffers.lengths(), laid_out(found.outputs), map_leaves(laid_out, found.extras),
+        buffers.lengths(), laid_out(outputs), map_leaves(laid_out, found.extras),
     )  # fmt: skip
 
 

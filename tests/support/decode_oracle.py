@@ -88,6 +88,10 @@ def decode(
     z_loss: float = 0.0,
     class_weight: Tensor | None = None,
     windows: tuple[int, int] | None = None,  # (k1, k2)
+    resets: Tensor | None = None,  # bool [T, B]
+    embedding_dropout: float = 0.0,
+    output_dropout: float = 0.0,
+    outputs: list[Tensor] | None = None,  # gets those of the cell, [B, H] of each step
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss [T, B] per token, their divisor under "mean", and logits [T, B, V]; TBPTT(k1, k2) under
     `windows`."""
@@ -97,10 +101,14 @@ def decode(
     def run(begin: int, end: int, state: Any) -> tuple[list[Tensor], list[Tensor], Any]:
         losses, logits = [], []
         for t in range(begin, end):
-            x = decoder.embedding(inputs[t])
+            x = F.dropout(decoder.embedding(inputs[t]), embedding_dropout)
+            if resets is not None:
+                state = _select(resets[t] & live[t], decoder.state, state)
             output, new = decoder.step(x, state, *decoder.context)
             state = _select(live[t], new, state)
-            z = decoder.head(output)
+            if outputs is not None:
+                outputs.append(torch.where(live[t][:, None], output, 0))
+            z = decoder.head(F.dropout(output, output_dropout))
             loss = F.cross_entropy(
                 z,
                 targets[t].where(live[t], ignore_index),
