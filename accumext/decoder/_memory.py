@@ -125,6 +125,7 @@ def predicted_peak(args: DecodeArguments) -> int:
         passing = max(passing, _input_products(args, args.rnn_weights, size))
         cell += d_table
         embedding = d_table + final
+    states += tokens * hidden * size * args.return_outputs
     # in the forward or the backward pass
     formed = casts + workspace + passing + states + head + d_hidden
     backward = head + d_hidden + states + max(cell, embedding)
@@ -134,7 +135,10 @@ def predicted_peak(args: DecodeArguments) -> int:
 def _rnn_path(args: DecodeArguments, rnn: RnnWeights, size: int) -> tuple[int, int]:
     """States of every step; and what the backward pass through the layers adds."""
     states = rnn.state_parts * rnn.layers * (args.steps + 1) * args.batch * rnn.units
-    masks = args.steps * (rnn.layers - 1) * args.batch * rnn.units * (rnn.dropout > 0)
+    between = (rnn.layers - 1) * rnn.units * (rnn.dropout > 0)
+    around = args.table.weight.shape[1] * (args.embedding_dropout > 0)
+    around += rnn.units * (args.output_dropout > 0)
+    masks = args.steps * args.batch * (between + around)
     longest = max(end - begin for begin, _, end in args.windows())
     steps = min(longest, backward_steps(args.batch))
     row = BACKWARD_UNITS[rnn.kind] * rnn.units + args.table.weight.shape[1]

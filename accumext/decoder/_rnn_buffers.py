@@ -25,7 +25,7 @@ class Dropout(NamedTuple):
 
     def apply(self, part: Tensor, steps: slice) -> Tensor:
         """These steps of the tensor, [n, ...], or their gradient."""
-        return part if self.mask is None else part * self.mask[steps] * self.scale
+        return part if self.mask is None else (part * self.mask[steps]).mul_(self.scale)
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,23 @@ class RnnBuffers:
         """h of the last layer, [T, B, H]."""
         return self.states[-self.rnn.state_parts][1:]
 
-    def head_inputs(self, steps: slice) -> Tensor:
-        """What the head reads in these steps, [n B, H]."""
-        return self.of_outputs.apply(self.outputs[steps], steps).flatten(0, 1)
+    def head_inputs(self, begin: int, end: int) -> Tensor:
+        """What the head reads in steps [begin, end), [n B, H]."""
+        span = slice(begin, end)
+        return self.of_outputs.apply(self.outputs[span], span).flatten(0, 1)
+
+    def head_spans(self, begin: int, end: int, rows: int) -> Iterator[tuple[int, int]]:
+        """[begin, end) in pieces of about so many rows, where dropout would copy them all."""
+        size = end - begin
+        if self.of_outputs.mask is not None:
+            size = max(1, rows // self.outputs.shape[1])
+        return ((first, min(first + size, end)) for first in range(begin, end, size))
 
     def head_rows(self, rows: Tensor) -> Tensor:
         """What the head reads in these of all T B rows, [M, H]."""
         chosen = self.outputs.flatten(0, 1)[rows]
         mask, scale = self.of_outputs
-        return chosen if mask is None else chosen * mask.flatten(0, 1)[rows] * scale
+        return chosen if mask is None else chosen.mul_(mask.flatten(0, 1)[rows]).mul_(scale)
 
     @contextmanager
     def reset_before(self, step: int, live: Tensor | None) -> Iterator[None]:

@@ -89,7 +89,8 @@ class RnnDecode(torch.autograd.Function):
             else:
                 args.gate.begin_backward(upstream)
             needs = NeedsGrad(through_cell, needs_weight, needs_bias)
-            outputs = [buffers.head_inputs(slice(None))] if saved.needs_outputs else []
+            spans = buffers.head_spans(0, args.steps, saved.plan.rows)
+            outputs = (buffers.head_inputs(*span) for span in spans)
             head, main = saved.head_gradients(upstream, outputs, needs, fuse_weight=True)
             table_main = main
             if not args.tied:
@@ -97,9 +98,7 @@ class RnnDecode(torch.autograd.Function):
             d_table = head.weight if args.tied else None
             cell = ThroughTime(saved.tokens, buffers, needs_table, d_table, table_main)
             if through_cell:
-                d_hidden = head.hidden.view(args.steps, args.batch, -1)
-                d_hidden = buffers.of_outputs.apply(d_hidden, slice(None))
-                cell.run(d_hidden if d_outputs is None else d_hidden + d_outputs, d_last)
+                cell.run(head.hidden.view(args.steps, args.batch, -1), d_outputs, d_last)
             d_weight = head.weight if needs_weight and not args.tied and main is None else None
             return (
                 *(None, None, None),
@@ -148,8 +147,9 @@ class _ForwardSteps:
         self.tokens.inputs[following] = self.tokens.padded(following, teacher)
         for first, last in self._spans(begin, end):
             self._advance(first, last)
-        hidden = self.buffers.head_inputs(slice(begin, end))
-        self.tokens.predict(self.cross_entropy, begin, end, hidden)
+        head, buffers = self.cross_entropy, self.buffers
+        for first, last in buffers.head_spans(begin, end, head.rows):
+            self.tokens.predict(head, first, last, buffers.head_inputs(first, last))
 
     def _free_running(self, begin: int, end: int) -> None:
         """Steps that read the prediction before them, as many at once as the workspace holds."""
@@ -157,7 +157,7 @@ class _ForwardSteps:
         if head.rows < args.batch and head.forms_gradients:
             for step in range(begin, end):
                 self._advance(step, step + 1)
-                hidden = self.buffers.head_inputs(slice(step, step + 1))
+                hidden = self.buffers.head_inputs(step, step + 1)
                 self.tokens.predict(head, step, step + 1, hidden)
                 self.tokens.feed_back(step)
             return

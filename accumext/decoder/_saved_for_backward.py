@@ -3,7 +3,7 @@ cell's outputs and the head's parameters, or what forms them again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class SavedForBackward:
         gradients: HeadGradients | None,  # of the summed loss; None: to be formed
     ) -> None:
         self.args, self.tokens = tokens.args, tokens
-        self._plan, self._inverse_divisor, self._gradients = plan, inverse_divisor, gradients
+        self.plan, self._inverse_divisor, self._gradients = plan, inverse_divisor, gradients
         self._divided = tokens.known_inverse_divisor is not None
         self._counted = tokens.counted()
         self._parameters = [(p, write_count(p)) for p in _parameters(self.args)]
@@ -47,7 +47,7 @@ class SavedForBackward:
     def head_gradients(
         self,
         upstream: Tensor,  # 0-dim or [T, B]
-        outputs: Sequence[Tensor],  # of the cell: [n, H] each, [T B, H] together
+        outputs: Iterable[Tensor],  # that the head read: [n, H] each, [T B, H] together
         needs: NeedsGrad,
         fuse_weight: bool,  # whether the weight's gradient may go to a main gradient directly
     ) -> tuple[HeadGradients, Destination | None]:
@@ -70,7 +70,7 @@ class SavedForBackward:
         if self.args.token_weight is not None:
             factors = factors * self.args.token_weight
         factors = factors.flatten()
-        cross_entropy = FusedCrossEntropy(self.args, self._plan, needs, main)
+        cross_entropy = FusedCrossEntropy(self.args, self.plan, needs, main)
         done = 0
         for hidden in outputs:
             span = slice(done, done + len(hidden))

@@ -49,8 +49,13 @@ class ThroughTime:
                 dtype = self._args.dtypes.accumulation
                 self._d_table = new_buffer(table.weight, *table.weight.shape, dtype=dtype).zero_()
 
-    def run(self, d_out: Tensor, d_last: tuple[Tensor | None, ...]) -> None:
-        """Every window, from the gradients of the outputs [T, B, H] and of the last state."""
+    def run(
+        self,
+        d_head: Tensor,  # [T, B, H]: gradient of what the head read
+        d_outputs: Tensor | None,  # [T, B, H]: of the outputs where they were returned
+        d_last: tuple[Tensor | None, ...],
+    ) -> None:
+        """Every window, from the gradients of the outputs and of the last state."""
         args, parts, stacked = self._args, self._rnn.state_parts, self._rnn.stacked
         for begin, counting, end in args.windows():
             d_state = [torch.zeros_like(d) for d in self._d_state]
@@ -64,7 +69,10 @@ class ThroughTime:
                 for stop in range(last, first, -size):
                     span = slice(max(first, stop - size), stop)
                     with self._buffers.reset_before(span.start, self._tokens.live):
-                        self._chunk(span, counting, d_out[span], d_state)
+                        d_out = self._buffers.of_outputs.apply(d_head[span], span)
+                        if d_outputs is not None:
+                            d_out = d_out + d_outputs[span]
+                        self._chunk(span, counting, d_out, d_state)
                 self._take_resets(first, d_state)
             if begin == 0:
                 for total, gradient in zip(self._d_state, d_state, strict=True):

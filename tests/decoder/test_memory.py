@@ -39,7 +39,8 @@ def measured(parts: tuple[Any, Any, Any], targets: torch.Tensor, **call: Any) ->
         part.zero_grad()
 
     def run() -> None:
-        accumext.decode_loss(*parts, targets, **call).loss.sum().backward()
+        out = accumext.decode_loss(*parts, targets, **call)  # results may be kept
+        out.loss.sum().backward()
 
     return peak_memory(run)
 
@@ -60,6 +61,10 @@ def measured(parts: tuple[Any, Any, Any], targets: torch.Tensor, **call: Any) ->
         (50, 4, 2000, torch.float32, False, {"feedback": "greedy"}),
         (20000, 64, 32, torch.float32, True, {"feedback": "greedy", "memory_budget": 2**21}),
         (20000, 64, 32, torch.bfloat16, False, {"feedback": "greedy", "memory_budget": 2**21}),
+        (500, 256, 400, torch.float32, False, {"feedback": "greedy", "return_outputs": True}),
+        (500, 256, 400, torch.float32, False, {"feedback": "greedy", "output_dropout": 0.5}),
+        (500, 256, 400, torch.float32, False, {"feedback": "teacher", "output_dropout": 0.5}),
+        (500, 256, 400, torch.float32, False, {"feedback": "teacher", "embedding_dropout": 0.5}),
     ],
     ids=str,
 )
