@@ -35,6 +35,12 @@ record_function = _RecordFunctionFast
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that this one is a view of, or itself."""
+    base: Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
 def not_compiled(function: _F) -> _F:
     """`torch.compiler.disable`, which would import the compiler, for seconds, with the package."""
     return cast(_F, _disable_dynamo(function))

@@ -1,9 +1,11 @@
 """The path for callable cells: autograd differentiates the cell, in segments that the backward pass
-runs again; head and loss are one node of the graph behind the cell's outputs."""
+runs again, but for the last steps, whose graph is kept; head and loss are one node of the graph
+behind the cell's outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,10 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from accumext._torch_private import base_of
 from accumext.decoder._arguments import OP, DecodeArguments
 from accumext.decoder._cells import check_output, parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
-from accumext.decoder._memory import workspace_plan
+from accumext.decoder._memory import KEPT_GRAPH, workspace_plan
 from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._recurrent_state import (
     State,
@@ -89,15 +92,31 @@ class _Steps:
     known: int = 0  # steps whose tokens are known; later passes over them are replays
 
     def once(self, state: State) -> tuple[list[_Segment], State]:
-        """Every step once: k2 is None, or k1 = k2, where the state is detached every k1 steps."""
-        period = self.args.k1 if self.args.k2 is not None else None
-        found = []
-        for begin, end in segments(self.args.steps, period, self.segment):
-            segment, state = self._run_segment(begin, begin, end, state)
+        """Every step once: k2 is None, or k1 = k2, where the state is detached every k1 steps.
+
+        The graph of the first step is measured and kept; so is that of as many of the last steps
+        as are small: the backward pass has freed it when it runs the other steps again.
+        """
+        args, found = self.args, []
+        period, steps = args.k1 if args.k2 is not None else None, args.steps
+        measures = self.builds_graph and args.memory_budget is None
+        keeps = steps  # the step from which on the graph is kept
+        for begin, end in segments(steps, period, self.segment, 1 if measures else 0):
+            if begin == 0 and measures:
+                given = (0, 0, end, state, self.anchor, *args.context)
+                with measured_graph(args.context) as size:
+                    segment, state = self._run_steps(*given)
+                keeps = max(1, steps - KEPT_GRAPH // max(1, sum(size.values())))
+            elif begin >= keeps:
+                segment, state = self._run_steps(
+                    begin, begin, end, state, self.anchor, *args.context
+                )
+            else:
+                segment, state = self._run_segment(begin, begin, end, state)
             found.append(segment)
             if period is not None and end % period == 0:
                 state = detach(state)
-        return found, detach(state) if self.args.truncated else state
+        return found, detach(state) if args.truncated else state
 
     def overlapping(self, state: State) -> tuple[list[_Segment], State]:
         """k1 < k2: the losses of [e - k1, e) flow back to step e - k2, for e = k1, 2 k1, ... and T.
@@ -145,15 +164,23 @@ class _Steps:
     ) -> tuple[_Segment, State]:
         args, tokens, batch_dim = self.args, self.tokens, self.args.cell.batch_dim
         hiddens, outputs, extras = [], [], []
+        known = None
+        if not args.free_running:
+            known = args.table.lookup(anchor, tokens.inputs[begin:end]).unbind()
         for step in range(begin, end):
-            x = dropped(args.table.lookup(anchor, tokens.inputs[step]), args.embedding_dropout)
+            if known is None:
+                x = args.table.lookup(anchor, tokens.inputs[step])
+            else:
+                x = known[step - begin]
+            x = dropped(x, args.embedding_dropout)
             if args.resets is not None:
                 state = args.resets.apply(OP, step, tokens.live, state, args.state, batch_dim)
             state = args.gate.attach(step, state, batch_dim)
             output, new_state, more = args.cell.step(x, state, *context)
             check_output(OP, output, args.batch, args.head_weight.shape[1])
             if tokens.live is not None:
-                new_state = freeze(OP, tokens.live[step], new_state, state, batch_dim)
+                live = tokens.live[step].clone()  # later rows are written, and the graph keeps this
+                new_state = freeze(OP, live, new_state, state, batch_dim)
             state = new_state
             hidden = dropped(output, args.output_dropout)
             if step >= counting:
@@ -182,12 +209,31 @@ def dropped(x: Tensor, rate: float) -> Tensor:
     return F.dropout(x, rate) if rate > 0 else x
 
 
-def segments(steps: int, period: int | None, longest: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) over the steps, at most `longest` long, with borders at multiples of
-    `period`."""
+@contextmanager
+def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
+    """The bytes of each storage that a graph keeps meanwhile, but for those of leaves, of views of
+    them, and of `shared` tensors."""
+    sizes: dict[int, int] = {}
+    known = {tensor.untyped_storage().data_ptr() for tensor in shared}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not base_of(tensor).is_leaf and storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # an output that its own node keeps would keep itself alive
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+
+
+def segments(
+    steps: int, period: int | None, longest: int, first: int = 0
+) -> Iterator[tuple[int, int]]:
+    """[begin, end) over the steps, at most `longest` long, with borders at multiples of `period`;
+    the first has `first` steps, if that is given."""
     begin = 0
     while begin < steps:
-        end = min(begin + longest, steps)
+        end = min(begin + (first if first and begin == 0 else longest), steps)
         if period is not None:
             end = min(end, begin - begin % period + period)
         yield begin, end

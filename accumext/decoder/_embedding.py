@@ -1,4 +1,4 @@
-"""Embedding lookups, one step at a time, whose weight gradient is formed once.
+"""Embedding lookups, a step or a few at a time, whose weight gradient is formed once.
 
 Autograd would make a dense [V, E] gradient per lookup. Here the backward of a lookup only stores
 its rows. All lookups of a call depend on one empty tensor, the anchor, so that the engine runs the
@@ -27,7 +27,7 @@ class EmbeddingTable:
     norm_type: float = 2.0
     sparse: bool = False
     tied_gradient: Tensor | None = None  # [V, E]: the head's, where the head shares the weight
-    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens [B], dx [B, E])
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens [n], dx [n, E])
 
     def anchor(self) -> Tensor:
         """The empty tensor through which the lookups of this call depend on the weight."""
@@ -35,7 +35,7 @@ class EmbeddingTable:
         return anchor
 
     def lookup(self, anchor: Tensor, tokens: Tensor) -> Tensor:
-        """Embedded tokens [B, E], connected to the weight through the anchor."""
+        """Embedded tokens [..., E], connected to the weight through the anchor."""
         x: Tensor = _Lookup.apply(self, anchor, tokens)  # type: ignore[no-untyped-call]
         return x
 
@@ -90,5 +90,5 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         table: EmbeddingTable = ctx.table
-        table.rows.append((ctx.tokens, gradient))
+        table.rows.append((ctx.tokens.flatten(), gradient.flatten(0, -2)))
         return None, gradient.new_zeros(0), None

@@ -27,6 +27,10 @@ HEAD_ROWS = {"cpu": HeadRows(256, 32), "cuda": HeadRows(1024, 512)}
 # save little: the states between segments are T/16 of all states.
 SEGMENT = 16
 
+# Bytes of the graph of a callable cell that are kept rather than computed again: all of a small
+# decoder's, where steps take longer than their arithmetic. None where memory is bounded.
+KEPT_GRAPH = 2**24
+
 # Rows of pre-activations that the backward pass of torch's modules forms at once.
 CELL_ROWS = 256
 

@@ -21,6 +21,8 @@ State: TypeAlias = Any
 
 def leaves(state: State) -> list[Any]:
     """What a state nests, in order."""
+    if state is None or isinstance(state, Tensor):  # the usual ones, without a walk
+        return [state]
     found: list[Any] = []
     for leaf in tree_leaves(state):
         found += leaves(_field_values(leaf)) if _has_fields(leaf) else [leaf]
@@ -38,7 +40,8 @@ def map_leaves(function: Callable[[Any], Any], state: State) -> State:
             object.__setattr__(made, name, map_leaves(function, value))
         return made
 
-    return tree_map(of_leaf, state)
+    usual = state is None or isinstance(state, Tensor)
+    return function(state) if usual else tree_map(of_leaf, state)
 
 
 def _has_fields(leaf: Any) -> bool:
