@@ -173,8 +173,9 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     # Random numbers are drawn from here on: a call that fails a check draws none.
     generator = call["generator"]
     # Padding also past a row's length, where targets may be anything.
-    fed = torch.full((steps, batch), table.padding_token, device=device)
-    if targets is not None:
+    if targets is None:
+        fed = torch.full((steps, batch), table.padding_token, device=device)
+    else:
         fed = torch.where(counted, targets, table.padding_token)
     source = feedback_of(
         OP, feedback, fed, fed=fed, start=call["start"], inputs=call["inputs"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from accumext.decoder._arguments import DecodeArguments, check_arguments, embedding_table
 from accumext.decoder._callable_path import decode_with_callable
-from accumext.decoder._cells import Step, parameter_tensors
+from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._memory import predicted_peak
 from accumext.decoder._recurrent_state import (
     State,
@@ -38,7 +39,7 @@ class DecodeOutput(NamedTuple):
 
 def decode_loss(
     embedding: nn.Embedding | Tensor,
-    cell: nn.Module | Step,
+    cell: nn.Module | Callable[..., Any],
     head: nn.Linear | tuple[Tensor, Tensor | None],
     targets: Tensor | None,  # int64 [T, B]
     state: State = None,
@@ -79,7 +80,8 @@ def decode_loss(
     to V logits, the loss is that of `F.cross_entropy` against `targets[t]`, plus `z_loss *
     logsumexp**2` per counted token, and the next input is the target or the prediction. Each step's
     logits are turned into gradients at once and overwritten, so no more than `memory_budget` bytes
-    of them exist; what grows with T are the outputs of the cell, T x B x H, and the tokens.
+    of them exist; what grows with T are the outputs of the cell, T x B x H, and the tokens. (Of a
+    callable cell the graph is kept, too, up to 16 MiB, where no `memory_budget` is set.)
     `out.loss.backward()` brings every parameter, the state and the context the gradient of plain
     autograd on the same tokens.
 
@@ -87,15 +89,18 @@ def decode_loss(
         embedding: `nn.Embedding`, or a [V, E] tensor.
         cell: `nn.GRUCell`, `LSTMCell` or `RNNCell`; `nn.GRU`, `LSTM` or `RNN` with one direction,
             any layers, dropout; or any callable `(x [B, E], state, *context) -> (output [B, H],
-            state)`, which is called again in the backward pass.
+            state)`, which is called again in the backward pass. It may return a third value, any
+            nesting of tensors such as attention weights, which `out.extras` has of every step.
         head: `nn.Linear(H, V)`, or `(weight [V, H], bias [V] or None)`; may share the embedding's
             weight.
-        targets: int64 [T, B].
-        state: initial state, a tensor or any nesting of tuples, lists and dicts; None starts
-            torch's cells at zero and is handed to a callable as it is. Gradients reach it.
+        targets: int64 [T, B]. None: the tokens that the decoder itself emits in `steps` steps, for
+            policy gradients and minimum risk training.
+        state: initial state, a tensor or any nesting of tuples, lists, dicts and dataclasses; None
+            starts torch's cells at zero and is handed to a callable as it is. Gradients reach it.
         feedback: "teacher" feeds the target, "greedy" the argmax, "sample" a sample, "scheduled"
-            the target with probability `teacher_forcing`, drawn per token, and the argmax
-            otherwise; a bool mask [T, B] feeds the target where it is True.
+            the target with probability `teacher_forcing`, drawn per token, and the prediction
+            otherwise; a bool mask [T, B] feeds the target where it is True. Without targets it is
+            "sample" or "greedy".
         start: the first input token, an int or int64 [B].
         inputs: int64 [T, B], the tokens fed where a target would be; by default `start` followed by
             `targets[:-1]`, with `embedding.padding_idx` (or 0) where that target is ignored.
@@ -112,21 +117,37 @@ def decode_loss(
             before, as that of `out.loss`: a loss scale, or another upstream factor, scales the
             bound along (not for `reduction="none"`).
         lengths: int64 [B]. A row past its length keeps its state, counts nowhere, and reads the
-            padding token. Here and with `eos`, a callable's state has the batch in dimension 0 of
-            every tensor (0-dim tensors are everyone's), and is given, not None.
+            padding token. Here, with `eos` and with `resets` a callable's state is given, not None,
+            and every tensor of it has the batch in `batch_dim` (0-dim tensors are everyone's).
         eos: a row that predicted this token stops after that step, as if its length ended there.
         ignore_index, label_smoothing, class_weight [V], reduction ("mean", "sum" or "none"): as in
             `F.cross_entropy`.
         z_loss: coefficient of `logsumexp**2` per counted token, under the same divisor.
         num_items: divisor of "mean" instead of this call's token count (or sum of class weights),
             for windows of several calls.
-        temperature: of "sample".
-        generator: of "sample" and "scheduled"; by default one seeded from torch's global generator.
+        temperature: of samples.
+        generator: of samples and "scheduled"; by default one seeded from torch's global generator.
         context: tensors handed to the cell at every step, such as attention memory. Gradients reach
             them.
         memory_budget: bytes of logits that may exist at once, at least one row's; None chooses.
-        batch_first: targets, inputs, a feedback mask and the results are [B, T]. The state is as
-            the cell has it. That a module is built with `batch_first` of its own changes nothing.
+        batch_first: targets, inputs, a feedback mask, `token_weight`, `resets` and the results are
+            [B, T]. The state is as the cell has it. That a module is built with `batch_first` of
+            its own changes nothing.
+        steps: T where `targets` is None.
+        token_weight: float [T, B], such as an advantage: multiplies the loss of each token before
+            the reduction, and has no gradient. "mean" divides by the number of tokens as ever.
+            Cheaper than factors of the losses of `reduction="none"`, for which the logits are
+            computed twice.
+        draw: what "scheduled" and a mask feed where not the target: "argmax" or "sample".
+        embedding_dropout: probability with which an element of what the cell reads is zeroed; the
+            others are scaled, as by `nn.Dropout`. Off in the eval mode of the cell (a function has
+            none).
+        output_dropout: the same of what the head reads.
+        resets: bool [T, B], best on the CPU: before step t the state of these rows is their initial
+            state again, whose gradient comes from there, too. What they read is not changed.
+        batch_dim: where the tensors of a callable's state have the batch.
+        return_outputs: whether `out.outputs` has the outputs of the cell, before any dropout, and
+            `out.extras` carry a graph as they do.
 
     Returns:
         A `DecodeOutput`. A call in which nothing counts has loss 0 and zero gradients. Ties of the
@@ -143,7 +164,8 @@ def decode_loss(
         >>> out.loss.backward()
 
     Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Bengio et al. 2015
-    (scheduled sampling); the derivation is in docs/decoder.md.
+    (scheduled sampling); Rennie et al. 2017 (self-critical training); the derivation is in
+    docs/decoder.md.
     """
     args = check_arguments(locals())  # the arguments by name: there are no other locals yet
     buffers = TokenBuffers(args)

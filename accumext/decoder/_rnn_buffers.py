@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from accumext import _scalars
 from accumext.decoder._resets import Resets
 from accumext.decoder._rnn_weights import RnnWeights
 from accumext.decoder._token_buffers import TokenBuffers
+
+_NOTHING = nullcontext()
 
 
 class Dropout(NamedTuple):
@@ -70,14 +72,16 @@ class RnnBuffers:
         mask, scale = self.of_outputs
         return chosen if mask is None else chosen.mul_(mask.flatten(0, 1)[rows]).mul_(scale)
 
-    @contextmanager
-    def reset_before(self, step: int, live: Tensor | None) -> Iterator[None]:
+    def reset_before(self, step: int, live: Tensor | None) -> AbstractContextManager[None]:
         """Meanwhile rows that begin anew before `step` have their initial states there. What the
         step before it left comes back: the head and the gates of that step read it."""
         if self.resets is None or step not in self.resets.steps:
-            yield
-            return
-        anew = self.resets.at(step, live)[:, None]
+            return _NOTHING
+        return self._reset(self.resets, step, live)
+
+    @contextmanager
+    def _reset(self, resets: Resets, step: int, live: Tensor | None) -> Iterator[None]:
+        anew = resets.at(step, live)[:, None]
         left = [state[step].clone() for state in self.states]
         for state, before in zip(self.states, left, strict=True):
             torch.where(anew, state[0], before, out=state[step])
@@ -133,7 +137,7 @@ def _dropout(
     On a CPU that is what torch's dropout would keep, step by step and place by place, a layer at a
     time. On a device each place is drawn in one launch, and they are others.
     """
-    kept, drawn = [Dropout() for _ in places], []
+    kept, drawn = [Dropout()] * len(places), []
     for place, (rate, shape) in enumerate(places):
         if rate > 0:
             mask = torch.empty((steps, *shape), dtype=torch.bool, device=like.device)
