@@ -4,14 +4,13 @@
 #include <algorithm>
 #include <optional>
 
-#include "cpu/decoder/skinny_matmul.h"
+#include "cpu/decoder/packed_matmul.h"
 #include "cpu/simd/isa.h"
 
 namespace accumext::cpu {
 namespace {
 
-constexpr int64_t kPanelBytes = 1 << 15;  // of the first cache
-constexpr int64_t kRowSpan = 240;         // rows of the left operand in the second cache
+constexpr int64_t kRowSpan = 240;  // rows of the left operand in the second cache
 
 // A matrix of the call, with any strides.
 struct Operand {
@@ -43,11 +42,7 @@ class Matmul {
         out_stride_(sums.stride(0)),
         overwrite_(overwrite) {
     if (left_.dtype != kDtypeOf<T>) paired_ = paired_kernels();
-    // As many terms as a panel holds, or fewer, so that blocks are equal.
-    const int64_t most =
-        (paired_ != nullptr ? 2 : 1) * kPanelBytes / (kPanelColumns<T> * sizeof(T));
-    const int64_t blocks = (depth_ + most - 1) / most;
-    depth_block_ = up_to(2 * kTile, (depth_ + blocks - 1) / blocks);
+    depth_block_ = panel_terms<T>(depth_, paired_ != nullptr);
   }
 
   void run() const {

@@ -1,7 +1,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "cpu/decoder/rnn_advance.h"
+#include "common/cell_kind.h"
+#include "cpu/decoder/packed_matmul.h"
 
 namespace accumext::cpu {
 namespace {
@@ -23,6 +24,9 @@ struct Call {
   std::optional<Tensor> d_h;    // [q, B, gates H] of a GRU
 };
 
+// Panels that one thread has at least.
+constexpr int64_t kPanelGrain = 2;
+
 template <typename T>
 class Backward {
  public:
@@ -32,10 +36,8 @@ class Backward {
         batch_(call.d_out.size(1)),
         units_(call.d_out.size(2)),
         gates_(gate_count(call.kind)),
-        width_(padded(batch_)),
-        to_h_(call.weight, nullptr, batch_),
-        d_pre_(gates_ * units_ * width_),
-        product_(units_ * width_),
+        to_h_(call.weight),
+        product_(batch_ * units_),
         d_out_(elements<T>(call.d_out)),
         pre_(elements<T>(call.pre)),
         h_(elements<T>(call.h)),
@@ -49,7 +51,8 @@ class Backward {
         d_h_(call.d_h ? elements<T>(*call.d_h) : nullptr) {
     const bool lstm = call.kind == CellKind::kLstm;
     const int64_t state = batch_ * units_;
-    require(to_h_.rows == units_ && to_h_.depth == gates_ * units_);
+    require(call.weight.dim() == 2);
+    require(to_h_.columns == units_ && to_h_.depth == gates_ * units_);
     require(call.h.numel() == (steps_ + 1) * state && call.dh.numel() == state);
     require(lstm == call.c.has_value() && lstm == call.dc.has_value());
     require(!lstm || (call.c->numel() == (steps_ + 1) * state && call.dc->numel() == state));
@@ -59,8 +62,6 @@ class Backward {
     require(!call.d_h || call.d_h->numel() == steps_ * state * gates_);
     require(!call.live || call.live->numel() == steps_ * batch_);
     require(!call.gate || call.gate->numel() == steps_ * batch_);
-    // Columns behind the batch are multiplied, too.
-    std::fill_n(d_pre_.get(), gates_ * units_ * width_, T(0));
   }
 
   void run() {
@@ -68,10 +69,12 @@ class Backward {
       torch::stable::parallel_for(0, batch_, 1, [&](int64_t begin, int64_t end) {
         for (int64_t b = begin; b < end; ++b) through_cell(step, b);
       });
-      to_h_.take(d_pre_.get(), width_, batch_);
-      torch::stable::parallel_for(0, units_, kUnitGrain, [&](int64_t begin, int64_t end) {
-        to_h_.run(begin, end, product_.get(), width_);
-        for (int64_t b = 0; b < batch_; ++b) pass_on(step, b, begin, end);
+      to_h_.take((d_h_ != nullptr ? d_h_ : d_x_) + step * batch_ * to_h_.depth, batch_);
+      torch::stable::parallel_for(0, to_h_.panels, kPanelGrain, [&](int64_t begin, int64_t end) {
+        to_h_.run(begin, end, product_.get());
+        const int64_t first = begin * kPanelColumns<T>;
+        const int64_t last = std::min(end * kPanelColumns<T>, units_);
+        for (int64_t b = 0; b < batch_; ++b) pass_on(step, b, first, last);
       });
     }
   }
@@ -95,7 +98,6 @@ class Backward {
       decoder_kernels<T>().backward(call_.kind, gates(row), dh, dc, d_pre);
       if (call_.kind == CellKind::kGru) std::copy_n(d_x, 2 * units_, d_h);
     }
-    for (int64_t k = 0; k < gates_ * units_; ++k) d_pre_[k * width_ + b] = d_h[k];
   }
 
   Gates<T> gates(int64_t row) const {
@@ -123,16 +125,14 @@ class Backward {
     };
     T* dh = dh_ + b * units_;
     T* dc = dc_ != nullptr ? dc_ + b * units_ : nullptr;
-    for (int64_t j = begin; j < end; ++j) dh[j] = passed_on(dh[j] + product_[j * width_ + b]);
+    for (int64_t j = begin; j < end; ++j) dh[j] = passed_on(dh[j] + product_[b * units_ + j]);
     for (int64_t j = begin; dc != nullptr && j < end; ++j) dc[j] = passed_on(dc[j]);
   }
 
   const Call& call_;
   int64_t steps_, batch_, units_, gates_;
-  int64_t width_;  // padded(batch)
-  Skinny<T> to_h_;
-  Buffer<T> d_pre_;    // [gates * units, width]: as weight_hh sees it
-  Buffer<T> product_;  // [units, width]
+  PackedWeight<T> to_h_;
+  Buffer<T> product_;  // [B, H]
   const T *d_out_, *pre_, *h_, *c_;
   const bool* live_;
   const T* gate_;

@@ -1,0 +1,130 @@
+// A weight that many steps multiply with the few rows of a batch: packed once into panels, as a
+// large product packs its right operand, so that rows lie as they do in tensors and no column is
+// padding.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "cpu/decoder/skinny_matmul.h"
+
+namespace accumext::cpu {
+
+constexpr int64_t kPanelBytes = 1 << 15;  // of the first cache
+
+// Terms of a panel: as many as the first cache holds, or fewer, so that blocks are equal.
+template <typename T>
+int64_t panel_terms(int64_t depth, bool paired) {
+  const int64_t most = (paired ? 2 : 1) * kPanelBytes / (kPanelColumns<T> * sizeof(T));
+  const int64_t blocks = std::max<int64_t>(1, (depth + most - 1) / most);
+  return up_to(2 * kTile, (depth + blocks - 1) / blocks);
+}
+
+template <typename T>
+class PackedWeight {
+ public:
+  // weight [columns, depth], any strides.
+  explicit PackedWeight(const Tensor& weight)
+      : columns(weight.size(0)),
+        depth(weight.size(1)),
+        panels((columns + kPanelColumns<T> - 1) / kPanelColumns<T>),
+        dtype_(float_dtype(weight)),
+        paired_(pairs(dtype_)),
+        terms_(panel_terms<T>(depth, paired_ != nullptr)),
+        blocks_((depth + terms_ - 1) / terms_),
+        packed_(panels * blocks_ * terms_ * kPanelColumns<T>) {
+    require((kDtypeOf<T> == Dtype::kDouble) == (dtype_ == Dtype::kDouble));
+    torch::stable::parallel_for(0, panels * blocks_, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) pack(weight, i / blocks_, i % blocks_);
+    });
+  }
+
+  // The rows to multiply, [count, depth].
+  void take(const T* rows, int64_t count) {
+    count_ = count;
+    rows_ = rows;
+    if (dtype_ == kDtypeOf<T>) return;
+    if (static_cast<int64_t>(rounded_.size()) < count * depth) rounded_.resize(count * depth);
+    rows_ = rounded_.data();
+    if (paired_ != nullptr) {
+      auto* to = reinterpret_cast<torch::headeronly::BFloat16*>(rounded_.data());
+      std::transform(rows, rows + count * depth, to, [](T x) { return static_cast<float>(x); });
+    } else {
+      std::transform(rows, rows + count * depth, rounded_.begin(),
+                     [this](T x) { return rounded_to(dtype_, x); });
+    }
+  }
+
+  // Columns [begin, end) times kPanelColumns of the product, to out [count, columns].
+  void run(int64_t begin, int64_t end, T* out) const {
+    Block<T> block{};
+    block.rows = count_;
+    block.row_stride = depth;
+    block.depth_stride = 1;
+    block.out_stride = columns;
+    const int64_t size = paired_ != nullptr ? 2 : sizeof(T);  // of an element of the rows
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t column = panel * kPanelColumns<T>;
+      block.columns = std::min(kPanelColumns<T>, columns - column);
+      block.out = out + column;
+      for (int64_t i = 0; i < blocks_; ++i) {
+        block.left = static_cast<const char*>(rows_) + i * terms_ * size;
+        block.depth = std::min(terms_, depth - i * terms_);
+        block.panel = at(panel, i);
+        block.add = i > 0;
+        multiply(block);
+      }
+    }
+  }
+
+  const int64_t columns;
+  const int64_t depth;
+  const int64_t panels;
+
+ private:
+  static const PairedKernels* pairs(Dtype dtype) {
+    const bool narrow = std::is_same_v<T, float> && dtype == Dtype::kBFloat16;
+    return narrow ? paired_kernels() : nullptr;
+  }
+
+  T* at(int64_t panel, int64_t block) const {
+    return packed_.get() + (panel * blocks_ + block) * terms_ * kPanelColumns<T>;
+  }
+
+  void pack(const Tensor& weight, int64_t panel, int64_t block) const {
+    const int64_t column = panel * kPanelColumns<T>;
+    const int64_t term = block * terms_;
+    const int64_t size = size_of(dtype_);
+    const PanelSource source{.data = static_cast<const char*>(weight.const_data_ptr()) +
+                                     (column * weight.stride(0) + term * weight.stride(1)) * size,
+                             .dtype = dtype_,
+                             .depth = std::min(terms_, depth - term),
+                             .columns = std::min(kPanelColumns<T>, columns - column),
+                             .depth_stride = weight.stride(1),
+                             .column_stride = weight.stride(0)};
+    if constexpr (std::is_same_v<T, float>) {
+      if (paired_ != nullptr) {
+        return paired_->pack(source, reinterpret_cast<uint32_t*>(at(panel, block)));
+      }
+    }
+    decoder_kernels<T>().pack(source, at(panel, block));
+  }
+
+  void multiply(const Block<T>& block) const {
+    if constexpr (std::is_same_v<T, float>) {
+      if (paired_ != nullptr) return paired_->multiply(block);
+    }
+    decoder_kernels<T>().multiply(block);
+  }
+
+  Dtype dtype_;
+  const PairedKernels* paired_;  // null: operands are T in the product
+  int64_t terms_, blocks_;       // of a panel
+  Buffer<T> packed_;             // [panels, blocks, terms, kPanelColumns]
+  int64_t count_ = 0;
+  const void* rows_ = nullptr;
+  std::vector<T> rounded_;  // the rows in the weight's dtype, where that is another
+};
+
+}  // namespace accumext::cpu
