@@ -34,8 +34,8 @@ KEPT_GRAPH = 2**24
 # Rows of pre-activations that the backward pass of torch's modules forms at once.
 CELL_ROWS = 256
 
-# Rows whose known inputs torch's modules multiply at once; on a CPU they take them as they come.
-INPUT_ROWS = {"cuda": 2048}
+# Rows whose known inputs torch's modules multiply at once.
+INPUT_ROWS = {"cpu": 512, "cuda": 2048}
 
 # A callable cell is taken to be a GRU as torch builds it: tensors of [B, H] that the graph of one
 # step keeps, as measured; and its gates, where its weights are not known.
@@ -156,14 +156,15 @@ def _rnn_path(args: DecodeArguments, rnn: RnnWeights, size: int) -> tuple[int, i
     casts = sum(w.numel() for w in given if w.dim() == 2) * operands.itemsize
     casts *= given[0].dtype != operands
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
+    transposed *= args.device.type != "cpu"  # whose kernels take a weight as it lies
     temporaries = steps * args.batch * row * size
     return states * size + masks, temporaries + gradients + casts + transposed
 
 
 def _input_products(args: DecodeArguments, rnn: RnnWeights, size: int) -> int:
     """What the forward pass through the layers has at once where the inputs are known."""
-    rows = INPUT_ROWS.get(args.head_weight.device.type)
-    if rows is None or args.free_running:
+    rows = INPUT_ROWS.get(args.device.type, INPUT_ROWS["cpu"])
+    if args.free_running:
         return 0
     steps = min(args.steps, max(1, rows // max(1, args.batch)))
     inputs = (args.table.weight.shape[1] + rnn.units) * args.dtypes.cell.itemsize

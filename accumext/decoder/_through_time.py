@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accumext import _scalars
 from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._fused_cross_entropy import new_buffer
@@ -34,8 +35,10 @@ class ThroughTime:
         self._needs_table, self._table_main = needs_table, table_main
         new_zeros, table = self._states[0].new_zeros, self._args.table
         self._d_weights = [new_zeros(w.shape) for w in buffers.weights]
-        # weight_hh of every layer, transposed, since the product takes rows of the result
-        self._transposed = [w.t().contiguous() for w in buffers.weights[1::4]]
+        # weight_hh of every layer, transposed; kernels of a CPU take it as it lies
+        self._transposed = [w.t() for w in buffers.weights[1::4]]
+        if not _scalars.on_host(self._states[0]):
+            self._transposed = [w.contiguous() for w in self._transposed]
         self._d_state = [new_zeros(state.shape[1:]) for state in self._states]
         self._d_table = d_table
         self._d_rows: Tensor | None = None  # [T, B, E]: of a sparse gradient

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,12 @@ from torch import Tensor
 import accumext  # noqa: F401  (registers the operators)
 
 rnn_backward = torch.ops.accumext.rnn_backward.default
+# Of weight_hh, transposed: a copy, as it lies, and every other element of a larger matrix.
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    Tensor.contiguous,
+    lambda weight: weight.t().contiguous().t(),
+    lambda weight: weight.repeat_interleave(2, 1)[:, ::2],
+]
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -24,11 +32,12 @@ rnn_backward = torch.ops.accumext.rnn_backward.default
     dtype=st.sampled_from([torch.float64, torch.float64, torch.float32]),
     ended=st.booleans(),
     carried=st.sampled_from(["none", "cut", "weighted", "limit", "both"]),
+    in_memory=st.sampled_from(LAYOUTS),
     seed=st.integers(0, 2**20),
 )
 def test_backward_is_autograds(
     kind: str, batch: int, units: int, steps: int, dtype: torch.dtype, ended: bool, carried: str,
-    seed: int,
+    in_memory: Callable[[Tensor], Tensor], seed: int,
 ) -> None:  # fmt: skip
     torch.manual_seed(seed)
     cell = make_cell(kind, units, units)
@@ -100,7 +109,7 @@ def test_backward_is_autograds(
         live,
         None if carried in ("none", "limit") else factors.to(dtype),
         None if limit is None else limit.to(dtype),
-        cell.weight_hh.detach().t().contiguous().to(dtype),
+        in_memory(cell.weight_hh.detach().t().to(dtype)),
         d_state[0],
         d_state[1] if lstm else None,
         d_x,

@@ -3,6 +3,7 @@
 
 #include "common/decode_call.h"
 #include "cpu/decoder/head_forward.h"
+#include "cpu/decoder/known_steps.h"
 #include "cpu/decoder/rnn_advance.h"
 
 namespace accumext::cpu {
@@ -59,6 +60,10 @@ class Decoding {
 
   // Rows given to the head.
   int64_t run() {
+    if (!call_.stats && end_ - begin_ >= kFewestKnownSteps) {
+      KnownSteps<T>(call_).run();
+      return 0;
+    }
     for (size_t l = 0; l < layers_.size(); ++l)
       layers_[l].start(state(l, begin_), memory(l, begin_));
     const Workspace workspace(call_.exps);

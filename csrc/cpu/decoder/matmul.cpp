@@ -143,15 +143,6 @@ class Matmul {
   int64_t depth_block_;                    // terms of a panel
 };
 
-using torch::headeronly::ScalarType;
-
-Tensor converted(const Tensor& tensor, Dtype dtype) {
-  if (float_dtype(tensor) == dtype) return tensor;
-  const ScalarType types[] = {ScalarType::Half, ScalarType::BFloat16, ScalarType::Float,
-                              ScalarType::Double};
-  return torch::stable::to(tensor, types[static_cast<int>(dtype)]);
-}
-
 // out = left right, by the library.
 void library_matmul(const Tensor& left, const Tensor& right, const Tensor& out) {
   using torch::stable::detail::from;
@@ -179,6 +170,16 @@ void library_add_matmul(Tensor sums, Tensor left, const Tensor& right, bool over
   }
 }
 
+}  // namespace
+
+Tensor converted(const Tensor& tensor, Dtype dtype) {
+  if (float_dtype(tensor) == dtype) return tensor;
+  using torch::headeronly::ScalarType;
+  const ScalarType types[] = {ScalarType::Half, ScalarType::BFloat16, ScalarType::Float,
+                              ScalarType::Double};
+  return torch::stable::to(tensor, types[static_cast<int>(dtype)]);
+}
+
 template <typename T>
 void add_matmul(const Tensor& sums, Tensor left, Tensor right, bool overwrite) {
   const Dtype dtype = float_dtype(left);
@@ -192,6 +193,11 @@ void add_matmul(const Tensor& sums, Tensor left, Tensor right, bool overwrite) {
   if (left.stride(0) != 1 && left.stride(1) != 1) left = torch::stable::contiguous(left);
   Matmul<T>(sums, left, right, overwrite).run();
 }
+
+template void add_matmul<float>(const Tensor&, Tensor, Tensor, bool);
+template void add_matmul<double>(const Tensor&, Tensor, Tensor, bool);
+
+namespace {
 
 void add_matmul_cpu(Tensor sums, Tensor left, Tensor right, bool overwrite) {
   require(sums.dim() == 2 && left.dim() == 2 && right.dim() == 2);

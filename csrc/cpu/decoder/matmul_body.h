@@ -84,10 +84,11 @@ template <typename T, bool kRowMajor, int kRows, int kVectors>
   put_sums<T, kSize>(b, sum, row, column);
 }
 
+// Rows from `row` on, kRows at a time, while that many are left of the first `rows`. Where it ends.
 template <typename T, bool kRowMajor, int kRows>
-[[gnu::always_inline]] inline int64_t multiply_rows(const Block<T>& b, int64_t row) {
+[[gnu::always_inline]] inline int64_t multiply_rows(const Block<T>& b, int64_t row, int64_t rows) {
   constexpr int kSize = kRegister<T>;
-  for (; row + kRows <= b.rows; row += kRows) {
+  for (; row + kRows <= rows; row += kRows) {
     int64_t column = 0;
     for (; column + kSize < b.columns; column += 2 * kSize) {
       multiply_tile<T, kRowMajor, kRows, 2>(b, row, column);
@@ -99,9 +100,15 @@ template <typename T, bool kRowMajor, int kRows>
 
 template <typename T, bool kRowMajor>
 void multiply_block(const Block<T>& b) {
-  int64_t row = multiply_rows<T, kRowMajor, kBlockRows>(b, 0);
-  if constexpr (kBlockRows > 4) row = multiply_rows<T, kRowMajor, 4>(b, row);
-  multiply_rows<T, kRowMajor, 1>(b, row);
+  int64_t row = 0;
+  if constexpr (kBlockRows > 8) {
+    // 16 rows are twice 8 rather than 12 and 4, whose sums would wait for one another.
+    const bool halves = b.rows % kBlockRows == 4 && b.rows > 4;
+    row = multiply_rows<T, kRowMajor, kBlockRows>(b, 0, b.rows - (halves ? kBlockRows : 0));
+    row = multiply_rows<T, kRowMajor, 8>(b, row, b.rows);
+  }
+  if constexpr (kBlockRows > 4) row = multiply_rows<T, kRowMajor, 4>(b, row, b.rows);
+  multiply_rows<T, kRowMajor, 1>(b, row, b.rows);
 }
 
 template <typename T>
@@ -109,8 +116,39 @@ void multiply(const Block<T>& b) {
   b.depth_stride == 1 ? multiply_block<T, true>(b) : multiply_block<T, false>(b);
 }
 
+// A panel of which the terms of a column lie next to each other: squares of 4 by 4 are turned.
+template <typename T, typename scalar_t>
+void pack_turned(const PanelSource& source, T* panel) {
+  using V = Vector<T, 4>;
+  const auto* data = static_cast<const scalar_t*>(source.data);
+  const auto at = [&](int64_t k, int64_t i) { return data + i * source.column_stride + k; };
+  const int64_t depth = source.depth & -4;
+  const int64_t columns = source.columns & -4;
+  for (int64_t k = 0; k < depth; k += 4) {
+    T* to = panel + k * kPanelColumns<T>;
+    for (int64_t i = 0; i < columns; i += 4) {
+      V column[4];
+      for (int c = 0; c < 4; ++c) column[c] = load<T, 4, scalar_t>(at(k, i + c));
+      for (int r = 0; r < 4; ++r) {
+        const V row = {column[0][r], column[1][r], column[2][r], column[3][r]};
+        std::memcpy(to + r * kPanelColumns<T> + i, &row, sizeof(row));
+      }
+    }
+  }
+  for (int64_t k = 0; k < source.depth; ++k) {
+    T* to = panel + k * kPanelColumns<T>;
+    for (int64_t i = k < depth ? columns : 0; i < source.columns; ++i) {
+      to[i] = load<T, 1, scalar_t>(at(k, i))[0];
+    }
+    std::fill(to + source.columns, to + kPanelColumns<T>, T(0));
+  }
+}
+
 template <typename T, typename scalar_t>
 void pack_of(const PanelSource& source, T* panel) {
+  if (source.depth_stride == 1 && source.column_stride != 1) {
+    return pack_turned<T, scalar_t>(source, panel);
+  }
   constexpr int kSize = kRegister<T>;
   const auto* from = static_cast<const scalar_t*>(source.data);
   const bool whole = source.column_stride == 1 && source.columns == kPanelColumns<T>;

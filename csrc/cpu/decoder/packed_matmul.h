@@ -21,6 +21,16 @@ int64_t panel_terms(int64_t depth, bool paired) {
   return up_to(2 * kTile, (depth + blocks - 1) / blocks);
 }
 
+// A tensor in another dtype.
+Tensor converted(const Tensor& tensor, Dtype dtype);
+
+// sums = (0 if overwrite else sums) + left right: matmul.cpp.
+template <typename T>
+void add_matmul(const Tensor& sums, Tensor left, Tensor right, bool overwrite);
+
+// Multiplications that one thread has at least.
+constexpr int64_t kThreadProducts = 1 << 19;
+
 template <typename T>
 class PackedWeight {
  public:
@@ -54,6 +64,12 @@ class PackedWeight {
       std::transform(rows, rows + count * depth, rounded_.begin(),
                      [this](T x) { return rounded_to(dtype_, x); });
     }
+  }
+
+  // Panels that one thread has at least.
+  int64_t grain() const {
+    const int64_t products = count_ * depth * kPanelColumns<T>;
+    return std::max<int64_t>(1, kThreadProducts / std::max<int64_t>(1, products));
   }
 
   // Columns [begin, end) times kPanelColumns of the product, to out [count, columns].

@@ -24,9 +24,6 @@ struct Call {
   std::optional<Tensor> d_h;    // [q, B, gates H] of a GRU
 };
 
-// Panels that one thread has at least.
-constexpr int64_t kPanelGrain = 2;
-
 template <typename T>
 class Backward {
  public:
@@ -70,7 +67,7 @@ class Backward {
         for (int64_t b = begin; b < end; ++b) through_cell(step, b);
       });
       to_h_.take((d_h_ != nullptr ? d_h_ : d_x_) + step * batch_ * to_h_.depth, batch_);
-      torch::stable::parallel_for(0, to_h_.panels, kPanelGrain, [&](int64_t begin, int64_t end) {
+      torch::stable::parallel_for(0, to_h_.panels, to_h_.grain(), [&](int64_t begin, int64_t end) {
         to_h_.run(begin, end, product_.get());
         const int64_t first = begin * kPanelColumns<T>;
         const int64_t last = std::min(end * kPanelColumns<T>, units_);

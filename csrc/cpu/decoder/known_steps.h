@@ -1,0 +1,158 @@
+// Steps whose inputs are all known, a layer after the other: of many rows the product with the
+// inputs at once, and of each step that with the state before it.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+
+#include "common/decode_call.h"
+#include "cpu/decoder/packed_matmul.h"
+
+namespace accumext::cpu {
+
+// From so many steps on, packing a weight pays.
+constexpr int64_t kFewestKnownSteps = 4;
+
+// Rows whose inputs are multiplied at once.
+constexpr int64_t kInputRows = 512;
+
+// Elements of gates that one thread has at least.
+constexpr int64_t kGateGrain = 1 << 12;
+
+// A call that Decoding has checked.
+template <typename T>
+class KnownSteps {
+ public:
+  explicit KnownSteps(const DecodeCall& call)
+      : call_(call),
+        batch_(call.inputs.size(1)),
+        units_(call.states[0].size(2)),
+        width_(gate_count(call.kind) * units_),
+        parts_(call.kind == CellKind::kLstm ? 2 : 1),
+        live_(call.live ? booleans(*call.live) : nullptr),
+        from_h_(batch_ * width_),
+        row_grain_(std::max<int64_t>(1, kGateGrain / width_)) {}
+
+  void run() {
+    const int64_t layers = static_cast<int64_t>(call_.cell.size()) / 4;
+    const int64_t most = std::max<int64_t>(1, kInputRows / batch_);
+    for (int64_t layer = 0; layer < layers; ++layer) {
+      PackedWeight<T> weight(call_.cell[4 * layer + 1]);
+      for (int64_t step = call_.begin; step < call_.end; step += most) {
+        const int64_t count = std::min(most, call_.end - step);
+        const Tensor x = layer == 0 ? embedded(step, count) : below(layer, step, count);
+        const Tensor from_x =
+            torch::stable::new_empty(call_.states[0], {count * batch_, width_}, kScalarType<T>);
+        add_matmul<T>(from_x, x, torch::stable::transpose(call_.cell[4 * layer], 0, 1),
+                      /*overwrite=*/true);
+        for (int64_t i = 0; i < count; ++i) {
+          advance(layer, weight, step + i, elements<T>(from_x) + i * batch_ * width_);
+        }
+      }
+    }
+  }
+
+ private:
+  // The inputs of `count` steps, [count B, E], in the dtype of the weight.
+  Tensor embedded(int64_t step, int64_t count) const {
+    const int64_t width = call_.table.size(1);
+    const Tensor x =
+        torch::stable::new_empty(call_.states[0], {count * batch_, width}, kScalarType<T>);
+    T* to = elements<T>(x);
+    const int64_t first = step * batch_;
+    const int64_t* tokens = integers(call_.inputs) + first;
+    const bool* mask = call_.input_mask ? booleans(*call_.input_mask) + first * width : nullptr;
+    with_type(float_dtype(call_.table), [&](auto type) {
+      const auto* table = static_cast<const decltype(type)*>(call_.table.const_data_ptr());
+      for (int64_t i = 0; i < count * batch_; ++i, to += width) {
+        require(tokens[i] >= 0 && tokens[i] < call_.table.size(0));
+        const auto* row = table + tokens[i] * call_.table.stride(0);
+        std::transform(row, row + width, to, [](auto value) { return static_cast<T>(value); });
+        if (mask != nullptr) drop(to, mask + i * width, width, call_.input_scale);
+      }
+    });
+    return converted(x, float_dtype(call_.cell[0]));
+  }
+
+  // What a layer reads of the one below it, [count B, H].
+  Tensor below(int64_t layer, int64_t step, int64_t count) const {
+    Tensor states = call_.states[(layer - 1) * parts_];
+    states = torch::stable::narrow(states, 0, step + 1, count);
+    Tensor x = torch::stable::view(states, {count * batch_, units_});
+    if (call_.dropout_mask) {
+      x = torch::stable::clone(x);
+      const int64_t masks = static_cast<int64_t>(call_.cell.size()) / 4 - 1;
+      const int64_t size = batch_ * units_;
+      for (int64_t i = 0; i < count; ++i) {
+        const bool* mask = booleans(*call_.dropout_mask) + ((step + i) * masks + layer - 1) * size;
+        drop(elements<T>(x) + i * size, mask, size, call_.dropout_scale);
+      }
+    }
+    return converted(x, float_dtype(call_.cell[4 * layer]));
+  }
+
+  static void drop(T* x, const bool* mask, int64_t size, double scale) {
+    for (int64_t i = 0; i < size; ++i) x[i] = mask[i] ? x[i] * static_cast<T>(scale) : T(0);
+  }
+
+  // One step of a layer from the products of its inputs, [B, gates H], which are used up.
+  void advance(int64_t layer, PackedWeight<T>& weight, int64_t step, T* from_x) const {
+    weight.take(state(layer, 0, step), batch_);
+    torch::stable::parallel_for(0, weight.panels, weight.grain(), [&](int64_t begin, int64_t end) {
+      weight.run(begin, end, from_h_.get());
+    });
+    torch::stable::parallel_for(0, batch_, row_grain_, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) through_gates(layer, step, b, from_x + b * width_);
+    });
+  }
+
+  // The state of row b after the step.
+  void through_gates(int64_t layer, int64_t step, int64_t b, T* from_x) const {
+    const T* before[2] = {state(layer, 0, step) + b * units_, nullptr};
+    T* after[2] = {state(layer, 0, step + 1) + b * units_, nullptr};
+    if (parts_ == 2) {
+      before[1] = state(layer, 1, step) + b * units_;
+      after[1] = state(layer, 1, step + 1) + b * units_;
+    }
+    if (live_ != nullptr && !live_[step * batch_ + b]) {
+      for (int64_t part = 0; part < parts_; ++part) {
+        std::copy_n(before[part], units_, after[part]);
+      }
+      return;
+    }
+    T* from_h = from_h_.get() + b * width_;
+    add_bias(call_.cell[4 * layer + 2], from_x);
+    add_bias(call_.cell[4 * layer + 3], from_h);
+    // Of a GRU r multiplies the last part of from_h alone.
+    const int64_t added = call_.kind == CellKind::kGru ? 2 * units_ : width_;
+    for (int64_t k = 0; k < added; ++k) from_x[k] += from_h[k];
+    Gates<T> gates{};
+    gates.size = units_;
+    gates.h = before[0];
+    gates.c = before[1];
+    for (int64_t g = 0; g < width_ / units_; ++g) gates.pre[g] = from_x + g * units_;
+    if (call_.kind == CellKind::kGru) gates.pre[3] = from_h + 2 * units_;
+    decoder_kernels<T>().forward(call_.kind, gates, after[0], after[1]);
+  }
+
+  void add_bias(const Tensor& bias, T* to) const {
+    if (bias.numel() == 0) return;
+    const T* from = elements<T>(bias);
+    for (int64_t k = 0; k < width_; ++k) to[k] += from[k];
+  }
+
+  // h or c of a layer before a step, [B, H].
+  T* state(int64_t layer, int64_t part, int64_t step) const {
+    return elements<T>(call_.states[layer * parts_ + part]) + step * batch_ * units_;
+  }
+
+  const DecodeCall& call_;
+  int64_t batch_, units_;
+  int64_t width_;  // gates H
+  int64_t parts_;  // of a state
+  const bool* live_;
+  Buffer<T> from_h_;  // [B, gates H]
+  int64_t row_grain_;
+};
+
+}  // namespace accumext::cpu
