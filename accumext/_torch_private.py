@@ -55,6 +55,7 @@ write_count: Callable[[Any], int] = attrgetter("_version")
 
 # Values of a sparse tensor that need not be coalesced, to be written; `values()` asks for that.
 sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
+sparse_indices: Callable[[Tensor], Tensor] = methodcaller("_indices")
 
 # The part of a DTensor on this process in the same memory; `to_local()` makes a view of it, which
 # autograd records, and waits for collectives that are on their way.
@@ -64,6 +65,9 @@ is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 tensor_users: Callable[[Any], int] = methodcaller("_use_count")  # places in torch that hold it
 negated_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view of the same memory
 zero_all_: Callable[[list[Tensor]], None] = torch._foreach_zero_  # one launch for a list
+
+# An error on a tensor's device where it is false, which the host does not wait for.
+assert_on_device: Callable[[Tensor, str], None] = torch._assert_async
 
 # Hooks that have to see the gradient of a parameter, before and after it is accumulated.
 gradient_hooks: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
@@ -83,6 +87,11 @@ def accumulates(parameter: Tensor) -> bool:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # of a leaf, while autograd.grad runs
         return False
+
+
+# A number of a node of the graph: those made later in a thread have greater ones, and the nodes
+# that add to a leaf's `.grad` the greatest.
+node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def saved_factor(node: Any) -> object:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.budget import examples
 from support.decode_oracle import relative_distance
+from support.device import DeviceReads, cpu_as_device
 from torch import nn
 
 import accumext
@@ -67,6 +74,138 @@ def test_equals_the_whole_batch(slices: dict[str, int], calls: int, reduction: s
     torch.testing.assert_close(loss, whole, rtol=EXACT, atol=0)
     (loss * 7).backward()  # an upstream factor reaches the parameters too
     assert relative_distance(model.gradients(), expected) < EXACT
+
+
+IGNORED = [  # targets of ten rows: some ignored, a slice of nothing else, nothing else at all
+    [0, -100, -100, 1, 2, 3, -100, 1, 0, 3],
+    [-100, -100, -100, -100, -100, 3, 2, 1, 0, 3],
+    [-100] * 10,
+]
+
+
+def masked_mean(features: torch.Tensor, head: nn.Module, counts: torch.Tensor) -> torch.Tensor:
+    """A loss by hand whose gradient, too, is 0 / 0 where nothing counts."""
+    return (head(features).square().sum(1) * counts).sum() / counts.sum()
+
+
+@contextmanager
+def host_waits_for_nothing() -> Iterator[None]:
+    with cpu_as_device(), DeviceReads() as reads:
+        yield
+    assert (reads.count, reads.lists) == (0, 0)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("chunks", [1, 2, 5, 10])
+@pytest.mark.parametrize("y", IGNORED, ids=["some", "slices", "all"])
+@pytest.mark.parametrize("loss_of", ["cross_entropy", "by hand"])
+def test_rows_that_do_not_count(loss_of: str, y: list[int], chunks: int, on_device: bool) -> None:
+    """The mean over what counts, as of the whole batch; zeros where nothing does, never NaN."""
+    model, (x, _) = Model(), batch()
+    targets = torch.tensor(y)
+    counted = targets != -100
+    shift = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    if loss_of == "cross_entropy":
+        per_row = F.cross_entropy(model.head(model.trunk(x) + shift), targets, reduction="none")
+    else:
+        per_row = model.head(model.trunk(x) + shift).square().sum(1) * counted
+    whole = per_row.sum() / max(1, int(counted.sum()))
+    leaves = [*model.parameters(), shift]
+    expected = torch.autograd.grad(whole * 7, leaves)
+
+    # through a tensor with a graph of its own, and a leaf that is used in every slice
+    moved = shift * 1
+    fn, args = (lambda h, t: model.loss(h + moved, t)), [targets]
+    if loss_of == "by hand":
+        fn, args = (lambda h, c: masked_mean(h + moved, model.head, c)), [counted.double()]
+    with host_waits_for_nothing() if on_device else nullcontext():
+        loss = accumext.chunked_loss(fn, model.trunk(x), *args, chunks=chunks, weights=counted)
+    torch.testing.assert_close(loss, whole, rtol=EXACT, atol=0)
+    actual = torch.autograd.grad(loss * 7, leaves)
+    assert all(g.isfinite().all() for g in actual)
+    if counted.any():
+        assert relative_distance(list(actual), list(expected)) < EXACT
+    else:
+        assert loss == 0
+        assert not any(g.any() for g in actual)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(1, 9), st.booleans())
+def test_weights_of_any_rows(counts: list[int], chunks: int, floats: bool) -> None:
+    """[N, ...] is summed by row; so many items of a row that fn averages over are one mean."""
+    x = torch.randn(len(counts), 3, 2, dtype=torch.float64)
+    mask = torch.arange(3) < torch.tensor(counts)[:, None]  # [N, 3]
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def fn(rows: torch.Tensor, some: torch.Tensor) -> torch.Tensor:
+        return (rows * scale)[some].square().mean()
+
+    weights = mask.double() / 3 if floats else mask
+    loss = accumext.chunked_loss(fn, x, mask, chunks=chunks, weights=weights)
+    whole = fn(x, mask) if mask.any() else x.new_zeros(())
+    torch.testing.assert_close(loss, whole.detach(), rtol=EXACT, atol=EXACT, check_dtype=True)
+    (gradient,) = torch.autograd.grad(loss, scale)
+    torch.testing.assert_close(gradient, 2 * whole.detach(), rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_leave_the_dtype_of_the_loss(dtype: torch.dtype, on_device: bool) -> None:
+    """The share is not rounded before the product: five times float16's third is another number."""
+    x = torch.tensor([5.0, 5.0, 0.0], dtype=dtype, requires_grad=True)
+    with cpu_as_device() if on_device else nullcontext():
+        weights = torch.tensor([1, 0, 2])
+        loss = accumext.chunked_loss(lambda h: h.sum(), x, chunk_size=1, weights=weights)
+    loss.backward()
+    assert loss.dtype == dtype
+    assert loss == torch.tensor(5 / 3).to(dtype)
+    assert torch.equal(x.grad, torch.tensor([1 / 3, 0, 2 / 3]).to(dtype))
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_parameters_of_slices_that_count_nothing(on_device: bool) -> None:
+    """Hooks run once and see zeros, also of sparse gradients and where graphs are retained."""
+    table = nn.Embedding(4, 3, sparse=True)
+    seen: list[torch.Tensor] = []
+    table.weight.register_hook(seen.append)
+    words, weights = torch.tensor([0, 1, 2, 3]), torch.zeros(4)
+
+    def fn(w: torch.Tensor) -> torch.Tensor:
+        return table(w).sum() / 0.0 * 0.0  # NaN, and so is its gradient
+
+    with cpu_as_device() if on_device else nullcontext():
+        loss = accumext.chunked_loss(fn, words, chunks=2, weights=weights)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    assert loss == 0
+    assert [not g.to_dense().any() for g in seen] == [True, True]
+
+
+def test_ignored_targets_without_weights() -> None:
+    model, (x, _) = Model(), batch()
+    y = torch.tensor(IGNORED[0])
+    text = (
+        "chunked_loss: args[1] must have no ignored targets (-100) without weights, got 3 of them. "
+        "Pass weights=(args[1] != -100), or weights=torch.ones(len(inputs)) if all count"
+    )
+
+    def fn(h: torch.Tensor, scale: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return model.loss(h, t, "sum")
+
+    def call(y: torch.Tensor, **how: Any) -> torch.Tensor:
+        return accumext.chunked_loss(fn, model.trunk(x), x[:, 0], y, chunks=3, **how)
+
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        call(y)
+    with pytest.raises(ValueError, match=r"args\[1\] must have no ignored targets"):
+        call(y.to(torch.int8))
+    assert model.calls == 0
+    with cpu_as_device(), pytest.raises(RuntimeError, match=r"args\[1\] must have no ignored"):
+        call(y)
+    call(y, reduction="sum")  # of which ignored targets are no part
+    call(y, weights=torch.ones(10))
+    call(y.clamp(min=0))
 
 
 def test_one_slice_of_the_graph_exists_at_a_time() -> None:
@@ -232,6 +371,26 @@ def test_errors() -> None:
         accumext.chunked_loss(model.head, features, chunk_size=2)
     with raises(TypeError, "fn must return a tensor, got float"):
         accumext.chunked_loss(lambda h: 3.0, features, chunks=2)
+    contract = r"weights must be a tensor \[N, ...\] of bools, ints or floats"
+    with raises(TypeError, f"{contract}, got list"):
+        call(chunks=2, weights=[1] * 10)
+    with raises(TypeError, f"{contract}, got a complex64 tensor"):
+        call(chunks=2, weights=torch.zeros(10, dtype=torch.complex64))
+    with raises(ValueError, r"weights must have the 10 rows of inputs, got \[9\]"):
+        call(chunks=2, weights=torch.ones(9))
+    with raises(ValueError, r"weights must have the 10 rows of inputs, got \[\]"):
+        call(chunks=2, weights=torch.ones(()))
+    with raises(ValueError, "weights must be None unless reduction is 'mean', got a float"):
+        call(chunks=2, weights=torch.ones(10), reduction="sum")
+    with raises(ValueError, "weights must be on the CPU or on the device of inputs, cpu, got m"):
+        call(chunks=2, weights=torch.ones(10, device="meta"))
+    for wrong in (-1.0, float("nan"), float("inf")):
+        weights = torch.ones(10)
+        weights[3] = wrong
+        with raises(ValueError, f"weights must be finite and at least 0, got {wrong}"):
+            call(chunks=2, weights=weights)
+        with cpu_as_device(), pytest.raises(RuntimeError, match="weights must be finite and at"):
+            call(chunks=2, weights=weights)
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -54,6 +54,23 @@ def test_set_grad_enabled():
     assert torch.is_grad_enabled()
 
 
+def test_assert_on_device():
+    private.assert_on_device(torch.tensor(True), "right")
+    with pytest.raises(RuntimeError, match="wrong"):
+        private.assert_on_device(torch.tensor(False), "wrong")
+
+
+def test_node_number():
+    leaf = parameter()
+    nodes = [leaf.exp().grad_fn, leaf.view(3).grad_fn, torch.stack([leaf]).grad_fn]
+    numbers = [private.node_number(node) for node in nodes]
+    assert numbers == sorted(set(numbers))
+    (accumulates, _), *_ = nodes[0].next_functions
+    assert private.node_number(accumulates) > numbers[-1]
+    assert accumulates.variable is leaf
+    assert not hasattr(nodes[0], "variable")
+
+
 def test_write_count():
     tensor = torch.zeros(1)
     before = private.write_count(tensor)
@@ -70,6 +87,11 @@ def test_sparse_values():
         twice = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
         private.sparse_values(twice).mul_(2.0)
         assert twice.to_dense().tolist() == [6.0, 0.0, 0.0]
+
+
+def test_sparse_indices():
+    twice = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,), check_invariants=True)
+    assert private.sparse_indices(twice).tolist() == [[0, 0]]
 
 
 def test_local_part(tmp_path):
