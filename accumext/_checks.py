@@ -15,6 +15,7 @@ from torch import Tensor
 from accumext import _memory_overlap
 from accumext._torch_private import local_part, sparse_values
 
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -59,6 +60,21 @@ def integer(op: str, argument: str, value: Any) -> int:
         except TypeError:
             pass
     fail_type(op, argument, "be an int", type_name(value))
+
+
+def token_tensor(op: str, argument: str, value: Any, contract: str) -> Tensor:
+    """Tokens of any integer dtype, in int64; of no other dtype, where they would be rounded."""
+    if not isinstance(value, Tensor) or value.dtype not in INTEGER_DTYPES:
+        fail_type(op, argument, contract, type_name(value))
+    return value.to(torch.int64)
+
+
+def lengths_tensor(op: str, argument: str, value: Any, device: torch.device) -> Tensor:
+    """Lengths in int64: from a tensor of any integer dtype, where it is, or a list of ints."""
+    if isinstance(value, (tuple, list)):
+        ints = [integer(op, f"{argument}[{i}]", number) for i, number in enumerate(value)]
+        return torch.tensor(ints, dtype=torch.int64).to(device, non_blocking=True)
+    return token_tensor(op, argument, value, "be an integer tensor [B] or a list of ints")
 
 
 def positive_int(op: str, argument: str, value: Any) -> int:

@@ -163,6 +163,19 @@ backward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
     "_backward_hooks", "_backward_pre_hooks"
 )
 
+
+def translated_from(module: Any) -> tuple[str, str] | None:
+    """How and of which class torch has translated a module of its own, by torch.compile or
+    torch.jit: the result is of another class. None for any other object."""
+    if isinstance(module, torch.jit.ScriptModule):
+        names = module._c._type().qualified_name().split(".")  # "__torch__.torch.nn.modules...."
+        return ("a scripted", names[-1]) if names[1:4] == ["torch", "nn", "modules"] else None
+    inner = getattr(module, "_orig_mod", None) if isinstance(module, nn.Module) else None
+    if inner is None or not type(inner).__module__.startswith("torch.nn."):
+        return None
+    return "a compiled", type(inner).__name__
+
+
 # --- processors -----------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import operator
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,14 @@ from accumext._checks import (
     fail_type,
     fail_value,
     integer,
+    lengths_tensor,
     number,
     one_of,
     positive_int,
+    token_tensor,
     type_name,
 )
-from accumext._torch_private import forward_hooks
+from accumext._torch_private import forward_hooks, translated_from
 from accumext._wgrad_fusion import may_fuse
 from accumext.decoder._cells import Cell, cell_of
 from accumext.decoder._embedding import EmbeddingTable
@@ -122,8 +124,9 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         steps, batch = _free_shape(call, cell)
         counted = torch.ones(steps, batch, dtype=torch.bool, device=device)
     else:
-        steps, batch = _check_targets(call, device)
-        notices += _layout_warnings(call, targets)
+        targets = _targets(call, device)
+        steps, batch = targets.shape
+        notices += _check_layout(call, cell, targets)
         counted = targets != ignore_index
     within_length = _within_length(call["lengths"], steps, batch, device)
     if within_length is not None:
@@ -219,17 +222,15 @@ def _time_major(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return changed
 
 
-def _check_targets(call: Mapping[str, Any], device: torch.device) -> tuple[int, int]:
-    """T and B of the targets."""
-    targets = call["targets"]
-    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
-        fail_type(OP, "targets", "be an int64 tensor [T, B]", type_name(targets))
+def _targets(call: Mapping[str, Any], device: torch.device) -> Tensor:
+    """The targets, int64 [T, B]."""
+    targets = token_tensor(OP, "targets", call["targets"], "be an integer tensor [T, B]")
     if targets.dim() != 2:
         fail_value(OP, "targets", "have shape [T, B]", list(targets.shape))
     _same_device("targets", [targets], device)
     if call["steps"] is not None:
         fail_value(OP, "steps", "be None where there are targets", call["steps"])
-    return targets.shape[0], targets.shape[1]
+    return targets
 
 
 def _free_shape(call: Mapping[str, Any], cell: Cell) -> tuple[int, int]:
@@ -252,8 +253,9 @@ def _free_shape(call: Mapping[str, Any], cell: Cell) -> tuple[int, int]:
 def batch_size(cell: Cell, call: Mapping[str, Any]) -> int:
     """B, from what is given for each row; 1 if nothing is."""
     for name in ("start", "lengths"):
-        if isinstance(call[name], Tensor) and call[name].dim() == 1:
-            return len(call[name])
+        given = call[name]
+        if isinstance(given, (tuple, list)) or (isinstance(given, Tensor) and given.dim() == 1):
+            return len(given)
     for leaf in tensors(call["state"]):
         if leaf.dim() > cell.batch_dim:
             return leaf.shape[cell.batch_dim]
@@ -338,7 +340,7 @@ def embedding_table(embedding: Any) -> EmbeddingTable:
         return EmbeddingTable(embedding.weight, *options)
     if not isinstance(embedding, Tensor) or embedding.dtype not in FLOAT_DTYPES:
         contract = "be an nn.Embedding or a floating-point tensor [V, E]"
-        fail_type(OP, "embedding", contract, type_name(embedding))
+        _fail_module("embedding", contract, embedding)
     if embedding.dim() != 2:
         fail_value(OP, "embedding", "have shape [V, E]", list(embedding.shape))
     return EmbeddingTable(embedding)
@@ -353,6 +355,21 @@ def _check_forward(name: str, module: nn.Module, kind: type[nn.Module], instead:
         fail_type(OP, name, contract, got, f"Pass {instead} to mean just that")
 
 
+def _fail_module(name: str, contract: str, given: Any) -> NoReturn:
+    """Raise for an embedding or head that is none, and say which part of it may be one."""
+    translated = translated_from(given)
+    if translated is not None:
+        itself = "Pass the module itself, of which only the weights are read"
+        fail_type(OP, name, contract, " ".join(translated), itself)
+    advice: str | None = None
+    if name == "head" and isinstance(given, nn.Module):
+        advice = "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"
+        if isinstance(given, nn.Sequential) and len(given) and isinstance(given[-1], nn.Linear):
+            before = ", and let the cell apply the layers before it to its output; or use tbptt"
+            advice = f"Pass head[-1]{before}" if len(given) > 1 else "Pass head[0]"
+    fail_type(OP, name, contract, type_name(given), advice)
+
+
 def _head(head: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(head, nn.Linear):
         _check_forward("head", head, nn.Linear, "(weight, bias)")
@@ -360,7 +377,7 @@ def _head(head: Any) -> tuple[Tensor, Tensor | None]:
     elif isinstance(head, (tuple, list)) and len(head) == 2:
         weight, bias = head
     else:
-        fail_type(OP, "head", "be an nn.Linear or a pair (weight, bias)", type_name(head))
+        _fail_module("head", "be an nn.Linear or a pair (weight, bias)", head)
     if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_DTYPES:
         fail_type(OP, "head weight", "be a floating-point tensor [V, H]", type_name(weight))
     if weight.dim() != 2 or weight.shape[0] == 0:
@@ -407,33 +424,43 @@ def _check_range(targets: Tensor, vocabulary: int, counted: Tensor) -> None:
         return
     wrong = counted & ((targets < 0) | (targets >= vocabulary))
     if wrong.any():
-        fail_value(OP, "targets", f"be in [0, {vocabulary})", int(targets[wrong][0]))
+        token = int(targets[wrong][0])
+        advice = f"Pass ignore_index={token} if it marks ignored targets" if token < 0 else None
+        fail_value(OP, "targets", f"be in [0, {vocabulary})", token, advice)
 
 
-def _layout_warnings(call: Mapping[str, Any], targets: Tensor) -> list[str]:
-    """Warnings about a module with `batch_first`, which orders nothing here, where targets are read
-    as [T, B]. The batch size of the state, the lengths and the start tokens may confirm that."""
-    cell = call["cell"]
-    if call["batch_first"] or not isinstance(cell, nn.RNNBase) or not cell.batch_first:
-        return []
+def _check_layout(call: Mapping[str, Any], cell: Cell, targets: Tensor) -> list[str]:
+    """Raise where the state, the lengths or the start tokens say that B is the targets' other
+    dimension. Returns warnings about a module with `batch_first`, which orders nothing here."""
     steps, batch = targets.shape
-    given = tensors([call["state"], call["lengths"], call["start"]])
-    sizes = {t.shape[max(0, t.dim() - 2)] for t in given if t.dim() > 0}  # [B], [L, B, H]
-    if steps == batch or not sizes:
+    module = cell.module
+    unclear = not call["batch_first"] and isinstance(module, nn.RNNBase) and module.batch_first
+    sizes = {len(v) for v in (call["lengths"], call["start"]) if isinstance(v, (tuple, list))}
+    sizes |= {len(v) for v in tensors([call["lengths"], call["start"]]) if v.dim() > 0}
+    if cell.state_shapes is not None:
+        batch_dim = cell.batch_dim
+        given = tensors(call["state"])
+        sizes |= {t.shape[batch_dim] for t in given if t.dim() > max(1, batch_dim)}
+    if sizes == {steps} and steps != batch:
+        batch_first = bool(call["batch_first"])
+        order, shape = ("[B, T]", [batch, steps]) if batch_first else ("[T, B]", [steps, batch])
+        advice = f"Did you mean targets.t() or batch_first={not batch_first}?"
+        if unclear:
+            advice = "Pass batch_first=True if they are [B, T]: that of the cell does not say so"
+        fail_value(OP, "targets", f"be {order} with B = {steps}", shape, advice)
+    if unclear and (steps == batch or not sizes):
         return [
             f"targets {[steps, batch]} are read as [T, B], though the cell has batch_first=True. "
             "Pass batch_first=True if they are [B, T], and set cell.batch_first = False if not"
         ]
-    if sizes == {steps}:
-        advice = "Pass batch_first=True if they are [B, T]: that of the cell does not say so"
-        fail_value(OP, "targets", f"be [T, B] with B = {steps}", [steps, batch], advice)
     return []
 
 
 def _within_length(lengths: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
     if lengths is None:
         return None
-    _check_vector("lengths", lengths, (torch.int64,), "be an int64 tensor [B]", batch, device)
+    lengths = lengths_tensor(OP, "lengths", lengths, device)
+    _check_vector("lengths", lengths, (torch.int64,), "be an integer tensor [B]", batch, device)
     if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
         fail_value(OP, "lengths", f"be in [0, {steps}]", lengths.tolist())
     return torch.lt(torch.arange(steps, device=device)[:, None], lengths)
@@ -464,7 +491,10 @@ def _criterion(call: Mapping[str, Any], vocabulary: int, device: torch.device) -
         fail_value(OP, "label_smoothing", "be at most 1", call["label_smoothing"])
     z_loss, weight = number(OP, "z_loss", call["z_loss"], 0), call["class_weight"]
     if weight is not None:
-        contract = "be a floating-point tensor [V]"
+        contract = "be a floating-point tensor [V] or a list of numbers"
+        if isinstance(weight, (tuple, list)):
+            values = [number(OP, f"class_weight[{i}]", value) for i, value in enumerate(weight)]
+            weight = torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
         _check_vector("class_weight", weight, FLOAT_DTYPES, contract, vocabulary, device)
     return Criterion(smoothing, z_loss, weight, reduction, _num_items(call["num_items"], reduction))
 

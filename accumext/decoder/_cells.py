@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from accumext._checks import fail_type, fail_value, type_name
+from accumext._torch_private import translated_from
 from accumext.decoder._recurrent_state import State, check_nesting, copy_nesting
 
 Step = Callable[..., tuple[Tensor, State, State]]
@@ -63,12 +64,16 @@ def cell_of(op: str, cell: Any, batch_dim: int = 0) -> Cell:
         return _from_rnn(op, cell)
     if not callable(cell):
         fail_type(op, "cell", "be a recurrent module or callable", type_name(cell))
+    _check_translation(op, cell)
     module = cell if isinstance(cell, nn.Module) else None
 
     def step(x: Tensor, state: State, *context: Tensor) -> tuple[Tensor, State, State]:
         result = cell(x, copy_nesting(state), *context)
         if not isinstance(result, tuple) or len(result) not in (2, 3):
-            fail_type(op, "cell", "return (output, state)", type_name(result))
+            got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type_name(result)
+            both = "Return both: h = cell(x, s); return h, h"
+            advice = both if isinstance(result, Tensor) else None
+            fail_type(op, "cell", "return (output, state)", got, advice)
         output, state, *rest = result
         extras = rest[0] if rest else None
         check_nesting(op, "state", state)
@@ -76,6 +81,26 @@ def cell_of(op: str, cell: Any, batch_dim: int = 0) -> Cell:
         return output, state, extras
 
     return Cell(step, module, None, None, None, batch_dim, draws=True)
+
+
+def _check_translation(op: str, cell: Any) -> None:
+    """Raise for one of torch's recurrent modules behind torch.compile or torch.jit: called with x
+    [B, E] and a state it does not return (output, state), or takes the batch for a sequence."""
+    how, name = translated_from(cell) or ("", "")
+    word = how.removeprefix("a ")
+    contract, wrapped = "return (output, state)", f"{word}(x, s)"
+    if name in ("GRUCell", "RNNCell"):
+        returned, body = "returns h", f"h = {wrapped}; return h, h"
+    elif name == "LSTMCell":
+        returned, body = "returns (h, c)", f"h, c = {wrapped}; return h, (h, c)"
+    elif name in ("GRU", "LSTM", "RNN"):
+        contract = f"{contract} of one step"
+        returned = "reads [B, E] as a sequence"
+        body = f"y, s = {word}(x[None], s); return y[0], s"
+    else:
+        return
+    advice = "Pass the module itself, which the kernels run, or wrap it: def cell(x, s): "
+    fail_type(op, "cell", contract, f"{how} {name}, which {returned}", advice + body)
 
 
 def _from_rnn_cell(cell: nn.RNNCellBase) -> Cell:

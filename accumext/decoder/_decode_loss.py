@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,23 +41,23 @@ def decode_loss(
     embedding: nn.Embedding | Tensor,
     cell: nn.Module | Callable[..., Any],
     head: nn.Linear | tuple[Tensor, Tensor | None],
-    targets: Tensor | None,  # int64 [T, B]
+    targets: Tensor | None,  # [T, B]
     state: State = None,
     *,
     feedback: str | Tensor,
     start: int | Tensor = 0,
-    inputs: Tensor | None = None,  # int64 [T, B]
+    inputs: Tensor | None = None,  # [T, B]
     teacher_forcing: float = 1.0,
     k1: int | None = None,
     k2: int | None = None,
     truncation: str = "fixed",
     state_grad_clip: float | None = None,
-    lengths: Tensor | None = None,  # int64 [B]
+    lengths: Tensor | Sequence[int] | None = None,  # [B]
     eos: int | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    class_weight: Tensor | None = None,  # [V]
+    class_weight: Tensor | Sequence[float] | None = None,  # [V]
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
     temperature: float = 1.0,
@@ -93,16 +93,16 @@ def decode_loss(
             nesting of tensors such as attention weights, which `out.extras` has of every step.
         head: `nn.Linear(H, V)`, or `(weight [V, H], bias [V] or None)`; may share the embedding's
             weight.
-        targets: int64 [T, B]. None: the tokens that the decoder itself emits in `steps` steps, for
-            policy gradients and minimum risk training.
+        targets: ints [T, B] of any dtype, as everywhere here. None: the tokens that the decoder
+            itself emits in `steps` steps, for policy gradients and minimum risk training.
         state: initial state, a tensor or any nesting of tuples, lists, dicts and dataclasses; None
             starts torch's cells at zero and is handed to a callable as it is. Gradients reach it.
         feedback: "teacher" feeds the target, "greedy" the argmax, "sample" a sample, "scheduled"
             the target with probability `teacher_forcing`, drawn per token, and the prediction
             otherwise; a bool mask [T, B] feeds the target where it is True. Without targets it is
             "sample" or "greedy".
-        start: the first input token, an int or int64 [B].
-        inputs: int64 [T, B], the tokens fed where a target would be; by default `start` followed by
+        start: the first input token, an int or ints [B].
+        inputs: ints [T, B], the tokens fed where a target would be; by default `start` followed by
             `targets[:-1]`, with `embedding.padding_idx` (or 0) where that target is ignored.
         teacher_forcing: probability of feeding the target under "scheduled".
         k1: steps between two backward passes of truncated BPTT; k2 if only that is given. Of no
@@ -116,12 +116,13 @@ def decode_loss(
         state_grad_clip: bound on each element of the gradient that a state passes on to the step
             before, as that of `out.loss`: a loss scale, or another upstream factor, scales the
             bound along (not for `reduction="none"`).
-        lengths: int64 [B]. A row past its length keeps its state, counts nowhere, and reads the
-            padding token. Here, with `eos` and with `resets` a callable's state is given, not None,
-            and every tensor of it has the batch in `batch_dim` (0-dim tensors are everyone's).
+        lengths: ints [B], a tensor or a list. A row past its length keeps its state, counts
+            nowhere, and reads the padding token. Here, with `eos` and with `resets` a callable's
+            state is given, not None, and every tensor of it has the batch in `batch_dim` (0-dim
+            tensors are everyone's).
         eos: a row that predicted this token stops after that step, as if its length ended there.
-        ignore_index, label_smoothing, class_weight [V], reduction ("mean", "sum" or "none"): as in
-            `F.cross_entropy`.
+        ignore_index, label_smoothing, class_weight (floats [V], a tensor or a list), reduction
+            ("mean", "sum" or "none"): as in `F.cross_entropy`.
         z_loss: coefficient of `logsumexp**2` per counted token, under the same divisor.
         num_items: divisor of "mean" instead of this call's token count (or sum of class weights),
             for windows of several calls.

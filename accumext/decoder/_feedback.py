@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from accumext._checks import fail_type, fail_value, number, one_of, type_name
+from accumext._checks import fail_type, fail_value, number, one_of, token_tensor, type_name
 from accumext.decoder._recurrent_state import own_generator
 
 MODES = ("teacher", "greedy", "sample", "scheduled")
@@ -109,20 +109,19 @@ def feedback_of(
 def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | None) -> Tensor:
     steps, batch = fed.shape
     if inputs is not None:
-        if not isinstance(inputs, Tensor) or inputs.dtype != torch.int64:
-            fail_type(op, "inputs", "be an int64 tensor [T, B]", type_name(inputs))
-        if inputs.shape != fed.shape:
-            fail_value(op, "inputs", f"have shape {[steps, batch]}", list(inputs.shape))
-        _check_tokens(op, "inputs", inputs, fed, rows)
-        return inputs
+        given = token_tensor(op, "inputs", inputs, "be an integer tensor [T, B]")
+        if given.shape != fed.shape:
+            fail_value(op, "inputs", f"have shape {[steps, batch]}", list(given.shape))
+        _check_tokens(op, "inputs", given, fed, rows)
+        return given
+    contract = "be an int or an integer tensor [B]"
     if isinstance(start, Tensor):
-        if start.dtype != torch.int64:
-            fail_type(op, "start", "be an int or an int64 tensor [B]", type_name(start))
+        start = token_tensor(op, "start", start, contract)
         if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
             fail_value(op, "start", f"have shape {[batch]}", list(start.shape))
         _check_tokens(op, "start", start, fed, rows)
     elif isinstance(start, bool) or not isinstance(start, SupportsIndex):
-        fail_type(op, "start", "be an int or an int64 tensor [B]", type_name(start))
+        fail_type(op, "start", contract, type_name(start))
     elif (start := operator.index(start)) < 0 or (rows is not None and start >= rows):
         fail_value(op, "start", "be at least 0" if rows is None else f"be in [0, {rows})", start)
     _check_tokens(op, "targets that are fed", fed[:-1], fed, rows)

@@ -21,6 +21,7 @@ import accumext
 
 T, B, V, H = 4, 3, 7, 5
 TARGETS = torch.arange(T * B).view(T, B) % V
+TRANSPOSED = "targets must be [T, B] with B = 4, got [4, 3]. Did you mean"
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"embedding": 3}, TypeError, "embedding must be an nn.Embedding or a floating-point tensor [V, E], got int"),
     ({"embedding": torch.zeros(3)}, ValueError, "embedding must have shape [V, E], got [3]"),
@@ -35,14 +36,32 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cell": lambda x, s: (3, s)}, TypeError, "cell must return (output, state) with a tensor output, got int"),
     ({"head": nn.Linear(H + 1, V)}, ValueError, "head must take the cell's output, 5 wide, got [7, 6]"),
     ({"head": 3}, TypeError, "head must be an nn.Linear or a pair (weight, bias), got int"),
+    ({"head": nn.Sequential(nn.Linear(H, V))}, TypeError,
+     "head must be an nn.Linear or a pair (weight, bias), got Sequential. Pass head[0]"),
+    ({"head": nn.Sequential(nn.Tanh(), nn.Linear(H, V))}, TypeError,
+     "head must be an nn.Linear or a pair (weight, bias), got Sequential. "
+     "Pass head[-1], and let the cell apply the layers before it to its output; or use tbptt"),
+    ({"head": nn.Sequential(nn.Linear(H, V), nn.Tanh())}, TypeError,
+     "head must be an nn.Linear or a pair (weight, bias), got Sequential. "
+     "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"),
+    ({"head": nn.ModuleDict({"out": nn.Linear(H, V)})}, TypeError,
+     "head must be an nn.Linear or a pair (weight, bias), got ModuleDict. "
+     "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"),
+    ({"cell": lambda x, s: x}, TypeError, "cell must return (output, state), got a float32 tensor. "
+     "Return both: h = cell(x, s); return h, h"),
+    ({"cell": lambda x, s: (x, s, s, s)}, TypeError, "cell must return (output, state), got a tuple of 4"),
     ({"head": (torch.zeros(V, H, dtype=torch.int64), None)}, TypeError,
      "head weight must be a floating-point tensor [V, H], got an int64 tensor"),
     ({"head": (torch.zeros(V), None)}, ValueError, "head weight must have shape [V, H] with V >= 1, got [7]"),
     ({"head": (torch.zeros(V, H), torch.zeros(V + 1))}, ValueError, "head bias must have shape [7], got [8]"),
-    ({"targets": TARGETS.float()}, TypeError, "targets must be an int64 tensor [T, B], got a float32 tensor"),
+    ({"targets": TARGETS.float()}, TypeError, "targets must be an integer tensor [T, B], got a float32 tensor"),
     ({"targets": TARGETS[0]}, ValueError, "targets must have shape [T, B], got [3]"),
     ({"targets": TARGETS + 1}, ValueError, "targets must be in [0, 7), got 7"),
-    ({"targets": TARGETS - 1}, ValueError, "targets must be in [0, 7), got -1"),
+    ({"targets": TARGETS - 1}, ValueError, "targets must be in [0, 7), got -1. "
+     "Pass ignore_index=-1 if it marks ignored targets"),
+    ({"targets": TARGETS.where(TARGETS != 2, -3), "ignore_index": -1}, ValueError,
+     "targets must be in [0, 7), got -3. Pass ignore_index=-3 if it marks ignored targets"),
+    ({"targets": TARGETS.bool()}, TypeError, "targets must be an integer tensor [T, B], got a bool tensor"),
     ({"targets": TARGETS.to("meta")}, ValueError, "targets must be on the head's device, cpu, got meta"),
     ({"state": torch.zeros(B, H + 1)}, ValueError, "state must have shape [3, 5], got [3, 6]"),
     ({"cell": nn.LSTMCell(H, H), "state": torch.zeros(B, H)}, TypeError,
@@ -54,9 +73,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"feedback": torch.ones(T, B)}, TypeError, "feedback must be a word or a bool mask [T, B], got a float32 tensor"),
     ({"feedback": torch.ones(B, T, dtype=torch.bool)}, ValueError, "feedback must have shape [4, 3], got [3, 4]"),
     ({"start": V}, ValueError, "start must be in [0, 7), got 7"),
-    ({"start": 1.0}, TypeError, "start must be an int or an int64 tensor [B], got float"),
+    ({"start": 1.0}, TypeError, "start must be an int or an integer tensor [B], got float"),
     ({"start": torch.tensor([0, 1, -1])}, ValueError, "start must be in [0, 7), got -1"),
     ({"start": torch.tensor([0, 1])}, ValueError, "start must have shape [3], got [2]"),
+    ({"start": torch.zeros(B)}, TypeError, "start must be an int or an integer tensor [B], got a float32 tensor"),
+    ({"inputs": TARGETS.double()}, TypeError, "inputs must be an integer tensor [T, B], got a float64 tensor"),
     ({"inputs": TARGETS[:2]}, ValueError, "inputs must have shape [4, 3], got [2, 3]"),
     ({"inputs": TARGETS + 1}, ValueError, "inputs must be in [0, 7), got 7"),
     ({"teacher_forcing": 1.5}, ValueError, "teacher_forcing must be at most 1, got 1.5"),
@@ -69,7 +90,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k2": torch.tensor(2)}, TypeError, "k2 must be an int, got an int64 tensor"),
     ({"k2": np.int64(0)}, ValueError, "k2 must be at least 1, got 0"),
     ({"k1": 4, "k2": 2}, ValueError, "k2 must be at least k1, got k1=4, k2=2"),
-    ({"start": True}, TypeError, "start must be an int or an int64 tensor [B], got bool"),
+    ({"start": True}, TypeError, "start must be an int or an integer tensor [B], got bool"),
     ({"start": np.int64(V)}, ValueError, "start must be in [0, 7), got 7"),
     ({"num_items": True}, TypeError, "num_items must be a number or a 0-dim tensor, got bool"),
     ({"num_items": np.int64(-1)}, ValueError, "num_items must be at least 0, got -1"),
@@ -80,16 +101,37 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cell": nn.LSTM(H, H, batch_first=True), "lengths": torch.tensor([1, 2, 3, 1])}, ValueError,
      "targets must be [T, B] with B = 4, got [4, 3]. "
      "Pass batch_first=True if they are [B, T]: that of the cell does not say so"),
+    ({"state": torch.zeros(T, H)}, ValueError, f"{TRANSPOSED} targets.t() or batch_first=True?"),
+    ({"cell": nn.LSTM(H, H), "state": (torch.zeros(1, T, H),) * 2}, ValueError,
+     f"{TRANSPOSED} targets.t() or batch_first=True?"),
+    ({"lengths": [1, 2, 3, 1]}, ValueError, f"{TRANSPOSED} targets.t() or batch_first=True?"),
+    ({"start": torch.zeros(T, dtype=torch.int32)}, ValueError, f"{TRANSPOSED} targets.t() or batch_first=True?"),
+    ({"cell": lambda x, s: (x, s), "lengths": torch.ones(T).long(), "state": torch.zeros(T, H)}, ValueError,
+     f"{TRANSPOSED} targets.t() or batch_first=True?"),
+    ({"state": torch.zeros(T, H), "batch_first": True, "targets": TARGETS.t()}, ValueError,
+     "targets must be [B, T] with B = 4, got [3, 4]. Did you mean targets.t() or batch_first=False?"),
+    ({"lengths": torch.tensor([1, 2, 3, 1]), "state": torch.zeros(B, H)}, ValueError,
+     "lengths must have shape [3], got [4]"),
     ({"lengths": torch.tensor([1, 2, 5])}, ValueError, "lengths must be in [0, 4], got [1, 2, 5]"),
     ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths must have shape [3], got [2]"),
-    ({"lengths": [1, 2, 3]}, TypeError, "lengths must be an int64 tensor [B], got list"),
+    ({"lengths": [1, 2, 5]}, ValueError, "lengths must be in [0, 4], got [1, 2, 5]"),
+    ({"lengths": (1, 2)}, ValueError, "lengths must have shape [3], got [2]"),
+    ({"lengths": [1, 2.0, 3]}, TypeError, "lengths[1] must be an int, got float"),
+    ({"lengths": 3}, TypeError, "lengths must be an integer tensor [B] or a list of ints, got int"),
+    ({"lengths": torch.ones(3)}, TypeError,
+     "lengths must be an integer tensor [B] or a list of ints, got a float32 tensor"),
     ({"eos": V}, ValueError, "eos must be in [0, 7), got 7"),
     ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got float"),
     ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be at most 1, got 1.5"),
     ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be at least 0, got -0.1"),
     ({"z_loss": -1.0}, ValueError, "z_loss must be at least 0, got -1.0"),
     ({"class_weight": torch.ones(V + 1)}, ValueError, "class_weight must have shape [7], got [8]"),
-    ({"class_weight": [1.0] * V}, TypeError, "class_weight must be a floating-point tensor [V], got list"),
+    ({"class_weight": [1.0] * (V - 1)}, ValueError, "class_weight must have shape [7], got [6]"),
+    ({"class_weight": [1.0] * (V - 1) + ["2"]}, TypeError, "class_weight[6] must be a number, got str"),
+    ({"class_weight": 1.0}, TypeError,
+     "class_weight must be a floating-point tensor [V] or a list of numbers, got float"),
+    ({"class_weight": torch.ones(V, dtype=torch.int64)}, TypeError,
+     "class_weight must be a floating-point tensor [V] or a list of numbers, got an int64 tensor"),
     ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
     ({"num_items": -1}, ValueError, "num_items must be at least 0, got -1"),
     ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items must be None unless reduction is 'mean', got 3"),
@@ -104,6 +146,26 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory_budget": 1e6}, TypeError, "memory_budget must be an int, got float"),
     ({"cell": lambda x, s: (x, s), "state": torch.zeros(2), "lengths": torch.tensor([1, 2, 3])}, ValueError,
      "state must hold tensors with the batch in dimension 0 to be frozen by row, got shape [2]"),
+]  # fmt: skip
+COMPILED: list[tuple[dict[str, Any], str]] = [
+    ({"head": nn.Linear(H, V)},
+     "head must be an nn.Linear or a pair (weight, bias), got a compiled Linear. "
+     "Pass the module itself, of which only the weights are read"),
+    ({"embedding": nn.Embedding(V, H)},
+     "embedding must be an nn.Embedding or a floating-point tensor [V, E], got a compiled Embedding. "
+     "Pass the module itself, of which only the weights are read"),
+    ({"cell": nn.GRUCell(H, H)},
+     "cell must return (output, state), got a compiled GRUCell, which returns h. "
+     "Pass the module itself, which the kernels run, or wrap it: "
+     "def cell(x, s): h = compiled(x, s); return h, h"),
+    ({"cell": nn.LSTMCell(H, H)},
+     "cell must return (output, state), got a compiled LSTMCell, which returns (h, c). "
+     "Pass the module itself, which the kernels run, or wrap it: "
+     "def cell(x, s): h, c = compiled(x, s); return h, (h, c)"),
+    ({"cell": nn.GRU(H, H)},
+     "cell must return (output, state) of one step, got a compiled GRU, which reads [B, E] as a sequence. "
+     "Pass the module itself, which the kernels run, or wrap it: "
+     "def cell(x, s): y, s = compiled(x[None], s); return y[0], s"),
 ]  # fmt: skip
 BATCH_FIRST = nn.GRU(H, H, batch_first=True)
 DOUBTFUL: list[tuple[dict[str, Any], str]] = [
@@ -199,6 +261,86 @@ def test_integers_of_numpy(arguments: dict[str, int], kind: Any) -> None:
     parameters = list(call["cell"].parameters())
     for got, want in zip(*(torch.autograd.grad(o.loss, parameters) for o in (found, expected))):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("change", "text"), COMPILED, ids=[text[:40] for _, text in COMPILED])
+def test_modules_that_torch_has_compiled(change: dict[str, nn.Module], text: str) -> None:
+    compiled = {name: torch.compile(m, backend="eager") for name, m in change.items()}
+    with raises(TypeError, text):
+        accumext.decode_loss(**base(**compiled))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_integers_of_any_dtype(dtype: torch.dtype) -> None:
+    """Tokens and lengths; lists of lengths and of class weights, and weights of any dtype."""
+    start, lengths = torch.tensor([1, 2, 3]), torch.tensor([4, 1, 3])
+    weight = torch.rand(V, dtype=torch.float64)
+    call = base(feedback="scheduled", teacher_forcing=0.5, class_weight=weight)
+    few = {**call, "targets": TARGETS.to(dtype)}
+    parameters = list(call["cell"].parameters())
+
+    def results(call: dict[str, Any]) -> list[torch.Tensor]:
+        out = accumext.decode_loss(**call, generator=torch.Generator().manual_seed(0))
+        loss_and_tokens = [out.loss, out.token_losses, out.tokens, out.inputs, out.lengths]
+        return [*loss_and_tokens, *torch.autograd.grad(out.loss, parameters)]
+
+    expected = results({**call, "start": start, "lengths": lengths})
+    for some in (lengths.to(dtype), lengths.tolist(), tuple(lengths.tolist())):
+        found = results({**few, "start": start.to(dtype), "lengths": some})
+        assert all(map(torch.equal, found, expected))
+    expected = results({**call, "inputs": TARGETS.flip(0)})
+    found = results({**few, "inputs": TARGETS.flip(0).to(dtype), "class_weight": weight.tolist()})
+    assert all(map(torch.equal, found, expected))
+    assert all(t.dtype == torch.int64 for t in found[2:5])
+    memory = accumext.decode_memory(**{**few, "lengths": [4, 1, 3]})
+    assert memory == accumext.decode_memory(**call, lengths=lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8], ids=str)
+def test_ignored_targets_of_any_dtype(dtype: torch.dtype) -> None:
+    targets = TARGETS.where(TARGETS != 2, -100)
+    call = base(feedback="teacher")
+    expected = accumext.decode_loss(**{**call, "targets": targets})
+    found = accumext.decode_loss(**{**call, "targets": targets.to(dtype)})
+    assert torch.equal(found.token_losses, expected.token_losses)
+
+
+def test_modules_that_torch_has_scripted_or_traced() -> None:
+    advice = "Pass the module itself, which the kernels run, or wrap it: def cell(x, s): "
+    example = torch.zeros(B, H), torch.zeros(B, H)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        scripted, traced = (
+            torch.jit.script(nn.LSTM(H, H)), torch.jit.trace(nn.GRUCell(H, H), example)
+        )  # fmt: skip
+    text = "cell must return (output, state) of one step, got a scripted LSTM, which reads"
+    with raises(TypeError, text):
+        accumext.decode_loss(**base(cell=scripted))
+    text = f"got a scripted GRUCell, which returns h. {advice}h = scripted(x, s); return h, h"
+    with raises(TypeError, f"cell must return (output, state), {text}"):
+        accumext.decode_loss(**base(cell=traced))
+
+
+def test_the_wrappers_that_these_errors_advise_are_right() -> None:
+    gru, lstm, layers = nn.GRUCell(H, H), nn.LSTMCell(H, H), nn.GRU(H, H, 2)
+
+    def gru_cell(x: torch.Tensor, s: Any) -> Any:
+        h = gru(x, s)
+        return h, h
+
+    def lstm_cell(x: torch.Tensor, s: Any) -> Any:
+        h, c = lstm(x, s)
+        return h, (h, c)
+
+    def layers_cell(x: torch.Tensor, s: Any) -> Any:
+        y, s = layers(x[None], s)
+        return y[0], s
+
+    call = base()
+    for module, cell in ((gru, gru_cell), (lstm, lstm_cell), (layers, layers_cell)):
+        expected = accumext.decode_loss(**{**call, "cell": module})
+        found = accumext.decode_loss(**{**call, "cell": cell})
+        torch.testing.assert_close(found.loss, expected.loss)
 
 
 def test_modules_that_do_more_than_their_weight_are_refused() -> None:

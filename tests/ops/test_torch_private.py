@@ -4,6 +4,7 @@ it, and a test that no other file reads one."""
 from __future__ import annotations
 
 import ast
+import warnings
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,12 @@ def test_tree_functions():
     tree = {"a": [torch.zeros(1), None], "b": (torch.ones(1), 2)}
     assert private.tree_leaves(tree) == [*tree["a"], *tree["b"]]
     assert private.tree_map(lambda leaf: leaf, tree) == tree
+
+
+def test_base_of():
+    weight = parameter()
+    assert private.base_of(weight.view(3)[1:]) is weight
+    assert private.base_of(weight) is weight
 
 
 def test_record_function():
@@ -69,6 +76,21 @@ def test_node_number():
     assert private.node_number(accumulates) > numbers[-1]
     assert accumulates.variable is leaf
     assert not hasattr(nodes[0], "variable")
+
+
+def test_translated_from():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+
+        class GRUCell(torch.jit.ScriptModule):
+            pass
+
+        scripted, own = torch.jit.script(nn.GRUCell(2, 3)), GRUCell()
+    assert private.translated_from(scripted) == ("a scripted", "GRUCell")
+    compiled = torch.compile(nn.Linear(2, 3), backend="eager")
+    assert private.translated_from(compiled) == ("a compiled", "Linear")
+    compiled = torch.compile(type("Linear", (nn.Linear,), {})(2, 3), backend="eager")
+    assert [private.translated_from(x) for x in (own, compiled, nn.Linear(2, 3), len)] == [None] * 4
 
 
 def test_write_count():
