@@ -33,6 +33,7 @@ from accumext.decoder._recurrent_state import State, check_batch_dim, own_genera
 from accumext.decoder._resets import Resets, resets_of
 from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
 from accumext.decoder._state_gradient import StateGradientGate, random_cuts
+from accumext.decoder._windows import truncation_of, unused_k1, windows
 
 OP = "decode_loss"
 
@@ -105,8 +106,7 @@ class DecodeArguments:
         """
         if self.k1 is None or self.k2 is None or self.k1 == self.k2:
             return [(0, 0, self.steps)]
-        ends = [*range(self.k1, self.steps, self.k1), self.steps]
-        return [(max(0, e - self.k2), b, e) for b, e in zip([0, *ends], ends, strict=False)]
+        return windows(self.steps, self.k1, self.k2)
 
 
 def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
@@ -144,12 +144,9 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     resets = _resets(call["resets"], (steps, batch), cell, state, device)
     if resets is not None or call["lengths"] is not None or call["eos"] is not None:
         notices += _check_batch_dim(cell, state, batch)
-    k1, k2 = _truncation(call["k1"], call["k2"], call["truncation"])
+    k1, k2 = truncation_of(OP, call["k1"], call["k2"], call["truncation"])
     if k1 is not None and k2 is None:
-        notices.append(
-            f"k1={k1} has no effect without k2: the gradient flows all the way back. "
-            f"Pass k2={k1} to truncate it, or leave k1 out"
-        )
+        notices.append(unused_k1(k1))
     clip = call["state_grad_clip"]
     if clip is not None and number(OP, "state_grad_clip", clip) <= 0:
         fail_value(OP, "state_grad_clip", "be greater than 0", clip)
@@ -464,24 +461,6 @@ def _within_length(lengths: Any, steps: int, batch: int, device: torch.device) -
     if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
         fail_value(OP, "lengths", f"be in [0, {steps}]", lengths.tolist())
     return torch.lt(torch.arange(steps, device=device)[:, None], lengths)
-
-
-def _truncation(k1: Any, k2: Any, truncation: Any) -> tuple[int | None, int | None]:
-    one_of(OP, "truncation", truncation, ("fixed", "random"))
-    k1 = None if k1 is None else positive_int(OP, "k1", k1)
-    k2 = None if k2 is None else positive_int(OP, "k2", k2)
-    if truncation == "random":
-        if k1 is not None:
-            fail_value(OP, "k1", "be None where cuts are random", k1)
-        if k2 is None or k2 < 2:
-            fail_value(OP, "k2", "be at least 2, the mean of steps between random cuts", k2)
-        return None, k2
-    if k2 is None:
-        return k1, None
-    k1 = k2 if k1 is None else k1
-    if k2 < k1:
-        fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
-    return k1, k2
 
 
 def _criterion(call: Mapping[str, Any], vocabulary: int, device: torch.device) -> Criterion:

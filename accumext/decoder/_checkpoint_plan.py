@@ -1,0 +1,83 @@
+"""How many steps a segment has whose graph the backward pass makes again, and which of the states
+between segments are kept (Griewank & Walther 2000)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+SMALLEST = 3  # steps of a segment that is chosen: so many are alive while sizes are measured
+
+
+class Sizes(NamedTuple):
+    """Bytes that a step leaves."""
+
+    border: int  # all that is needed to run from there on: input, state, generators
+    state: int  # the state alone
+    graph: int
+
+
+class Plan(NamedTuple):
+    """What the backward pass of a call has to run again."""
+
+    length: int  # steps of a segment
+    kept: int | None  # borders that are kept at once, beside the first; None: all
+
+
+def choose_plan(steps: int, sizes: Sizes, length: int | None, budget: int | None) -> Plan | None:
+    """The plan with the fewest steps run again within `budget` bytes; None if none fits.
+
+    Without a budget, segments of `length` steps and all borders; without that either, segments as
+    long as the memory of twice the states of all steps and the graph of sqrt(steps) allows: the
+    last one, whose graph is kept from the forward pass, is not run again.
+    """
+    if budget is None and length is not None:
+        return Plan(length, None)
+    root = math.isqrt(steps)
+    if budget is None:  # small states leave room for the borders all the same
+        budget = max(2 * steps * sizes.state, (root + 3) * sizes.border) + root * sizes.graph
+    lengths = {-(-steps // count) for count in range(1, root + 1)}
+    lengths |= set(range(SMALLEST, root + 2))
+    plans = {}
+    for segment in [length] if length is not None else {max(SMALLEST, n) for n in lengths}:
+        count = -(-steps // segment)
+        # Beside the graph of a segment there is the border that it starts from.
+        room = budget - min(segment, steps) * sizes.graph
+        kept = count - 1 if sizes.border == 0 else min(room // sizes.border - 1, count - 1)
+        if room >= sizes.border and kept >= 0:
+            again = segment * advances(count, kept) + steps - segment
+            plans[Plan(segment, None if kept == count - 1 else kept)] = again
+    return min(plans, key=lambda plan: (plans[plan], plan.length), default=None)
+
+
+def least_budget(steps: int, sizes: Sizes, length: int | None) -> int:
+    """The bytes below which there is no plan."""
+    return min(length or SMALLEST, steps) * sizes.graph + sizes.border
+
+
+def advances(count: int, kept: int) -> int:
+    """Segments run again to reach the begin of each of `count`, last one first, beside the pass
+    that first ran them, where `kept` borders can be kept beside the first."""
+    if count <= 1:
+        return 0
+    places, sweeps = kept + 1, _sweeps(count, kept + 1)
+    return sweeps * count - math.comb(places + sweeps, places + 1) - (count - 1)
+
+
+def split(count: int, kept: int) -> int:
+    """After how many of `count` segments the next border is kept, where there is room for `kept`;
+    `count - 1` if there is none."""
+    if kept == 0:
+        return count - 1
+    places, sweeps = kept + 1, _sweeps(count, kept + 1)
+    longest = math.comb(places + sweeps - 1, places)  # that one sweep fewer can reverse
+    return min(longest, count - math.comb(places + sweeps - 2, places - 1))
+
+
+def _sweeps(count: int, places: int) -> int:
+    """How often a segment is run at most: the least r with binomial(places + r, places) >=
+    count."""
+    sweeps = 0
+    while math.comb(places + sweeps, places) < count:
+        sweeps += 1
+    return sweeps

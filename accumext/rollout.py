@@ -1,0 +1,250 @@
+"""`rollout`: the loss of any recurrence on its own output, with exact gradients, in the memory of
+its states."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accumext._checks import fail_type, fail_value, integer, one_of, positive_int, type_name
+from accumext.decoder._checkpoint_plan import Plan, Sizes, choose_plan, least_budget
+from accumext.decoder._recomputed_steps import RecomputedSteps
+from accumext.decoder._recurrent_state import (
+    State,
+    check_nesting,
+    copy_nesting,
+    detach,
+    map_tensors,
+    own_generator,
+    tensors,
+    zero_gradient_tie,
+)
+from accumext.decoder._state_gradient import random_cuts
+from accumext.decoder._windows import truncation_of, unused_k1, windows
+
+OP = "rollout"
+
+
+class RolloutOutput(NamedTuple):
+    """What `rollout` returns."""
+
+    loss: Tensor  # 0-dim, differentiable
+    state: State  # after the last step; detached where k2 is given
+    output: State  # of the last step, likewise; None if there are no steps
+
+
+def rollout(
+    step: Callable[[State, State], tuple[State, State]],
+    state: State,
+    steps: int,
+    *,
+    loss: Callable[[State, int], Tensor],
+    start: State = None,
+    feed: Callable[[State, int], State] | None = None,
+    k1: int | None = None,
+    k2: int | None = None,
+    truncation: str = "fixed",
+    checkpoint: int | None = None,
+    memory_budget: int | None = None,
+    reduction: str = "mean",
+) -> RolloutOutput:
+    """Run a model on its own output for some steps, for a loss with exact gradients.
+
+    For forecasters, world models, simulators and recurrent policies: `output, state = step(input,
+    state)`, where the next input is `feed(output, t)`. The gradient is that of the plain loop, back
+    through states and fed outputs. The graph keeps no tensors but those of its last segment: the
+    others are made again in the backward pass, a segment of steps at a time, from the states and
+    inputs between segments. `out.loss.backward()` brings parameters, wherever `step` has them, the
+    state and `start` their gradients as usual: hooks run once, and DistributedDataParallel
+    communicates once.
+
+    Args:
+        step: `(input, state) -> (output, state)`; each a tensor or any nesting of tuples, lists,
+            dicts and dataclasses. It is called again in the backward pass, with the same random
+            numbers and under the same autocast. All that it hands on goes through its state, and
+            it writes into no tensor that it is given.
+        state: the initial state. Gradients reach it.
+        steps: how many there are, T.
+        loss: `(output, t) -> 0-dim loss` of step t = 0 .. T - 1.
+        start: the input of step 0, of any nesting. Gradients reach it.
+        feed: `(output, t) -> input of step t + 1`; by default the output itself.
+        k1: steps between the ends of two windows of truncated backpropagation; k2 if only that is
+            given. Of no effect when k2 is None, which a warning says.
+        k2: steps a gradient flows back from the end of a window (docs/decoder.md, "k1 and k2"); the
+            state and the fed input are cut there. None: all the way, exact.
+        truncation: "fixed" by k1 and k2; "random" cuts the gradient between any two steps, for the
+            whole batch, with probability 1 / k2, and weights it by 1 / (1 - 1 / k2) where it goes
+            on, so that its expectation is the exact gradient (ARTBP).
+        checkpoint: steps of a segment. None chooses.
+        memory_budget: bytes for what is kept between segments and the graph of one of them. In a
+            small one fewer states are kept, and steps run more than once again (binomial
+            checkpointing). None: twice the memory of the states of all steps, and the graph of
+            sqrt(T) steps. With k1 < k2 the states at which windows begin are kept beside it.
+        reduction: "mean" over the steps, or "sum".
+
+    Returns:
+        A `RolloutOutput`. Under `torch.no_grad` the steps just run.
+
+    Raises:
+        ValueError: a value is wrong, such as k2 < k1 or a budget that not even a segment fits into.
+        TypeError: a type is wrong.
+        RuntimeError: in the backward pass, if a parameter, an input or a state has changed since.
+
+    Example:
+        >>> cell, head, start = nn.GRUCell(3, 16), nn.Linear(16, 3), torch.zeros(8, 3)
+        >>> def step(x, h):
+        ...     h = cell(x, h)
+        ...     return x + head(h), h
+        >>> series = torch.randn(200, 8, 3)
+        >>> error = lambda x, t: F.mse_loss(x, series[t])
+        >>> out = accumext.rollout(step, torch.zeros(8, 16), 200, loss=error, start=start)
+        >>> out.loss.backward()
+
+    Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Griewank & Walther 2000
+    (binomial checkpointing).
+    """
+    steps, k1, k2 = _check(
+        step, state, steps, loss, start, feed, k1, k2, truncation, checkpoint, memory_budget,
+        reduction,
+    )  # fmt: skip
+    if steps == 0:
+        return _no_steps(state, start)
+    factors = None
+    if truncation == "random":
+        assert k2 is not None
+        generator = own_generator(None, torch.device("cpu"))
+        one = torch.ones((), dtype=torch.float64)
+        factors = random_cuts(steps, 1, k2, one, generator)[:, 0].tolist()
+    elif k1 is not None and k1 == k2:
+        factors = [float(t % k1 != 0) for t in range(steps)]
+    builds_graph = torch.is_grad_enabled()
+    spans = [(0, 0, steps)]
+    if builds_graph and k1 is not None and k2 is not None and k1 < k2:
+        spans = windows(steps, k1, k2)
+
+    def choose(sizes: Sizes) -> Plan:
+        plan = choose_plan(steps, sizes, checkpoint, memory_budget)
+        if plan is None:
+            contract = f"hold {least_budget(steps, sizes, checkpoint)} bytes: a segment's graph, "
+            fail_value(OP, "memory_budget", contract + "and what it starts from", memory_budget)
+        return plan
+
+    plan = Plan(steps, None) if not builds_graph else None
+    if builds_graph and memory_budget is None and checkpoint is not None:
+        plan = Plan(checkpoint, None)
+    one_step = _OneStep(step, loss, feed, steps, factors)
+    starts = {begin for begin, _, _ in spans[1:]}
+    running = RecomputedSteps(OP, one_step, steps, _device(state, start), plan, choose, starts)
+    losses: list[Tensor] = []
+    carry: State = None
+    for begin, counting, end in spans:
+        if counting > 0:
+            carry = running.rewind(begin)
+        if begin == 0:  # with its graph
+            carry = copy_nesting((start, state))
+        carry, some = running.run(begin, counting, end, carry)
+        losses += some
+    output, last = carry
+    if k2 is not None:
+        output, last = detach(output), detach(last)
+    total = torch.stack(losses).sum()
+    return RolloutOutput(total / steps if reduction == "mean" else total, last, output)
+
+
+@dataclass(frozen=True)
+class _OneStep:
+    """A step, its loss and its feedback, from (input, state) to the (input, state) after it."""
+
+    step: Callable[[State, State], tuple[State, State]]
+    loss: Callable[[State, int], Tensor]
+    feed: Callable[[State, int], State] | None
+    steps: int
+    # Of the gradient that flows back from step t to the one before; None: 1 everywhere.
+    factors: list[float] | None
+
+    def __call__(self, t: int, carry: State, counted: bool) -> tuple[State, Tensor]:
+        """Behind the last step its output stands in the place of an input."""
+        if self.factors is not None and t > 0:
+            carry = _weighted(carry, self.factors[t])
+        result = self.step(*carry)
+        if not isinstance(result, tuple) or len(result) != 2:
+            fail_type(OP, "step", "return (output, state)", type_name(result))
+        output, state = result
+        with torch.set_grad_enabled(counted and torch.is_grad_enabled()):
+            loss = self.loss(output, t)
+        if not isinstance(loss, Tensor):
+            fail_type(OP, "loss", "return a tensor", type_name(loss))
+        if loss.dim() != 0:
+            fail_value(OP, "loss", "return a 0-dim loss", f"shape {list(loss.shape)}")
+        following = output
+        if self.feed is not None and t + 1 < self.steps:
+            following = self.feed(output, t)
+        if t == 0:  # the others are alike
+            check_nesting(OP, "state", state)
+            check_nesting(OP, "output" if self.feed is None else "what feed returns", following)
+        return (following, state), loss
+
+
+def _weighted(carry: State, factor: float) -> State:
+    """The same values, whose gradient is multiplied by a factor on its way back."""
+    if factor == 0:
+        return detach(carry)
+    if factor == 1:
+        return carry
+
+    def weighted(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        view = tensor.view_as(tensor)
+        view.register_hook(lambda gradient: gradient * factor)
+        return view
+
+    return map_tensors(weighted, carry)
+
+
+def _device(state: State, start: State) -> torch.device:
+    """Whose generators dropout draws from, beside the CPU's."""
+    for tensor in tensors((state, start)):
+        if tensor.device.type != "cpu":
+            return tensor.device
+    if torch.cuda.is_initialized():  # `step` may make tensors there
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _no_steps(state: State, start: State) -> RolloutOutput:
+    """The loss 0, with zero gradients for what would have had one."""
+    given = tensors((state, start))
+    device = given[0].device if given else None
+    tie = zero_gradient_tie(given) if torch.is_grad_enabled() else None
+    zero = torch.zeros((), device=device)
+    return RolloutOutput(zero if tie is None else tie, copy_nesting(state), None)
+
+
+def _check(
+    step: Any, state: Any, steps: Any, loss: Any, start: Any, feed: Any, k1: Any, k2: Any,
+    truncation: Any, checkpoint: Any, memory_budget: Any, reduction: Any,
+) -> tuple[int, int | None, int | None]:  # fmt: skip
+    for name, function in (("step", step), ("loss", loss), ("feed", feed)):
+        if not callable(function) and not (name == "feed" and function is None):
+            contract = "be callable" if name != "feed" else "be callable or None"
+            fail_type(OP, name, contract, type_name(function))
+    check_nesting(OP, "state", state)
+    check_nesting(OP, "start", start)
+    steps = integer(OP, "steps", steps)
+    if steps < 0:
+        fail_value(OP, "steps", "be at least 0", steps)
+    k1, k2 = truncation_of(OP, k1, k2, truncation)
+    if checkpoint is not None:
+        positive_int(OP, "checkpoint", checkpoint)
+    if memory_budget is not None:
+        positive_int(OP, "memory_budget", memory_budget)
+    one_of(OP, "reduction", reduction, ("mean", "sum"))
+    if k1 is not None and k2 is None:
+        warnings.warn(f"{OP}: {unused_k1(k1)}", stacklevel=3)  # where the user called
+    return steps, k1, k2
