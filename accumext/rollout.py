@@ -140,19 +140,18 @@ def rollout(
     one_step = _OneStep(step, loss, feed, steps, factors)
     starts = {begin for begin, _, _ in spans[1:]}
     running = RecomputedSteps(OP, one_step, steps, _device(state, start), plan, choose, starts)
-    losses: list[Tensor] = []
     carry: State = None
+    total: Tensor | None = None
     for begin, counting, end in spans:
         if counting > 0:
             carry = running.rewind(begin)
         if begin == 0:  # with its graph
             carry = copy_nesting((start, state))
-        carry, some = running.run(begin, counting, end, carry)
-        losses += some
+        carry, total = running.run(begin, counting, end, carry, total)
     output, last = carry
     if k2 is not None:
         output, last = detach(output), detach(last)
-    total = torch.stack(losses).sum()
+    assert total is not None
     return RolloutOutput(total / steps if reduction == "mean" else total, last, output)
 
 

@@ -36,17 +36,22 @@ def choose_plan(steps: int, sizes: Sizes, length: int | None, budget: int | None
     root = math.isqrt(steps)
     if budget is None:  # small states leave room for the borders all the same
         budget = max(2 * steps * sizes.state, (root + 3) * sizes.border) + root * sizes.graph
-    lengths = {-(-steps // count) for count in range(1, root + 1)}
-    lengths |= set(range(SMALLEST, root + 2))
+    if length is not None:
+        lengths = {length}
+    else:  # even shares, what is left by so many borders, and the short ones
+        counts = range(1, root + 2)
+        lengths = {-(-steps // count) for count in counts}
+        lengths |= {(budget - count * sizes.border) // max(1, sizes.graph) for count in counts}
+        lengths = {max(SMALLEST, min(n, steps)) for n in lengths | set(range(root + 2))}
     plans = {}
-    for segment in [length] if length is not None else {max(SMALLEST, n) for n in lengths}:
-        count = -(-steps // segment)
+    for segment in lengths:
+        again = -(-steps // segment) - 1  # segments that run again: all but the last
         # Beside the graph of a segment there is the border that it starts from.
         room = budget - min(segment, steps) * sizes.graph
-        kept = count - 1 if sizes.border == 0 else min(room // sizes.border - 1, count - 1)
-        if room >= sizes.border and kept >= 0:
-            again = segment * advances(count, kept) + steps - segment
-            plans[Plan(segment, None if kept == count - 1 else kept)] = again
+        kept = min(room // max(1, sizes.border) - 1, max(0, again - 1))
+        if kept >= 0:
+            plan = Plan(segment, None if kept >= again - 1 else kept)
+            plans[plan] = segment * advances(again, kept) + steps - min(segment, steps)
     return min(plans, key=lambda plan: (plans[plan], plan.length), default=None)
 
 

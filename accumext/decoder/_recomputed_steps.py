@@ -63,19 +63,20 @@ class RecomputedSteps:
         if plan is not None:
             self._follow(plan, 0)
 
-    def run(self, begin: int, counting: int, end: int, carry: State) -> tuple[State, list[Tensor]]:
-        """What the step after [begin, end) starts from, and the losses of steps [counting, end)."""
-        losses: list[Tensor] = []
+    def run(
+        self, begin: int, counting: int, end: int, carry: State, total: Tensor | None
+    ) -> tuple[State, Tensor | None]:
+        """What the step after [begin, end) starts from, and `total` with the losses of steps
+        [counting, end) added."""
         while begin < end:
             measured = self._grid is None and end - begin > SMALLEST
             stop = begin + SMALLEST if measured else min(self._next_border(begin), end)
             if stop == self.steps:  # the backward pass begins with these: their graph is kept
-                carry, some = self.run_segment(begin, counting, stop, carry)
+                carry, total = self._run_segment(begin, counting, stop, carry, total)
             else:
-                carry, some = self._run_recorded(begin, counting, stop, carry, measured)
-            losses += some
+                carry, total = self._run_recorded(begin, counting, stop, carry, total, measured)
             begin = stop
-        return carry, losses
+        return carry, total
 
     def rewind(self, step: int) -> State:
         """What a step of `starts` started from, without a graph; the generators are as they were
@@ -90,49 +91,50 @@ class RecomputedSteps:
         following = bisect_right(self._grid, step)
         return self._grid[following] if following < len(self._grid) else self.steps
 
-    def run_segment(
-        self, begin: int, counting: int, end: int, carry: State
-    ) -> tuple[State, list[Tensor]]:
-        """The steps [begin, end), as they are."""
-        losses = []
+    def _run_segment(
+        self, begin: int, counting: int, end: int, carry: State, total: Tensor | None = None
+    ) -> tuple[State, Tensor | None]:
+        """As `run`, with nothing recorded. Losses are added one by one: some of torch's lie in the
+        memory of what they are a mean of."""
         for t in range(begin, end):
             self._borders.save_start(t, carry)
             carry, loss = self._step(t, carry, t >= counting)
             if t >= counting:
-                losses.append(loss)
-        return carry, losses
+                total = loss if total is None else total + loss
+        return carry, total
 
     def _run_recorded(
-        self, begin: int, counting: int, end: int, carry: State, measured: bool
-    ) -> tuple[State, list[Tensor]]:
+        self, begin: int, counting: int, end: int, carry: State, total: Tensor | None,
+        measured: bool,
+    ) -> tuple[State, Tensor | None]:  # fmt: skip
         self._borders.save(begin, carry)
         sizes = _Measure() if measured else None
         segment = _Segment(self, begin, counting, end, carry, sizes)
-        losses: list[Tensor] = []
         with saved_tensors_hooks(segment.pack, segment.unpack):
             if sizes is not None:
-                carry, losses = self.run_segment(begin, counting, end - 1, carry)
+                carry, total = self._run_segment(begin, counting, end - 1, carry, total)
                 sizes.before_last = sizes.total()
                 begin = end - 1
-            carry, others = self.run_segment(begin, counting, end, carry)
+            carry, total = self._run_segment(begin, counting, end, carry, total)
         if sizes is not None:
             segment.measure = None
             border = [*tensors(carry), *rng_state(self._borders.device)]
             state = tensors(carry[1])
             graph = sizes.total() - sizes.before_last
             self._follow(self._choose(Sizes(memory(border), memory(state), graph)), end)
-        return carry, losses + others
+        return carry, total
 
     def _follow(self, plan: Plan, begin: int) -> None:
-        """Segments of equal length from `begin` on."""
-        self._grid = sorted({0, *range(begin, self.steps, plan.length)})
-        self._borders.follow(self._grid, plan.kept)
+        """Segments from `begin` on, of equal length but for the first of them: the last one, which
+        does not run again, has that length, too."""
+        self._grid = sorted({0, begin, *range(self.steps - plan.length, begin, -plan.length)})
+        self._borders.follow(self._grid[:-1], plan.kept)  # the last segment does not run again
 
     def _pass_over(self, begin: int, end: int, carry: State) -> State:
         """What step `end` starts from, without a graph."""
         # Casts of the weights without a graph are none that a later step with a graph may use.
         with torch.no_grad(), self._autocast(False):
-            return self.run_segment(begin, end, end, copy_nesting(carry))[0]
+            return self._run_segment(begin, end, end, copy_nesting(carry))[0]
 
     def unpack(self, segment: _Segment, index: int) -> Tensor:
         """A tensor that the graph of a segment would have saved. It is given away."""
@@ -159,7 +161,7 @@ class RecomputedSteps:
             self._autocast(True),
             saved_tensors_hooks(pack, _never),
         ):
-            self.run_segment(segment.begin, segment.counting, segment.end, carry)
+            self._run_segment(segment.begin, segment.counting, segment.end, carry)
         if len(found) != len(segment.writes):
             contract = f"save {len(segment.writes)} tensors for the backward pass in its replay too"
             raise RuntimeError(message(self.op, "step", contract, len(found)))

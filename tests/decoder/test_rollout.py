@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from support.decode_oracle import relative_distance
 from torch import Tensor, nn
 
 import accumext
+from accumext.decoder._recurrent_state import tensors
 from accumext.demo.memory import peak_memory
 
 EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
@@ -52,7 +55,13 @@ class World:
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [*self.cell.parameters(), *self.head.parameters(), self.scale, self.hidden, self.start]
+        return [
+            *self.cell.parameters(),
+            *self.head.parameters(),
+            self.scale,
+            self.hidden,
+            self.start,
+        ]
 
     def state(self) -> Any:
         zero = torch.zeros((), dtype=torch.int64)
@@ -141,14 +150,8 @@ def plain(
     return (total / steps if reduction == "mean" else total), (output, carry[1])
 
 
-def values(nested: Any) -> list[Tensor]:
-    from accumext.decoder._recurrent_state import tensors
-
-    return tensors(nested)
-
-
 def same(actual: Any, expected: Any) -> None:
-    for a, e in zip(values(actual), values(expected), strict=True):
+    for a, e in zip(tensors(actual), tensors(expected), strict=True):
         torch.testing.assert_close(a, e, rtol=EXACT, atol=EXACT)
 
 
@@ -173,7 +176,7 @@ def test_any_rollout_is_the_plain_loop(
     )
     torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=EXACT)
     same((out.output, out.state), (output, state))
-    assert any(t.requires_grad for t in values(out.state)) == (k2 is None)
+    assert any(t.requires_grad for t in tensors(out.state)) == (k2 is None)
     assert relative_distance(world.gradients(out.loss), expected) < EXACT
 
 
@@ -248,10 +251,9 @@ def plain_gru(step: Any, h: Any, steps: int, call: dict[str, Any]) -> tuple[Tens
     return torch.stack(losses).mean(), h
 
 
-def test_the_expectation_over_all_cuts_is_the_exact_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    import itertools
-    import sys
-
+def test_the_expectation_over_all_cuts_is_the_exact_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     steps, mean = 5, 4
     world = World()
     exact = world.gradients(world.rollout(steps).loss)
@@ -263,7 +265,7 @@ def test_the_expectation_over_all_cuts_is_the_exact_gradient(monkeypatch: pytest
         monkeypatch.setattr(sys.modules["accumext.rollout"], "random_cuts", lambda *_, f=factors: f)
         world.encoded = torch.tanh(world.hidden * 2)
         out = world.rollout(steps, truncation="random", k2=mean, checkpoint=2)
-        assert not any(t.requires_grad for t in values((out.state, out.output)))
+        assert not any(t.requires_grad for t in tensors((out.state, out.output)))
         gradients = world.gradients(out.loss)
         chance = 0.25 ** sum(pattern) * 0.75 ** (steps - 1 - sum(pattern))
         for total, gradient in zip(expected, gradients, strict=True):
@@ -301,20 +303,26 @@ def test_the_output_is_fed_and_a_state_may_be_none(checkpoint: int | None) -> No
 
 
 def test_a_loss_that_ignores_the_output() -> None:
-    cell, step, call = gru()
+    _, step, call = gru()
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
-    out = accumext.rollout(step, zeros(), 9, loss=lambda x, t: weight * t, checkpoint=2, start=call["start"])
+    out = accumext.rollout(
+        step, zeros(), 9, loss=lambda x, t: weight * t, checkpoint=2, start=call["start"]
+    )
     out.loss.backward()
     assert out.loss == 4
     assert weight.grad == 4
-    constant = accumext.rollout(step, zeros(), 9, loss=lambda x, t: torch.tensor(2.0), start=call["start"])
+    constant = accumext.rollout(
+        step, zeros(), 9, loss=lambda x, t: torch.tensor(2.0), start=call["start"]
+    )
     assert constant.loss == 2
     assert not constant.loss.requires_grad
 
 
 def test_no_steps() -> None:
     state, start = zeros(), zeros()
-    out = accumext.rollout(lambda x, h: (x, h), {"h": state}, 0, loss=lambda x, t: x.sum(), start=start)
+    out = accumext.rollout(
+        lambda x, h: (x, h), {"h": state}, 0, loss=lambda x, t: x.sum(), start=start
+    )
     assert out.loss == 0
     assert out.output is None
     assert out.state["h"] is state
@@ -344,7 +352,9 @@ def test_a_graph_may_be_walked_twice_and_hooks_run_once(budget: int | None) -> N
     plain_gru(step, zeros(), 20, call)[0].backward()
     expected = [p.grad.clone() for p in cell.parameters()]
     cell.zero_grad()
-    out = accumext.rollout(step, zeros(), 20, checkpoint=4, memory_budget=budget and 4 * 2000 + budget, **call)
+    out = accumext.rollout(
+        step, zeros(), 20, checkpoint=4, memory_budget=budget and 4 * 2000 + budget, **call
+    )
     out.loss.backward(retain_graph=True)
     out.loss.backward()
     assert relative_distance([p.grad / 2 for p in cell.parameters()], expected) < EXACT
@@ -362,7 +372,9 @@ def test_without_a_graph_the_steps_just_run() -> None:
     torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=0)
 
 
-@pytest.mark.parametrize(("checkpoint", "calls"), [(4, 20 + 16), (20, 20), (1, 20 + 19), (3, 20 + 18)])
+@pytest.mark.parametrize(
+    ("checkpoint", "calls"), [(4, 20 + 16), (20, 20), (1, 20 + 19), (3, 20 + 17)]
+)
 def test_a_step_runs_again_once_but_for_the_last_segment(checkpoint: int, calls: int) -> None:
     world = World()
     world.gradients(world.rollout(20, checkpoint=checkpoint).loss)
@@ -370,7 +382,7 @@ def test_a_step_runs_again_once_but_for_the_last_segment(checkpoint: int, calls:
 
 
 def test_all_is_freed_with_the_result() -> None:
-    cell, step, call = gru()
+    _, step, call = gru()
     gc.collect()
     gc.disable()
     try:
@@ -390,13 +402,20 @@ def test_all_is_freed_with_the_result() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("options", [{"checkpoint": 3}, {"checkpoint": 3, "k1": 2, "k2": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"checkpoint": 3}, {"checkpoint": 3, "k1": 2, "k2": 5}], ids=str
+)
 def test_what_has_changed_since_is_an_error(options: dict[str, Any]) -> None:
     cell, step, call = gru()
     text = "rollout: parameters, inputs and states must be those of the forward pass until the backward pass has run"
-    out = accumext.rollout(step, zeros(), 20, **options, **call)
+    early = torch.ones(SIZE, dtype=torch.float64, requires_grad=True)
+
+    def loss(x: Tensor, t: int) -> Tensor:
+        return (x * early).mean() if t < 3 else x.mean()
+
+    out = accumext.rollout(step, zeros(), 20, **{**options, **call, "loss": loss})
     with torch.no_grad():
-        cell.weight_hh.mul_(2)
+        early.mul_(2)
     with pytest.raises(RuntimeError, match=re.escape(text)):
         out.loss.backward()
     state = torch.zeros(BATCH, SIZE, dtype=torch.float64)
@@ -407,7 +426,7 @@ def test_what_has_changed_since_is_an_error(options: dict[str, Any]) -> None:
 
 
 def test_a_replay_that_does_something_else_is_an_error() -> None:
-    cell, step, call = gru()
+    _, step, call = gru()
     calls = 0
 
     def changing(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -416,11 +435,17 @@ def test_a_replay_that_does_something_else_is_an_error() -> None:
         return step(x, h if calls <= 20 else torch.tanh(h))
 
     out = accumext.rollout(changing, zeros(), 20, checkpoint=4, **call)
-    with pytest.raises(RuntimeError, match=r"^rollout: step must save \d+ tensors for the backward pass in its"):
+    with pytest.raises(
+        RuntimeError, match=r"^rollout: step must save \d+ tensors for the backward pass in its"
+    ):
         out.loss.backward()
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint": 2}, {"checkpoint": 2, "memory_budget": 4000}, {"k1": 1, "k2": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoint": 2}, {"checkpoint": 2, "memory_budget": 7000}, {"k1": 1, "k2": 3}],
+    ids=str,
+)
 def test_a_replay_is_under_the_same_autocast(options: dict[str, Any]) -> None:
     cell = nn.Linear(SIZE, SIZE)
     start = torch.randn(BATCH, SIZE)
@@ -451,6 +476,7 @@ def test_a_replay_is_under_the_same_autocast(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
 def test_a_compiled_step() -> None:
     cell, step, call = gru()
     memory = torch.tanh(call["start"] * 2)  # closed over, with a graph
@@ -484,14 +510,16 @@ def wide_rollout(steps: int = STEPS, **options: Any) -> Callable[[], None]:
     start, state = torch.zeros(ROWS, WIDE), torch.zeros(ROWS, WIDE)
 
     def run() -> None:
-        out = accumext.rollout(step, state, steps, loss=lambda x, t: F.mse_loss(x, series[t]), start=start, **options)
+        out = accumext.rollout(
+            step, state, steps, loss=lambda x, t: F.mse_loss(x, series[t]), start=start, **options
+        )
         out.loss.backward()
 
     return run
 
 
 STATE = ROWS * WIDE * 4
-GRAPH = STATE * 8.3  # of a step: as measured with everything kept
+GRAPH = STATE * 7  # of a step: as measured with everything kept
 GRADIENTS = 3 * 2 * 3 * WIDE * WIDE * 4  # of both weights, of a step and summed
 
 
@@ -506,11 +534,11 @@ def test_the_peak_is_that_of_states_and_a_segment() -> None:
     assert peak_memory(wide_rollout()) - GRADIENTS < 1.15 * (2 * STEPS * STATE + 12 * GRAPH)
 
 
-@pytest.mark.parametrize("graphs", [5, 10, 40, 100])
+@pytest.mark.parametrize("graphs", [6, 10, 40, 100])
 def test_a_budget_is_kept_to_and_used(graphs: int) -> None:
     budget = int(graphs * GRAPH)
     peak = peak_memory(wide_rollout(memory_budget=budget))
-    assert 0.7 * budget < peak < 1.1 * budget + GRADIENTS
+    assert 0.75 * budget < peak < 1.05 * budget + GRADIENTS
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -550,7 +578,10 @@ def test_wrong_arguments(change: dict[str, Any], kind: type[Exception], text: st
 
 def test_a_budget_for_less_than_a_segment() -> None:
     _, step, call = gru()
-    with pytest.raises(ValueError, match=r"^rollout: memory_budget must hold \d+ bytes: a segment's graph, and what it starts from, got 100$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^rollout: memory_budget must hold \d+ bytes: a segment's graph, and what it starts from, got 100$",
+    ):
         accumext.rollout(step, zeros(), 20, memory_budget=100, **call)
 
 
