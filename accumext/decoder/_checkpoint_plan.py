@@ -61,12 +61,23 @@ def least_budget(steps: int, sizes: Sizes, length: int | None) -> int:
 
 
 def advances(count: int, kept: int) -> int:
-    """Segments run again to reach the begin of each of `count`, last one first, beside the pass
-    that first ran them, where `kept` borders can be kept beside the first."""
+    """Segments to run again to reach the begin of each of `count`, last one first, where the first
+    pass has kept `kept_at_first`."""
     if count <= 1:
         return 0
     places, sweeps = kept + 1, _sweeps(count, kept + 1)
-    return sweeps * count - math.comb(places + sweeps, places + 1) - (count - 1)
+    all_sweeps = sweeps * count - math.comb(places + sweeps, places + 1)
+    return all_sweeps - max(kept_at_first(count, kept), default=0)
+
+
+def kept_at_first(count: int, kept: int) -> list[int]:
+    """Before which of `count` segments the first pass keeps borders, beside the first."""
+    found, at = [], 0
+    for room in range(kept, 0, -1):
+        if count - at > 1:
+            at += split(count - at, room)
+            found.append(at)
+    return found
 
 
 def split(count: int, kept: int) -> int:

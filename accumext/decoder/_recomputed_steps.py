@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accumext._checks import message
 from accumext._torch_private import write_count
-from accumext.decoder._checkpoint_plan import SMALLEST, Plan, Sizes, split
+from accumext.decoder._checkpoint_plan import SMALLEST, Plan, Sizes, kept_at_first, split
 from accumext.decoder._recurrent_state import (
     State,
     copy_nesting,
@@ -244,11 +244,7 @@ class _Borders:
     def follow(self, grid: list[int], kept: int | None) -> None:
         """Keep at most `kept` of the borders of a grid."""
         self._grid, self._kept = grid, kept
-        at, room = 0, kept or 0
-        while kept is not None and room and len(grid) - at > 1:
-            at += split(len(grid) - at, room)
-            room -= 1
-            self._first.add(grid[at])
+        self._first = {grid[n] for n in kept_at_first(len(grid), kept or 0)}
 
     def save_start(self, step: int, carry: State) -> None:
         """Keep a border to which `rewind` will go back."""
