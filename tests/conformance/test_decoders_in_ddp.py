@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.optimizer_oracle import assert_close
 from torch import nn
@@ -29,8 +30,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(SIZE, VOCABULARY)
         self.double()
 
-    def forward(self, how, *args):
-        return getattr(self, how)(*args)
+    def forward(self, how, *args, **options):
+        return getattr(self, how)(*args, **options)
 
     def step(self, token, state):
         state = self.cell(self.embedding(token), state)
@@ -57,6 +58,23 @@ class Decoder(nn.Module):
             state = self.cell(self.embedding(tokens), state)
             states.append(state)
         total = accumext.chunked_loss(part, torch.stack(states), targets, chunks=3, reduction="sum")
+        return total / (targets != IGNORED).sum()
+
+    def rolled(self, targets, inputs, **options):
+        def loss(logits, t):
+            return F.cross_entropy(logits, targets[t], reduction="sum")
+
+        total = accumext.rollout(
+            self.step,
+            torch.zeros(targets.shape[1], SIZE, dtype=torch.float64),
+            STEPS,
+            loss=loss,
+            start=inputs[0],
+            feed=lambda logits, t: inputs[t + 1],
+            checkpoint=2,
+            reduction="sum",
+            **options,
+        ).loss
         return total / (targets != IGNORED).sum()
 
     def by_the_book(self, targets, inputs):
@@ -149,6 +167,38 @@ def chunked_loss_while_backward_runs(rank, world):
     return train(rank, world, one_backward("sliced"), reduce_in_backward=True)
 
 
+def rollout(rank, world):
+    return train(rank, world, one_backward("rolled"))
+
+
+def rollout_while_backward_runs(rank, world):
+    return train(rank, world, one_backward("rolled"), reduce_in_backward=True)
+
+
+def all_reduces_of_a_rollout(rank, world):
+    """How often DDP sends each of its buckets while the loss of one rollout flows back."""
+    model = DistributedDataParallel(make())
+    sent = []
+
+    def hook(state, bucket):
+        sent.append(bucket.index())
+        return (
+            dist.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda f: f.value()[0])
+        )
+
+    model.register_comm_hook(None, hook)
+    targets, inputs = next(micro_batches())
+    mine = slice(rank, None, world)
+    counts = []
+    for options in ({}, {"k1": 1, "k2": 3}):
+        sent.clear()
+        model("rolled", targets[:, mine], inputs[:, mine], **options).backward()
+        counts.append(sorted(sent) == list(range(len(sent))) and len(sent))
+    return {"counts": counts}
+
+
 def tbptt(rank, world):
     return train(rank, world, backward_per_step)
 
@@ -160,18 +210,22 @@ SCENARIOS = (
     decode_loss_straight_while_backward_runs,
     chunked_loss,
     chunked_loss_while_backward_runs,
+    rollout,
+    rollout_while_backward_runs,
     tbptt,
 )
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda world: f"{world}-processes")
 def seen(request, tmp_path_factory):
-    return ranks.run_on(request.param, SCENARIOS, "decoders", tmp_path_factory)
+    return ranks.run_on(
+        request.param, (*SCENARIOS, all_reduces_of_a_rollout), "decoders", tmp_path_factory
+    )
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_decoders_in_ddp(seen, scenario):
-    """`decode_loss`, `tbptt` and `chunked_loss` in DDP equal plain autograd on the joined batch"""
+    """the decoder's functions and `chunked_loss` in DDP equal plain autograd on the joined batch"""
     model = make()
     optimizer = sgd(model)
     joined = list(micro_batches())
@@ -187,3 +241,9 @@ def test_decoders_in_ddp(seen, scenario):
     first = ranks.agreed(seen, scenario)
     assert_close(first["parameters"], [p.detach() for p in model.parameters()])
     assert first["stats"]["clip_coef"] < 1.0
+
+
+def test_a_rollout_in_ddp_reduces_once(seen):
+    """a `rollout` in DDP reduces every bucket of gradients once"""
+    for rank in seen:
+        assert rank["all_reduces_of_a_rollout"]["counts"] == [1, 1]
