@@ -10,38 +10,52 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accumext._checks import fail_type, fail_value, one_of, positive_int, type_name
-from accumext._torch_private import tree_map
+from accumext._checks import (
+    FLOAT_DTYPES,
+    fail_type,
+    fail_value,
+    integer,
+    one_of,
+    positive_int,
+    type_name,
+)
 from accumext.decoder._feedback import Feedback, feedback_of
 from accumext.decoder._recurrent_state import (
     State,
     check_nesting,
     detach,
+    freeze,
+    map_tensors,
     rng_state,
     set_rng_state,
+    within_length_of,
     zero_gradient_tie,
 )
+from accumext.decoder._windows import windows
 
 OP = "tbptt"
+IGNORED = -100  # `ignore_index` of `F.cross_entropy`
 
 
 class TBPTTResult(NamedTuple):
     """What `tbptt` returns."""
 
     loss: Tensor  # 0-dim, detached, on the device
-    tokens: Tensor  # int64 [T, B]: the argmax (or sample) of each step
+    # int64 [T, B]: the argmax (or sample) of each step. Of floating-point targets the outputs
+    # [T, B, ...], detached.
+    tokens: Tensor
     state: State  # after the last step, detached
 
 
 def tbptt(
-    step: Callable[[Tensor, State], tuple[Tensor, State]],
-    targets: Tensor,  # int64 [T, B]
+    step: Callable[..., tuple[Tensor, State]],
+    targets: Tensor,  # int64 [T, B], or floating-point [T, B, ...]
     state: State,
     *,
-    criterion: Callable[[Tensor, Tensor], Tensor],
+    criterion: Callable[..., Tensor],
     feedback: str | Tensor = "greedy",
-    start: int | Tensor = 0,
-    inputs: Tensor | None = None,  # int64 [T, B]
+    start: float | Tensor = 0,
+    inputs: Tensor | None = None,  # int64 [T, B], or floating-point [T, B, ...]
     k1: int = 1,
     k2: int | None = None,
     backward: Callable[[Tensor], Any] = torch.Tensor.backward,
@@ -49,32 +63,45 @@ def tbptt(
     teacher_forcing: float = 1.0,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    lengths: Tensor | None = None,  # int64 [B]
+    context: tuple[Tensor, ...] = (),
+    batch_dim: int = 0,
 ) -> TBPTTResult:
     """Truncated BPTT(k1, k2) over any module: a backward pass every k1 steps, through k2 steps.
 
     The loss is `sum_t criterion(logits_t, targets[t])`, divided by T under "mean". After every k1
-    steps (and at the end) the loss of those steps flows back k2 steps, the graph is freed and the
-    state detached, so memory is that of k2 steps. With k1 = k2 every step runs once. With k1 < k2 a
-    window starts again from the state k2 steps back, replaying tokens and dropout, so that each
-    step runs k2 / k1 times; `decode_loss` does the same for known cells without running the head
-    again.
+    steps (and at the end) the loss of those steps flows back (docs/decoder.md, "k1 and k2"), the
+    graph is freed and the state detached, so memory is that of k2 steps. With k1 = k2 every step
+    runs once. With k1 < k2 a window starts again from the state k2 steps back, replaying tokens and
+    dropout, so that each step runs k2 / k1 times; `decode_loss` does the same for known cells
+    without running the head again.
 
     Args:
-        step: `(token [B], state) -> (logits [B, V], state)`; parameters get their gradients
-            wherever `step` has them.
-        targets: int64 [T, B].
-        state: initial state, any nesting of tuples, lists and dicts; gradients reach it from the
-            windows that start at step 0.
+        step: `(token [B], state, *context) -> (logits [B, V], state)`; parameters get their
+            gradients wherever `step` has them. With floating-point inputs or targets, `(input
+            [B, ...], state, *context) -> (output [B, ...], state)`.
+        targets: int64 [T, B]; or, for regression, floating-point [T, B, ...].
+        state: initial state, any nesting of tuples, lists, dicts and dataclasses; gradients reach
+            it from the windows that start at step 0.
         criterion: `(logits [B, V], target [B]) -> 0-dim loss` of one step, such as
             `F.cross_entropy`; its mean is NaN in a step that is ignored everywhere, a sum is not.
         feedback, start, inputs, teacher_forcing, temperature, generator: as in `decode_loss`, but
-            for ignored targets: a negative one is fed as 0, any other as it is.
-        k1: steps between two backward passes.
-        k2: steps a gradient flows back, at least k1; None means k1.
+            for ignored targets: a negative one is fed as 0, any other as it is. With floating-point
+            inputs or targets feedback is "teacher", and what is fed are the `inputs`, by default
+            `start` followed by `targets[:-1]`; `accumext.rollout` feeds a model its own output.
+        k1: steps between the ends of two windows.
+        k2: steps a gradient flows back from the end of a window, at least k1; None means k1.
         backward: called with each window's loss: `opt.backward`, or `lambda loss:
             scaler.scale(loss).backward()`. Under an `AccumulatingOptimizer` put the call inside
             `with opt.micro_batch():`, so that the windows count as one micro-batch.
         reduction: "mean" over the steps, or "sum".
+        lengths: int64 [B]. A row past its length keeps its state; its target is -100, which
+            `F.cross_entropy` ignores. With floating-point targets the criterion gets a third
+            argument, bool [B]: the rows that count. A step past all lengths has loss 0.
+        context: tensors handed to `step` at every step, such as attention memory. Gradients reach
+            them from every window, in the last backward pass.
+        batch_dim: where the state's tensors have the batch, if there are `lengths`; 0-dim tensors
+            are everyone's.
 
     Returns:
         A `TBPTTResult`. Nothing in it is read from the device.
@@ -83,58 +110,96 @@ def tbptt(
         ValueError: a value or shape is wrong, such as k2 < k1.
         TypeError: a type is wrong.
         RuntimeError: from torch, "a second time", if `step` uses a tensor with a graph of its own
-            (attention memory) and there are several windows. Detach it, or use `decode_loss`, which
-            takes it as `context`.
+            that is no `context`, and there are several windows.
 
     Example:
         >>> result = accumext.tbptt(model, targets, hidden, criterion=F.cross_entropy, k1=1)
 
     Source: Williams & Peng 1990.
     """
-    source, k1, k2 = _check(
+    source, k1, k2, live = _check(
         step, targets, state, criterion, feedback, start, inputs, k1, k2, backward, reduction,
-        teacher_forcing, temperature, generator,
+        teacher_forcing, temperature, generator, lengths, context, batch_dim,
     )  # fmt: skip
     steps = targets.shape[0]
     loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
-    windows = _Windows(step, targets, criterion, source, loss_factor)
+    rows = None if live is None else _Rows(live, batch_dim)
+    running = _Steps(step, _Losses(criterion, targets, rows), source, rows)
     history = _StateHistory(k2, targets.device) if k1 < k2 else None
-    initial = _InitialState(state)
+    initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
     losses = []
-    for begin in range(0, steps, k1):
-        end = min(begin + k1, steps)
-        first = max(0, end - k2) if history is not None else begin
+    for first, begin, end in windows(steps, k1, k2) if steps else []:
         if history is not None:
             state = history.restore(first, state)
         if first == 0:
-            state = initial.state(last=end == steps or min(end + k1, steps) > k2)
-        loss, state = windows.run(first, begin, end, state, history)
-        if first == 0 and (tie := initial.tie()) is not None:
-            loss = loss + tie.to(loss.dtype)
+            state = initial.tensors(last=end == steps or min(end + k1, steps) > k2)
+        running.context = memory.tensors(last=end == steps)
+        loss, state = running.run(first, begin, end, state, history)
+        loss = loss * loss_factor
+        shared = [initial] if first == 0 else []
+        for tie in [graph.tie() for graph in (*shared, memory)]:
+            loss = loss if tie is None else loss + tie.to(loss.dtype)
         losses.append(loss.detach())
         backward(loss)
         state = detach(state)
     if not losses:
         return TBPTTResult(torch.zeros((), device=targets.device), targets.clone(), detach(state))
-    return TBPTTResult(torch.stack(losses).sum(), torch.stack(windows.tokens), detach(state))
+    return TBPTTResult(torch.stack(losses).sum(), torch.stack(running.outputs), detach(state))
 
 
-class _Windows:
-    """Runs steps, keeping the tokens that were fed and predicted."""
+class _Rows:
+    """Rows of different lengths: their states and targets past their ends."""
+
+    def __init__(self, live: Tensor, batch_dim: int) -> None:  # bool [T, B]
+        self.live, self.batch_dim = live, batch_dim
+        self.any = live.any(1)  # [T]
+        # A step past all ends has a loss like any other, which is not counted: no mean of nothing.
+        self.counted = live | ~self.any[:, None]
+
+    def freeze(self, t: int, new: State, old: State) -> State:
+        return freeze(OP, self.live[t], new, old, self.batch_dim)
+
+    def targets(self, targets: Tensor) -> Tensor:
+        """Of int64 targets [T, B], those that count."""
+        past = torch.where(self.any[:, None], IGNORED, 0)
+        return torch.where(self.live, targets, past)
+
+
+class _Losses:
+    """The loss of every step."""
 
     def __init__(
-        self,
-        step: Callable[[Tensor, State], tuple[Tensor, State]],
-        targets: Tensor,
-        criterion: Callable[[Tensor, Tensor], Tensor],
-        source: Feedback,
-        loss_factor: float,
+        self, criterion: Callable[..., Tensor], targets: Tensor, rows: _Rows | None
     ) -> None:
-        self.step, self.targets, self.criterion = step, targets, criterion
-        self.source, self.loss_factor = source, loss_factor
+        self.criterion, self.rows = criterion, rows
+        self.masks = rows is not None and targets.is_floating_point()
+        self.targets = targets if rows is None or self.masks else rows.targets(targets)
+
+    def of(self, t: int, output: Tensor) -> Tensor:
+        rows = self.rows
+        given = (rows.counted[t],) if rows is not None and self.masks else ()
+        loss = self.criterion(output, self.targets[t], *given)
+        if not isinstance(loss, Tensor):
+            fail_type(OP, "criterion", "return a tensor", type_name(loss))
+        if loss.dim() != 0:
+            fail_value(OP, "criterion", "return a 0-dim loss", f"shape {list(loss.shape)}")
+        return loss if rows is None else torch.where(rows.any[t], loss, 0)
+
+
+class _Steps:
+    """Runs steps, keeping the inputs that were fed and what came out."""
+
+    def __init__(
+        self, step: Callable[..., tuple[Tensor, State]], losses: _Losses, source: Feedback,
+        rows: _Rows | None,
+    ) -> None:  # fmt: skip
+        self.step, self.losses, self.source, self.rows = step, losses, source, rows
+        self.context: tuple[Tensor, ...] = ()
+        self.count = len(losses.targets)
+        self.predicts = not losses.targets.is_floating_point()
         # [B] per step: separate tensors, as the graph of a lookup saves what it was given.
-        self.tokens: list[Tensor] = []
-        self.inputs = [source.teacher[0]] if len(targets) else []
+        self.outputs: list[Tensor] = []  # tokens, or outputs where targets are no tokens
+        self.inputs = [source.teacher[0]] if self.count else []
 
     def run(
         self, first: int, begin: int, end: int, state: State, history: _StateHistory | None
@@ -145,24 +210,23 @@ class _Windows:
         for t in range(first, end):
             if history is not None:
                 history.save(t, state)
-            result = self.step(self.inputs[t], state)
+            result = self.step(self.inputs[t], state, *self.context)
             if not isinstance(result, tuple) or len(result) != 2:
                 fail_type(OP, "step", "return (logits, state)", type_name(result))
-            logits, state = result
-            check_nesting(OP, "state", state)
+            output, new_state = result
+            check_nesting(OP, "state", new_state)
+            state = new_state if self.rows is None else self.rows.freeze(t, new_state, state)
             if t < begin:
                 continue  # replayed for its graph; its loss belonged to an earlier window
-            loss = self.criterion(logits, self.targets[t])
-            if not isinstance(loss, Tensor):
-                fail_type(OP, "criterion", "return a tensor", type_name(loss))
-            if loss.dim() != 0:
-                fail_value(OP, "criterion", "return a 0-dim loss", f"shape {list(loss.shape)}")
-            losses.append(loss)
-            with torch.no_grad():
-                self.tokens.append(self.source.choose(t, logits))
-                if t + 1 < len(self.targets):
-                    self.inputs.append(self.source.next(t + 1, self.tokens[t]))
-        return torch.stack(losses).sum() * self.loss_factor, state
+            losses.append(self.losses.of(t, output))
+            self._feed_back(t, output)
+        return torch.stack(losses).sum(), state
+
+    @torch.no_grad()
+    def _feed_back(self, t: int, output: Tensor) -> None:
+        self.outputs.append(self.source.choose(t, output) if self.predicts else output.detach())
+        if t + 1 < self.count:
+            self.inputs.append(self.source.next(t + 1, self.outputs[t]))
 
 
 class _StateHistory:
@@ -187,29 +251,29 @@ class _StateHistory:
         return current
 
 
-class _InitialState:
-    """The initial state of every window that begins at step 0.
+class _SharedGraph:
+    """Tensors that several windows start from: the initial state, the context.
 
     A backward pass frees the graph it went through, so only the last of these windows may reach the
     user's graph. Earlier ones start from detached leaves, whose gradients are added to those of the
     last one (loss-scaled, as its own are).
     """
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, nesting: State) -> None:
+        self._nesting = nesting
         self._leaves: dict[int, Tensor] = {}  # by id of the tensor each stands for
         self._hooked: list[Tensor] = []
 
-    def state(self, last: bool) -> State:
-        """The state for one of these windows."""
-        return tree_map(self._with_leaf_gradient if last else self._leaf, self._state)
+    def tensors(self, last: bool) -> State:
+        """The nesting for one of these windows."""
+        return map_tensors(self._with_leaf_gradient if last else self._leaf, self._nesting)
 
-    def _leaf(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.requires_grad:
+    def _leaf(self, value: Tensor) -> Tensor:
+        if not value.requires_grad:
             return value
         return self._leaves.setdefault(id(value), value.detach().requires_grad_())
 
-    def _with_leaf_gradient(self, value: Any) -> Any:
+    def _with_leaf_gradient(self, value: Tensor) -> Tensor:
         leaf = self._leaves.get(id(value))
         if leaf is None or leaf.grad is None:
             return value
@@ -224,25 +288,81 @@ class _InitialState:
 
 
 def _check(
-    step: Any, targets: Any, state: State, criterion: Any, feedback: Any, start: Any, inputs: Any,
+    step: Any, targets: Any, state: Any, criterion: Any, feedback: Any, start: Any, inputs: Any,
     k1: Any, k2: Any, backward: Any, reduction: Any, teacher_forcing: Any, temperature: Any,
-    generator: Any,
-) -> tuple[Feedback, int, int]:  # fmt: skip
+    generator: Any, lengths: Any, context: Any, batch_dim: Any,
+) -> tuple[Feedback, int, int, Tensor | None]:  # fmt: skip
     for name, function in (("step", step), ("criterion", criterion), ("backward", backward)):
         if not callable(function):
             fail_type(OP, name, "be callable", type_name(function))
-    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
-        fail_type(OP, "targets", "be an int64 tensor [T, B]", type_name(targets))
-    if targets.dim() != 2:
-        fail_value(OP, "targets", "have shape [T, B]", list(targets.shape))
+    _check_targets(targets, state)
     check_nesting(OP, "state", state)
+    if isinstance(context, Tensor) or not isinstance(context, (tuple, list)):
+        fail_type(OP, "context", "be a tuple of tensors", type_name(context))
+    for index, tensor in enumerate(context):
+        if not isinstance(tensor, Tensor):
+            fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
     k1 = positive_int(OP, "k1", k1)
     k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
     if k2 < k1:
         fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
     one_of(OP, "reduction", reduction, ("mean", "sum"))
+    if integer(OP, "batch_dim", batch_dim) < 0:
+        fail_value(OP, "batch_dim", "be at least 0", batch_dim)
+    steps, batch = targets.shape[:2]
+    whose = "the device of targets"
+    live = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
+    given_floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
+    if targets.is_floating_point() or given_floats:
+        source = Feedback(_known_inputs(targets, feedback, start, inputs), None)
+        return source, k1, k2, live
+    fed = targets.clamp(min=0)
     source = feedback_of(
-        OP, feedback, targets, fed=targets.clamp(min=0), start=start, inputs=inputs,
-        teacher_forcing=teacher_forcing, temperature=temperature, generator=generator, rows=None,
+        OP, feedback, targets, fed=fed if live is None else torch.where(live, fed, 0), start=start,
+        inputs=inputs, teacher_forcing=teacher_forcing, temperature=temperature,
+        generator=generator, rows=None,
     )  # fmt: skip
-    return source, k1, k2
+    return source, k1, k2, live
+
+
+def _check_targets(targets: Any, state: Any) -> None:
+    """Raise unless they are targets; they may have been taken for the state."""
+    advice = None
+    if isinstance(state, Tensor) and state.dtype == torch.int64 and state.dim() == 2:
+        advice = "Did you mean tbptt(step, targets, state)?"
+    if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, *FLOAT_DTYPES):
+        contract = "be an int64 tensor [T, B] or a floating-point tensor [T, B, ...]"
+        fail_type(OP, "targets", contract, type_name(targets), advice)
+    if targets.is_floating_point():
+        if targets.dim() < 2:
+            fail_value(OP, "targets", "have shape [T, B, ...]", list(targets.shape), advice)
+        if advice is not None:
+            contract = "be int64 tokens where the state is an int64 matrix"
+            fail_type(OP, "targets", contract, type_name(targets), advice)
+    elif targets.dim() != 2:
+        fail_value(OP, "targets", "have shape [T, B]", list(targets.shape), advice)
+
+
+def _known_inputs(targets: Tensor, feedback: Any, start: Any, inputs: Any) -> Tensor:
+    """The inputs of every step, [T, B, ...], where inputs or targets are no tokens."""
+    if not isinstance(feedback, str) or feedback != "teacher":
+        contract = "be 'teacher' where inputs or targets are floating-point"
+        got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
+        fail_value(OP, "feedback", contract, got, "accumext.rollout feeds a model its own output")
+    shape = list(targets.shape[:2])
+    if inputs is not None:
+        if not isinstance(inputs, Tensor):
+            fail_type(OP, "inputs", "be a tensor [T, B, ...]", type_name(inputs))
+        if list(inputs.shape[:2]) != shape:
+            fail_value(OP, "inputs", f"have shape {shape} in front", list(inputs.shape))
+        if inputs.device != targets.device:
+            contract = f"be on the device of targets, {targets.device}"
+            fail_value(OP, "inputs", contract, inputs.device)
+        return inputs
+    if not isinstance(start, (Tensor, int, float)) or isinstance(start, bool):
+        fail_type(OP, "start", "be a number or a tensor [B, ...]", type_name(start))
+    first = torch.as_tensor(start, dtype=targets.dtype, device=targets.device)
+    row = targets.shape[1:]
+    if first.dim() > 0 and first.shape != row:
+        fail_value(OP, "start", f"have shape {list(row)}", list(first.shape))
+    return torch.cat([first.expand(1, *row), targets[:-1]])[: len(targets)]

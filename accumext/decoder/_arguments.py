@@ -16,7 +16,6 @@ from accumext._checks import (
     fail_type,
     fail_value,
     integer,
-    lengths_tensor,
     number,
     one_of,
     positive_int,
@@ -29,7 +28,13 @@ from accumext.decoder._cells import Cell, cell_of
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._feedback import Feedback, feedback_of
 from accumext.decoder._precision import Dtypes, dtypes_of
-from accumext.decoder._recurrent_state import State, check_batch_dim, own_generator, tensors
+from accumext.decoder._recurrent_state import (
+    State,
+    check_batch_dim,
+    own_generator,
+    tensors,
+    within_length_of,
+)
 from accumext.decoder._resets import Resets, resets_of
 from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
 from accumext.decoder._state_gradient import StateGradientGate, random_cuts
@@ -128,7 +133,9 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         steps, batch = targets.shape
         notices += _check_layout(call, cell, targets)
         counted = targets != ignore_index
-    within_length = _within_length(call["lengths"], steps, batch, device)
+    within_length = within_length_of(
+        OP, call["lengths"], (steps, batch), device, "the head's device"
+    )
     if within_length is not None:
         counted = counted & within_length
     if targets is not None:
@@ -451,16 +458,6 @@ def _check_layout(call: Mapping[str, Any], cell: Cell, targets: Tensor) -> list[
             "Pass batch_first=True if they are [B, T], and set cell.batch_first = False if not"
         ]
     return []
-
-
-def _within_length(lengths: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
-    if lengths is None:
-        return None
-    lengths = lengths_tensor(OP, "lengths", lengths, device)
-    _check_vector("lengths", lengths, (torch.int64,), "be an integer tensor [B]", batch, device)
-    if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
-        fail_value(OP, "lengths", f"be in [0, {steps}]", lengths.tolist())
-    return torch.lt(torch.arange(steps, device=device)[:, None], lengths)
 
 
 def _criterion(call: Mapping[str, Any], vocabulary: int, device: torch.device) -> Criterion:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from accumext._checks import fail_type, fail_value, type_name
+from accumext._checks import fail_type, fail_value, lengths_tensor, type_name
 from accumext._torch_private import tree_leaves, tree_map
 
 # A tensor, None, or any nesting of tuples, lists, dicts and dataclasses of them.
@@ -101,6 +101,23 @@ def freeze(op: str, live: Tensor, new: State, old: State, batch_dim: int) -> Sta
         fail_value(op, "cell", contract, len(leaves(new)))
     before = iter(entries)
     return map_leaves(choose, new)
+
+
+def within_length_of(
+    op: str, lengths: Any, shape: tuple[int, int], device: torch.device, whose: str
+) -> Tensor | None:
+    """The argument `lengths`, checked, as bool [T, B]: which steps count."""
+    steps, batch = shape
+    if lengths is None:
+        return None
+    lengths = lengths_tensor(op, "lengths", lengths, device)
+    if list(lengths.shape) != [batch]:
+        fail_value(op, "lengths", f"have shape {[batch]}", list(lengths.shape))
+    if lengths.device != device:
+        fail_value(op, "lengths", f"be on {whose}, {device}", lengths.device)
+    if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
+        fail_value(op, "lengths", f"be in [0, {steps}]", lengths.tolist())
+    return torch.lt(torch.arange(steps, device=device)[:, None], lengths)
 
 
 def check_batch_dim(op: str, tensor: Tensor, batch_dim: int, batch: int) -> None:

@@ -24,7 +24,26 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"step": 3}, TypeError, "step must be callable, got int"),
     ({"criterion": None}, TypeError, "criterion must be callable, got NoneType"),
     ({"backward": 1}, TypeError, "backward must be callable, got int"),
-    ({"targets": FEW.float()}, TypeError, "targets must be an int64 tensor [T, B], got a float32 tensor"),
+    ({"targets": FEW.int()}, TypeError, "targets must be an int64 tensor [T, B] or a floating-point tensor [T, B, ...], got an int32 tensor"),
+    ({"targets": FEW.float()}, ValueError,
+     "feedback must be 'teacher' where inputs or targets are floating-point, got 'greedy'. accumext.rollout feeds a model its own output"),
+    ({"targets": FEW[0].float()}, ValueError, "targets must have shape [T, B, ...], got [3]"),
+    ({"targets": FEW.float(), "feedback": FEW > 0}, ValueError,
+     "feedback must be 'teacher' where inputs or targets are floating-point, got a bool tensor. accumext.rollout feeds a model its own output"),
+    ({"targets": FEW.float(), "feedback": "teacher", "start": "a"}, TypeError, "start must be a number or a tensor [B, ...], got str"),
+    ({"targets": FEW.float(), "feedback": "teacher", "start": torch.zeros(2)}, ValueError, "start must have shape [3], got [2]"),
+    ({"feedback": "teacher", "inputs": torch.zeros(4, 2, 5)}, ValueError, "inputs must have shape [4, 3] in front, got [4, 2, 5]"),
+    ({"targets": FEW.float(), "feedback": "teacher", "inputs": [1]}, TypeError, "inputs must be a tensor [T, B, ...], got list"),
+    ({"targets": torch.zeros(3, 5), "state": FEW}, TypeError,
+     "targets must be int64 tokens where the state is an int64 matrix, got a float32 tensor. Did you mean tbptt(step, targets, state)?"),
+    ({"targets": (torch.zeros(3, 5),), "state": FEW}, TypeError,
+     "targets must be an int64 tensor [T, B] or a floating-point tensor [T, B, ...], got tuple. Did you mean tbptt(step, targets, state)?"),
+    ({"lengths": [1]}, TypeError, "lengths must be an int64 tensor [B], got list"),
+    ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths must have shape [3], got [2]"),
+    ({"lengths": torch.tensor([1, 2, 9])}, ValueError, "lengths must be in [0, 4], got [1, 2, 9]"),
+    ({"context": FEW}, TypeError, "context must be a tuple of tensors, got an int64 tensor"),
+    ({"context": (1,)}, TypeError, "context[0] must be a tensor, got int"),
+    ({"batch_dim": -1}, ValueError, "batch_dim must be at least 0, got -1"),
     ({"targets": FEW[0]}, ValueError, "targets must have shape [T, B], got [3]"),
     ({"k1": 0}, ValueError, "k1 must be at least 1, got 0"),
     ({"k1": np.bool_(True)}, TypeError, "k1 must be an int, got bool"),
@@ -242,3 +261,172 @@ def test_tbptt_of_no_steps() -> None:
     )  # fmt: skip
     assert result.loss == 0
     assert result.tokens.shape == (0, BATCH)
+
+
+# --- floating-point inputs and targets, lengths, context -------------------------------------------
+
+
+class Forecaster(nn.Module):
+    """An LSTM cell from numbers to numbers, whose state may have the batch in dimension 1."""
+
+    def __init__(self, width: int = 2, outputs: int = 2) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(width, 4, dtype=torch.float64)
+        self.head = nn.Linear(4, outputs, dtype=torch.float64)
+        self.hidden = nn.Parameter(torch.randn(1, BATCH, 4, dtype=torch.float64))
+        self.memory = nn.Parameter(torch.randn(BATCH, 4, dtype=torch.float64))
+
+    def state(self) -> dict[str, Any]:
+        return {"h": self.hidden * 1, "c": self.hidden * 2, "steps": torch.zeros(())}
+
+    def context(self) -> tuple[torch.Tensor, ...]:
+        return (torch.tanh(self.memory),)
+
+    def forward(self, x: torch.Tensor, state: dict[str, Any], *memory: torch.Tensor) -> Any:
+        h, c = self.cell(x, (state["h"][0], state["c"][0]))
+        seen = h + sum(memory)
+        return self.head(seen), {"h": h[None], "c": c[None], "steps": state["steps"] + 1}
+
+    def taken(self) -> list[torch.Tensor]:
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters()]
+        self.zero_grad()
+        return found
+
+
+def windows_by_hand(
+    model: Forecaster, inputs: torch.Tensor, loss_of: Any, k1: int, k2: int,
+    lengths: torch.Tensor | None = None, with_memory: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """The sum over windows, each from a detached state, rows frozen where they have ended."""
+    steps = len(inputs)
+
+    def advance(t: int, state: Any) -> tuple[torch.Tensor, Any]:
+        output, new = model(inputs[t], state, *(model.context() if with_memory else ()))
+        if lengths is not None:
+            live = (t < lengths)[None, :, None]
+            new = {k: torch.where(live, new[k], state[k]) if k != "steps" else new[k] for k in new}
+        return output, new
+
+    states = [model.state()]
+    for t in range(steps):
+        states.append({k: v.detach() for k, v in advance(t, states[-1])[1].items()})
+    total, done = torch.zeros((), dtype=torch.float64), 0
+    for end in [*range(k1, steps, k1), steps]:
+        first = done if k1 == k2 else max(0, end - k2)
+        state = states[first] if first else model.state()
+        for t in range(first, end):
+            output, state = advance(t, state)
+            if t >= done:
+                total = total + loss_of(t, output)
+        done = end
+    return total / steps
+
+
+@pytest.mark.parametrize("periods", [(1, 1), (2, 5), (3, 3), (11, 11), (2, 20)])
+@pytest.mark.parametrize("given", ["inputs", "start", "nothing"])
+def test_regression_is_teacher_forced(periods: tuple[int, int], given: str) -> None:
+    model, targets = Forecaster(), torch.randn(11, BATCH, 2, dtype=torch.float64)
+    first = {"start": torch.randn(BATCH, 2).double(), "nothing": torch.zeros(BATCH, 2).double()}
+    if given == "inputs":
+        inputs = torch.randn(11, BATCH, 2, dtype=torch.float64)
+        call = {"inputs": inputs}
+    else:
+        inputs = torch.cat([first[given][None], targets[:-1]])
+        call = {"start": first["start"]} if given == "start" else {}
+    result = accumext.tbptt(
+        model, targets, model.state(), criterion=F.mse_loss, feedback="teacher", k1=periods[0],
+        k2=periods[1], **call,
+    )  # fmt: skip
+    actual = model.taken()
+    outputs: list[torch.Tensor] = []
+
+    def loss_of(t: int, output: torch.Tensor) -> torch.Tensor:
+        outputs.append(output.detach())
+        return F.mse_loss(output, targets[t])
+
+    total = windows_by_hand(model, inputs, loss_of, *periods)
+    total.backward()
+    torch.testing.assert_close(result.loss, total.detach(), rtol=EXACT, atol=0)
+    torch.testing.assert_close(result.tokens, torch.stack(outputs), rtol=EXACT, atol=EXACT)
+    assert relative_distance(actual, model.taken()) < EXACT
+
+
+def test_numbers_in_and_classes_out() -> None:
+    model, targets = Forecaster(outputs=5), torch.randint(5, (7, BATCH))
+    inputs = torch.randn(7, BATCH, 2, dtype=torch.float64)
+    result = accumext.tbptt(
+        model, targets, model.state(), criterion=F.cross_entropy, feedback="teacher",
+        inputs=inputs, k1=2, k2=3,
+    )  # fmt: skip
+    actual, found = model.taken(), []
+
+    def loss_of(t: int, output: torch.Tensor) -> torch.Tensor:
+        found.append(output.argmax(-1))
+        return F.cross_entropy(output, targets[t])
+
+    windows_by_hand(model, inputs, loss_of, 2, 3).backward()
+    assert torch.equal(result.tokens, torch.stack(found))
+    assert relative_distance(actual, model.taken()) < EXACT
+
+
+@pytest.mark.parametrize("periods", [(1, 1), (2, 5), (3, 3), (11, 11)])
+@pytest.mark.parametrize("lengths", [[11, 4, 7], [5, 0, 2], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("kind", ["numbers", "classes"])
+def test_rows_end_at_their_lengths(kind: str, lengths: list[int], periods: tuple[int, int]) -> None:
+    ends = torch.tensor(lengths)
+    numbers = kind == "numbers"
+    model = Forecaster(outputs=2 if numbers else 5)
+    inputs = torch.randn(11, BATCH, 2, dtype=torch.float64)
+    targets = torch.randn(11, BATCH, 2).double() if numbers else torch.randint(5, (11, BATCH))
+    if not numbers:
+        targets[torch.arange(11)[:, None] >= ends] = 77  # anything may stand there
+
+    def criterion(output: torch.Tensor, target: torch.Tensor, live: Any = None) -> torch.Tensor:
+        if not numbers:
+            assert live is None
+            return F.cross_entropy(output, target)
+        return (output - target).square().mean(1)[live].mean()
+
+    def loss_of(t: int, output: torch.Tensor) -> torch.Tensor:
+        live = t < ends
+        if not live.any():
+            return output.sum() * 0
+        if numbers:
+            return (output - targets[t]).square().mean(1)[live].mean()
+        return F.cross_entropy(output[live], targets[t][live])
+
+    result = accumext.tbptt(
+        model, targets, model.state(), criterion=criterion, feedback="teacher", inputs=inputs,
+        k1=periods[0], k2=periods[1], lengths=ends, batch_dim=1,
+    )  # fmt: skip
+    actual = model.taken()
+    total = windows_by_hand(model, inputs, loss_of, *periods, lengths=ends)
+    total.backward()
+    torch.testing.assert_close(result.loss, total.detach(), rtol=EXACT, atol=EXACT)
+    assert relative_distance(actual, model.taken()) < EXACT
+    assert result.state["steps"] == 11
+    ended = ends == 0
+    assert torch.equal(result.state["h"][:, ended], model.hidden.detach()[:, ended])
+
+
+@pytest.mark.parametrize("periods", [(1, 1), (2, 5), (3, 3), (11, 11)])
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_context_keeps_its_graph_through_every_window(
+    periods: tuple[int, int], scale: float
+) -> None:
+    model = Forecaster()
+    inputs, targets = torch.randn(2, 11, BATCH, 2, dtype=torch.float64)
+    accumext.tbptt(
+        model, targets, model.state(), criterion=F.mse_loss, feedback="teacher", inputs=inputs,
+        k1=periods[0], k2=periods[1], context=model.context(),
+        backward=lambda loss: (loss * scale).backward(),
+    )  # fmt: skip
+    actual = model.taken()
+
+    def loss_of(t: int, output: torch.Tensor) -> torch.Tensor:
+        return scale * F.mse_loss(output, targets[t])
+
+    windows_by_hand(model, inputs, loss_of, *periods, with_memory=True).backward()
+    expected = model.taken()
+    assert expected[-1].norm() > 0
+    assert relative_distance(actual, expected) < EXACT
