@@ -119,7 +119,7 @@ class _Steps:
         return found, detach(state) if args.truncated else state
 
     def overlapping(self, state: State) -> tuple[list[_Segment], State]:
-        """k1 < k2: the losses of [e - k1, e) flow back to step e - k2, for e = k1, 2 k1, ... and T.
+        """k1 < k2: the losses of each window flow back k2 steps from its end (`_windows.windows`).
 
         The windows overlap, so one pass without a graph finds the tokens and the states where
         windows begin, and each window's graph then starts from its own detached state.

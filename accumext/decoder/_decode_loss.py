@@ -105,11 +105,11 @@ def decode_loss(
         inputs: ints [T, B], the tokens fed where a target would be; by default `start` followed by
             `targets[:-1]`, with `embedding.padding_idx` (or 0) where that target is ignored.
         teacher_forcing: probability of feeding the target under "scheduled".
-        k1: steps between two backward passes of truncated BPTT; k2 if only that is given. Of no
+        k1: steps between the ends of two windows of truncated BPTT; k2 if only that is given. Of no
             effect when k2 is None, which a warning says.
-        k2: steps a gradient flows back, at least k1 (Williams & Peng 1990). The losses of the last
-            k1 steps before every multiple of k1, and before T, flow back k2 steps from there; with
-            k1 = k2 the state is simply detached every k1 steps. None: all the way, exact BPTT.
+        k2: steps a gradient flows back from the end of a window, at least k1 (Williams & Peng 1990;
+            docs/decoder.md, "k1 and k2"). With k1 = k2 the state is simply detached every k1 steps.
+            None: all the way, exact BPTT.
         truncation: "fixed" by k1 and k2; "random" cuts each row's gradient between any two steps
             with probability 1 / k2 and weights it by 1 / (1 - 1 / k2) where it goes on, so that its
             expectation is the exact gradient (ARTBP).

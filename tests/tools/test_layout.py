@@ -66,7 +66,7 @@ def place(module: str) -> str:
 
 def test_few_modules_on_top_in_few_layers():
     on_top = {place(module) for module in MODULES} - {"accumext", "accumext.__main__"}
-    assert len(on_top) <= 15
+    assert len(on_top) <= 16
     graph = {name: set() for name in on_top}
     for path in SOURCES:
         if place(dotted(path)) in graph:
