@@ -365,9 +365,9 @@ def test_a_graph_may_be_walked_twice_and_hooks_run_once(budget: int | None) -> N
 def test_without_a_graph_the_steps_just_run() -> None:
     world = World()
     with torch.no_grad():
-        out = world.rollout(9, k1=2, k2=4)
+        out = world.rollout(9, k1=2, k2=4, loss=lambda x, t: world.loss(x, t) * world.scale.sum())
         assert world.calls == 9
-        loss, _ = plain(world, 9)
+        loss = plain(world, 9)[0] * world.scale.sum()
     assert not out.loss.requires_grad
     torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=0)
 
@@ -419,7 +419,7 @@ def test_what_has_changed_since_is_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=re.escape(text)):
         out.loss.backward()
     state = torch.zeros(BATCH, SIZE, dtype=torch.float64)
-    out = accumext.rollout(lambda x, h: (cell(x, h), h + 1), state, 20, **options, **call)
+    out = accumext.rollout(lambda x, h: (cell(x, x + h), h + 1), state, 20, **options, **call)
     state.add_(1)
     with pytest.raises(RuntimeError, match=re.escape(text)):
         out.loss.backward()
@@ -441,12 +441,13 @@ def test_a_replay_that_does_something_else_is_an_error() -> None:
         out.loss.backward()
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"checkpoint": 2}, {"checkpoint": 2, "memory_budget": 7000}, {"k1": 1, "k2": 3}],
     ids=str,
 )
-def test_a_replay_is_under_the_same_autocast(options: dict[str, Any]) -> None:
+def test_a_replay_is_under_the_same_autocast(options: dict[str, Any], inside: bool) -> None:
     cell = nn.Linear(SIZE, SIZE)
     start = torch.randn(BATCH, SIZE)
 
@@ -465,7 +466,10 @@ def test_a_replay_is_under_the_same_autocast(options: dict[str, Any]) -> None:
                 total, _ = plain_gru(step, state, 9, {"start": start, "loss": loss})
             else:
                 total = accumext.rollout(step, state, 9, loss=loss, start=start, **options).loss
-        total.backward()
+            if inside:
+                total.backward()
+        if not inside:
+            total.backward()
         assert cell.weight.grad is not None
         return cell.weight.grad
 
@@ -473,6 +477,30 @@ def test_a_replay_is_under_the_same_autocast(options: dict[str, Any]) -> None:
         assert gradient(False).norm() > 0.5 * gradient(True).norm() > 0
     else:
         torch.testing.assert_close(gradient(False), gradient(True), rtol=2**-6, atol=2**-10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoint": 2}, {"checkpoint": 2, "memory_budget": 12000}, {"k1": 1, "k2": 9}],
+    ids=str,
+)
+def test_a_step_may_write_into_its_containers(options: dict[str, Any]) -> None:
+    cell, step, call = gru()
+
+    def writing(x: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        x, state["h"] = step(x, state["h"])
+        state["seen"].append(state["h"])
+        return x + 0.1 * state["seen"][0], {"h": state["h"], "seen": state["seen"][-1:]}
+
+    def run(**options: Any) -> list[Tensor]:
+        h = torch.zeros(BATCH, SIZE, dtype=torch.float64)
+        state = {"h": h, "seen": [h + 1]}
+        out = accumext.rollout(writing, state, 9, **options, **call)
+        assert len(state["seen"]) == 1
+        assert state["h"] is h
+        return list(torch.autograd.grad(out.loss, list(cell.parameters())))
+
+    assert relative_distance(run(**options), run(checkpoint=9)) < EXACT
 
 
 @pytest.mark.slow
@@ -539,6 +567,24 @@ def test_a_budget_is_kept_to_and_used(graphs: int) -> None:
     budget = int(graphs * GRAPH)
     peak = peak_memory(wide_rollout(memory_budget=budget))
     assert 0.75 * budget < peak < 1.05 * budget + GRADIENTS
+
+
+def test_what_a_segment_has_left_is_freed_before_the_next() -> None:
+    """A gradient for the start alone leaves the tensors that those of the weights need."""
+    cell, start = nn.GRUCell(WIDE, WIDE), torch.zeros(ROWS, WIDE, requires_grad=True)
+
+    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = cell(x, h)
+        return h, h
+
+    def peak(checkpoint: int) -> int:
+        def run() -> None:
+            call = {"loss": lambda x, t: x.mean(), "start": start, "checkpoint": checkpoint}
+            torch.autograd.grad(accumext.rollout(step, start, STEPS, **call).loss, [start])
+
+        return peak_memory(run)
+
+    assert peak(32) < 1.1 * 32 * GRAPH
 
 
 # --- arguments ------------------------------------------------------------------------------------
