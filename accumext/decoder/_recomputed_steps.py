@@ -132,8 +132,7 @@ class RecomputedSteps:
 
     def _pass_over(self, begin: int, end: int, carry: State) -> State:
         """What step `end` starts from, without a graph."""
-        # Casts of the weights without a graph are none that a later step with a graph may use.
-        with torch.no_grad(), self._autocast(False):
+        with torch.no_grad(), self._autocast():
             return self._run_segment(begin, end, end, copy_nesting(carry))[0]
 
     def unpack(self, segment: _Segment, index: int) -> Tensor:
@@ -158,7 +157,7 @@ class RecomputedSteps:
         with (
             replay_rng(border.rng, self._borders.device),
             torch.enable_grad(),
-            self._autocast(True),
+            self._autocast(),
             saved_tensors_hooks(pack, _never),
         ):
             self._run_segment(segment.begin, segment.counting, segment.end, carry)
@@ -302,8 +301,8 @@ def _never(_: None) -> Tensor:
     raise AssertionError("the graph of a replay is dropped")
 
 
-def _autocast_now(device: torch.device) -> Callable[[bool], AbstractContextManager[None]]:
-    """A context with the autocast modes of now; its argument: whether casts of weights are kept."""
+def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """A context with the autocast modes of now."""
     modes = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in sorted({"cpu", device.type})
@@ -312,12 +311,10 @@ def _autocast_now(device: torch.device) -> Callable[[bool], AbstractContextManag
     cached = torch.is_autocast_cache_enabled()
 
     @contextmanager
-    def autocast(keeps_casts: bool) -> Iterator[None]:
+    def autocast() -> Iterator[None]:
         with ExitStack() as stack:
             for kind, enabled, dtype in modes:
-                mode = torch.autocast(
-                    kind, dtype, enabled=enabled, cache_enabled=cached and keeps_casts
-                )
+                mode = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
                 stack.enter_context(mode)
             yield
 
