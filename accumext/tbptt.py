@@ -311,7 +311,9 @@ def _check(
         fail_value(OP, "batch_dim", "be at least 0", batch_dim)
     steps, batch = targets.shape[:2]
     whose = "the device of targets"
-    live = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
+    live = None
+    if lengths is not None:
+        live = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
     given_floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
     if targets.is_floating_point() or given_floats:
         source = Feedback(_known_inputs(targets, feedback, start, inputs), None)

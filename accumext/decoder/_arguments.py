@@ -117,26 +117,24 @@ class DecodeArguments:
 def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     """The arguments of a call of `decode_loss`, by their names in its signature, as one object."""
     table = embedding_table(call["embedding"])
-    cell = cell_of(OP, call["cell"], _batch_dim(call["batch_dim"]))
+    cell = cell_of(OP, call["cell"], call["batch_dim"])
     weight, bias = _head(call["head"])
     _check_sizes(table, cell, weight)
     vocabulary, device = weight.shape[0], weight.device
 
     call = _time_major(call)
     targets, notices = call["targets"], []
-    ignore_index = integer(OP, "ignore_index", call["ignore_index"])
     if targets is None:
         steps, batch = _free_shape(call, cell)
         counted = torch.ones(steps, batch, dtype=torch.bool, device=device)
     else:
-        targets = _targets(call, device)
+        targets, counted = _targets(call, device)
         steps, batch = targets.shape
         notices += _check_layout(call, cell, targets)
-        counted = targets != ignore_index
-    within_length = within_length_of(
-        OP, call["lengths"], (steps, batch), device, "the head's device"
-    )
-    if within_length is not None:
+    within_length: Tensor | None = None
+    if call["lengths"] is not None:
+        shape = (steps, batch)
+        within_length = within_length_of(OP, call["lengths"], shape, device, "the head's device")
         counted = counted & within_length
     if targets is not None:
         _check_range(targets, vocabulary, counted)
@@ -226,15 +224,16 @@ def _time_major(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return changed
 
 
-def _targets(call: Mapping[str, Any], device: torch.device) -> Tensor:
-    """The targets, int64 [T, B]."""
+def _targets(call: Mapping[str, Any], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The targets, int64 [T, B], and which of them are not ignored, bool [T, B]."""
+    ignore_index = integer(OP, "ignore_index", call["ignore_index"])
     targets = token_tensor(OP, "targets", call["targets"], "be an integer tensor [T, B]")
     if targets.dim() != 2:
         fail_value(OP, "targets", "have shape [T, B]", list(targets.shape))
     _same_device("targets", [targets], device)
     if call["steps"] is not None:
         fail_value(OP, "steps", "be None where there are targets", call["steps"])
-    return targets
+    return targets, targets != ignore_index
 
 
 def _free_shape(call: Mapping[str, Any], cell: Cell) -> tuple[int, int]:
@@ -293,13 +292,6 @@ def _resets(
     return resets_of(value, device)
 
 
-def _batch_dim(value: Any) -> int:
-    batch_dim = integer(OP, "batch_dim", value)
-    if batch_dim < 0:
-        fail_value(OP, "batch_dim", "be at least 0", batch_dim)
-    return batch_dim
-
-
 def _check_batch_dim(cell: Cell, state: State, batch: int) -> list[str]:
     """Raise if a callable's state has not the batch where its rows are frozen or reset. Warnings
     about one that may have it elsewhere, too."""
@@ -322,6 +314,9 @@ def _dropout(call: Mapping[str, Any]) -> tuple[float, float]:
     """Rates of the embedding's and the output's dropout: 0 in the eval mode of the cell."""
     rates = []
     for name in ("embedding_dropout", "output_dropout"):
+        if call[name] == 0:
+            rates.append(0.0)
+            continue
         rate = number(OP, name, call[name], 0)
         if rate > 1:
             fail_value(OP, name, "be at most 1", call[name])
@@ -439,12 +434,14 @@ def _check_layout(call: Mapping[str, Any], cell: Cell, targets: Tensor) -> list[
     steps, batch = targets.shape
     module = cell.module
     unclear = not call["batch_first"] and isinstance(module, nn.RNNBase) and module.batch_first
-    sizes = {len(v) for v in (call["lengths"], call["start"]) if isinstance(v, (tuple, list))}
-    sizes |= {len(v) for v in tensors([call["lengths"], call["start"]]) if v.dim() > 0}
-    if cell.state_shapes is not None:
+    sizes = set()
+    for given in (call["lengths"], call["start"]):
+        if isinstance(given, (tuple, list)) or (isinstance(given, Tensor) and given.dim() > 0):
+            sizes.add(len(given))
+    if cell.state_shapes is not None and call["state"] is not None:
         batch_dim = cell.batch_dim
-        given = tensors(call["state"])
-        sizes |= {t.shape[batch_dim] for t in given if t.dim() > max(1, batch_dim)}
+        parts = tensors(call["state"])
+        sizes |= {t.shape[batch_dim] for t in parts if t.dim() > max(1, batch_dim)}
     if sizes == {steps} and steps != batch:
         batch_first = bool(call["batch_first"])
         order, shape = ("[B, T]", [batch, steps]) if batch_first else ("[T, B]", [steps, batch])

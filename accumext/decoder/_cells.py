@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accumext._checks import fail_type, fail_value, type_name
+from accumext._checks import fail_type, fail_value, integer, type_name
 from accumext._torch_private import translated_from
 from accumext.decoder._recurrent_state import State, check_nesting, copy_nesting
 
@@ -55,7 +55,7 @@ class Cell:
         return (*shape[: self.batch_dim], batch, *shape[self.batch_dim :])
 
 
-def cell_of(op: str, cell: Any, batch_dim: int = 0) -> Cell:
+def cell_of(op: str, cell: Any, batch_dim: Any = 0) -> Cell:
     """The cell argument: one of torch's recurrent modules (one direction), or any callable, whose
     states have the batch in `batch_dim`."""
     if isinstance(cell, nn.RNNCellBase):
@@ -65,6 +65,9 @@ def cell_of(op: str, cell: Any, batch_dim: int = 0) -> Cell:
     if not callable(cell):
         fail_type(op, "cell", "be a recurrent module or callable", type_name(cell))
     _check_translation(op, cell)
+    batch_dim = integer(op, "batch_dim", batch_dim)
+    if batch_dim < 0:
+        fail_value(op, "batch_dim", "be at least 0", batch_dim)
     module = cell if isinstance(cell, nn.Module) else None
 
     def step(x: Tensor, state: State, *context: Tensor) -> tuple[Tensor, State, State]:

@@ -37,6 +37,9 @@ class DecodeOutput(NamedTuple):
     extras: State = None  # what a callable returned as third, stacked over T
 
 
+_PER_TOKEN = ("loss", "tokens", "inputs", "token_losses", "outputs")
+
+
 def decode_loss(
     embedding: nn.Embedding | Tensor,
     cell: nn.Module | Callable[..., Any],
@@ -179,21 +182,27 @@ def decode_loss(
         found = decode_with_rnn(buffers, args.rnn_weights)
     else:
         found = decode_with_callable(buffers)
-
-    def laid_out(result: Any) -> Any:
-        if not batch_first or not isinstance(result, Tensor):
-            return result
-        return result.transpose(0, 1) if result.shape[:2] == (args.steps, args.batch) else result
-
-    # The backward pass reads the inputs again: the caller, who may write, gets a copy.
-    tokens, inputs = laid_out(buffers.tokens), laid_out(buffers.inputs.clone())
     outputs = found.outputs
     if outputs is not None and buffers.live is not None:
         outputs = torch.where(buffers.live[:, :, None], outputs, 0)
-    return DecodeOutput(
-        laid_out(found.loss), tokens, inputs, laid_out(buffers.losses), found.state,
-        buffers.lengths(), laid_out(outputs), map_leaves(laid_out, found.extras),
+    # The backward pass reads the inputs again: the caller, who may write, gets a copy.
+    out = DecodeOutput(
+        found.loss, buffers.tokens, buffers.inputs.clone(), buffers.losses, found.state,
+        buffers.lengths(), outputs, found.extras,
     )  # fmt: skip
+    return _with_batch_first(out) if batch_first else out
+
+
+def _with_batch_first(out: DecodeOutput) -> DecodeOutput:
+    """The same results, [B, T, ...] where they are [T, B, ...]."""
+    shape = out.tokens.shape
+
+    def turned(result: Any) -> Any:
+        per_token = isinstance(result, Tensor) and result.shape[:2] == shape
+        return result.transpose(0, 1) if per_token else result
+
+    per_token = {name: turned(getattr(out, name)) for name in _PER_TOKEN}
+    return out._replace(**per_token, extras=map_leaves(turned, out.extras))
 
 
 def _loss_of_nothing(args: DecodeArguments, losses: Tensor) -> Tensor:

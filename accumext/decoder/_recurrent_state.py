@@ -105,11 +105,9 @@ def freeze(op: str, live: Tensor, new: State, old: State, batch_dim: int) -> Sta
 
 def within_length_of(
     op: str, lengths: Any, shape: tuple[int, int], device: torch.device, whose: str
-) -> Tensor | None:
+) -> Tensor:
     """The argument `lengths`, checked, as bool [T, B]: which steps count."""
     steps, batch = shape
-    if lengths is None:
-        return None
     lengths = lengths_tensor(op, "lengths", lengths, device)
     if list(lengths.shape) != [batch]:
         fail_value(op, "lengths", f"have shape {[batch]}", list(lengths.shape))

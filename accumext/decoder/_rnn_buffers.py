@@ -16,7 +16,7 @@ from accumext.decoder._resets import Resets
 from accumext.decoder._rnn_weights import RnnWeights
 from accumext.decoder._token_buffers import TokenBuffers
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()  # instead of a reset
 
 
 class Dropout(NamedTuple):
@@ -76,7 +76,7 @@ class RnnBuffers:
         """Meanwhile rows that begin anew before `step` have their initial states there. What the
         step before it left comes back: the head and the gates of that step read it."""
         if self.resets is None or step not in self.resets.steps:
-            return _NOTHING
+            return NOTHING
         return self._reset(self.resets, step, live)
 
     @contextmanager

@@ -20,7 +20,7 @@ from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
 from accumext.decoder._memory import workspace_plan
 from accumext.decoder._precision import no_grad_no_autocast
-from accumext.decoder._rnn_buffers import RnnBuffers, rnn_buffers
+from accumext.decoder._rnn_buffers import NOTHING, RnnBuffers, rnn_buffers
 from accumext.decoder._rnn_weights import RnnWeights
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._through_time import ThroughTime
@@ -191,7 +191,8 @@ class _ForwardSteps:
         """Run the steps; with `stats`, the head too. How many rows it has seen."""
         args, tokens = self.args, self.tokens
         buffers, head = self.buffers, self.cross_entropy
-        with buffers.reset_before(begin, tokens.live):
+        resets = buffers.resets
+        with NOTHING if resets is None else buffers.reset_before(begin, tokens.live):
             used: int = _operators.decode_steps(
                 buffers.table, buffers.weights, buffers.states, buffers.rnn.kind,
                 *buffers.between, *buffers.of_inputs, *buffers.of_outputs, tokens.inputs,

@@ -31,7 +31,6 @@ class SavedForBackward:
         self.args, self.tokens = tokens.args, tokens
         self.plan, self._inverse_divisor, self._gradients = plan, inverse_divisor, gradients
         self._divided = tokens.known_inverse_divisor is not None
-        self._counted = tokens.counted()
         self._parameters = [(p, write_count(p)) for p in _parameters(self.args)]
 
     def check_unchanged(self) -> None:
@@ -66,7 +65,8 @@ class SavedForBackward:
         main = None
         if needs.weight and fuse_weight:
             main = destination(self.args.head_weight, self.args.dtypes.accumulation)
-        factors = (factor * self._inverse_divisor).expand(self._counted.shape)
+        all_counted = self.tokens.counted()
+        factors = (factor * self._inverse_divisor).expand(all_counted.shape)
         if self.args.token_weight is not None:
             factors = factors * self.args.token_weight
         factors = factors.flatten()
@@ -75,7 +75,7 @@ class SavedForBackward:
         for hidden in outputs:
             span = slice(done, done + len(hidden))
             index = torch.arange(span.start, span.stop, device=hidden.device)
-            counted = self._counted.flatten()[span]
+            counted = all_counted.flatten()[span]
             if counted.device.type == "cpu":  # on a GPU the host would wait for their number
                 index = index[counted]
             local = index - done

@@ -30,7 +30,7 @@ class TokenBuffers:
 
     def __init__(self, args: DecodeArguments) -> None:
         self.args = args
-        shape, device = (args.steps, args.batch), args.device
+        shape, device = (args.steps, args.batch), args.head_weight.device
         pad = args.table.padding_token
         self.tokens = torch.full(shape, pad, device=device)  # int64, what was predicted
         self.inputs = torch.full(shape, pad, device=device)  # int64, what was fed
