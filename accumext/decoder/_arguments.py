@@ -6,7 +6,7 @@ import operator
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from accumext._checks import (
     token_tensor,
     type_name,
 )
-from accumext._torch_private import forward_hooks, translated_from
 from accumext._wgrad_fusion import may_fuse
-from accumext.decoder._cells import Cell, cell_of
+from accumext.decoder._cells import Cell
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._feedback import Feedback, feedback_of
-from accumext.decoder._precision import Dtypes, dtypes_of
+from accumext.decoder._modules import check_vector, modules_of, same_device
+from accumext.decoder._precision import Dtypes
 from accumext.decoder._recurrent_state import (
     State,
     check_batch_dim,
@@ -116,10 +116,7 @@ class DecodeArguments:
 
 def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     """The arguments of a call of `decode_loss`, by their names in its signature, as one object."""
-    table = embedding_table(call["embedding"])
-    cell = cell_of(OP, call["cell"], call["batch_dim"])
-    weight, bias = _head(call["head"])
-    _check_sizes(table, cell, weight)
+    table, cell, weight, bias, dtypes = modules_of(OP, call)
     vocabulary, device = weight.shape[0], weight.device
 
     call = _time_major(call)
@@ -145,7 +142,7 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         state = cell.initial_state(batch, table.weight)
     else:
         cell.check_state(OP, state, batch)
-        _same_device("state", tensors(state), device)
+        same_device(OP, "state", tensors(state), device)
     resets = _resets(call["resets"], (steps, batch), cell, state, device)
     if resets is not None or call["lengths"] is not None or call["eos"] is not None:
         notices += _check_batch_dim(cell, state, batch)
@@ -160,7 +157,6 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         fail_value(OP, "eos", f"be in [0, {vocabulary})", eos)
     criterion = _criterion(call, vocabulary, device)
     context = _context(call["context"], cell, device)
-    dtypes = dtypes_of(weight)
     memory_budget = call["memory_budget"]
     if memory_budget is not None:
         memory_budget = positive_int(OP, "memory_budget", memory_budget)
@@ -230,7 +226,7 @@ def _targets(call: Mapping[str, Any], device: torch.device) -> tuple[Tensor, Ten
     targets = token_tensor(OP, "targets", call["targets"], "be an integer tensor [T, B]")
     if targets.dim() != 2:
         fail_value(OP, "targets", "have shape [T, B]", list(targets.shape))
-    _same_device("targets", [targets], device)
+    same_device(OP, "targets", [targets], device)
     if call["steps"] is not None:
         fail_value(OP, "steps", "be None where there are targets", call["steps"])
     return targets, targets != ignore_index
@@ -272,7 +268,7 @@ def _token_weight(value: Any, shape: tuple[int, int], weight: Tensor) -> Tensor 
         fail_type(OP, "token_weight", "be a floating-point tensor [T, B]", type_name(value))
     if value.shape != shape:
         fail_value(OP, "token_weight", f"have shape {list(shape)}", list(value.shape))
-    _same_device("token_weight", [value], weight.device)
+    same_device(OP, "token_weight", [value], weight.device)
     return value.detach().to(torch.promote_types(weight.dtype, torch.float32))
 
 
@@ -286,7 +282,7 @@ def _resets(
     if value.shape != shape:
         fail_value(OP, "resets", f"have shape {list(shape)}", list(value.shape))
     if value.device.type != "cpu":
-        _same_device("resets", [value], device)
+        same_device(OP, "resets", [value], device)
     if state is None:
         fail_value(OP, "state", "be given where rows are reset to it", None)
     return resets_of(value, device)
@@ -325,96 +321,6 @@ def _dropout(call: Mapping[str, Any]) -> tuple[float, float]:
     module = cell if isinstance(cell, nn.Module) else getattr(cell, "__self__", None)
     trains = not isinstance(module, nn.Module) or module.training
     return (rates[0], rates[1]) if trains else (0.0, 0.0)
-
-
-def embedding_table(embedding: Any) -> EmbeddingTable:
-    """The embedding argument: an `nn.Embedding` or a [V, E] tensor."""
-    if isinstance(embedding, nn.Embedding):
-        _check_forward("embedding", embedding, nn.Embedding, "the weight")
-        if embedding.scale_grad_by_freq:
-            fail_value(OP, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
-        padding, limit = embedding.padding_idx, embedding.max_norm
-        token = 0 if padding is None else padding
-        options = (token, padding, limit, embedding.norm_type, embedding.sparse)
-        return EmbeddingTable(embedding.weight, *options)
-    if not isinstance(embedding, Tensor) or embedding.dtype not in FLOAT_DTYPES:
-        contract = "be an nn.Embedding or a floating-point tensor [V, E]"
-        _fail_module("embedding", contract, embedding)
-    if embedding.dim() != 2:
-        fail_value(OP, "embedding", "have shape [V, E]", list(embedding.shape))
-    return EmbeddingTable(embedding)
-
-
-def _check_forward(name: str, module: nn.Module, kind: type[nn.Module], instead: str) -> None:
-    """Raise for a module whose forward does more than its weight says: it is not called here."""
-    hooked = any(forward_hooks(module))
-    if type(module).forward is not kind.forward or hooked:
-        contract = f"compute as a plain nn.{kind.__name__}, for its forward is not called"
-        got = "forward hooks" if hooked else f"{type(module).__name__} with a forward of its own"
-        fail_type(OP, name, contract, got, f"Pass {instead} to mean just that")
-
-
-def _fail_module(name: str, contract: str, given: Any) -> NoReturn:
-    """Raise for an embedding or head that is none, and say which part of it may be one."""
-    translated = translated_from(given)
-    if translated is not None:
-        itself = "Pass the module itself, of which only the weights are read"
-        fail_type(OP, name, contract, " ".join(translated), itself)
-    advice: str | None = None
-    if name == "head" and isinstance(given, nn.Module):
-        advice = "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"
-        if isinstance(given, nn.Sequential) and len(given) and isinstance(given[-1], nn.Linear):
-            before = ", and let the cell apply the layers before it to its output; or use tbptt"
-            advice = f"Pass head[-1]{before}" if len(given) > 1 else "Pass head[0]"
-    fail_type(OP, name, contract, type_name(given), advice)
-
-
-def _head(head: Any) -> tuple[Tensor, Tensor | None]:
-    if isinstance(head, nn.Linear):
-        _check_forward("head", head, nn.Linear, "(weight, bias)")
-        weight, bias = head.weight, head.bias
-    elif isinstance(head, (tuple, list)) and len(head) == 2:
-        weight, bias = head
-    else:
-        _fail_module("head", "be an nn.Linear or a pair (weight, bias)", head)
-    if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_DTYPES:
-        fail_type(OP, "head weight", "be a floating-point tensor [V, H]", type_name(weight))
-    if weight.dim() != 2 or weight.shape[0] == 0:
-        fail_value(OP, "head weight", "have shape [V, H] with V >= 1", list(weight.shape))
-    if bias is not None:
-        dtypes, contract = FLOAT_DTYPES, "be a floating-point tensor [V] or None"
-        _check_vector("head bias", bias, dtypes, contract, weight.shape[0], weight.device)
-    return weight, bias
-
-
-def _check_vector(
-    name: str, value: Any, dtypes: tuple[torch.dtype, ...], contract: str, size: int,
-    device: torch.device,
-) -> None:  # fmt: skip
-    if not isinstance(value, Tensor) or value.dtype not in dtypes:
-        fail_type(OP, name, contract, type_name(value))
-    if list(value.shape) != [size]:
-        fail_value(OP, name, f"have shape {[size]}", list(value.shape))
-    _same_device(name, [value], device)
-
-
-def _check_sizes(table: EmbeddingTable, cell: Cell, weight: Tensor) -> None:
-    """Raise if embedding, cell and head differ in sizes or devices."""
-    _same_device("embedding", [table.weight], weight.device)
-    width = table.weight.shape[1]
-    if cell.input_size is not None and cell.input_size != width:
-        fail_value(OP, "embedding", f"have the cell's input size, {cell.input_size}", width)
-    if cell.output_size is not None and cell.output_size != weight.shape[1]:
-        contract = f"take the cell's output, {cell.output_size} wide"
-        fail_value(OP, "head", contract, list(weight.shape))
-    if cell.module is not None:
-        _same_device("cell", list(cell.module.parameters()), weight.device)
-
-
-def _same_device(name: str, given: list[Tensor], device: torch.device) -> None:
-    for tensor in given:
-        if tensor.device != device:
-            fail_value(OP, name, f"be on the head's device, {device}", tensor.device)
 
 
 def _check_range(targets: Tensor, vocabulary: int, counted: Tensor) -> None:
@@ -468,7 +374,7 @@ def _criterion(call: Mapping[str, Any], vocabulary: int, device: torch.device) -
         if isinstance(weight, (tuple, list)):
             values = [number(OP, f"class_weight[{i}]", value) for i, value in enumerate(weight)]
             weight = torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
-        _check_vector("class_weight", weight, FLOAT_DTYPES, contract, vocabulary, device)
+        check_vector(OP, "class_weight", weight, FLOAT_DTYPES, contract, vocabulary, device)
     return Criterion(smoothing, z_loss, weight, reduction, _num_items(call["num_items"], reduction))
 
 
@@ -501,5 +407,6 @@ def _context(value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]
         advice = "Wrap the cell: lambda x, state, memory: ..."
         got = f"{len(value)} tensors"
         fail_value(OP, "context", "be empty for one of torch's cells", got, advice)
-    _same_device("context", list(value), device)
+    if value:
+        same_device(OP, "context", list(value), device)
     return tuple(value)

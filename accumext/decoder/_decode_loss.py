@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext.decoder._arguments import DecodeArguments, check_arguments, embedding_table
+from accumext.decoder._arguments import OP, DecodeArguments, check_arguments
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._memory import predicted_peak
+from accumext.decoder._modules import embedding_table
 from accumext.decoder._recurrent_state import (
     State,
     map_leaves,
@@ -237,7 +238,7 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
         raise TypeError(f"decode_memory: {error}") from None
     bound.apply_defaults()
     call = bound.arguments
-    device = embedding_table(call["embedding"]).weight.device
+    device = embedding_table(OP, call["embedding"]).weight.device
     if isinstance(call["targets"], (tuple, list)):
         call["targets"] = torch.zeros(*call["targets"], dtype=torch.int64, device=device)
 

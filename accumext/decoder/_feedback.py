@@ -67,6 +67,7 @@ def feedback_of(
 ) -> Feedback:  # fmt: skip
     """Check the arguments that choose the inputs, and draw the random numbers that they need."""
     shape, device = targets.shape, targets.device
+    teacher = _teacher_inputs(op, start, inputs, fed, rows)
     if isinstance(feedback, Tensor):
         word = "mask"
         if feedback.dtype != torch.bool:
@@ -89,7 +90,6 @@ def feedback_of(
         contract = "be 'argmax' unless feedback is 'sample', 'scheduled' or a mask"
         fail_value(op, "draw", contract, repr(draw))
 
-    teacher = _teacher_inputs(op, start, inputs, fed, rows)
     if word == "teacher":
         return Feedback(teacher, None)
     if sampled or word == "scheduled":

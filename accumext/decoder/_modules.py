@@ -1,0 +1,123 @@
+"""The modules of a decoder as its operators take them: the embedding, the cell, the head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from accumext._checks import FLOAT_DTYPES, fail_type, fail_value, type_name
+from accumext._torch_private import forward_hooks, translated_from
+from accumext.decoder._cells import Cell, cell_of
+from accumext.decoder._embedding import EmbeddingTable
+from accumext.decoder._precision import Dtypes, dtypes_of
+
+
+class DecoderModules(NamedTuple):
+    """What a step of a decoder is made of."""
+
+    table: EmbeddingTable
+    cell: Cell
+    head_weight: Tensor  # [V, H]
+    head_bias: Tensor | None  # [V]
+    dtypes: Dtypes
+
+
+def modules_of(op: str, call: Mapping[str, Any]) -> DecoderModules:
+    """The arguments embedding, cell, head and batch_dim of a call."""
+    table, (weight, bias) = embedding_table(op, call["embedding"]), head_of(op, call["head"])
+    cell = cell_of(op, call["cell"], call["batch_dim"])
+    same_device(op, "embedding", [table.weight], weight.device)
+    width = table.weight.shape[1]
+    if cell.input_size is not None and cell.input_size != width:
+        fail_value(op, "embedding", f"have the cell's input size, {cell.input_size}", width)
+    if cell.output_size is not None and cell.output_size != weight.shape[1]:
+        contract = f"take the cell's output, {cell.output_size} wide"
+        fail_value(op, "head", contract, list(weight.shape))
+    if cell.module is not None:
+        same_device(op, "cell", list(cell.module.parameters()), weight.device)
+    return DecoderModules(table, cell, weight, bias, dtypes_of(weight))
+
+
+def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
+    """The embedding argument: an `nn.Embedding` or a [V, E] tensor."""
+    if isinstance(embedding, nn.Embedding):
+        _check_forward(op, "embedding", embedding, nn.Embedding, "the weight")
+        if embedding.scale_grad_by_freq:
+            fail_value(op, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
+        padding, limit = embedding.padding_idx, embedding.max_norm
+        token = 0 if padding is None else padding
+        options = (token, padding, limit, embedding.norm_type, embedding.sparse)
+        return EmbeddingTable(embedding.weight, *options)
+    if not isinstance(embedding, Tensor) or embedding.dtype not in FLOAT_DTYPES:
+        contract = "be an nn.Embedding or a floating-point tensor [V, E]"
+        _fail_module(op, "embedding", contract, embedding)
+    if embedding.dim() != 2:
+        fail_value(op, "embedding", "have shape [V, E]", list(embedding.shape))
+    return EmbeddingTable(embedding)
+
+
+def _check_forward(
+    op: str, name: str, module: nn.Module, kind: type[nn.Module], instead: str
+) -> None:
+    """Raise for a module whose forward does more than its weight says: it is not called here."""
+    hooked = any(forward_hooks(module))
+    if type(module).forward is not kind.forward or hooked:
+        contract = f"compute as a plain nn.{kind.__name__}, for its forward is not called"
+        got = "forward hooks" if hooked else f"{type(module).__name__} with a forward of its own"
+        fail_type(op, name, contract, got, f"Pass {instead} to mean just that")
+
+
+def _fail_module(op: str, name: str, contract: str, given: Any) -> NoReturn:
+    """Raise for an embedding or head that is none, and say which part of it may be one."""
+    translated = translated_from(given)
+    if translated is not None:
+        itself = "Pass the module itself, of which only the weights are read"
+        fail_type(op, name, contract, " ".join(translated), itself)
+    advice: str | None = None
+    if name == "head" and isinstance(given, nn.Module):
+        advice = "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"
+        if isinstance(given, nn.Sequential) and len(given) and isinstance(given[-1], nn.Linear):
+            before = ", and let the cell apply the layers before it to its output; or use tbptt"
+            advice = f"Pass head[-1]{before}" if len(given) > 1 else "Pass head[0]"
+    fail_type(op, name, contract, type_name(given), advice)
+
+
+def head_of(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
+    """The head argument: weight [V, H] and bias [V] of an `nn.Linear`, or a pair of them."""
+    if isinstance(head, nn.Linear):
+        _check_forward(op, "head", head, nn.Linear, "(weight, bias)")
+        weight, bias = head.weight, head.bias
+    elif isinstance(head, (tuple, list)) and len(head) == 2:
+        weight, bias = head
+    else:
+        _fail_module(op, "head", "be an nn.Linear or a pair (weight, bias)", head)
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_DTYPES:
+        fail_type(op, "head weight", "be a floating-point tensor [V, H]", type_name(weight))
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        fail_value(op, "head weight", "have shape [V, H] with V >= 1", list(weight.shape))
+    if bias is not None:
+        dtypes, contract = FLOAT_DTYPES, "be a floating-point tensor [V] or None"
+        check_vector(op, "head bias", bias, dtypes, contract, weight.shape[0], weight.device)
+    return weight, bias
+
+
+def check_vector(
+    op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], contract: str, size: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Raise if a tensor has not this dtype, size or device."""
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        fail_type(op, name, contract, type_name(value))
+    if list(value.shape) != [size]:
+        fail_value(op, name, f"have shape {[size]}", list(value.shape))
+    same_device(op, name, [value], device)
+
+
+def same_device(op: str, name: str, given: list[Tensor], device: torch.device) -> None:
+    """Raise if one of the tensors is not where the head is."""
+    for tensor in given:
+        if tensor.device != device:
+            fail_value(op, name, f"be on the head's device, {device}", tensor.device)
