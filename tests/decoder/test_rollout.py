@@ -577,15 +577,20 @@ def test_a_budget_is_kept_to_and_used(graphs: int) -> None:
 
 
 def test_what_a_segment_has_left_is_freed_before_the_next() -> None:
-    """A gradient for the start alone leaves the tensors that those of the weights need."""
+    """A gradient for the start alone leaves what the nodes above the weight alone have saved."""
     weight, start = torch.ones(ROWS, WIDE).requires_grad_(), torch.ones(ROWS, WIDE).requires_grad_()
 
     def run() -> None:
-        call = {"loss": lambda x, t: x.mean(), "start": start, "checkpoint": 32}
+        call = {
+            "loss": lambda x, t: x.mean() + weight.exp().sum(),
+            "start": start,
+            "checkpoint": 32,
+        }
         out = accumext.rollout(lambda x, _: (x * weight, None), None, STEPS, **call)
         torch.autograd.grad(out.loss, [start])
 
-    assert peak_memory(run) < 1.5 * 32 * STATE
+    # the last segment of the forward pass is not freed either; then two tensors a step
+    assert peak_memory(run) < 3.5 * 32 * STATE
 
 
 # --- arguments ------------------------------------------------------------------------------------
