@@ -34,8 +34,9 @@ def choose_plan(steps: int, sizes: Sizes, length: int | None, budget: int | None
     if budget is None and length is not None:
         return Plan(length, None)
     root = math.isqrt(steps)
-    if budget is None:  # small states leave room for the borders all the same
-        budget = max(2 * steps * sizes.state, (root + 3) * sizes.border) + root * sizes.graph
+    if budget is None:  # small states leave room for the borders and a segment all the same
+        borders = max(2 * steps * sizes.state, (root + 3) * sizes.border)
+        budget = borders + max(SMALLEST, root) * sizes.graph
     if length is not None:
         lengths = {length}
     else:  # even shares, what is left by so many borders, and the short ones

@@ -637,6 +637,20 @@ def test_a_budget_for_less_than_a_segment() -> None:
         accumext.rollout(step, zeros(), 20, memory_budget=100, **call)
 
 
+@pytest.mark.parametrize("steps", [4, 5, 9])
+def test_few_steps_with_small_states_and_large_graphs(steps: int) -> None:
+    weight = torch.ones(50000, requires_grad=True)
+
+    def step(x: Tensor, _: None) -> tuple[Tensor, None]:
+        return (x * weight).exp().mean() - 1, None
+
+    call = {"loss": lambda x, t: x, "start": torch.zeros(())}
+    out = accumext.rollout(step, None, steps, reduction="sum", **call)
+    out.loss.backward()
+    assert out.loss == 0
+    torch.testing.assert_close(weight.grad, torch.ones_like(weight) * 0)
+
+
 def test_k1_alone_is_a_warning() -> None:
     _, step, call = gru()
     with pytest.warns(UserWarning, match="rollout: k1=2 has no effect without k2"):
