@@ -7,8 +7,10 @@ from accumext.backend import backend as backend
 from accumext.backend import backend_reason as backend_reason
 from accumext.chunked import chunked_loss as chunked_loss
 from accumext.decoder import DecodeOutput as DecodeOutput
+from accumext.decoder import GenerateOutput as GenerateOutput
 from accumext.decoder import decode_loss as decode_loss
 from accumext.decoder import decode_memory as decode_memory
+from accumext.decoder import generate as generate
 from accumext.ops import accumulate_ as accumulate_
 from accumext.ops import scale_ as scale_
 from accumext.ops import total_norm as total_norm

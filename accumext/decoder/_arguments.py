@@ -156,7 +156,7 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < vocabulary:
         fail_value(OP, "eos", f"be in [0, {vocabulary})", eos)
     criterion = _criterion(call, vocabulary, device)
-    context = _context(call["context"], cell, device)
+    context = context_of(OP, call["context"], cell, device)
     memory_budget = call["memory_budget"]
     if memory_budget is not None:
         memory_budget = positive_int(OP, "memory_budget", memory_budget)
@@ -397,16 +397,17 @@ def _num_items(value: Any, reduction: str) -> float | Tensor | None:
     return count
 
 
-def _context(value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]:
+def context_of(op: str, value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]:
+    """The argument `context`, checked."""
     if isinstance(value, Tensor) or not isinstance(value, (tuple, list)):
-        fail_type(OP, "context", "be a tuple of tensors", type_name(value))
+        fail_type(op, "context", "be a tuple of tensors", type_name(value))
     for index, tensor in enumerate(value):
         if not isinstance(tensor, Tensor):
-            fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
+            fail_type(op, f"context[{index}]", "be a tensor", type_name(tensor))
     if value and cell.state_shapes is not None:
         advice = "Wrap the cell: lambda x, state, memory: ..."
         got = f"{len(value)} tensors"
-        fail_value(OP, "context", "be empty for one of torch's cells", got, advice)
+        fail_value(op, "context", "be empty for one of torch's cells", got, advice)
     if value:
-        same_device(OP, "context", list(value), device)
+        same_device(op, "context", list(value), device)
     return tuple(value)

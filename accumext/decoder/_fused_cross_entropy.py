@@ -28,6 +28,7 @@ from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._memory import WorkspacePlan
+from accumext.decoder._precision import Dtypes
 
 
 class NeedsGrad(NamedTuple):
@@ -78,10 +79,8 @@ class FusedCrossEntropy:
         self.rows, self.logit_rows = plan.rows, plan.logit_rows
         self.forms_gradients = needs is not None
         self.dtype = args.dtypes.accumulation
-        self.weight = weight = weight.detach()
-        if weight.dtype != args.dtypes.product or weight.stride(1) != 1:
-            self.weight = new_buffer(weight, *weight.shape, dtype=args.dtypes.product).copy_(weight)
-        self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
+        weight = weight.detach()
+        self.weight, self.bias = rounded_head(weight, bias, args.dtypes)
         self._temperature = args.feedback.temperature
         self._smoothing, self._z_loss = criterion.label_smoothing, criterion.z_loss
         self._class_weight = None
@@ -251,6 +250,17 @@ class FusedCrossEntropy:
             _operators.add_matmul(gradients.bias[:, None], exps, r[:, None], False)
             gradients.bias.index_add_(0, y, t)
             self._smoothed_bias += q.sum()
+
+
+def rounded_head(
+    weight: Tensor, bias: Tensor | None, dtypes: Dtypes
+) -> tuple[Tensor, Tensor | None]:
+    """The head as the operators take it: the weight [V, H] in the dtype of products, its rows
+    dense, and the bias [V] in that of sums."""
+    weight = weight.detach()
+    if weight.dtype != dtypes.product or weight.stride(1) != 1:
+        weight = new_buffer(weight, *weight.shape, dtype=dtypes.product).copy_(weight)
+    return weight, None if bias is None else bias.detach().to(dtypes.accumulation).contiguous()
 
 
 def new_buffer(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:

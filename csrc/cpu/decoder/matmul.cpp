@@ -12,6 +12,10 @@ namespace {
 
 constexpr int64_t kRowSpan = 240;  // rows of the left operand in the second cache
 
+// A product of so few columns and so many rows is bound by reading the left operand.
+constexpr int64_t kFewColumns = 32;
+constexpr int64_t kManyRows = 2 * kSpan;
+
 // A matrix of the call, with any strides.
 struct Operand {
   const char* data;
@@ -180,9 +184,34 @@ Tensor converted(const Tensor& tensor, Dtype dtype) {
   return torch::stable::to(tensor, types[static_cast<int>(dtype)]);
 }
 
+// sums = left right, of few columns, by the product that reads each row of the left operand once.
+template <typename T>
+void skinny_matmul(const Tensor& sums, const Tensor& left, const Tensor& right) {
+  const int64_t count = right.size(1);
+  const int64_t width = padded(count);
+  const T* from = static_cast<const T*>(right.const_data_ptr());
+  const Buffer<T> columns(right.size(0) * width);
+  for (int64_t k = 0; k < right.size(0); ++k) {
+    T* to = &columns[k * width];
+    for (int64_t i = 0; i < count; ++i) to[i] = from[k * right.stride(0) + i * right.stride(1)];
+    std::fill(to + count, to + width, T(0));
+  }
+  Skinny<T> product(left, nullptr, count);
+  product.take(columns.get(), width, count);
+  T* out = static_cast<T*>(sums.mutable_data_ptr());
+  const int64_t stride = sums.stride(0);
+  torch::stable::parallel_for(0, sums.size(0), kSpan, [&](int64_t begin, int64_t end) {
+    product.run(begin, end, out, stride);
+  });
+}
+
 template <typename T>
 void add_matmul(const Tensor& sums, Tensor left, Tensor right, bool overwrite) {
   const Dtype dtype = float_dtype(left);
+  const bool few = right.size(1) <= kFewColumns && left.size(0) >= kManyRows;
+  if (few && overwrite && left.stride(1) == 1 && float_dtype(right) == kDtypeOf<T>) {
+    return skinny_matmul<T>(sums, left, right);
+  }
   if (dtype != kDtypeOf<T> && (dtype != Dtype::kBFloat16 || paired_kernels() == nullptr)) {
     right = converted(right, dtype);
     left = converted(left, kDtypeOf<T>);

@@ -1,0 +1,256 @@
+"""`generate`: what a decoder says, greedily, by samples or by beam search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accumext._checks import (
+    fail_type,
+    fail_value,
+    integer,
+    lengths_tensor,
+    number,
+    one_of,
+    positive_int,
+    token_tensor,
+    type_name,
+)
+from accumext.decoder._arguments import batch_size, context_of
+from accumext.decoder._beam_search import beam_search
+from accumext.decoder._modules import DecoderModules, check_vector, modules_of, same_device
+from accumext.decoder._output_layer import OutputLayer
+from accumext.decoder._recurrent_state import State, check_batch_dim, own_generator, tensors
+from accumext.decoder._rnn_weights import rnn_weights_of
+from accumext.decoder._speaking import Draw, listen, speak
+from accumext.decoder._token_filters import TokenFilter
+from accumext.decoder._voice import OP, Voice
+
+
+class GenerateOutput(NamedTuple):
+    """What `generate` returns; [B, T] in place of [T, B] with `batch_first`."""
+
+    tokens: Tensor  # int64 [T, B], or [T, B, K] of a beam, best first; padding after the end
+    log_probs: Tensor  # of the tokens, 0 after the end; fp32, fp64 in double precision
+    lengths: Tensor  # int64 [B] or [B, K]: tokens until each row ended, its eos included
+    state: State  # each row's at its end; of a beam that of the best hypothesis
+    scores: Tensor  # [B] or [B, K]: sums of log_probs / length ** length_penalty
+
+
+def generate(
+    embedding: nn.Embedding | Tensor,
+    cell: nn.Module | Callable[..., Any],
+    head: nn.Linear | tuple[Tensor, Tensor | None],
+    state: State = None,
+    *,
+    max_length: int,
+    start: int | Tensor = 0,
+    prompt: Tensor | None = None,  # int64 [P, B]
+    eos: int | None = None,
+    search: str = "greedy",
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    beams: int = 4,
+    length_penalty: float = 0.0,
+    generator: torch.Generator | None = None,
+    context: tuple[Tensor, ...] = (),
+    lengths: Tensor | list[int] | None = None,  # [B]
+    batch_dim: int = 0,
+    batch_first: bool = False,
+) -> GenerateOutput:
+    """Let a decoder speak: greedily, by samples, or by beam search.
+
+    The same step as that of `decode_loss`, without a graph and without keeping logits: no more than
+    32 rows of them exist at once, so the memory does not grow with the length. Greedy tokens are
+    those of `decode_loss(feedback="greedy")`, and so are samples, with the same generator, where
+    nothing filters them. Ends where every row has ended.
+
+    Args:
+        embedding, cell, head, state, context, batch_dim: as in `decode_loss`. Modules in training
+            mode apply their own dropout: call `eval()` before.
+        max_length: T, tokens of a row at most.
+        start: the first input token, an int or int64 [B].
+        prompt: int64 [P, B], fed first, in place of `start`; not part of the result.
+        eos: a row that emits this token ends with it.
+        search: "greedy", "sample" or "beam".
+        temperature: of "sample"; so are the following two.
+        top_k: only the k likeliest tokens are drawn from; of equals the lowest.
+        top_p: of these the fewest, likeliest first, whose probabilities together reach this share.
+        beams: K, hypotheses of "beam" that live side by side, and that are returned. Of a row's
+            continuations those among the best K that end are set aside, and the best K that do not
+            live on, until none of them could become better than the worst set aside.
+        length_penalty: hypotheses are compared by the sum of their log-probabilities divided by
+            length ** length_penalty: above 0 long ones gain.
+        generator: of "sample"; by default one seeded from torch's global generator.
+        lengths: ints [B], a tensor or a list: how many tokens each row has at most. Here, with
+            `eos` and with "beam" every tensor of a callable's state has the batch in `batch_dim`
+            (0-dim tensors are everyone's).
+        batch_first: prompt and results are [B, T], or [B, T, K].
+
+    Returns:
+        A `GenerateOutput`, T being the length of the longest row. `log_probs` are those of the
+        model: before temperature, top_k and top_p. Where a row has fewer than K hypotheses, the
+        others have length 0 and score -inf.
+
+    Raises:
+        ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.
+        TypeError: a type is wrong.
+
+    Example:
+        >>> embedding, cell, head = nn.Embedding(100, 8), nn.GRUCell(8, 16), nn.Linear(16, 100)
+        >>> out = accumext.generate(embedding, cell, head, max_length=20, eos=1, search="beam")
+        >>> out.tokens[:, 0, 0]  # the best hypothesis of row 0
+
+    Sources: Holtzman et al. 2020 (top_p); Fan et al. 2018 (top_k); Wu et al. 2016 (length penalty).
+    """
+    call = dict(locals())
+    modules = modules_of(OP, call)
+    prompt = _prompt(call, modules)
+    batch = prompt.shape[1] if prompt is not None else batch_size(modules.cell, call)
+    steps = _max_length(max_length)
+    limits, ends = _limits(call, modules, batch, steps)
+    voice = _voice(call, modules, limits, ends)
+    first = _first(call, modules, prompt, batch)
+    state = _state(call, modules, batch, ends)
+    one_of(OP, "search", search, ("greedy", "sample", "beam"))
+    number(OP, "length_penalty", length_penalty)
+    token_filter, beams = _filter(call), positive_int(OP, "beams", beams)
+    draw = _draw(generator, batch, limits.device) if search == "sample" else None
+    with torch.no_grad():
+        if prompt is not None and len(prompt) > 1:
+            state = listen(voice, state, prompt[:-1])
+        if search == "beam":
+            said, scores = beam_search(voice, state, first, steps, beams, float(length_penalty))
+        else:
+            said = speak(voice, state, first, steps, draw, token_filter, float(temperature))
+            longest = int(said.lengths.max()) if ends and batch else steps
+            said = said._replace(tokens=said.tokens[:longest], log_probs=said.log_probs[:longest])
+            spoken = said.lengths.clamp(min=1).to(said.log_probs.dtype)
+            scores = said.log_probs.sum(0) / spoken**length_penalty
+    tokens, log_probs = said.tokens, said.log_probs
+    if batch_first:
+        tokens, log_probs = tokens.transpose(0, 1), log_probs.transpose(0, 1)
+    return GenerateOutput(tokens, log_probs, said.lengths, said.state, scores)
+
+
+def _max_length(value: Any) -> int:
+    steps = integer(OP, "max_length", value)
+    if steps < 0:
+        fail_value(OP, "max_length", "be at least 0", steps)
+    return steps
+
+
+def _voice(call: Mapping[str, Any], modules: DecoderModules, limits: Tensor, ends: bool) -> Voice:
+    table, cell, weight, bias, dtypes = modules
+    rows, words, eos = table.weight.shape[0], weight.shape[0], call["eos"]
+    if rows < words:
+        contract = f"have a row for each of the {words} words that can be fed back"
+        fail_value(OP, "embedding", contract, f"{rows} rows")
+    if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
+        fail_value(OP, "eos", f"be in [0, {words})", eos)
+    rnn_weights = None
+    if table.max_norm is None and call["search"] != "beam":
+        rnn_weights = rnn_weights_of(cell.module, {table.weight.dtype, weight.dtype})
+    if rnn_weights is not None and rnn_weights.dropout > 0 and rnn_weights.layers > 1:
+        rnn_weights = None  # the module drops what it drops in training mode
+    context = context_of(OP, call["context"], cell, weight.device)
+    layer = OutputLayer.of(weight, bias, dtypes)
+    return Voice(table, cell, layer, rnn_weights, dtypes, context, eos, limits, ends)
+
+
+def _prompt(call: Mapping[str, Any], modules: DecoderModules) -> Tensor | None:
+    """The prompt, int64 [P, B] with P >= 1."""
+    if call["prompt"] is None:
+        return None
+    prompt = token_tensor(OP, "prompt", call["prompt"], "be an integer tensor [P, B]")
+    if prompt.dim() != 2:
+        fail_value(OP, "prompt", "have shape [P, B]", list(prompt.shape))
+    prompt = prompt.t() if call["batch_first"] else prompt
+    if len(prompt) == 0:
+        fail_value(OP, "prompt", "have at least one token", list(prompt.shape))
+    same_device(OP, "prompt", [prompt], modules.head_weight.device)
+    _check_tokens("prompt", prompt, modules)
+    return prompt
+
+
+def _first(
+    call: Mapping[str, Any], modules: DecoderModules, prompt: Tensor | None, batch: int
+) -> Tensor:
+    """The first input [B] after which something is said."""
+    if prompt is not None:
+        return prompt[-1]
+    start, device = call["start"], modules.head_weight.device
+    if isinstance(start, Tensor):
+        start = token_tensor(OP, "start", start, "be an int or an integer tensor [B]")
+        same_device(OP, "start", [start], device)
+        if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
+            fail_value(OP, "start", f"have shape {[batch]}", list(start.shape))
+    else:
+        start = torch.tensor(integer(OP, "start", start), device=device)
+    _check_tokens("start", start, modules)
+    return start.expand(batch)
+
+
+def _check_tokens(name: str, tokens: Tensor, modules: DecoderModules) -> None:
+    """Check on a CPU that the embedding has a row for each token: a GPU's lookup asserts it."""
+    rows = modules.table.weight.shape[0]
+    if tokens.device.type != "cpu":
+        return
+    wrong = (tokens < 0) | (tokens >= rows)
+    if wrong.any():
+        fail_value(OP, name, f"be in [0, {rows})", int(tokens[wrong].flatten()[0]))
+
+
+def _limits(
+    call: Mapping[str, Any], modules: DecoderModules, batch: int, steps: int
+) -> tuple[Tensor, bool]:
+    """How many tokens each row has at most, [B], and whether one may end before the others."""
+    device, lengths = modules.head_weight.device, call["lengths"]
+    if lengths is None:
+        return torch.full((batch,), steps, device=device), call["eos"] is not None
+    lengths = lengths_tensor(OP, "lengths", lengths, device)
+    check_vector(OP, "lengths", lengths, (torch.int64,), "be an integer tensor [B]", batch, device)
+    if device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
+        fail_value(OP, "lengths", f"be in [0, {steps}]", lengths.tolist())
+    return lengths, True
+
+
+def _state(call: Mapping[str, Any], modules: DecoderModules, batch: int, ends: bool) -> State:
+    state, cell = call["state"], modules.cell
+    if state is None:
+        return cell.initial_state(batch, modules.table.weight)
+    cell.check_state(OP, state, batch)
+    same_device(OP, "state", tensors(state), modules.head_weight.device)
+    if cell.state_shapes is None and (ends or call["search"] == "beam"):
+        for leaf in tensors(state):
+            if leaf.dim() > 0:
+                check_batch_dim(OP, leaf, cell.batch_dim, batch)
+    return state
+
+
+def _filter(call: Mapping[str, Any]) -> TokenFilter | None:
+    """What samples are drawn from; None: every token."""
+    top_k, top_p = call["top_k"], call["top_p"]
+    if number(OP, "temperature", call["temperature"]) <= 0:
+        fail_value(OP, "temperature", "be greater than 0", call["temperature"])
+    for name in ("top_k", "top_p"):
+        if call[name] is not None and call["search"] != "sample":
+            fail_value(OP, name, "be None unless search is 'sample'", call[name])
+    top_k = None if top_k is None else positive_int(OP, "top_k", top_k)
+    if top_p is not None and not 0 < (top_p := number(OP, "top_p", top_p)) <= 1:
+        fail_value(OP, "top_p", "be in (0, 1]", call["top_p"])
+    if top_k is None and top_p is None:
+        return None
+    return TokenFilter(float(call["temperature"]), top_k, top_p)
+
+
+def _draw(generator: Any, batch: int, device: torch.device) -> Draw:
+    """Uniform numbers [n, B], step after step the same as for all steps at once."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        fail_type(OP, "generator", "be a torch.Generator or None", type_name(generator))
+    own = own_generator(generator, device)
+    return lambda steps: torch.rand(steps, batch, dtype=torch.float64, device=device, generator=own)

@@ -1,0 +1,163 @@
+"""Greedy and sampled speech: step by step, or by the operators in chunks of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumext.decoder import _operators
+from accumext.decoder._output_layer import LOGIT_ROWS, log_probabilities
+from accumext.decoder._recurrent_state import State, freeze
+from accumext.decoder._rnn_buffers import dense_rows, module_state, operands, states_from
+from accumext.decoder._rnn_weights import RnnWeights
+from accumext.decoder._token_filters import TokenFilter
+from accumext.decoder._voice import OP, EndWatch, Spoken, Voice
+
+# Steps that the operators take at once: a longer call needs more memory for states, and goes on
+# longer after every row has ended.
+CHUNK = 32
+
+Draw = Callable[[int], Tensor]  # uniform numbers of so many steps, fp64 [n, B]
+
+
+def speak(
+    voice: Voice,
+    state: State,
+    first: Tensor,  # int64 [B]
+    steps: int,
+    draw: Draw | None,  # None takes the argmax
+    token_filter: TokenFilter | None,
+    temperature: float,
+) -> Spoken:
+    """Up to `steps` tokens of every row."""
+    if voice.rnn_weights is not None and token_filter is None:
+        chunks = _Chunks(voice, voice.rnn_weights, state)
+        return chunks.speak(first, steps, draw, temperature)
+    alive, tokens, watch = voice.limits > 0, first, EndWatch()
+    said: list[tuple[Tensor, Tensor]] = []
+    lengths = torch.zeros_like(voice.limits)
+    for step in range(steps):
+        if voice.ends and watch.all_ended(alive):
+            break
+        hidden, new_state = voice.step(tokens, state)
+        if voice.ends:
+            new_state = freeze(OP, alive, new_state, state, voice.cell.batch_dim)
+        state = new_state
+        uniforms = None if draw is None else draw(1)[0]
+        if token_filter is None or uniforms is None:
+            chosen, log_probs = voice.layer.choose(hidden, uniforms, temperature)
+        else:
+            chosen, log_probs = _filtered(voice, hidden, token_filter, uniforms)
+        tokens = torch.where(alive, chosen, voice.pad)
+        said.append((tokens, torch.where(alive, log_probs, 0)))
+        lengths += alive
+        alive = voice.goes_on(alive, tokens, step)
+        tokens = torch.where(alive, tokens, voice.pad)
+    if not said:
+        shape = (0, len(first))
+        return Spoken(first.new_zeros(shape), _no_log_probs(voice, shape), lengths, state)
+    all_tokens, all_log_probs = (torch.stack(column) for column in zip(*said, strict=True))
+    return Spoken(all_tokens, all_log_probs, lengths, state)
+
+
+def listen(voice: Voice, state: State, prompt: Tensor) -> State:
+    """The state after the tokens of a prompt [P, B], about which nothing is said."""
+    if voice.rnn_weights is not None:
+        return _Chunks(voice, voice.rnn_weights, state).listen(prompt)
+    for tokens in prompt:
+        _, state = voice.step(tokens, state)
+    return state
+
+
+def _filtered(
+    voice: Voice, hidden: Tensor, token_filter: TokenFilter, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens [B] and their log-probabilities before the filter."""
+    tokens, log_probs = [], []
+    for some, numbers in zip(hidden.split(LOGIT_ROWS), uniforms.split(LOGIT_ROWS), strict=True):
+        logits = voice.layer.logits(some)
+        tokens.append(token_filter.sample(logits, numbers))
+        log_probs.append(logits.log_softmax(1).gather(1, tokens[-1][:, None])[:, 0])
+    return torch.cat(tokens), torch.cat(log_probs)
+
+
+def _no_log_probs(voice: Voice, shape: tuple[int, ...]) -> Tensor:
+    return voice.layer.weight.new_zeros(shape, dtype=voice.layer.dtype)
+
+
+class _Chunks:
+    """One of torch's recurrent modules, run by the operators, CHUNK steps at a time."""
+
+    def __init__(self, voice: Voice, rnn: RnnWeights, state: Any) -> None:
+        self.voice, self.rnn = voice, rnn
+        self.table = dense_rows(voice.table.weight)
+        self.weights = operands(rnn, voice.dtypes)
+        parts = list(state) if rnn.state_parts == 2 else [state]
+        self.dtypes = [part.dtype for part in parts]
+        self.state = [part.to(voice.layer.dtype) for part in parts]
+
+    def speak(self, first: Tensor, steps: int, draw: Draw | None, temperature: float) -> Spoken:
+        voice, batch, watch = self.voice, len(first), EndWatch()
+        alive, fed = voice.limits > 0, first
+        tokens = first.new_full((steps, batch), voice.pad)
+        log_probs = _no_log_probs(voice, (steps, batch))
+        lengths = torch.zeros_like(voice.limits)
+        for begin in range(0, steps, CHUNK):
+            if voice.ends and watch.all_ended(alive):
+                break
+            end = min(begin + CHUNK, steps)
+            size = end - begin
+            live = None
+            if voice.ends:
+                span = torch.arange(begin, end, device=first.device)[:, None]
+                live = alive & (span < voice.limits)
+            said = tokens[begin:end]
+            uniforms = None if draw is None else draw(size)
+            stats = log_probs.new_empty(3, size * batch)
+            rows = first.new_empty(size * batch)
+            used = self._run(fed, said, live, uniforms, temperature, stats, rows)
+            found = log_probabilities(stats[:, :used])
+            log_probs[begin:end].view(-1)[rows[:used]] = found
+            if live is not None:
+                said.masked_fill_(~live, voice.pad)
+                log_probs[begin:end].masked_fill_(~live, 0)
+                lengths += live.sum(0)
+                alive = voice.goes_on(live[-1], said[-1], end - 1)
+            else:
+                lengths += size
+            fed = torch.where(alive, said[-1], voice.pad)
+        return Spoken(tokens, log_probs, lengths, self._module_state())
+
+    def listen(self, prompt: Tensor) -> State:
+        for some in prompt.split(CHUNK):
+            some = some.contiguous()
+            self._run(some[0], some, None, None, 1.0, None, None, some)
+        return self._module_state()
+
+    def _module_state(self) -> State:
+        parts = [part.to(dtype) for part, dtype in zip(self.state, self.dtypes, strict=True)]
+        return tuple(parts) if self.rnn.state_parts == 2 else parts[0]
+
+    def _run(
+        self, first: Tensor, tokens: Tensor, live: Tensor | None, uniforms: Tensor | None,
+        temperature: float, stats: Tensor | None, rows: Tensor | None,
+        inputs: Tensor | None = None,  # int64 [n, B], where they are known
+    ) -> int:  # fmt: skip
+        """Steps from the state, which goes on; how many rows the head has seen."""
+        voice, rnn, steps = self.voice, self.rnn, len(tokens)
+        states = states_from(rnn, self.state, steps, voice.layer.dtype)
+        if inputs is None:
+            inputs = torch.full_like(tokens, voice.pad)
+            inputs[0] = first
+        used: int = _operators.decode_steps(
+            self.table, self.weights, states, rnn.kind, None, 1.0, None, 1.0, None, 1.0, inputs,
+            None, None, live, -1 if voice.eos is None else voice.eos, voice.pad, uniforms,
+            temperature, voice.layer.weight, voice.layer.bias, None, tokens, None, stats, rows,
+            LOGIT_ROWS, 0, steps,
+        )  # fmt: skip
+        dtypes = [voice.layer.dtype] * rnn.state_parts
+        self.state = module_state(rnn, [state[-1] for state in states], dtypes)
+        return used

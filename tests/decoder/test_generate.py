@@ -1,0 +1,378 @@
+"""What a decoder says, against plain loops over log_softmax and lists of hypotheses."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.budget import examples
+from support.decode_oracle import CELLS, Decoder, make_decoder
+from support.decoding import BATCH, EXACT, VOCABULARY
+from torch import Tensor
+
+import accumext
+
+MODES = st.sampled_from(["greedy", "sample", "top_k", "top_p", "both"])
+
+
+def rows_of(state: Any, rows: list[int]) -> Any:
+    """These rows of a state, whose batch is the last dimension but one."""
+    if isinstance(state, tuple):
+        return tuple(rows_of(s, rows) for s in state)
+    return state[..., rows, :].detach()
+
+
+def plain_step(decoder: Decoder, token: int, state: Any) -> tuple[Tensor, Any]:
+    """Log-probabilities [V] after a token of one row."""
+    with torch.no_grad():
+        output, state = decoder.step(decoder.embedding(torch.tensor([token])), state)
+        return decoder.head(output)[0].log_softmax(-1), state
+
+
+def allowed(log_probs: Tensor, mode: str, temperature: float) -> Tensor:
+    """The probabilities that are drawn from, by the definitions of top_k = 4 and top_p = 0.6."""
+    p = (log_probs / temperature).softmax(-1)
+    order = sorted(range(len(p)), key=lambda i: (-float(p[i]), i))
+    if mode in ("top_k", "both"):
+        order = order[:4]
+    if mode in ("top_p", "both"):
+        whole, total, kept = float(p[order].sum()), 0.0, []
+        for i in order:
+            kept.append(i)
+            total += float(p[i])
+            if total >= 0.6 * whole:
+                break
+        order = kept
+    q = torch.zeros_like(p)
+    q[order] = p[order]
+    return q / q.sum()
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    kind=st.sampled_from(sorted(CELLS)),
+    called=st.booleans(),
+    mode=MODES,
+    eos=st.sampled_from([None, 2]),
+    limited=st.booleans(),
+    prompted=st.integers(0, 3),
+    batch_first=st.booleans(),
+    steps=st.sampled_from([0, 1, 5, 40]),
+    seed=st.integers(0, 2**20),
+)
+def test_greedy_and_samples_are_the_plain_loops(
+    kind: str, called: bool, mode: str, eos: int | None, limited: bool, prompted: int,
+    batch_first: bool, steps: int, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    decoder = make_decoder(kind)
+    options: dict[str, Any] = {"search": "greedy"}
+    if mode != "greedy":
+        options = {"search": "sample", "temperature": 1.5}
+    if mode in ("top_k", "both"):
+        options["top_k"] = 4
+    if mode in ("top_p", "both"):
+        options["top_p"] = 0.6
+    limits = torch.randint(0, steps + 1, (BATCH,)) if limited else torch.full((BATCH,), steps)
+    prompt = torch.randint(VOCABULARY, (prompted, BATCH))
+    start = torch.randint(VOCABULARY, (BATCH,))
+    if prompted:
+        options["prompt"] = prompt.t() if batch_first else prompt
+    out = accumext.generate(
+        decoder.embedding, decoder.step if called else decoder.cell, decoder.head, decoder.state,
+        max_length=steps, start=start, eos=eos, lengths=limits if limited else None,
+        generator=torch.Generator().manual_seed(seed), batch_first=batch_first,
+        batch_dim=int(CELLS[kind][1] is not None), **options,
+    )  # fmt: skip
+    tokens, log_probs = out.tokens, out.log_probs
+    if batch_first:
+        tokens, log_probs = tokens.t(), log_probs.t()
+    numbers = torch.Generator().manual_seed(seed)
+    uniforms = torch.rand(max(1, steps), BATCH, dtype=torch.float64, generator=numbers)
+    assert len(tokens) == (int(out.lengths.max()) if limited or eos is not None else steps)
+    for b in range(BATCH):
+        state, token = rows_of(decoder.state, [b]), int(start[b])
+        for early in prompt[:-1, b].tolist():
+            _, state = plain_step(decoder, early, state)
+        token = int(prompt[-1, b]) if prompted else token
+        said = 0
+        while said < limits[b]:
+            expected, state = plain_step(decoder, token, state)
+            token = int(tokens[said, b])
+            if mode == "greedy":
+                assert token == int(expected.argmax())
+            else:
+                running = allowed(expected, mode, 1.5).cumsum(0)
+                u = float(uniforms[said, b])
+                assert float(running[token]) > u - EXACT
+                assert token == 0 or float(running[token - 1]) <= u + EXACT
+            torch.testing.assert_close(log_probs[said, b], expected[token], rtol=EXACT, atol=EXACT)
+            said += 1
+            if token == eos:
+                break
+        assert out.lengths[b] == said
+        assert not tokens[said:, b].any()  # the padding token is 0
+        assert not log_probs[said:, b].any()
+        torch.testing.assert_close(rows_of(out.state, [b]), state, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(out.scores, log_probs.sum(0))
+    assert not log_probs.requires_grad
+
+
+@pytest.mark.parametrize("feedback", ["greedy", "sample"])
+@pytest.mark.parametrize("kind", ["gru_cell", "lstm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_as_decode_loss_says(kind: str, feedback: str, dtype: torch.dtype) -> None:
+    """Bit for bit, over several chunks of steps, in half precision, too."""
+    decoder = make_decoder(kind, vocabulary=301, size=24, dtype=dtype)
+    call = (decoder.embedding, decoder.cell, decoder.head)
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    out = accumext.decode_loss(
+        *call, None, decoder.state, steps=75, feedback=feedback, generator=generators[0],
+        temperature=0.8 if feedback == "sample" else 1.0, eos=5,
+    )  # fmt: skip
+    said = accumext.generate(
+        *call, decoder.state, max_length=75, search=feedback, generator=generators[1],
+        temperature=0.8 if feedback == "sample" else 1.0, eos=5,
+    )  # fmt: skip
+    assert torch.equal(said.lengths, out.lengths)
+    assert torch.equal(said.tokens, out.tokens[: len(said.tokens)])
+    torch.testing.assert_close(said.log_probs, -out.token_losses[: len(said.tokens)])
+
+
+def every_hypothesis(
+    decoder: Decoder, b: int, start: int, limit: int, eos: int, penalty: float
+) -> list[tuple[float, tuple[int, ...]]]:
+    """All that row b can say, with scores, best first."""
+    found = []
+    for length in range(1, limit + 1):
+        for tokens in product(range(VOCABULARY_OF_FEW), repeat=length):
+            ended = tokens[-1] == eos
+            if eos in tokens[:-1] or (not ended and length < limit):
+                continue
+            state, token, total = rows_of(decoder.state, [b]), start, 0.0
+            for following in tokens:
+                log_probs, state = plain_step(decoder, token, state)
+                total += float(log_probs[following])
+                token = following
+            found.append((total / length**penalty, tokens))
+    return sorted(found, reverse=True)
+
+
+VOCABULARY_OF_FEW = 4
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0, -0.5])
+@pytest.mark.parametrize("kind", ["gru_cell", "lstm"])
+def test_a_wide_beam_is_an_exhaustive_search(kind: str, penalty: float) -> None:
+    decoder = make_decoder(kind, vocabulary=VOCABULARY_OF_FEW)
+    lengths, beams = torch.tensor([3, 1, 4]), VOCABULARY_OF_FEW**4
+    out = accumext.generate(
+        decoder.embedding, decoder.cell, decoder.head, decoder.state, max_length=4, eos=1,
+        search="beam", beams=beams, length_penalty=penalty, lengths=lengths, start=2,
+    )  # fmt: skip
+    for b in range(BATCH):
+        expected = every_hypothesis(decoder, b, 2, int(lengths[b]), 1, penalty)
+        assert (out.lengths[b] > 0).sum() == len(expected)
+        for k, (score, tokens) in enumerate(expected):
+            assert tuple(out.tokens[: out.lengths[b, k], b, k].tolist()) == tokens
+            torch.testing.assert_close(float(out.scores[b, k]), score, rtol=1e-10, atol=1e-12)
+        assert (out.scores[b, len(expected) :] == -torch.inf).all()
+        assert not out.tokens[:, b, len(expected) :].any()
+
+
+def plain_beam(
+    decoder: Decoder, b: int, start: int, limit: int, eos: int | None, beams: int, penalty: float
+) -> list[tuple[float, list[int], list[float], Any]]:
+    """The definition, with lists: hypotheses as (score, tokens, log-probabilities, state)."""
+    live = [(0.0, [], [], rows_of(decoder.state, [b]))]
+    kept: list[tuple[float, list[int], list[float], Any]] = []
+    for step in range(limit):
+        found = []
+        for total, tokens, parts, state in live:
+            log_probs, new = plain_step(decoder, tokens[-1] if tokens else start, state)
+            for token, log_prob in enumerate(log_probs.tolist()):
+                said = [*tokens, token], [*parts, log_prob], new
+                found.append((total + log_prob, *said))
+        found.sort(key=lambda one: -one[0])
+        for total, tokens, *rest in found[:beams]:
+            if tokens[-1] == eos or step + 1 == limit:
+                kept.append((total / (step + 1) ** penalty, tokens, *rest))
+        kept.sort(key=lambda one: -one[0])
+        kept = kept[:beams]
+        live = [one for one in found if one[1][-1] != eos][:beams]
+        if len(kept) == beams and live:
+            ahead = range(step + 2, limit + 1)
+            best = max((live[0][0] / n**penalty for n in ahead), default=float("-inf"))
+            if kept[-1][0] >= best:
+                break
+    return kept
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    kind=st.sampled_from(sorted(CELLS)),
+    way=st.sampled_from(["module", "callable", "context"]),
+    beams=st.integers(1, 6),
+    penalty=st.sampled_from([0.0, 0.7, 1.0, -0.5]),
+    eos=st.sampled_from([None, 2]),
+    limited=st.booleans(),
+    steps=st.integers(0, 7),
+    seed=st.integers(0, 2**20),
+)
+def test_beam_search_is_the_definition(
+    kind: str, way: str, beams: int, penalty: float, eos: int | None, limited: bool, steps: int,
+    seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    decoder = make_decoder(kind, vocabulary=9)
+    cell: Any = decoder.cell if way == "module" else decoder.step
+    context: tuple[Tensor, ...] = ()
+    if way == "context":
+        context = (torch.randn(4, BATCH, 5, dtype=torch.float64),)  # the batch where it likes
+        plain = decoder.step
+
+        def cell(x: Tensor, state: Any, memory: Tensor) -> tuple[Tensor, Any]:
+            assert memory is context[0]
+            output, state = plain(x, state)
+            return output + memory.mean(0), state
+
+    limits = torch.randint(0, steps + 1, (BATCH,)) if limited else torch.full((BATCH,), steps)
+    out = accumext.generate(
+        decoder.embedding, cell, decoder.head, decoder.state, max_length=steps, eos=eos, start=1,
+        search="beam", beams=beams, length_penalty=penalty, context=context,
+        lengths=limits if limited else None, batch_dim=int(CELLS[kind][1] is not None),
+    )  # fmt: skip
+    assert out.tokens.shape == (int(out.lengths.max()), BATCH, beams)
+    for b in range(BATCH):
+        if way == "context":
+            shift = context[0][:, b].mean(0)
+            decoder.step = lambda x, s, shift=shift: (lambda found: (found[0] + shift, found[1]))(
+                plain(x, s)
+            )
+        expected = plain_beam(decoder, b, 1, int(limits[b]), eos, beams, penalty)
+        for k, (score, tokens, parts, state) in enumerate(expected):
+            length = int(out.lengths[b, k])
+            assert out.tokens[:length, b, k].tolist() == tokens
+            torch.testing.assert_close(
+                out.log_probs[:length, b, k], torch.tensor(parts).double(), rtol=1e-6, atol=1e-6
+            )
+            torch.testing.assert_close(float(out.scores[b, k]), score, rtol=1e-10, atol=1e-12)
+            assert not out.tokens[length:, b, k].any()
+            assert not out.log_probs[length:, b, k].any()
+            if k == 0:
+                torch.testing.assert_close(rows_of(out.state, [b]), state, rtol=EXACT, atol=EXACT)
+        if limits[b] == 0:
+            assert out.scores[b, 0] == 0
+        assert (out.scores[b, max(1, len(expected)) :] == -torch.inf).all()
+
+
+def test_a_beam_of_one_is_greedy() -> None:
+    decoder = make_decoder("gru_cell", vocabulary=31)
+    call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
+    greedy = accumext.generate(*call, max_length=30, eos=3)
+    beam = accumext.generate(*call, max_length=30, eos=3, search="beam", beams=1)
+    assert torch.equal(beam.tokens[:, :, 0], greedy.tokens)
+    assert torch.equal(beam.lengths[:, 0], greedy.lengths)
+    torch.testing.assert_close(beam.scores[:, 0], greedy.scores)
+
+
+def test_nested_states_are_reordered() -> None:
+    """A counter of everyone, a history of each row, and words between them."""
+    decoder = make_decoder("gru_cell", vocabulary=9)
+
+    def cell(x: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        h = decoder.cell(x, state["h"])
+        history = torch.cat([state["history"][:, 1:], h[:, None, :2]], 1)
+        return h, {"h": h, "history": history, "steps": state["steps"] + 1, "name": "a"}
+
+    state = {
+        "h": decoder.state, "history": torch.zeros(BATCH, 4, 2).double(),
+        "steps": torch.zeros(()), "name": "a",
+    }  # fmt: skip
+    call = {"max_length": 6, "search": "beam", "beams": 3, "eos": 2}
+    modules = (decoder.embedding, cell, decoder.head)
+    out = accumext.generate(*modules, state, **call)
+    expected = accumext.generate(
+        decoder.embedding, decoder.cell, decoder.head, decoder.state, **call
+    )
+    assert torch.equal(out.tokens, expected.tokens)
+    torch.testing.assert_close(out.state["h"], expected.state, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(out.state["history"][:, -1], out.state["h"][:, :2])
+    assert out.state["name"] == "a"
+
+
+def test_it_ends_where_every_row_has_ended() -> None:
+    decoder, calls = make_decoder("gru_cell"), []
+
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return decoder.step(x, h)
+
+    with torch.no_grad():
+        decoder.head.bias[4] = 100.0
+    call = (decoder.embedding, cell, decoder.head, decoder.state)
+    for search in ("greedy", "sample", "beam"):
+        calls.clear()
+        out = accumext.generate(*call, max_length=50, eos=4, search=search, beams=1)
+        assert (out.lengths == 1).all()
+        assert len(calls) == 1
+
+
+def test_in_inference_mode_under_autocast_and_without_gradients() -> None:
+    decoder = make_decoder("gru_cell", dtype=torch.float32)
+    call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
+    for search in ("greedy", "beam", "sample"):
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            out = accumext.generate(*call, max_length=5, search=search)
+        assert out.log_probs.dtype == torch.float32
+        assert out.tokens.shape[:2] == (5, BATCH)
+
+
+V, ONE = VOCABULARY, torch.zeros(1)
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"max_length": -1}, ValueError, "max_length must be at least 0, got -1"),
+    ({"max_length": 2.0}, TypeError, "max_length must be an int, got float"),
+    (
+        {"search": "best"},
+        ValueError,
+        "search must be one of 'greedy', 'sample', 'beam'",
+    ),
+    ({"eos": 13}, ValueError, "eos must be in [0, 13), got 13"),
+    ({"temperature": 0.0}, ValueError, "temperature must be greater than 0, got 0.0"),
+    ({"top_k": 3}, ValueError, "top_k must be None unless search is 'sample', got 3"),
+    ({"top_p": 0.3, "search": "beam"}, ValueError, "top_p must be None unless search is 'sample'"),
+    ({"top_k": 0, "search": "sample"}, ValueError, "top_k must be at least 1, got 0"),
+    ({"top_p": 0.0, "search": "sample"}, ValueError, "top_p must be in (0, 1], got 0.0"),
+    ({"top_p": 1.5, "search": "sample"}, ValueError, "top_p must be in (0, 1], got 1.5"),
+    ({"beams": 0, "search": "beam"}, ValueError, "beams must be at least 1, got 0"),
+    ({"length_penalty": "a"}, TypeError, "length_penalty must be a number, got str"),
+    ({"prompt": ONE}, TypeError, "prompt must be an integer tensor [P, B], got a float32 tensor"),
+    ({"prompt": ONE.long()}, ValueError, "prompt must have shape [P, B], got [1]"),
+    ({"prompt": torch.zeros(0, 3).long()}, ValueError, "prompt must have at least one token"),
+    ({"prompt": torch.full((2, 3), 13)}, ValueError, "prompt must be in [0, 13), got 13"),
+    ({"start": 13}, ValueError, "start must be in [0, 13), got 13"),
+    ({"start": torch.zeros(2).long()}, ValueError, "state must have shape [2, 5], got [3, 5]"),
+    ({"lengths": [1, 2]}, ValueError, "state must have shape [2, 5], got [3, 5]"),
+    ({"lengths": [1, 2, 9]}, ValueError, "lengths must be in [0, 6], got [1, 2, 9]"),
+    (
+        {"generator": 3, "search": "sample"},
+        TypeError,
+        "generator must be a torch.Generator",
+    ),
+    ({"context": (ONE,)}, ValueError, "context must be empty for one of torch's cells"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), WRONG, ids=lambda value: str(value)[:60])
+def test_what_arguments_must_be(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+    decoder = make_decoder("gru_cell")
+    call = {"max_length": 6, **change}
+    before = torch.get_rng_state()
+    with pytest.raises(kind) as caught:
+        accumext.generate(decoder.embedding, decoder.cell, decoder.head, decoder.state, **call)
+    assert str(caught.value).startswith(f"generate: {text}")
+    assert torch.equal(torch.get_rng_state(), before)
