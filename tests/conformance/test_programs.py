@@ -13,6 +13,7 @@ FOLDER = ROOT / "examples" / "programs"
 PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.stem != "comparison")
 TABLES = {  # program -> how many comparisons it prints
     "attention_seq2seq": 2,
+    "lstm_seq2seq": 1,
 }
 PLAIN = re.compile(r"^plain PyTorch +\d+\.\d+ s +\d+\.\d MB$", re.MULTILINE)
 ACCUMEXT = re.compile(
