@@ -14,6 +14,7 @@ PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.stem != "comparis
 TABLES = {  # program -> how many comparisons it prints
     "attention_seq2seq": 2,
     "lstm_seq2seq": 1,
+    "word_language_model": 1,
 }
 PLAIN = re.compile(r"^plain PyTorch +\d+\.\d+ s +\d+\.\d MB$", re.MULTILINE)
 ACCUMEXT = re.compile(
