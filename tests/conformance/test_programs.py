@@ -14,6 +14,7 @@ PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.stem != "comparis
 TABLES = {  # program -> how many comparisons it prints
     "attention_seq2seq": 2,
     "lstm_seq2seq": 1,
+    "self_critical_captioner": 1,
     "word_language_model": 1,
 }
 PLAIN = re.compile(r"^plain PyTorch +\d+\.\d+ s +\d+\.\d MB$", re.MULTILINE)
@@ -22,19 +23,36 @@ ACCUMEXT = re.compile(
     r"gradients differ by (\S+)$",
     re.MULTILINE,
 )
+REWARD = re.compile(r"^reward (\S+) before, (\S+) after", re.MULTILINE)
 EXACT = 1e-12  # relatively, in float64
 
 
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """What a program prints with `--quick`."""
+
+    def printed(program):
+        monkeypatch.syspath_prepend(str(FOLDER))
+        monkeypatch.setattr(sys, "argv", [str(program), "--quick"])
+        runpy.run_path(str(program), run_name="__main__")
+        return capsys.readouterr().out
+
+    return printed
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
-def test_program(program, capsys, monkeypatch):
+def test_program(program, run):
     """Each runs with `--quick`, and both of its ways come to the same gradients"""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setattr(sys, "argv", [str(program), "--quick"])
-    runpy.run_path(str(program), run_name="__main__")
-    printed = capsys.readouterr().out
-    distances = [float(distance) for distance in ACCUMEXT.findall(printed)]
-    assert len(distances) == len(PLAIN.findall(printed)) == TABLES[program.stem]
+    text = run(program)
+    distances = [float(distance) for distance in ACCUMEXT.findall(text)]
+    assert len(distances) == len(PLAIN.findall(text)) == TABLES[program.stem]
     assert max(distances) < EXACT
+
+
+def test_captions_improve(run):
+    """The captioner's reward rises as it trains"""
+    ((before, after),) = REWARD.findall(run(FOLDER / "self_critical_captioner.py"))
+    assert float(after) > float(before)
 
 
 def test_programs_are_documented():
