@@ -14,6 +14,7 @@ PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.stem != "comparis
 TABLES = {  # program -> how many comparisons it prints
     "attention_seq2seq": 2,
     "lstm_seq2seq": 1,
+    "recurrent_forecaster": 1,
     "self_critical_captioner": 1,
     "word_language_model": 1,
 }
