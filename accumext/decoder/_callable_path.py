@@ -21,12 +21,14 @@ from accumext.decoder._arguments import OP, DecodeArguments
 from accumext.decoder._cells import check_output, parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
 from accumext.decoder._memory import KEPT_GRAPH, workspace_plan
+from accumext.decoder._operators_reference import all_ended
 from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._recurrent_state import (
     State,
     detach,
     freeze,
     join,
+    map_tensors,
     replay_rng,
     rng_state,
     tensors,
@@ -79,6 +81,16 @@ class _Segment(NamedTuple):
     extras: State  # tensors [n, ...]
 
 
+def _silent(segment: _Segment, steps: int) -> _Segment:
+    """What steps leave after a segment behind which no row is live: nothing is called for them."""
+
+    def zeros(leaf: Tensor) -> Tensor:
+        return leaf.new_zeros(steps, *leaf.shape[1:])
+
+    outputs = None if segment.outputs is None else zeros(segment.outputs)
+    return _Segment(zeros(segment.hidden), outputs, map_tensors(zeros, segment.extras))
+
+
 @dataclass
 class _Steps:
     """Runs steps of the cell, for their outputs, states and tokens."""
@@ -116,6 +128,10 @@ class _Steps:
             found.append(segment)
             if period is not None and end % period == 0:
                 state = detach(state)
+            live = self.tokens.live
+            if live is not None and end < steps and all_ended(live[end]):
+                found.append(_silent(segment, steps - end))
+                break
         return found, detach(state) if args.truncated else state
 
     def overlapping(self, state: State) -> tuple[list[_Segment], State]:

@@ -100,3 +100,31 @@ def test_dropout_is_the_same_in_overlapping_windows(periods: tuple[int, int]) ->
         decoder.embedding, decoder.cell, decoder.head, last, decoder.state, **short
     )
     assert relative_distance(decoder.gradients(cut.loss), decoder.gradients(exact.loss)) < EXACT
+
+
+@pytest.mark.parametrize("options", [{}, {"k1": 4, "k2": 4}, {"return_outputs": True}], ids=str)
+def test_a_cell_is_not_called_once_every_row_has_ended(options: dict[str, Any]) -> None:
+    decoder, calls = make_decoder("gru_cell"), []
+
+    def cell(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        calls.append(1)
+        h = decoder.cell(x, h)
+        return h, h, h.sum(1)
+
+    targets = torch.randint(VOCABULARY, (90, BATCH))
+    lengths = torch.tensor([5, 2, 0])
+    call = {"feedback": "greedy", "lengths": lengths, **options}
+    modules = (decoder.embedding, cell, decoder.head)
+    out = accumext.decode_loss(*modules, targets, decoder.state, **call)
+    assert len(calls) < 20
+    short = accumext.decode_loss(*modules, targets[:5], decoder.state, **call)
+    assert torch.equal(out.tokens[:5], short.tokens)
+    torch.testing.assert_close(out.loss, short.loss, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(out.state, short.state, rtol=EXACT, atol=EXACT)
+    assert out.extras.shape == (90, BATCH)
+    assert not out.extras[20:].any()
+    if out.outputs is not None:
+        assert torch.equal(out.outputs[:5], short.outputs)
+        assert not out.outputs[5:].any()
+    distance = relative_distance(decoder.gradients(out.loss), decoder.gradients(short.loss))
+    assert distance < EXACT

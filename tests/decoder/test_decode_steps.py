@@ -142,7 +142,7 @@ def run(
         states[-1][0] = start
     head = inputs is None
     tokens = torch.full((r.steps, r.batch), pad)
-    inputs = tokens.clone() if inputs is None else inputs
+    inputs = tokens.clamp(max=r.words - 1) if inputs is None else inputs
     live = None if live is None else live.clone()
     most = r.steps * r.batch
     exps = torch.full((r.words, most), float("nan"), dtype=dtype)
@@ -281,6 +281,20 @@ def test_steps_are_those_of_torchs_cells(
     borders = (border,) if border else ()
     found = run(decoder, live=live, eos=eos, logit_rows=logit_rows, borders=borders, **call)
     check(decoder, found, live, eos, **call)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_read_once_every_row_has_ended(kind: str) -> None:
+    """Padding that the table has no row for would be an error."""
+    decoder = LayeredDecoder(kind, 2, 3, 5, 4, 13, 6)
+    lengths = torch.tensor([3, 1, 2])
+    live = torch.arange(6)[:, None] < lengths
+    found = run(decoder, live=live, pad=12)
+    stopped = run(decoder, live=live.all(1, keepdim=True).expand(6, 3).clone(), pad=13)
+    for whole, short in zip(found.states, stopped.states, strict=True):
+        close(whole[:2], short[:2])
+        assert torch.equal(short[1:], short[1:2].expand(6, -1, -1))
+    assert stopped.calls[-1][1] == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <numeric>
 #include <vector>
 
@@ -76,6 +77,10 @@ class Decoding {
     }
     int64_t used = 0;
     for (int64_t step = begin_; step < end_; ++step) {
+      if (all_ended(step)) {
+        keep_states(step);
+        break;
+      }
       embed(step);
       for (size_t l = 0; l < layers_.size(); ++l) {
         layers_[l].step(l == 0 ? x_.get() : between(step, l), live_at(step), state(l, step + 1),
@@ -102,6 +107,22 @@ class Decoding {
 
   const bool* live_at(int64_t step) const {
     return live_ == nullptr ? nullptr : live_ + step * batch_;
+  }
+
+  // Whether no row is live from this step on.
+  bool all_ended(int64_t step) const {
+    const bool* live = live_at(step);
+    return live != nullptr && std::none_of(live, live + batch_, [](bool b) { return b; });
+  }
+
+  // The states before this step are those after every step that follows.
+  void keep_states(int64_t step) const {
+    const int64_t size = batch_ * layers_[0].units();
+    for (T* state : states_) {
+      for (int64_t later = step + 1; later <= end_; ++later) {
+        std::copy_n(state + step * size, size, state + later * size);
+      }
+    }
   }
 
   // x [E, width] of this step's inputs.
