@@ -7,8 +7,10 @@ tests/ops/test_torch_private.py has a test for each.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar, cast
 
@@ -20,6 +22,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState as OptState
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
@@ -164,6 +167,25 @@ backward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
 )
 
 
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put attributes of modules and of their submodules back to what they were: parameters, buffers
+    and others, and what is in their lists and dicts, but not what tensors hold."""
+    inner = {id(m): m for module in modules for m in module.modules()}.values()
+    found = [(vars(m), dict(vars(m))) for m in inner]
+    containers = [v for _, values in found for v in values.values() if type(v) in (list, dict)]
+    contents = [(container, container.copy()) for container in containers]
+    try:
+        yield
+    finally:
+        for attributes, values in found:
+            attributes.clear()
+            attributes.update(values)
+        for container, content in contents:
+            container.clear()
+            container.extend(content) if type(container) is list else container.update(content)
+
+
 def translated_from(module: Any) -> tuple[str, str] | None:
     """How and of which class torch has translated a module of its own, by torch.compile or
     torch.jit: the result is of another class. None for any other object."""
@@ -174,6 +196,69 @@ def translated_from(module: Any) -> tuple[str, str] | None:
     if inner is None or not type(inner).__module__.startswith("torch.nn."):
         return None
     return "a compiled", type(inner).__name__
+
+
+# --- tensors without data -------------------------------------------------------------------------
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside of it, and of `Allocations`, operators compute shapes and nothing else."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a while to import
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts bytes of tensors that operators make inside of `fake_tensors`.
+
+    Counted are storages from the operator that makes them until nothing holds them any more.
+    Autograd adds two gradients in the memory of one, unless both are views, but not of ones without
+    data: such a sum is not counted beside its parts. Nor is a stack, which nobody may want.
+    """
+
+    def __init__(self, fake: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._fake = fake
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func.namespace == "prim":  # such as the question for a device
+            return func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, self.now)
+        if func is not torch.ops.aten.lift_fresh.default:  # of a number, which is there
+            # A tensor with data among others without is taken for one of these; alone it is not.
+            args, kwargs = tree_map(self._without_data, (args, kwargs))
+        results = func(*args, **(kwargs or {}))
+        if func.is_view or func._schema.is_mutable:
+            return results
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        parts = [part for part in args if isinstance(part, Tensor)]
+        in_place = func is torch.ops.aten.add.Tensor and not all(map(is_view, parts))
+        if not in_place and func is not torch.ops.aten.stack.default:
+            self.peak = max(self.peak, self.now)
+        return results
+
+    def _without_data(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or self._fake.is_our_fake(leaf):
+            return leaf
+        return self._fake.from_tensor(leaf)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._alive:
+            return
+
+        def freed(_: object) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.now += size
 
 
 # --- processors -----------------------------------------------------------------------------------

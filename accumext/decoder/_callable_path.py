@@ -242,6 +242,16 @@ def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
         yield sizes
 
 
+def run_steps(
+    tokens: TokenBuffers, steps: int, state: State, anchor: Tensor, context: list[Tensor]
+) -> tuple[Tensor, State]:
+    """What the head reads, [steps, B, H], of the first steps, whose tokens are known, and the state
+    after them, with a graph; as the backward pass of a segment runs it again."""
+    cell = _Steps(tokens.args, tokens, None, anchor, steps, True, known=steps)
+    segment, last = cell._run_steps(0, 0, steps, state, anchor, *context)
+    return segment.hidden, last
+
+
 def segments(
     steps: int, period: int | None, longest: int, first: int = 0
 ) -> Iterator[tuple[int, int]]:

@@ -22,6 +22,7 @@ from accumext.decoder._recurrent_state import (
     zero_gradient_tie,
 )
 from accumext.decoder._rnn_path import decode_with_rnn
+from accumext.decoder._segment_memory import segment_memory
 from accumext.decoder._token_buffers import Decoded, TokenBuffers
 
 
@@ -221,7 +222,10 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
 
     Takes what `decode_loss` takes, and looks at shapes and dtypes only: `targets` may also be a
     shape (T, B), and tensors and modules may be on the meta device. Counts the gradients of the
-    parameters, not the parameters; the graph of a callable cell is taken to be that of a GRU.
+    parameters, not the parameters. A callable cell is called on tensors without data, for at most
+    16 steps: nothing is computed or drawn, and modules that it is, is bound to or names keep their
+    buffers and attributes, but what else it does in Python, such as counting its calls in a list of
+    yours, is done. One that asks for values of tensors is taken for a GRU with its weights.
 
     Returns:
         Bytes.
@@ -243,7 +247,9 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
         call["targets"] = torch.zeros(*call["targets"], dtype=torch.int64, device=device)
 
     def on_device(tensor: Tensor) -> Tensor:
-        return torch.zeros_like(tensor, device=device) if tensor.device != device else tensor
+        if tensor.device == device:
+            return tensor
+        return torch.zeros_like(tensor, device=device).requires_grad_(tensor.requires_grad)
 
     for name in ("targets", "state", "inputs", "lengths", "feedback", "context"):
         call[name] = map_tensors(on_device, call[name])
@@ -251,7 +257,9 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
         call["feedback"] = "greedy"  # the same memory, and nothing is drawn
     if call["truncation"] == "random":
         call["truncation"], call["k2"] = "fixed", None
-    return predicted_peak(check_arguments(call))
+    checked = check_arguments(call)
+    segment = None if checked.rnn_weights is not None else segment_memory(checked, call["cell"])
+    return predicted_peak(checked, segment)
 
 
 decode_memory.__signature__ = inspect.signature(decode_loss)  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from accumext.decoder._arguments import DecodeArguments
-from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
 
 
@@ -37,10 +36,6 @@ CELL_ROWS = 256
 # Rows whose known inputs torch's modules multiply at once.
 INPUT_ROWS = {"cpu": 512, "cuda": 2048}
 
-# A callable cell is taken to be a GRU as torch builds it: tensors of [B, H] that the graph of one
-# step keeps, as measured; and its gates, where its weights are not known.
-GRAPH, GATES = 10, 3
-
 # What the backward pass of torch's modules has per row, in units: the products of the gates and
 # what is computed from them, then their gradients.
 BACKWARD_UNITS = {GRU: 10, LSTM: 8, RNN_TANH: 1, RNN_RELU: 1}
@@ -53,6 +48,27 @@ class WorkspacePlan:
     rows: int  # of exponentials in the workspace: a multiple of B where a step fits
     logit_rows: int  # rows of logits at once
     segment: int  # steps of a callable cell's graph at once
+
+
+@dataclass(frozen=True)
+class SegmentMemory:
+    """Bytes of the steps of a callable cell whose graph exists at once."""
+
+    alone: int  # their graph and backward pass, with the gradients of parameters and context
+    after_others: int  # the same, where the gradients of other segments are there before
+    gradients: int  # of parameters and context, that are left
+    state: int  # between two segments
+    graph: int  # of a step
+    kept: int  # steps whose graph is kept rather than made again
+
+
+def longest_segment(args: DecodeArguments) -> int:
+    """Steps of a callable cell whose graph exists at once, at most."""
+    windows = args.windows()
+    if len(windows) > 1:
+        return max(end - begin for begin, _, end in windows)
+    period = args.steps if args.k2 is None else args.k2
+    return max(1, min(SEGMENT, args.steps, period))
 
 
 def workspace_plan(args: DecodeArguments) -> WorkspacePlan:
@@ -94,8 +110,9 @@ def backward_steps(batch: int) -> int:
     return -(-CELL_ROWS // max(1, batch))
 
 
-def predicted_peak(args: DecodeArguments) -> int:
+def predicted_peak(args: DecodeArguments, segment: SegmentMemory | None = None) -> int:
     """Bytes that a call and its backward pass have at once, gradients of the parameters included.
+    `segment`: of a callable cell.
 
     Three moments can be the highest: the end of the head's pass, with the workspace; the pass
     through the cell; and the embedding's gradient at the end. Main gradients that take the place of
@@ -113,7 +130,8 @@ def predicted_peak(args: DecodeArguments) -> int:
     d_hidden = tokens * hidden * size
     casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
     workspace = vocabulary * plan.rows * args.dtypes.exps.itemsize
-    passing = vocabulary * plan.logit_rows * size + 6 * plan.rows * hidden * size
+    copies = 6 if segment is None else 4  # of outputs; a callable's own are read as they are
+    passing = vocabulary * plan.logit_rows * size + copies * plan.rows * hidden * size
     token_buffers = tokens * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
     d_table = rows * width * (table.requires_grad and not args.tied)
     final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad
@@ -121,17 +139,29 @@ def predicted_peak(args: DecodeArguments) -> int:
     d_table *= size
 
     if args.rnn_weights is None:
-        states, cell = _callable_path(args, plan, size)
-        # rows looked up come as outputs and their gradients go; in the end all are joined
-        embedding = d_table + 2 * tokens * width * size - d_hidden - states
+        assert segment is not None
+        windows, steps = args.windows(), longest_segment(args)
+        outputs = tokens * hidden * weight.element_size()
+        states = outputs + segment.state * ((args.steps - 1) // steps)
+        lookups = args.batch * sum(end - begin for begin, _, end in windows)
+        looked_up = width * table.element_size() * table.requires_grad  # and the gradient is kept
+        # The pass back begins and ends with a segment; then all rows looked up are joined.
+        others = (lookups - steps * args.batch) * looked_up
+        # Of the graph that is kept, the last segment is one, unless it is the first step alone.
+        kept, before = segment.graph * segment.kept, segment.graph * (segment.kept > 0)
+        first = kept - segment.graph * steps if segment.kept > 1 else kept
+        first = states - outputs + segment.alone + max(0, first)
+        cell = max(first, others + segment.after_others + before) - states
+        embedding = segment.gradients + d_table + 2 * lookups * looked_up - d_hidden - states
     else:
         states, cell = _rnn_path(args, args.rnn_weights, size)
         passing = max(passing, _input_products(args, args.rnn_weights, size))
         cell += d_table
         embedding = d_table + final
+        kept = 0
     states += tokens * hidden * size * args.return_outputs
     # in the forward or the backward pass
-    formed = casts + workspace + passing + states + head + d_hidden
+    formed = casts + workspace + passing + states + head + d_hidden + kept
     backward = head + d_hidden + states + max(cell, embedding)
     return token_buffers + max(formed, backward)
 
@@ -169,13 +199,3 @@ def _input_products(args: DecodeArguments, rnn: RnnWeights, size: int) -> int:
     steps = min(args.steps, max(1, rows // max(1, args.batch)))
     inputs = (args.table.weight.shape[1] + rnn.units) * args.dtypes.cell.itemsize
     return steps * args.batch * (inputs + rnn.gates * rnn.units * size)
-
-
-def _callable_path(args: DecodeArguments, plan: WorkspacePlan, size: int) -> tuple[int, int]:
-    """Outputs and the states between segments; a segment's graph, and what it leaves."""
-    hidden, width = args.head_weight.shape[1], args.table.weight.shape[1]
-    outputs = args.steps * args.batch * hidden * args.table.weight.element_size()
-    graph = min(plan.segment, args.steps) * args.batch * (GRAPH * hidden + width) * size
-    known = sum(p.numel() for p in parameter_tensors(args.cell))
-    weights = (known or GATES * hidden * (hidden + width)) * size
-    return outputs + outputs // plan.segment, graph + weights

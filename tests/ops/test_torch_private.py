@@ -78,6 +78,57 @@ def test_node_number():
     assert not hasattr(nodes[0], "variable")
 
 
+def test_unchanged():
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    module.calls, module.seen = 0, [1]
+    norm, before = module[0], module[0].running_mean
+    with private.unchanged([module]):
+        module.calls, module.new = 1, 2
+        module.seen.append(2)
+        norm.running_mean = norm.running_mean + 1
+        norm.weight = parameter()
+        del norm.bias
+    assert (module.calls, module.seen, hasattr(module, "new")) == (0, [1], False)
+    assert norm.running_mean is before
+    assert len(list(module.parameters())) == 2
+    assert norm.weight.sum() == 3
+
+
+def test_fake_tensors():
+    weight, counter = parameter(), torch.zeros((), dtype=torch.int64)
+    generator = torch.get_rng_state()
+    with private.fake_tensors() as fake, private.Allocations(fake):
+        counter.add_(1)
+        weight.detach().uniform_()
+        dropped = torch.nn.functional.dropout(weight) + torch.empty(10**9, 3)
+    assert list(dropped.shape) == [10**9, 3]
+    assert (int(counter), weight.any()) == (0, False)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_allocations():
+    """Of each operator, until nothing holds it; sums in place, unless of views."""
+    with private.fake_tensors() as fake, private.Allocations(fake) as memory:
+        one, two = torch.empty(100), torch.empty(25)
+        assert memory.now == memory.peak == 500
+        view = one.view(10, 10).t()
+        one.add_(1)
+        del one
+        assert memory.now == memory.peak == 500
+        del view
+        assert (memory.now, memory.peak) == (100, 500)
+        three = two + two[:1]  # in the memory of `two`
+        del two
+        three.exp()
+        assert memory.peak == 500
+        view = torch.empty(200).view(200)
+        view = view[:] + view[:]
+        assert (memory.now, memory.peak) == (900, 1700)
+        torch.stack([view, view])
+        view.exp()
+        assert memory.peak == 1700
+
+
 def test_translated_from():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
@@ -299,7 +350,8 @@ def test_every_name_has_a_test_and_a_reader():
     names = {name for name in vars(private) if not name.startswith("_")}
     borrowed = {"annotations", "torch", "functools", "nn", "Tensor", "GradScaler", "Optimizer"}
     borrowed |= {"Any", "Callable", "OrderedDict", "TypeVar", "cast", "attrgetter", "methodcaller"}
-    borrowed |= {"get_gradient_edge"}
+    borrowed |= {"AbstractContextManager", "Iterable", "Iterator", "TorchDispatchMode"}
+    borrowed |= {"contextmanager", "get_gradient_edge", "weakref"}
     tests = Path(__file__).read_text()
     sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
     readers = "".join(text for path, text in sources.items() if path.name != "_torch_private.py")

@@ -1,0 +1,179 @@
+"""What a callable cell keeps in memory: a segment of its steps and their backward pass run on
+tensors without data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from accumext._torch_private import (
+    Allocations,
+    fake_tensors,
+    gradient_hooks,
+    node_number,
+    unchanged,
+)
+from accumext.decoder._arguments import DecodeArguments
+from accumext.decoder._callable_path import run_steps, segments
+from accumext.decoder._cells import parameter_tensors
+from accumext.decoder._memory import KEPT_GRAPH, SEGMENT, SegmentMemory, longest_segment
+from accumext.decoder._recurrent_state import map_tensors, tensors
+
+# A cell that does not run without data is taken to be a GRU as torch builds it: tensors of [B, H]
+# that the graph of one step keeps, as measured; and its gates, where its weights are not known.
+GRAPH, GATES = 10, 3
+
+
+def segment_memory(args: DecodeArguments, cell: Any) -> SegmentMemory:
+    """What a segment of this call has at once.
+
+    Nothing is computed, drawn or written, and the modules that the cell is made of get back what
+    their attributes were.
+    """
+    try:
+        with (
+            fake_tensors() as fake, unchanged(_modules(cell)), _own_autocast_cache(),
+            torch.enable_grad(),
+        ):  # fmt: skip
+            alone = _measured(args, fake, False)
+            several = args.steps > longest_segment(args)
+            after_others = _measured(args, fake, True)[0] if several else alone[0]
+    except Exception:  # whatever a cell raises that asks for values
+        alone = _like_gru(args)
+        after_others = alone[0]
+    finally:
+        args.table.discard_gradients()
+    peak, gradients, state, graph = alone
+    return SegmentMemory(peak, after_others, gradients, state, graph, _kept_steps(args, graph))
+
+
+def _kept_steps(args: DecodeArguments, graph: int) -> int:
+    """Steps whose graph the path for callables keeps, by the bytes of one: see `_Steps.once`."""
+    if args.memory_budget is not None or len(args.windows()) > 1:
+        return 0
+    period = None if args.k2 is None else args.k1
+    keeps = max(1, args.steps - KEPT_GRAPH // max(1, graph))
+    spans = segments(args.steps, period, SEGMENT, 1)
+    return sum(end - begin for begin, end in spans if begin == 0 or begin >= keeps)
+
+
+def _like_gru(args: DecodeArguments) -> tuple[int, int, int, int]:
+    """As `_measured`, of a GRU."""
+    size = args.dtypes.accumulation.itemsize
+    hidden, width = args.head_weight.shape[1], args.table.weight.shape[1]
+    graph = args.batch * (GRAPH * hidden + width) * size
+    known = sum(p.numel() for p in parameter_tensors(args.cell))
+    weights = (known or GATES * hidden * (hidden + width)) * size
+    peak = longest_segment(args) * graph + weights
+    return peak, weights, args.batch * hidden * size, graph
+
+
+def _measured(args: DecodeArguments, fake: Any, after_others: bool) -> tuple[int, int, int, int]:
+    """Bytes of a segment's graph and backward pass, of the gradients that are left, of a state, and
+    of a step's graph.
+
+    After other segments' passes the gradients that these leave are there already.
+    """
+    table, steps, batch = args.table.weight, longest_segment(args), args.batch
+    empty = partial(torch.empty, device=table.device)
+    state = map_tensors(partial(_copy, requires_grad=True), args.state)
+    context = [_copy(tensor, tensor.requires_grad) for tensor in args.context]
+    anchor = empty(0, dtype=table.dtype, requires_grad=table.requires_grad)
+    d_hidden = empty(steps, batch, args.head_weight.shape[1], dtype=table.dtype)
+    live = None
+    if args.eos is not None or args.within_length is not None:
+        live = empty(steps, batch, dtype=torch.bool)
+    words = empty(steps, batch, dtype=torch.int64)
+    tokens: Any = SimpleNamespace(args=args, inputs=words, live=live)
+
+    with Allocations(fake) as memory:
+        first = node_number(empty((), requires_grad=True).view(()).grad_fn)
+        hidden, last = run_steps(tokens, steps, state, anchor, context)
+        size = sum({id(t.untyped_storage()): t.nbytes for t in tensors(last)}.values())
+        if not hidden.requires_grad:
+            return memory.peak, 0, size, 0
+        kept = [anchor, *tensors(state)]
+        edges, weights, hooked = _leaves(hidden, first, kept)
+        differentiable = [t for t in tensors(last) if t.requires_grad]
+        roots = [get_gradient_edge(t) for t in (hidden, *differentiable)]
+        del hidden  # the backward pass, which runs the segment again, does not stack its outputs
+        graph = memory.now // steps
+        gradients = [d_hidden, *map(torch.empty_like, differentiable)]
+        for weight in weights if after_others else ():
+            # Autograd makes the sum of these two, and adds to it.
+            roots += [get_gradient_edge(weight)] * 2
+            gradients += [empty((), dtype=weight.dtype).expand(weight.shape)] * 2
+        del last, differentiable
+        torch.autograd.grad(roots, edges, gradients, allow_unused=True)
+    unseen = sum(weight.nbytes for weight in hooked)
+    left = sum(weight.nbytes for weight in weights) + unseen
+    return memory.peak + unseen, left, size, graph
+
+
+def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """The tensor without its data, a leaf."""
+    return torch.empty_like(tensor).requires_grad_(requires_grad and tensor.is_floating_point())
+
+
+def _leaves(
+    output: Tensor, first: int, kept: list[Tensor]
+) -> tuple[list[GradientEdge], list[Tensor], list[Tensor]]:
+    """Where gradients leave the graph, towards leaves and nodes from before `first`; the leaves but
+    for `kept`, of which every segment has its own; and apart from both, leaves with hooks, which
+    would be called.
+    """
+    edges: list[GradientEdge] = []
+    leaves: list[Tensor] = []
+    hooked: list[Tensor] = []
+    seen, waiting = set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        assert node is not None
+        for following, index in node.next_functions:
+            if following is None or (following, index) in seen:
+                continue
+            seen.add((following, index))
+            leaf = getattr(following, "variable", None)
+            if leaf is None and node_number(following) >= first:
+                waiting.append(following)
+                continue
+            if leaf is not None and gradient_hooks(leaf)[0]:
+                hooked.append(leaf)
+                continue
+            edges.append(GradientEdge(following, index))
+            if leaf is not None and not any(leaf is tensor for tensor in kept):
+                leaves.append(leaf)
+    return edges, leaves, hooked
+
+
+def _modules(cell: Any) -> list[nn.Module]:
+    """The modules that a callable is, is bound to or names."""
+    if isinstance(cell, nn.Module):
+        return [cell]
+    if isinstance(cell, partial):
+        return _modules(cell.func)
+    owner = getattr(cell, "__self__", None)
+    named: list[Any] = [owner, *getattr(cell, "__dict__", {}).values()]
+    function = cell if inspect.isroutine(cell) else type(cell).__call__
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        variables = inspect.getclosurevars(function)
+        named += [*variables.nonlocals.values(), *variables.globals.values()]
+    return [value for value in named if isinstance(value, nn.Module)]
+
+
+@contextmanager
+def _own_autocast_cache() -> Iterator[None]:
+    """Weights that autocast has rounded are kept for as long as it is on: none of these here."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()

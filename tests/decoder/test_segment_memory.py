@@ -1,0 +1,330 @@
+"""What decode_memory says of callable cells, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import accumext
+from accumext.demo.memory import peak_memory
+
+PREDICTION = 0.10  # of the measured peak
+BATCH, SIZE, VOCABULARY = 16, 64, 100
+
+
+class Attention(nn.Module):
+    """A GRU cell that reads a memory [B, S, H] by dot products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.out = nn.GRUCell(SIZE, SIZE), nn.Linear(2 * SIZE, SIZE)
+
+    def forward(self, x: Tensor, h: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.gru(x, h)
+        weights = torch.bmm(memory, h[:, :, None]).softmax(1)
+        read = torch.bmm(weights.transpose(1, 2), memory).squeeze(1)
+        return self.out(torch.cat([h, read], 1)).tanh(), h
+
+
+class AdditiveAttention(nn.Module):
+    """Bahdanau's: a tanh of [B, S, A] in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRUCell(2 * SIZE, SIZE)
+        self.query, self.key, self.score = (
+            nn.Linear(SIZE, 48), nn.Linear(SIZE, 48), nn.Linear(48, 1)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, h: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.score(torch.tanh(self.query(h)[:, None] + self.key(memory)))
+        read = (scores.softmax(1) * memory).sum(1)
+        h = self.gru(torch.cat([x, read], 1), h)
+        return h, h
+
+
+class Perceptron(nn.Module):
+    """Two layers of which the first is wide, with normalisation and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(2 * SIZE, 200), nn.ReLU(), nn.BatchNorm1d(200), nn.Dropout(0.5),
+            nn.Linear(200, SIZE),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.net(torch.cat([x, h], 1)),) * 2
+
+
+class Keeper(nn.Module):
+    """Counts and keeps what it sees, in every way, and drops weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Perceptron()
+        self.calls = 0
+        self.register_buffer("total", torch.zeros(()))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        self.total = self.total + 1
+        self.seen.append(x)
+        weight = F.dropout(self.net.net[0].weight, 0.5)
+        self.last = F.linear(torch.cat([x, h], 1), weight)
+        return self.net(x, h)
+
+
+def gru_of_two_layers() -> Any:
+    gru = nn.GRU(SIZE, SIZE, 2)
+
+    def cell(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        output, state = gru(x[None], state)
+        return output[0], state
+
+    return cell
+
+
+def gru_by_hand() -> Any:
+    gates, candidate = nn.Linear(2 * SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        r, z = gates(torch.cat([x, h], 1)).sigmoid().chunk(2, 1)
+        h = (1 - z) * candidate(torch.cat([x, r * h], 1)).tanh() + z * h
+        return h, h
+
+    return cell
+
+
+def gru_cell() -> Any:
+    module = nn.GRUCell(SIZE, SIZE)
+
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return (module(x, h),) * 2
+
+    return cell
+
+
+def parts() -> tuple[nn.Embedding, nn.Linear]:
+    return nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, VOCABULARY)
+
+
+def compare(cell: Any, steps: int, state: Any = None, **call: Any) -> None:
+    """Measured and predicted, where a callable's own memory is most of it."""
+    embedding, head = parts()
+    state = torch.zeros(BATCH, SIZE) if state is None else state
+    targets = torch.randint(VOCABULARY, (steps, BATCH))
+    call = {"feedback": "greedy", "memory_budget": 2**17, **call}
+    predicted = accumext.decode_memory(embedding, cell, head, (steps, BATCH), state, **call)
+
+    def run() -> None:
+        accumext.decode_loss(embedding, cell, head, targets, state, **call).loss.backward()
+
+    assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["constant", "grad"])
+@pytest.mark.parametrize(("places", "steps"), [(10, 18), (100, 18), (400, 18), (100, 3)])
+@pytest.mark.parametrize("attention", [Attention, AdditiveAttention])
+def test_attention(attention: Any, places: int, grad: bool, steps: int) -> None:
+    memory = torch.randn(BATCH, places, SIZE, requires_grad=grad)
+    compare(attention(), steps, context=(memory,))
+
+
+@pytest.mark.parametrize("steps", [3, 40])
+@pytest.mark.parametrize("make", [gru_cell, gru_by_hand, Perceptron])
+def test_cells_without_context(make: Any, steps: int) -> None:
+    compare(make(), steps)
+
+
+@pytest.mark.parametrize("steps", [3, 40])
+def test_layers_within_a_callable(steps: int) -> None:
+    compare(gru_of_two_layers(), steps, torch.zeros(2, BATCH, SIZE))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"k1": 4, "k2": 4},
+        {"k1": 4, "k2": 12},
+        {"state_grad_clip": 0.1},
+        {"lengths": torch.arange(BATCH) + 8},
+        {"eos": 3},
+        {"feedback": "teacher"},
+        {"reduction": "sum", "label_smoothing": 0.1},
+    ],
+    ids=lambda call: ", ".join(call),
+)
+def test_options(call: dict[str, Any]) -> None:
+    memory = torch.randn(BATCH, 50, SIZE, requires_grad=True)
+    compare(AdditiveAttention(), 24, context=(memory,), **call)
+
+
+@pytest.mark.parametrize("places", [20, 400])
+@pytest.mark.parametrize("attention", [Attention, AdditiveAttention])
+def test_a_graph_that_is_kept(attention: Any, places: int) -> None:
+    """Without a budget, of as many of the last steps as are small: of all, or of few."""
+    memory = torch.randn(BATCH, places, SIZE, requires_grad=True)
+    compare(attention(), 24, context=(memory,), memory_budget=None)
+
+
+def test_autocast_rounds_weights_once_and_keeps_them() -> None:
+    """Those that the prediction rounds have no data: the call that follows must not find them."""
+    memory = torch.randn(BATCH, 50, SIZE, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        compare(AdditiveAttention(), 24, context=(memory,))
+
+
+def test_a_memory_that_is_no_context_keeps_its_graph() -> None:
+    """A cell may read what an encoder made: nothing flows into that graph, or frees it."""
+    embedding, head = parts()
+    encoder, cell = nn.Linear(SIZE, SIZE), Attention()
+    seen: list[Tensor] = []
+    cell.out.weight.register_hook(seen.append)
+    memory = encoder(torch.randn(BATCH, 20, SIZE)).tanh()
+    call: dict[str, Any] = {"feedback": "greedy", "state": torch.zeros(BATCH, SIZE)}
+
+    def reads(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return cell(x, h, memory)
+
+    accumext.decode_memory(embedding, reads, head, (20, BATCH), **call)
+    assert not seen
+    assert all(p.grad is None for m in (encoder, cell) for p in m.parameters())
+    memory.sum().backward()
+    assert encoder.weight.grad.any()
+
+
+@pytest.mark.parametrize("how", ["module", "closure", "partial", "method"])
+def test_nothing_is_drawn_or_written(how: str) -> None:
+    embedding, head = parts()
+    cell = Keeper()
+    before, attributes = copy.deepcopy(cell.state_dict()), dict(vars(cell))
+    callables: dict[str, Any] = {
+        "module": cell,
+        "closure": lambda x, h: cell(x, h),
+        "partial": partial(cell),
+        "method": cell.forward,
+    }
+    generator, numbers = torch.get_rng_state(), random.getstate()
+    state = torch.zeros(BATCH, SIZE)
+    shape = (20, BATCH)
+    predicted = accumext.decode_memory(
+        embedding, callables[how], head, shape, state, feedback="sample"
+    )
+    assert predicted > 0
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert random.getstate() == numbers
+    for name, tensor in cell.state_dict().items():
+        assert type(tensor) is Tensor
+        assert torch.equal(tensor, before[name])
+    assert vars(cell) == attributes
+    assert (cell.calls, cell.seen) == (0, [])
+    assert not state.any()
+    cell(torch.zeros(BATCH, SIZE), state)  # it still computes
+
+
+def test_a_cell_that_reads_values_is_taken_for_a_gru() -> None:
+    """As one is whose graph nobody can know: the sizes of its weights are all that counts."""
+    embedding, head = parts()
+    module = nn.GRUCell(SIZE, SIZE)
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = module
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.gru(x, h)
+            return (h if h.sum() > 0 else h * 1), h
+
+    state = torch.zeros(BATCH, SIZE)
+    call: dict[str, Any] = {"feedback": "greedy", "memory_budget": 2**17}
+    guessed = accumext.decode_memory(embedding, Reads(), head, (200, BATCH), state, **call)
+    run = gru_cell()
+    known = accumext.decode_memory(embedding, run, head, (200, BATCH), state, **call)
+    assert guessed == pytest.approx(known, rel=0.2)
+
+
+def test_modules_on_the_meta_device() -> None:
+    embedding, head = parts()
+    cell, state = Attention(), torch.zeros(BATCH, SIZE)
+    memory = torch.zeros(BATCH, 30, SIZE, requires_grad=True)
+    call: dict[str, Any] = {"feedback": "greedy"}
+    expected = accumext.decode_memory(
+        embedding, cell, head, (20, BATCH), state, context=(memory,), **call
+    )
+    meta = [m.to("meta") for m in (embedding, cell, head)]
+    found = accumext.decode_memory(*meta, (20, BATCH), state, context=(memory,), **call)
+    assert found == expected
+
+
+def test_a_cell_that_makes_its_own_state_or_has_none() -> None:
+    """And a call of no steps, in which there is nothing to measure."""
+    embedding, head = parts()
+    layer = nn.Sequential(nn.Linear(SIZE, 200), nn.ReLU(), nn.Linear(200, SIZE))
+    call: dict[str, Any] = {"feedback": "greedy", "memory_budget": 2**14}
+
+    def run(cell: Any) -> tuple[int, int]:
+        predicted = accumext.decode_memory(embedding, cell, head, (18, BATCH), **call)
+        targets = torch.randint(VOCABULARY, (18, BATCH))
+        decode = partial(accumext.decode_loss, embedding, cell, head, targets, **call)
+        return predicted, peak_memory(lambda: decode().loss.backward())
+
+    for cell in (
+        lambda x, h: (layer(x).tanh(), None),
+        lambda x, h: (layer(x if h is None else x + h).tanh(),) * 2,
+    ):
+        predicted, peak = run(cell)
+        assert predicted == pytest.approx(peak, rel=PREDICTION)
+    empty = accumext.decode_memory(embedding, gru_cell(), head, (0, BATCH), **call)
+    assert 0 < empty < predicted
+
+
+def test_cells_that_torch_has_compiled_or_traced_work_afterwards() -> None:
+    embedding, head = parts()
+    x, h = torch.randn(2, BATCH, SIZE)
+    memory = torch.randn(BATCH, 20, SIZE)
+    plain = AdditiveAttention()
+    expected = plain(x, h, memory)
+    call: dict[str, Any] = {"feedback": "greedy", "context": (memory,)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(plain, (x, h, memory), check_trace=False)
+    for cell in (torch.compile(plain, backend="eager"), traced):
+        assert accumext.decode_memory(embedding, cell, head, (20, BATCH), h, **call) > 0
+        for found, wanted in zip(cell(x, h, memory), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+def test_hooks_of_weights_are_not_called() -> None:
+    """Those of a parameter see its gradient; others, such as an optimizer's, run behind it."""
+    cell, seen = Attention(), []
+    cell.gru.weight_hh.register_hook(seen.append)
+    cell.out.weight.register_post_accumulate_grad_hook(seen.append)
+    state, call = torch.zeros(BATCH, SIZE), {"context": (torch.randn(BATCH, 20, SIZE),)}
+    embedding, head = parts()
+    accumext.decode_memory(embedding, cell, head, (18, BATCH), state, feedback="greedy", **call)
+    assert not seen
+    compare(cell, 18, **call)
+    assert len(seen) == 2
+
+
+def test_without_gradients_there_is_no_graph() -> None:
+    embedding, head = parts()
+    cell, state = gru_cell(), torch.zeros(BATCH, SIZE)
+    call: dict[str, Any] = {"feedback": "greedy", "memory_budget": 2**17}
+    full = accumext.decode_memory(embedding, cell, head, (40, BATCH), state, **call)
+    embedding.weight.requires_grad_(False)
+    frozen = accumext.decode_memory(
+        embedding, lambda x, h: (x, h), head, (40, BATCH), state, **call
+    )
+    assert frozen < full
