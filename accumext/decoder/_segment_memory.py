@@ -4,6 +4,7 @@ tensors without data."""
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -41,8 +42,9 @@ def segment_memory(args: DecodeArguments, cell: Any) -> SegmentMemory:
     try:
         with (
             fake_tensors() as fake, unchanged(_modules(cell)), _own_autocast_cache(),
-            torch.enable_grad(),
+            torch.enable_grad(), warnings.catch_warnings(),
         ):  # fmt: skip
+            warnings.simplefilter("ignore")  # the call itself will warn
             alone = _measured(args, fake, False)
             several = args.steps > longest_segment(args)
             after_others = _measured(args, fake, True)[0] if several else alone[0]
