@@ -65,8 +65,10 @@ def decode_steps():
     exps = torch.zeros(words, steps * batch).t()
     return (
         torch.randn(words, units), cell, [torch.randn(steps + 1, batch, units) for _ in range(4)],
-        1, torch.ones(steps, 1, batch, units, dtype=torch.bool), 1.0, tokens[0].clone(), tokens[1],
-        masks[0], masks[1].clone(), 3, 0, torch.rand(steps, batch, dtype=torch.float64), 1.0,
+        1, torch.ones(steps, 1, batch, units, dtype=torch.bool), 1.0,
+        torch.ones(steps, batch, units, dtype=torch.bool), 1.0, None, 1.0, tokens[0].clone(),
+        tokens[1], masks[0], masks[1].clone(), 3, 0,
+        torch.rand(steps, batch, dtype=torch.float64), 1.0,
         torch.randn(words, units), torch.randn(words), tokens[2], tokens[3].clone(), exps,
         torch.zeros(3, steps * batch), torch.zeros(steps * batch, dtype=torch.int64), 32, 0, steps,
     ), {}  # fmt: skip

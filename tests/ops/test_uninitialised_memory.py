@@ -118,8 +118,9 @@ for dtype in (torch.float32, torch.bfloat16):
              exps.t()[:batch], 32, tokens, torch.ones(3, batch))
         states = [torch.ones(steps + 1, batch, units)]
         call(ops.decode_steps, weight(words, units), cell + biases, states, 0, None, 1.0,
-             targets.clone(), None, None, None, -1, 0, None, 1.0, head, None, targets,
-             targets.clone(), exps.t(), stats, torch.zeros(steps * batch).long(), 32, 0, steps)
+             None, 1.0, None, 1.0, targets.clone(), None, None, None, -1, 0, None, 1.0, head, None,
+             targets, targets.clone(), exps.t(), stats, torch.zeros(steps * batch).long(), 32, 0,
+             steps)
         gates = torch.ones(steps, batch, 3 * units)
         call(ops.rnn_backward, 0, torch.ones(steps, batch, units),
              torch.ones(steps, batch, 4 * units), states[0], None, None, None, None,
