@@ -146,7 +146,9 @@ def test_predicted_peak_of_the_pass_back_through_layers(
     targets = torch.randint(vocabulary, (steps, 16))
     call = {"feedback": "greedy", "k1": k1, "k2": k2}
     predicted = accumext.decode_memory(*parts, targets.shape, **call)
-    assert predicted == pytest.approx(measured(parts, targets, **call), rel=0.05)
+    # in PyTorch a step's gates have temporaries of their own
+    rel = 0.05 if accumext.backend() == "cpu" else PREDICTION
+    assert predicted == pytest.approx(measured(parts, targets, **call), rel=rel)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
