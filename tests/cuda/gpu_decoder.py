@@ -299,7 +299,7 @@ def dropout_masks() -> Iterator[list[Tensor | None]]:
 
     def spy(*args: Any) -> Any:
         made = buffers(*args)
-        masks.append(made.dropout_mask)
+        masks.append(made.between.mask)
         return made
 
     _rnn_path.rnn_buffers = spy  # type: ignore[assignment]
