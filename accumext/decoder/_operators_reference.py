@@ -144,6 +144,8 @@ def decode_steps(
         if live is not None and all_ended(live[t]):
             for state in states:
                 state[t + 1 : end + 1] = state[t]
+            if stats is not None:
+                inputs[t + 1 : end + 1] = pad
             break
         x = table[inputs[t]].to(states[0].dtype)
         if input_mask is not None:

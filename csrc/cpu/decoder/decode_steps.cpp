@@ -79,6 +79,8 @@ class Decoding {
     for (int64_t step = begin_; step < end_; ++step) {
       if (all_ended(step)) {
         keep_states(step);
+        if (head)
+          std::fill(inputs_ + (step + 1) * batch_, inputs_ + fed_until() * batch_, call_.pad);
         break;
       }
       embed(step);
@@ -114,6 +116,9 @@ class Decoding {
     const bool* live = live_at(step);
     return live != nullptr && std::none_of(live, live + batch_, [](bool b) { return b; });
   }
+
+  // Each step chooses the next one's input, unless it is the last of all.
+  int64_t fed_until() const { return std::min(end_ + 1, steps_); }
 
   // The states before this step are those after every step that follows.
   void keep_states(int64_t step) const {
