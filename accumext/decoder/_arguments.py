@@ -250,7 +250,7 @@ def _free_shape(call: Mapping[str, Any], cell: Cell) -> tuple[int, int]:
 
 
 def batch_size(cell: Cell, call: Mapping[str, Any]) -> int:
-    """B, from what is given for each row; 1 if nothing is."""
+    """B, from what is given for each row, or the context; 1 if nothing tells."""
     for name in ("start", "lengths"):
         given = call[name]
         if isinstance(given, (tuple, list)) or (isinstance(given, Tensor) and given.dim() == 1):
@@ -258,7 +258,7 @@ def batch_size(cell: Cell, call: Mapping[str, Any]) -> int:
     for leaf in tensors(call["state"]):
         if leaf.dim() > cell.batch_dim:
             return leaf.shape[cell.batch_dim]
-    return 1
+    return next((leaf.shape[0] for leaf in tensors(call["context"]) if leaf.dim() > 0), 1)
 
 
 def _token_weight(value: Any, shape: tuple[int, int], weight: Tensor) -> Tensor | None:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accumext.decoder._output_layer import LOGIT_ROWS
 from accumext.decoder._recurrent_state import State, freeze, join, map_tensors
 from accumext.decoder._voice import OP, EndWatch, Spoken, Voice
 
@@ -133,22 +132,30 @@ class _Search:
 
     def _continuations(self, hidden: Tensor) -> _Said:
         """The likeliest continuations [K n, B] of the live hypotheses, best first."""
-        layer, count = self.voice.layer, min(self.beams + 1, len(self.voice.layer.weight))
-        log_probs, tokens = [], []
-        for some in hidden.split(LOGIT_ROWS):
-            values, best = layer.logits(some).log_softmax(1).topk(count)
-            log_probs.append(values)
-            tokens.append(best)
+        count = min(self.beams + 1, len(self.voice.layer.weight))
         shape = (self.beams, self.batch, count)
-
-        def by_parent(rows: list[Tensor]) -> Tensor:
-            return torch.cat(rows).view(shape).transpose(1, 2).flatten(0, 1)
-
-        log_prob, token = by_parent(log_probs), by_parent(tokens)
+        log_prob, token = (
+            rows.view(shape).transpose(1, 2).flatten(0, 1)
+            for rows in self._likeliest(hidden, count)
+        )
         score = self.scores.repeat_interleave(count, 0) + log_prob
         order = score.sort(dim=0, descending=True, stable=True)
         at = order.indices
         return _Said(order.values, at // count, token.gather(0, at), log_prob.gather(0, at))
+
+    def _likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [K B, count] and their tokens; on a CPU, where the host knows which
+        hypotheses are dead without waiting, anything for these."""
+        layer = self.voice.layer
+        if hidden.device.type != "cpu":
+            return layer.likeliest(hidden, count)
+        live = ((self.scores > -torch.inf) & self.open).flatten().nonzero()[:, 0]
+        if len(live) == len(hidden):
+            return layer.likeliest(hidden, count)
+        log_probs = hidden.new_zeros(len(hidden), count, dtype=layer.dtype)
+        tokens = torch.zeros(log_probs.shape, dtype=torch.int64)
+        log_probs[live], tokens[live] = layer.likeliest(hidden[live], count)
+        return log_probs, tokens
 
     def _keep(self, step: int, said: _Said, finished: Tensor, state: State) -> None:
         """Set aside the continuations that have ended, if they are among the best."""

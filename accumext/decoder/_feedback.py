@@ -50,8 +50,10 @@ def sample(
     for row, uniform in zip(logits.split(4), uniforms.split(4), strict=True):
         shifted = (row - row.amax(1, keepdim=True)) / temperature
         running = shifted.exp_().cumsum(1, dtype=torch.float64)
-        thresholds = uniform[:, None] * running[:, -1:]
-        tokens.append(torch.searchsorted(running, thresholds, right=True).squeeze(1))
+        whole = running[:, -1:].contiguous()
+        token = torch.searchsorted(running, uniform[:, None] * whole, right=True)
+        possible = torch.searchsorted(running, whole)  # the last one: products are rounded
+        tokens.append(torch.minimum(token, possible).squeeze(1))
     return torch.cat(tokens).clamp_(max=logits.shape[1] - 1)
 
 

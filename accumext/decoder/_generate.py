@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,7 +24,13 @@ from accumext.decoder._arguments import batch_size, context_of
 from accumext.decoder._beam_search import beam_search
 from accumext.decoder._modules import DecoderModules, check_vector, modules_of, same_device
 from accumext.decoder._output_layer import OutputLayer
-from accumext.decoder._recurrent_state import State, check_batch_dim, own_generator, tensors
+from accumext.decoder._recurrent_state import (
+    State,
+    check_batch_dim,
+    map_tensors,
+    own_generator,
+    tensors,
+)
 from accumext.decoder._rnn_weights import rnn_weights_of
 from accumext.decoder._speaking import Draw, listen, speak
 from accumext.decoder._token_filters import TokenFilter
@@ -117,16 +124,17 @@ def generate(
     first = _first(call, modules, prompt, batch)
     state = _state(call, modules, batch, ends)
     one_of(OP, "search", search, ("greedy", "sample", "beam"))
-    number(OP, "length_penalty", length_penalty)
+    if math.isinf(number(OP, "length_penalty", length_penalty)):
+        fail_value(OP, "length_penalty", "be finite", length_penalty)
     token_filter, beams = _filter(call), positive_int(OP, "beams", beams)
-    draw = _draw(generator, batch, limits.device) if search == "sample" else None
+    draw = _draw(call, steps, batch, limits.device)
     with torch.no_grad():
         if prompt is not None and len(prompt) > 1:
             state = listen(voice, state, prompt[:-1])
         if search == "beam":
             said, scores = beam_search(voice, state, first, steps, beams, float(length_penalty))
         else:
-            said = speak(voice, state, first, steps, draw, token_filter, float(temperature))
+            said = speak(voice, state, first, steps, draw, token_filter)
             longest = int(said.lengths.max()) if ends and batch else steps
             said = said._replace(tokens=said.tokens[:longest], log_probs=said.log_probs[:longest])
             spoken = said.lengths.clamp(min=1).to(said.log_probs.dtype)
@@ -223,6 +231,7 @@ def _state(call: Mapping[str, Any], modules: DecoderModules, batch: int, ends: b
     state, cell = call["state"], modules.cell
     if state is None:
         return cell.initial_state(batch, modules.table.weight)
+    state = map_tensors(lambda leaf: leaf.detach().clone(), state)  # the result is the caller's
     cell.check_state(OP, state, batch)
     same_device(OP, "state", tensors(state), modules.head_weight.device)
     if cell.state_shapes is None and (ends or call["search"] == "beam"):
@@ -232,25 +241,35 @@ def _state(call: Mapping[str, Any], modules: DecoderModules, batch: int, ends: b
     return state
 
 
-def _filter(call: Mapping[str, Any]) -> TokenFilter | None:
-    """What samples are drawn from; None: every token."""
+def _filter(call: Mapping[str, Any]) -> TokenFilter:
+    """What samples are drawn from."""
     top_k, top_p = call["top_k"], call["top_p"]
-    if number(OP, "temperature", call["temperature"]) <= 0:
-        fail_value(OP, "temperature", "be greater than 0", call["temperature"])
+    if not 0 < number(OP, "temperature", call["temperature"]) < math.inf:
+        advice = 'search="greedy" is the limit of 0' if call["temperature"] == 0 else None
+        contract = "be greater than 0 and finite"
+        fail_value(OP, "temperature", contract, call["temperature"], advice)
     for name in ("top_k", "top_p"):
         if call[name] is not None and call["search"] != "sample":
             fail_value(OP, name, "be None unless search is 'sample'", call[name])
     top_k = None if top_k is None else positive_int(OP, "top_k", top_k)
     if top_p is not None and not 0 < (top_p := number(OP, "top_p", top_p)) <= 1:
         fail_value(OP, "top_p", "be in (0, 1]", call["top_p"])
-    if top_k is None and top_p is None:
-        return None
     return TokenFilter(float(call["temperature"]), top_k, top_p)
 
 
-def _draw(generator: Any, batch: int, device: torch.device) -> Draw:
+def _draw(call: Mapping[str, Any], steps: int, batch: int, device: torch.device) -> Draw | None:
     """Uniform numbers [n, B], step after step the same as for all steps at once."""
+    generator = call["generator"]
     if generator is not None and not isinstance(generator, torch.Generator):
         fail_type(OP, "generator", "be a torch.Generator or None", type_name(generator))
+    if call["search"] != "sample":
+        return None
     own = own_generator(generator, device)
-    return lambda steps: torch.rand(steps, batch, dtype=torch.float64, device=device, generator=own)
+
+    def drawn(count: int) -> Tensor:
+        return torch.rand(count, batch, dtype=torch.float64, device=device, generator=own)
+
+    if device.type == "cpu":
+        return drawn
+    parts = iter(drawn(steps))  # a GPU gives other numbers for each way to split them
+    return lambda count: torch.stack([next(parts) for _ in range(count)])

@@ -36,6 +36,28 @@ _define(
     ") -> ()",
 )
 
+# The largest logits of rows, largest first and of equal ones the first in the vocabulary, and what
+# their probabilities are found with.
+_define(
+    "head_top",
+    "(Tensor hidden, Tensor weight, Tensor? bias, "  # as in head_forward
+    "float temperature, int logit_rows, "
+    "Tensor(a!) logits, "  # [M, k], k <= V
+    "Tensor(b!) tokens, "  # int64 [M, k]: whose logits they are
+    "Tensor(c!) stats"  # [3, M]: peak, sums of exp(z - peak) and exp((z - peak) / temperature)
+    ") -> ()",
+)
+
+# Samples of the top_k most probable tokens, and of these of the fewest whose probabilities reach
+# top_p, by inversion in the order of the vocabulary.
+_define(
+    "head_sample",
+    "(Tensor hidden, Tensor weight, Tensor? bias, "  # as in head_forward
+    "Tensor uniforms, float temperature, "
+    "int top_k, float top_p, "  # in [1, V] and (0, 1]
+    "int logit_rows, Tensor(a!) tokens, Tensor(b!) stats) -> ()",
+)
+
 # sums = (0 if overwrite else sums) + left @ right, sums in the dtype of `sums`. A left operand of
 # half precision has the right one rounded to its dtype; on a GPU to float16 relative to its largest
 # magnitude, since the range of float16 is small.
@@ -95,6 +117,8 @@ _define(
 )
 
 head_forward = torch.ops.accumext.head_forward.default
+head_top = torch.ops.accumext.head_top.default
+head_sample = torch.ops.accumext.head_sample.default
 add_matmul = torch.ops.accumext.add_matmul.default
 large_pages = torch.ops.accumext.large_pages.default
 decode_steps = torch.ops.accumext.decode_steps.default

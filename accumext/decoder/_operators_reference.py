@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accumext.decoder._feedback import sample
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_TANH
+from accumext.decoder._token_filters import TokenFilter, largest
 
 # Rows of a half-precision operand that are converted at once: enough for full speed, few beside a
 # vocabulary.
@@ -30,6 +31,34 @@ def head_forward(
             None if uniforms is None else uniforms[piece], temperature,
             None if exps is None else exps[piece], tokens[piece], stats[:, piece],
         )  # fmt: skip
+
+
+def head_top(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, logit_rows: int,
+    logits: Tensor, tokens: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
+    for begin in range(0, len(hidden), logit_rows):
+        piece = slice(begin, begin + logit_rows)
+        z = _logits(hidden[piece], weight, bias).contiguous()
+        columns = largest(z, logits.shape[1])
+        best = z.gather(1, columns).sort(dim=1, descending=True, stable=True)
+        logits[piece], tokens[piece] = best.values, columns.gather(1, best.indices)
+        stats[0, piece] = best.values[:, 0]
+        z.sub_(best.values[:, :1])
+        stats[1, piece], stats[2, piece] = z.exp().sum(1), (z / temperature).exp_().sum(1)
+
+
+def head_sample(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, uniforms: Tensor, temperature: float,
+    top_k: int, top_p: float, logit_rows: int, tokens: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
+    token_filter = TokenFilter(temperature, top_k, top_p)
+    for begin in range(0, len(hidden), logit_rows):
+        piece = slice(begin, begin + logit_rows)
+        z = _logits(hidden[piece], weight, bias).contiguous()
+        chosen = token_filter.sample(z, uniforms[piece])
+        softmax_stats(z, chosen, None, 1.0, None, tokens[piece], stats[:, piece])
+        tokens[piece] = chosen
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The output layer without a loss: tokens, their log-probabilities, and logits of a few rows."""
+"""The output layer without a loss: tokens and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from accumext.decoder import _operators
 from accumext.decoder._fused_cross_entropy import rounded_head
-from accumext.decoder._precision import Dtypes
+from accumext.decoder._precision import Dtypes, no_grad_no_autocast
+from accumext.decoder._token_filters import TokenFilter
 
 # Rows of logits that exist at once.
 LOGIT_ROWS = 32
@@ -29,26 +30,36 @@ class OutputLayer:
         return OutputLayer(*rounded_head(weight, bias, dtypes), dtypes.accumulation)
 
     def choose(
-        self, hidden: Tensor, uniforms: Tensor | None, temperature: float
+        self, hidden: Tensor, uniforms: Tensor | None, token_filter: TokenFilter
     ) -> tuple[Tensor, Tensor]:
         """Tokens [M] of hidden [M, H], the argmax or samples, and their log-probabilities."""
+        temperature, top_k, top_p = token_filter.of(len(self.weight))
         tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         stats = hidden.new_empty(3, len(hidden), dtype=self.dtype)
-        _operators.head_forward(
-            hidden.to(self.dtype).contiguous(), self.weight, self.bias, None, uniforms,
-            temperature, None, LOGIT_ROWS, tokens, stats,
-        )  # fmt: skip
-        return tokens, log_probabilities(stats)
+        operands = hidden.to(self.dtype).contiguous(), self.weight, self.bias
+        everything = top_k == len(self.weight) and top_p == 1
+        with no_grad_no_autocast(hidden.device):
+            if uniforms is None or everything:
+                _operators.head_forward(
+                    *operands, None, uniforms, temperature, None, LOGIT_ROWS, tokens, stats
+                )
+            else:
+                _operators.head_sample(
+                    *operands, uniforms, temperature, top_k, top_p, LOGIT_ROWS, tokens, stats
+                )
+        return tokens, log_probabilities(stats[2], stats)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [M, V] of at most LOGIT_ROWS rows of hidden [M, H]."""
-        z = hidden.new_empty(len(self.weight), len(hidden), dtype=self.dtype)
-        _operators.add_matmul(z, self.weight, hidden.to(self.dtype).t(), True)
-        rows: Tensor = z.t().contiguous()  # what is asked of a row is then next to each other
-        return rows if self.bias is None else rows.add_(self.bias)
+    def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [M, count] of hidden [M, H], largest first, and of which tokens."""
+        found = hidden.new_empty(len(hidden), count, dtype=self.dtype)
+        tokens = torch.empty(found.shape, dtype=torch.int64, device=hidden.device)
+        stats = hidden.new_empty(3, len(hidden), dtype=self.dtype)
+        operands = hidden.to(self.dtype).contiguous(), self.weight, self.bias
+        with no_grad_no_autocast(hidden.device):
+            _operators.head_top(*operands, 1.0, LOGIT_ROWS, found, tokens, stats)
+        return log_probabilities(found, stats[:, :, None]), tokens
 
 
-def log_probabilities(stats: Tensor) -> Tensor:
-    """[M], of what the operators find, [3, M]: peak, sum of exp(z - peak), the token's logit."""
-    peak, total, logit = stats.unbind()
-    return logit - peak - total.log()
+def log_probabilities(logits: Tensor, stats: Tensor) -> Tensor:
+    """Of the tokens of these logits, from what the operators find: peak, sum of exp(z - peak)."""
+    return logits - stats[0] - stats[1].log()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accumext.decoder import _operators
 from accumext.decoder._output_layer import LOGIT_ROWS, log_probabilities
+from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._recurrent_state import State, freeze
 from accumext.decoder._rnn_buffers import dense_rows, module_state, operands, states_from
 from accumext.decoder._rnn_weights import RnnWeights
@@ -29,11 +30,11 @@ def speak(
     first: Tensor,  # int64 [B]
     steps: int,
     draw: Draw | None,  # None takes the argmax
-    token_filter: TokenFilter | None,
-    temperature: float,
+    token_filter: TokenFilter,
 ) -> Spoken:
     """Up to `steps` tokens of every row."""
-    if voice.rnn_weights is not None and token_filter is None:
+    temperature, *kept = token_filter.of(len(voice.layer.weight))
+    if voice.rnn_weights is not None and kept == [len(voice.layer.weight), 1.0]:
         chunks = _Chunks(voice, voice.rnn_weights, state)
         return chunks.speak(first, steps, draw, temperature)
     alive, tokens, watch = voice.limits > 0, first, EndWatch()
@@ -47,10 +48,7 @@ def speak(
             new_state = freeze(OP, alive, new_state, state, voice.cell.batch_dim)
         state = new_state
         uniforms = None if draw is None else draw(1)[0]
-        if token_filter is None or uniforms is None:
-            chosen, log_probs = voice.layer.choose(hidden, uniforms, temperature)
-        else:
-            chosen, log_probs = _filtered(voice, hidden, token_filter, uniforms)
+        chosen, log_probs = _choose(voice, hidden, uniforms, token_filter, alive)
         tokens = torch.where(alive, chosen, voice.pad)
         said.append((tokens, torch.where(alive, log_probs, 0)))
         lengths += alive
@@ -72,16 +70,19 @@ def listen(voice: Voice, state: State, prompt: Tensor) -> State:
     return state
 
 
-def _filtered(
-    voice: Voice, hidden: Tensor, token_filter: TokenFilter, uniforms: Tensor
+def _choose(
+    voice: Voice, hidden: Tensor, uniforms: Tensor | None, token_filter: TokenFilter, alive: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probabilities before the filter."""
-    tokens, log_probs = [], []
-    for some, numbers in zip(hidden.split(LOGIT_ROWS), uniforms.split(LOGIT_ROWS), strict=True):
-        logits = voice.layer.logits(some)
-        tokens.append(token_filter.sample(logits, numbers))
-        log_probs.append(logits.log_softmax(1).gather(1, tokens[-1][:, None])[:, 0])
-    return torch.cat(tokens), torch.cat(log_probs)
+    """Tokens [B] and their log-probabilities; on a CPU, where the host knows who is alive without
+    waiting, anything for the other rows."""
+    if not voice.ends or alive.device.type != "cpu" or alive.all():
+        return voice.layer.choose(hidden, uniforms, token_filter)
+    rows = alive.nonzero()[:, 0]
+    tokens = torch.zeros_like(alive, dtype=torch.int64)
+    log_probs = _no_log_probs(voice, tokens.shape)
+    numbers = None if uniforms is None else uniforms[rows]
+    tokens[rows], log_probs[rows] = voice.layer.choose(hidden[rows], numbers, token_filter)
+    return tokens, log_probs
 
 
 def _no_log_probs(voice: Voice, shape: tuple[int, ...]) -> Tensor:
@@ -102,8 +103,8 @@ class _Chunks:
     def speak(self, first: Tensor, steps: int, draw: Draw | None, temperature: float) -> Spoken:
         voice, batch, watch = self.voice, len(first), EndWatch()
         alive, fed = voice.limits > 0, first
-        tokens = first.new_full((steps, batch), voice.pad)
-        log_probs = _no_log_probs(voice, (steps, batch))
+        tokens = [first.new_empty(0, batch)]
+        log_probs = [_no_log_probs(voice, (0, batch))]
         lengths = torch.zeros_like(voice.limits)
         for begin in range(0, steps, CHUNK):
             if voice.ends and watch.all_ended(alive):
@@ -114,22 +115,23 @@ class _Chunks:
             if voice.ends:
                 span = torch.arange(begin, end, device=first.device)[:, None]
                 live = alive & (span < voice.limits)
-            said = tokens[begin:end]
+            tokens.append(said := first.new_full((size, batch), voice.pad))
+            log_probs.append(spoken := _no_log_probs(voice, (size, batch)))
             uniforms = None if draw is None else draw(size)
-            stats = log_probs.new_empty(3, size * batch)
+            stats = spoken.new_empty(3, size * batch)
             rows = first.new_empty(size * batch)
             used = self._run(fed, said, live, uniforms, temperature, stats, rows)
-            found = log_probabilities(stats[:, :used])
-            log_probs[begin:end].view(-1)[rows[:used]] = found
+            found = log_probabilities(stats[2, :used], stats[:, :used])
+            spoken.view(-1)[rows[:used]] = found
             if live is not None:
                 said.masked_fill_(~live, voice.pad)
-                log_probs[begin:end].masked_fill_(~live, 0)
+                spoken.masked_fill_(~live, 0)
                 lengths += live.sum(0)
                 alive = voice.goes_on(live[-1], said[-1], end - 1)
             else:
                 lengths += size
             fed = torch.where(alive, said[-1], voice.pad)
-        return Spoken(tokens, log_probs, lengths, self._module_state())
+        return Spoken(torch.cat(tokens), torch.cat(log_probs), lengths, self._module_state())
 
     def listen(self, prompt: Tensor) -> State:
         for some in prompt.split(CHUNK):
@@ -152,12 +154,13 @@ class _Chunks:
         if inputs is None:
             inputs = torch.full_like(tokens, voice.pad)
             inputs[0] = first
-        used: int = _operators.decode_steps(
-            self.table, self.weights, states, rnn.kind, None, 1.0, None, 1.0, None, 1.0, inputs,
-            None, None, live, -1 if voice.eos is None else voice.eos, voice.pad, uniforms,
-            temperature, voice.layer.weight, voice.layer.bias, None, tokens, None, stats, rows,
-            LOGIT_ROWS, 0, steps,
-        )  # fmt: skip
+        with no_grad_no_autocast(tokens.device):
+            used: int = _operators.decode_steps(
+                self.table, self.weights, states, rnn.kind, None, 1.0, None, 1.0, None, 1.0, inputs,
+                None, None, live, -1 if voice.eos is None else voice.eos, voice.pad, uniforms,
+                temperature, voice.layer.weight, voice.layer.bias, None, tokens, None, stats, rows,
+                LOGIT_ROWS, 0, steps,
+            )  # fmt: skip
         dtypes = [voice.layer.dtype] * rnn.state_parts
         self.state = module_state(rnn, [state[-1] for state in states], dtypes)
         return used

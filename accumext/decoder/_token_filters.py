@@ -20,6 +20,11 @@ class TokenFilter:
     top_k: int | None  # the k with the largest logits; of equals the lowest
     top_p: float | None  # then the fewest, likeliest first, whose shares of what is left reach this
 
+    def of(self, vocabulary: int) -> tuple[float, int, float]:
+        """As the operators take it: what keeps everything is V and 1."""
+        top_k = vocabulary if self.top_k is None else min(self.top_k, vocabulary)
+        return self.temperature, top_k, 1.0 if self.top_p is None else self.top_p
+
     def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Tokens [M] of logits [M, V] by uniform numbers, fp64 [M] in [0, 1): the first, in the
         order of the vocabulary, at which the running sum of what is left passes the number."""

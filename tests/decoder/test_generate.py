@@ -332,6 +332,80 @@ def test_in_inference_mode_under_autocast_and_without_gradients() -> None:
         assert out.tokens.shape[:2] == (5, BATCH)
 
 
+def test_a_beam_of_equals_takes_the_first() -> None:
+    decoder = make_decoder("gru_cell")
+    with torch.no_grad():
+        decoder.head.weight.zero_()
+        decoder.head.bias.zero_()
+    call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
+    out = accumext.generate(*call, max_length=2, search="beam", beams=3)
+    assert out.tokens[:, 0].tolist() == [[0, 0, 0], [0, 1, 2]]
+
+
+def test_forbidden_words_are_in_no_hypothesis() -> None:
+    decoder = make_decoder("gru_cell", vocabulary=4)
+    with torch.no_grad():
+        decoder.head.bias[1:] = -torch.inf
+    call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
+    out = accumext.generate(*call, max_length=3, search="beam", beams=2)
+    assert out.scores.tolist() == [[0.0, -torch.inf]] * BATCH
+    assert out.lengths.tolist() == [[3, 0]] * BATCH
+
+
+def test_the_context_says_how_many_rows_there_are() -> None:
+    decoder = make_decoder("gru_cell")
+
+    def cell(x: Tensor, state: Any, memory: Tensor) -> tuple[Tensor, Any]:
+        return x + memory, state
+
+    context = (torch.zeros(6, 5, dtype=torch.float64),)
+    out = accumext.generate(decoder.embedding, cell, decoder.head, max_length=2, context=context)
+    assert out.tokens.shape == (2, 6)
+
+
+def test_the_state_of_the_result_is_the_callers() -> None:
+    decoder = make_decoder("gru_cell")
+    before = decoder.state.detach().clone()
+    for search in ("greedy", "sample", "beam"):
+        for cell in (decoder.cell, decoder.step):
+            out = accumext.generate(
+                decoder.embedding, cell, decoder.head, decoder.state, max_length=0, search=search
+            )
+            out.state.zero_()
+    assert torch.equal(decoder.state, before)
+
+
+def test_memory_is_that_of_what_is_said_whatever_the_limit() -> None:
+    decoder = make_decoder("gru_cell")
+    with torch.no_grad():
+        decoder.head.bias[4] = 100.0
+    for search in ("greedy", "sample", "beam"):
+        out = accumext.generate(
+            decoder.embedding, decoder.cell, decoder.head, decoder.state, max_length=10**12, eos=4,
+            search=search, beams=1,
+        )  # fmt: skip
+        assert (out.lengths == 1).all()
+
+
+@pytest.mark.parametrize("search", ["greedy", "sample"])
+@pytest.mark.parametrize("called", [False, True])
+def test_under_autocast_as_decode_loss(search: str, called: bool) -> None:
+    decoder = make_decoder("gru_1", 400, 16, 3, torch.float32)
+    cell = decoder.step if called else decoder.cell
+    call = (decoder.embedding, cell, decoder.head)
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = accumext.generate(
+            *call, decoder.state, max_length=40, search=search, batch_dim=1,
+            generator=generators[0],
+        )  # fmt: skip
+        trained = accumext.decode_loss(
+            *call, None, decoder.state, steps=40, feedback=search, batch_dim=1,
+            generator=generators[1],
+        )  # fmt: skip
+    assert torch.equal(out.tokens, trained.tokens)
+
+
 V, ONE = VOCABULARY, torch.zeros(1)
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_length": -1}, ValueError, "max_length must be at least 0, got -1"),
@@ -342,7 +416,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         "search must be one of 'greedy', 'sample', 'beam'",
     ),
     ({"eos": 13}, ValueError, "eos must be in [0, 13), got 13"),
-    ({"temperature": 0.0}, ValueError, "temperature must be greater than 0, got 0.0"),
+    ({"temperature": 0.0}, ValueError, "temperature must be greater than 0 and finite, got 0.0. s"),
+    ({"temperature": float("inf")}, ValueError, "temperature must be greater than 0 and finite"),
+    ({"length_penalty": float("inf")}, ValueError, "length_penalty must be finite, got inf"),
+    ({"generator": 3}, TypeError, "generator must be a torch.Generator or None, got int"),
     ({"top_k": 3}, ValueError, "top_k must be None unless search is 'sample', got 3"),
     ({"top_p": 0.3, "search": "beam"}, ValueError, "top_p must be None unless search is 'sample'"),
     ({"top_k": 0, "search": "sample"}, ValueError, "top_k must be at least 1, got 0"),

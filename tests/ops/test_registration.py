@@ -49,6 +49,19 @@ def head_forward():
     return (*given, 3, *written), {}
 
 
+def head_top():
+    head = torch.randn(4, 5), torch.randn(11, 5), torch.randn(11)
+    written = torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(3, 4)
+    return (*head, 0.5, 3, *written), {}
+
+
+def head_sample():
+    head = torch.randn(4, 5), torch.randn(11, 5), torch.randn(11)
+    uniforms = torch.rand(4, dtype=torch.float64)
+    written = torch.zeros(4, dtype=torch.int64), torch.zeros(3, 4)
+    return (*head, uniforms, 0.5, 7, 0.5, 3, *written), {}
+
+
 def add_matmul():
     return (torch.randn(4, 5), torch.randn(4, 3), torch.randn(3, 5), False), {}
 
@@ -98,7 +111,7 @@ def window_factors():
 
 
 DECODER_OPS = (
-    head_forward, add_matmul, large_pages, decode_steps, rnn_backward,
+    head_forward, head_top, head_sample, add_matmul, large_pages, decode_steps, rnn_backward,
 )  # fmt: skip
 ROWS |= {
     f"{op.__name__}.default": (lambda _, op=op: op(), lambda: None)

@@ -28,18 +28,10 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
   }
   const double* uniform = elements<double>(uniforms);
   T* stat = elements<T>(stats);
-  const int64_t width = padded(piece);
-  Buffer<T> transposed(depth * width);
+  const Buffer<T> transposed(depth * padded(piece));
   for (int64_t done = 0; done < count; done += piece) {
     const int64_t size = std::min(piece, count - done);
-    for (int64_t i = 0; i < size; ++i) {
-      for (int64_t k = 0; k < depth; ++k) {
-        transposed[k * padded(size) + i] = h[(done + i) * depth + k];
-      }
-    }
-    for (int64_t k = 0; k < depth; ++k) {
-      std::fill_n(&transposed[k * padded(size) + size], padded(size) - size, T(0));
-    }
+    turn(h + done * depth, size, depth, transposed);
     head.evaluate(transposed.get(), padded(size), nullptr,
                   {.count = size,
                    .targets = target == nullptr ? nullptr : target + done,

@@ -2,12 +2,39 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
+#include <functional>
+#include <limits>
 #include <vector>
 
 #include "cpu/decoder/skinny_matmul.h"
+#include "cpu/decoder/token_shares.h"
 
 namespace accumext::cpu {
+
+// Where a head writes the largest logits of its rows.
+template <typename T>
+struct TopRows {
+  int64_t count;
+  int64_t size;     // k
+  T* logits;        // [count, k], largest first, of equal ones the first in the vocabulary
+  int64_t* tokens;  // [count, k]: whose they are
+  T* peak;          // [count]: the largest logit
+  T* total;         // [count]: sum of exp(z - peak)
+  T* tempered;      // [count]: sum of exp((z - peak) / temperature)
+};
+
+// Where a head writes samples of the most probable tokens of its rows.
+template <typename T>
+struct SampledRows {
+  int64_t count;
+  int64_t top_k;
+  double top_p;
+  const double* uniforms;  // [count], in [0, 1)
+  int64_t* tokens;         // [count]
+  T* peak;                 // [count]
+  T* total;                // [count]
+  T* logit;                // [count]: of the token
+};
 
 // Where a head writes what it finds of its rows, and what it needs to know of them.
 template <typename T>
@@ -46,34 +73,12 @@ class Head {
 
   // Rows are the columns of hidden [H, stride], those named if any are; at most logit_rows().
   void evaluate(const T* hidden, int64_t stride, const int64_t* named, const HeadRows<T>& rows) {
-    const DecoderKernels<T>& kernels = decoder_kernels<T>();
     const int64_t n = rows.count;
-    product_.take(hidden, stride, n, named);
-    Logits<T> logits{static_cast<T*>(logits_.mutable_data_ptr()),
-                     n,
-                     n,
-                     rows.peak,
-                     inverse_temperature_,
-                     rows.exps,
-                     exps_dtype_,
-                     exps_stride_};
-    for_each_span([&](int64_t span, int64_t begin, int64_t end) {
-      product_.run(begin, end, logits.z, n);
-      kernels.peaks(logits, begin, end, &peaks_[span * n], &at_[span * n]);
-    });
-    for (int64_t i = 0; i < n; ++i) {
-      int64_t best = 0;
-      for (int64_t span = 1; span < spans_; ++span) {
-        if (peaks_[span * n + i] > peaks_[best * n + i]) best = span;
-      }
-      rows.peak[i] = peaks_[best * n + i];
-      rows.tokens[i] = at_[best * n + i];
-    }
     const bool tempered = rows.uniforms != nullptr && inverse_temperature_ != 1.0;
-    for_each_span([&](int64_t span, int64_t begin, int64_t end) {
-      kernels.exponentials(logits, begin, end, &sums_[span * n],
-                           tempered ? &tempered_[span * n] : nullptr);
-    });
+    const Logits<T> logits = products(hidden, stride, named, n, rows.peak, rows.tokens);
+    exponentials(
+        {logits.z, n, n, rows.peak, inverse_temperature_, rows.exps, exps_dtype_, exps_stride_},
+        tempered);
     for (int64_t i = 0; i < n; ++i) {
       rows.total[i] = static_cast<T>(column_sum(sums_, n, i));
       if (rows.uniforms != nullptr) {
@@ -85,7 +90,136 @@ class Head {
     }
   }
 
+  // As `evaluate`, for the largest logits.
+  void largest(const T* hidden, int64_t stride, const TopRows<T>& rows) {
+    const int64_t n = rows.count;
+    const bool tempered = inverse_temperature_ != 1.0;
+    const Logits<T> logits = products(hidden, stride, nullptr, n, rows.peak, nullptr);
+    exponentials(logits, tempered);
+    for (int64_t i = 0; i < n; ++i) {
+      rows.total[i] = static_cast<T>(column_sum(sums_, n, i));
+      rows.tempered[i] = tempered ? static_cast<T>(column_sum(tempered_, n, i)) : rows.total[i];
+    }
+    for_each_row(n, [&](int64_t i) {
+      const std::vector<Token<T>> found = largest_of(logits, i, rows.size);
+      for (int64_t k = 0; k < rows.size; ++k) {
+        rows.logits[i * rows.size + k] = found[k].logit;
+        rows.tokens[i * rows.size + k] = found[k].token;
+      }
+    });
+  }
+
+  // As `evaluate`, for samples of the most probable tokens.
+  void sample_top(const T* hidden, int64_t stride, const SampledRows<T>& rows) {
+    const int64_t n = rows.count;
+    const Logits<T> logits = products(hidden, stride, nullptr, n, rows.peak, nullptr);
+    exponentials(logits, /*tempered=*/false);
+    for (int64_t i = 0; i < n; ++i) rows.total[i] = static_cast<T>(column_sum(sums_, n, i));
+    const bool by_share = rows.top_k == product_.rows;  // all tokens are candidates
+    if (by_share) temper(logits);
+    for_each_row(n, [&](int64_t i) {
+      if (by_share) {
+        TokenShares<T> shares(elements<T>(*weights_) + i, n, product_.rows);
+        shares.keep(rows.top_p, logits.z + i, n);
+        rows.tokens[i] = shares.sample(rows.uniforms[i]);
+      } else {
+        std::vector<Token<T>> found = largest_of(logits, i, rows.top_k);
+        rows.tokens[i] = sample_of(found, inverse_temperature_, rows.top_p, rows.uniforms[i]);
+      }
+      rows.logit[i] = logits.z[rows.tokens[i] * n + i];
+    });
+  }
+
  private:
+  // The logits, and of each row the largest and, unless null, where it is.
+  Logits<T> products(const T* hidden, int64_t stride, const int64_t* named, int64_t n, T* peak,
+                     int64_t* argmax) {
+    const DecoderKernels<T>& kernels = decoder_kernels<T>();
+    product_.take(hidden, stride, n, named);
+    const Logits<T> logits{static_cast<T*>(logits_.mutable_data_ptr()),
+                           n,
+                           n,
+                           peak,
+                           inverse_temperature_,
+                           nullptr,
+                           exps_dtype_,
+                           exps_stride_};
+    for_each_span([&](int64_t span, int64_t begin, int64_t end) {
+      product_.run(begin, end, logits.z, n);
+      kernels.peaks(logits, begin, end, &peaks_[span * n], &at_[span * n]);
+    });
+    for (int64_t i = 0; i < n; ++i) {
+      int64_t best = 0;
+      for (int64_t span = 1; span < spans_; ++span) {
+        if (peaks_[span * n + i] > peaks_[best * n + i]) best = span;
+      }
+      peak[i] = peaks_[best * n + i];
+      if (argmax != nullptr) argmax[i] = at_[best * n + i];
+    }
+    return logits;
+  }
+
+  // Sums of the exponentials of every span.
+  void exponentials(const Logits<T>& logits, bool tempered) {
+    const int64_t n = logits.columns;
+    for_each_span([&](int64_t span, int64_t begin, int64_t end) {
+      decoder_kernels<T>().exponentials(logits, begin, end, &sums_[span * n],
+                                        tempered ? &tempered_[span * n] : nullptr);
+    });
+  }
+
+  // exp((z - peak) / temperature) into weights_, [V, n].
+  void temper(const Logits<T>& logits) {
+    const int64_t n = logits.columns;
+    if (!weights_) weights_ = torch::stable::new_empty(logits_, {product_.rows, logit_rows_});
+    T* weights = elements<T>(*weights_);
+    const std::vector<T> zero(n);
+    const T inverse = static_cast<T>(inverse_temperature_);
+    const Logits<T> scaled{weights, n, n, zero.data(), 1.0, weights, kDtypeOf<T>, n};
+    for_each_span([&](int64_t span, int64_t begin, int64_t end) {
+      for (int64_t v = begin; v < end; ++v) {
+        for (int64_t i = 0; i < n; ++i) {
+          scaled.z[v * n + i] = (logits.z[v * n + i] - logits.peak[i]) * inverse;
+        }
+      }
+      decoder_kernels<T>().exponentials(scaled, begin, end, &tempered_[span * n], nullptr);
+    });
+  }
+
+  // The largest logits, largest first. Only spans whose largest one is among the `size` largest of
+  // all spans have one of them.
+  std::vector<Token<T>> largest_of(const Logits<T>& logits, int64_t column, int64_t size) const {
+    const int64_t n = logits.columns;
+    std::vector<T> bounds(spans_);
+    for (int64_t span = 0; span < spans_; ++span) {
+      bounds[span] = comparable(peaks_[span * n + column]);
+    }
+    T least = -std::numeric_limits<T>::infinity();
+    if (size < spans_) {
+      std::nth_element(bounds.begin(), bounds.begin() + size - 1, bounds.end(), std::greater<T>());
+      least = bounds[size - 1];
+    }
+    std::vector<Token<T>> found;
+    for (int64_t span = 0; span < spans_; ++span) {
+      if (peaks_[span * n + column] < least) continue;
+      const int64_t end = std::min((span + 1) * kSpan, product_.rows);
+      for (int64_t v = span * kSpan; v < end; ++v) {
+        const T logit = logits.z[v * n + column];
+        if (!(logit < least)) found.push_back({logit, v});
+      }
+    }
+    std::partial_sort(found.begin(), found.begin() + size, found.end(), before<T>);
+    found.resize(size);
+    return found;
+  }
+
+  template <typename F>
+  static void for_each_row(int64_t rows, const F& f) {
+    torch::stable::parallel_for(0, rows, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) f(i);
+    });
+  }
+
   // f(span, begin, end) for every kSpan rows of the weight. Threads keep the spans they have, so
   // that the second pass finds the logits in the cache of the first.
   template <typename F>
@@ -136,7 +270,20 @@ class Head {
   int64_t spans_;
   Buffer<T> sums_, tempered_, peaks_;  // [spans, rows]
   Buffer<int64_t> at_;
+  std::optional<Tensor> weights_;  // [V, rows]
 };
+
+// Rows h [count, depth] as columns [depth, padded(count)].
+template <typename T>
+void turn(const T* h, int64_t count, int64_t depth, const Buffer<T>& columns) {
+  const int64_t width = padded(count);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t k = 0; k < depth; ++k) columns[k * width + i] = h[i * depth + k];
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    std::fill_n(&columns[k * width + count], width - count, T(0));
+  }
+}
 
 // The largest number of rows whose logits exist at once, where the caller's bound is larger.
 constexpr int64_t kMaxLogitRows = 32;

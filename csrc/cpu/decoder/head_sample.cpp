@@ -1,0 +1,53 @@
+#include "cpu/decoder/head_forward.h"
+
+namespace accumext::cpu {
+namespace {
+
+template <typename T>
+void head_sample(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
+                 const Tensor& uniforms, double temperature, int64_t top_k, double top_p,
+                 int64_t logit_rows, const Tensor& tokens, const Tensor& stats) {
+  const int64_t count = hidden.size(0);
+  const int64_t depth = hidden.size(1);
+  const T* h = elements<T>(hidden);
+  require(weight.dim() == 2 && weight.size(1) == depth && weight.size(0) > 0);
+  require(!bias || bias->numel() == weight.size(0));
+  require(1 <= top_k && top_k <= weight.size(0) && 0 < top_p && top_p <= 1);
+  require(uniforms.numel() == count && tokens.numel() == count && stats.numel() == 3 * count);
+  require(logit_rows >= 1);
+  if (count == 0) return;
+  const int64_t piece = std::min({logit_rows, kMaxLogitRows, count});
+  Head<T> head(weight, elements<T>(bias), piece, temperature, kDtypeOf<T>, 0);
+  T* stat = elements<T>(stats);
+  const Buffer<T> columns(depth * padded(piece));
+  for (int64_t done = 0; done < count; done += piece) {
+    const int64_t rows = std::min(piece, count - done);
+    turn(h + done * depth, rows, depth, columns);
+    head.sample_top(columns.get(), padded(rows),
+                    {.count = rows,
+                     .top_k = top_k,
+                     .top_p = top_p,
+                     .uniforms = elements<double>(uniforms) + done,
+                     .tokens = integers(tokens) + done,
+                     .peak = stat + done,
+                     .total = stat + count + done,
+                     .logit = stat + 2 * count + done});
+  }
+}
+
+void head_sample_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor uniforms,
+                     double temperature, int64_t top_k, double top_p, int64_t logit_rows,
+                     Tensor tokens, Tensor stats) {
+  const auto run = [&](auto type) {
+    head_sample<decltype(type)>(hidden, weight, bias, uniforms, temperature, top_k, top_p,
+                                logit_rows, tokens, stats);
+  };
+  float_dtype(hidden) == Dtype::kDouble ? run(double()) : run(float());
+}
+
+}  // namespace
+}  // namespace accumext::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(accumext, CPU, m) {
+  m.impl("head_sample", accumext::boxed<accumext::cpu::head_sample_cpu>);
+}

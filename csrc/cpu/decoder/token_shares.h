@@ -1,0 +1,127 @@
+// Samples of the most probable tokens of a row.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace accumext::cpu {
+
+template <typename T>
+struct Token {
+  T logit;
+  int64_t token;
+};
+
+// NaN is as large as anything, as it is for torch.
+template <typename T>
+T comparable(T x) {
+  return std::isnan(x) ? std::numeric_limits<T>::infinity() : x;
+}
+
+// Larger logits come first, of equal ones the first in the vocabulary.
+template <typename T>
+bool before(const Token<T>& a, const Token<T>& b) {
+  const T x = comparable(a.logit);
+  const T y = comparable(b.logit);
+  return x > y || (x == y && a.token < b.token);
+}
+
+// A sample of the fewest of these tokens, largest first, whose share of them all reaches `top_p`:
+// by inversion, in the order of the vocabulary.
+template <typename T>
+int64_t sample_of(std::vector<Token<T>>& tokens, double inverse_temperature, double top_p,
+                  double uniform) {
+  const double peak = tokens[0].logit;
+  const auto weight = [&](const Token<T>& token) {
+    return std::exp((static_cast<double>(token.logit) - peak) * inverse_temperature);
+  };
+  double whole = 0.0;
+  for (const Token<T>& token : tokens) whole += weight(token);
+  double kept = 0.0;
+  size_t count = 0;
+  while (count < tokens.size() && (count == 0 || kept < top_p * whole)) {
+    kept += weight(tokens[count++]);
+  }
+  std::sort(tokens.begin(), tokens.begin() + count,
+            [](const Token<T>& a, const Token<T>& b) { return a.token < b.token; });
+  double sum = 0.0;
+  int64_t possible = tokens[0].token;
+  for (size_t i = 0; i < count; ++i) {
+    const double e = weight(tokens[i]);
+    sum += e;
+    if (e > 0) possible = tokens[i].token;
+    if (sum > uniform * kept) break;
+  }
+  return possible;
+}
+
+// The weights of all tokens of a row, of which some are kept: found by a histogram, not by sorting.
+template <typename T>
+class TokenShares {
+ public:
+  // A column of weights in [0, 1].
+  TokenShares(const T* weights, int64_t stride, int64_t size)
+      : weights_(size), sums_(kBins), kept_(0.0) {
+    for (int64_t v = 0; v < size; ++v) {
+      const T weight = weights[v * stride];
+      weights_[v] = weight;
+      sums_[bin(weight)] += weight;
+    }
+  }
+
+  // Keeps the fewest tokens of the largest logits whose share reaches `top_p`; others weigh 0.
+  void keep(double top_p, const T* logits, int64_t stride) {
+    double whole = 0.0;
+    for (const double sum : sums_) whole += sum;
+    int64_t last = kBins - 1;  // some tokens of this bin are kept, and all of the bins above
+    while (last > 0 && kept_ + sums_[last] < top_p * whole) kept_ += sums_[last--];
+    std::vector<Token<T>> some;
+    for (size_t v = 0; v < weights_.size(); ++v) {
+      const int64_t at = bin(weights_[v]);
+      if (at == last) some.push_back({logits[v * stride], static_cast<int64_t>(v)});
+      if (at < last) weights_[v] = T(0);
+    }
+    std::sort(some.begin(), some.end(), before<T>);
+    for (const Token<T>& token : some) {
+      T& weight = weights_[token.token];
+      if (kept_ > 0 && kept_ >= top_p * whole) {
+        weight = T(0);
+      } else {
+        kept_ += weight;
+      }
+    }
+  }
+
+  // By inversion, in the order of the vocabulary.
+  int64_t sample(double uniform) const {
+    double sum = 0.0;
+    int64_t possible = 0;
+    for (size_t v = 0; v < weights_.size(); ++v) {
+      if (!(weights_[v] > 0)) continue;
+      sum += weights_[v];
+      possible = static_cast<int64_t>(v);
+      if (sum > uniform * kept_) break;
+    }
+    return possible;
+  }
+
+ private:
+  // Leading bits of a weight as a float: an exponent and six bits more, in the order of weights.
+  static constexpr int kDropped = 17;
+  static constexpr int64_t kBins = (std::bit_cast<uint32_t>(1.0f) >> kDropped) + 1;
+
+  static int64_t bin(T weight) {
+    const auto bits = std::bit_cast<uint32_t>(static_cast<float>(weight)) >> kDropped;
+    return std::min<int64_t>(bits, kBins - 1);  // NaN
+  }
+
+  std::vector<T> weights_;
+  std::vector<double> sums_;  // of the weights of every bin
+  double kept_;
+};
+
+}  // namespace accumext::cpu
