@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from accumext.decoder._recurrent_state import State, freeze, join, map_tensors
+from accumext.decoder._speaking import stepwise
 from accumext.decoder._voice import OP, EndWatch, Spoken, Voice
 
 
@@ -46,7 +47,7 @@ def beam_search(
     length_penalty: float,
 ) -> tuple[Spoken, Tensor]:
     """The best hypotheses of every row, and their scores [B, K]."""
-    search = _Search(voice, state, first, steps, beams, length_penalty)
+    search = _Search(stepwise(voice, state), state, first, steps, beams, length_penalty)
     watch = EndWatch()
     for step in range(steps):
         if watch.all_ended(search.open):

@@ -118,7 +118,7 @@ def generate(
     modules = modules_of(OP, call)
     prompt = _prompt(call, modules)
     batch = prompt.shape[1] if prompt is not None else batch_size(modules.cell, call)
-    steps = _max_length(max_length)
+    steps = _max_length(max_length) if batch else 0
     limits, ends = _limits(call, modules, batch, steps)
     voice = _voice(call, modules, limits, ends)
     first = _first(call, modules, prompt, batch)
@@ -127,9 +127,10 @@ def generate(
     if math.isinf(number(OP, "length_penalty", length_penalty)):
         fail_value(OP, "length_penalty", "be finite", length_penalty)
     token_filter, beams = _filter(call), positive_int(OP, "beams", beams)
+    dtypes = [part.dtype for part in tensors(state)]
     draw = _draw(call, steps, batch, limits.device)
     with torch.no_grad():
-        if prompt is not None and len(prompt) > 1:
+        if batch and prompt is not None and len(prompt) > 1:
             state = listen(voice, state, prompt[:-1])
         if search == "beam":
             said, scores = beam_search(voice, state, first, steps, beams, float(length_penalty))
@@ -139,10 +140,14 @@ def generate(
             said = said._replace(tokens=said.tokens[:longest], log_probs=said.log_probs[:longest])
             spoken = said.lengths.clamp(min=1).to(said.log_probs.dtype)
             scores = said.log_probs.sum(0) / spoken**length_penalty
+    last = said.state
+    if voice.rnn_weights is not None:  # in the precision of sums, so far
+        parts = iter(dtypes)
+        last = map_tensors(lambda leaf: leaf.to(next(parts)), last)
     tokens, log_probs = said.tokens, said.log_probs
     if batch_first:
         tokens, log_probs = tokens.transpose(0, 1), log_probs.transpose(0, 1)
-    return GenerateOutput(tokens, log_probs, said.lengths, said.state, scores)
+    return GenerateOutput(tokens, log_probs, said.lengths, last, scores)
 
 
 def _max_length(value: Any) -> int:
@@ -161,7 +166,7 @@ def _voice(call: Mapping[str, Any], modules: DecoderModules, limits: Tensor, end
     if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
         fail_value(OP, "eos", f"be in [0, {words})", eos)
     rnn_weights = None
-    if table.max_norm is None and call["search"] != "beam":
+    if table.max_norm is None:
         rnn_weights = rnn_weights_of(cell.module, {table.weight.dtype, weight.dtype})
     if rnn_weights is not None and rnn_weights.dropout > 0 and rnn_weights.layers > 1:
         rnn_weights = None  # the module drops what it drops in training mode

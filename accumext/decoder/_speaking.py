@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def speak(
     if voice.rnn_weights is not None and kept == [len(voice.layer.weight), 1.0]:
         chunks = _Chunks(voice, voice.rnn_weights, state)
         return chunks.speak(first, steps, draw, temperature)
+    voice = stepwise(voice, state)
     alive, tokens, watch = voice.limits > 0, first, EndWatch()
     said: list[tuple[Tensor, Tensor]] = []
     lengths = torch.zeros_like(voice.limits)
@@ -70,6 +72,13 @@ def listen(voice: Voice, state: State, prompt: Tensor) -> State:
     return state
 
 
+def stepwise(voice: Voice, state: State) -> Voice:
+    """The same voice, whose steps an operator runs where it can."""
+    if voice.rnn_weights is None:
+        return voice
+    return replace(voice, by_operator=_Chunks(voice, voice.rnn_weights, state).step)
+
+
 def _choose(
     voice: Voice, hidden: Tensor, uniforms: Tensor | None, token_filter: TokenFilter, alive: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -97,7 +106,6 @@ class _Chunks:
         self.table = dense_rows(voice.table.weight)
         self.weights = operands(rnn, voice.dtypes)
         parts = list(state) if rnn.state_parts == 2 else [state]
-        self.dtypes = [part.dtype for part in parts]
         self.state = [part.to(voice.layer.dtype) for part in parts]
 
     def speak(self, first: Tensor, steps: int, draw: Draw | None, temperature: float) -> Spoken:
@@ -140,8 +148,14 @@ class _Chunks:
         return self._module_state()
 
     def _module_state(self) -> State:
-        parts = [part.to(dtype) for part, dtype in zip(self.state, self.dtypes, strict=True)]
-        return tuple(parts) if self.rnn.state_parts == 2 else parts[0]
+        return tuple(self.state) if self.rnn.state_parts == 2 else self.state[0]
+
+    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        """The output [M, H] and the state after tokens [M], as a cell's step."""
+        self.state = list(state) if self.rnn.state_parts == 2 else [state]
+        self._run(tokens, tokens[None], None, None, 1.0, None, None, tokens[None].contiguous())
+        hidden = self.state[0]
+        return hidden[-1] if self.rnn.stacked else hidden, self._module_state()
 
     def _run(
         self, first: Tensor, tokens: Tensor, live: Tensor | None, uniforms: Tensor | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ class Voice:
     eos: int | None
     limits: Tensor  # int64 [B]: steps of each row at most
     ends: bool  # whether a row may end before the others
+    by_operator: Callable[[Tensor, State], tuple[Tensor, State]] | None = None  # runs a step
 
     @property
     def pad(self) -> int:
@@ -49,6 +51,8 @@ class Voice:
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """The output [B, H] and the state after the tokens [B]."""
+        if self.by_operator is not None:
+            return self.by_operator(tokens, state)
         table = self.table
         x = F.embedding(tokens, table.weight, None, table.max_norm, table.norm_type)
         output, state, _ = self.cell.step(x, state, *self.context)

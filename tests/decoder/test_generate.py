@@ -387,23 +387,60 @@ def test_memory_is_that_of_what_is_said_whatever_the_limit() -> None:
         assert (out.lengths == 1).all()
 
 
-@pytest.mark.parametrize("search", ["greedy", "sample"])
+@pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
 @pytest.mark.parametrize("called", [False, True])
 def test_under_autocast_as_decode_loss(search: str, called: bool) -> None:
     decoder = make_decoder("gru_1", 400, 16, 3, torch.float32)
+    feedback = "greedy" if search == "beam" else search
     cell = decoder.step if called else decoder.cell
     call = (decoder.embedding, cell, decoder.head)
     generators = [torch.Generator().manual_seed(1) for _ in range(2)]
     with torch.autocast("cpu", torch.bfloat16):
         out = accumext.generate(
             *call, decoder.state, max_length=40, search=search, batch_dim=1,
-            generator=generators[0],
+            generator=generators[0], beams=1,
         )  # fmt: skip
         trained = accumext.decode_loss(
-            *call, None, decoder.state, steps=40, feedback=search, batch_dim=1,
+            *call, None, decoder.state, steps=40, feedback=feedback, batch_dim=1,
             generator=generators[1],
         )  # fmt: skip
-    assert torch.equal(out.tokens, trained.tokens)
+    assert torch.equal(out.tokens.view(40, 3), trained.tokens)
+
+
+@pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
+@pytest.mark.parametrize("kind", ["gru_cell", "lstm"])
+def test_states_of_half_precision_are_rounded_in_the_end(search: str, kind: str) -> None:
+    """A prompt and what follows are as one: greedy tokens, given as a prompt, change nothing."""
+    decoder = make_decoder(kind, 301, 24, 3, torch.bfloat16)
+    call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
+    whole = accumext.generate(*call, max_length=12, search="beam", beams=1, start=1)
+    said = torch.cat([torch.ones(1, 3, dtype=torch.int64), whole.tokens[:5, :, 0]])
+    rest = accumext.generate(
+        *call,
+        max_length=7,
+        prompt=said,
+        search=search,
+        beams=1,
+        top_k=1 if search == "sample" else None,
+    )
+    assert torch.equal(rest.tokens.view(7, 3), whole.tokens[5:, :, 0])
+    torch.testing.assert_close(rest.log_probs.view(7, 3), whole.log_probs[5:, :, 0])
+    parts, others = (s if isinstance(s, tuple) else (s,) for s in (rest.state, whole.state))
+    for part, other in zip(parts, others, strict=True):
+        assert part.dtype == torch.bfloat16
+        torch.testing.assert_close(part, other)
+
+
+@pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
+def test_no_rows(search: str) -> None:
+    decoder = make_decoder("gru_cell")
+    nobody = torch.zeros(0, dtype=torch.int64)
+    for cell in (decoder.cell, decoder.step):
+        out = accumext.generate(
+            decoder.embedding, cell, decoder.head, torch.zeros(0, 5).double(), max_length=3,
+            start=nobody, search=search,
+        )  # fmt: skip
+        assert out.tokens.shape[1] == 0
 
 
 V, ONE = VOCABULARY, torch.zeros(1)
