@@ -176,5 +176,6 @@ class _Chunks:
                 LOGIT_ROWS, 0, steps,
             )  # fmt: skip
         dtypes = [voice.layer.dtype] * rnn.state_parts
-        self.state = module_state(rnn, [state[-1] for state in states], dtypes)
+        last = [state[-1].clone() for state in states]  # a view would keep those of all steps
+        self.state = module_state(rnn, last, dtypes)
         return used

@@ -405,6 +405,7 @@ def test_under_autocast_as_decode_loss(search: str, called: bool) -> None:
             generator=generators[1],
         )  # fmt: skip
     assert torch.equal(out.tokens.view(40, 3), trained.tokens)
+    torch.testing.assert_close(out.log_probs.view(40, 3), -trained.token_losses)
 
 
 @pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
