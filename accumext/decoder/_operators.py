@@ -41,10 +41,10 @@ _define(
 _define(
     "head_top",
     "(Tensor hidden, Tensor weight, Tensor? bias, "  # as in head_forward
-    "float temperature, int logit_rows, "
+    "int logit_rows, "
     "Tensor(a!) logits, "  # [M, k], k <= V
     "Tensor(b!) tokens, "  # int64 [M, k]: whose logits they are
-    "Tensor(c!) stats"  # [3, M]: peak, sums of exp(z - peak) and exp((z - peak) / temperature)
+    "Tensor(c!) stats"  # [2, M]: peak, sum of exp(z - peak)
     ") -> ()",
 )
 

@@ -34,8 +34,8 @@ def head_forward(
 
 
 def head_top(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, logit_rows: int,
-    logits: Tensor, tokens: Tensor, stats: Tensor,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_rows: int, logits: Tensor,
+    tokens: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
     for begin in range(0, len(hidden), logit_rows):
         piece = slice(begin, begin + logit_rows)
@@ -44,8 +44,7 @@ def head_top(
         best = z.gather(1, columns).sort(dim=1, descending=True, stable=True)
         logits[piece], tokens[piece] = best.values, columns.gather(1, best.indices)
         stats[0, piece] = best.values[:, 0]
-        z.sub_(best.values[:, :1])
-        stats[1, piece], stats[2, piece] = z.exp().sum(1), (z / temperature).exp_().sum(1)
+        stats[1, piece] = z.sub_(best.values[:, :1]).exp_().sum(1)
 
 
 def head_sample(

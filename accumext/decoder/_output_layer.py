@@ -53,10 +53,10 @@ class OutputLayer:
         """Log-probabilities [M, count] of hidden [M, H], largest first, and of which tokens."""
         found = hidden.new_empty(len(hidden), count, dtype=self.dtype)
         tokens = torch.empty(found.shape, dtype=torch.int64, device=hidden.device)
-        stats = hidden.new_empty(3, len(hidden), dtype=self.dtype)
+        stats = hidden.new_empty(2, len(hidden), dtype=self.dtype)
         operands = hidden.to(self.dtype).contiguous(), self.weight, self.bias
         with no_grad_no_autocast(hidden.device):
-            _operators.head_top(*operands, 1.0, LOGIT_ROWS, found, tokens, stats)
+            _operators.head_top(*operands, LOGIT_ROWS, found, tokens, stats)
         return log_probabilities(found, stats[:, :, None]), tokens
 
 

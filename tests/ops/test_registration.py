@@ -51,8 +51,8 @@ def head_forward():
 
 def head_top():
     head = torch.randn(4, 5), torch.randn(11, 5), torch.randn(11)
-    written = torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(3, 4)
-    return (*head, 0.5, 3, *written), {}
+    written = torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(2, 4)
+    return (*head, 3, *written), {}
 
 
 def head_sample():

@@ -120,8 +120,8 @@ for dtype in (torch.float32, torch.bfloat16):
         for top_k, top_p in ((words, 0.5), (3, 0.5)):
             call(ops.head_sample, torch.rand(batch, units), head, None, uniforms, 0.5, top_k,
                  top_p, 32, tokens, torch.ones(3, batch))
-        call(ops.head_top, torch.rand(batch, units), head, None, 0.5, 32, torch.ones(batch, 3),
-             torch.zeros(batch, 3).long(), torch.ones(3, batch))
+        call(ops.head_top, torch.rand(batch, units), head, None, 32, torch.ones(batch, 3),
+             torch.zeros(batch, 3).long(), torch.ones(2, batch))
         states = [torch.ones(steps + 1, batch, units)]
         call(ops.decode_steps, weight(words, units), cell + biases, states, 0, None, 1.0,
              None, 1.0, None, 1.0, targets.clone(), None, None, None, -1, 0, None, 1.0, head, None,

@@ -20,7 +20,6 @@ struct TopRows {
   int64_t* tokens;  // [count, k]: whose they are
   T* peak;          // [count]: the largest logit
   T* total;         // [count]: sum of exp(z - peak)
-  T* tempered;      // [count]: sum of exp((z - peak) / temperature)
 };
 
 // Where a head writes samples of the most probable tokens of its rows.
@@ -93,13 +92,9 @@ class Head {
   // As `evaluate`, for the largest logits.
   void largest(const T* hidden, int64_t stride, const TopRows<T>& rows) {
     const int64_t n = rows.count;
-    const bool tempered = inverse_temperature_ != 1.0;
     const Logits<T> logits = products(hidden, stride, nullptr, n, rows.peak, nullptr);
-    exponentials(logits, tempered);
-    for (int64_t i = 0; i < n; ++i) {
-      rows.total[i] = static_cast<T>(column_sum(sums_, n, i));
-      rows.tempered[i] = tempered ? static_cast<T>(column_sum(tempered_, n, i)) : rows.total[i];
-    }
+    exponentials(logits, /*tempered=*/false);
+    for (int64_t i = 0; i < n; ++i) rows.total[i] = static_cast<T>(column_sum(sums_, n, i));
     for_each_row(n, [&](int64_t i) {
       const std::vector<Token<T>> found = largest_of(logits, i, rows.size);
       for (int64_t k = 0; k < rows.size; ++k) {

@@ -5,8 +5,7 @@ namespace {
 
 template <typename T>
 void head_top(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
-              double temperature, int64_t logit_rows, const Tensor& logits, const Tensor& tokens,
-              const Tensor& stats) {
+              int64_t logit_rows, const Tensor& logits, const Tensor& tokens, const Tensor& stats) {
   const int64_t count = hidden.size(0);
   const int64_t depth = hidden.size(1);
   const T* h = elements<T>(hidden);
@@ -15,11 +14,11 @@ void head_top(const Tensor& hidden, const Tensor& weight, const std::optional<Te
   require(logits.dim() == 2 && logits.size(0) == count);
   const int64_t size = logits.size(1);
   require(1 <= size && size <= weight.size(0));
-  require(tokens.numel() == logits.numel() && stats.numel() == 3 * count);
+  require(tokens.numel() == logits.numel() && stats.numel() == 2 * count);
   require(logit_rows >= 1);
   if (count == 0) return;
   const int64_t piece = std::min({logit_rows, kMaxLogitRows, count});
-  Head<T> head(weight, elements<T>(bias), piece, temperature, kDtypeOf<T>, 0);
+  Head<T> head(weight, elements<T>(bias), piece, /*temperature=*/1.0, kDtypeOf<T>, 0);
   T* stat = elements<T>(stats);
   const Buffer<T> columns(depth * padded(piece));
   for (int64_t done = 0; done < count; done += piece) {
@@ -31,15 +30,14 @@ void head_top(const Tensor& hidden, const Tensor& weight, const std::optional<Te
                   .logits = elements<T>(logits) + done * size,
                   .tokens = integers(tokens) + done * size,
                   .peak = stat + done,
-                  .total = stat + count + done,
-                  .tempered = stat + 2 * count + done});
+                  .total = stat + count + done});
   }
 }
 
-void head_top_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias, double temperature,
-                  int64_t logit_rows, Tensor logits, Tensor tokens, Tensor stats) {
+void head_top_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias, int64_t logit_rows,
+                  Tensor logits, Tensor tokens, Tensor stats) {
   const auto run = [&](auto type) {
-    head_top<decltype(type)>(hidden, weight, bias, temperature, logit_rows, logits, tokens, stats);
+    head_top<decltype(type)>(hidden, weight, bias, logit_rows, logits, tokens, stats);
   };
   float_dtype(hidden) == Dtype::kDouble ? run(double()) : run(float());
 }
