@@ -1,0 +1,327 @@
+"""generate, rollout and teacher-forced decode_loss beside the loops that people write.
+
+    python bench/loops.py [--json FILE] [--device cpu|cuda] [--quick] [generate|rollout|teacher]...
+
+In every repetition each way of a job runs twice, in rotated order, and its second run is timed: a
+program repeats one way, and the first run after another pays for the memory that this has left
+behind. Ratios are formed within a repetition. Before that, all ways of a job are found to compute
+the same, save for samples. Peak memory is what a call holds at its highest point over what there
+was before it, with the gradients that it leaves.
+
+- generate: V words, B rows, embedding and state of H. The loop calls nn.GRUCell, nn.Linear,
+  log_softmax, and multinomial, topk, sort or gather.
+- rollout: a GRU that is fed its own state, beside the stored graph of the loop. Its first figures
+  are of time: a rollout runs steps again, so 1 / 1.35 is the least to ask for.
+- teacher: two layers of nn.LSTM and nn.GRU on known tokens, beside the module with nn.Linear and
+  cross_entropy, and with F.linear_cross_entropy, which has no logits of all steps either; and an
+  nn.GRUCell in a function, beside the loop that calls it and the head step by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from _decoding import distance
+from _facts import machine
+from _report import figure_lines, interval, write
+from _timing import Clock, Spread, clock, spread
+from torch import Tensor, nn
+
+import accumext
+from accumext.demo.memory import peak_memory
+
+OURS = "accumext"
+TOLERANCE = 1e-4  # relative, of float32
+
+
+class Job(NamedTuple):
+    """One thing to be done; the first way is the usual one."""
+
+    name: str
+    ways: dict[str, Callable[[], Sequence[Tensor]]]  # each returns what it computed
+    forget: Callable[[], None] = lambda: None  # before every run
+    figures: Sequence[tuple[str, float]] = ()  # ours is so many times as fast as these, at least
+    same: bool = True  # whether all compute the same
+
+
+class Result(NamedTuple):
+    job: Job
+    seconds: dict[str, list[float]]
+    peak_bytes: dict[str, int]
+
+    def ratio(self, way: str, against: str) -> Spread:
+        """How many times faster, repetition by repetition."""
+        pairs = zip(self.seconds[way], self.seconds[against])
+        return spread([theirs / mine for mine, theirs in pairs])
+
+
+def generate_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
+    """What a decoder says, token by token."""
+    words, batch, size, steps = (997, 4, 32, 6) if quick else (50_000, 16, 512, 32)
+    embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
+    cell = nn.GRUCell(size, size).to(device)
+    state = torch.randn(batch, size, device=device)
+
+    def ours(**options: Any) -> Sequence[Tensor]:
+        out = accumext.generate(embedding, cell, head, state, max_length=steps, **options)
+        return out.log_probs, out.scores
+
+    def loop(choose: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
+        """The tokens that `choose` takes of logits [B, V]."""
+        h, said = state, torch.zeros(batch, dtype=torch.long, device=device)
+        log_probs = []
+        with torch.no_grad():
+            for _ in range(steps):
+                h = cell(embedding(said), h)
+                logits = head(h)
+                said = choose(logits)
+                log_probs.append(logits.log_softmax(1).gather(1, said[:, None])[:, 0])
+        return torch.stack(log_probs), torch.stack(log_probs).sum(0)
+
+    def any_token(logits: Tensor) -> Tensor:
+        return torch.multinomial(logits.softmax(1), 1)[:, 0]
+
+    def of_fifty(logits: Tensor) -> Tensor:
+        best = logits.topk(50)
+        return best.indices.gather(1, torch.multinomial(best.values.softmax(1), 1))[:, 0]
+
+    def of_nine_tenths(logits: Tensor) -> Tensor:
+        shares, order = logits.softmax(1).sort(1, descending=True)
+        shares = shares.masked_fill(shares.cumsum(1) - shares >= 0.9, 0)
+        return order.gather(1, torch.multinomial(shares, 1))[:, 0]
+
+    def beams(count: int) -> Sequence[Tensor]:
+        with torch.no_grad():
+            h = state.repeat_interleave(count, 0)
+            said = torch.zeros(batch * count, dtype=torch.long, device=device)
+            scores = torch.full((batch, count), -torch.inf, device=device)
+            scores[:, 0] = 0
+            for _ in range(steps):
+                h = cell(embedding(said), h)
+                log_probs = head(h).log_softmax(1).view(batch, count, words)
+                best = (scores[:, :, None] + log_probs).flatten(1).topk(count)
+                scores, said = best.values, (best.indices % words).flatten()
+                rows = torch.arange(batch, device=device)[:, None] * count
+                h = h[(rows + best.indices // words).flatten()]
+        return (scores,)
+
+    def job(name: str, usual: Callable[[], Sequence[Tensor]], same: bool, **options: Any) -> Job:
+        ways = {"the loop": usual, OURS: functools.partial(ours, **options)}
+        return Job(f"generate, {name}", ways, figures=[("the loop", 3.0)], same=same)
+
+    yield job("greedy", functools.partial(loop, lambda logits: logits.argmax(1)), True)
+    yield job("samples", functools.partial(loop, any_token), False, search="sample")
+    yield job("top_k=50", functools.partial(loop, of_fifty), False, search="sample", top_k=50)
+    yield job(
+        "top_p=0.9", functools.partial(loop, of_nine_tenths), False, search="sample", top_p=0.9
+    )
+    ways = {
+        "the loop": functools.partial(beams, 4),
+        OURS: lambda: ours(search="beam", beams=4)[1:],
+    }
+    yield Job("generate, 4 beams", ways, figures=[("the loop", 3.0)])
+
+
+def rollout_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
+    """A model that is fed its own output."""
+    size, batch, steps = (16, 4, 24) if quick else (256, 32, 256)
+    cell = nn.GRUCell(size, size).to(device)
+    hidden, first = torch.randn(2, batch, size, device=device)
+    goal = torch.randn(steps, batch, size, device=device)
+
+    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = cell(x, h)
+        return h, h
+
+    def loop() -> Sequence[Tensor]:
+        x, h, loss = first, hidden, torch.zeros((), device=device)
+        for t in range(steps):
+            x, h = step(x, h)
+            loss = loss + F.mse_loss(x, goal[t])
+        return _differentiated(loss / steps, cell)
+
+    def ours(**options: Any) -> Sequence[Tensor]:
+        out = accumext.rollout(
+            step, hidden, steps, loss=lambda x, t: F.mse_loss(x, goal[t]), start=first, **options
+        )
+        return _differentiated(out.loss, cell)
+
+    ways: dict[str, Callable[[], Sequence[Tensor]]] = {"the loop": loop, OURS: ours}
+    for options in ({"checkpoint": 32}, {"checkpoint": 16}, {"memory_budget": 3 * 2**20}):
+        ((name, value),) = options.items()
+        ways[f"{OURS}, {name}={value}"] = functools.partial(ours, **options)
+    yield Job("rollout", ways, lambda: cell.zero_grad(), [("the loop", 1 / 1.35)])
+
+
+def teacher_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
+    """Known tokens: modules of torch, and a function."""
+    words, batch, size, steps = (499, 4, 32, 8) if quick else (10_000, 20, 650, 35)
+    embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
+    tokens = torch.randint(words, (steps + 1, batch), device=device)
+    inputs, targets = tokens[:-1], tokens[1:]
+
+    def ours(cell: Any, *modules: nn.Module, **options: Any) -> Sequence[Tensor]:
+        out = accumext.decode_loss(
+            embedding, cell, head, targets, start=inputs[0], feedback="teacher", **options
+        )
+        return _differentiated(out.loss, *modules)
+
+    for kind in (nn.LSTM, nn.GRU):
+        module = kind(size, size, 2).to(device)
+        modules = embedding, module, head
+
+        def plain(module: Any = module, modules: Any = modules) -> Sequence[Tensor]:
+            logits = head(module(embedding(inputs))[0])
+            return _differentiated(
+                F.cross_entropy(logits.flatten(0, 1), targets.flatten()), *modules
+            )
+
+        def fused(module: Any = module, modules: Any = modules) -> Sequence[Tensor]:
+            hidden = module(embedding(inputs))[0].flatten(0, 1)
+            loss = F.linear_cross_entropy(
+                hidden, head.weight, targets.flatten(), linear_bias=head.bias
+            )
+            return _differentiated(loss, *modules)
+
+        ways = {"the module": plain, "with F.linear_cross_entropy": fused}
+        if not hasattr(F, "linear_cross_entropy"):
+            del ways["with F.linear_cross_entropy"]
+        figures = [(against, 1.0) for against in ways]
+        ways[OURS] = functools.partial(ours, module, *modules)
+        yield Job(f"teacher, nn.{kind.__name__}", ways, _forgetter(*modules), figures)
+
+    size, words = (32, 499) if quick else (128, 1000)
+    embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
+    one_step = nn.GRUCell(size, size).to(device)
+    inputs, targets = inputs % words, targets % words
+    zeros = torch.zeros(batch, size, device=device)
+
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = one_step(x, h)
+        return h, h
+
+    def loop() -> Sequence[Tensor]:
+        h, loss = zeros, torch.zeros((), device=device)
+        for t in range(steps):
+            output, h = cell(embedding(inputs[t]), h)
+            loss = loss + F.cross_entropy(head(output), targets[t])
+        return _differentiated(loss / steps, embedding, one_step, head)
+
+    modules = embedding, one_step, head
+    ways = {"the loop": loop, OURS: functools.partial(ours, cell, *modules, state=zeros)}
+    yield Job("teacher, a function", ways, _forgetter(*modules), [("the loop", 1.0)])
+
+
+def _differentiated(loss: Tensor, *modules: nn.Module) -> Sequence[Tensor]:
+    loss.backward()
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    return [loss.detach(), *(p.grad for p in parameters if p.grad is not None)]
+
+
+def _forgetter(*modules: nn.Module) -> Callable[[], None]:
+    def forget() -> None:
+        for module in modules:
+            module.zero_grad()
+
+    return forget
+
+
+def measure(job: Job, device: torch.device, seconds_of: Clock, repetitions: int) -> Result:
+    """Check that all ways compute the same, take their memory, then time them."""
+    expected: Sequence[Tensor] = []
+    peaks = {}
+    for name, way in job.ways.items():
+        job.forget()
+        found = [tensor.clone() for tensor in way()]
+        expected = expected or found
+        if job.same and (off := distance(found, expected)) > TOLERANCE:
+            raise AssertionError(f"{job.name}: {name} is off by {off:.1e}")
+        del found
+        job.forget()
+        peaks[name] = peak_memory(way, device)
+    names = list(job.ways)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    for repetition in range(repetitions):
+        turn = repetition % len(names)
+        for name in names[turn:] + names[:turn]:
+            for _ in range(2):
+                job.forget()
+                taken = seconds_of(job.ways[name]).seconds
+            seconds[name].append(taken)
+    gc.enable()
+    return Result(job, seconds, peaks)
+
+
+def table(result: Result) -> str:
+    usual, *_ = result.seconds
+    width = max(map(len, result.seconds))
+    lines = [
+        f"\n{result.job.name}",
+        f"  {'':{width}}{'ms [quartiles]':>26}{'MiB':>8}  times faster",
+    ]
+    for name, samples in result.seconds.items():
+        lines.append(
+            f"  {name:{width}}{interval(spread(samples), 1e3, 1):>26}"
+            f"{result.peak_bytes[name] / 2**20:8.1f}"
+            + ("" if name == usual else f"  {interval(result.ratio(name, usual))}")
+        )
+    return "\n".join(lines)
+
+
+def rows_of(result: Result) -> list[dict[str, Any]]:
+    """Figures as _report prints them."""
+    rows = []
+    for against, target in result.job.figures:
+        q1, median, q3 = result.ratio(OURS, against)
+        text = f"{result.job.name}: {OURS} over {against}"
+        rows.append(
+            {"figure": text, "target": round(target, 3), "measured": median, "quartiles": [q1, q3]}
+        )
+    return rows
+
+
+JOBS = {"generate": generate_jobs, "rollout": rollout_jobs, "teacher": teacher_jobs}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("jobs", nargs="*", choices=[[], *JOBS], help="which; all if none is named")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="every sample, after every job")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="%(default)s",
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    facts, seconds_of = machine(device), clock(device, ahead=False)
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    jobs = []
+    for name in args.jobs or JOBS:
+        for job in JOBS[name](device, args.quick):
+            result = measure(job, device, seconds_of, 2 if args.quick else 11)
+            print(table(result), flush=True)
+            rows += rows_of(result)
+            jobs.append(
+                {"job": job.name, "seconds": result.seconds, "peak_bytes": result.peak_bytes}
+            )
+            write(args.json, {"machine": facts, "jobs": jobs, "figures": rows})
+    print(figure_lines(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
