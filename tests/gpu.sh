@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # What a GPU can show, in one command, in nine minutes and without a network: build, every operator
-# once, decode_loss beside plain autograd, both benchmarks, doctor, tests, compute-sanitizer on small
-# tensors. What matters most comes first. Each part has a time limit, one that fails does not keep the
-# others from running, and what is found is written at once: cutting the run off loses no result.
+# once, decode_loss beside plain autograd, its other options and generate and rollout beside the CPU,
+# the benchmarks, doctor, tests, compute-sanitizer on small tensors. What matters most comes first.
+# Each part has a time limit, one that fails does not keep the others from running, and what is found
+# is written at once: cutting the run off loses no result.
 #
 #   tests/gpu.sh [FOLDER [PART...]]
 #
-# Writes FOLDER/<gpu>.json and FOLDER/<gpu>_decoder.json, the benchmarks of the gradient operations and
-# of the decoder, FOLDER/<gpu>_operators.json and FOLDER/<gpu>_decode_loss.json, the checks of
-# gpu_checks.py, FOLDER/<gpu>_checks.json, what became of each part, and FOLDER/<gpu>.log, what the
+# Writes FOLDER/<gpu>.json, FOLDER/<gpu>_decoder.json and FOLDER/<gpu>_loops.json, the benchmarks,
+# FOLDER/<gpu>_operators.json, FOLDER/<gpu>_decode_loss.json and FOLDER/<gpu>_beyond.json, the checks
+# of gpu_checks.py, FOLDER/<gpu>_checks.json, what became of each part, and FOLDER/<gpu>.log, what the
 # parts print; FOLDER is bench/results unless given. PARTs, as named at the end of this file, are run
 # instead of all, after the build. PYTHON chooses the interpreter, whose torch (2.10 or newer, with
 # CUDA) and nvcc (on PATH, in CUDA_HOME, /usr/local/cuda or its site-packages) are used; the package
@@ -44,6 +45,7 @@ gpu=${facts%%$'\n'*}
 machine=${facts##*$'\n'}
 export benchmark_json=$results/$gpu.json decoder_json=$results/${gpu}_decoder.json
 export operators_json=$results/${gpu}_operators.json decode_loss_json=$results/${gpu}_decode_loss.json
+export beyond_json=$results/${gpu}_beyond.json loops_json=$results/${gpu}_loops.json
 checks_json=$results/${gpu}_checks.json log=$results/$gpu.log
 : >"$log"
 [ -z "${PREBUILT:-}" ] || PREBUILT=$(cd "$PREBUILT" && pwd) || exit 1
@@ -113,6 +115,10 @@ decode_loss() {
   "$python" tests/cuda/gpu_checks.py decoder --json "$decode_loss_json"
 }
 
+beyond() {
+  "$python" tests/cuda/gpu_checks.py beyond --json "$beyond_json"
+}
+
 doctor() {
   "$python" -m accumext doctor && loads
 }
@@ -160,12 +166,16 @@ benchmark() {
   "$python" bench/accumulate.py --device cuda --json "$benchmark_json"
 }
 
+loops() {
+  "$python" bench/loops.py --device cuda --json "$loops_json"
+}
+
 decoder() {
   "$python" bench/decoder.py --device cuda --json "$decoder_json"
 }
 
 export NOT_RUN
-export -f loads build operators decode_loss doctor tests sanitized benchmark decoder
+export -f loads build operators decode_loss beyond doctor tests sanitized benchmark loops decoder
 echo "$machine"
 # Where the kernels do not build, they are compiled on first use, in another way.
 part build 200 build || {
@@ -174,8 +184,10 @@ part build 200 build || {
 }
 part operators 60 operators
 part decode_loss 120 decode_loss
+part beyond 40 beyond
 part decoder 90 decoder
 part benchmark 120 benchmark
+part loops 40 loops
 part doctor 40 doctor
 part tests 150 tests
 part memcheck 60 sanitized memcheck

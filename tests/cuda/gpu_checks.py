@@ -1,9 +1,10 @@
-"""What a GPU is asked first: every operator once, and decode_loss beside plain autograd.
+"""What a GPU is asked first: every operator once, decode_loss beside plain autograd, and the rest.
 
-    python tests/cuda/gpu_checks.py operators|decoder [--device cuda|cpu] [--json FILE] [--quick]
+    python tests/cuda/gpu_checks.py operators|decoder|beyond [--device D] [--json FILE] [--quick]
 
 `operators`: each one that the CUDA library registers, once, against the reference on the CPU.
-`decoder`: decode_loss in every mode and precision, against plain autograd (gpu_decoder.py). Needs
+`decoder`: decode_loss in every mode and precision, against plain autograd (gpu_decoder.py).
+`beyond`: its other options, generate and rollout, against the CPU in float64 (gpu_beyond.py). Needs
 torch alone. Every row is printed and written as soon as it is there; exit status 1 if one is wrong.
 """
 
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import gpu_beyond
 import gpu_decoder
 import torch
 from gpu_rows import Checks, Facts, collect
@@ -158,7 +160,7 @@ def operators(device: torch.device, quick: bool) -> Checks:
         yield name, lambda name=name: check_operator(name, device)
 
 
-PARTS = {"operators": operators, "decoder": gpu_decoder.checks}
+PARTS = {"operators": operators, "decoder": gpu_decoder.checks, "beyond": gpu_beyond.checks}
 
 
 def main() -> int:

@@ -72,16 +72,21 @@ class Model(nn.Module):
         state = self.cell(x + context, state)
         return (state[0] if isinstance(state, tuple) else state) * context, state
 
-    def plain(self, masks: Tensor | None) -> Decoder:
-        """With torch's functions for the steps of cells; `masks` [T, L - 1, B, H] are dropout's."""
-        steps = iter(masks if masks is not None else ())
+    def plain(self, masks: Masks) -> Decoder:
+        """With torch's functions for the steps of cells."""
+        between, of_inputs, of_outputs = (iter(() if m is None else m) for m in masks)
         keep = 1 - self.case.dropout
+        keep_input, keep_output = (
+            1 - self.case.options.get(f"{name}_dropout", 0.0) for name in ("embedding", "output")
+        )
         layers = range(self.case.layers)
         suffixes = [f"_l{layer}" for layer in layers] or [""]
         advance = KINDS[self.case.cell][2]
 
         def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
-            mask = next(steps, None)
+            mask = next(between, None)
+            if (of_input := next(of_inputs, None)) is not None:
+                x = x * of_input / keep_input
             parts = state if isinstance(state, tuple) else (state,)
             found = []
             for layer, suffix in enumerate(suffixes):
@@ -93,6 +98,8 @@ class Model(nn.Module):
                 found.append(new if isinstance(new, tuple) else (new,))
                 x = found[-1][0]
             stacked = [torch.stack(p) if self.case.layers else p[0] for p in zip(*found)]
+            if (of_output := next(of_outputs, None)) is not None:
+                x = x * of_output / keep_output
             return x, tuple(stacked) if len(stacked) == 2 else stacked[0]
 
         call, context = (self.call_cell, (self.context,)) if self.case.called else (step, ())
@@ -107,11 +114,19 @@ class Model(nn.Module):
         return accumext.decode_loss(*model, context=context, **options)
 
 
+class Masks(NamedTuple):
+    """What dropout keeps, as 1."""
+
+    between: Tensor | None = None  # [T, L - 1, B, H]
+    of_inputs: Tensor | None = None  # [T, B, E]
+    of_outputs: Tensor | None = None  # [T, B, H]
+
+
 class Found(NamedTuple):
     out: accumext.DecodeOutput
     loss: Tensor  # 0-dim
     gradients: list[Tensor]
-    masks: Tensor | None
+    masks: Masks
 
 
 class Check:
@@ -141,9 +156,11 @@ class Check:
         found = self.run(contextlib.nullcontext())
         again = self.run(no_waits(self.device))
         self.check_tokens(found.out)
-        if self.case.dropout:
-            kept = 0.0 if found.masks is None else found.masks.float().mean().item()
-            assert abs(kept - (1 - self.case.dropout)) < SHARE, f"dropout keeps {kept:.0%}"
+        around = (self.case.options.get(f"{name}_dropout", 0.0) for name in ("embedding", "output"))
+        for probability, mask in zip((self.case.dropout, *around), found.masks, strict=True):
+            kept = 0.0 if mask is None else mask.float().mean().item()
+            if probability:
+                assert abs(kept - (1 - probability)) < SHARE, f"dropout keeps {kept:.0%}"
         truth, usual = self.plain(found, torch.float64), self.plain(found, None)
         facts: Facts = {}
         pairs = {"loss": ([found.loss], [usual.loss], [truth.loss])}
@@ -209,7 +226,7 @@ class Check:
             gradients = [optimizer.main_grad(leaf) for leaf in leaves]
         else:
             gradients = [leaf.grad / scale for leaf in leaves]
-        return Found(out, loss.detach(), gradients, masks[-1] if masks else None)
+        return Found(out, loss.detach(), gradients, masks[-1] if masks else Masks())
 
     def plain(self, found: Found, dtype: torch.dtype | None) -> Plain:
         """The same tokens by autograd, in another dtype or in the precision of the check."""
@@ -292,14 +309,14 @@ def no_waits(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def dropout_masks() -> Iterator[list[Tensor | None]]:
+def dropout_masks() -> Iterator[list[Masks]]:
     """The masks that calls draw: those of cuDNN, which modules draw, are others."""
-    masks: list[Tensor | None] = []
+    masks: list[Masks] = []
     buffers = _rnn_path.rnn_buffers
 
     def spy(*args: Any) -> Any:
         made = buffers(*args)
-        masks.append(made.between.mask)
+        masks.append(Masks(made.between.mask, made.of_inputs.mask, made.of_outputs.mask))
         return made
 
     _rnn_path.rnn_buffers = spy  # type: ignore[assignment]

@@ -75,6 +75,9 @@ def cases(quick: bool) -> Iterator[tuple[str, Case]]:
             yield f"{name}, {cell}", Case(mode, cell)
         for cell in ("gru", "lstm", "rnn"):
             yield f"{name}, 2 layers, dropout, {cell}", Case(mode, cell, layers=2, dropout=0.3)
+        around = mode | {"embedding_dropout": 0.3, "output_dropout": 0.2}
+        yield f"{name}, dropout around, gru", Case(around)
+        yield f"{name}, dropout around, lstm", Case(around, "lstm", layers=2, dropout=0.3)
         yield f"{name}, 3 layers", Case(mode, "lstm", layers=3)
         for k1, k2 in ((1, 1), (3, 3), (2, 5)):
             windows = mode | {"k1": k1, "k2": k2}

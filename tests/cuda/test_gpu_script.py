@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_beyond
 import gpu_checks
 import gpu_decoder
 import gpu_decoder_cases
@@ -28,7 +29,17 @@ from support.programs import run_script
 import accumext
 from accumext.backend import _build
 
-PARTS = ["build", "operators", "decode_loss", "decoder", "benchmark", "doctor", "tests"]
+PARTS = [
+    "build",
+    "operators",
+    "decode_loss",
+    "beyond",
+    "decoder",
+    "benchmark",
+    "loops",
+    "doctor",
+    "tests",
+]
 SANITIZERS = ["memcheck", "racecheck"]
 PATIENCE_S = 60.0  # for a part that takes a second
 
@@ -227,8 +238,19 @@ def test_the_decoder_is_checked(tmp_path: Path) -> None:
     assert {"memory, greedy", "memory, teacher"} < calls
     assert {f"greedy, B={batch}" for batch in (1, 63, 64, 65)} < calls
     dropped = [row for name, row in rows.items() if "dropout" in name]
-    assert len(dropped) == 2 * 3 * 5
+    assert len(dropped) == 2 * 5 * 5
     assert all(row["same bits again"] for row in rows.values() if "same bits again" in row)
+
+
+@pytest.mark.process
+def test_what_else_a_decoder_does_is_checked(tmp_path: Path) -> None:
+    status, report = check(tmp_path, "beyond", "--quick")
+    rows = report["rows"]
+    assert [row["name"] for row in rows if not row["passed"]] == []
+    assert status == 0
+    calls = len(gpu_beyond.CALLS) + len(gpu_beyond.OWN) + len(gpu_beyond.SPOKEN)
+    assert len({row["name"] for row in rows}) == len(rows) == calls
+    assert max(row["off by"] for row in rows) > 1e-9  # in another precision
 
 
 # --- rows that fail -------------------------------------------------------------------------------
@@ -290,6 +312,34 @@ def test_dropout_that_does_not_drop_is_seen() -> None:
     checked.model.cell.eval()
     with pytest.raises(AssertionError, match="dropout keeps 0%"):
         checked()
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "changed"),
+    [
+        (gpu_beyond.check_call, "rollout", "rollout"),
+        (gpu_beyond.check_own_tokens, "own tokens, gru, greedy", "decode_loss"),
+        (gpu_beyond.check_generate, "generate, beams, gru, eos", "generate"),
+    ],
+)
+def test_what_is_wrong_beyond_is_seen(
+    check: Any, name: str, changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = name, torch.float32, torch.device("cpu")
+    assert check(*arguments)["off by"] < 1e-5
+    function, calls = getattr(accumext, changed), []
+
+    def once_off(*args: Any, **how: Any) -> Any:
+        out = function(*args, **how)
+        calls.append(out)
+        if len(calls) > 1:
+            return out
+        field = "log_probs" if changed == "generate" else "loss"
+        return out._replace(**{field: 1.001 * getattr(out, field)})
+
+    monkeypatch.setattr(accumext, changed, once_off)
+    with pytest.raises(AssertionError, match="off by"):
+        check(*arguments)
 
 
 def test_a_wait_for_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
