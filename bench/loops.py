@@ -64,7 +64,7 @@ class Result(NamedTuple):
 
 
 def generate_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
-    """What a decoder says, token by token."""
+    """Tokens of a decoder that reads its own."""
     words, batch, size, steps = (997, 4, 32, 6) if quick else (50_000, 16, 512, 32)
     embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
     cell = nn.GRUCell(size, size).to(device)
@@ -76,14 +76,14 @@ def generate_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
 
     def loop(choose: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
         """The tokens that `choose` takes of logits [B, V]."""
-        h, said = state, torch.zeros(batch, dtype=torch.long, device=device)
+        h, tokens = state, torch.zeros(batch, dtype=torch.long, device=device)
         log_probs = []
         with torch.no_grad():
             for _ in range(steps):
-                h = cell(embedding(said), h)
+                h = cell(embedding(tokens), h)
                 logits = head(h)
-                said = choose(logits)
-                log_probs.append(logits.log_softmax(1).gather(1, said[:, None])[:, 0])
+                tokens = choose(logits)
+                log_probs.append(logits.log_softmax(1).gather(1, tokens[:, None])[:, 0])
         return torch.stack(log_probs), torch.stack(log_probs).sum(0)
 
     def any_token(logits: Tensor) -> Tensor:
@@ -101,14 +101,14 @@ def generate_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
     def beams(count: int) -> Sequence[Tensor]:
         with torch.no_grad():
             h = state.repeat_interleave(count, 0)
-            said = torch.zeros(batch * count, dtype=torch.long, device=device)
+            tokens = torch.zeros(batch * count, dtype=torch.long, device=device)
             scores = torch.full((batch, count), -torch.inf, device=device)
             scores[:, 0] = 0
             for _ in range(steps):
-                h = cell(embedding(said), h)
+                h = cell(embedding(tokens), h)
                 log_probs = head(h).log_softmax(1).view(batch, count, words)
                 best = (scores[:, :, None] + log_probs).flatten(1).topk(count)
-                scores, said = best.values, (best.indices % words).flatten()
+                scores, tokens = best.values, (best.indices % words).flatten()
                 rows = torch.arange(batch, device=device)[:, None] * count
                 h = h[(rows + best.indices // words).flatten()]
         return (scores,)

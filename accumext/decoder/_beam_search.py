@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from accumext.decoder._generation_model import OP, EndWatch, Generated, GenerationModel
 from accumext.decoder._recurrent_state import State, freeze, join, map_tensors
-from accumext.decoder._speaking import stepwise
-from accumext.decoder._voice import OP, EndWatch, Spoken, Voice
+from accumext.decoder._sampling import stepwise
 
 
-class _Said(NamedTuple):
+class _Candidates(NamedTuple):
     """Continuations [n, B] of live hypotheses."""
 
     score: Tensor  # fp64: sum of log-probabilities
@@ -39,15 +39,15 @@ class _Kept(NamedTuple):
 
 
 def beam_search(
-    voice: Voice,
+    model: GenerationModel,
     state: State,
     first: Tensor,  # int64 [B]
     steps: int,
     beams: int,
     length_penalty: float,
-) -> tuple[Spoken, Tensor]:
+) -> tuple[Generated, Tensor]:
     """The best hypotheses of every row, and their scores [B, K]."""
-    search = _Search(stepwise(voice, state), state, first, steps, beams, length_penalty)
+    search = _Search(stepwise(model, state), state, first, steps, beams, length_penalty)
     watch = EndWatch()
     for step in range(steps):
         if watch.all_ended(search.open):
@@ -58,37 +58,47 @@ def beam_search(
 
 class _Search:
     def __init__(
-        self, voice: Voice, state: State, first: Tensor, steps: int, beams: int, penalty: float
+        self,
+        model: GenerationModel,
+        state: State,
+        first: Tensor,
+        steps: int,
+        beams: int,
+        penalty: float,
     ) -> None:
         batch = len(first)
-        self.voice, self.beams, self.batch, self.penalty = voice, beams, batch, penalty
-        self.limits = voice.limits.clamp(max=steps)
+        self.model, self.beams, self.batch, self.penalty = model, beams, batch, penalty
+        self.limits = model.limits.clamp(max=steps)
         self.open = self.limits > 0  # [B]: rows that may still become better
         self.rows = torch.arange(batch, device=first.device)
         none = torch.full((beams, batch), -torch.inf, dtype=torch.float64, device=first.device)
         self.scores = none.index_fill(0, self.rows.new_zeros(1), 0.0)  # of the live hypotheses
         zeros = torch.zeros_like(none, dtype=torch.int64)
-        log_probs = torch.zeros_like(none, dtype=voice.layer.dtype)
+        log_probs = torch.zeros_like(none, dtype=model.layer.dtype)
         self.kept = _Kept(none, zeros, zeros, zeros, log_probs)
         self.tokens = first.expand(beams, batch)
         self.state, self.best_state = self._on_every_beam(state), state
-        self.path: list[_Said] = []  # the live hypotheses after each step
+        self.path: list[_Candidates] = []  # the live hypotheses after each step
 
     def advance(self, step: int) -> None:
         """One more token of every live hypothesis."""
         hidden, state = self._step()
-        said = self._continuations(hidden)
-        rank = torch.arange(len(said.score), device=self.rows.device)[:, None]
+        candidates = self._candidates(hidden)
+        rank = torch.arange(len(candidates.score), device=self.rows.device)[:, None]
         ends = self.limits == step + 1
-        is_eos = torch.zeros_like(said.token, dtype=torch.bool)
-        if self.voice.eos is not None:
-            is_eos = said.token == self.voice.eos
-        finished = (is_eos | ends) & self.open & (said.score > -torch.inf) & (rank < self.beams)
-        self._keep(step, said, finished, state)
+        is_eos = torch.zeros_like(candidates.token, dtype=torch.bool)
+        if self.model.eos is not None:
+            is_eos = candidates.token == self.model.eos
+        finished = (
+            (is_eos | ends) & self.open & (candidates.score > -torch.inf) & (rank < self.beams)
+        )
+        self._keep(step, candidates, finished, state)
         # Stable: what lives on stays in order, and what has ended goes behind it.
-        order = said.score.masked_fill(is_eos, -torch.inf).sort(dim=0, descending=True, stable=True)
+        order = candidates.score.masked_fill(is_eos, -torch.inf).sort(
+            dim=0, descending=True, stable=True
+        )
         alive = order.indices[: self.beams]
-        live = _Said(*(column.gather(0, alive) for column in said))
+        live = _Candidates(*(column.gather(0, alive) for column in candidates))
         live = live._replace(score=order.values[: self.beams])
         self.scores, self.tokens = live.score, live.token
         self.path.append(live)
@@ -96,44 +106,44 @@ class _Search:
         self.state = map_tensors(partial(self._select, at=at), state)
         self.open = self.open & ~ends & (self.kept.score[-1] < self._attainable(step))
 
-    def results(self) -> tuple[Spoken, Tensor]:
+    def results(self) -> tuple[Generated, Tensor]:
         """The hypotheses kept, from their last tokens to their first."""
         kept, steps = self.kept, int(self.kept.length.max()) if self.kept.length.numel() else 0
-        tokens = torch.full_like(kept.token, self.voice.pad).repeat(steps, 1, 1)
+        tokens = torch.full_like(kept.token, self.model.pad).repeat(steps, 1, 1)
         log_probs = torch.zeros_like(kept.log_prob).repeat(steps, 1, 1)
         parent = kept.parent
         for step in reversed(range(steps)):
             last, inside = kept.length == step + 1, kept.length > step + 1
             if step < len(self.path):
-                said = _Said(*(column.gather(0, parent) for column in self.path[step]))
-                tokens[step] = torch.where(inside, said.token, tokens[step])
-                log_probs[step] = torch.where(inside, said.log_prob, 0)
-                parent = torch.where(inside, said.parent, parent)
+                candidates = _Candidates(*(column.gather(0, parent) for column in self.path[step]))
+                tokens[step] = torch.where(inside, candidates.token, tokens[step])
+                log_probs[step] = torch.where(inside, candidates.log_prob, 0)
+                parent = torch.where(inside, candidates.parent, parent)
             tokens[step] = torch.where(last, kept.token, tokens[step])
             log_probs[step] = torch.where(last, kept.log_prob, log_probs[step])
         silent = self.limits == 0  # a row of no steps has one hypothesis, of no tokens
         scores = kept.score.clone()
         scores[0] = scores[0].masked_fill(silent, 0.0)
         found = (tokens.transpose(1, 2), log_probs.transpose(1, 2), kept.length.t())
-        return Spoken(*found, self.best_state), scores.t().to(self.voice.layer.dtype)
+        return Generated(*found, self.best_state), scores.t().to(self.model.layer.dtype)
 
     def _step(self) -> tuple[Tensor, State]:
         """Outputs [K B, H] and states after the hypotheses' last tokens."""
-        voice, size = self.voice, self.batch
-        if not voice.context:
-            return voice.step(self.tokens.flatten(), self.state)
+        model, size = self.model, self.batch
+        if not model.context:
+            return model.step(self.tokens.flatten(), self.state)
         # A hypothesis of every row at a time: the context is as it was given, and never copied.
         found = []
         for k in range(self.beams):
             at = slice(k * size, (k + 1) * size)
-            state = map_tensors(partial(_rows, at=at, dim=voice.cell.batch_dim), self.state)
-            found.append(voice.step(self.tokens[k], state))
+            state = map_tensors(partial(_rows, at=at, dim=model.cell.batch_dim), self.state)
+            found.append(model.step(self.tokens[k], state))
         hiddens, states = zip(*found, strict=True)
         return torch.cat(hiddens), join(OP, self._cat, list(states))
 
-    def _continuations(self, hidden: Tensor) -> _Said:
+    def _candidates(self, hidden: Tensor) -> _Candidates:
         """The likeliest continuations [K n, B] of the live hypotheses, best first."""
-        count = min(self.beams + 1, len(self.voice.layer.weight))
+        count = min(self.beams + 1, len(self.model.layer.weight))
         shape = (self.beams, self.batch, count)
         log_prob, token = (
             rows.view(shape).transpose(1, 2).flatten(0, 1)
@@ -142,12 +152,12 @@ class _Search:
         score = self.scores.repeat_interleave(count, 0) + log_prob
         order = score.sort(dim=0, descending=True, stable=True)
         at = order.indices
-        return _Said(order.values, at // count, token.gather(0, at), log_prob.gather(0, at))
+        return _Candidates(order.values, at // count, token.gather(0, at), log_prob.gather(0, at))
 
     def _likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities [K B, count] and their tokens; on a CPU, where the host knows which
         hypotheses are dead without waiting, anything for these."""
-        layer = self.voice.layer
+        layer = self.model.layer
         if hidden.device.type != "cpu":
             return layer.likeliest(hidden, count)
         live = ((self.scores > -torch.inf) & self.open).flatten().nonzero()[:, 0]
@@ -158,19 +168,19 @@ class _Search:
         log_probs[live], tokens[live] = layer.likeliest(hidden[live], count)
         return log_probs, tokens
 
-    def _keep(self, step: int, said: _Said, finished: Tensor, state: State) -> None:
+    def _keep(self, step: int, candidates: _Candidates, finished: Tensor, state: State) -> None:
         """Set aside the continuations that have ended, if they are among the best."""
         size = self.beams
-        score = (said.score / (step + 1) ** self.penalty).masked_fill(~finished, -torch.inf)
-        length = torch.full_like(said.token, step + 1).masked_fill(~finished, 0)
-        more = _Kept(score, length, said.parent, said.token, said.log_prob)
+        score = (candidates.score / (step + 1) ** self.penalty).masked_fill(~finished, -torch.inf)
+        length = torch.full_like(candidates.token, step + 1).masked_fill(~finished, 0)
+        more = _Kept(score, length, candidates.parent, candidates.token, candidates.log_prob)
         both = _Kept(*(torch.cat([a, b[:size]]) for a, b in zip(self.kept, more, strict=True)))
         order = both.score.sort(dim=0, descending=True, stable=True).indices[:size]
         self.kept = _Kept(*(column.gather(0, order) for column in both))
         is_new = (order[0] >= size) & (self.kept.score[0] > -torch.inf)
         at = self.kept.parent[0] * self.batch + self.rows
         best = map_tensors(partial(self._select, at=at), state)
-        self.best_state = freeze(OP, is_new, best, self.best_state, self.voice.cell.batch_dim)
+        self.best_state = freeze(OP, is_new, best, self.best_state, self.model.cell.batch_dim)
 
     def _attainable(self, step: int) -> Tensor:
         """What the best live hypothesis [B] can score at most, with no further loss: shortest or
@@ -183,10 +193,10 @@ class _Search:
         return map_tensors(lambda leaf: self._cat([leaf] * self.beams), state)
 
     def _cat(self, parts: list[Tensor]) -> Tensor:
-        return parts[0] if parts[0].dim() == 0 else torch.cat(parts, self.voice.cell.batch_dim)
+        return parts[0] if parts[0].dim() == 0 else torch.cat(parts, self.model.cell.batch_dim)
 
     def _select(self, leaf: Tensor, at: Tensor) -> Tensor:
-        return leaf if leaf.dim() == 0 else leaf.index_select(self.voice.cell.batch_dim, at)
+        return leaf if leaf.dim() == 0 else leaf.index_select(self.model.cell.batch_dim, at)
 
 
 def _rows(leaf: Tensor, at: slice, dim: int) -> Tensor:

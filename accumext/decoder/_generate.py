@@ -22,6 +22,7 @@ from accumext._checks import (
 )
 from accumext.decoder._arguments import batch_size, context_of
 from accumext.decoder._beam_search import beam_search
+from accumext.decoder._generation_model import OP, GenerationModel
 from accumext.decoder._modules import DecoderModules, check_vector, modules_of, same_device
 from accumext.decoder._output_layer import OutputLayer
 from accumext.decoder._recurrent_state import (
@@ -32,9 +33,8 @@ from accumext.decoder._recurrent_state import (
     tensors,
 )
 from accumext.decoder._rnn_weights import rnn_weights_of
-from accumext.decoder._speaking import Draw, listen, speak
+from accumext.decoder._sampling import Draw, generate_tokens, prefill
 from accumext.decoder._token_filters import TokenFilter
-from accumext.decoder._voice import OP, Voice
 
 
 class GenerateOutput(NamedTuple):
@@ -69,7 +69,7 @@ def generate(
     batch_dim: int = 0,
     batch_first: bool = False,
 ) -> GenerateOutput:
-    """Let a decoder speak: greedily, by samples, or by beam search.
+    """Generate tokens: greedily, by sampling, or by beam search.
 
     The same step as that of `decode_loss`, without a graph and without keeping logits: no more than
     32 rows of them exist at once, so the memory does not grow with the length. Greedy tokens are
@@ -120,7 +120,7 @@ def generate(
     batch = prompt.shape[1] if prompt is not None else batch_size(modules.cell, call)
     steps = _max_length(max_length) if batch else 0
     limits, ends = _limits(call, modules, batch, steps)
-    voice = _voice(call, modules, limits, ends)
+    model = _model(call, modules, limits, ends)
     first = _first(call, modules, prompt, batch)
     state = _state(call, modules, batch, ends)
     one_of(OP, "search", search, ("greedy", "sample", "beam"))
@@ -131,23 +131,27 @@ def generate(
     draw = _draw(call, steps, batch, limits.device)
     with torch.no_grad():
         if batch and prompt is not None and len(prompt) > 1:
-            state = listen(voice, state, prompt[:-1])
+            state = prefill(model, state, prompt[:-1])
         if search == "beam":
-            said, scores = beam_search(voice, state, first, steps, beams, float(length_penalty))
+            generated, scores = beam_search(
+                model, state, first, steps, beams, float(length_penalty)
+            )
         else:
-            said = speak(voice, state, first, steps, draw, token_filter)
-            longest = int(said.lengths.max()) if ends and batch else steps
-            said = said._replace(tokens=said.tokens[:longest], log_probs=said.log_probs[:longest])
-            spoken = said.lengths.clamp(min=1).to(said.log_probs.dtype)
-            scores = said.log_probs.sum(0) / spoken**length_penalty
-    last = said.state
-    if voice.rnn_weights is not None:  # in the precision of sums, so far
+            generated = generate_tokens(model, state, first, steps, draw, token_filter)
+            longest = int(generated.lengths.max()) if ends and batch else steps
+            generated = generated._replace(
+                tokens=generated.tokens[:longest], log_probs=generated.log_probs[:longest]
+            )
+            counts = generated.lengths.clamp(min=1).to(generated.log_probs.dtype)
+            scores = generated.log_probs.sum(0) / counts**length_penalty
+    last = generated.state
+    if model.rnn_weights is not None:  # in the precision of sums, so far
         parts = iter(dtypes)
         last = map_tensors(lambda leaf: leaf.to(next(parts)), last)
-    tokens, log_probs = said.tokens, said.log_probs
+    tokens, log_probs = generated.tokens, generated.log_probs
     if batch_first:
         tokens, log_probs = tokens.transpose(0, 1), log_probs.transpose(0, 1)
-    return GenerateOutput(tokens, log_probs, said.lengths, last, scores)
+    return GenerateOutput(tokens, log_probs, generated.lengths, last, scores)
 
 
 def _max_length(value: Any) -> int:
@@ -157,7 +161,9 @@ def _max_length(value: Any) -> int:
     return steps
 
 
-def _voice(call: Mapping[str, Any], modules: DecoderModules, limits: Tensor, ends: bool) -> Voice:
+def _model(
+    call: Mapping[str, Any], modules: DecoderModules, limits: Tensor, ends: bool
+) -> GenerationModel:
     table, cell, weight, bias, dtypes = modules
     rows, words, eos = table.weight.shape[0], weight.shape[0], call["eos"]
     if rows < words:
@@ -172,7 +178,7 @@ def _voice(call: Mapping[str, Any], modules: DecoderModules, limits: Tensor, end
         rnn_weights = None  # the module drops what it drops in training mode
     context = context_of(OP, call["context"], cell, weight.device)
     layer = OutputLayer.of(weight, bias, dtypes)
-    return Voice(table, cell, layer, rnn_weights, dtypes, context, eos, limits, ends)
+    return GenerationModel(table, cell, layer, rnn_weights, dtypes, context, eos, limits, ends)
 
 
 def _prompt(call: Mapping[str, Any], modules: DecoderModules) -> Tensor | None:
@@ -193,7 +199,7 @@ def _prompt(call: Mapping[str, Any], modules: DecoderModules) -> Tensor | None:
 def _first(
     call: Mapping[str, Any], modules: DecoderModules, prompt: Tensor | None, batch: int
 ) -> Tensor:
-    """The first input [B] after which something is said."""
+    """The input [B] after which the first token is generated."""
     if prompt is not None:
         return prompt[-1]
     start, device = call["start"], modules.head_weight.device

@@ -137,7 +137,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "both": {"search": "sample", "top_k": 50, "top_p": 0.8},
     "beams": {"search": "beam", "beams": 3},
 }
-SPOKEN = {
+GENERATED = {
     f"generate, {name}, {kind}{', eos' if ends else ''}": (kind, ends, options)
     for kind in ("gru", "lstm", "called")
     for name, options in SEARCHES.items()
@@ -146,8 +146,8 @@ SPOKEN = {
 
 
 def check_generate(name: str, dtype: torch.dtype, device: torch.device) -> Facts:
-    """The log-probabilities of what was said, scored step by step on the CPU."""
-    kind, ends, options = SPOKEN[name]
+    """The log-probabilities of the tokens, scored step by step on the CPU."""
+    kind, ends, options = GENERATED[name]
     here, there = models(kind, dtype, device)
     if ends:
         options = {**options, "eos": 3, "lengths": there.lengths + 1}
@@ -182,7 +182,7 @@ def compare(mine: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> F
 
 
 def checks(device: torch.device, quick: bool) -> Checks:
-    kinds = {check_call: CALLS, check_own_tokens: OWN, check_generate: SPOKEN}
+    kinds = {check_call: CALLS, check_own_tokens: OWN, check_generate: GENERATED}
     for check, names in kinds.items():
         for name in names:
             for dtype in (torch.float32,) if quick else ALLOWED:

@@ -248,7 +248,7 @@ def test_what_else_a_decoder_does_is_checked(tmp_path: Path) -> None:
     rows = report["rows"]
     assert [row["name"] for row in rows if not row["passed"]] == []
     assert status == 0
-    calls = len(gpu_beyond.CALLS) + len(gpu_beyond.OWN) + len(gpu_beyond.SPOKEN)
+    calls = len(gpu_beyond.CALLS) + len(gpu_beyond.OWN) + len(gpu_beyond.GENERATED)
     assert len({row["name"] for row in rows}) == len(rows) == calls
     assert max(row["off by"] for row in rows) > 1e-9  # in another precision
 

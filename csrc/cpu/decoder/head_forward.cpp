@@ -31,7 +31,7 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
   const Buffer<T> transposed(depth * padded(piece));
   for (int64_t done = 0; done < count; done += piece) {
     const int64_t size = std::min(piece, count - done);
-    turn(h + done * depth, size, depth, transposed);
+    transpose(h + done * depth, size, depth, transposed);
     head.evaluate(transposed.get(), padded(size), nullptr,
                   {.count = size,
                    .targets = target == nullptr ? nullptr : target + done,

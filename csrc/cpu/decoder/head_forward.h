@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cpu/decoder/skinny_matmul.h"
-#include "cpu/decoder/token_shares.h"
+#include "cpu/decoder/token_filters.h"
 
 namespace accumext::cpu {
 
@@ -114,7 +114,7 @@ class Head {
     if (by_share) temper(logits);
     for_each_row(n, [&](int64_t i) {
       if (by_share) {
-        TokenShares<T> shares(elements<T>(*weights_) + i, n, product_.rows);
+        TopPFilter<T> shares(elements<T>(*weights_) + i, n, product_.rows);
         shares.keep(rows.top_p, logits.z + i, n);
         rows.tokens[i] = shares.sample(rows.uniforms[i]);
       } else {
@@ -270,7 +270,7 @@ class Head {
 
 // Rows h [count, depth] as columns [depth, padded(count)].
 template <typename T>
-void turn(const T* h, int64_t count, int64_t depth, const Buffer<T>& columns) {
+void transpose(const T* h, int64_t count, int64_t depth, const Buffer<T>& columns) {
   const int64_t width = padded(count);
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t k = 0; k < depth; ++k) columns[k * width + i] = h[i * depth + k];

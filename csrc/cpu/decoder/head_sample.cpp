@@ -22,7 +22,7 @@ void head_sample(const Tensor& hidden, const Tensor& weight, const std::optional
   const Buffer<T> columns(depth * padded(piece));
   for (int64_t done = 0; done < count; done += piece) {
     const int64_t rows = std::min(piece, count - done);
-    turn(h + done * depth, rows, depth, columns);
+    transpose(h + done * depth, rows, depth, columns);
     head.sample_top(columns.get(), padded(rows),
                     {.count = rows,
                      .top_k = top_k,

@@ -23,7 +23,7 @@ void head_top(const Tensor& hidden, const Tensor& weight, const std::optional<Te
   const Buffer<T> columns(depth * padded(piece));
   for (int64_t done = 0; done < count; done += piece) {
     const int64_t rows = std::min(piece, count - done);
-    turn(h + done * depth, rows, depth, columns);
+    transpose(h + done * depth, rows, depth, columns);
     head.largest(columns.get(), padded(rows),
                  {.count = rows,
                   .size = size,

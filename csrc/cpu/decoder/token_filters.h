@@ -61,10 +61,10 @@ int64_t sample_of(std::vector<Token<T>>& tokens, double inverse_temperature, dou
 
 // The weights of all tokens of a row, of which some are kept: found by a histogram, not by sorting.
 template <typename T>
-class TokenShares {
+class TopPFilter {
  public:
   // A column of weights in [0, 1].
-  TokenShares(const T* weights, int64_t stride, int64_t size)
+  TopPFilter(const T* weights, int64_t stride, int64_t size)
       : weights_(size), sums_(kBins), kept_(0.0) {
     for (int64_t v = 0; v < size; ++v) {
       const T weight = weights[v * stride];

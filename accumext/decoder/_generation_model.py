@@ -1,4 +1,4 @@
-"""What speaks: the modules of a decoder without a graph, and when every row has ended."""
+"""The modules of a decoder as `generate` calls them, step by step, and when every row has ended."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from accumext.decoder._rnn_weights import RnnWeights
 OP = "generate"
 
 
-class Spoken(NamedTuple):
-    """What was said, [T, B], or [T, B, K] by a beam; padding and 0 after the end of a row."""
+class Generated(NamedTuple):
+    """Tokens and their log-probabilities, [T, B] or, of a beam, [T, B, K]; padding and 0 after the
+    end of a row."""
 
     tokens: Tensor
     log_probs: Tensor
@@ -30,8 +31,8 @@ class Spoken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Voice:
-    """A decoder, and what every row says at most."""
+class GenerationModel:
+    """A decoder, and where each of its rows ends."""
 
     table: EmbeddingTable
     cell: Cell
@@ -46,7 +47,7 @@ class Voice:
 
     @property
     def pad(self) -> int:
-        """What is said and read after the end of a row."""
+        """The token that is written and fed after the end of a row."""
         return self.table.padding_token
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
@@ -60,7 +61,7 @@ class Voice:
         return output, state
 
     def goes_on(self, alive: Tensor, tokens: Tensor, step: int) -> Tensor:
-        """Which of the rows [B] say more after the tokens [B] of this step."""
+        """Which of the rows [B] go on after the tokens [B] of this step."""
         if not self.ends:
             return alive
         alive = alive & (self.limits > step + 1)
