@@ -114,9 +114,9 @@ class Head {
     if (by_share) temper(logits);
     for_each_row(n, [&](int64_t i) {
       if (by_share) {
-        TopPFilter<T> shares(elements<T>(*weights_) + i, n, product_.rows);
-        shares.keep(rows.top_p, logits.z + i, n);
-        rows.tokens[i] = shares.sample(rows.uniforms[i]);
+        TopPFilter<T> filter(elements<T>(*weights_) + i, n, product_.rows);
+        filter.keep(rows.top_p, logits.z + i, n);
+        rows.tokens[i] = filter.sample(rows.uniforms[i]);
       } else {
         std::vector<Token<T>> found = largest_of(logits, i, rows.top_k);
         rows.tokens[i] = sample_of(found, inverse_temperature_, rows.top_p, rows.uniforms[i]);

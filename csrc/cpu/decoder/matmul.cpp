@@ -78,7 +78,7 @@ class Matmul {
   void part(const Range& rows, const Range& panels) const {
     const int64_t panel_size = depth_block_ * kPanelColumns<T>;
     const Buffer<T> packed((panels.end - panels.begin) * panel_size);
-    std::optional<Buffer<uint16_t>> turned;
+    std::optional<Buffer<uint16_t>> transposed;
     for (int64_t depth = 0; depth < depth_; depth += depth_block_) {
       Block<T> block{};
       block.depth = std::min(depth_block_, depth_ - depth);
@@ -88,7 +88,7 @@ class Matmul {
       }
       for (int64_t row = rows.begin; row < rows.end; row += kRowSpan) {
         block.rows = std::min(kRowSpan, rows.end - row);
-        take_rows(row, depth, block, turned);
+        take_rows(row, depth, block, transposed);
         for (int64_t p = panels.begin; p < panels.end; ++p) {
           const int64_t column = p * kPanelColumns<T>;
           block.panel = &packed[(p - panels.begin) * panel_size];
@@ -117,16 +117,16 @@ class Matmul {
 
   // The block's part of the left operand; pairs must lie next to each other.
   void take_rows(int64_t row, int64_t depth, Block<T>& block,
-                 std::optional<Buffer<uint16_t>>& turned) const {
+                 std::optional<Buffer<uint16_t>>& transposed) const {
     block.left = left_.at(row, depth);
     block.row_stride = left_.row_stride;
     block.depth_stride = left_.column_stride;
     if (paired_ == nullptr || left_.column_stride == 1) return;
     const int64_t stride = up_to(2 * kTile, block.depth);
-    if (!turned) turned.emplace(kRowSpan * depth_block_);
+    if (!transposed) transposed.emplace(kRowSpan * depth_block_);
     paired_->transpose(static_cast<const uint16_t*>(block.left), left_.column_stride, block.depth,
-                       block.rows, turned->get(), stride);
-    block.left = turned->get();
+                       block.rows, transposed->get(), stride);
+    block.left = transposed->get();
     block.row_stride = stride;
     block.depth_stride = 1;
   }

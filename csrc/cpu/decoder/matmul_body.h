@@ -116,9 +116,9 @@ void multiply(const Block<T>& b) {
   b.depth_stride == 1 ? multiply_block<T, true>(b) : multiply_block<T, false>(b);
 }
 
-// A panel of which the terms of a column lie next to each other: squares of 4 by 4 are turned.
+// A panel of which the terms of a column lie next to each other: transposed by squares of 4 by 4.
 template <typename T, typename scalar_t>
-void pack_turned(const PanelSource& source, T* panel) {
+void pack_transposed(const PanelSource& source, T* panel) {
   using V = Vector<T, 4>;
   const auto* data = static_cast<const scalar_t*>(source.data);
   const auto at = [&](int64_t k, int64_t i) { return data + i * source.column_stride + k; };
@@ -147,7 +147,7 @@ void pack_turned(const PanelSource& source, T* panel) {
 template <typename T, typename scalar_t>
 void pack_of(const PanelSource& source, T* panel) {
   if (source.depth_stride == 1 && source.column_stride != 1) {
-    return pack_turned<T, scalar_t>(source, panel);
+    return pack_transposed<T, scalar_t>(source, panel);
   }
   constexpr int kSize = kRegister<T>;
   const auto* from = static_cast<const scalar_t*>(source.data);
