@@ -179,7 +179,7 @@ def test_a_wide_beam_is_an_exhaustive_search(kind: str, penalty: float) -> None:
         assert (out.lengths[b] > 0).sum() == len(expected)
         for k, (score, tokens) in enumerate(expected):
             assert tuple(out.tokens[: out.lengths[b, k], b, k].tolist()) == tokens
-            torch.testing.assert_close(float(out.scores[b, k]), score, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(float(out.scores[b, k]), score, rtol=EXACT, atol=EXACT)
         assert (out.scores[b, len(expected) :] == -torch.inf).all()
         assert not out.tokens[:, b, len(expected) :].any()
 
@@ -260,7 +260,7 @@ def test_beam_search_is_the_definition(
             torch.testing.assert_close(
                 out.log_probs[:length, b, k], torch.tensor(parts).double(), rtol=1e-6, atol=1e-6
             )
-            torch.testing.assert_close(float(out.scores[b, k]), score, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(float(out.scores[b, k]), score, rtol=EXACT, atol=EXACT)
             assert not out.tokens[length:, b, k].any()
             assert not out.log_probs[length:, b, k].any()
             if k == 0:
