@@ -122,7 +122,7 @@ def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | N
         if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
             fail_value(op, "start", f"have shape {[batch]}", list(start.shape))
         _check_tokens(op, "start", start, fed, rows)
-    elif isinstance(start, bool) or not isinstance(start, SupportsIndex):
+    elif isinstance(start, bool) or not isinstance(start, (int, SupportsIndex)):
         fail_type(op, "start", contract, type_name(start))
     elif (start := operator.index(start)) < 0 or (rows is not None and start >= rows):
         fail_value(op, "start", "be at least 0" if rows is None else f"be in [0, {rows})", start)
