@@ -9,10 +9,8 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
                   double temperature, const std::optional<Tensor>& exps, int64_t logit_rows,
                   const Tensor& tokens, const Tensor& stats) {
   const int64_t count = hidden.size(0);
-  const int64_t depth = hidden.size(1);
-  const T* h = elements<T>(hidden);
   const Workspace workspace(exps);
-  require(weight.dim() == 2 && weight.size(1) == depth && weight.size(0) > 0);
+  require(weight.dim() == 2 && weight.size(1) == hidden.size(1) && weight.size(0) > 0);
   require(!bias || bias->numel() == weight.size(0));
   require(!targets || targets->numel() == count);
   require(tokens.numel() == count && stats.numel() == 3 * count);
@@ -28,20 +26,17 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
   }
   const double* uniform = elements<double>(uniforms);
   T* stat = elements<T>(stats);
-  const Buffer<T> transposed(depth * padded(piece));
-  for (int64_t done = 0; done < count; done += piece) {
-    const int64_t size = std::min(piece, count - done);
-    transpose(h + done * depth, size, depth, transposed);
-    head.evaluate(transposed.get(), padded(size), nullptr,
-                  {.count = size,
-                   .targets = target == nullptr ? nullptr : target + done,
-                   .uniforms = uniform == nullptr ? nullptr : uniform + done,
-                   .tokens = integers(tokens) + done,
-                   .peak = stat + done,
-                   .total = stat + count + done,
-                   .target_logit = stat + 2 * count + done,
-                   .exps = workspace.row(done)});
-  }
+  for_each_piece<T>(hidden, piece, [&](int64_t first, int64_t rows, const T* columns) {
+    head.evaluate(columns, padded(rows), nullptr,
+                  {.count = rows,
+                   .targets = target == nullptr ? nullptr : target + first,
+                   .uniforms = uniform == nullptr ? nullptr : uniform + first,
+                   .tokens = integers(tokens) + first,
+                   .peak = stat + first,
+                   .total = stat + count + first,
+                   .target_logit = stat + 2 * count + first,
+                   .exps = workspace.row(first)});
+  });
 }
 
 void head_forward_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias,

@@ -268,15 +268,22 @@ class Head {
   std::optional<Tensor> weights_;  // [V, rows]
 };
 
-// Rows h [count, depth] as columns [depth, padded(count)].
-template <typename T>
-void transpose(const T* h, int64_t count, int64_t depth, const Buffer<T>& columns) {
-  const int64_t width = padded(count);
-  for (int64_t i = 0; i < count; ++i) {
-    for (int64_t k = 0; k < depth; ++k) columns[k * width + i] = h[i * depth + k];
-  }
-  for (int64_t k = 0; k < depth; ++k) {
-    std::fill_n(&columns[k * width + count], width - count, T(0));
+// f(first, count, columns) for every `piece` rows of hidden [M, H]: transposed, [H, padded(count)].
+template <typename T, typename F>
+void for_each_piece(const Tensor& hidden, int64_t piece, const F& f) {
+  const int64_t depth = hidden.size(1);
+  const Buffer<T> columns(depth * padded(piece));
+  for (int64_t first = 0; first < hidden.size(0); first += piece) {
+    const int64_t count = std::min(piece, hidden.size(0) - first);
+    const int64_t width = padded(count);
+    const T* h = elements<T>(hidden) + first * depth;
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t k = 0; k < depth; ++k) columns[k * width + i] = h[i * depth + k];
+    }
+    for (int64_t k = 0; k < depth; ++k) {
+      std::fill_n(&columns[k * width + count], width - count, T(0));
+    }
+    f(first, count, columns.get());
   }
 }
 

@@ -8,9 +8,7 @@ void head_sample(const Tensor& hidden, const Tensor& weight, const std::optional
                  const Tensor& uniforms, double temperature, int64_t top_k, double top_p,
                  int64_t logit_rows, const Tensor& tokens, const Tensor& stats) {
   const int64_t count = hidden.size(0);
-  const int64_t depth = hidden.size(1);
-  const T* h = elements<T>(hidden);
-  require(weight.dim() == 2 && weight.size(1) == depth && weight.size(0) > 0);
+  require(weight.dim() == 2 && weight.size(1) == hidden.size(1) && weight.size(0) > 0);
   require(!bias || bias->numel() == weight.size(0));
   require(1 <= top_k && top_k <= weight.size(0) && 0 < top_p && top_p <= 1);
   require(uniforms.numel() == count && tokens.numel() == count && stats.numel() == 3 * count);
@@ -19,20 +17,17 @@ void head_sample(const Tensor& hidden, const Tensor& weight, const std::optional
   const int64_t piece = std::min({logit_rows, kMaxLogitRows, count});
   Head<T> head(weight, elements<T>(bias), piece, temperature, kDtypeOf<T>, 0);
   T* stat = elements<T>(stats);
-  const Buffer<T> columns(depth * padded(piece));
-  for (int64_t done = 0; done < count; done += piece) {
-    const int64_t rows = std::min(piece, count - done);
-    transpose(h + done * depth, rows, depth, columns);
-    head.sample_top(columns.get(), padded(rows),
+  for_each_piece<T>(hidden, piece, [&](int64_t first, int64_t rows, const T* columns) {
+    head.sample_top(columns, padded(rows),
                     {.count = rows,
                      .top_k = top_k,
                      .top_p = top_p,
-                     .uniforms = elements<double>(uniforms) + done,
-                     .tokens = integers(tokens) + done,
-                     .peak = stat + done,
-                     .total = stat + count + done,
-                     .logit = stat + 2 * count + done});
-  }
+                     .uniforms = elements<double>(uniforms) + first,
+                     .tokens = integers(tokens) + first,
+                     .peak = stat + first,
+                     .total = stat + count + first,
+                     .logit = stat + 2 * count + first});
+  });
 }
 
 void head_sample_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor uniforms,
