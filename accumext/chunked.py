@@ -68,6 +68,8 @@ def chunked_loss(
         A 0-dim loss.
 
     Raises:
+        RuntimeError: with `weights`, `fn` uses a part of the graph of an earlier slice, such as a
+            tensor that it computed once and kept.
         ValueError: a value or shape is wrong; not exactly one of `chunks` and `chunk_size` is
             given; or an integer tensor in `args` holds -100, which F.cross_entropy ignores, under
             "mean" without `weights`. Values on a GPU are device asserts instead.
@@ -83,6 +85,7 @@ def chunked_loss(
     """
     borders = _check(fn, inputs, args, chunks, chunk_size, reduction)
     total: Tensor | None = None
+    stopped: list[range] = []  # numbers of nodes of slices that may weigh nothing
     for (begin, end), share in zip(
         borders, _shares(inputs, args, borders, reduction, weights), strict=True
     ):
@@ -95,8 +98,12 @@ def chunked_loss(
             fail_type(OP, "fn", "return a tensor", type_name(loss))
         if loss.dim() != 0:
             fail_value(OP, "fn", "return a 0-dim loss", f"shape {list(loss.shape)}")
+        if stopped:
+            _check_apart(loss, stopped)
         if share.empty is not None:
             _stop_gradients_where(share.empty, loss, first)
+            stopped.append(range(first, _next_node_number()))
+            torch.clear_autocast_cache()  # what it has cast is a part of its graph
         loss = _share_of(loss, share)
         total = loss if total is None else total + loss
     if total is not None:
@@ -173,6 +180,24 @@ def _stop_gradients_where(empty: Tensor, loss: Tensor, first: int) -> None:
         if not all(map(inside, following)):
             node.register_hook(stop)
         fresh = {n for n in following if inside(n)} - seen
+        seen |= fresh
+        waiting += fresh
+
+
+def _check_apart(loss: Tensor, stopped: list[range]) -> None:
+    """Raise if the graph of a slice goes through that of another one, whose gradients stop."""
+
+    def recent(node: Any) -> bool:
+        return not hasattr(node, "variable") and node_number(node) >= stopped[0].start
+
+    waiting = [loss.grad_fn] if loss.grad_fn is not None and recent(loss.grad_fn) else []
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if any(node_number(node) in nodes for nodes in stopped):
+            contract = "make its graph anew for every slice where slices may count nothing"
+            raise RuntimeError(message(OP, "fn", contract, f"a {node.name()} of another slice"))
+        fresh = {n for n, _ in node.next_functions if n is not None and recent(n)} - seen
         seen |= fresh
         waiting += fresh
 

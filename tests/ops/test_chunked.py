@@ -257,6 +257,53 @@ def test_autocast() -> None:
     assert relative_distance(actual, expected) < 4 * torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.parametrize("ignored", [slice(0, 2), slice(2, 4), slice(0, 8)])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_autocast_casts_in_a_slice_that_counts_nothing(
+    ignored: slice, on_device: bool
+) -> None:
+    """Neither other slices nor other losses lose their gradients to it."""
+    layer, x, y = nn.Linear(4, 3), torch.randn(8, 4), torch.randint(3, (8,))
+    y[ignored] = -100
+
+    def loss_of(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(layer(rows), targets)
+
+    labels = torch.randint(3, (8,))
+    found, expected = [], []
+    with torch.autocast("cpu", torch.bfloat16):
+        with cpu_as_device() if on_device else nullcontext():
+            sliced = accumext.chunked_loss(loss_of, x, y, chunks=4, weights=y != -100)
+        other = loss_of(x, labels)
+    for loss in (sliced, other):
+        found += torch.autograd.grad(loss, [*layer.parameters()])
+    for targets in (y, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            whole = F.cross_entropy(layer(x), targets, reduction="sum")
+        whole = whole / max(1, int((targets != -100).sum()))
+        expected += torch.autograd.grad(whole, [*layer.parameters()])
+    for mine, theirs in zip(found, expected, strict=True):
+        # sums of 8 rows whose terms are rounded to bfloat16, in two orders
+        torch.testing.assert_close(mine, theirs, rtol=2**-6, atol=2**-7)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_slices_that_share_a_graph_with_one_that_counts_nothing(
+    on_device: bool,
+) -> None:
+    weight, kept = torch.randn(4, 3, requires_grad=True), []
+
+    def loss_of(rows: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept.append(weight * 2)
+        return (rows @ kept[0]).square().mean()
+
+    counts = torch.tensor([0, 0, 1, 1])
+    within = cpu_as_device() if on_device else nullcontext()
+    with within, pytest.raises(RuntimeError, match="fn must make its graph anew for every slice"):
+        accumext.chunked_loss(loss_of, torch.randn(4, 4), chunks=2, weights=counts)
+
+
 def test_a_tensor_with_a_graph_may_be_used_inside() -> None:
     model, (x, y) = Model(), batch()
     shift = model.trunk(x).mean(0)
