@@ -261,8 +261,9 @@ class _SharedGraph:
 
     def __init__(self, nesting: State) -> None:
         self._nesting = nesting
-        self._leaves: dict[int, Tensor] = {}  # by id of the tensor each stands for
-        self._hooked: list[Tensor] = []
+        # By id of the tensor each stands for, which may have several places in the nesting.
+        self._leaves: dict[int, Tensor] = {}
+        self._hooked: dict[int, Tensor] = {}
 
     def tensors(self, last: bool) -> State:
         """The nesting for one of these windows."""
@@ -274,17 +275,19 @@ class _SharedGraph:
         return self._leaves.setdefault(id(value), value.detach().requires_grad_())
 
     def _with_leaf_gradient(self, value: Tensor) -> Tensor:
+        if id(value) in self._hooked:
+            return self._hooked[id(value)]
         leaf = self._leaves.get(id(value))
         if leaf is None or leaf.grad is None:
             return value
         earlier, hooked = leaf.grad, value.view_as(value)
         hooked.register_hook(lambda gradient: gradient + earlier)
-        self._hooked.append(hooked)
+        self._hooked[id(value)] = hooked
         return hooked
 
     def tie(self) -> Tensor | None:
         """A 0 that makes backward reach every tensor that earlier windows have a gradient for."""
-        return zero_gradient_tie(self._hooked)
+        return zero_gradient_tie([*self._hooked.values()])
 
 
 def _check(

@@ -431,3 +431,34 @@ def test_context_keeps_its_graph_through_every_window(
     expected = model.taken()
     assert expected[-1].norm() > 0
     assert relative_distance(actual, expected) < EXACT
+
+
+@pytest.mark.parametrize("where", ["state", "context"])
+def test_a_tensor_that_is_given_twice_counts_twice_and_no_more(where: str) -> None:
+    """In every window, as the sum of its two places."""
+    place = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    targets = torch.randn(5, 3, 2, dtype=torch.float64)
+    weight = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+
+    def step(x: torch.Tensor, state: Any, *context: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        first, second = state
+        new = torch.tanh(first @ weight + 2 * second + x)
+        if context:
+            new = new * context[0] + context[1].sin()
+        return new, (new, first * second)
+
+    def gradient(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        pair = one, two
+        fixed = torch.full((3, 2), 0.5, dtype=torch.float64)
+        accumext.tbptt(
+            step, targets, pair if where == "state" else (fixed, fixed.clone()),
+            context=() if where == "state" else pair, criterion=F.mse_loss, feedback="teacher",
+            k1=1, k2=3,
+        )  # fmt: skip
+        assert place.grad is not None
+        found, place.grad = place.grad, None
+        return found
+
+    torch.testing.assert_close(
+        gradient(place, place), gradient(place * 1, place * 1), rtol=EXACT, atol=EXACT
+    )
