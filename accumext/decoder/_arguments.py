@@ -269,7 +269,8 @@ def _token_weight(value: Any, shape: tuple[int, int], weight: Tensor) -> Tensor 
     if value.shape != shape:
         fail_value(OP, "token_weight", f"have shape {list(shape)}", list(value.shape))
     same_device(OP, "token_weight", [value], weight.device)
-    return value.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return value.detach().to(dtype, copy=True)  # the pass back may read it again
 
 
 def _resets(
@@ -375,6 +376,7 @@ def _criterion(call: Mapping[str, Any], vocabulary: int, device: torch.device) -
             values = [number(OP, f"class_weight[{i}]", value) for i, value in enumerate(weight)]
             weight = torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
         check_vector(OP, "class_weight", weight, FLOAT_DTYPES, contract, vocabulary, device)
+        weight = weight.detach().clone()  # the pass back may read it again
     return Criterion(smoothing, z_loss, weight, reduction, _num_items(call["num_items"], reduction))
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from accumext._torch_private import base_of
+from accumext._checks import message
+from accumext._torch_private import base_of, write_count
 from accumext.decoder._arguments import OP, DecodeArguments
 from accumext.decoder._cells import check_output, parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
@@ -232,13 +233,22 @@ def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
     sizes: dict[int, int] = {}
     known = {tensor.untyped_storage().data_ptr() for tensor in shared}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> tuple[Tensor, int]:
         storage = tensor.untyped_storage()
         if not base_of(tensor).is_leaf and storage.data_ptr() not in known:
             sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # an output that its own node keeps would keep itself alive
+        # An output that its own node keeps would keep itself alive.
+        return tensor.detach(), write_count(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def unpack(saved: tuple[Tensor, int]) -> Tensor:
+        """As autograd does where there are no hooks, an error for what has been written since."""
+        tensor, writes = saved
+        if write_count(tensor) != writes:
+            contract = "be those of the forward pass until the backward pass has run"
+            raise RuntimeError(message(OP, "tensors that the cell reads", contract, "changed ones"))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield sizes
 
 

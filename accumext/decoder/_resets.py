@@ -42,4 +42,4 @@ def resets_of(rows: Tensor, device: torch.device) -> Resets:
     does not wait for it, and before every step a row may begin anew."""
     known = rows[1:].any(1).tolist() if rows.device.type == "cpu" else [True] * (len(rows) - 1)
     steps = frozenset(step for step, any_row in enumerate(known, 1) if any_row)
-    return Resets(rows.to(device), steps)
+    return Resets(rows.to(device, copy=True), steps)  # the pass back reads them again

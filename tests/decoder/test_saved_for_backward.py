@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,3 +80,52 @@ def test_a_backward_pass_that_failed_leaves_nothing_behind() -> None:
     for leaf in decoder.leaves:
         leaf.grad = None
     assert relative_distance(decoder.gradients(out.loss), expected) < EXACT
+
+
+def called(decoder: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def cell(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = decoder.cell(x, h)
+        return h, h
+
+    return cell
+
+
+@pytest.mark.parametrize("kind", ["gru_cell", "lstm", "callable"])
+@pytest.mark.parametrize("name", ["resets", "token_weight", "class_weight", "num_items"])
+def test_buffers_of_the_caller_may_be_written_after_the_call(kind: str, name: str) -> None:
+    decoder = make_decoder("gru_cell" if kind == "callable" else kind)
+    cell = decoder.cell if kind != "callable" else called(decoder)
+    targets = targets_with_holes()
+    made = {
+        "resets": torch.rand(targets.shape) < 0.4,
+        "token_weight": torch.rand(targets.shape, dtype=torch.float64),
+        "class_weight": torch.rand(decoder.head.out_features, dtype=torch.float64),
+        "num_items": torch.tensor(5.0, dtype=torch.float64),
+    }[name]
+    reduction = "mean" if name == "num_items" else "none"
+    found = []
+    for write in (False, True):
+        buffer = made.clone()
+        loss = accumext.decode_loss(
+            decoder.embedding, cell, decoder.head, targets, decoder.state, feedback="greedy",
+            reduction=reduction, **{name: buffer},
+        ).loss  # fmt: skip
+        if write:
+            buffer.zero_()
+        found.append(torch.autograd.grad(loss.sum(), decoder.leaves))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("budget", [None, 4000])
+def test_a_state_that_changed_before_the_backward_pass_is_an_error(budget: int | None) -> None:
+    """As it is for plain autograd."""
+    decoder = make_decoder("gru_cell")
+    state = torch.randn(*decoder.state.shape, dtype=torch.float64)
+    out = accumext.decode_loss(
+        decoder.embedding, called(decoder), decoder.head, targets_with_holes(), state,
+        feedback="teacher", memory_budget=budget,
+    )  # fmt: skip
+    state.zero_()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|must be those"):
+        out.loss.backward()
