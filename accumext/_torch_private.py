@@ -97,6 +97,41 @@ def accumulates(parameter: Tensor) -> bool:
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
+def next_node_number() -> int:
+    """The number of the first node that autograd makes from here on, or less."""
+    node = torch.zeros((), requires_grad=True).view(()).grad_fn
+    return 0 if node is None else node_number(node)
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """The leaf to whose `.grad` a node adds; None for other nodes."""
+    leaf: Tensor | None = node.variable if type(node).__name__ == "AccumulateGrad" else None
+    return leaf
+
+
+def is_since(node: Any, first: int) -> bool:
+    """Whether autograd has made a node, which adds to no leaf, since `next_node_number`."""
+    return node_number(node) >= first and leaf_of(node) is None
+
+
+def nodes_since(first: int, roots: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of a graph for which `is_since` holds, each once."""
+    waiting = {t.grad_fn for t in roots if t.grad_fn is not None and is_since(t.grad_fn, first)}
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = {n for n, _ in node.next_functions if n is not None and is_since(n, first)} - seen
+        seen |= new
+        waiting |= new
+
+
+def leaves_since(first: int, roots: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that the nodes made since `first` use, each once."""
+    nodes = {n for node in nodes_since(first, roots) for n, _ in node.next_functions}
+    return [leaf for n in nodes if n is not None and (leaf := leaf_of(n)) is not None]
+
+
 def saved_factor(node: Any) -> object:
     """What a multiplication by a tensor has saved of its second operand; None if it did not."""
     return getattr(node, "_saved_other", None)

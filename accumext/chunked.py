@@ -15,7 +15,10 @@ from accumext._checks import fail_type, fail_value, message, one_of, positive_in
 from accumext._scalars import Scalar
 from accumext._torch_private import (
     assert_on_device,
+    is_since,
+    next_node_number,
     node_number,
+    nodes_since,
     sparse_indices,
     sparse_values,
 )
@@ -90,7 +93,7 @@ def chunked_loss(
         borders, _shares(inputs, args, borders, reduction, weights), strict=True
     ):
         slices = [a[begin:end] if isinstance(a, Tensor) else a for a in (inputs, *args)]
-        first = 0 if share.empty is None else _next_node_number()
+        first = 0 if share.empty is None else next_node_number()
         loss = (
             checkpoint(fn, *slices, use_reentrant=False) if torch.is_grad_enabled() else fn(*slices)
         )
@@ -102,7 +105,7 @@ def chunked_loss(
             _check_apart(loss, stopped)
         if share.empty is not None:
             _stop_gradients_where(share.empty, loss, first)
-            stopped.append(range(first, _next_node_number()))
+            stopped.append(range(first, next_node_number()))
             torch.clear_autocast_cache()  # what it has cast is a part of its graph
         loss = _share_of(loss, share)
         total = loss if total is None else total + loss
@@ -154,12 +157,6 @@ def _share_of(loss: Tensor, share: _Share) -> Tensor:
     return loss if share.empty is None else torch.where(share.empty, 0, loss)
 
 
-def _next_node_number() -> int:
-    """The number of the first node that autograd makes from here on, or less."""
-    node = torch.zeros((), requires_grad=True).view(()).grad_fn
-    return 0 if node is None else node_number(node)
-
-
 def _stop_gradients_where(empty: Tensor, loss: Tensor, first: int) -> None:
     """Zero what leaves the graph of a slice, towards leaves and nodes from before `first`.
 
@@ -169,37 +166,17 @@ def _stop_gradients_where(empty: Tensor, loss: Tensor, first: int) -> None:
     def stop(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
         return tuple(None if g is None else _zero_where(empty, g) for g in gradients)
 
-    def inside(node: Any) -> bool:
-        return not hasattr(node, "variable") and node_number(node) >= first
-
-    waiting = [loss.grad_fn] if loss.grad_fn is not None and inside(loss.grad_fn) else []
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        following = [n for n, _ in node.next_functions if n is not None]
-        if not all(map(inside, following)):
+    for node in nodes_since(first, [loss]):
+        if not all(is_since(n, first) for n, _ in node.next_functions if n is not None):
             node.register_hook(stop)
-        fresh = {n for n in following if inside(n)} - seen
-        seen |= fresh
-        waiting += fresh
 
 
 def _check_apart(loss: Tensor, stopped: list[range]) -> None:
     """Raise if the graph of a slice goes through that of another one, whose gradients stop."""
-
-    def recent(node: Any) -> bool:
-        return not hasattr(node, "variable") and node_number(node) >= stopped[0].start
-
-    waiting = [loss.grad_fn] if loss.grad_fn is not None and recent(loss.grad_fn) else []
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
+    for node in nodes_since(stopped[0].start, [loss]):
         if any(node_number(node) in nodes for nodes in stopped):
             contract = "make its graph anew for every slice where slices may count nothing"
             raise RuntimeError(message(OP, "fn", contract, f"a {node.name()} of another slice"))
-        fresh = {n for n, _ in node.next_functions if n is not None and recent(n)} - seen
-        seen |= fresh
-        waiting += fresh
 
 
 def _zero_where(empty: Tensor, gradient: Tensor) -> Tensor:

@@ -66,8 +66,9 @@ def rollout(
     Args:
         step: `(input, state) -> (output, state)`; each a tensor or any nesting of tuples, lists,
             dicts and dataclasses. It is called again in the backward pass, with the same random
-            numbers and under the same autocast. All that it hands on goes through its state, and
-            it writes into no tensor that it is given.
+            numbers and under the same autocast. All that it hands on goes through its state, it
+            writes into no tensor that it is given, and what it, `loss` and `feed` read from
+            elsewhere stays as it is until the backward pass has run.
         state: the initial state. Gradients reach it.
         steps: how many there are, T.
         loss: `(output, t) -> 0-dim loss` of step t = 0 .. T - 1.
@@ -94,6 +95,7 @@ def rollout(
         ValueError: a value is wrong, such as k2 < k1 or a budget that not even a segment fits into.
         TypeError: a type is wrong.
         RuntimeError: in the backward pass, if a parameter, an input or a state has changed since.
+            (Of what has no gradient, that is seen of tensors that autograd would save.)
 
     Example:
         >>> cell, head, start = nn.GRUCell(3, 16), nn.Linear(16, 3), torch.zeros(8, 3)

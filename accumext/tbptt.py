@@ -23,12 +23,15 @@ from accumext.decoder._feedback import Feedback, feedback_of
 from accumext.decoder._recurrent_state import (
     State,
     check_nesting,
+    check_unwritten,
     detach,
     freeze,
     map_tensors,
     rng_state,
     set_rng_state,
+    tensors,
     within_length_of,
+    write_counts,
     zero_gradient_tie,
 )
 from accumext.decoder._windows import windows
@@ -79,7 +82,8 @@ def tbptt(
     Args:
         step: `(token [B], state, *context) -> (logits [B, V], state)`; parameters get their
             gradients wherever `step` has them. With floating-point inputs or targets, `(input
-            [B, ...], state, *context) -> (output [B, ...], state)`.
+            [B, ...], state, *context) -> (output [B, ...], state)`. It writes into none of its
+            arguments where windows overlap, and not into its state where there are `lengths`.
         targets: int64 [T, B]; or, for regression, floating-point [T, B, ...].
         state: initial state, any nesting of tuples, lists, dicts and dataclasses; gradients reach
             it from the windows that start at step 0.
@@ -109,8 +113,9 @@ def tbptt(
     Raises:
         ValueError: a value or shape is wrong, such as k2 < k1.
         TypeError: a type is wrong.
-        RuntimeError: from torch, "a second time", if `step` uses a tensor with a graph of its own
-            that is no `context`, and there are several windows.
+        RuntimeError: `step` writes into arguments that are read again; from torch, "a second
+            time", if `step` uses a tensor with a graph of its own that is no `context`, and there
+            are several windows.
 
     Example:
         >>> result = accumext.tbptt(model, targets, hidden, criterion=F.cross_entropy, k1=1)
@@ -210,7 +215,10 @@ class _Steps:
         for t in range(first, end):
             if history is not None:
                 history.save(t, state)
+            given = self._read_again(t, state, history)
+            counts = write_counts(given)
             result = self.step(self.inputs[t], state, *self.context)
+            check_unwritten(OP, "step", "input, state or context", given, counts)
             if not isinstance(result, tuple) or len(result) != 2:
                 fail_type(OP, "step", "return (logits, state)", type_name(result))
             output, new_state = result
@@ -221,6 +229,13 @@ class _Steps:
             losses.append(self.losses.of(t, output))
             self._feed_back(t, output)
         return torch.stack(losses).sum(), state
+
+    def _read_again(self, t: int, state: State, history: _StateHistory | None) -> list[Tensor]:
+        """What a step must not write into: what it starts from, where windows overlap, and the
+        state that rows of other lengths stay in."""
+        if history is None:
+            return tensors(state) if self.rows is not None else []
+        return tensors((self.inputs[t], state, self.context))
 
     @torch.no_grad()
     def _feed_back(self, t: int, output: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from accumext._checks import message
-from accumext._torch_private import base_of, write_count
+from accumext._torch_private import base_of, leaves_since, next_node_number, write_count
 from accumext.decoder._arguments import OP, DecodeArguments
 from accumext.decoder._cells import check_output, parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
@@ -26,6 +26,7 @@ from accumext.decoder._operators_reference import all_ended
 from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._recurrent_state import (
     State,
+    check_unwritten,
     detach,
     freeze,
     join,
@@ -33,6 +34,7 @@ from accumext.decoder._recurrent_state import (
     replay_rng,
     rng_state,
     tensors,
+    write_counts,
 )
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._token_buffers import Decoded, TokenBuffers
@@ -67,7 +69,7 @@ def decode_with_callable(tokens: TokenBuffers) -> Decoded:
         value, inverse_divisor = tokens.reduced_loss()
     if not grad_enabled:
         return Decoded(value, last, outputs, extras)
-    saved = SavedForBackward(tokens, plan, inverse_divisor, gradients)
+    saved = SavedForBackward(tokens, plan, inverse_divisor, gradients, steps.leaves or [])
     loss: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
         saved, value, args.head_weight, args.head_bias, anchor, *(s.hidden for s in segments)
     )
@@ -103,6 +105,10 @@ class _Steps:
     segment: int  # steps of the longest segment
     builds_graph: bool
     known: int = 0  # steps whose tokens are known; later passes over them are replays
+    leaves: list[Tensor] | None = None  # that the graph of a step uses; None: none was built yet
+
+    def __post_init__(self) -> None:
+        self._first_node = next_node_number() if self.builds_graph else 0
 
     def once(self, state: State) -> tuple[list[_Segment], State]:
         """Every step once: k2 is None, or k1 = k2, where the state is detached every k1 steps.
@@ -193,8 +199,10 @@ class _Steps:
             if args.resets is not None:
                 state = args.resets.apply(OP, step, tokens.live, state, args.state, batch_dim)
             state = args.gate.attach(step, state, batch_dim)
-            output, new_state, more = args.cell.step(x, state, *context)
+            output, new_state, more = self._call(x, state, context)
             check_output(OP, output, args.batch, args.head_weight.shape[1])
+            if self.leaves is None and torch.is_grad_enabled():
+                self.leaves = leaves_since(self._first_node, [output, *tensors(new_state)])
             if tokens.live is not None:
                 live = tokens.live[step].clone()  # later rows are written, and the graph keeps this
                 new_state = freeze(OP, live, new_state, state, batch_dim)
@@ -213,6 +221,22 @@ class _Steps:
         differ = args.return_outputs and args.output_dropout > 0
         raw = torch.stack(outputs) if differ else None
         return _Segment(joined, raw, join(OP, torch.stack, extras)), state
+
+    def _call(
+        self, x: Tensor, state: State, context: tuple[Tensor, ...]
+    ) -> tuple[Tensor, State, State]:
+        """A step of the cell, which may not write into tensors that are read again: by a replay of
+        the step, or for rows that stay as they were."""
+        args = self.args
+        if not (self.builds_graph or self.tokens.live is not None or args.resets is not None):
+            return args.cell.step(x, state, *context)
+        if torch.is_inference_mode_enabled():  # its tensors count no writes
+            return args.cell.step(x, map_tensors(torch.clone, state), *context)
+        given = [*tensors(state), *(context if self.builds_graph else ())]
+        counts = write_counts(given)
+        result = args.cell.step(x, state, *context)
+        check_unwritten(OP, "cell", "state or context", given, counts)
+        return result
 
     def _predict(self, begin: int, end: int, hidden: Tensor) -> None:
         assert self.cross_entropy is not None  # every token is known before the backward pass

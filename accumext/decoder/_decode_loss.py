@@ -94,8 +94,9 @@ def decode_loss(
         embedding: `nn.Embedding`, or a [V, E] tensor.
         cell: `nn.GRUCell`, `LSTMCell` or `RNNCell`; `nn.GRU`, `LSTM` or `RNN` with one direction,
             any layers, dropout; or any callable `(x [B, E], state, *context) -> (output [B, H],
-            state)`, which is called again in the backward pass. It may return a third value, any
-            nesting of tensors such as attention weights, which `out.extras` has of every step.
+            state)`, which is called again in the backward pass, and writes neither into its state
+            nor into its context. It may return a third value, any nesting of tensors such as
+            attention weights, which `out.extras` has of every step.
         head: `nn.Linear(H, V)`, or `(weight [V, H], bias [V] or None)`; may share the embedding's
             weight.
         targets: ints [T, B] of any dtype, as everywhere here. None: the tokens that the decoder
@@ -162,6 +163,8 @@ def decode_loss(
     Raises:
         ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.
         TypeError: a type is wrong.
+        RuntimeError: a callable writes into its state or context; in the backward pass, if a
+            parameter has changed since.
 
     Example:
         >>> embedding, cell, head = nn.Embedding(100, 8), nn.GRUCell(8, 16), nn.Linear(16, 100)

@@ -77,8 +77,9 @@ def generate(
     nothing filters them. Ends where every row has ended.
 
     Args:
-        embedding, cell, head, state, context, batch_dim: as in `decode_loss`. Modules in training
-            mode apply their own dropout: call `eval()` before.
+        embedding, cell, head, state, context, batch_dim: as in `decode_loss`, but that a callable
+            may write into its state, such as a cache; the caller's is not written. Modules in
+            training mode apply their own dropout: call `eval()` before.
         max_length: T, tokens of a row at most.
         start: the first input token, an int or int64 [B].
         prompt: int64 [P, B], fed first, in place of `start`; not part of the result.

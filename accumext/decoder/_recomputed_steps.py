@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from accumext._checks import message
-from accumext._torch_private import write_count
+from accumext._torch_private import leaves_since, next_node_number, write_count
 from accumext.decoder._checkpoint_plan import SMALLEST, Plan, Sizes, kept_at_first, split
 from accumext.decoder._recurrent_state import (
     State,
@@ -30,6 +30,7 @@ from accumext.decoder._recurrent_state import (
     rng_state,
     set_rng_state,
     tensors,
+    write_counts,
 )
 
 # (step, what it starts from, whether its loss counts) -> (what the next one starts from, loss)
@@ -60,6 +61,11 @@ class RecomputedSteps:
         self._found: dict[int, Tensor] = {}
         self._found_of: object = None
         self._lock = threading.RLock()  # each device has a thread of its own in a backward pass
+        # What the graph of the first step uses, and how often that had been written when steps ran
+        # last: autograd saves no part of a sum, but the steps that run again read it.
+        self._leaves: list[Tensor] | None = None
+        self._writes: list[int] = []
+        self._first_node = next_node_number()
         if plan is not None:
             self._follow(plan, 0)
 
@@ -76,6 +82,7 @@ class RecomputedSteps:
             else:
                 carry, total = self._run_recorded(begin, counting, stop, carry, total, measured)
             begin = stop
+        self._writes = write_counts(self._leaves or [])
         return carry, total
 
     def rewind(self, step: int) -> State:
@@ -99,6 +106,8 @@ class RecomputedSteps:
         for t in range(begin, end):
             self._borders.save_start(t, carry)
             carry, loss = self._step(t, carry, t >= counting)
+            if self._leaves is None and torch.is_grad_enabled():
+                self._leaves = leaves_since(self._first_node, [loss, *tensors(carry)])
             if t >= counting:
                 total = loss if total is None else total + loss
         return carry, total
@@ -146,6 +155,8 @@ class RecomputedSteps:
 
     def _replay(self, segment: _Segment) -> dict[int, Tensor]:
         """Run a segment again for the tensors that its graph would have saved."""
+        if write_counts(self._leaves or []) != self._writes:
+            raise RuntimeError(_changed(self.op))
         border = self._borders.at(segment.begin, self._pass_over)
         requires = iter(segment.requires_grad)
         carry = map_tensors(lambda t: t.detach().requires_grad_(next(requires)), border.carry)
@@ -161,6 +172,7 @@ class RecomputedSteps:
             saved_tensors_hooks(pack, _never),
         ):
             self._run_segment(segment.begin, segment.counting, segment.end, carry)
+        self._writes = write_counts(self._leaves or [])
         if len(found) != len(segment.writes):
             contract = f"save {len(segment.writes)} tensors for the backward pass in its replay too"
             raise RuntimeError(message(self.op, "step", contract, len(found)))

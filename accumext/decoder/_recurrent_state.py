@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from accumext._checks import fail_type, fail_value, lengths_tensor, type_name
-from accumext._torch_private import tree_leaves, tree_map
+from accumext._checks import fail_type, fail_value, lengths_tensor, message, type_name
+from accumext._torch_private import tree_leaves, tree_map, write_count
 
 # A tensor, None, or any nesting of tuples, lists, dicts and dataclasses of them.
 State: TypeAlias = Any
@@ -101,6 +101,21 @@ def freeze(op: str, live: Tensor, new: State, old: State, batch_dim: int) -> Sta
         fail_value(op, "cell", contract, len(leaves(new)))
     before = iter(entries)
     return map_leaves(choose, new)
+
+
+def write_counts(given: list[Tensor]) -> list[int]:
+    """How often each has been written, for `check_unwritten`."""
+    return [0 if t.is_inference() else write_count(t) for t in given]
+
+
+def check_unwritten(op: str, name: str, whose: str, given: list[Tensor], counts: list[int]) -> None:
+    """Raise if a function has written into the tensors that it was given, which are read again."""
+    for tensor, before, now in zip(given, counts, write_counts(given), strict=True):
+        if before != now:
+            contract = f"write into no tensor of its {whose}"
+            got = f"a write into one of shape {list(tensor.shape)}"
+            advice = "Make new ones: count + 1 in place of count += 1"
+            raise RuntimeError(message(op, name, contract, got, advice))
 
 
 def within_length_of(

@@ -13,7 +13,7 @@ from accumext.decoder import _operators
 from accumext.decoder._generation_model import OP, EndWatch, Generated, GenerationModel
 from accumext.decoder._output_layer import LOGIT_ROWS, log_probabilities
 from accumext.decoder._precision import no_grad_no_autocast
-from accumext.decoder._recurrent_state import State, freeze
+from accumext.decoder._recurrent_state import State, freeze, map_tensors
 from accumext.decoder._rnn_buffers import dense_rows, module_state, operands, states_from
 from accumext.decoder._rnn_weights import RnnWeights
 from accumext.decoder._token_filters import TokenFilter
@@ -45,10 +45,7 @@ def generate_tokens(
     for step in range(steps):
         if model.ends and watch.all_ended(alive):
             break
-        hidden, new_state = model.step(tokens, state)
-        if model.ends:
-            new_state = freeze(OP, alive, new_state, state, model.cell.batch_dim)
-        state = new_state
+        hidden, state = _step(model, tokens, state, alive)
         uniforms = None if draw is None else draw(1)[0]
         chosen, log_probs = _choose(model, hidden, uniforms, token_filter, alive)
         tokens = torch.where(alive, chosen, model.pad)
@@ -61,6 +58,22 @@ def generate_tokens(
         return Generated(first.new_zeros(shape), _no_log_probs(model, shape), lengths, state)
     all_tokens, all_log_probs = (torch.stack(column) for column in zip(*done, strict=True))
     return Generated(all_tokens, all_log_probs, lengths, state)
+
+
+def _step(
+    model: GenerationModel, tokens: Tensor, state: State, alive: Tensor
+) -> tuple[Tensor, State]:
+    """As `GenerationModel.step`, but rows that have ended keep their state, into which a cell may
+    write."""
+    if not model.ends or _all_known_alive(alive):
+        return model.step(tokens, state)
+    hidden, new_state = model.step(tokens, map_tensors(torch.clone, state))
+    return hidden, freeze(OP, alive, new_state, state, model.cell.batch_dim)
+
+
+def _all_known_alive(alive: Tensor) -> bool:
+    """Whether no row has ended, on a CPU, where the host knows it without waiting."""
+    return alive.device.type == "cpu" and bool(alive.all())
 
 
 def prefill(model: GenerationModel, state: State, prompt: Tensor) -> State:
@@ -86,9 +99,8 @@ def _choose(
     token_filter: TokenFilter,
     alive: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probabilities; on a CPU, where the host knows without waiting which
-    rows are alive, anything for the others."""
-    if not model.ends or alive.device.type != "cpu" or alive.all():
+    """Tokens [B] and their log-probabilities; on a CPU anything for rows that have ended."""
+    if not model.ends or alive.device.type != "cpu" or _all_known_alive(alive):
         return model.layer.choose(hidden, uniforms, token_filter)
     rows = alive.nonzero()[:, 0]
     tokens = torch.zeros_like(alive, dtype=torch.int64)

@@ -3,7 +3,7 @@ cell's outputs and the head's parameters, or what forms them again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from accumext._checks import message
 from accumext._torch_private import write_count
 from accumext._wgrad_fusion import Destination, destination
-from accumext.decoder._arguments import OP, DecodeArguments
-from accumext.decoder._cells import parameter_tensors
+from accumext.decoder._arguments import OP
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, HeadGradients, NeedsGrad
 from accumext.decoder._memory import WorkspacePlan
 from accumext.decoder._token_buffers import TokenBuffers
@@ -27,15 +26,17 @@ class SavedForBackward:
         plan: WorkspacePlan,
         inverse_divisor: Tensor,  # 0-dim
         gradients: HeadGradients | None,  # of the summed loss; None: to be formed
+        leaves: Sequence[Tensor] = (),  # that a callable's steps use
     ) -> None:
         self.args, self.tokens = tokens.args, tokens
         self.plan, self._inverse_divisor, self._gradients = plan, inverse_divisor, gradients
         self._divided = tokens.known_inverse_divisor is not None
-        self._parameters = [(p, write_count(p)) for p in _parameters(self.args)]
+        self._leaves = [leaf for leaf in leaves if leaf is not self.args.table.weight]
+        self._parameters = [(p, write_count(p)) for p in self._read_again()]
 
     def check_unchanged(self) -> None:
         """Raise, as autograd would, if a parameter was written or replaced since the forward."""
-        now = _parameters(self.args)
+        now = self._read_again()
         if len(now) != len(self._parameters) or any(
             tensor is not then or write_count(tensor) != count
             for tensor, (then, count) in zip(now, self._parameters, strict=True)
@@ -96,9 +97,10 @@ class SavedForBackward:
         """Whether `head_gradients` will read the outputs."""
         return self._gradients is None
 
-
-def _parameters(args: DecodeArguments) -> list[Tensor]:
-    """What the backward pass reads again. A table with a maximal norm is written by lookups."""
-    table = [] if args.table.max_norm is not None else [args.table.weight]
-    head = [args.head_weight, *([] if args.head_bias is None else [args.head_bias])]
-    return [*table, *head, *parameter_tensors(args.cell)]
+    def _read_again(self) -> list[Tensor]:
+        """What the backward pass reads again. A table with a maximal norm is written by lookups."""
+        args = self.args
+        table = [] if args.table.max_norm is not None else [args.table.weight]
+        head = [args.head_weight, *([] if args.head_bias is None else [args.head_bias])]
+        cell = [] if args.cell.module is None else args.cell.module.parameters()
+        return [*table, *head, *cell, *self._leaves]

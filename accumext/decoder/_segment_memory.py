@@ -19,7 +19,10 @@ from accumext._torch_private import (
     Allocations,
     fake_tensors,
     gradient_hooks,
-    node_number,
+    is_since,
+    leaf_of,
+    next_node_number,
+    nodes_since,
     unchanged,
 )
 from accumext.decoder._arguments import DecodeArguments
@@ -97,7 +100,7 @@ def _measured(args: DecodeArguments, fake: Any, after_others: bool) -> tuple[int
     tokens: Any = SimpleNamespace(args=args, inputs=words, live=live)
 
     with Allocations(fake) as memory:
-        first = node_number(empty((), requires_grad=True).view(()).grad_fn)
+        first = next_node_number()
         hidden, last = run_steps(tokens, steps, state, anchor, context)
         size = sum({id(t.untyped_storage()): t.nbytes for t in tensors(last)}.values())
         if not hidden.requires_grad:
@@ -135,24 +138,20 @@ def _leaves(
     edges: list[GradientEdge] = []
     leaves: list[Tensor] = []
     hooked: list[Tensor] = []
-    seen, waiting = set(), [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        assert node is not None
-        for following, index in node.next_functions:
-            if following is None or (following, index) in seen:
-                continue
-            seen.add((following, index))
-            leaf = getattr(following, "variable", None)
-            if leaf is None and node_number(following) >= first:
-                waiting.append(following)
-                continue
-            if leaf is not None and gradient_hooks(leaf)[0]:
-                hooked.append(leaf)
-                continue
-            edges.append(GradientEdge(following, index))
-            if leaf is not None and not any(leaf is tensor for tensor in kept):
-                leaves.append(leaf)
+    outward = {
+        (node, index)
+        for inner in nodes_since(first, [output])
+        for node, index in inner.next_functions
+        if node is not None and not is_since(node, first)
+    }
+    for node, index in outward:
+        leaf = leaf_of(node)
+        if leaf is not None and gradient_hooks(leaf)[0]:
+            hooked.append(leaf)
+            continue
+        edges.append(GradientEdge(node, index))
+        if leaf is not None and not any(leaf is tensor for tensor in kept):
+            leaves.append(leaf)
     return edges, leaves, hooked
 
 

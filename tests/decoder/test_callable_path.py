@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.decode_oracle import make_decoder, relative_distance
-from support.decoding import BATCH, EXACT, TARGETS, VOCABULARY, run, targets_with_holes
+from support.decoding import BATCH, EXACT, TARGETS, VOCABULARY, raises, run, targets_with_holes
 from torch import nn
 
 import accumext
@@ -70,6 +70,54 @@ def test_a_cell_may_write_into_its_state(lengths: torch.Tensor | None) -> None:
     assert mine["h"] is decoder.state
     distance = relative_distance(decoder.gradients(out.loss), decoder.gradients(expected.loss))
     assert distance < EXACT
+
+
+WRITES = "cell must write into no tensor of its state or context, got a write into one of shape"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"k1": 2, "k2": 2}, {"k1": 2, "k2": 5}, {"memory_budget": 4000}], ids=str
+)
+@pytest.mark.parametrize("what", ["state", "context"])
+def test_a_cell_that_writes_into_its_tensors_is_an_error(
+    what: str, options: dict[str, Any]
+) -> None:
+    """Its steps run again from the same tensors."""
+    decoder = make_decoder("gru_cell")
+
+    def cell(x: torch.Tensor, state: Any, seen: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        h, count = state
+        h = decoder.cell(x, h)
+        (count if what == "state" else seen).add_(1)
+        return h * (1 + count + seen)[:, None], (h, count)
+
+    count, seen = (torch.zeros(BATCH, dtype=torch.float64) for _ in range(2))
+    with raises(RuntimeError, WRITES + " [3]. Make new ones: count + 1 in place of count += 1"):
+        run(decoder, cell, (decoder.state, count), context=(seen,), **options)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_cell_that_writes_into_its_state_without_a_graph(mode: Any) -> None:
+    """It may, where nothing reads the state again; in inference mode always."""
+    decoder = make_decoder("gru_cell")
+
+    def cell(x: torch.Tensor, state: Any, written: bool = True) -> tuple[torch.Tensor, Any]:
+        h, count = state
+        h = decoder.cell(x, h)
+        count = count.add_(1) if written else count + 1
+        return h, (h, count)
+
+    def state() -> Any:
+        return decoder.state, torch.zeros(BATCH, dtype=torch.float64)
+
+    with mode():
+        assert run(decoder, cell, state()).state[1].tolist() == [len(TARGETS)] * BATCH
+        for lengths in ([6, 3, 0], [2, 2, 5]):
+            if mode is torch.no_grad:
+                with raises(RuntimeError, WRITES):
+                    run(decoder, cell, state(), lengths=lengths)
+                continue
+            assert run(decoder, cell, state(), lengths=lengths).state[1].tolist() == lengths
 
 
 @pytest.mark.parametrize("periods", [(2, 2), (2, 5)])

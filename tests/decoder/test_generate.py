@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -303,6 +304,45 @@ def test_nested_states_are_reordered() -> None:
     torch.testing.assert_close(out.state["h"], expected.state, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(out.state["history"][:, -1], out.state["h"][:, :2])
     assert out.state["name"] == "a"
+
+
+@pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
+@pytest.mark.parametrize("ends", [{}, {"eos": 4}, {"lengths": [5, 2, 0]}], ids=str)
+def test_a_cell_may_write_into_its_state(search: str, ends: dict[str, Any]) -> None:
+    """A cache, such as that of attention: rows that have ended keep what they had."""
+    decoder = make_decoder("gru_cell")
+
+    def cell(x: Tensor, state: Any, written: bool = True) -> tuple[Tensor, Any]:
+        h, cache, count = state
+        h = decoder.cell(x, h)
+        if not written:
+            cache, count = cache.clone(), count + 1
+        else:
+            count += 1
+        cache[torch.arange(len(h)), count - 1] = h
+        return h + cache.sum(1), (h, cache, count)
+
+    mine = (
+        decoder.state.detach(), torch.zeros(BATCH, 9, 5, dtype=torch.float64),
+        torch.zeros(BATCH, dtype=torch.int64),
+    )  # fmt: skip
+    before = [part.clone() for part in mine]
+    found = []
+    for written in (False, True):
+        out = accumext.generate(
+            decoder.embedding, partial(cell, written=written), decoder.head, mine, max_length=8,
+            search=search, generator=torch.Generator().manual_seed(3), **ends,
+        )  # fmt: skip
+        assert (
+            out.state[2].tolist()
+            == (out.lengths[:, 0] if search == "beam" else out.lengths).tolist()
+        )
+        found.append(out)
+    for one, other in zip(found[0].state, found[1].state, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(found[0].tokens, found[1].tokens)
+    for one, other in zip(mine, before, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_it_ends_where_every_row_has_ended() -> None:

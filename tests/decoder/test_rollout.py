@@ -429,6 +429,46 @@ def test_what_has_changed_since_is_an_error(options: dict[str, Any]) -> None:
         out.loss.backward()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"checkpoint": 3}, {}, {"checkpoint": 3, "k2": 4}, {"checkpoint": 3, "k1": 2, "k2": 5}],
+    ids=str,
+)
+def test_a_parameter_that_no_graph_keeps_is_seen_to_have_changed(options: dict[str, Any]) -> None:
+    """Of a sum autograd saves nothing; the steps that run again read its parts again."""
+    cell, step, call = gru()
+    for name in ("bias_ih", "bias_hh"):
+        out = accumext.rollout(step, zeros(), 20, **options, **call)
+        with torch.no_grad():
+            getattr(cell, name).add_(0.5)
+        with pytest.raises(RuntimeError, match=r"^rollout: parameters, inputs and states must be"):
+            out.loss.backward()
+
+
+@pytest.mark.parametrize(
+    "options", [{"checkpoint": 3}, {"checkpoint": 3, "k1": 2, "k2": 5}], ids=str
+)
+def test_steps_may_renormalise_an_embedding_that_they_look_up(options: dict[str, Any]) -> None:
+    """`max_norm` writes into the parameter, in the forward pass and in the replays alike."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(20, SIZE, max_norm=0.5, dtype=torch.float64)
+    cell, _, call = gru()
+    weight = embedding.weight.detach().clone()
+    grads = []
+
+    def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        h, t = state
+        h = cell(x + embedding(torch.full((BATCH,), t)), h)
+        return h, (h, t + 1)
+
+    for chosen in (options, {**options, "checkpoint": 20}):
+        with torch.no_grad():
+            embedding.weight.copy_(weight)
+        out = accumext.rollout(step, (zeros(), 0), 20, **chosen, **call)
+        grads.append(torch.autograd.grad(out.loss, [embedding.weight, *cell.parameters()]))
+    assert relative_distance(list(grads[0]), list(grads[1])) < EXACT
+
+
 def test_a_replay_that_does_something_else_is_an_error() -> None:
     _, step, call = gru()
     calls = 0

@@ -65,6 +65,37 @@ def test_parameters_that_changed_before_the_backward_pass_are_an_error() -> None
         loss.backward()
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"k1": 2, "k2": 2}, {"k1": 2, "k2": 5}, {"memory_budget": 4000}], ids=str
+)
+@pytest.mark.parametrize("name", ["bias_ih", "bias_hh", "weight_hh"])
+def test_parameters_of_a_function_that_changed_are_an_error(
+    name: str, options: dict[str, Any]
+) -> None:
+    """They are found in the graph of its steps."""
+    decoder = make_decoder("gru_cell")
+    out = accumext.decode_loss(
+        decoder.embedding, called(decoder), decoder.head, targets_with_holes(20), decoder.state,
+        feedback="greedy", **options,
+    )  # fmt: skip
+    with torch.no_grad():
+        getattr(decoder.cell, name).add_(1)
+    with raises(RuntimeError, "parameters must be those of the forward pass"):
+        out.loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["gru_cell", "lstm"])
+def test_a_frozen_parameter_that_changed_is_an_error(kind: str) -> None:
+    """Gradients go through it, and the backward pass reads it again."""
+    decoder = make_decoder(kind)
+    decoder.cell.requires_grad_(False)
+    out = run(decoder)
+    with torch.no_grad():
+        next(decoder.cell.parameters()).add_(1)
+    with raises(RuntimeError, "parameters must be those of the forward pass"):
+        out.loss.backward()
+
+
 def test_a_backward_pass_that_failed_leaves_nothing_behind() -> None:
     decoder = make_decoder("gru_cell", tied=True)
     expected = decoder.gradients(run(decoder).loss)

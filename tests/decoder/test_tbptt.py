@@ -58,6 +58,47 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("what", ["state", "context", "input"])
+@pytest.mark.parametrize(
+    ("options", "read_again"),
+    [
+        ({"k1": 2}, []),
+        ({"k1": 2, "k2": 4}, ["state", "context", "input"]),
+        ({"k1": 2, "lengths": [6, 3, 0]}, ["state"]),
+    ],
+    ids=str,
+)
+def test_a_step_that_writes_into_its_tensors(
+    what: str, options: dict[str, Any], read_again: list[str]
+) -> None:
+    """An error where they are read again."""
+    linear = nn.Linear(5, 5)
+    series = torch.randn(STEPS, BATCH, 5)
+
+    def step(x: torch.Tensor, state: Any, seen: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        h, count = state
+        h = torch.tanh(linear(x + h))
+        {"state": count, "context": seen, "input": x}[what].add_(1)
+        return h, (h, count)
+
+    def squares(output: torch.Tensor, target: torch.Tensor, rows: Any = None) -> torch.Tensor:
+        return (output - target).square().mean()
+
+    state = (torch.zeros(BATCH, 5), torch.zeros(BATCH))
+    call: dict[str, Any] = {
+        "criterion": squares,
+        "feedback": "teacher",
+        "inputs": series,
+        **options,
+    }
+    text = "tbptt: step must write into no tensor of its input, state or context, got a write"
+    if what not in read_again:
+        accumext.tbptt(step, series.clone(), state, context=(torch.zeros(BATCH),), **call)
+        return
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        accumext.tbptt(step, series.clone(), state, context=(torch.zeros(BATCH),), **call)
+
+
 def test_tbptt_keeps_what_only_early_windows_use() -> None:
     decoder = make_decoder("gru_cell")
     bonus = torch.randn(BATCH, VOCABULARY, dtype=torch.float64, requires_grad=True)

@@ -74,8 +74,23 @@ def test_node_number():
     assert numbers == sorted(set(numbers))
     (accumulates, _), *_ = nodes[0].next_functions
     assert private.node_number(accumulates) > numbers[-1]
-    assert accumulates.variable is leaf
-    assert not hasattr(nodes[0], "variable")
+    assert private.leaf_of(accumulates) is leaf
+    assert private.leaf_of(nodes[0]) is None
+
+
+def test_nodes_and_leaves_since():
+    early, late = parameter(), parameter()
+    before = early.exp()
+    first = private.next_node_number()
+    middle = before * late
+    last = middle + middle.sin()
+    found = set(private.nodes_since(first, [last, middle]))
+    assert found == {middle.grad_fn, last.grad_fn, last.grad_fn.next_functions[1][0]}
+    assert all(private.is_since(node, first) for node in found)
+    assert not private.is_since(before.grad_fn, first)
+    (leaf,) = private.leaves_since(first, [last])
+    assert leaf is late
+    assert private.leaves_since(first, [before, late]) == []
 
 
 def test_unchanged():
