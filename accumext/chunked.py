@@ -65,7 +65,8 @@ def chunked_loss(
         weights: what each row counts in the divisor of `fn`'s mean, for "mean": `targets != -100`
             where targets are ignored, `class_weight[targets]` with weighted classes; by default 1.
             Bools, ints or floats [N, ...], of which trailing dimensions are summed. A slice of
-            weight 0 adds exactly 0 to the loss and to every gradient, even if `fn` is NaN there.
+            weight 0 adds exactly 0 to the loss and to every gradient, even if `fn` is NaN there; so
+            nothing else, no other loss either, may use a tensor with a graph that `fn` made in it.
 
     Returns:
         A 0-dim loss.

@@ -22,6 +22,7 @@ from accumext._checks import (
     token_tensor,
     type_name,
 )
+from accumext._memory_overlap import share_memory
 from accumext._wgrad_fusion import may_fuse
 from accumext.decoder._cells import Cell
 from accumext.decoder._embedding import EmbeddingTable
@@ -166,9 +167,14 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
             fail_value(OP, "memory_budget", contract, memory_budget)
     dropout = _dropout(call)
     rows, feedback = table.weight.shape[0], call["feedback"]
-    if rows < vocabulary and not (isinstance(feedback, str) and feedback == "teacher"):
+    feeds_back = not isinstance(feedback, str) or feedback != "teacher"
+    if rows < vocabulary and feeds_back:
         contract = f"have a row for each of the {vocabulary} words that can be fed back"
         fail_value(OP, "embedding", contract, f"{rows} rows")
+    if table.max_norm is not None and feeds_back and share_memory(weight, table.weight):
+        contract = "have no max_norm where the head shares its weight and predictions are fed"
+        advice = "Renormalise the weight before the call: weight.renorm_(2, 0, max_norm)"
+        fail_value(OP, "embedding", contract, table.max_norm, advice)
     for text in notices:
         warnings.warn(f"{OP}: {text}", stacklevel=3)  # where the user called
     # Random numbers are drawn from here on: a call that fails a check draws none.
@@ -192,7 +198,7 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
             factors = factors.masked_fill(resets.rows, 1)
     # The operators look rows up without renormalising them to `max_norm`.
     rnn_weights = None
-    if table.max_norm is None:
+    if table.max_norm is None or source.mask is None:
         rnn_weights = rnn_weights_of(cell.module, {table.weight.dtype, weight.dtype})
 
     return DecodeArguments(

@@ -178,6 +178,8 @@ def decode_loss(
     """
     args = check_arguments(locals())  # the arguments by name: there are no other locals yet
     buffers = TokenBuffers(args)
+    if args.feedback.mask is None:  # before the head, which may share the weight, is read
+        args.table.renormalise(buffers.padded(slice(None), args.feedback.teacher))
     if args.steps * args.batch == 0:
         found = Decoded(_loss_of_nothing(args, buffers.losses), args.state)
         if return_outputs:

@@ -39,6 +39,12 @@ class EmbeddingTable:
         x: Tensor = _Lookup.apply(self, anchor, tokens)  # type: ignore[no-untyped-call]
         return x
 
+    def renormalise(self, tokens: Tensor) -> None:
+        """Do at once what lookups of these tokens would do to the weight, and let none do more."""
+        if self.max_norm is not None:
+            torch.embedding_renorm_(self.weight.detach(), tokens, self.max_norm, self.norm_type)
+            self.max_norm = None
+
     def discard_gradients(self) -> None:
         """Drop what a backward pass that failed midway has stored."""
         self.rows.clear()

@@ -96,13 +96,14 @@ def generate(
         generator: of "sample"; by default one seeded from torch's global generator.
         lengths: ints [B], a tensor or a list: how many tokens each row has at most. Here, with
             `eos` and with "beam" every tensor of a callable's state has the batch in `batch_dim`
-            (0-dim tensors are everyone's).
+            (0-dim tensors are everyone's). A callable that starts its own state, None, has taken a
+            step in rows of length 0, too.
         batch_first: prompt and results are [B, T], or [B, T, K].
 
     Returns:
         A `GenerateOutput`, T being the length of the longest row. `log_probs` are those of the
         model: before temperature, top_k and top_p. Where a row has fewer than K hypotheses, the
-        others have length 0 and score -inf.
+        others have length 0 and score -inf. Logits that are NaN give any tokens.
 
     Raises:
         ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.
@@ -178,7 +179,7 @@ def _model(
     if rnn_weights is not None and rnn_weights.dropout > 0 and rnn_weights.layers > 1:
         rnn_weights = None  # the module drops what it drops in training mode
     context = context_of(OP, call["context"], cell, weight.device)
-    layer = OutputLayer.of(weight, bias, dtypes)
+    layer = OutputLayer.of(weight, bias, dtypes, table)
     return GenerationModel(table, cell, layer, rnn_weights, dtypes, context, eos, limits, ends)
 
 

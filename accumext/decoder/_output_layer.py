@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accumext._memory_overlap import share_memory
 from accumext.decoder import _operators
+from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._fused_cross_entropy import rounded_head
 from accumext.decoder._precision import Dtypes, no_grad_no_autocast
 from accumext.decoder._token_filters import TokenFilter
@@ -23,11 +25,17 @@ class OutputLayer:
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V], in the accumulation dtype
     dtype: torch.dtype  # of sums
+    changing: Tensor | None = None  # what `weight` was rounded from, if lookups write into it
 
     @staticmethod
-    def of(weight: Tensor, bias: Tensor | None, dtypes: Dtypes) -> OutputLayer:
+    def of(
+        weight: Tensor, bias: Tensor | None, dtypes: Dtypes, table: EmbeddingTable
+    ) -> OutputLayer:
         """The head with its weight rounded to the dtype of the products."""
-        return OutputLayer(*rounded_head(weight, bias, dtypes), dtypes.accumulation)
+        rounded, bias = rounded_head(weight, bias, dtypes)
+        writes = table.max_norm is not None and share_memory(weight, table.weight)
+        changing = weight.detach() if writes and rounded.data_ptr() != weight.data_ptr() else None
+        return OutputLayer(rounded, bias, dtypes.accumulation, changing)
 
     def choose(
         self, hidden: Tensor, uniforms: Tensor | None, token_filter: TokenFilter
@@ -36,7 +44,7 @@ class OutputLayer:
         temperature, top_k, top_p = token_filter.of(len(self.weight))
         tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         stats = hidden.new_empty(3, len(hidden), dtype=self.dtype)
-        operands = hidden.to(self.dtype).contiguous(), self.weight, self.bias
+        operands = self._operands(hidden)
         everything = top_k == len(self.weight) and top_p == 1
         with no_grad_no_autocast(hidden.device):
             if uniforms is None or everything:
@@ -54,10 +62,15 @@ class OutputLayer:
         found = hidden.new_empty(len(hidden), count, dtype=self.dtype)
         tokens = torch.empty(found.shape, dtype=torch.int64, device=hidden.device)
         stats = hidden.new_empty(2, len(hidden), dtype=self.dtype)
-        operands = hidden.to(self.dtype).contiguous(), self.weight, self.bias
+        operands = self._operands(hidden)
         with no_grad_no_autocast(hidden.device):
             _operators.head_top(*operands, LOGIT_ROWS, found, tokens, stats)
         return log_probabilities(found, stats[:, :, None]), tokens
+
+    def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.changing is not None:
+            self.weight.copy_(self.changing)
+        return hidden.to(self.dtype).contiguous(), self.weight, self.bias
 
 
 def log_probabilities(logits: Tensor, stats: Tensor) -> Tensor:
