@@ -95,7 +95,7 @@ def rollout(
         ValueError: a value is wrong, such as k2 < k1 or a budget that not even a segment fits into.
         TypeError: a type is wrong.
         RuntimeError: in the backward pass, if a parameter, an input or a state has changed since.
-            (Of what has no gradient, that is seen of tensors that autograd would save.)
+            (Of other tensors that is seen if autograd would save them.)
 
     Example:
         >>> cell, head, start = nn.GRUCell(3, 16), nn.Linear(16, 3), torch.zeros(8, 3)
