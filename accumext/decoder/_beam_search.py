@@ -76,35 +76,41 @@ class _Search:
         zeros = torch.zeros_like(none, dtype=torch.int64)
         log_probs = torch.zeros_like(none, dtype=model.layer.dtype)
         self.kept = _Kept(none, zeros, zeros, zeros, log_probs)
+        self.some_kept = False  # whether any may be
         self.tokens = first.expand(beams, batch)
         self.state, self.best_state = self._on_every_beam(state), state
-        self.path: list[_Candidates] = []  # the live hypotheses after each step
+        # Parents, tokens and log-probabilities [K, B] of the live hypotheses after each step.
+        self.path: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def advance(self, step: int) -> None:
         """One more token of every live hypothesis."""
         hidden, state = self._step()
-        candidates = self._candidates(hidden)
-        rank = torch.arange(len(candidates.score), device=self.rows.device)[:, None]
-        ends = self.limits == step + 1
+        candidates, ends = self._candidates(hidden), self.limits == step + 1
         is_eos = torch.zeros_like(candidates.token, dtype=torch.bool)
         if self.model.eos is not None:
             is_eos = candidates.token == self.model.eos
-        finished = (
-            (is_eos | ends) & self.open & (candidates.score > -torch.inf) & (rank < self.beams)
-        )
-        self._keep(step, candidates, finished, state)
-        # Stable: what lives on stays in order, and what has ended goes behind it.
-        order = candidates.score.masked_fill(is_eos, -torch.inf).sort(
-            dim=0, descending=True, stable=True
-        )
-        alive = order.indices[: self.beams]
-        live = _Candidates(*(column.gather(0, alive) for column in candidates))
-        live = live._replace(score=order.values[: self.beams])
+        over = is_eos | ends
+        if _may_be_any(over):
+            possible = self.open & (candidates.score[: self.beams] > -torch.inf)
+            self._keep(step, candidates, over[: self.beams] & possible, state)
+            self.some_kept = True
+        live = _Candidates(*(column[: self.beams] for column in candidates))
+        if _may_be_any(is_eos):
+            # Stable: what lives on stays in order, and what has ended goes behind it.
+            order = candidates.score.masked_fill(is_eos, -torch.inf).sort(
+                dim=0, descending=True, stable=True
+            )
+            alive = order.indices[: self.beams]
+            live = _Candidates(*(column.gather(0, alive) for column in candidates))
+            live = live._replace(score=order.values[: self.beams])
         self.scores, self.tokens = live.score, live.token
-        self.path.append(live)
+        # Copies: a view would keep all candidates.
+        self.path.append((live.parent.clone(), live.token.clone(), live.log_prob.clone()))
         at = (live.parent * self.batch + self.rows).flatten()
         self.state = map_tensors(partial(self._select, at=at), state)
-        self.open = self.open & ~ends & (self.kept.score[-1] < self._attainable(step))
+        self.open = self.open & ~ends & (self.scores[0] > -torch.inf)
+        if self.some_kept:
+            self.open &= self.kept.score[-1] < self._attainable(step)
 
     def results(self) -> tuple[Generated, Tensor]:
         """The hypotheses kept, from their last tokens to their first."""
@@ -115,10 +121,10 @@ class _Search:
         for step in reversed(range(steps)):
             last, inside = kept.length == step + 1, kept.length > step + 1
             if step < len(self.path):
-                candidates = _Candidates(*(column.gather(0, parent) for column in self.path[step]))
-                tokens[step] = torch.where(inside, candidates.token, tokens[step])
-                log_probs[step] = torch.where(inside, candidates.log_prob, 0)
-                parent = torch.where(inside, candidates.parent, parent)
+                before, token, log_prob = (column.gather(0, parent) for column in self.path[step])
+                tokens[step] = torch.where(inside, token, tokens[step])
+                log_probs[step] = torch.where(inside, log_prob, 0)
+                parent = torch.where(inside, before, parent)
             tokens[step] = torch.where(last, kept.token, tokens[step])
             log_probs[step] = torch.where(last, kept.log_prob, log_probs[step])
         silent = self.limits == 0  # a row of no steps has one hypothesis, of no tokens
@@ -149,7 +155,7 @@ class _Search:
             rows.view(shape).transpose(1, 2).flatten(0, 1)
             for rows in self._likeliest(hidden, count)
         )
-        score = self.scores.repeat_interleave(count, 0) + log_prob
+        score = (self.scores[:, None] + log_prob.view(self.beams, count, -1)).flatten(0, 1)
         order = score.sort(dim=0, descending=True, stable=True)
         at = order.indices
         return _Candidates(order.values, at // count, token.gather(0, at), log_prob.gather(0, at))
@@ -160,27 +166,29 @@ class _Search:
         layer = self.model.layer
         if hidden.device.type != "cpu":
             return layer.likeliest(hidden, count)
-        live = ((self.scores > -torch.inf) & self.open).flatten().nonzero()[:, 0]
-        if len(live) == len(hidden):
+        is_live = (self.scores > -torch.inf) & self.open
+        if is_live.all():
             return layer.likeliest(hidden, count)
+        live = is_live.flatten().nonzero()[:, 0]
         log_probs = hidden.new_zeros(len(hidden), count, dtype=layer.dtype)
         tokens = torch.zeros(log_probs.shape, dtype=torch.int64)
         log_probs[live], tokens[live] = layer.likeliest(hidden[live], count)
         return log_probs, tokens
 
     def _keep(self, step: int, candidates: _Candidates, finished: Tensor, state: State) -> None:
-        """Set aside the continuations that have ended, if they are among the best."""
+        """Set aside those of the best K continuations that have ended, `finished` [K, B]."""
         size = self.beams
-        score = (candidates.score / (step + 1) ** self.penalty).masked_fill(~finished, -torch.inf)
-        length = torch.full_like(candidates.token, step + 1).masked_fill(~finished, 0)
-        more = _Kept(score, length, candidates.parent, candidates.token, candidates.log_prob)
-        both = _Kept(*(torch.cat([a, b[:size]]) for a, b in zip(self.kept, more, strict=True)))
+        best = _Candidates(*(column[:size] for column in candidates))
+        score = (best.score / (step + 1) ** self.penalty).masked_fill(~finished, -torch.inf)
+        length = torch.where(finished, step + 1, 0)
+        more = _Kept(score, length, best.parent, best.token, best.log_prob)
+        both = _Kept(*map(torch.cat, zip(self.kept, more, strict=True)))
         order = both.score.sort(dim=0, descending=True, stable=True).indices[:size]
         self.kept = _Kept(*(column.gather(0, order) for column in both))
         is_new = (order[0] >= size) & (self.kept.score[0] > -torch.inf)
         at = self.kept.parent[0] * self.batch + self.rows
-        best = map_tensors(partial(self._select, at=at), state)
-        self.best_state = freeze(OP, is_new, best, self.best_state, self.model.cell.batch_dim)
+        state = map_tensors(partial(self._select, at=at), state)
+        self.best_state = freeze(OP, is_new, state, self.best_state, self.model.cell.batch_dim)
 
     def _attainable(self, step: int) -> Tensor:
         """What the best live hypothesis [B] can score at most, with no further loss: shortest or
@@ -197,6 +205,11 @@ class _Search:
 
     def _select(self, leaf: Tensor, at: Tensor) -> Tensor:
         return leaf if leaf.dim() == 0 else leaf.index_select(self.model.cell.batch_dim, at)
+
+
+def _may_be_any(flags: Tensor) -> bool:
+    """Whether a flag is set; of a GPU's, which the host would wait for, that is not asked."""
+    return flags.device.type != "cpu" or bool(flags.any())
 
 
 def _rows(leaf: Tensor, at: slice, dim: int) -> Tensor:

@@ -392,6 +392,16 @@ def test_forbidden_words_are_in_no_hypothesis() -> None:
     assert out.lengths.tolist() == [[3, 0]] * BATCH
 
 
+def test_a_beam_ends_where_no_hypothesis_is_left() -> None:
+    """Here because logits are NaN: nothing could become better any more."""
+    decoder = make_decoder("gru_cell", vocabulary=4)
+    with torch.no_grad():
+        decoder.head.bias[2] = torch.nan
+    call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
+    out = accumext.generate(*call, max_length=10**12, eos=1, search="beam", beams=2)
+    assert not out.lengths.any()
+
+
 def test_the_context_says_how_many_rows_there_are() -> None:
     decoder = make_decoder("gru_cell")
 
