@@ -398,7 +398,7 @@ def test_a_beam_ends_where_no_hypothesis_is_left() -> None:
     with torch.no_grad():
         decoder.head.bias[2] = torch.nan
     call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
-    out = accumext.generate(*call, max_length=10**12, eos=1, search="beam", beams=2)
+    out = accumext.generate(*call, max_length=10**12, search="beam", beams=2)
     assert not out.lengths.any()
 
 
