@@ -132,17 +132,22 @@ def tbptt(
     running = _Steps(step, _Losses(criterion, targets, rows), source, rows)
     history = _StateHistory(k2, targets.device) if k1 < k2 else None
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
+    # State and context may come from one graph, as those of an encoder do: it is walked once.
+    together = any(tensor.requires_grad for tensor in context)
     losses = []
     for first, begin, end in windows(steps, k1, k2) if steps else []:
         if history is not None:
             state = history.restore(first, state)
+        ends = end == steps
+        reached = ends if together else first == 0 and (ends or min(end + k1, steps) > k2)
         if first == 0:
-            state = initial.tensors(last=end == steps or min(end + k1, steps) > k2)
-        running.context = memory.tensors(last=end == steps)
+            state = initial.tensors(last=reached)
+        elif reached:
+            initial.tensors(last=True)
+        running.context = memory.tensors(last=ends)
         loss, state = running.run(first, begin, end, state, history)
         loss = loss * loss_factor
-        shared = [initial] if first == 0 else []
-        for tie in [graph.tie() for graph in (*shared, memory)]:
+        for tie in [graph.tie() for graph in ([initial] if reached else []) + [memory]]:
             loss = loss if tie is None else loss + tie.to(loss.dtype)
         losses.append(loss.detach())
         backward(loss)
@@ -218,7 +223,8 @@ class _Steps:
             given = self._read_again(t, state, history)
             counts = write_counts(given)
             result = self.step(self.inputs[t], state, *self.context)
-            check_unwritten(OP, "step", "input, state or context", given, counts)
+            what = "no tensor of its input, state or context"
+            check_unwritten(OP, "step", what, given, counts)
             if not isinstance(result, tuple) or len(result) != 2:
                 fail_type(OP, "step", "return (logits, state)", type_name(result))
             output, new_state = result
@@ -239,9 +245,19 @@ class _Steps:
 
     @torch.no_grad()
     def _feed_back(self, t: int, output: Tensor) -> None:
-        self.outputs.append(self.source.choose(t, output) if self.predicts else output.detach())
+        chosen = self.source.choose(t, output) if self.predicts else output.detach().clone()
+        self.outputs.append(chosen)
         if t + 1 < self.count:
             self.inputs.append(self.source.next(t + 1, self.outputs[t]))
+
+
+class _SavedState(NamedTuple):
+    """What a step starts from."""
+
+    step: int
+    state: State  # detached
+    write_counts: list[int]
+    rng: tuple[Tensor, ...]
 
 
 class _StateHistory:
@@ -249,20 +265,24 @@ class _StateHistory:
 
     def __init__(self, k2: int, device: torch.device) -> None:
         self._device = device
-        self._saved: deque[tuple[int, State, tuple[Tensor, ...]]] = deque(maxlen=k2)
+        self._saved: deque[_SavedState] = deque(maxlen=k2)
 
     def save(self, step: int, state: State) -> None:
         """Save the state before `step`, once."""
-        if not self._saved or self._saved[-1][0] < step:
-            self._saved.append((step, detach(state), rng_state(self._device)))
+        if not self._saved or self._saved[-1].step < step:
+            state = detach(state)
+            counts = write_counts(tensors(state))
+            self._saved.append(_SavedState(step, state, counts, rng_state(self._device)))
 
     def restore(self, step: int, current: State) -> State:
         """The state before `step`, with the generators put back so that dropout replays; `current`
         if the step has not been run yet."""
-        for saved_step, state, rng in self._saved:
-            if saved_step == step:
-                set_rng_state(rng, self._device)
-                return state
+        for saved in self._saved:
+            if saved.step == step:
+                what = "no state of an earlier step"
+                check_unwritten(OP, "step", what, tensors(saved.state), saved.write_counts)
+                set_rng_state(saved.rng, self._device)
+                return saved.state
         return current
 
 

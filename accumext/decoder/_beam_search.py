@@ -9,13 +9,13 @@ done once none of its live hypotheses could become better than the worst that is
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accumext.decoder._generation_model import OP, EndWatch, Generated, GenerationModel
-from accumext.decoder._recurrent_state import State, freeze, join, map_tensors
+from accumext.decoder._recurrent_state import State, freeze, join, leaves, map_leaves, map_tensors
 from accumext.decoder._sampling import stepwise
 
 
@@ -131,7 +131,19 @@ class _Search:
         scores = kept.score.clone()
         scores[0] = scores[0].masked_fill(silent, 0.0)
         found = (tokens.transpose(1, 2), log_probs.transpose(1, 2), kept.length.t())
-        return Generated(*found, self.best_state), scores.t().to(self.model.layer.dtype)
+        return Generated(*found, self._last_state()), scores.t().to(self.model.layer.dtype)
+
+    def _last_state(self) -> State:
+        """The best hypotheses' states, and what is everyone's as the last step left it."""
+        if not self.some_kept:
+            return self.best_state
+        current = iter(leaves(self.state))
+
+        def last(leaf: Any) -> Any:
+            now = next(current)
+            return leaf if isinstance(now, Tensor) and now.dim() > 0 else now
+
+        return map_leaves(last, self.best_state)
 
     def _step(self) -> tuple[Tensor, State]:
         """Outputs [K B, H] and states after the hypotheses' last tokens."""
@@ -213,5 +225,5 @@ def _may_be_any(flags: Tensor) -> bool:
 
 
 def _rows(leaf: Tensor, at: slice, dim: int) -> Tensor:
-    """A view of these rows."""
-    return leaf if leaf.dim() == 0 else leaf.narrow(dim, at.start, at.stop - at.start)
+    """A view of these rows; a number of all rows, which a cell may write into, as it is now."""
+    return leaf.clone() if leaf.dim() == 0 else leaf.narrow(dim, at.start, at.stop - at.start)

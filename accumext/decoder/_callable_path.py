@@ -69,7 +69,7 @@ def decode_with_callable(tokens: TokenBuffers) -> Decoded:
         value, inverse_divisor = tokens.reduced_loss()
     if not grad_enabled:
         return Decoded(value, last, outputs, extras)
-    saved = SavedForBackward(tokens, plan, inverse_divisor, gradients, steps.leaves or [])
+    saved = SavedForBackward(tokens, plan, inverse_divisor, gradients, steps.used)
     loss: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
         saved, value, args.head_weight, args.head_bias, anchor, *(s.hidden for s in segments)
     )
@@ -105,10 +105,13 @@ class _Steps:
     segment: int  # steps of the longest segment
     builds_graph: bool
     known: int = 0  # steps whose tokens are known; later passes over them are replays
-    leaves: list[Tensor] | None = None  # that the graph of a step uses; None: none was built yet
 
     def __post_init__(self) -> None:
         self._first_node = next_node_number() if self.builds_graph else 0
+        # Trained parameters, those of the cell and what else the graph of its first step uses, and
+        # how often each had been written when the steps began.
+        self.used = [(p, write_count(p)) for p in parameter_tensors(self.args.cell)]
+        self._knows_graph = False
 
     def once(self, state: State) -> tuple[list[_Segment], State]:
         """Every step once: k2 is None, or k1 = k2, where the state is detached every k1 steps.
@@ -154,7 +157,8 @@ class _Steps:
         borders = [*sorted({begin for begin, _, _ in windows}), self.args.steps]
         with torch.no_grad():
             for border, following in pairwise(borders):
-                starts[border] = (last, rng_state(device) if draws else None)
+                kept = map_tensors(torch.clone, last)  # a cell may write into its own later
+                starts[border] = (kept, rng_state(device) if draws else None)
                 for first, stop in segments(following - border, None, self.segment):
                     begin, end = border + first, border + stop
                     _, last = self._run_segment(begin, begin, end, last)
@@ -187,9 +191,12 @@ class _Steps:
     ) -> tuple[_Segment, State]:
         args, tokens, batch_dim = self.args, self.tokens, self.args.cell.batch_dim
         hiddens, outputs, extras = [], [], []
+        returned: list[Tensor] = []
+        counts: list[int] = []
         known = None
         if not args.free_running:
-            known = args.table.lookup(anchor, tokens.inputs[begin:end]).unbind()
+            embedded = args.table.lookup(anchor, tokens.inputs[begin:end].flatten())
+            known = torch.unsafe_split(embedded, args.batch)  # no views: a cell may write into them
         for step in range(begin, end):
             if known is None:
                 x = args.table.lookup(anchor, tokens.inputs[step])
@@ -201,8 +208,12 @@ class _Steps:
             state = args.gate.attach(step, state, batch_dim)
             output, new_state, more = self._call(x, state, context)
             check_output(OP, output, args.batch, args.head_weight.shape[1])
-            if self.leaves is None and torch.is_grad_enabled():
-                self.leaves = leaves_since(self._first_node, [output, *tensors(new_state)])
+            if not self._knows_graph and torch.is_grad_enabled():
+                self._knows_graph = True
+                leaves = leaves_since(self._first_node, [output, *tensors(new_state)])
+                self.used += [(leaf, write_count(leaf)) for leaf in leaves]
+            if not torch.is_grad_enabled():  # a cell may return the same memory at every step
+                output, more = output.clone(), map_tensors(torch.clone, more)
             if tokens.live is not None:
                 live = tokens.live[step].clone()  # later rows are written, and the graph keeps this
                 new_state = freeze(OP, live, new_state, state, batch_dim)
@@ -212,9 +223,13 @@ class _Steps:
                 hiddens.append(hidden)
                 outputs.append(output)
                 extras.append(more if args.return_outputs else detach(more))
+                given = [output, *tensors(more)]
+                returned += given
+                counts += write_counts(given)
             if args.free_running and step >= self.known:
                 self._predict(step, step + 1, hidden)
                 tokens.feed_back(step)
+        check_unwritten(OP, "cell", "no output or extras of an earlier step", returned, counts)
         joined = torch.stack(hiddens)
         if end > self.known:
             self._predict(begin, end, joined.flatten(0, 1))
@@ -231,11 +246,12 @@ class _Steps:
         if not (self.builds_graph or self.tokens.live is not None or args.resets is not None):
             return args.cell.step(x, state, *context)
         if torch.is_inference_mode_enabled():  # its tensors count no writes
-            return args.cell.step(x, map_tensors(torch.clone, state), *context)
+            output, state, more = args.cell.step(x, map_tensors(torch.clone, state), *context)
+            return output, map_tensors(torch.clone, state), more
         given = [*tensors(state), *(context if self.builds_graph else ())]
         counts = write_counts(given)
         result = args.cell.step(x, state, *context)
-        check_unwritten(OP, "cell", "state or context", given, counts)
+        check_unwritten(OP, "cell", "no tensor of its state or context", given, counts)
         return result
 
     def _predict(self, begin: int, end: int, hidden: Tensor) -> None:

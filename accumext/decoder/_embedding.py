@@ -26,6 +26,7 @@ class EmbeddingTable:
     max_norm: float | None = None
     norm_type: float = 2.0
     sparse: bool = False
+    renormalised: bool = False  # whether all rows that are looked up have been, to max_norm
     tied_gradient: Tensor | None = None  # [V, E]: the head's, where the head shares the weight
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens [n], dx [n, E])
 
@@ -40,10 +41,10 @@ class EmbeddingTable:
         return x
 
     def renormalise(self, tokens: Tensor) -> None:
-        """Do at once what lookups of these tokens would do to the weight, and let none do more."""
+        """Do at once what lookups of these tokens, the only ones, would do to the weight."""
         if self.max_norm is not None:
             torch.embedding_renorm_(self.weight.detach(), tokens, self.max_norm, self.norm_type)
-            self.max_norm = None
+            self.renormalised = True
 
     def discard_gradients(self) -> None:
         """Drop what a backward pass that failed midway has stored."""
@@ -89,8 +90,8 @@ class _Lookup(torch.autograd.Function):
         ctx.table = table
         # Not a saved tensor: checkpointing would run the segment again to get it.
         ctx.tokens = tokens
-        weight = table.weight.detach()
-        return F.embedding(tokens, weight, None, table.max_norm, table.norm_type)
+        limit = None if table.renormalised else table.max_norm
+        return F.embedding(tokens, table.weight.detach(), None, limit, table.norm_type)
 
     @staticmethod
     @once_differentiable

@@ -108,11 +108,11 @@ def write_counts(given: list[Tensor]) -> list[int]:
     return [0 if t.is_inference() else write_count(t) for t in given]
 
 
-def check_unwritten(op: str, name: str, whose: str, given: list[Tensor], counts: list[int]) -> None:
-    """Raise if a function has written into the tensors that it was given, which are read again."""
+def check_unwritten(op: str, name: str, what: str, given: list[Tensor], counts: list[int]) -> None:
+    """Raise if a function has written into tensors that are read again."""
     for tensor, before, now in zip(given, counts, write_counts(given), strict=True):
         if before != now:
-            contract = f"write into no tensor of its {whose}"
+            contract = f"write into {what}"
             got = f"a write into one of shape {list(tensor.shape)}"
             advice = "Make new ones: count + 1 in place of count += 1"
             raise RuntimeError(message(op, name, contract, got, advice))

@@ -63,12 +63,13 @@ def generate_tokens(
 def _step(
     model: GenerationModel, tokens: Tensor, state: State, alive: Tensor
 ) -> tuple[Tensor, State]:
-    """As `GenerationModel.step`, but rows that have ended keep their state, into which a cell may
+    """As `GenerationModel.step`, but rows that have ended keep their state, which the cell may
     write."""
     if not model.ends or _all_known_alive(alive):
         return model.step(tokens, state)
-    hidden, new_state = model.step(tokens, map_tensors(torch.clone, state))
-    return hidden, freeze(OP, alive, new_state, state, model.cell.batch_dim)
+    before = map_tensors(torch.clone, state)
+    hidden, new_state = model.step(tokens, state)
+    return hidden, freeze(OP, alive, new_state, before, model.cell.batch_dim)
 
 
 def _all_known_alive(alive: Tensor) -> bool:

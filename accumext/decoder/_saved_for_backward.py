@@ -12,6 +12,7 @@ from accumext._checks import message
 from accumext._torch_private import write_count
 from accumext._wgrad_fusion import Destination, destination
 from accumext.decoder._arguments import OP
+from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, HeadGradients, NeedsGrad
 from accumext.decoder._memory import WorkspacePlan
 from accumext.decoder._token_buffers import TokenBuffers
@@ -26,12 +27,15 @@ class SavedForBackward:
         plan: WorkspacePlan,
         inverse_divisor: Tensor,  # 0-dim
         gradients: HeadGradients | None,  # of the summed loss; None: to be formed
-        leaves: Sequence[Tensor] = (),  # that a callable's steps use
+        # What a callable's steps use, and how often it had been written when they began.
+        used: Sequence[tuple[Tensor, int]] = (),
     ) -> None:
         self.args, self.tokens = tokens.args, tokens
         self.plan, self._inverse_divisor, self._gradients = plan, inverse_divisor, gradients
         self._divided = tokens.known_inverse_divisor is not None
-        self._leaves = [leaf for leaf in leaves if leaf is not self.args.table.weight]
+        self._used = [tensor for tensor, _ in used if tensor is not self.args.table.weight]
+        # Steps write into what they renormalise, and may do so again.
+        self._written = {id(tensor) for tensor, count in used if write_count(tensor) != count}
         self._parameters = [(p, write_count(p)) for p in self._read_again()]
 
     def check_unchanged(self) -> None:
@@ -102,5 +106,8 @@ class SavedForBackward:
         args = self.args
         table = [] if args.table.max_norm is not None else [args.table.weight]
         head = [args.head_weight, *([] if args.head_bias is None else [args.head_bias])]
-        cell = [] if args.cell.module is None else args.cell.module.parameters()
-        return [*table, *head, *cell, *self._leaves]
+        trained = parameter_tensors(args.cell)
+        if args.rnn_weights is not None and args.cell.module is not None:
+            trained = list(args.cell.module.parameters())  # frozen or not, they are all read
+        used = [t for t in (*trained, *self._used) if id(t) not in self._written]
+        return [*table, *head, *used]

@@ -120,6 +120,83 @@ def test_a_cell_that_writes_into_its_state_without_a_graph(mode: Any) -> None:
             assert run(decoder, cell, state(), lengths=lengths).state[1].tolist() == lengths
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("feedback", ["teacher", "greedy"])
+@pytest.mark.parametrize("what", ["state", "buffer"])
+def test_a_cell_may_return_the_same_memory_at_every_step_without_a_graph(
+    what: str, feedback: str, mode: Any
+) -> None:
+    decoder = make_decoder("gru_cell")
+    buffer = torch.empty(BATCH, 5, dtype=torch.float64)
+
+    def cell(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = h if what == "state" else buffer
+        out.copy_(decoder.cell(x, h))
+        return out, out, out
+
+    with mode():
+        expected = run(decoder, decoder.step, feedback=feedback, return_outputs=True)
+        out = run(decoder, cell, decoder.state.clone(), feedback=feedback, return_outputs=True)
+    torch.testing.assert_close(out.loss, expected.loss)
+    torch.testing.assert_close(out.outputs, expected.outputs)
+    torch.testing.assert_close(out.extras, expected.outputs)
+
+
+@pytest.mark.parametrize("options", [{}, {"k1": 2, "k2": 5}, {"memory_budget": 4000}], ids=str)
+@pytest.mark.parametrize("feedback", ["teacher", "greedy"])
+@pytest.mark.parametrize("what", ["output", "extras"])
+def test_an_output_that_the_cell_writes_again_is_an_error(
+    what: str, feedback: str, options: dict[str, Any]
+) -> None:
+    decoder = make_decoder("gru_cell")
+    buffer = torch.zeros(BATCH, 5, dtype=torch.float64)
+
+    def cell(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = decoder.cell(x, h)
+        buffer.copy_(h.detach())
+        return (buffer if what == "output" else h), h, buffer
+
+    text = "cell must write into no output or extras of an earlier step, got a write into one of"
+    with raises(RuntimeError, text):
+        run(decoder, cell, feedback=feedback, **options)
+
+
+@pytest.mark.parametrize("feedback", ["teacher", "greedy"])
+def test_states_in_two_buffers_in_turn(feedback: str) -> None:
+    """Windows begin with states that are overwritten two steps later."""
+    decoder = make_decoder("gru_cell")
+    buffers, calls = [torch.zeros(BATCH, 5, dtype=torch.float64) for _ in range(2)], []
+
+    def cell(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = decoder.cell(x, h)
+        if torch.is_grad_enabled():
+            return h, h
+        calls.append(1)
+        return h, buffers[len(calls) % 2].copy_(h)
+
+    out = run(decoder, cell, feedback=feedback, k1=2, k2=4)
+    expected = run(decoder, feedback=feedback, k1=2, k2=4)
+    distance = relative_distance(decoder.gradients(out.loss), decoder.gradients(expected.loss))
+    assert distance < EXACT
+
+
+@pytest.mark.parametrize("options", [{}, {"k1": 2, "k2": 5}, {"memory_budget": 4000}], ids=str)
+@pytest.mark.parametrize("feedback", ["teacher", "greedy"])
+def test_a_cell_may_write_into_what_it_reads(feedback: str, options: dict[str, Any]) -> None:
+    """Such as by dropout in place: each step has an embedded input of its own."""
+    decoder = make_decoder("gru_cell")
+
+    def cell(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return decoder.step(x.mul_(2), h)
+
+    def plain(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return decoder.step(x * 2, h)
+
+    found = [run(decoder, each, feedback=feedback, **options).loss for each in (cell, plain)]
+    distance = relative_distance(*(decoder.gradients(loss) for loss in found))
+    assert distance < EXACT
+
+
 @pytest.mark.parametrize("periods", [(2, 2), (2, 5)])
 def test_dropout_is_the_same_in_overlapping_windows(periods: tuple[int, int]) -> None:
     decoder = make_decoder("lstm", dropout=0.5)

@@ -345,6 +345,50 @@ def test_a_cell_may_write_into_its_state(search: str, ends: dict[str, Any]) -> N
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("search", ["greedy", "beam"])
+@pytest.mark.parametrize("context", [False, True])
+def test_a_number_of_all_rows_may_be_written_too(search: str, context: bool) -> None:
+    """Every hypothesis has read it as it was."""
+    decoder = make_decoder("gru_cell")
+    memory = torch.randn(BATCH, 5, dtype=torch.float64)
+
+    def cell(x: Tensor, state: Any, *memory: Tensor, written: bool) -> tuple[Tensor, Any]:
+        h, count = state
+        count = count.add_(1) if written else count + 1
+        h = decoder.cell(x, h) + torch.sin(count) * (memory[0] if memory else 1)
+        return h, (h, count)
+
+    found = []
+    for written in (False, True):
+        out = accumext.generate(
+            decoder.embedding, partial(cell, written=written), decoder.head,
+            (decoder.state, torch.zeros((), dtype=torch.float64)), max_length=9, search=search,
+            beams=3, eos=2, lengths=[9, 4, 1], context=(memory,) if context else (),
+        )  # fmt: skip
+        found.append(out)
+    assert torch.equal(found[0].tokens, found[1].tokens)
+    assert torch.equal(found[0].scores, found[1].scores)
+    assert torch.equal(found[0].state[1], found[1].state[1])
+
+
+@pytest.mark.parametrize("lengths", [None, [5, 2, 3]])
+def test_a_cell_may_keep_its_state_in_a_buffer(lengths: list[int] | None) -> None:
+    decoder = make_decoder("gru_cell")
+    buffer = torch.empty(BATCH, 5, dtype=torch.float64)
+
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        buffer.copy_(decoder.cell(x, h))
+        return buffer, buffer
+
+    call: dict[str, Any] = {"max_length": 8, "lengths": lengths}
+    expected = accumext.generate(
+        decoder.embedding, decoder.step, decoder.head, decoder.state, **call
+    )
+    out = accumext.generate(decoder.embedding, cell, decoder.head, decoder.state, **call)
+    assert torch.equal(out.tokens, expected.tokens)
+    assert torch.equal(out.state, expected.state)
+
+
 def test_it_ends_where_every_row_has_ended() -> None:
     decoder, calls = make_decoder("gru_cell"), []
 

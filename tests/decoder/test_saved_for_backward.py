@@ -96,6 +96,59 @@ def test_a_frozen_parameter_that_changed_is_an_error(kind: str) -> None:
         out.loss.backward()
 
 
+@pytest.mark.parametrize("where", ["table", "cell", "function"])
+@pytest.mark.parametrize("kind", ["gru_cell", "lstm", "called"])
+def test_renormalised_embeddings_are_no_changed_parameters(kind: str, where: str) -> None:
+    """Lookups write into the weight: of another call before the backward pass, of a replay."""
+    if where == "table":
+        decoder = make_decoder("gru_cell" if kind == "called" else kind)
+        decoder.embedding.max_norm = 0.5
+        cell: Any = decoder.step if kind == "called" else decoder.cell
+    else:
+        decoder = make_decoder("gru_cell")
+
+        class Own(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = decoder.cell
+                self.words = nn.Embedding(30, 5, max_norm=0.5, dtype=torch.float64)
+
+            def forward(self, x: torch.Tensor, state: Any) -> Any:
+                h, t = state
+                h = self.inner(x + self.words(t), h)
+                return h, (h, t + 1)
+
+        own = Own()
+        cell = own if where == "cell" else own.forward
+        decoder.state = (decoder.state, torch.zeros(3, dtype=torch.int64))
+        decoder.leaves = [leaf for leaf in decoder.leaves if leaf is not decoder.state]
+    for options in ({"feedback": "teacher"}, {"feedback": "greedy", "memory_budget": 4000}):
+        calls = [run(decoder, cell, **options) for _ in range(2)]
+        expected = torch.autograd.grad(calls[1].loss, decoder.leaves, retain_graph=True)
+        again = torch.autograd.grad(calls[1].loss, decoder.leaves)
+        other = torch.autograd.grad(calls[0].loss, decoder.leaves)
+        assert relative_distance(list(again), list(expected)) < EXACT
+        assert relative_distance(list(other), list(expected)) < EXACT
+
+
+def test_an_average_that_the_cell_holds_may_be_updated() -> None:
+    decoder = make_decoder("gru_cell")
+
+    class WithAverage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = decoder.cell
+            self.average = nn.Linear(3, 3).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor, h: torch.Tensor) -> Any:
+            return decoder.step(x, h)
+
+    cell = WithAverage()
+    out = run(decoder, cell)
+    cell.average.weight.mul_(0.9)
+    out.loss.backward()
+
+
 def test_a_backward_pass_that_failed_leaves_nothing_behind() -> None:
     decoder = make_decoder("gru_cell", tied=True)
     expected = decoder.gradients(run(decoder).loss)

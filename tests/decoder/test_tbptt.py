@@ -99,6 +99,70 @@ def test_a_step_that_writes_into_its_tensors(
         accumext.tbptt(step, series.clone(), state, context=(torch.zeros(BATCH),), **call)
 
 
+def test_a_state_that_is_written_before_a_window_starts_from_it_is_an_error() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    buffers, calls = [torch.zeros(1, 3) for _ in range(2)], []
+
+    def step(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(1)
+        return h * weight, buffers[len(calls) % 2].copy_(h.detach() + x)
+
+    text = "tbptt: step must write into no state of an earlier step, got a write"
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        accumext.tbptt(
+            step, torch.ones(6, 1, 3), torch.zeros(1, 3), criterion=lambda h, y: (h * y).sum(),
+            feedback="teacher", k1=1, k2=4,
+        )  # fmt: skip
+
+
+def test_outputs_are_those_of_their_steps() -> None:
+    """Also where the step returns the state that it writes into."""
+    weight = torch.ones(3, requires_grad=True)
+
+    def step(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h.add_(x * weight)
+        return h, h
+
+    series = torch.ones(4, 1, 3)
+    result = accumext.tbptt(
+        step,
+        series,
+        torch.zeros(1, 3),
+        criterion=lambda h, y: (h * y).sum(),
+        feedback="teacher",
+        start=1,
+        k1=4,
+    )
+    assert result.tokens[:, 0, 0].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("periods", PERIODS)
+def test_state_and_context_may_come_from_one_graph(periods: tuple[int, int]) -> None:
+    """As the last state and the outputs of an encoder do."""
+    decoder = make_decoder("gru_cell")
+    encoder = nn.Linear(5, 5, dtype=torch.float64)
+    source = torch.randn(BATCH, 5, dtype=torch.float64)
+    leaves = [*encoder.parameters(), *decoder.cell.parameters()]
+
+    def step(token: torch.Tensor, h: Any, memory: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        h = decoder.cell(decoder.embedding(token) + memory, h)
+        return decoder.head(h), h
+
+    k1, k2 = periods
+    found = []
+    for shared in (True, False):
+        encoded = torch.tanh(encoder(source))
+        other = encoded if shared else torch.tanh(encoder(source))
+        accumext.tbptt(
+            step, TARGETS, encoded * 2, criterion=F.cross_entropy, feedback="greedy", k1=k1, k2=k2,
+            context=(other + 1,),
+        )  # fmt: skip
+        found.append([leaf.grad for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
+    assert relative_distance(*found) < EXACT
+
+
 def test_tbptt_keeps_what_only_early_windows_use() -> None:
     decoder = make_decoder("gru_cell")
     bonus = torch.randn(BATCH, VOCABULARY, dtype=torch.float64, requires_grad=True)
