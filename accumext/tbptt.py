@@ -132,22 +132,24 @@ def tbptt(
     running = _Steps(step, _Losses(criterion, targets, rows), source, rows)
     history = _StateHistory(k2, targets.device) if k1 < k2 else None
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
-    # State and context may come from one graph, as those of an encoder do: it is walked once.
+    # State and context may come from one graph, as those of an encoder do, which one backward pass
+    # frees: then the last window of all takes the gradients of the state along.
     together = any(tensor.requires_grad for tensor in context)
     losses = []
     for first, begin, end in windows(steps, k1, k2) if steps else []:
         if history is not None:
             state = history.restore(first, state)
         ends = end == steps
-        reached = ends if together else first == 0 and (ends or min(end + k1, steps) > k2)
+        last_from_start = first == 0 and (ends or min(end + k1, steps) > k2)
+        reaches_initial = ends if together else last_from_start
         if first == 0:
-            state = initial.tensors(last=reached)
-        elif reached:
-            initial.tensors(last=True)
+            state = initial.tensors(last=reaches_initial)
+        elif reaches_initial:
+            initial.tensors(last=True)  # for their tie alone
         running.context = memory.tensors(last=ends)
         loss, state = running.run(first, begin, end, state, history)
         loss = loss * loss_factor
-        for tie in [graph.tie() for graph in ([initial] if reached else []) + [memory]]:
+        for tie in [graph.tie() for graph in ([initial] if reaches_initial else []) + [memory]]:
             loss = loss if tie is None else loss + tie.to(loss.dtype)
         losses.append(loss.detach())
         backward(loss)

@@ -108,8 +108,8 @@ class _Steps:
 
     def __post_init__(self) -> None:
         self._first_node = next_node_number() if self.builds_graph else 0
-        # Trained parameters, those of the cell and what else the graph of its first step uses, and
-        # how often each had been written when the steps began.
+        # The cell's trained parameters and the other leaves in the graph of its first step, and how
+        # often each had been written when the steps began.
         self.used = [(p, write_count(p)) for p in parameter_tensors(self.args.cell)]
         self._knows_graph = False
 

@@ -163,8 +163,8 @@ def decode_loss(
     Raises:
         ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.
         TypeError: a type is wrong.
-        RuntimeError: a callable writes into its state or context; in the backward pass, if a
-            parameter has changed since.
+        RuntimeError: a callable writes into its state or context, or into what it has returned; in
+            the backward pass, if a parameter has changed since.
 
     Example:
         >>> embedding, cell, head = nn.Embedding(100, 8), nn.GRUCell(8, 16), nn.Linear(16, 100)

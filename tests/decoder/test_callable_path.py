@@ -54,7 +54,7 @@ def test_attention_memory_and_any_nesting_of_state() -> None:
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([6, 3, 0])], ids=["whole", "lengths"])
-def test_a_cell_may_write_into_its_state(lengths: torch.Tensor | None) -> None:
+def test_a_cell_may_replace_the_tensors_in_its_state(lengths: torch.Tensor | None) -> None:
     decoder = make_decoder("gru_cell")
 
     def cell(x: torch.Tensor, state: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
