@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -140,6 +141,28 @@ def test_a_cell_may_return_the_same_memory_at_every_step_without_a_graph(
     torch.testing.assert_close(out.loss, expected.loss)
     torch.testing.assert_close(out.outputs, expected.outputs)
     torch.testing.assert_close(out.extras, expected.outputs)
+
+
+@pytest.mark.parametrize("feedback", ["teacher", "greedy"])
+def test_rows_that_ended_keep_a_state_from_a_buffer_in_inference_mode(feedback: str) -> None:
+    """Also after the first step of a cell that makes its own initial state."""
+    decoder = make_decoder("gru_cell")
+    buffer = torch.empty(BATCH, 5, dtype=torch.float64)
+
+    def cell(x: torch.Tensor, h: torch.Tensor | None, written: bool) -> tuple[torch.Tensor, ...]:
+        new = decoder.cell(x, h)
+        return (buffer.copy_(new),) * 2 if written else (new, new)
+
+    def decode(written: bool) -> accumext.DecodeOutput:
+        return accumext.decode_loss(
+            decoder.embedding, partial(cell, written=written), decoder.head, TARGETS,
+            feedback=feedback, lengths=[6, 3, 1],
+        )  # fmt: skip
+
+    with torch.inference_mode():
+        expected, out = decode(False), decode(True)
+    torch.testing.assert_close(out.loss, expected.loss)
+    torch.testing.assert_close(out.state, expected.state)
 
 
 @pytest.mark.parametrize("options", [{}, {"k1": 2, "k2": 5}, {"memory_budget": 4000}], ids=str)

@@ -446,6 +446,25 @@ def test_a_beam_ends_where_no_hypothesis_is_left() -> None:
     assert not out.lengths.any()
 
 
+def test_a_number_of_all_rows_counts_every_step_of_a_beam() -> None:
+    """Also the last one, in which no hypothesis ends, and none can become better."""
+    calls: list[int] = []
+    # Two of them end, with 0.5 and 0.3 * 0.45; the best that lives then has 0.3 * 0.54 * 0.33.
+    rows = [0.5, 0.3, 0.19, 0.01], [0.45, 0.54, 0.008, 0.002], [0.01, 0.33, 0.33, 0.33]
+    chances = torch.tensor(rows)
+
+    def cell(x: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return chances[count].log().expand(len(x), 4), count + 1
+
+    out = accumext.generate(
+        torch.zeros(4, 2), cell, (torch.eye(4), None), torch.tensor(0), start=torch.tensor([1, 1]),
+        max_length=9, search="beam", beams=2, eos=0,
+    )  # fmt: skip
+    assert out.lengths.tolist() == [[1, 2]] * 2
+    assert out.state == len(calls) == 3
+
+
 def test_the_context_says_how_many_rows_there_are() -> None:
     decoder = make_decoder("gru_cell")
 
