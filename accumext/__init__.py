@@ -12,6 +12,7 @@ from accumext.decoder import decode_loss as decode_loss
 from accumext.decoder import decode_memory as decode_memory
 from accumext.decoder import generate as generate
 from accumext.ops import accumulate_ as accumulate_
+from accumext.ops import copy_rounded_ as copy_rounded_
 from accumext.ops import scale_ as scale_
 from accumext.ops import total_norm as total_norm
 from accumext.ops import unscale_check_clip_accumulate_ as unscale_check_clip_accumulate_

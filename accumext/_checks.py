@@ -17,6 +17,8 @@ from accumext._torch_private import local_part, sparse_values
 
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Lists that are written and read, of which entries of one number may be the same tensor.
+_IN_PLACE = {("main_grads", "grads"), ("targets", "sources")}
 
 
 def message(op: str, argument: str, contract: str, got: object, advice: str | None = None) -> str:
@@ -141,6 +143,13 @@ def scale_(grads: Any, factor: Any) -> None:
     _one_device(op, tensors | _scalars(op, "factor", factor, None))
 
 
+def copy_rounded_(targets: Any, sources: Any, seed: Any, found_inf: Any) -> None:
+    """The contract of `accumext.copy_rounded_`, but for `copy_memory`."""
+    op = "copy_rounded_"
+    tensors = _pairs(op, targets, sources, ("targets", "sources"), "target")
+    _one_device(op, tensors | _seed(op, seed) | _flag(op, found_inf))
+
+
 # What arguments may share of memory is asked apart: tensors without memory, such as those that
 # torch.compile traces with, cannot tell.
 
@@ -161,6 +170,13 @@ def scale_memory(grads: Any, factor: Any) -> None:
     """`factor` is not in the memory that it multiplies."""
     if isinstance(factor, Tensor):
         _apart("scale_", _named("grads", grads) | {"factor": factor}, ("factor",))
+
+
+def copy_memory(targets: Any, sources: Any, seed: Any, found_inf: Any) -> None:
+    """What is written shares no memory, but for a target that is its own source."""
+    op = "copy_rounded_"
+    named = _named("targets", targets) | _named("sources", sources)
+    _apart(op, named | _seed(op, seed) | _flag(op, found_inf), ("targets",))
 
 
 def writable(op: str, argument: str, tensors: Any) -> None:
@@ -264,7 +280,8 @@ def _apart(op: str, named: dict[str, Tensor], written: tuple[str, ...]) -> None:
     for i, j in sorted(shared, key=lambda pair: (pair[1], pair[0])):
         first, name = names[i], names[j]
         contract = f"share no memory with {first}"
-        if name.partition("[")[0] == "grads" and first == f"main_{name}":
+        (writes, _, number), (reads, _, other_number) = first.partition("["), name.partition("[")
+        if number == other_number and (writes, reads) in _IN_PLACE:
             if _memory_overlap.is_same(tensors[i], tensors[j]):
                 continue
             contract = f"be {first} or share no memory with it"
@@ -272,13 +289,19 @@ def _apart(op: str, named: dict[str, Tensor], written: tuple[str, ...]) -> None:
         fail_value(op, name, contract, "some of its elements", advice)
 
 
-def _pairs(op: str, main_grads: Any, grads: Any) -> dict[str, Tensor]:
-    """Main gradients and gradients, one for one and of equal shapes."""
-    mains = _dense_floats(op, "main_grads", main_grads, written=True)
-    incoming = _dense_floats(op, "grads", grads)
+def _pairs(
+    op: str,
+    written: Any,
+    read: Any,
+    names: tuple[str, str] = ("main_grads", "grads"),
+    entry: str = "main gradient",  # what one of the written is called
+) -> dict[str, Tensor]:
+    """Tensors to write and tensors to read, one for one and of equal shapes."""
+    mains = _dense_floats(op, names[0], written, written=True)
+    incoming = _dense_floats(op, names[1], read)
     if len(mains) != len(incoming):
-        entries = f"have one entry per main gradient, {len(mains)}"
-        fail_value(op, "grads", entries, len(incoming))
+        entries = f"have one entry per {entry}, {len(mains)}"
+        fail_value(op, names[1], entries, len(incoming))
     for main_name, name in zip(mains, incoming, strict=True):
         shape, got = list(mains[main_name].shape), list(incoming[name].shape)
         if got != shape:
@@ -297,14 +320,32 @@ def _scalars(op: str, argument: str, factor: Any, found_inf: Any) -> dict[str, T
     else:
         number(op, argument, factor)
     if found_inf is not None:
-        if not isinstance(found_inf, Tensor) or found_inf.dtype != torch.float32:
-            fail_type(op, "found_inf", "be a 0-dim float32 tensor", type_name(found_inf))
-        _zero_dim(op, "found_inf", found_inf)
+        scalars |= _flag(op, found_inf)
         if found_inf.is_neg():
             advice = "Give it memory of its own: found_inf.resolve_neg()"
             fail_value(op, "found_inf", "not be a negated view", "one", advice)
-        scalars["found_inf"] = found_inf
     return scalars
+
+
+def _flag(op: str, found_inf: Any) -> dict[str, Tensor]:
+    """A 0-dim float32 tensor or None, by name."""
+    if found_inf is None:
+        return {}
+    if not isinstance(found_inf, Tensor) or found_inf.dtype != torch.float32:
+        fail_type(op, "found_inf", "be a 0-dim float32 tensor", type_name(found_inf))
+    _zero_dim(op, "found_inf", found_inf)
+    return {"found_inf": found_inf}
+
+
+def _seed(op: str, seed: Any) -> dict[str, Tensor]:
+    """A 0-dim int64 tensor or None, by name."""
+    if seed is None:
+        return {}
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
+        advice = "On the device of the lists: torch.tensor(0, device=...)"
+        fail_type(op, "seed", "be a 0-dim int64 tensor", type_name(seed), advice)
+    _zero_dim(op, "seed", seed)
+    return {"seed": seed}
 
 
 def _zero_dim(op: str, argument: str, tensor: Tensor) -> None:

@@ -38,10 +38,16 @@ def _define(
     Were there one, or the float's first, it would take a tensor too, by reading it from the device.
     """
     for overload, factor in (("", tensor_factor), (".scalar", float_factor)):
-        qualname = f"accumext::{name}{overload}"
-        torch.library.define(qualname, schema.format(factor=factor))
-        torch.library.impl(qualname, "default", kernel)
-        torch.library.register_fake(qualname, fake)
+        _define_overload(f"{name}{overload}", schema.format(factor=factor), kernel, fake)
+
+
+def _define_overload(
+    name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    qualname = f"accumext::{name}"
+    torch.library.define(qualname, schema)
+    torch.library.impl(qualname, "default", kernel)
+    torch.library.register_fake(qualname, fake)
 
 
 def _norm_fake(tensors: Sequence[Tensor]) -> Tensor:
@@ -115,12 +121,18 @@ def _accumulated_else(
     )
     if broken is not error or not any(main_grad.is_neg() for main_grad in main_grads):
         raise broken from None
-    plain = [main_grad.resolve_neg() for main_grad in main_grads]
-    norm: Tensor = op(plain, grads, **options)
-    for main_grad, written in zip(main_grads, plain, strict=True):
-        if main_grad.is_neg():
-            main_grad.copy_(written)
+    norm: Tensor = _through_copies(lambda plain: op(plain, grads, **options), main_grads)
     return norm
+
+
+def _through_copies(write: Callable[[list[Tensor]], _R], tensors: Sequence[Tensor]) -> _R:
+    """What `write` returns of these tensors, with copies of negated views, which are put back."""
+    plain = [tensor.resolve_neg() for tensor in tensors]
+    result = write(plain)
+    for tensor, written in zip(tensors, plain, strict=True):
+        if tensor.is_neg():
+            tensor.copy_(written)
+    return result
 
 
 def _accumulate_fake(
@@ -444,3 +456,88 @@ def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
         # Whether the memory of a negated view is multiplied or its negative is the same.
         op([negated_view(grad) if grad.is_neg() else grad for grad in grads], factor)
     _mark_written(grads)
+
+
+def _copy_rounded_fake(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    *,
+    seed: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    _checks.copy_rounded_(targets, sources, seed, found_inf)
+
+
+_define_overload(
+    "copy_rounded_",
+    "(Tensor(a!)[] targets, Tensor[] sources, *, Tensor? seed=None, Tensor? found_inf=None) -> ()",
+    reference.copy_rounded_,
+    _copy_rounded_fake,
+)
+
+
+@_without_graph
+def copy_rounded_(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    *,
+    seed: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Copy tensors into others of a dtype with fewer digits, in one pass: `target = round(source)`.
+
+    Without a seed, to the nearest value, ties to even, as `Tensor.copy_` does. With a seed,
+    stochastically: to one of the two neighbours of the value in the dtype of the target, the
+    nearer one more often, so that the expectation of the result is the value. Where half-precision
+    weights are written after every optimizer step, updates that are smaller than half the distance
+    of two neighbours are then not lost.
+
+    A value that the dtype of the target has stays what it is, and so do inf and NaN. Beyond the
+    largest finite number of the dtype there is no second neighbour, and values are rounded to
+    nearest. A target that is as wide as its source, or wider, is a plain copy.
+
+    The random bits of an element depend only on the seed, on the number of its tensor in the list
+    and on the number of the element in its tensor in row-major order: results are the same for
+    any strides, number of threads and backend. They are those of Philox4x32-10 with the seed as
+    its key. Probabilities are exact for bfloat16 of float32 and for normal numbers in float16 of
+    float32, and otherwise multiples of 2 ** -31.
+
+    Args:
+        targets: changed in place. float16, bfloat16, float32 and float64 may be mixed; any strides
+            that do not overlap.
+        sources: one per target, of its shape. Dtype and strides need not match.
+        seed: 0-dim int64 tensor, read on its device; a new value for every call, for example
+            incremented by `seed.add_(1)`. None rounds to nearest.
+        found_inf: 0-dim float32 tensor, read on its device. Where it is not 0, no target is
+            written.
+
+    Raises:
+        ValueError: lengths, shapes or devices differ, or a target overlaps itself, another target
+            or a source other than its own.
+        TypeError: an entry is not a dense floating-point tensor, or `seed` is not an int64 one.
+
+    Example:
+        >>> weights, masters = [torch.zeros(2, dtype=torch.bfloat16)], [torch.tensor([1.0, 1.005])]
+        >>> accumext.copy_rounded_(weights, masters)
+        >>> weights
+        [tensor([1.0000, 1.0078], dtype=torch.bfloat16)]
+        >>> accumext.copy_rounded_(weights, masters, seed=torch.tensor(0))
+
+    Philox is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
+    """
+    op = _ops.copy_rounded_.default
+    options = {"seed": seed, "found_inf": found_inf}
+    try:
+        _require_writable(targets)
+        op(targets, sources, **options)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        broken = _checks.broken_contract(
+            error,
+            functools.partial(_checks.copy_rounded_, targets, sources, seed, found_inf),
+            functools.partial(_checks.copy_memory, targets, sources, seed, found_inf),
+            functools.partial(_checks.writable, "copy_rounded_", "targets", targets),
+        )
+        if broken is not error or not any(target.is_neg() for target in targets):
+            raise broken from None
+        _through_copies(lambda plain: op(plain, sources, **options), targets)
+    _mark_written(targets)

@@ -92,6 +92,92 @@ def scale_(
             grad.copy_(_scaled(grad, factor, dtype))
 
 
+@torch.no_grad()
+def copy_rounded_(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],  # shapes of targets
+    *,
+    seed: Tensor | None = None,  # [] int64
+    found_inf: Tensor | None = None,  # []
+) -> None:
+    """`target = round(source)`, unless `found_inf` is set; with a seed, rounded stochastically."""
+    _checks.copy_rounded_(targets, sources, seed, found_inf)
+    _checks.copy_memory(targets, sources, seed, found_inf)
+    for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        rounded = source
+        if seed is not None and target.element_size() < source.element_size():
+            rounded = _stochastically_rounded(source, target.dtype, seed, i)
+        if found_inf is not None:
+            rounded = torch.where(found_inf != 0, target, rounded.to(target.dtype))
+        target.copy_(rounded)
+
+
+def _stochastically_rounded(source: Tensor, dtype: torch.dtype, seed: Tensor, i: int) -> Tensor:
+    """A neighbour of each element in a narrower dtype, by its random bits; nearest beyond them all.
+
+    The neighbour away from zero has the probability of the distance from the other one, in units
+    of their distance, rounded down to a multiple of 2 ** -31.
+    """
+    info = torch.finfo(dtype)
+    magnitude = source.double().abs()
+    least_exponent = round(math.log2(info.smallest_normal))
+    exponent = (magnitude.view(torch.int64) >> 52).sub(1023).clamp(min=least_exponent)
+    distance = _power_of_two(exponent + round(math.log2(info.eps)))  # of neighbours
+    units = magnitude / distance
+    lower = units.floor()
+    away = ((units - lower) * 2**31).floor().to(torch.int64)
+    # Of bfloat16 and float32, which have the same exponents, 16 bits decide.
+    bits = 16 if (source.dtype, dtype) == (torch.float32, torch.bfloat16) else 32
+    random = random_bits(seed, i, source.shape, bits)
+    upper = (random << (32 - bits) >> 1) + away >= 2**31
+    rounded = ((lower + upper) * distance).copysign(source.double())
+    return torch.where(magnitude <= info.max, rounded.to(dtype), source.to(dtype))
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """`2.0 ** exponent` of int64 in float64, exactly."""
+    return (exponent + 1023 << 52).view(torch.float64)
+
+
+def random_bits(
+    seed: Tensor,  # [] int64
+    i: int,
+    shape: Sequence[int],
+    bits: int,  # 16 or 32
+) -> Tensor:  # [*shape] int64
+    """So many random bits for each element of the i-th tensor of a list.
+
+    Elements are counted in row-major order, whatever their strides, and take the bits of Philox's
+    blocks of 128 one after the other, the low ones first.
+    """
+    count, each = math.prod(shape), 128 // bits
+    words = _philox(torch.arange(-(-count // each), device=seed.device), i, seed)
+    if bits == 16:
+        words = torch.stack([words & 0xFFFF, words >> 16], dim=-1)
+    return words.reshape(-1)[:count].reshape(shape)
+
+
+def _philox(
+    block: Tensor,  # [N] int64, from 0
+    i: int,
+    seed: Tensor,  # [] int64
+) -> Tensor:  # [N, 4] int64, of 32 bits each
+    """Philox4x32-10 with the seed as its key and (block, i) as its counter.
+
+    Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
+    """
+    low = 0xFFFFFFFF
+    a, b, c, d = block & low, block >> 32, torch.full_like(block, i), torch.zeros_like(block)
+    key_0, key_1 = seed & low, seed >> 32 & low
+    for _ in range(10):
+        # Products of 64 bits wrap into the sign, which shifts then extend.
+        product_a, product_c = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b = (product_c >> 32 & low) ^ b ^ key_0, product_c & low
+        c, d = (product_a >> 32 & low) ^ d ^ key_1, product_a & low
+        key_0, key_1 = key_0 + 0x9E3779B9 & low, key_1 + 0xBB67AE85 & low
+    return torch.stack([a, b, c, d], dim=1)
+
+
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any of the tensors is, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
