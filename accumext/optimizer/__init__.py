@@ -3,4 +3,5 @@
 from accumext.optimizer._accumulating_optimizer import (
     AccumulatingOptimizer as AccumulatingOptimizer,
 )
+from accumext.optimizer._masters import masters as masters
 from accumext.optimizer._window_report import WindowReport as WindowReport

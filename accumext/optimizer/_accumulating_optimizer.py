@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from accumext.optimizer._arguments import (
     check_weight,
 )
 from accumext.optimizer._backward_pass import run_backward
+from accumext.optimizer._masters import MasterWeights
 from accumext.optimizer._micro_batch import open_micro_batch
 from accumext.optimizer._optimizer_proxy import OptimizerProxy
 from accumext.optimizer._optimizer_step import flush, run_step
@@ -73,6 +74,9 @@ class AccumulatingOptimizer(OptimizerProxy):
         reduce_in_backward: sum the window over the processes while its last backward pass still
             runs, as DistributedDataParallel does. Each micro-batch then has one backward pass, on
             every process, and the window costs memory for a second set of main gradients.
+        masters: what `accumext.masters` returned, if `optimizer` steps on masters of half-precision
+            parameters: it then sees gradients in float32, and the parameters get the rounded
+            masters after every step, before the hooks that follow it.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -120,6 +124,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         process_group: Group | None = None,
         accumulate_in_backward: bool = False,
         reduce_in_backward: bool = False,
+        masters: Sequence[Tensor] | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AccumulatingOptimizer):
             contract = "be a torch.optim.Optimizer that is not wrapped already"
@@ -137,7 +142,9 @@ class AccumulatingOptimizer(OptimizerProxy):
             reduce_in_backward=reduce_in_backward,
         )
         self.optimizer = optimizer
-        self._accumulator = Accumulator(optimizer, settings)
+        stepped_on = [p for group in optimizer.param_groups for p in group["params"]]
+        weights = MasterWeights.of(masters, stepped_on)
+        self._accumulator = Accumulator(optimizer, settings, weights)
 
     def backward(self, loss: Tensor, weight: float | Tensor = UNWEIGHTED) -> None:
         """Scale the loss, run its backward pass and add the gradients as one micro-batch.
@@ -341,7 +348,8 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.main_grad(model.weight)
             tensor([[-16.]])
         """
-        parameters, window = self._accumulator.parameters(), self._accumulator.window
+        accumulator = self._accumulator
+        parameters, window = accumulator.parameters(), accumulator.window
         if not any(parameter is p for p in parameters):
             contract = "be a parameter of this optimizer"
             _checks.fail_value(f"{OP}.main_grad", "parameter", contract, "another tensor")
@@ -391,6 +399,48 @@ class AccumulatingOptimizer(OptimizerProxy):
         self._accumulator.refuse_inside_micro_batch(op)
         window = unpack(op, state_dict, self._accumulator.parameters())
         self._accumulator.load_window(op, window)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name.startswith("_") or not callable(value) or self._accumulator.masters is None:
+            return value
+        return self._accumulator.masters.followed(value)  # such as `eval()` of schedule-free ones
+
+    def state_dict(self) -> dict[str, Any]:
+        """Exactly the wrapped optimizer's, so that checkpoints move both ways.
+
+        With masters it has one entry more, "masters", which optimizers without them pass over.
+        """
+        packed = super().state_dict()
+        if self._accumulator.masters is not None:
+            masters = self._accumulator.masters.state_dict(self._accumulator.stepped_on())
+            packed = {**packed, "masters": masters}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of the wrapped optimizer, from with or without this wrapper.
+
+        Masters are loaded, and rounded into their parameters, if the checkpoint has any; else they
+        become what their parameters are.
+
+        Raises:
+            ValueError: its groups, or its masters, are not of this optimizer's parameters.
+        """
+        masters = self._accumulator.masters
+        if masters is None:
+            super().load_state_dict(state_dict)
+            return
+        stepped_on, saved = self._accumulator.stepped_on(), state_dict.get("masters")
+        if saved is not None:
+            masters.check_state(f"{OP}.load_state_dict", saved, stepped_on)
+        super().load_state_dict(state_dict)
+        masters.load_state_dict(saved, stepped_on)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer; it may hold masters if others do."""
+        super().add_param_group(param_group)
+        if self._accumulator.masters is not None:
+            self._accumulator.masters.add(self._accumulator.stepped_on())
 
     def __repr__(self) -> str:
         names = ("window", "max_norm", "norm_type", "on_nonfinite", "reduction")

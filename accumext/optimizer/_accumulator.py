@@ -33,8 +33,10 @@ from accumext.optimizer._grad_slots import (
     is_none,
     versions,
     write_contents,
+    zero_grads,
 )
 from accumext.optimizer._loss_scaling import LossScale, LossScaling, OuterScale
+from accumext.optimizer._masters import MasterWeights
 from accumext.optimizer._product_memory import ProductMemory
 from accumext.optimizer._window import Window
 from accumext.optimizer._window_report import WindowReport
@@ -59,9 +61,12 @@ class Accumulator:
     So trainers may copy the attributes of the optimizer into an object of their own.
     """
 
-    def __init__(self, optimizer: Optimizer, settings: Settings) -> None:
+    def __init__(
+        self, optimizer: Optimizer, settings: Settings, masters: MasterWeights | None = None
+    ) -> None:
         self.optimizer = optimizer  # the wrapped one
         self.settings = settings
+        self.masters = masters  # what it steps on in place of half-precision parameters
         self.scaling = LossScaling(settings)
         self.window = Window()
         self.consumed = ConsumedGrads()  # what the last step left in `.grad`
@@ -109,15 +114,28 @@ class Accumulator:
     # The wrapped optimizer
 
     def parameters(self) -> list[Tensor]:
-        """All parameters of all groups, in order."""
+        """The parameters that gradients are formed for, of all groups, in order."""
+        stepped_on = self.stepped_on()
+        return stepped_on if self.masters is None else self.masters.parameters_of(stepped_on)
+
+    def stepped_on(self) -> list[Tensor]:
+        """What the optimizer holds: the same, but masters in place of their parameters."""
         return list(chain.from_iterable(map(_params_of, self.optimizer.param_groups)))
 
     def names(self) -> dict[Tensor, str | int]:
-        """Names of the parameters where the optimizer was given any, else their indices."""
+        """Names of parameters and masters where the optimizer was given any, else indices."""
         names: list[str | int] = []
         for group in self.optimizer.param_groups:
             names += group.get("param_names", range(len(names), len(names) + len(group["params"])))
-        return dict(zip(self.parameters(), names, strict=True))
+        by_parameter = dict(zip(self.parameters(), names, strict=True))
+        if self.masters is None:
+            return by_parameter
+        return by_parameter | dict(zip(self.stepped_on(), names, strict=True))
+
+    @property
+    def sends_to_host(self) -> bool:
+        """Whether gradients leave their device for masters in the host's memory."""
+        return self.masters is not None and self.masters.any_on_host()
 
     # Gradients in `.grad`
 
@@ -183,9 +201,14 @@ class Accumulator:
         return None if group is None or group.size() == 1 else group
 
     @property
-    def keeps_in_grad(self) -> bool:
-        """Whether the next micro-batch may stay in `.grad`: it is all that the window will hold."""
+    def steps_at_once(self) -> bool:
+        """Whether the next micro-batch is all that the window will hold."""
         return self.settings.window == 1 and self.window.micro_batches == 0 and self.group is None
+
+    @property
+    def keeps_in_grad(self) -> bool:
+        """Whether the next micro-batch may stay in `.grad`, for the optimizer to find it there."""
+        return self.steps_at_once and self.masters is None
 
     def drop_window(self, successor: Window | None = None) -> None:
         """Start another window. An all-reduce of the old one ends first, as other ranks expect."""
@@ -224,12 +247,16 @@ class Accumulator:
         with record_function("accumext::accumulate"), torch.no_grad():
             if window.attached is not None:
                 self.detach()
+            added = slots
+            if self.masters is not None and self.sends_to_host:
+                grads = self.masters.bring(slots.present())
+                added = GradSlots(list(grads), list(grads.values()))
             if policy == "skip_micro_batch":
-                window.add_if_finite(slots.present(), weight, scale)
+                window.add_if_finite(added.present(), weight, scale)
             else:
                 if found_inf is not None:
                     window.note_found_inf(found_inf)
-                window.add(slots, weight, scale, foreign)
+                window.add(added, weight, scale, foreign)
             slots.clear()
 
     def attach(
@@ -315,6 +342,8 @@ class Accumulator:
             if self.last is not None:
                 self.last.evidence = None
             self.optimizer.zero_grad(set_to_none)
+            if self.masters is not None:  # it has cleared only that of the masters
+                zero_grads(slots.parameters, set_to_none)
             self.consumed = ConsumedGrads(GradSlots.of(slots.parameters).grads)
 
     def load_window(self, op: str, window: Window) -> None:
@@ -322,6 +351,10 @@ class Accumulator:
         if self.settings.scaler is not None and window.main_grads.tensors:
             self.scaling.create_scale(window.main_grads.tensors[0].device)
             window.unit_scale = self.scaling.same_as(op, window.unit_scale)
+        if self.masters is not None and self.sends_to_host:
+            norm = window.norm
+            window.replace(self.masters.bring(window.by_parameter))
+            window.norm = norm
         self.drop_window(window)
         self.saved = window.micro_batches
 

@@ -18,6 +18,7 @@ from accumext.optimizer._arguments import OP
 from accumext.optimizer._backward_hooks import GradCollector
 from accumext.optimizer._distributed import shared_weight
 from accumext.optimizer._grad_slots import GradSlots, clear, contents_of, write_contents
+from accumext.optimizer._host_transfer import HostTransfer
 from accumext.optimizer._loss_scaling import LossScale
 from accumext.optimizer._window import Window
 from accumext.optimizer._window_all_reduce import WindowAllReduce
@@ -95,8 +96,11 @@ def choose_way(
     if accumulator.open_micro_batch is not None:
         return "micro_batch"
     settings, window = accumulator.settings, accumulator.window
-    in_backward = settings.accumulate_in_backward
-    if in_backward and not unused and _can_add_in_place(window, weight, scale):
+    in_backward = settings.accumulate_in_backward or (
+        settings.on_nonfinite == "skip_window" and accumulator.sends_to_host
+    )
+    in_place = in_backward and accumulator.masters is None
+    if in_place and not unused and _can_add_in_place(window, weight, scale):
         return "in_place"
     if settings.window == 1 and accumulator.keeps_in_grad:
         return "stay_in_grad"
@@ -146,11 +150,20 @@ def _backward_with_hooks(
         watched = set(parameters)
         if accumulator.settings.accumulate_in_backward:
             accumulator.main_grad_attributes.declare(parameters)
-        offering = _wgrad_fusion.offering(parameters, window.zeros_for, factor)
-        with offering, GradCollector(op, take).watching(watched):
+        transfer: HostTransfer | None = None
+        offered, give = parameters, take
+        masters = accumulator.masters
+        if masters is not None and accumulator.sends_to_host:
+            transfer = HostTransfer(take, masters.goes_to_host)
+            give = transfer.give
+            offered = [p for p in parameters if not masters.goes_to_host(p)]
+        offering = _wgrad_fusion.offering(offered, window.zeros_for, factor)
+        with offering, GradCollector(op, give).watching(watched):
             loss.backward()
         slots, foreign = accumulator.slots_and_foreign(parameters)
-        take(accumulator.fresh(slots).present(), foreign)
+        give(accumulator.fresh(slots).present(), foreign)
+        if transfer is not None:
+            transfer.finish()
         clear(parameters)
         window.in_order = window.in_order and window.main_grads is before
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import torch
 from torch import Tensor
 
 from accumext import ops
+from accumext._scalars import Scalar, to_device
 from accumext._tensor_kinds import (
     group_by_device,
     local_tensor,
@@ -26,28 +27,48 @@ def take_ownership(
     Args:
         foreign: ids of gradients that somebody else holds; None for all.
     """
-    main_grads: dict[Tensor, Tensor] = {}
-    halves: list[Tensor] = []
-    casts: list[Tensor] = []
+    narrow = {p: grad for p, grad in grads.items() if is_narrow(p, grad)}
+    main_grads, _ = widened(narrow) if narrow else ({}, None)
     for parameter, grad in grads.items():
+        if parameter in narrow:
+            continue
         ours = foreign is not None and id(grad) not in foreign
         grad = grad.detach() if grad.requires_grad else grad
-        dtype = main_dtype(parameter)
-        if grad.dtype != dtype and not grad.is_sparse:
-            main_grads[parameter] = torch.empty_like(grad, dtype=dtype)
-            halves.append(grad)
-            casts.append(main_grads[parameter])
-            continue
         if grad.is_sparse:
-            grad = grad.to(dtype, copy=not ours)
+            grad = grad.to(main_dtype(parameter), copy=not ours)
         elif grad.is_complex() and grad.is_conj():
             grad = grad.resolve_conj()
         elif not (ours and _owns_memory(grad)):
             grad = grad.clone()
         main_grads[parameter] = grad
-    for _, (wide, narrow) in group_by_device(casts, halves):
-        ops.accumulate_(wide, narrow, overwrite=True)
-    return main_grads
+    return {parameter: main_grads[parameter] for parameter in grads}
+
+
+def is_narrow(parameter: Tensor, grad: Tensor) -> bool:
+    """Whether a gradient has to be widened to become a main gradient: it is of half precision."""
+    return grad.dtype != main_dtype(parameter) and not grad.is_sparse
+
+
+def widened(
+    grads: dict[Tensor, Tensor],
+    factor: Scalar = 1.0,
+    flag_on: Callable[[torch.device], Tensor] | None = None,  # set where one is not finite
+) -> tuple[dict[Tensor, Tensor], Tensor | None]:
+    """`grad * factor` in the dtype of main gradients, and the 2-norm of all if one call forms it."""
+    wide = {
+        p: torch.empty_like(grad, dtype=main_dtype(p), requires_grad=False)
+        for p, grad in grads.items()
+    }
+    norms = [
+        ops.accumulate_(
+            *lists,
+            inv_scale=to_device(device, factor),
+            found_inf=None if flag_on is None else flag_on(device),
+            overwrite=True,
+        )
+        for device, lists in group_by_device(list(wide.values()), list(grads.values()))
+    ]
+    return wide, norms[0] if len(norms) == 1 else None
 
 
 def held_elsewhere(parameters: Iterable[Tensor]) -> set[int]:

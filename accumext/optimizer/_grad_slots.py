@@ -68,6 +68,15 @@ def clear(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
+def zero_grads(parameters: Iterable[Tensor], set_to_none: bool) -> None:
+    """What `Optimizer.zero_grad` does, for parameters that are not the optimizer's own."""
+    for parameter in parameters:
+        if set_to_none or parameter.grad is None:
+            parameter.grad = None
+        else:
+            parameter.grad = parameter.grad.detach().zero_()
+
+
 def contents_of(grads: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Gradients with copies of their values."""
     return [(grad, grad.detach().clone()) for grad in grads]

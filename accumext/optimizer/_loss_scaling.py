@@ -5,7 +5,7 @@ The only file that knows how `torch.amp.GradScaler` works inside.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -170,20 +170,23 @@ def outer_scale(op: str, proxy: object, settings: Settings, accumulated: bool) -
         RuntimeError: the outer scaler comes too late, or beside the optimizer's own.
     """
     attributes = vars(proxy)
-    contract = "be called directly, not through scaler.step"
     if settings.scaler is not None:
         advice = "Leave scaler=None where a GradScaler is called around the optimizer"
-        got = "an outer GradScaler beside its own"
-        raise RuntimeError(message(op, "step", contract, got, advice))
+        refuse_outer_scale(op, "an outer GradScaler beside its own", advice)
     if accumulated:
-        got = "gradients taken in before the GradScaler could see them"
-        advice = f"Pass the scaler to the constructor: {OP}(..., scaler=scaler)"
-        raise RuntimeError(message(op, "step", contract, got, advice))
+        refuse_outer_scale(op, "gradients taken in before the GradScaler could see them")
     scale, found_inf = attributes["grad_scale"], attributes["found_inf"]
     return OuterScale(
         UNSCALED if scale is None else LossScale(to_host_if_free(scale)),
         found_inf if isinstance(found_inf, Tensor) else None,  # the int 0 without gradients
     )
+
+
+def refuse_outer_scale(op: str, got: str, advice: str | None = None) -> NoReturn:
+    """Raise for a GradScaler that calls `step`."""
+    advice = advice or f"Pass the scaler to the constructor: {OP}(..., scaler=scaler)"
+    contract = "be called directly, not through scaler.step"
+    raise RuntimeError(message(op, "step", contract, got, advice))
 
 
 def forget_scale(attributes: dict[str, Any]) -> None:

@@ -42,7 +42,8 @@ class OpenMicroBatch:
         """Run one of the backward passes."""
         accumulator = self._accumulator
         halves = [p for p in accumulator.parameters() if p.dtype in HALF_DTYPES]
-        watched = halves if accumulator.settings.accumulate_in_backward else []
+        frees = accumulator.settings.accumulate_in_backward or accumulator.sends_to_host
+        watched = halves if frees else []
         try:
             with GradCollector(op, self._add_halves).watching(watched):
                 loss.backward()
@@ -73,8 +74,10 @@ class OpenMicroBatch:
             accumulator.accumulated = True
 
     def _add_halves(self, halves: dict[Tensor, Tensor], foreign: Container[int]) -> None:
+        masters = self._accumulator.masters
         with torch.no_grad():
-            self._halves.add_partial(halves, 1.0, foreign)
+            there = halves if masters is None else masters.bring(halves)
+            self._halves.add_partial(there, 1.0, foreign)
 
     def _collect_halves(self) -> None:
         """Sum the half-precision gradients in `.grad`, and empty it of them."""

@@ -15,7 +15,12 @@ from accumext._tensor_kinds import global_norm, nonfinite, zero_flag
 from accumext._torch_private import takes_scale
 from accumext.optimizer._accumulator import Accumulator, Transaction
 from accumext.optimizer._grad_slots import GradSlots, is_none
-from accumext.optimizer._loss_scaling import OuterScale, forget_scale, outer_scale
+from accumext.optimizer._loss_scaling import (
+    OuterScale,
+    forget_scale,
+    outer_scale,
+    refuse_outer_scale,
+)
 from accumext.optimizer._step_window import StepWatch, step_window
 from accumext.optimizer._trainers import refuse_second_accumulation, tell_of_a_skipped_step
 from accumext.optimizer._window import Window
@@ -44,6 +49,8 @@ def run_step(
             return _step_with_closure(accumulator, proxy, op, closure, kwargs)
         outer = value = None
         if "found_inf" in vars(proxy):  # a GradScaler is calling
+            if accumulator.masters is not None:
+                refuse_outer_scale(op, "masters, whose gradients it cannot see")
             outer = outer_scale(op, proxy, settings, accumulator.accumulated)
         if closure is not None:
             with torch.enable_grad():
@@ -70,9 +77,9 @@ def _add_and_step(
     kwargs: dict[str, Any],
 ) -> Any:
     """Add what is pending in `.grad`, and step on the window if it is full."""
-    keeps = accumulator.settings.window == 1 and accumulator.keeps_in_grad
+    at_once = accumulator.settings.window == 1 and accumulator.steps_at_once
     foreign: Container[int] = ()
-    if keeps:  # whatever is pending stays in `.grad`
+    if at_once and accumulator.masters is None:  # whatever is pending stays in `.grad`
         slots = GradSlots.of(accumulator.parameters())
     else:
         slots, foreign = accumulator.slots_and_foreign()
@@ -82,7 +89,7 @@ def _add_and_step(
             slots = accumulator.add_pending(op, transaction, slots, outer, foreign)
         if accumulator.window.micro_batches >= accumulator.settings.window:
             return step_window(accumulator, proxy, op, transaction, slots, kwargs)
-        if keeps and empty:  # the optimizer runs its hooks, as it would alone
+        if at_once and empty:  # the optimizer runs its hooks, as it would alone
             return accumulator.optimizer.step(**kwargs)
     return None
 
@@ -159,10 +166,20 @@ def _step_with_closure(
     if closure is None:
         _checks.fail_type(op, "closure", "be callable for this optimizer", "None")
     settings, parameters = accumulator.settings, accumulator.parameters()
-    watch, device = StepWatch(parameters), parameters[0].device
+    masters, stepped_on = accumulator.masters, accumulator.stepped_on()
+    watch, device = StepWatch(stepped_on), parameters[0].device
     seen: list[Tensor] = []  # norm of the first gradient
 
     def evaluate() -> Any:
+        if masters is None:
+            return look_at(closure)
+        if watch.has_moved():
+            masters.rounding(stepped_on).write()
+        value = look_at(closure)
+        masters.lend_grads()
+        return value
+
+    def look_at(closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             value = closure()
         if seen:
@@ -188,6 +205,10 @@ def _step_with_closure(
         return value
 
     def conclude(culprits: list[Tensor]) -> None:
+        if masters is not None:
+            masters.take_grads_back()
+            if watch.has_moved():
+                masters.rounding(stepped_on).write()
         norm = seen[0] if seen else zero_flag(device)
         counted = int(not culprits or settings.on_nonfinite != "skip_micro_batch")
         report = WindowReport(
@@ -207,6 +228,8 @@ def _step_with_closure(
         consumed = accumulator.consumed.after(GradSlots.of(parameters).grads, produced)
         accumulator.close(report, Window(), consumed)
 
+    if masters is not None:
+        masters.take_over()
     try:
         value = accumulator.optimizer.step(evaluate, **kwargs)
         conclude([])
@@ -221,5 +244,7 @@ def _step_with_closure(
     except BaseException:
         if watch.has_moved():
             conclude([])
+        elif masters is not None:
+            masters.take_grads_back()
         raise
     return value

@@ -35,6 +35,7 @@ from accumext.optimizer._accumulator import Accumulator, Transaction
 from accumext.optimizer._arguments import OP, Settings
 from accumext.optimizer._grad_slots import GradSlots, versions
 from accumext.optimizer._loss_scaling import forget_scale
+from accumext.optimizer._masters import Rounding
 from accumext.optimizer._product_memory import ProductMemory
 from accumext.optimizer._window import MainGrads, Window
 from accumext.optimizer._window_all_reduce import sum_over_processes
@@ -73,6 +74,11 @@ def step_window(
             return None
         if not window.in_order:
             window.sort(parameters)
+        masters, stepped_on = accumulator.masters, parameters
+        if masters is not None:
+            masters.take_over()
+            stepped_on = accumulator.stepped_on()
+            window.main_grads = masters.of_masters(window.main_grads)
         measured = measure(optimizer, window, settings, memory)
         factors = measured.factors
         gradient = step_gradient(optimizer, window, measured, memory)
@@ -84,11 +90,18 @@ def step_window(
             window, counted, gradient.skip, factors.norm, factors.clip_coef,
             measured.norm_dtype, measured.device, accumulator.names,
         )  # fmt: skip
-        lent, watch = gradient.of(parameters), StepWatch(parameters)
+        lent, lent_to = gradient.of(stepped_on), slots
+        rounding: Rounding | None = None
+        if masters is not None:
+            lent_to = GradSlots.of(stepped_on)
+            rounding = masters.rounding(gradient.parameters, gradient.skip)
+        watch = StepWatch(stepped_on, rounding)
         attached = window.attached
 
         def finish() -> None:
-            slots.take_back(lent)
+            lent_to.take_back(lent)
+            if watch.has_moved() and rounding is not None:
+                rounding.write()
             consumed = accumulator.consumed
             if attached is not None:
                 accumulator.watch.callback = None
@@ -102,10 +115,15 @@ def step_window(
         transaction.has_happened = lambda: (
             watch.has_moved() or (begun is not None and scaling.has_updated(begun))
         )
-        transaction.always = lambda: forget_scale(vars(optimizer))
+
+        def always() -> None:
+            forget_scale(vars(optimizer))
+            lent_to.take_back(lent)
+
+        transaction.always = always
         result = None
         if isinstance(gradient.skip, Tensor) or not gradient.skip:
-            slots.lend(lent)
+            lent_to.lend(lent)
             result = call_step(optimizer, gradient, measured.device, watch, kwargs)
         if gradient.takes_scale:
             forget_scale(vars(optimizer))
@@ -336,8 +354,9 @@ class StepWatch:
     first of the post-hooks does: the step itself had come to its end.
     """
 
-    def __init__(self, parameters: list[Tensor]) -> None:
+    def __init__(self, parameters: list[Tensor], rounding: Rounding | None = None) -> None:
         self._parameters, self._before = parameters, versions(parameters)
+        self._rounding = rounding  # of what has been stepped on: hooks find it in the model
         self._ended = False
 
     def has_moved(self) -> bool:
@@ -352,6 +371,8 @@ class StepWatch:
 
     def _end(self, *args: object) -> None:
         self._ended = True
+        if self._rounding is not None:
+            self._rounding.write()
 
 
 def _warn_of_skip(accumulator: Accumulator, proxy: Optimizer, window: Window) -> None:

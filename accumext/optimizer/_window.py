@@ -25,7 +25,7 @@ from accumext._tensor_kinds import (
     zeros_like,
 )
 from accumext._torch_private import sparse_values
-from accumext.optimizer._grad_ownership import take_ownership
+from accumext.optimizer._grad_ownership import is_narrow, take_ownership, widened
 from accumext.optimizer._grad_slots import AttachedGrads, GradSlots, clear, is_none
 from accumext.optimizer._loss_scaling import UNSCALED, LossScale
 from accumext.optimizer._window_factors import Normaliser
@@ -257,11 +257,16 @@ class Window:
                 addends.append(grad)
         scaled: list[Tensor] = []
         if first or sparse:
-            owned = take_ownership(first, foreign)
+            narrow = {p: grad for p, grad in first.items() if is_narrow(p, grad)}
+            wide, norm = widened(narrow, factor if counts else 1.0, draft.found_inf_on)
+            others = {p: grad for p, grad in first.items() if p not in narrow}
+            owned = take_ownership(others, foreign) | wide
             if counts and (isinstance(factor, Tensor) or factor != 1.0):
-                scaled = list(owned.values())
+                scaled = [owned[p] for p in others]
             draft.in_order = draft.in_order and not (first and before)
-            draft.replace(before | sparse | owned)
+            draft.replace(before | sparse | {p: owned[p] for p in first})
+            if len(wide) == len(draft.main_grads.tensors) and not draft.main_grads.sharded:
+                draft.norm = norm
         self._write(draft, scaled, main_grads, addends, factor)
 
     def _write(

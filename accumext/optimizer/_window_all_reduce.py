@@ -76,7 +76,8 @@ class Bucket:
                 view.zero_()
             else:
                 there.append(view)
-                sources.append(dense_storage(main.to_dense() if main.is_sparse else main))
+                dense = dense_storage(main.to_dense() if main.is_sparse else main)
+                sources.append(dense.to(view.device, non_blocking=True))
         ops.accumulate_(there, sources, inv_scale=to_device(first.device, factor), overwrite=True)
         self._work = dist.all_reduce(self._flat, group=group, async_op=True)
 
@@ -242,6 +243,8 @@ def sum_over_processes(
     accumulator.all_reduce = None
     try:
         all_reduce.finish(window)
+        if accumulator.masters is not None and accumulator.sends_to_host:
+            window.replace(accumulator.masters.bring(window.by_parameter))
     except BaseException as error:
         accumulator.window = Window()
         if not isinstance(error, RuntimeError):

@@ -178,9 +178,11 @@ def test_an_allocation_that_fails_changes_nothing(monkeypatch, window, dtype, po
                 break
         assert state(opt, parameters) == before
         opt.discard()
-    # None is made where a first gradient is taken over, nor where all is there to add it to.
+    # None is made where a first gradient is taken over, nor where all is there to add it to: the
+    # main gradients, and the flag that the first call of a kernel makes.
     taken_over = window == 1 and dtype == torch.float32
-    assert (failing == 0) == (policy == "skip_window" and (taken_over or window == 3))
+    all_there = window == 3 or (window == 2 and dtype == torch.bfloat16)
+    assert (failing == 0) == (policy == "skip_window" and (taken_over or all_there))
 
 
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])

@@ -1,0 +1,353 @@
+"""fp32 masters of half-precision parameters, which any optimizer can step on.
+
+A half-precision parameter loses every update below half a unit in its last place. Its master, the
+same number in float32, keeps them: gradients reach it unrounded, the optimizer steps on it, and the
+parameter gets the rounded master after every step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accumext import _checks, ops
+from accumext._scalars import Scalar
+from accumext._tensor_kinds import HALF_DTYPES, dense_storage, is_dtensor, main_dtype
+from accumext.optimizer._arguments import OP
+from accumext.optimizer._grad_slots import versions
+from accumext.optimizer._host_transfer import Bundle, send_rounded
+from accumext.optimizer._window import MainGrads
+
+
+class Link(NamedTuple):
+    """What a master stands for."""
+
+    parameter: Tensor  # half precision
+    stochastic: bool  # whether the parameter gets the master rounded stochastically
+
+
+def _link_of(master: Tensor) -> Link | None:
+    return getattr(master, "master_of", None)
+
+
+def masters(
+    parameters: Iterable[Tensor],
+    device: torch.device | str | None = None,
+    stochastic_rounding: bool = False,
+) -> list[nn.Parameter]:
+    """fp32 copies of half-precision parameters, for an optimizer to step on.
+
+    `torch.optim.AdamW(masters)` in `AccumulatingOptimizer(..., masters=masters)` then sees the
+    window's gradient in float32, and after every step each parameter becomes its rounded master.
+    Masters cost 4 bytes per parameter; gradients of half precision are summed in float32 anyway.
+
+    Args:
+        parameters: as for an optimizer; shards of `fully_shard`, too. Those that are not of half
+            precision, or are frozen, are returned themselves.
+        device: of the masters, and so of the gradients and the optimizer's state; None for that of
+            each parameter. "cpu" keeps them in the host's memory, pinned where there is a GPU.
+        stochastic_rounding: round to one of the two nearest numbers, with the probability that
+            makes the expected value that of the master, instead of to the nearest.
+
+    Returns:
+        One per parameter, in order; `master.master_of.parameter` is the one that it stands for.
+
+    Raises:
+        TypeError: an element is no tensor.
+        ValueError: a parameter is no leaf, or is sharded and on another device than `device`.
+
+    Example:
+        >>> masters = accumext.masters(model.parameters())
+        >>> adam = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+        >>> opt = accumext.AccumulatingOptimizer(adam, masters=masters, window=8, max_norm=1.0)
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2018), 3.1.
+    """
+    op = "masters"
+    if isinstance(parameters, (Tensor, dict, str)) or not isinstance(parameters, Iterable):
+        contract = "be an iterable of parameters"
+        _checks.fail_type(op, "parameters", contract, _checks.type_name(parameters))
+    place = None if device is None else torch.device(device)
+    if not isinstance(stochastic_rounding, bool):
+        got = _checks.type_name(stochastic_rounding)
+        _checks.fail_type(op, "stochastic_rounding", "be a bool", got)
+    given = list(parameters)
+    for index, parameter in enumerate(given):
+        _check_parameter(op, f"parameters[{index}]", parameter, place)
+    made: dict[Tensor, nn.Parameter] = {}
+    for parameter in given:
+        if parameter not in made:
+            made[parameter] = _master_of(parameter, place, stochastic_rounding)
+    return [made[parameter] for parameter in given]
+
+
+def _check_parameter(op: str, name: str, parameter: Any, place: torch.device | None) -> None:
+    if not isinstance(parameter, Tensor):
+        _checks.fail_type(op, name, "be a parameter", _checks.type_name(parameter))
+    if not parameter.is_leaf:
+        _checks.fail_value(op, name, "be a leaf", "a tensor with a graph")
+    if place is not None and is_dtensor(parameter) and place.type != parameter.device.type:
+        contract = f"be on {place} where its master is to be, for its shards stay with their mesh"
+        advice = "Shard with CPUOffloadPolicy, and leave device=None"
+        _checks.fail_value(op, name, contract, parameter.device, advice)
+
+
+def _master_of(parameter: Tensor, place: torch.device | None, stochastic: bool) -> nn.Parameter:
+    if parameter.dtype not in HALF_DTYPES or not parameter.requires_grad:
+        return parameter  # type: ignore[return-value]
+    values = parameter.detach().to(place or parameter.device, main_dtype(parameter))
+    if values.is_cpu and not parameter.is_cpu:
+        values = values.pin_memory()
+    master = nn.Parameter(values)
+    vars(master)["master_of"] = Link(parameter, stochastic)
+    return master
+
+
+class MasterWeights:
+    """The masters that an optimizer steps on, and the parameters that they stand for."""
+
+    def __init__(self, links: dict[Tensor, Link]) -> None:
+        self._links = links  # by master
+        self._roundings = 0  # what seeds the next stochastic rounding: alike on all processes
+        self._masters: dict[Tensor, Tensor] = {}  # by parameter
+        self._versions: list[int | None] = []  # of the parameters when they were last rounded to
+        self._know()
+
+    @classmethod
+    def of(cls, given: Any, parameters: Sequence[Tensor]) -> MasterWeights | None:
+        """Those of an optimizer of these parameters that was given `masters`; None without any.
+
+        Raises:
+            TypeError: `given` is no list of parameters.
+            ValueError: the optimizer steps on a master that is not among them, or on a parameter
+                that has a master among them.
+        """
+        if given is not None and (
+            not isinstance(given, (list, tuple)) or not all(isinstance(m, Tensor) for m in given)
+        ):
+            contract = "be what accumext.masters returned, or None"
+            _checks.fail_type(OP, "masters", contract, _checks.type_name(given))
+        known = set(given or ())
+        links = {p: link for p in parameters if (link := _link_of(p)) is not None}
+        if not links.keys() <= known:
+            contract = "hold every master that the optimizer steps on"
+            got = "None" if given is None else "a list without some"
+            _checks.fail_value(OP, "masters", contract, got, "Pass what accumext.masters returned")
+        halves = {link.parameter for m in known if (link := _link_of(m)) is not None}
+        if not halves.isdisjoint(parameters):
+            contract = "be what the optimizer steps on"
+            advice = "Make the optimizer of the masters, not of the model's parameters"
+            got = "masters of its parameters"
+            _checks.fail_value(OP, "masters", contract, got, advice)
+        return cls(links) if links else None
+
+    # Who stands for whom
+
+    def parameters_of(self, stepped_on: Iterable[Tensor]) -> list[Tensor]:
+        """What the gradients of the optimizer's parameters are formed for."""
+        links = self._links
+        return [links[p].parameter if p in links else p for p in stepped_on]
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """What the optimizer steps on for a parameter."""
+        return self._masters.get(parameter, parameter)
+
+    def of_masters(self, main_grads: MainGrads) -> MainGrads:
+        """Main gradients of parameters as those of their masters."""
+        return MainGrads(list(map(self.master_of, main_grads.parameters)), main_grads.tensors)
+
+    # Gradients on their way to the masters
+
+    @torch.no_grad()
+    def lend_grads(self) -> None:
+        """Give every master its parameter's gradient as it is now, in float32."""
+        for master, link in self._links.items():
+            grad = link.parameter.grad
+            master.grad = None if grad is None else grad.to(master.device, master.dtype)
+
+    def take_grads_back(self) -> None:
+        """Leave no gradient with the masters."""
+        for master in self._links:
+            master.grad = None
+
+    def any_on_host(self) -> bool:
+        """Whether any parameter is on a device and its master is not."""
+        return any(map(crosses, self._masters, self._links))
+
+    def goes_to_host(self, parameter: Tensor) -> bool:
+        """Whether this one is."""
+        return parameter in self._masters and crosses(parameter, self._masters[parameter])
+
+    def bring(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Gradients by parameter, each where its master is."""
+        if not self.any_on_host():
+            return grads
+        return Bundle(grads, (), self.goes_to_host).wait()
+
+    # Rounding the masters into the parameters
+
+    def take_over(self) -> None:
+        """Let a master follow its parameter where that was written by others: loaded, averaged.
+
+        That is every element that is no rounding of the master's. Only parameters whose version
+        tells of a write are looked at.
+        """
+        before, after = self._versions, self._parameter_versions()
+        if before == after:
+            return
+        with torch.no_grad():
+            for (master, link), old, new in zip(self._links.items(), before, after, strict=True):
+                if old != new or new is None:
+                    _follow_parameter(master, link)
+        self._versions = after
+
+    def rounding(self, masters: Iterable[Tensor], skip: Scalar = 0.0) -> Rounding:
+        """What rounds these into their parameters, unless `skip` is set."""
+        links = {m: self._links[m] for m in masters if m in self._links}
+        return Rounding(links, self._roundings, skip, self._rounded)
+
+    def followed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the optimizer, after which parameters follow the masters that it wrote."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            masters = list(self._links)
+            before = versions(masters)
+            result = method(*args, **kwargs)
+            pairs = zip(masters, before, versions(masters), strict=True)
+            self.rounding(master for master, old, new in pairs if old != new).write()
+            return result
+
+        return call
+
+    def _rounded(self, roundings: int) -> None:
+        self._roundings, self._versions = roundings, self._parameter_versions()
+
+    def add(self, given: Sequence[Tensor]) -> None:
+        """Know the masters among parameters that the optimizer has been given later."""
+        self._links |= {p: link for p in given if (link := _link_of(p)) is not None}
+        self._know()
+
+    def _know(self) -> None:
+        self._masters = {link.parameter: master for master, link in self._links.items()}
+        self._versions = self._parameter_versions()
+
+    def _parameter_versions(self) -> list[int | None]:
+        return versions(list(self._masters))
+
+    # Checkpoints
+
+    def state_dict(self, stepped_on: Sequence[Tensor]) -> dict[str, Any]:
+        """The masters by index of the optimizer's parameters, and the count of roundings."""
+        mine = {i: p.detach() for i, p in enumerate(stepped_on) if p in self._links}
+        return {"parameters": mine, "roundings": self._roundings}
+
+    def check_state(self, op: str, state: Any, stepped_on: Sequence[Tensor]) -> None:
+        """Raise unless this is what `state_dict` returned for the same parameters."""
+        name = "state_dict['masters']"
+        if not isinstance(state, dict) or set(state) != {"parameters", "roundings"}:
+            contract = "be what the state_dict of an optimizer with masters has there"
+            _checks.fail_value(op, name, contract, _checks.type_name(state))
+        mine = {i: p for i, p in enumerate(stepped_on) if p in self._links}
+        if state["parameters"].keys() != mine.keys():
+            got = sorted(state["parameters"])
+            _checks.fail_value(op, name, f"be of the parameters {sorted(mine)}", got)
+        for index, master in mine.items():
+            saved = state["parameters"][index]
+            if not isinstance(saved, Tensor) or saved.shape != master.shape:
+                got = list(saved.shape) if isinstance(saved, Tensor) else _checks.type_name(saved)
+                _checks.fail_value(op, f"{name}[{index}]", f"have shape {list(master.shape)}", got)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Any, stepped_on: Sequence[Tensor]) -> None:
+        """Load masters, and round them into the parameters; without any, masters follow those."""
+        if state is None:
+            for master, link in self._links.items():
+                master.copy_(link.parameter)
+            self._versions = self._parameter_versions()
+            return
+        for index, master in enumerate(stepped_on):
+            if master in self._links:
+                master.copy_(state["parameters"][index])
+        self._roundings = state["roundings"]
+        for master, link in self._links.items():
+            _follow_master(master, link)
+        self._know()
+
+
+class Rounding:
+    """Masters on their way into their parameters: once, however often that is asked for."""
+
+    def __init__(
+        self,
+        links: dict[Tensor, Link],  # by master
+        roundings: int,
+        skip: Scalar,  # not zero: nothing is written
+        done: Callable[[int], None],  # told how many roundings there have been then
+    ) -> None:
+        self._links, self._roundings, self._skip, self._done = links, roundings, skip, done
+        self._is_done = False
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the parameters. After an interrupt another call writes the same."""
+        if self._is_done:
+            return
+        numbers = count(self._roundings)
+        for (device, far, stochastic), (parameters, masters) in self._calls().items():
+            seeds = None
+            if stochastic:
+                seeds = (torch.full((), n, dtype=torch.int64, device=device) for n in numbers)
+            if far:
+                if not self._skip:  # a device's word of it has to be waited for here
+                    send_rounded(parameters, masters, seeds)
+                continue
+            seed = None if seeds is None else next(seeds)
+            flag = self._skip.to(device, torch.float32) if isinstance(self._skip, Tensor) else None
+            ops.copy_rounded_(parameters, masters, seed=seed, found_inf=flag)
+        self._done(next(numbers))
+        self._is_done = True
+
+    def _calls(self) -> dict[tuple[torch.device, bool, bool], tuple[list[Tensor], list[Tensor]]]:
+        """Parameters and masters of one call each: their device, whether they cross, and how."""
+        calls: dict[tuple[torch.device, bool, bool], tuple[list[Tensor], list[Tensor]]] = {}
+        for master, (parameter, stochastic) in self._links.items():
+            key = (master.device, crosses(parameter, master), stochastic)
+            parameters, masters = calls.setdefault(key, ([], []))
+            parameters.append(dense_storage(parameter.detach()))
+            masters.append(dense_storage(master.detach()))
+        return calls
+
+
+def crosses(parameter: Tensor, master: Tensor) -> bool:
+    """Whether the one is on a device and the other in the host's memory."""
+    return master.is_cpu and not parameter.is_cpu
+
+
+def _follow_parameter(master: Tensor, link: Link) -> None:
+    """Take over the elements of a parameter that are no rounding of its master's."""
+    parameter, mine = dense_storage(link.parameter.detach()), dense_storage(master.detach())
+    values = parameter.to(mine.device, mine.dtype)
+    mine.copy_(torch.where(_rounds_to(mine, values, link), mine, values))
+
+
+def _follow_master(master: Tensor, link: Link) -> None:
+    """Round the elements of a master that its parameter is no rounding of."""
+    parameter, mine = dense_storage(link.parameter.detach()), dense_storage(master.detach())
+    values = parameter.to(mine.device, mine.dtype)
+    parameter.copy_(torch.where(_rounds_to(mine, values, link), values, mine))
+
+
+def _rounds_to(master: Tensor, values: Tensor, link: Link) -> Tensor:
+    """Where a master may have been rounded to these values of its parameter."""
+    dtype = link.parameter.dtype
+    if not link.stochastic:
+        return master.to(dtype).to(master.dtype) == values
+    limits = torch.finfo(dtype)
+    unit = values.abs().clamp(min=limits.smallest_normal) * limits.eps
+    return (master - values).abs() <= unit
