@@ -54,7 +54,7 @@ def widened(
     factor: Scalar = 1.0,
     flag_on: Callable[[torch.device], Tensor] | None = None,  # set where one is not finite
 ) -> tuple[dict[Tensor, Tensor], Tensor | None]:
-    """`grad * factor` in the dtype of main gradients, and the 2-norm of all if one call forms it."""
+    """`grad * factor` in the dtype of main gradients, and their 2-norm if one call forms it."""
     wide = {
         p: torch.empty_like(grad, dtype=main_dtype(p), requires_grad=False)
         for p, grad in grads.items()

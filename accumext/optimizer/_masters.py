@@ -259,9 +259,12 @@ class MasterWeights:
             _checks.fail_value(op, name, f"be of the parameters {sorted(mine)}", got)
         for index, master in mine.items():
             saved = state["parameters"][index]
-            if not isinstance(saved, Tensor) or saved.shape != master.shape:
-                got = list(saved.shape) if isinstance(saved, Tensor) else _checks.type_name(saved)
-                _checks.fail_value(op, f"{name}[{index}]", f"have shape {list(master.shape)}", got)
+            part = f"{name}['parameters'][{index}]"
+            if not isinstance(saved, Tensor):
+                _checks.fail_type(op, part, "be a tensor", _checks.type_name(saved))
+            if saved.shape != master.shape:
+                contract = f"have shape {list(master.shape)}"
+                _checks.fail_value(op, part, contract, list(saved.shape))
 
     @torch.no_grad()
     def load_state_dict(self, state: Any, stepped_on: Sequence[Tensor]) -> None:

@@ -5,7 +5,9 @@ Optimizers step on float32 masters; the model keeps half precision.
 
 from __future__ import annotations
 
+import masters_in_ranks as does
 import pytest
+import ranks
 import torch
 from optimizer_cases import CLASSES, WITHOUT_CLOSURE, batches_for, cases, make_optimizer, model_for
 from support.optimizer_oracle import assert_equal, loss_of, own_backward, parameters_of
@@ -115,3 +117,32 @@ def test_lbfgs_on_masters():
     assert losses == our_losses
     assert_equal(masters, wide)
     assert_equal(ours, parameters)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return ranks.run_on(2, does.SCENARIOS, "masters", tmp_path_factory)
+
+
+def test_masters_of_replicas(seen):
+    """Masters under DistributedDataParallel: windows are summed over processes in float32"""
+    first = ranks.agreed(seen, does.replicas)
+    assert_equal(first["masters"], first["expected"])
+    assert_equal(first["parameters"], [m.to(does.HALF) for m in first["masters"]])
+
+
+def test_replicas_are_rounded_alike(seen):
+    """Stochastic rounding gives all processes the same parameters, whatever their seeds"""
+    first = ranks.agreed(seen, does.rounded_stochastically)
+    assert_equal(first["masters"], seen[1]["rounded_stochastically"]["masters"])
+    nearest = [m.to(does.HALF) for m in first["masters"]]
+    same = [torch.equal(p, n) for p, n in zip(first["parameters"], nearest, strict=True)]
+    assert not all(same)
+
+
+def test_masters_of_shards(seen):
+    """Masters of `fully_shard` parameters are shards, also in checkpoints; bit for bit by hand"""
+    first = ranks.agreed(seen, does.shards)
+    assert first["sharded"]
+    assert_equal(first["masters"], first["expected"])
+    assert_equal(first["parameters"], [m.to(does.HALF) for m in first["masters"]])
