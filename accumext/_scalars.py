@@ -31,14 +31,22 @@ def as_tensor(
 ) -> Tensor:
     """A 0-dim tensor of the number; on its own device where none is given."""
     if isinstance(number, Tensor):
-        return number.to(device, dtype, non_blocking=True)
+        return sent(number, device or number.device, dtype)
     return torch.full((), number, dtype=dtype, device=device)  # torch.tensor would wait for a GPU
+
+
+def sent(number: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on a device, which the host waits for only where it is to read it: on the host.
+
+    What `Tensor.to` copies there without waiting may be read before it has arrived.
+    """
+    return number.to(device, dtype, non_blocking=device.type != "cpu")
 
 
 def to_device(device: torch.device, number: Scalar) -> Scalar:
     """The number as an operator on this device takes it; a float stays a float."""
     if isinstance(number, Tensor):
-        return number.to(device, non_blocking=True)
+        return sent(number, device)
     if torch.compiler.is_compiling():  # an operator would be compiled anew for every float
         return as_tensor(number, torch.float64, device)
     return number
@@ -54,7 +62,7 @@ def divide(a: Scalar, b: Scalar) -> Scalar:
 def maximum(a: Scalar, b: Scalar) -> Scalar:
     """The larger of two, on the device of the first tensor among them."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.maximum(a, b.to(a.device, a.dtype, non_blocking=True))
+        return torch.maximum(a, sent(b, a.device, a.dtype))
     if isinstance(a, Tensor):
         return a.clamp(min=b)
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accumext import ops, reference
-from accumext._scalars import Scalar, to_device
+from accumext._scalars import Scalar, sent, to_device
 from accumext._torch_private import local_part, sparse_values
 
 Group: TypeAlias = "dist.ProcessGroup"
@@ -126,7 +126,7 @@ def global_norm(
             norm = _norm_over(group, norm, norm_type)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
-        norms.append(norm.to(found_inf.device, non_blocking=True))
+        norms.append(sent(norm, found_inf.device))
     return norms[0] if len(norms) == 1 else ops.total_norm(norms, norm_type=norm_type)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accumext import _checks, _scalars, ops
-from accumext._scalars import Scalar, any_set, as_tensor, to_device, to_host_if_free
+from accumext._scalars import Scalar, any_set, as_tensor, sent, to_device, to_host_if_free
 from accumext._tensor_kinds import Group, dense_storage, is_dtensor, main_dtype
 from accumext._torch_private import zero_all_
 from accumext.optimizer._accumulator import Accumulator
@@ -77,7 +77,7 @@ class Bucket:
             else:
                 there.append(view)
                 dense = dense_storage(main.to_dense() if main.is_sparse else main)
-                sources.append(dense.to(view.device, non_blocking=True))
+                sources.append(sent(dense, view.device))
         ops.accumulate_(there, sources, inv_scale=to_device(first.device, factor), overwrite=True)
         self._work = dist.all_reduce(self._flat, group=group, async_op=True)
 

@@ -22,6 +22,7 @@ from accumext._scalars import (
     at_most_one,
     divide,
     maximum,
+    sent,
     to_device,
     to_host_if_free,
 )
@@ -163,7 +164,7 @@ def device_factors(
 
     def operand(number: Scalar | None, default: float | None = None) -> Tensor | None:
         if isinstance(number, Tensor):
-            return number.to(device, non_blocking=True)
+            return sent(number, device)
         if number is None or number == default:
             return None
         return as_tensor(number, torch.float64, device)

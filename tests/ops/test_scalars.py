@@ -103,3 +103,18 @@ def test_an_operator_on_a_device_takes_numbers_as_they_are():
     assert _scalars.to_device(meta, number(0.5)).device == meta
     compiled = torch.compile(lambda x: _scalars.to_device(x.device, 0.1) * x, backend="eager")
     assert torch.equal(compiled(number(2.0)), number(0.1) * 2)
+
+
+class Recorded:
+    """Stands for a tensor of a device that is asked to move."""
+
+    device = torch.device("cuda")
+
+    def to(self, device, dtype, non_blocking):
+        return device.type, non_blocking
+
+
+@pytest.mark.parametrize(("place", "waits"), [("cpu", True), ("cuda", False)])
+def test_what_is_sent_to_the_host_is_waited_for(place, waits):
+    """Else torch copies into pinned memory behind the host's back, which would read it too soon."""
+    assert _scalars.sent(Recorded(), torch.device(place)) == (place, not waits)
