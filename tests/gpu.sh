@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # What a GPU can show, in one command, in nine minutes and without a network: build, every operator
-# once, decode_loss beside plain autograd, its other options and generate and rollout beside the CPU,
-# the benchmarks, doctor, tests, compute-sanitizer on small tensors. What matters most comes first.
+# once, decode_loss beside plain autograd, its other options, generate, rollout and masters beside the
+# CPU, the benchmarks, doctor, tests, compute-sanitizer on small tensors. What matters most comes first.
 # Each part has a time limit, one that fails does not keep the others from running, and what is found
 # is written at once: cutting the run off loses no result.
 #
 #   tests/gpu.sh [FOLDER [PART...]]
 #
 # Writes FOLDER/<gpu>.json, FOLDER/<gpu>_decoder.json and FOLDER/<gpu>_loops.json, the benchmarks,
-# FOLDER/<gpu>_operators.json, FOLDER/<gpu>_decode_loss.json and FOLDER/<gpu>_beyond.json, the checks
-# of gpu_checks.py, FOLDER/<gpu>_checks.json, what became of each part, and FOLDER/<gpu>.log, what the
+# FOLDER/<gpu>_operators.json, <gpu>_decode_loss.json, <gpu>_beyond.json and <gpu>_masters.json, the
+# checks of gpu_checks.py, FOLDER/<gpu>_checks.json, what became of each part, and FOLDER/<gpu>.log, what the
 # parts print; FOLDER is bench/results unless given. PARTs, as named at the end of this file, are run
 # instead of all, after the build. PYTHON chooses the interpreter, whose torch (2.10 or newer, with
 # CUDA) and nvcc (on PATH, in CUDA_HOME, /usr/local/cuda or its site-packages) are used; the package
@@ -46,6 +46,7 @@ machine=${facts##*$'\n'}
 export benchmark_json=$results/$gpu.json decoder_json=$results/${gpu}_decoder.json
 export operators_json=$results/${gpu}_operators.json decode_loss_json=$results/${gpu}_decode_loss.json
 export beyond_json=$results/${gpu}_beyond.json loops_json=$results/${gpu}_loops.json
+export masters_json=$results/${gpu}_masters.json
 checks_json=$results/${gpu}_checks.json log=$results/$gpu.log
 : >"$log"
 [ -z "${PREBUILT:-}" ] || PREBUILT=$(cd "$PREBUILT" && pwd) || exit 1
@@ -119,6 +120,10 @@ beyond() {
   "$python" tests/cuda/gpu_checks.py beyond --json "$beyond_json"
 }
 
+masters() {
+  "$python" tests/cuda/gpu_checks.py masters --json "$masters_json"
+}
+
 doctor() {
   "$python" -m accumext doctor && loads
 }
@@ -175,7 +180,7 @@ decoder() {
 }
 
 export NOT_RUN
-export -f loads build operators decode_loss beyond doctor tests sanitized benchmark loops decoder
+export -f loads build operators decode_loss beyond masters doctor tests sanitized benchmark loops decoder
 echo "$machine"
 # Where the kernels do not build, they are compiled on first use, in another way.
 part build 200 build || {
@@ -185,6 +190,7 @@ part build 200 build || {
 part operators 60 operators
 part decode_loss 120 decode_loss
 part beyond 40 beyond
+part masters 40 masters
 part decoder 90 decoder
 part benchmark 120 benchmark
 part loops 40 loops

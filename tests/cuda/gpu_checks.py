@@ -1,11 +1,13 @@
 """What a GPU is asked first: every operator once, decode_loss beside plain autograd, and the rest.
 
-    python tests/cuda/gpu_checks.py operators|decoder|beyond [--device D] [--json FILE] [--quick]
+    python tests/cuda/gpu_checks.py operators|decoder|beyond|masters [--device D] [--json FILE]
+        [--quick]
 
 `operators`: each one that the CUDA library registers, once, against the reference on the CPU.
 `decoder`: decode_loss in every mode and precision, against plain autograd (gpu_decoder.py).
-`beyond`: its other options, generate and rollout, against the CPU in float64 (gpu_beyond.py). Needs
-torch alone. Every row is printed and written as soon as it is there; exit status 1 if one is wrong.
+`beyond`: its other options, generate and rollout, against the CPU in float64 (gpu_beyond.py).
+`masters`: float32 masters on the GPU and on the host, against the CPU (gpu_masters.py). Needs torch
+alone. Every row is printed and written as soon as it is there; exit status 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpu_beyond
 import gpu_decoder
+import gpu_masters
 import torch
 from gpu_rows import Checks, Facts, collect
 from support.decoder_calls import Call, backward_call, head_call, steps_call
@@ -160,7 +163,12 @@ def operators(device: torch.device, quick: bool) -> Checks:
         yield name, lambda name=name: check_operator(name, device)
 
 
-PARTS = {"operators": operators, "decoder": gpu_decoder.checks, "beyond": gpu_beyond.checks}
+PARTS = {
+    "operators": operators,
+    "decoder": gpu_decoder.checks,
+    "beyond": gpu_beyond.checks,
+    "masters": gpu_masters.checks,
+}
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ import gpu_beyond
 import gpu_checks
 import gpu_decoder
 import gpu_decoder_cases
+import gpu_masters
 import gpu_rows
 import pytest
 import torch
@@ -34,6 +35,7 @@ PARTS = [
     "operators",
     "decode_loss",
     "beyond",
+    "masters",
     "decoder",
     "benchmark",
     "loops",
@@ -253,6 +255,16 @@ def test_what_else_a_decoder_does_is_checked(tmp_path: Path) -> None:
     assert max(row["off by"] for row in rows) > 1e-9  # in another precision
 
 
+@pytest.mark.process
+def test_masters_are_checked(tmp_path: Path) -> None:
+    status, report = check(tmp_path, "masters", "--quick")
+    rows = report["rows"]
+    assert [row["name"] for row in rows if not row["passed"]] == []
+    assert status == 0
+    assert len({row["name"] for row in rows}) == len(rows) == 2**4 + 2
+    assert {row["clip_coef"] < 1 for row in rows if "clip_coef" in row} == {True}
+
+
 # --- rows that fail -------------------------------------------------------------------------------
 
 
@@ -340,6 +352,23 @@ def test_what_is_wrong_beyond_is_seen(
     monkeypatch.setattr(accumext, changed, once_off)
     with pytest.raises(AssertionError, match="off by"):
         check(*arguments)
+
+
+@pytest.mark.parametrize("wrong", ["masters", "parameters"])
+def test_wrong_masters_are_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = None, True, False, False, torch.bfloat16, torch.device("cpu")
+    assert gpu_masters.check(*arguments)["off by"] <= gpu_masters.ALLOWED
+    round_, calls = accumext.ops.copy_rounded_, []
+
+    def off(targets: Any, sources: Any, **how: Any) -> None:
+        calls.append(round_(targets, sources, **how))
+        if len(calls) == gpu_masters.WINDOWS:
+            written = sources if wrong == "masters" else targets
+            written[0][5, 7] += 1e-2
+
+    monkeypatch.setattr(accumext.ops, "copy_rounded_", off)
+    with pytest.raises(AssertionError):
+        gpu_masters.check(*arguments)
 
 
 def test_a_wait_for_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
