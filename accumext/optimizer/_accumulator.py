@@ -115,12 +115,13 @@ class Accumulator:
 
     def parameters(self) -> list[Tensor]:
         """The parameters that gradients are formed for, of all groups, in order."""
-        stepped_on = self.stepped_on()
-        return stepped_on if self.masters is None else self.masters.parameters_of(stepped_on)
+        held = list(chain.from_iterable(map(_params_of, self.optimizer.param_groups)))
+        return held if self.masters is None else self.masters.parameters_of(held)
 
     def stepped_on(self) -> list[Tensor]:
         """What the optimizer holds: the same, but masters in place of their parameters."""
-        return list(chain.from_iterable(map(_params_of, self.optimizer.param_groups)))
+        parameters = self.parameters()
+        return parameters if self.masters is None else list(map(self.masters.master_of, parameters))
 
     def names(self) -> dict[Tensor, str | int]:
         """Names of parameters and masters where the optimizer was given any, else indices."""
@@ -208,7 +209,7 @@ class Accumulator:
     @property
     def keeps_in_grad(self) -> bool:
         """Whether the next micro-batch may stay in `.grad`, for the optimizer to find it there."""
-        return self.steps_at_once and self.masters is None
+        return self.masters is None and self.steps_at_once
 
     def drop_window(self, successor: Window | None = None) -> None:
         """Start another window. An all-reduce of the old one ends first, as other ranks expect."""

@@ -96,11 +96,11 @@ def choose_way(
     if accumulator.open_micro_batch is not None:
         return "micro_batch"
     settings, window = accumulator.settings, accumulator.window
-    in_backward = settings.accumulate_in_backward or (
-        settings.on_nonfinite == "skip_window" and accumulator.sends_to_host
-    )
-    in_place = in_backward and accumulator.masters is None
-    if in_place and not unused and _can_add_in_place(window, weight, scale):
+    in_backward = settings.accumulate_in_backward
+    if accumulator.masters is not None:
+        sends = settings.on_nonfinite == "skip_window" and accumulator.sends_to_host
+        return "hooks" if in_backward or sends else "afterwards"
+    if in_backward and not unused and _can_add_in_place(window, weight, scale):
         return "in_place"
     if settings.window == 1 and accumulator.keeps_in_grad:
         return "stay_in_grad"

@@ -100,7 +100,7 @@ def step_window(
 
         def finish() -> None:
             lent_to.take_back(lent)
-            if watch.has_moved() and rounding is not None:
+            if rounding is not None and watch.has_moved():
                 rounding.write()
             consumed = accumulator.consumed
             if attached is not None:
