@@ -19,6 +19,7 @@ from accumext.ops import unscale_check_clip_accumulate_ as unscale_check_clip_ac
 from accumext.optimizer import AccumulatingOptimizer as AccumulatingOptimizer
 from accumext.optimizer import WindowReport as WindowReport
 from accumext.optimizer import masters as masters
+from accumext.optimizer import window_memory as window_memory
 from accumext.rollout import RolloutOutput as RolloutOutput
 from accumext.rollout import rollout as rollout
 from accumext.tbptt import TBPTTResult as TBPTTResult

@@ -123,8 +123,7 @@ def global_norm(
         if groups and norm_type < 0 and not any(tensor.numel() for tensor in tensors):
             norm = torch.full_like(norm, math.inf)  # of no elements, where the least one counts
         for group in groups:
-            norm = _norm_over(group, norm, norm_type)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+            norm, flag = _norm_over(group, norm, flag, norm_type)
         found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
         norms.append(sent(norm, found_inf.device))
     return norms[0] if len(norms) == 1 else ops.total_norm(norms, norm_type=norm_type)
@@ -154,15 +153,20 @@ def _shard_groups(tensor: Any) -> tuple[Group, ...]:
     return tuple(mesh.get_group(i) for i, p in enumerate(placements) if not p.is_replicate())
 
 
-def _norm_over(group: Group, norm: Tensor, norm_type: float) -> Tensor:
-    """The norm of a vector split over a group, from the norms of its parts."""
+def _norm_over(group: Group, norm: Tensor, flag: Tensor, norm_type: float) -> tuple[Tensor, Tensor]:
+    """The norm of a vector split over a group, and its found_inf, from those of its parts.
+
+    In one all-reduce: two numbers take no longer than one.
+    """
     if math.isinf(norm_type):
-        op = dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
-        dist.all_reduce(norm, op=op, group=group)
-        return norm
-    total = norm.double() ** norm_type
-    dist.all_reduce(total, group=group)
-    return (total ** (1.0 / norm_type)).to(norm.dtype)
+        sign = math.copysign(1.0, norm_type)
+        both = torch.stack([norm.double() * sign, flag.double()])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        return (both[0] * sign).to(norm.dtype), both[1].to(flag.dtype)
+    both = torch.stack([norm.double() ** norm_type, flag.double()])
+    dist.all_reduce(both, group=group)
+    found = (both[1] != 0).to(flag.dtype)
+    return (both[0] ** (1.0 / norm_type)).to(norm.dtype), found
 
 
 def nonfinite(grads: dict[Tensor, Tensor]) -> list[Tensor]:

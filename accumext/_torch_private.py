@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter, methodcaller
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -231,6 +231,57 @@ def translated_from(module: Any) -> tuple[str, str] | None:
     if inner is None or not type(inner).__module__.startswith("torch.nn."):
         return None
     return "a compiled", type(inner).__name__
+
+
+# --- fully_shard ----------------------------------------------------------------------------------
+
+
+def _sharded_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """What `fully_shard` keeps of every parameter, and its mixed-precision policy."""
+    for module in model.modules():
+        state_of: Any = getattr(module, "_get_fsdp_state", None)
+        if state_of is None:
+            continue
+        state = state_of()
+        groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.15 on
+        groups = filter(None, [state._fsdp_param_group]) if groups is None else groups
+        for group in groups:
+            for parameter in group.fsdp_params:
+                yield parameter, state._mp_policy
+
+
+class Gathered(NamedTuple):
+    """A parameter that `fully_shard` splits."""
+
+    shard: Tensor
+    whole: Tensor | None  # what the module holds in its place while it is gathered
+    dtype: torch.dtype  # of the whole
+    grad_dtype: torch.dtype  # of its gradient, while that is not reduced
+
+
+def gathered_parameters(model: nn.Module) -> Iterator[Gathered]:
+    """Those of a model. Where the policy has no `reduce_dtype`, torch 2.15 keeps gradients that are
+    not reduced in the parameter's own dtype, earlier releases in that of the gathered parameter."""
+    for parameter, policy in _sharded_parameters(model):
+        own = parameter.sharded_param.dtype
+        dtype = policy.param_dtype or own
+        unreduced = own if hasattr(parameter, "unsharded_grad_dtype") else dtype
+        whole = getattr(parameter, "_unsharded_param", None)  # there once it was gathered
+        yield Gathered(parameter.sharded_param, whole, dtype, policy.reduce_dtype or unreduced)
+
+
+def drop_unsharded_grads(root: nn.Module) -> None:
+    """What `FSDPModule.reset_iter_state` does to gradients, in releases that do not have it."""
+    for parameter, _ in _sharded_parameters(root):
+        if "unsharded_accumulated_grad" in vars(parameter):  # a property from torch 2.15 on
+            parameter.unsharded_accumulated_grad = None
+    for gathered in gathered_parameters(root):
+        if gathered.whole is not None:
+            gathered.whole.grad = None
+    for module in root.modules():
+        reshard: Any = getattr(module, "reshard", None)
+        if reshard is not None:
+            reshard()
 
 
 # --- tensors without data -------------------------------------------------------------------------

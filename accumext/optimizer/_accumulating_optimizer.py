@@ -74,6 +74,9 @@ class AccumulatingOptimizer(OptimizerProxy):
         reduce_in_backward: sum the window over the processes while its last backward pass still
             runs, as DistributedDataParallel does. Each micro-batch then has one backward pass, on
             every process, and the window costs memory for a second set of main gradients.
+        synchronize: with `fully_shard`, when gradients are reduced: in every "backward" pass, or
+            once per "window", for which every `backward` is inside `micro_batch(model)`. The window
+            then costs the memory of unsharded gradients and parameters, see `window_memory`.
         masters: what `accumext.masters` returned, if `optimizer` steps on masters of half-precision
             parameters: it then sees gradients in float32, and the parameters get the rounded
             masters after every step, before the hooks that follow it.
@@ -110,6 +113,7 @@ class AccumulatingOptimizer(OptimizerProxy):
     reduce_in_backward = _setting(
         "reduce_in_backward", "Whether a window is sent while its last backward pass runs."
     )
+    synchronize = _setting("synchronize", "When gradients of sharded parameters are reduced.")
 
     def __init__(
         self,
@@ -124,6 +128,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         process_group: Group | None = None,
         accumulate_in_backward: bool = False,
         reduce_in_backward: bool = False,
+        synchronize: str = "backward",
         masters: Sequence[Tensor] | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AccumulatingOptimizer):
@@ -140,6 +145,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             process_group=process_group,
             accumulate_in_backward=accumulate_in_backward,
             reduce_in_backward=reduce_in_backward,
+            synchronize=synchronize,
         )
         self.optimizer = optimizer
         stepped_on = [p for group in optimizer.param_groups for p in group["params"]]
@@ -154,8 +160,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         Args:
             loss: 0-dim, with a graph.
             weight: what the micro-batch counts, at least 0, for example its number of tokens if the
-                loss is a mean over them. A number, or a 0-dim tensor that stays on its device. With
-                sharded parameters (`fully_shard`), give one on all processes or on none.
+                loss is a mean over them. A number, or a 0-dim tensor that stays on its device. It
+                need not be the same on every process.
 
         Raises:
             TypeError: `loss` is not a tensor, or `weight` neither a number nor a tensor.
@@ -167,8 +173,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         """
         op = f"{OP}.backward"
         count = check_loss_and_weight(op, loss, weight)
-        weighted = weight is not UNWEIGHTED
-        run_backward(self._accumulator, self, op, loss, count, weighted)
+        run_backward(self._accumulator, self, op, loss, count)
 
     def accumulate(self, weight: float | Tensor = 1.0) -> None:
         """Add the gradients in `.grad` as one micro-batch, and leave `.grad` empty.
@@ -206,13 +211,14 @@ class AccumulatingOptimizer(OptimizerProxy):
         Args:
             model: a model whose synchronisation after every backward pass is to be held back.
                 DistributedDataParallel: it does not synchronise at all, and the window is summed
-                over `process_group`, or the model's group, once. FSDP (`fully_shard`): it goes on
-                reducing every pass, since gradients held back there are out of reach.
+                over `process_group`, or the model's group, once. FSDP (`fully_shard`): it reduces
+                every pass, or with `synchronize="window"` the window once; an exception inside then
+                drops the window.
 
         Raises:
             TypeError: `model` is a wrapper whose gradients are not understood, or no module.
-            ValueError: the `backward` calls inside have different weights, or parts of `model` are
-                in different process groups.
+            ValueError: the `backward` calls inside have different weights, parts of `model` are in
+                different process groups, or none is sharded where `synchronize="window"`.
             RuntimeError: a `micro_batch` is open already.
 
         Example:
@@ -366,16 +372,18 @@ class AccumulatingOptimizer(OptimizerProxy):
 
         Returns:
             Copies, for `load_accumulation_state_dict` and `torch.load(weights_only=True)`. Each of
-            several processes has its own.
+            several processes has its own; with `synchronize="window"` all of them make the call.
 
         Raises:
-            RuntimeError: with `reduce_in_backward`, between a window's last `backward` and `step`.
+            RuntimeError: with `reduce_in_backward`, between a window's last `backward` and `step`;
+                with `synchronize="window"` before torch 2.15, inside a window.
 
         Example:
             >>> torch.save({"opt": opt.state_dict(), "open": opt.accumulation_state_dict()}, path)
         """
-        accumulator = self._accumulator
-        accumulator.refuse_while_reducing(f"{OP}.accumulation_state_dict")
+        op, accumulator = f"{OP}.accumulation_state_dict", self._accumulator
+        accumulator.refuse_while_reducing(op)
+        accumulator.collect_held(op)
         packed = pack(accumulator.window, accumulator.parameters())
         accumulator.saved = accumulator.window.micro_batches
         return packed
@@ -439,8 +447,7 @@ class AccumulatingOptimizer(OptimizerProxy):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer; it may hold masters if others do."""
         super().add_param_group(param_group)
-        if self._accumulator.masters is not None:
-            self._accumulator.masters.add(self._accumulator.stepped_on())
+        self._accumulator.know_parameters()
 
     def __repr__(self) -> str:
         names = ("window", "max_norm", "norm_type", "on_nonfinite", "reduction")

@@ -38,6 +38,7 @@ from accumext.optimizer._grad_slots import (
 from accumext.optimizer._loss_scaling import LossScale, LossScaling, OuterScale
 from accumext.optimizer._masters import MasterWeights
 from accumext.optimizer._product_memory import ProductMemory
+from accumext.optimizer._sharded_window import ShardedWindow
 from accumext.optimizer._window import Window
 from accumext.optimizer._window_report import WindowReport
 
@@ -67,6 +68,7 @@ class Accumulator:
         self.optimizer = optimizer  # the wrapped one
         self.settings = settings
         self.masters = masters  # what it steps on in place of half-precision parameters
+        self.sharded = ShardedWindow.of(self.parameters())
         self.scaling = LossScaling(settings)
         self.window = Window()
         self.consumed = ConsumedGrads()  # what the last step left in `.grad`
@@ -132,6 +134,13 @@ class Accumulator:
         if self.masters is None:
             return by_parameter
         return by_parameter | dict(zip(self.stepped_on(), names, strict=True))
+
+    def know_parameters(self) -> None:
+        """Look at the parameters again: the optimizer has been given more."""
+        if self.masters is not None:
+            self.masters.add(self.stepped_on())
+        if self.sharded is None:
+            self.sharded = ShardedWindow.of(self.parameters())
 
     @property
     def sends_to_host(self) -> bool:
@@ -217,6 +226,8 @@ class Accumulator:
         if all_reduce is not None:
             self.all_reduce = None
             all_reduce.abandon(window)
+        if self.sharded is not None:
+            self.sharded.drop()
         with Transaction(self, GradSlots.of(self.parameters())):
             if window.attached is not None:
                 self.watch.callback = None
@@ -307,6 +318,8 @@ class Accumulator:
         if self.last is not None:
             self.last.evidence = None
         self.refuse_while_reducing(op)
+        if self.settings.synchronize == "window" and self.sharded is not None:
+            self.sharded.refuse_synchronised(op)
         if outer is None:
             self._warn_of_sums(op, pending.grads)
         scale = self.scaling.current(op) if outer is None else outer.scale
@@ -346,6 +359,16 @@ class Accumulator:
             if self.masters is not None:  # it has cleared only that of the masters
                 zero_grads(slots.parameters, set_to_none)
             self.consumed = ConsumedGrads(GradSlots.of(slots.parameters).grads)
+
+    def collect_held(self, op: str) -> None:
+        """Add the gradients that FSDP holds of the open window to it, reduced."""
+        if self.sharded is None or not self.sharded.holds:
+            return
+        self.sharded.collect(op)
+        slots, foreign = self.slots_and_foreign()
+        with torch.no_grad():
+            self.window.add_partial(slots.present(), 1.0, foreign)
+        slots.clear()
 
     def load_window(self, op: str, window: Window) -> None:
         """Replace the open window by a loaded one."""
@@ -497,6 +520,14 @@ class Transaction:
         if self._window.writes != self._window_fields["writes"]:
             return True
         return self.has_happened is not None and self.has_happened()
+
+
+def explain(error: BaseException, note: str) -> None:
+    """Add a sentence to an exception on its way out."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10
+        raise RuntimeError(note) from error
 
 
 def _users_level() -> int:

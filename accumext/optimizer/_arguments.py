@@ -18,7 +18,7 @@ from accumext._tensor_kinds import Group, is_dtensor
 from accumext.optimizer._distributed import check_group, packed_group, unpacked_group
 
 OP = "AccumulatingOptimizer"
-UNWEIGHTED: Final = 1.0  # the default weight; identity with this object tells that none was given
+UNWEIGHTED: Final = 1.0  # the default weight: this object, which needs no check
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Settings:
     process_group: Group | None
     accumulate_in_backward: bool
     reduce_in_backward: bool
+    synchronize: str
     needs_closure: bool  # whether the wrapped `step` cannot be called without one
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,6 +65,9 @@ def check_arguments(optimizer: Optimizer, **arguments: Any) -> Settings:
     check_group(OP, settings.process_group)
     for name in ("accumulate_in_backward", "reduce_in_backward"):
         _check_in_backward(name, arguments[name], settings.on_nonfinite)
+    _checks.one_of(OP, "synchronize", settings.synchronize, ("backward", "window"))
+    if settings.synchronize == "window":
+        _check_once_per_window(settings)
     if settings.needs_closure:
         _check_closure_optimizer(type(optimizer).__name__, settings)
     return settings
@@ -116,6 +120,18 @@ def _check_in_backward(name: str, value: object, policy: str) -> None:
         _checks.fail_value(OP, name, contract, value)
 
 
+def _check_once_per_window(settings: Settings) -> None:
+    """Gradients are seen only when the window is closed."""
+    for name, only in (
+        ("on_nonfinite", "skip_window"),
+        ("accumulate_in_backward", False),
+        ("reduce_in_backward", False),
+    ):
+        value = getattr(settings, name)
+        if value != only:
+            _checks.fail_value(OP, name, f"be {only!r} for synchronize='window'", repr(value))
+
+
 def _needs_closure(optimizer: Optimizer) -> bool:
     """Whether `step` cannot be called without a closure."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -131,6 +147,7 @@ def _check_closure_optimizer(kind: str, settings: Settings) -> None:
         ("max_norm", None),
         ("scaler", None),
         ("process_group", None),
+        ("synchronize", "backward"),
     ):
         value = getattr(settings, name)
         if value != only:

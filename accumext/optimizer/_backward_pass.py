@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from accumext import _wgrad_fusion
 from accumext._scalars import Scalar
 from accumext._torch_private import record_function
-from accumext.optimizer._accumulator import Accumulator, Transaction
+from accumext.optimizer._accumulator import Accumulator, Transaction, explain
 from accumext.optimizer._arguments import OP
 from accumext.optimizer._backward_hooks import GradCollector
-from accumext.optimizer._distributed import shared_weight
 from accumext.optimizer._grad_slots import GradSlots, clear, contents_of, write_contents
 from accumext.optimizer._host_transfer import HostTransfer
 from accumext.optimizer._loss_scaling import LossScale
@@ -36,19 +35,19 @@ def run_backward(
     op: str,
     loss: Tensor,
     weight: Scalar,
-    weighted: bool,  # whether the user gave the weight
 ) -> None:
     """Scale the loss, run its backward pass and add its gradients to the open window."""
-    settings = accumulator.settings
-    if weighted:
-        share, weight = shared_weight(weight, accumulator.parameters())
-        loss = scale_loss(loss, share)
+    settings, sharded = accumulator.settings, accumulator.sharded
     optimizers = (proxy, accumulator.optimizer)
     loss, scale = accumulator.scaling.scale_loss(op, loss, optimizers)
+    if sharded is not None:
+        if settings.synchronize == "window" and not sharded.is_open:
+            sharded.refuse_synchronised(op)
+        loss, scale = sharded.weigh(op, loss, weight, scale, accumulator.window)
     slots, unused = accumulator.begin_backward(op)
     micro_batch = accumulator.open_micro_batch
     if micro_batch is not None:
-        micro_batch.check_weight(op, weight)
+        micro_batch.check_weight(op, weight, scale)
     all_reduce = None
     if settings.reduce_in_backward:
         all_reduce = _overlapping_all_reduce(op, accumulator, slots.parameters, weight)
@@ -217,20 +216,5 @@ def _dropping_the_window(accumulator: Accumulator, unused: list[Tensor]) -> Iter
         slots.restore()
         write_contents(contents)
         if held:
-            _explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
+            explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
         raise
-
-
-def scale_loss(loss: Tensor, factor: Scalar) -> Tensor:
-    """`loss * factor` in the loss's dtype; the host number 1.0 costs nothing."""
-    if isinstance(factor, Tensor):
-        return loss * factor.to(loss)
-    return loss if factor == 1.0 else loss * factor
-
-
-def _explain(error: BaseException, note: str) -> None:
-    """Add a sentence to an exception on its way out."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:  # Python 3.10
-        raise RuntimeError(note) from error

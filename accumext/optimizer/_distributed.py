@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accumext import _checks
-from accumext._scalars import Scalar, as_tensor, to_host_if_free
 from accumext._tensor_kinds import Group as Group
-from accumext._tensor_kinds import is_dtensor
 
 
 def check_group(op: str, group: object) -> Group | None:
@@ -75,25 +72,3 @@ def _no_sync(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
         for replica in replicas:
             held.enter_context(replica.no_sync())
         yield
-
-
-def shared_weight(weight: Scalar, parameters: Sequence[Tensor]) -> tuple[Scalar, Scalar]:
-    """The weight of a micro-batch whose gradients are averaged over processes in the backward pass.
-
-    Each then holds a part of the same average, so they must count it alike: with their mean weight.
-    What a process's own loss has to be multiplied with makes the average a weighted one.
-
-    Returns:
-        factor of the loss, weight to count; `(1.0, weight)` where no parameter is sharded.
-    """
-    sharded = next(filter(is_dtensor, parameters), None)
-    if sharded is None:
-        return 1.0, weight
-    mesh = sharded.device_mesh  # type: ignore[attr-defined]
-    total = as_tensor(weight, torch.float64, sharded.device).clone()
-    for dimension in range(mesh.ndim):
-        dist.all_reduce(total, group=mesh.get_group(dimension))
-    mean = to_host_if_free(total / mesh.size())
-    if isinstance(mean, Tensor):
-        return weight / torch.where(mean > 0, mean, 1.0), mean
-    return weight / (mean or 1.0), mean

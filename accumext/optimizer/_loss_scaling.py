@@ -32,6 +32,7 @@ class LossScale(NamedTuple):
 
     value: Scalar = 1.0
     key: tuple[int, int] | None = None  # for a value that only the device knows
+    weight_unit: Scalar | None = None  # the loss was multiplied with its weight over this, too
 
 
 UNSCALED = LossScale()

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from accumext import _checks
 from accumext._scalars import Scalar
 from accumext._tensor_kinds import HALF_DTYPES
-from accumext.optimizer._accumulator import Accumulator, Transaction
+from accumext.optimizer._accumulator import Accumulator, Transaction, explain
 from accumext.optimizer._backward_hooks import GradCollector
 from accumext.optimizer._distributed import hold_back
 from accumext.optimizer._grad_slots import GradSlots, clear
+from accumext.optimizer._loss_scaling import LossScale
 from accumext.optimizer._window import Window
 
 
@@ -28,12 +29,13 @@ class OpenMicroBatch:
         self._accumulator = accumulator
         self._halves = Window()
         self._weight: Scalar | None = None  # of all backward calls
+        self._weight_unit: Scalar | None = None  # over which their losses were multiplied with it
         self._failed = False  # whether a backward pass did not come to its end
 
-    def check_weight(self, op: str, weight: Scalar) -> None:
+    def check_weight(self, op: str, weight: Scalar, scale: LossScale) -> None:
         """Raise unless all calls have one weight, as far as the host can see."""
         first = weight if self._weight is None else self._weight
-        self._weight = first
+        self._weight, self._weight_unit = first, scale.weight_unit
         if isinstance(first, Tensor) or isinstance(weight, Tensor) or first == weight:
             return
         _checks.fail_value(op, "weight", f"be that of the whole micro-batch, {first:g}", weight)
@@ -69,7 +71,7 @@ class OpenMicroBatch:
         if grads or (self._weight is not None and accumulator.all_reduce is None):
             slots = GradSlots(list(grads), list(grads.values()))
             weight = 1.0 if self._weight is None else self._weight
-            scale = accumulator.scaling.current(op)
+            scale = accumulator.scaling.current(op)._replace(weight_unit=self._weight_unit)
             accumulator.add(op, transaction, slots, weight, scale, foreign)
             accumulator.accumulated = True
 
@@ -92,15 +94,42 @@ def open_micro_batch(op: str, accumulator: Accumulator, model: nn.Module | None)
     """Open a micro-batch; an exception drops what it brought, and nothing else."""
     held, group = hold_back(op, model, accumulator.settings.process_group)
     accumulator.model_group = group or accumulator.model_group
-    slots, unused = accumulator.begin_backward(op)
-    with Transaction(accumulator, slots) as transaction:
-        accumulator.detach()
-        transaction.keep_contents(unused)
-        micro_batch = OpenMicroBatch(accumulator)
-        try:
-            accumulator.open_micro_batch = micro_batch
-            with held:
-                yield
-            micro_batch.close(op, transaction, held_back=model is not None)
-        finally:
-            accumulator.open_micro_batch = None
+    with _holding_shards(op, accumulator, model):
+        slots, unused = accumulator.begin_backward(op)
+        with Transaction(accumulator, slots) as transaction:
+            accumulator.detach()
+            transaction.keep_contents(unused)
+            micro_batch = OpenMicroBatch(accumulator)
+            try:
+                accumulator.open_micro_batch = micro_batch
+                with held:
+                    yield
+                micro_batch.close(op, transaction, held_back=model is not None)
+            finally:
+                accumulator.open_micro_batch = None
+
+
+@contextmanager
+def _holding_shards(op: str, accumulator: Accumulator, model: nn.Module | None) -> Iterator[None]:
+    """With synchronize="window": `fully_shard` modules keep their gradients to themselves.
+
+    An exception drops the window, of which FSDP holds all gradients in one sum.
+    """
+    sharded, settings = accumulator.sharded, accumulator.settings
+    if settings.synchronize == "backward" or sharded is None or model is None:
+        yield
+        return
+    roots = sharded.roots_to_hold(op, model)
+    window = accumulator.window
+    before = window.micro_batches
+    try:
+        with sharded.holding(roots, model, last=before + 1 >= settings.window):
+            yield
+        if accumulator.window.micro_batches == before:
+            contract = "have an opt.backward where synchronize='window'"
+            raise RuntimeError(_checks.message(op, "the micro-batch", contract, "none"))
+    except BaseException as error:
+        accumulator.drop_window()
+        if before:
+            explain(error, f"{op}: the open window was dropped: FSDP holds it in one sum")
+        raise

@@ -65,7 +65,8 @@ def step_window(
         accumulator.scaling.refuse_to_forget_others(op, proxy)
     compiling = torch.compiler.is_compiling()  # which cannot trace the class of the span
     with nullcontext() if compiling else record_function("accumext::step"):
-        if window.held_back or settings.process_group or accumulator.model_group:
+        shared = settings.process_group or accumulator.model_group or accumulator.sharded
+        if window.held_back or shared:
             if not sum_over_processes(accumulator, op, parameters, flushing):
                 return None
             slots = GradSlots.of(parameters)  # main gradients in `.grad` were detached

@@ -121,6 +121,7 @@ class Window:
         self.norm: Tensor | None = None  # 2-norm of the main gradients, if the last pass found it
         self.finite_micro_batches: Scalar | None = None  # where the others are dropped
         self.world_micro_batches: Scalar | None = None  # of all processes, once they are summed
+        self.agreed = False  # the weight is that of all shards
         self.dropped: list[Tensor] = []  # parameters that had a gradient dropped, if known here
         self.held_back = False  # gradients of a model that did not synchronise them
         self.unchecked = False  # attached, and to be dropped if not finite
@@ -162,7 +163,12 @@ class Window:
         """What brings a micro-batch to the unit; the host number 1.0 where nothing has to."""
         if self.unit_weight is None:
             return 1.0
-        relative = weight / self.unit_weight
+        if scale.weight_unit is None:
+            relative = weight / self.unit_weight
+        elif scale.weight_unit is self.unit_weight:
+            relative = 1.0
+        else:
+            relative = scale.weight_unit / self.unit_weight
         unit = self.unit_scale
         if scale.key is not None and scale.key == unit.key:
             return relative
@@ -174,7 +180,10 @@ class Window:
     def count_in(self, weight: Scalar, scale: LossScale) -> Scalar:
         """Count a micro-batch, let the first one set the unit, and return its factor."""
         factor = self.factor(weight, scale)
-        if isinstance(weight, Tensor):
+        if scale.weight_unit is not None:  # on other processes the weight may not be zero
+            if self.unit_weight is None:
+                self.unit_weight, self.unit_scale = scale.weight_unit, scale
+        elif isinstance(weight, Tensor):
             if self.unit_weight is None:  # which divides, and must not be a zero of the device
                 self.unit_weight, self.unit_scale = torch.where(weight > 0, weight, 1.0), scale
                 factor = (weight > 0).double()
@@ -212,6 +221,7 @@ class Window:
         main_grads = self.main_grads
         if (
             (isinstance(factor, Tensor) or factor != 0.0)
+            and main_grads.tensors
             and self.holds(slots.parameters)
             and main_grads.one_call
             and not any(map(is_none, slots.grads))

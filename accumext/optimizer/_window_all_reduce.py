@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from accumext._tensor_kinds import Group, dense_storage, is_dtensor, main_dtype
 from accumext._torch_private import zero_all_
 from accumext.optimizer._accumulator import Accumulator
 from accumext.optimizer._loss_scaling import UNSCALED
+from accumext.optimizer._sharded_window import closing_groups
 from accumext.optimizer._window import Window
 
 # What DistributedDataParallel sends at a time: enough for full bandwidth, little enough for the
@@ -114,50 +116,61 @@ class Bucket:
         return parts
 
 
-class WindowAllReduce:
-    """The sum of one window over a group of processes: of all that is trained or has a gradient."""
+class Agreement(NamedTuple):
+    """The numbers of a window, of all processes."""
 
-    def __init__(self, parameters: Sequence[Tensor], window: Window, group: Group) -> None:
-        self._group = group
-        self._device = parameters[0].device
-        main_grads = window.by_parameter
-        self._parameters = [
-            p for p in parameters if p.requires_grad or p in main_grads or p.grad is not None
-        ]
-        self._buckets = _plan(self._parameters)
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._sent = 0  # buckets; all processes send them in one order
+    weight: Scalar  # of shards the mean
+    kept: Scalar  # micro-batches
+    found_inf: Tensor  # []
+    any_held: bool  # whether any process has something in the window
 
-    def agree(self, op: str, window: Window, weight: Scalar, count: int, flushing: bool) -> bool:
+    @property
+    def mean_weight(self) -> Scalar:
+        """Of a micro-batch of one process."""
+        return self.weight / self.kept
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        window: Window,
+        weight: Scalar,  # of the window on this process
+        count: int,  # of its micro-batches
+        parameters: Sequence[Tensor],
+        group: Group | None,  # beside the mesh of the shards
+        flushing: bool,
+    ) -> Agreement:
         """Sum the numbers of the window, and raise where processes do not close the same one.
 
-        Nothing has changed then. If only a device knows the sums, a flush alone looks at them.
-
-        Returns:
-            Whether any process has something in the window.
+        If only a device knows the sums, a flush alone looks at them.
 
         Raises:
             RuntimeError: windows are not all full, or not all flushed with equally many
                 micro-batches; or not of the same parameters; or a process did not come.
         """
-        world, device = self._group.size(), self._device
+        groups, shards = closing_groups(parameters, group)
+        world, device = math.prod(g.size() for g in groups), parameters[0].device
+        rank = 0
+        for each in groups:
+            rank = rank * each.size() + each.rank()
         closing = torch.zeros(2, world, dtype=torch.float64, device=device)
-        closing[0, self._group.rank()] = count if flushing else _FULL
-        closing[1, self._group.rank()] = sum(p.numel() for p in self._parameters)
+        closing[0, rank] = count if flushing else _FULL
+        closing[1, rank] = sum(p.numel() for p in trained(parameters, window))
         kept = count if window.finite_micro_batches is None else window.finite_micro_batches
         found_inf = any_set(window.found_infs.values())
         mine = [as_tensor(n, torch.float64, device) for n in (weight, kept, found_inf)]
         numbers = torch.cat([torch.stack(mine), closing.flatten()])
         try:
-            dist.all_reduce(numbers, group=self._group)
+            for each in groups:
+                dist.all_reduce(numbers, group=each)
         except RuntimeError as error:
             got = f"no answer from some ({str(error).splitlines()[0]})"
             text = _checks.message(op, "the window", "be closed by every process", got, _SAME_COUNT)
             raise RuntimeError(text) from error
-        self._weight, self._kept = to_host_if_free(numbers[0]), to_host_if_free(numbers[1])
-        self._found_inf = numbers[2]
+        means = numbers[:2] / shards
+        total, finite = to_host_if_free(means[0]), to_host_if_free(means[1])
         if not flushing and not _scalars.on_host(numbers):
-            return True
+            return cls(total, finite, numbers[2], True)
         counts, elements = numbers[3:].view(2, world).tolist()
         if len(set(counts)) > 1:
             got = ", ".join("full" if n == _FULL else f"{n:.0f}" for n in counts) + " by rank"
@@ -167,7 +180,33 @@ class WindowAllReduce:
             got = ", ".join(f"{n:.0f}" for n in elements) + " elements by rank"
             contract = "be of the same trainable parameters on every process"
             raise RuntimeError(_checks.message(op, "the window", contract, got))
-        return any(counts)
+        return cls(total, finite, numbers[2], any(counts))
+
+
+class WindowAllReduce:
+    """The sum of one window over a group of processes: of all that is trained or has a gradient."""
+
+    def __init__(self, parameters: Sequence[Tensor], window: Window, group: Group) -> None:
+        self._group = group
+        self._all_parameters = parameters
+        self._parameters = trained(parameters, window)
+        self._buckets = _plan(self._parameters)
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._sent = 0  # buckets; all processes send them in one order
+
+    @property
+    def mean_weight(self) -> Scalar:
+        """Of a micro-batch of one process, once they have agreed."""
+        return self._agreed.mean_weight
+
+    def agree(self, op: str, window: Window, weight: Scalar, count: int, flushing: bool) -> bool:
+        """Agree with the other processes, `Agreement.of`; whether any has something in the window.
+
+        Nothing has changed if that raises.
+        """
+        parameters, group = self._all_parameters, self._group
+        self._agreed = Agreement.of(op, window, weight, count, parameters, group, flushing)
+        return self._agreed.any_held
 
     def send_complete(self, op: str, window: Window, parameters: Iterable[Tensor]) -> None:
         """Send what can be sent now that these parameters have their last gradient.
@@ -197,12 +236,13 @@ class WindowAllReduce:
         for bucket in self._buckets:
             sums |= bucket.receive()
         window.replace({p: sums[p] for p in self._parameters if p in sums})
-        window.note_found_inf(self._found_inf)
-        window.weight, window.world_micro_batches = self._weight, self._kept
+        weight, kept, found_inf, _ = self._agreed
+        window.note_found_inf(found_inf)
+        window.weight, window.world_micro_batches = weight, kept
         window.unit_weight, window.unit_scale = 1.0, UNSCALED
         window.writes += 1
         if window.finite_micro_batches is not None:
-            window.finite_micro_batches = self._kept
+            window.finite_micro_batches = kept
 
     def abandon(self, window: Window) -> None:
         """Let the sum arrive on the other processes, not finite, so that they skip the window."""
@@ -221,7 +261,9 @@ def sum_over_processes(
     accumulator: Accumulator, op: str, parameters: list[Tensor], flushing: bool
 ) -> bool:
     """Make the open window that of all processes; False if there is nothing in it."""
-    window, group = accumulator.window, accumulator.group
+    window, group, sharded = accumulator.window, accumulator.group, accumulator.sharded
+    if group is None and sharded is not None:
+        return _close_shards(accumulator, op, parameters, flushing)
     if group is None:
         if window.held_back:
             contract = "be known for gradients that micro_batch(model) has held back"
@@ -240,6 +282,9 @@ def sum_over_processes(
         all_reduce = WindowAllReduce(parameters, window, group)
         if not all_reduce.agree(op, window, window.weight, window.micro_batches, flushing):
             return False
+        if sharded is not None:
+            sharded.note_weight(all_reduce.mean_weight)
+            accumulator.collect_held(op)
     accumulator.all_reduce = None
     try:
         all_reduce.finish(window)
@@ -253,6 +298,32 @@ def sum_over_processes(
         got = f"an error ({str(error).splitlines()[0]}), and it was dropped"
         raise RuntimeError(_checks.message(op, "the window", contract, got)) from error
     return True
+
+
+def _close_shards(
+    accumulator: Accumulator, op: str, parameters: list[Tensor], flushing: bool
+) -> bool:
+    """Make the weight that of all shards, and take in what FSDP holds; False if nothing is there.
+
+    Gradients were averaged over the shards by FSDP.
+    """
+    window, sharded = accumulator.window, accumulator.sharded
+    assert sharded is not None
+    if window.micro_batches == 0 or window.agreed:
+        return window.micro_batches > 0
+    count = window.micro_batches
+    agreed = Agreement.of(op, window, window.weight, count, parameters, None, flushing)
+    accumulator.collect_held(op)
+    window.note_found_inf(agreed.found_inf)
+    window.weight, window.agreed = agreed.weight, True
+    sharded.note_weight(agreed.mean_weight)
+    return True
+
+
+def trained(parameters: Sequence[Tensor], window: Window) -> list[Tensor]:
+    """Those that are trained or have a gradient."""
+    main_grads = window.by_parameter
+    return [p for p in parameters if p.requires_grad or p in main_grads or p.grad is not None]
 
 
 def _plan(parameters: Sequence[Tensor]) -> list[Bucket]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import accumext
 from accumext import _torch_private as private
@@ -361,12 +362,42 @@ def test_cpu_multiplies_bfloat16():
     assert private.cpu_multiplies_bfloat16() in (True, False)
 
 
+@pytest.fixture
+def sharded():
+    """A layer of bfloat16 computation that `fully_shard` splits over a group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layer = nn.Linear(3, 2)
+    yield fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    dist.destroy_process_group()
+
+
+def test_the_parameters_of_a_sharded_module(sharded):
+    sharded.set_requires_gradient_sync(False)
+    sharded.set_reshard_after_backward(False)
+    shards = list(sharded.parameters())
+    sharded(torch.ones(1, 3)).sum().backward()
+    gathered = list(private.gathered_parameters(sharded))
+    assert [g.shard for g in gathered] == shards
+    assert [g.whole for g in gathered] == list(sharded.parameters())
+    assert {g.dtype for g in gathered} == {torch.bfloat16}
+    assert [g.grad_dtype for g in gathered] == [g.whole.grad.dtype for g in gathered]
+
+
+def test_dropped_gradients_are_of_no_later_pass(sharded):
+    sharded.set_requires_gradient_sync(False)
+    sharded(torch.ones(1, 3)).sum().backward()
+    private.drop_unsharded_grads(sharded)
+    sharded.set_requires_gradient_sync(True)
+    sharded(torch.ones(1, 3)).sum().backward()
+    assert sharded.weight.grad.to_local().tolist() == [[1.0] * 3] * 2
+
+
 def test_every_name_has_a_test_and_a_reader():
     names = {name for name in vars(private) if not name.startswith("_")}
     borrowed = {"annotations", "torch", "functools", "nn", "Tensor", "GradScaler", "Optimizer"}
     borrowed |= {"Any", "Callable", "OrderedDict", "TypeVar", "cast", "attrgetter", "methodcaller"}
     borrowed |= {"AbstractContextManager", "Iterable", "Iterator", "TorchDispatchMode"}
-    borrowed |= {"contextmanager", "get_gradient_edge", "weakref"}
+    borrowed |= {"NamedTuple", "Gathered", "contextmanager", "get_gradient_edge", "weakref"}
     tests = Path(__file__).read_text()
     sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
     readers = "".join(text for path, text in sources.items() if path.name != "_torch_private.py")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
-from support.device import cpu_as_device
 from support.optimizer_oracle import make_model, says
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +14,6 @@ from accumext.optimizer._distributed import (
     check_group,
     hold_back,
     packed_group,
-    shared_weight,
     unpacked_group,
 )
 
@@ -75,36 +71,3 @@ def test_replicas_of_two_groups_need_one_that_is_given():
 def test_what_is_no_model_is_refused_by_name():
     with pytest.raises(TypeError, match=re.escape("op: model must be a torch.nn.Module or None")):
         hold_back("op", 3, None)
-
-
-def sharded():
-    """A parameter of two processes, as far as a weight has to know it."""
-    mesh = SimpleNamespace(ndim=1, size=lambda: 2, get_group=lambda dimension: "group")
-    return SimpleNamespace(device_mesh=mesh, device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize(
-    ("mine", "theirs", "factor", "mean"),
-    [(1.0, 3.0, 0.5, 2.0), (3.0, 1.0, 1.5, 2.0), (0.0, 4.0, 0.0, 2.0), (0.0, 0.0, 0.0, 0.0)],
-)
-def test_processes_count_their_average_alike(monkeypatch, mine, theirs, factor, mean, on_device):
-    """Half of `factor * gradient` from each is the weighted mean: (1 * g + 3 * h) / 4."""
-
-    def all_reduce(total, group):
-        assert group == "group"
-        total += theirs
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    if on_device:
-        weight = torch.tensor(mine, dtype=torch.float64)
-        with cpu_as_device():
-            got = shared_weight(weight, [torch.zeros(2), sharded()])
-        assert weight.item() == mine
-        assert [number.item() for number in got] == [factor, mean]
-    else:
-        assert shared_weight(mine, [torch.zeros(2), sharded()]) == (factor, mean)
-
-
-def test_a_weight_of_parameters_that_are_not_sharded_is_its_own():
-    assert shared_weight(3.0, [torch.zeros(2)]) == (1.0, 3.0)

@@ -119,3 +119,15 @@ def test_micro_batch_refuses_wrappers_it_does_not_know(halfway):
     text = f"{OP}.micro_batch: model must be a DistributedDataParallel or fully_shard model"
     with pytest.raises(TypeError, match=says(text)):
         halfway[1].micro_batch(Sharded()).__enter__()
+
+
+def test_a_micro_batch_without_gradients_counts():
+    """Nothing of it reaches the parameters, as where a branch of the model is used in turn."""
+    used, unused = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    opt = AccumulatingOptimizer(sgd([used]), window=2)
+    for leaf in (unused, used):
+        with opt.micro_batch():
+            opt.backward(leaf.sum())
+        opt.step()
+    assert opt.last.micro_batches == 2
+    assert used.tolist() == [0.5, 0.5]
