@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -105,6 +106,18 @@ def one_of(op: str, argument: str, value: Any, choices: Iterable[str]) -> str:
     if value not in choices:
         fail_value(op, argument, f"be one of {', '.join(map(repr, choices))}", repr(value))
     return value
+
+
+def users_level() -> int:
+    """The `stacklevel` of the user's line, for a warning that the caller is to give."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("accumext", "contextlib", "torch")
 
 
 # --- the gradient operations of ops.py -----------------------------------------------------------

@@ -193,10 +193,14 @@ def operator_name(op: Any) -> str:
 
 # --- modules --------------------------------------------------------------------------------------
 
-# Hooks of a module whose forward the decoder computes from the weights: it cannot call them.
-forward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
-    "_forward_hooks", "_forward_pre_hooks"
-)
+
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Hooks of a module whose forward the decoder computes from the weights: it cannot call them.
+    Without those of `fully_shard`."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return [h for h in hooks if not getattr(h, "__module__", "").startswith(FSDP)]
+
+
 backward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
     "_backward_hooks", "_backward_pre_hooks"
 )
@@ -236,18 +240,24 @@ def translated_from(module: Any) -> tuple[str, str] | None:
 # --- fully_shard ----------------------------------------------------------------------------------
 
 
+FSDP = "torch.distributed.fsdp"  # public; in `sys.modules` where anything may be sharded
+
+
 def _sharded_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """What `fully_shard` keeps of every parameter, and its mixed-precision policy."""
     for module in model.modules():
-        state_of: Any = getattr(module, "_get_fsdp_state", None)
-        if state_of is None:
-            continue
-        state = state_of()
-        groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.15 on
-        groups = filter(None, [state._fsdp_param_group]) if groups is None else groups
-        for group in groups:
+        state = sharded_state(module)
+        for group in [] if state is None else _sharded_groups(state):
             for parameter in group.fsdp_params:
                 yield parameter, state._mp_policy
+
+
+def _sharded_groups(state: Any) -> list[Any]:
+    """The groups of parameters that are gathered together; from torch 2.15 on perhaps several."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
 
 
 class Gathered(NamedTuple):
@@ -282,6 +292,44 @@ def drop_unsharded_grads(root: nn.Module) -> None:
         reshard: Any = getattr(module, "reshard", None)
         if reshard is not None:
             reshard()
+
+
+def sharded_state(module: nn.Module) -> Any:
+    """What FSDP knows of a module that `fully_shard` was called with; None for any other."""
+    state_of: Any = getattr(module, "_get_fsdp_state", None)
+    return None if state_of is None else state_of()
+
+
+def begin_sharded_forward(module: nn.Module) -> None:
+    """What FSDP does before a module's forward, as for methods that it was told of; after that its
+    hooks leave the module alone until the end, as they do in a recomputation."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = sharded_state(module)
+    state._pre_forward(module, (), {})
+    state._training_state = TrainingState.PRE_BACKWARD
+
+
+def end_sharded_forward(module: nn.Module, output: Any) -> Any:
+    """What FSDP does after it: the output, which tells FSDP when a backward pass begins."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = sharded_state(module)
+    state._training_state = TrainingState.FORWARD
+    return state._post_forward(module, (), output)
+
+
+def abandon_sharded_forward(module: nn.Module) -> None:
+    """Give up the parameters that a forward has gathered, which has ended in an exception."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = sharded_state(module)
+    state._training_state = TrainingState.IDLE
+    for group in _sharded_groups(state):
+        group._training_state = TrainingState.IDLE
+        group.reshard()
+    if state._state_ctx.iter_forward_root is state:
+        state._state_ctx.iter_forward_root = None
 
 
 # --- tensors without data -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from accumext import _scalars
 from accumext._checks import fail_type, fail_value, message, one_of, positive_int, type_name
 from accumext._scalars import Scalar
 from accumext._torch_private import (
+    FSDP,
     assert_on_device,
     is_since,
     next_node_number,
@@ -22,6 +24,7 @@ from accumext._torch_private import (
     sparse_indices,
     sparse_values,
 )
+from accumext.decoder._sharded_modules import with_gathered
 
 OP = "chunked_loss"
 IGNORED = -100  # the default `ignore_index` of F.cross_entropy
@@ -88,11 +91,23 @@ def chunked_loss(
     Source: Chen et al. 2016 (recomputation), by `torch.utils.checkpoint`.
     """
     borders = _check(fn, inputs, args, chunks, chunk_size, reduction)
+    shares = _shares(inputs, args, borders, reduction, weights)
+    if FSDP in sys.modules:
+        return with_gathered((), lambda: _sum_of_slices(fn, inputs, args, borders, shares))
+    return _sum_of_slices(fn, inputs, args, borders, shares)
+
+
+def _sum_of_slices(
+    fn: Callable[..., Tensor],
+    inputs: Tensor,
+    args: tuple[Any, ...],
+    borders: list[tuple[int, int]],
+    shares: list[_Share],
+) -> Tensor:
+    """The loss, slice by slice."""
     total: Tensor | None = None
     stopped: list[range] = []  # numbers of nodes of slices that may weigh nothing
-    for (begin, end), share in zip(
-        borders, _shares(inputs, args, borders, reduction, weights), strict=True
-    ):
+    for (begin, end), share in zip(borders, shares, strict=True):
         slices = [a[begin:end] if isinstance(a, Tensor) else a for a in (inputs, *args)]
         first = 0 if share.empty is None else next_node_number()
         loss = (

@@ -21,6 +21,7 @@ from accumext._checks import (
     positive_int,
     token_tensor,
     type_name,
+    users_level,
 )
 from accumext._memory_overlap import share_memory
 from accumext._wgrad_fusion import may_fuse
@@ -176,7 +177,7 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         advice = "Renormalise the weight before the call: weight.renorm_(2, 0, max_norm)"
         fail_value(OP, "embedding", contract, table.max_norm, advice)
     for text in notices:
-        warnings.warn(f"{OP}: {text}", stacklevel=3)  # where the user called
+        warnings.warn(f"{OP}: {text}", stacklevel=users_level())
     # Random numbers are drawn from here on: a call that fails a check draws none.
     generator = call["generator"]
     # Padding also past a row's length, where targets may be anything.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from accumext._torch_private import FSDP
 from accumext.decoder._arguments import OP, DecodeArguments, check_arguments
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._cells import parameter_tensors
@@ -23,6 +25,7 @@ from accumext.decoder._recurrent_state import (
 )
 from accumext.decoder._rnn_path import decode_with_rnn
 from accumext.decoder._segment_memory import segment_memory
+from accumext.decoder._sharded_modules import with_gathered
 from accumext.decoder._token_buffers import Decoded, TokenBuffers
 
 
@@ -176,13 +179,21 @@ def decode_loss(
     (scheduled sampling); Rennie et al. 2017 (self-critical training); the derivation is in
     docs/decoder.md.
     """
-    args = check_arguments(locals())  # the arguments by name: there are no other locals yet
+    call = locals()  # the arguments by name: there are no other locals yet
+    if FSDP in sys.modules:
+        return with_gathered((embedding, cell, head), lambda: _decode(call))
+    return _decode(call)
+
+
+def _decode(call: Mapping[str, Any]) -> DecodeOutput:
+    """`decode_loss` of its arguments."""
+    args = check_arguments(call)
     buffers = TokenBuffers(args)
     if args.feedback.mask is None:  # before the head, which may share the weight, is read
         args.table.renormalise(buffers.padded(slice(None), args.feedback.teacher))
     if args.steps * args.batch == 0:
         found = Decoded(_loss_of_nothing(args, buffers.losses), args.state)
-        if return_outputs:
+        if call["return_outputs"]:
             shape = (args.steps, args.batch, args.head_weight.shape[1])
             found = found._replace(outputs=args.head_weight.new_zeros(shape))
     elif args.rnn_weights is not None:
@@ -197,7 +208,7 @@ def decode_loss(
         found.loss, buffers.tokens, buffers.inputs.clone(), buffers.losses, found.state,
         buffers.lengths(), outputs, found.extras,
     )  # fmt: skip
-    return _with_batch_first(out) if batch_first else out
+    return _with_batch_first(out) if call["batch_first"] else out
 
 
 def _with_batch_first(out: DecodeOutput) -> DecodeOutput:

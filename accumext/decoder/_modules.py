@@ -63,7 +63,7 @@ def _check_forward(
     op: str, name: str, module: nn.Module, kind: type[nn.Module], instead: str
 ) -> None:
     """Raise for a module whose forward does more than its weight says: it is not called here."""
-    hooked = any(forward_hooks(module))
+    hooked = bool(forward_hooks(module))
     if type(module).forward is not kind.forward or hooked:
         contract = f"compute as a plain nn.{kind.__name__}, for its forward is not called"
         got = "forward hooks" if hooked else f"{type(module).__name__} with a forward of its own"

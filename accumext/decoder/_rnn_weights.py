@@ -38,7 +38,7 @@ def rnn_weights_of(module: nn.Module | None, dtypes: set[torch.dtype]) -> RnnWei
     if module is None or not isinstance(module, _MODULES):
         return None
     base = next(kind for kind in _MODULES if isinstance(module, kind))
-    hooked = any(forward_hooks(module)) or any(backward_hooks(module))
+    hooked = bool(forward_hooks(module)) or any(backward_hooks(module))
     projected = getattr(module, "proj_size", 0) > 0
     if type(module).forward is not base.forward or hooked or projected:
         return None

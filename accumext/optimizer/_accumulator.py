@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accumext._checks import message
+from accumext._checks import message, users_level
 from accumext._scalars import Scalar
 from accumext._tensor_kinds import Group, global_norm, nonfinite, zero_flag
 from accumext._torch_private import not_compiled, record_function
@@ -423,7 +423,7 @@ class Accumulator:
         """A warning that points at the user's line, the first time."""
         if topic not in self.warned:
             self.warned |= {topic}
-            warnings.warn(text, stacklevel=_users_level())
+            warnings.warn(text, stacklevel=users_level())
 
     def _warn_of_sums(self, op: str, grads: Sequence[Tensor | None]) -> None:
         """Say once that a window counts calls of `step`, where each may be meant to end one."""
@@ -528,15 +528,3 @@ def explain(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:  # Python 3.10
         raise RuntimeError(note) from error
-
-
-def _users_level() -> int:
-    """The `stacklevel` of the user's line, for a warning that the caller is to give."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _is_ours(module: str) -> bool:
-    return module.split(".")[0] in ("accumext", "contextlib", "torch")
