@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -194,13 +195,10 @@ def operator_name(op: Any) -> str:
 # --- modules --------------------------------------------------------------------------------------
 
 
-def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """Hooks of a module whose forward the decoder computes from the weights: it cannot call them.
-    Without those of `fully_shard`."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return [h for h in hooks if not getattr(h, "__module__", "").startswith(FSDP)]
-
-
+# Hooks of a module whose forward the decoder computes from the weights: it cannot call them.
+forward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks"
+)
 backward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
     "_backward_hooks", "_backward_pre_hooks"
 )
@@ -298,6 +296,12 @@ def sharded_state(module: nn.Module) -> Any:
     """What FSDP knows of a module that `fully_shard` was called with; None for any other."""
     state_of: Any = getattr(module, "_get_fsdp_state", None)
     return None if state_of is None else state_of()
+
+
+def only_sharded(module: nn.Module) -> bool:
+    """Whether all forward hooks of a module are those of `fully_shard`."""
+    hooks = chain.from_iterable(hooks.values() for hooks in forward_hooks(module))
+    return all(getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks)
 
 
 def begin_sharded_forward(module: nn.Module) -> None:

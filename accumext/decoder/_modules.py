@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accumext._checks import FLOAT_DTYPES, fail_type, fail_value, type_name
-from accumext._torch_private import forward_hooks, translated_from
+from accumext._torch_private import forward_hooks, only_sharded, translated_from
 from accumext.decoder._cells import Cell, cell_of
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._precision import Dtypes, dtypes_of
@@ -63,7 +63,7 @@ def _check_forward(
     op: str, name: str, module: nn.Module, kind: type[nn.Module], instead: str
 ) -> None:
     """Raise for a module whose forward does more than its weight says: it is not called here."""
-    hooked = bool(forward_hooks(module))
+    hooked = any(forward_hooks(module)) and not only_sharded(module)
     if type(module).forward is not kind.forward or hooked:
         contract = f"compute as a plain nn.{kind.__name__}, for its forward is not called"
         got = "forward hooks" if hooked else f"{type(module).__name__} with a forward of its own"

@@ -4,6 +4,7 @@ it, and a test that no other file reads one."""
 from __future__ import annotations
 
 import ast
+import sys
 import warnings
 from pathlib import Path
 
@@ -383,6 +384,36 @@ def test_the_parameters_of_a_sharded_module(sharded):
     assert [g.grad_dtype for g in gathered] == [g.whole.grad.dtype for g in gathered]
 
 
+def test_hooks_of_a_sharded_module(sharded):
+    assert private.sharded_state(nn.Linear(1, 1)) is None
+    assert private.sharded_state(sharded) is not None
+    assert private.FSDP in sys.modules
+    assert any(private.forward_hooks(sharded))
+    assert private.only_sharded(sharded)
+    sharded.register_forward_hook(lambda *_: None)
+    assert not private.only_sharded(sharded)
+
+
+def test_a_forward_pass_of_a_sharded_module(sharded):
+    """Its weight is read and it is called twice, in one pass."""
+    x = torch.ones(1, 3, requires_grad=True)
+    private.begin_sharded_forward(sharded)
+    weight = sharded.weight
+    assert not hasattr(weight, "device_mesh")
+    loss = sharded(x).sum() + (sharded(x) * 2).sum() + weight.sum().float()
+    private.end_sharded_forward(sharded, loss).backward()
+    assert sharded.weight.grad.to_local().tolist() == [[4.0] * 3] * 2
+    assert x.grad is not None
+
+
+def test_an_abandoned_forward_pass(sharded):
+    private.begin_sharded_forward(sharded)
+    private.abandon_sharded_forward(sharded)
+    assert hasattr(sharded.weight, "device_mesh")
+    sharded(torch.ones(1, 3)).sum().backward()
+    assert sharded.weight.grad.to_local().tolist() == [[1.0] * 3] * 2
+
+
 def test_dropped_gradients_are_of_no_later_pass(sharded):
     sharded.set_requires_gradient_sync(False)
     sharded(torch.ones(1, 3)).sum().backward()
@@ -397,7 +428,14 @@ def test_every_name_has_a_test_and_a_reader():
     borrowed = {"annotations", "torch", "functools", "nn", "Tensor", "GradScaler", "Optimizer"}
     borrowed |= {"Any", "Callable", "OrderedDict", "TypeVar", "cast", "attrgetter", "methodcaller"}
     borrowed |= {"AbstractContextManager", "Iterable", "Iterator", "TorchDispatchMode"}
-    borrowed |= {"NamedTuple", "Gathered", "contextmanager", "get_gradient_edge", "weakref"}
+    borrowed |= {
+        "NamedTuple",
+        "Gathered",
+        "chain",
+        "contextmanager",
+        "get_gradient_edge",
+        "weakref",
+    }
     tests = Path(__file__).read_text()
     sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
     readers = "".join(text for path, text in sources.items() if path.name != "_torch_private.py")
