@@ -1,0 +1,204 @@
+"""What others do to a model, its masters and their optimizer at awkward moments."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from support.optimizer_oracle import assert_equal, loss_of, make_batches, make_model, sgd
+from torch import nn
+
+import accumext
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+BATCHES = [batch.bfloat16() for batch in make_batches(4)]
+
+
+def with_masters(model, make=sgd, stochastic=False, **kwargs):
+    masters = accumext.masters(model.parameters(), stochastic_rounding=stochastic)
+    return AccumulatingOptimizer(make(masters), masters=masters, **kwargs), masters
+
+
+def one_step(opt, model):
+    opt.backward(loss_of(model, BATCHES[0]))
+    opt.step()
+
+
+def still(parameters):
+    """An optimizer that leaves everything where it is."""
+    return sgd(parameters, lr=0.0)
+
+
+def write(model, value):
+    """As `load_state_dict` does: one counted write of every parameter."""
+    model.load_state_dict({k: torch.full_like(v, value) for k, v in model.state_dict().items()})
+
+
+def assert_all(tensors, value):
+    for tensor in tensors:
+        assert torch.equal(tensor.detach(), torch.full_like(tensor, value))
+
+
+# Parameters that others write
+
+
+def test_what_is_loaded_before_the_optimizer_is_wrapped_stays():
+    model = make_model(torch.bfloat16)
+    masters = accumext.masters(model.parameters())
+    write(model, 0.5)
+    opt = AccumulatingOptimizer(still(masters), masters=masters)
+    one_step(opt, model)
+    assert_all([*model.parameters(), *masters], 0.5)
+
+
+def test_what_is_loaded_before_a_group_is_added_stays():
+    model, other = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    opt, masters = with_masters(model, still)
+    one_step(opt, model)
+    write(model, 0.5)
+    opt.add_param_group({"params": accumext.masters(other.parameters())})
+    one_step(opt, model)
+    assert_all([*model.parameters(), *masters], 0.5)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_what_is_loaded_into_a_copy_stays(steps):
+    """A copy of a tensor begins its count of writes anew."""
+    model = make_model(torch.bfloat16)
+    opt, _ = with_masters(model, still)
+    for _ in range(steps):
+        one_step(opt, model)
+    for writes in range(1, 6):
+        theirs, its = copy.deepcopy((model, opt))
+        for _ in range(writes):
+            write(theirs, 0.5)
+        one_step(its, theirs)
+        assert_all(theirs.parameters(), 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_written_neighbour_of_the_stochastic_rounding_is_taken_over(dtype):
+    """1.75 is exact, so it is rounded to itself alone: another number was written by others."""
+    weight = nn.Parameter(torch.full((4,), 1.75, dtype=dtype))
+    masters = accumext.masters([weight], stochastic_rounding=True)
+    opt = AccumulatingOptimizer(still(masters), masters=masters)
+    unit = torch.finfo(dtype).eps
+    written = torch.tensor([1.75 + unit, 1.75 - unit, 1.75, 1.75 + 2 * unit], dtype=dtype)
+    with torch.no_grad():
+        weight.copy_(written)
+    opt.backward(weight.sum())
+    opt.step()
+    assert_equal([weight.detach()], [written])
+
+
+# Closures
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+
+def closure_of(model, opt, factor=1.0):
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(model, BATCHES[0]) * factor
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_closure_that_gives_nan_moves_nothing(written):
+    model = make_model(torch.bfloat16)
+    opt, masters = with_masters(model, lbfgs)
+    if written:
+        write(model, 0.5)
+    before = [p.detach().clone() for p in model.parameters()]
+    opt.step(closure_of(model, opt, float("nan")))
+    assert opt.last.skipped
+    assert_equal([p.detach() for p in model.parameters()], before)
+    assert_equal([m.detach().bfloat16() for m in masters], before)
+
+
+def test_hooks_after_a_step_with_a_closure_see_the_new_parameters():
+    model = make_model(torch.bfloat16)
+    opt, masters = with_masters(model, lbfgs)
+    seen = []
+    opt.register_step_post_hook(lambda *_: seen.extend(p.detach().clone() for p in model.parameters()))
+    opt.step(closure_of(model, opt))
+    assert_equal(seen, [m.detach().bfloat16() for m in masters])
+
+
+# Masters that are not what the optimizer was told
+
+
+def test_two_masters_of_one_parameter_are_refused():
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    masters = [*accumext.masters([weight]), *accumext.masters([weight])]
+    with pytest.raises(ValueError, match="masters must"):
+        AccumulatingOptimizer(sgd(masters), masters=masters)
+    opt = AccumulatingOptimizer(sgd(masters[:1]), masters=masters[:1])
+    with pytest.raises(ValueError, match="masters must"):
+        opt.add_param_group({"params": masters[1:]})
+    assert len(opt.param_groups) == 1
+
+
+def test_masters_added_to_an_optimizer_without_any_are_refused():
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    opt = AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2))]))
+    with pytest.raises(ValueError, match="masters must"):
+        opt.add_param_group({"params": accumext.masters([weight])})
+    assert len(opt.param_groups) == 1
+
+
+def test_a_parameter_added_beside_its_master_is_refused():
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    masters = accumext.masters([weight])
+    opt = AccumulatingOptimizer(sgd(masters), masters=masters)
+    with pytest.raises(ValueError, match="masters must"):
+        opt.add_param_group({"params": [weight]})
+    assert len(opt.param_groups) == 1
+
+
+# Optimizers that write masters in their own way
+
+
+class Stop(Exception):
+    """What an optimizer raises."""
+
+
+class Swapping(torch.optim.SGD):
+    """Has a method that writes masters, and then fails."""
+
+    @torch.no_grad()
+    def eval(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.fill_(0.5)
+        raise Stop
+
+
+def test_the_model_follows_a_method_that_fails():
+    model = make_model(torch.bfloat16)
+    opt, masters = with_masters(model, lambda p: Swapping(p, lr=0.1))
+    with pytest.raises(Stop):
+        opt.eval()
+    assert_all([*masters, *model.parameters()], 0.5)
+
+
+class Decaying(torch.optim.SGD):
+    """Moves parameters without gradients, too."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.fill_(0.5)
+
+
+def test_the_model_follows_a_step_without_gradients():
+    model = make_model(torch.bfloat16)
+    opt, masters = with_masters(model, lambda p: Decaying(p, lr=0.1))
+    opt.step()
+    assert_all([*masters, *model.parameters()], 0.5)
