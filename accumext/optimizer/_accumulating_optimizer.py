@@ -23,7 +23,7 @@ from accumext.optimizer._arguments import (
     check_weight,
 )
 from accumext.optimizer._backward_pass import run_backward
-from accumext.optimizer._masters import MasterWeights
+from accumext.optimizer._masters import MasterWeights, parameters_in, refuse_masters
 from accumext.optimizer._micro_batch import open_micro_batch
 from accumext.optimizer._optimizer_proxy import OptimizerProxy
 from accumext.optimizer._optimizer_step import flush, run_step
@@ -445,7 +445,18 @@ class AccumulatingOptimizer(OptimizerProxy):
         masters.load_state_dict(saved, stepped_on)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer; it may hold masters if others do."""
+        """Add a parameter group to the wrapped optimizer; it may hold masters if others do.
+
+        Raises:
+            ValueError: it holds masters and none of the others do, or a parameter would be stepped
+                on twice.
+        """
+        op, masters = f"{OP}.add_param_group", self._accumulator.masters
+        given = parameters_in(param_group)
+        if masters is None:
+            refuse_masters(op, given)
+        else:
+            masters.check_added(op, given)
         super().add_param_group(param_group)
         self._accumulator.know_parameters()
 

@@ -8,14 +8,14 @@ parameter gets the rounded master after every step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from accumext import _checks, ops
+from accumext import _checks, _memory_overlap, ops
 from accumext._scalars import Scalar
 from accumext._tensor_kinds import HALF_DTYPES, dense_storage, is_dtensor, main_dtype
 from accumext.optimizer._arguments import OP
@@ -29,6 +29,10 @@ class Link(NamedTuple):
 
     parameter: Tensor  # half precision
     stochastic: bool  # whether the parameter gets the master rounded stochastically
+    version: int | None = None  # of the parameter when the master was made; None: not known
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Link, (self.parameter, self.stochastic)  # copies of tensors count their writes anew
 
 
 def _link_of(master: Tensor) -> Link | None:
@@ -104,8 +108,46 @@ def _master_of(parameter: Tensor, place: torch.device | None, stochastic: bool) 
     if values.is_cpu and not parameter.is_cpu:
         values = values.pin_memory()
     master = nn.Parameter(values)
-    vars(master)["master_of"] = Link(parameter, stochastic)
+    vars(master)["master_of"] = Link(parameter, stochastic, *versions([parameter]))
     return master
+
+
+def _links_of(tensors: Iterable[Tensor]) -> dict[Tensor, Link]:
+    """The masters among these, and what each stands for."""
+    return {t: link for t in tensors if (link := _link_of(t)) is not None}
+
+
+def _check_one_each(op: str, links: dict[Tensor, Link], name: str = "masters") -> None:
+    """Raise unless every element that masters are rounded into has one master."""
+    if len({link.parameter for link in links.values()}) < len(links):
+        contract = "hold one master of a parameter"
+        advice = "Call accumext.masters once, with all parameters"
+        _checks.fail_value(op, name, contract, "two", advice)
+    parameters = [dense_storage(link.parameter.detach()) for link in links.values()]
+    if _memory_overlap.any_shared(parameters):
+        contract = "be of parameters that share no memory"
+        advice = "Tie parameters by using one, not by views of it"
+        _checks.fail_value(op, name, contract, "some of the same elements", advice)
+
+
+def parameters_in(param_group: Any) -> list[Tensor]:
+    """What is in a group that an optimizer is about to be given; it says itself what is wrong."""
+    if not isinstance(param_group, dict):
+        return []
+    given = param_group.get("params", ())
+    if isinstance(given, Iterator):  # which can be read only once
+        given = param_group["params"] = list(given)
+    members = [given] if isinstance(given, Tensor) or not isinstance(given, Iterable) else given
+    tensors = [m[1] if isinstance(m, tuple) and len(m) == 2 else m for m in members]
+    return [t for t in tensors if isinstance(t, Tensor)]
+
+
+def refuse_masters(op: str, given: Iterable[Tensor]) -> None:
+    """Raise for masters that an optimizer which was told of none is given later."""
+    if _links_of(given):
+        contract = "hold masters only where the optimizer was made with some"
+        advice = "Pass AccumulatingOptimizer(..., masters=...)"
+        _checks.fail_value(op, "params", contract, "a master", advice)
 
 
 class MasterWeights:
@@ -114,9 +156,13 @@ class MasterWeights:
     def __init__(self, links: dict[Tensor, Link]) -> None:
         self._links = links  # by master
         self._roundings = 0  # what seeds the next stochastic rounding: alike on all processes
-        self._masters: dict[Tensor, Tensor] = {}  # by parameter
-        self._versions: list[int | None] = []  # of the parameters when they were last rounded to
-        self._know()
+        self._masters = {link.parameter: master for master, link in links.items()}
+        # Of the parameters when they were last rounded to. None: perhaps written since.
+        self._versions = [link.version for link in links.values()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of tensors begin their counts anew.
+        return {**self.__dict__, "_versions": [None] * len(self._links)}
 
     @classmethod
     def of(cls, given: Any, parameters: Sequence[Tensor]) -> MasterWeights | None:
@@ -133,17 +179,18 @@ class MasterWeights:
             contract = "be what accumext.masters returned, or None"
             _checks.fail_type(OP, "masters", contract, _checks.type_name(given))
         known = set(given or ())
-        links = {p: link for p in parameters if (link := _link_of(p)) is not None}
+        links = _links_of(parameters)
         if not links.keys() <= known:
             contract = "hold every master that the optimizer steps on"
             got = "None" if given is None else "a list without some"
             _checks.fail_value(OP, "masters", contract, got, "Pass what accumext.masters returned")
-        halves = {link.parameter for m in known if (link := _link_of(m)) is not None}
+        halves = {link.parameter for link in _links_of(known).values()}
         if not halves.isdisjoint(parameters):
             contract = "be what the optimizer steps on"
             advice = "Make the optimizer of the masters, not of the model's parameters"
             got = "masters of its parameters"
             _checks.fail_value(OP, "masters", contract, got, advice)
+        _check_one_each(OP, links)
         return cls(links) if links else None
 
     # Who stands for whom
@@ -218,24 +265,34 @@ class MasterWeights:
         def call(*args: Any, **kwargs: Any) -> Any:
             masters = list(self._links)
             before = versions(masters)
-            result = method(*args, **kwargs)
-            pairs = zip(masters, before, versions(masters), strict=True)
-            self.rounding(master for master, old, new in pairs if old != new).write()
-            return result
+            try:
+                return method(*args, **kwargs)
+            finally:
+                pairs = zip(masters, before, versions(masters), strict=True)
+                self.rounding(master for master, old, new in pairs if old != new).write()
 
         return call
 
     def _rounded(self, roundings: int) -> None:
         self._roundings, self._versions = roundings, self._parameter_versions()
 
+    def check_added(self, op: str, given: Sequence[Tensor]) -> None:
+        """Raise unless every parameter is stepped on once, with these given later.
+
+        Raises:
+            ValueError: one is a second master of a parameter, or has a master here.
+        """
+        if not self._masters.keys().isdisjoint(given):
+            contract = "hold masters in place of their parameters"
+            _checks.fail_value(op, "params", contract, "a parameter that has a master here")
+        _check_one_each(op, self._links | _links_of(given), "params")
+
     def add(self, given: Sequence[Tensor]) -> None:
         """Know the masters among parameters that the optimizer has been given later."""
-        self._links |= {p: link for p in given if (link := _link_of(p)) is not None}
-        self._know()
-
-    def _know(self) -> None:
-        self._masters = {link.parameter: master for master, link in self._links.items()}
-        self._versions = self._parameter_versions()
+        new = {m: link for m, link in _links_of(given).items() if m not in self._links}
+        self._links |= new
+        self._masters |= {link.parameter: master for master, link in new.items()}
+        self._versions += [link.version for link in new.values()]
 
     def _parameter_versions(self) -> list[int | None]:
         return versions(list(self._masters))
@@ -254,6 +311,13 @@ class MasterWeights:
             contract = "be what the state_dict of an optimizer with masters has there"
             _checks.fail_value(op, name, contract, _checks.type_name(state))
         mine = {i: p for i, p in enumerate(stepped_on) if p in self._links}
+        roundings = state["roundings"]
+        if isinstance(roundings, bool) or not isinstance(roundings, int):
+            kind = _checks.type_name(roundings)
+            _checks.fail_type(op, f"{name}['roundings']", "be an int", kind)
+        if not isinstance(state["parameters"], dict):
+            kind = _checks.type_name(state["parameters"])
+            _checks.fail_type(op, f"{name}['parameters']", "be a dict", kind)
         if state["parameters"].keys() != mine.keys():
             got = sorted(state["parameters"])
             _checks.fail_value(op, name, f"be of the parameters {sorted(mine)}", got)
@@ -280,7 +344,7 @@ class MasterWeights:
         self._roundings = state["roundings"]
         for master, link in self._links.items():
             _follow_master(master, link)
-        self._know()
+        self._versions = self._parameter_versions()
 
 
 class Rounding:
@@ -319,7 +383,7 @@ class Rounding:
     def _calls(self) -> dict[tuple[torch.device, bool, bool], tuple[list[Tensor], list[Tensor]]]:
         """Parameters and masters of one call each: their device, whether they cross, and how."""
         calls: dict[tuple[torch.device, bool, bool], tuple[list[Tensor], list[Tensor]]] = {}
-        for master, (parameter, stochastic) in self._links.items():
+        for master, (parameter, stochastic, _) in self._links.items():
             key = (master.device, crosses(parameter, master), stochastic)
             parameters, masters = calls.setdefault(key, ([], []))
             parameters.append(dense_storage(parameter.detach()))
@@ -349,8 +413,11 @@ def _follow_master(master: Tensor, link: Link) -> None:
 def _rounds_to(master: Tensor, values: Tensor, link: Link) -> Tensor:
     """Where a master may have been rounded to these values of its parameter."""
     dtype = link.parameter.dtype
+    nearest = master.to(dtype).to(master.dtype)
     if not link.stochastic:
-        return master.to(dtype).to(master.dtype) == values
-    limits = torch.finfo(dtype)
-    unit = values.abs().clamp(min=limits.smallest_normal) * limits.eps
-    return (master - values).abs() <= unit
+        return nearest == values
+    # The other neighbour lies beyond the master, and nothing lies between the two: what is halfway
+    # is rounded to one of them.
+    halfway = (nearest * 0.5 + values * 0.5).to(dtype).to(master.dtype)
+    beyond = ((nearest < master) & (master < values)) | ((values < master) & (master < nearest))
+    return (nearest == values) | (beyond & ((halfway == nearest) | (halfway == values)))

@@ -90,7 +90,10 @@ def _add_and_step(
         if accumulator.window.micro_batches >= accumulator.settings.window:
             return step_window(accumulator, proxy, op, transaction, slots, kwargs)
         if at_once and empty:  # the optimizer runs its hooks, as it would alone
-            return accumulator.optimizer.step(**kwargs)
+            step = accumulator.optimizer.step
+            if accumulator.masters is not None:  # some move parameters without gradients, too
+                step = accumulator.masters.followed(step)
+            return step(**kwargs)
     return None
 
 
@@ -167,14 +170,18 @@ def _step_with_closure(
         _checks.fail_type(op, "closure", "be callable for this optimizer", "None")
     settings, parameters = accumulator.settings, accumulator.parameters()
     masters, stepped_on = accumulator.masters, accumulator.stepped_on()
+    if masters is not None:
+        masters.take_over()  # a write that the watch is not to see
     watch, device = StepWatch(stepped_on), parameters[0].device
     seen: list[Tensor] = []  # norm of the first gradient
 
     def evaluate() -> Any:
         if masters is None:
             return look_at(closure)
-        if watch.has_moved():
-            masters.rounding(stepped_on).write()
+        if seen or watch.has_moved():  # not all writes of an optimizer can be seen
+            if watch.rounding is not None:
+                watch.rounding.write()
+            watch.rounding = masters.rounding(stepped_on)
         value = look_at(closure)
         masters.lend_grads()
         return value
@@ -207,8 +214,8 @@ def _step_with_closure(
     def conclude(culprits: list[Tensor]) -> None:
         if masters is not None:
             masters.take_grads_back()
-            if watch.has_moved():
-                masters.rounding(stepped_on).write()
+            if watch.rounding is not None and watch.has_moved():
+                watch.rounding.write()
         norm = seen[0] if seen else zero_flag(device)
         counted = int(not culprits or settings.on_nonfinite != "skip_micro_batch")
         report = WindowReport(
@@ -228,8 +235,10 @@ def _step_with_closure(
         consumed = accumulator.consumed.after(GradSlots.of(parameters).grads, produced)
         accumulator.close(report, Window(), consumed)
 
+    hook = None
     if masters is not None:
-        masters.take_over()
+        watch.rounding = masters.rounding(stepped_on)
+        hook = watch.begin(accumulator.optimizer)
     try:
         value = accumulator.optimizer.step(evaluate, **kwargs)
         conclude([])
@@ -247,4 +256,7 @@ def _step_with_closure(
         elif masters is not None:
             masters.take_grads_back()
         raise
+    finally:
+        if hook is not None:
+            hook.remove()
     return value

@@ -357,7 +357,7 @@ class StepWatch:
 
     def __init__(self, parameters: list[Tensor], rounding: Rounding | None = None) -> None:
         self._parameters, self._before = parameters, versions(parameters)
-        self._rounding = rounding  # of what has been stepped on: hooks find it in the model
+        self.rounding = rounding  # of what has been stepped on: hooks find it in the model
         self._ended = False
 
     def has_moved(self) -> bool:
@@ -372,8 +372,8 @@ class StepWatch:
 
     def _end(self, *args: object) -> None:
         self._ended = True
-        if self._rounding is not None:
-            self._rounding.write()
+        if self.rounding is not None:
+            self.rounding.write()
 
 
 def _warn_of_skip(accumulator: Accumulator, proxy: Optimizer, window: Window) -> None:
