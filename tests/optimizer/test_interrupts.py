@@ -85,7 +85,13 @@ def sparse_sgd(ps):
 
 
 def case(
-    make=sgd, dtype=torch.float64, scaler=None, outer=False, embedding=False, **named: Any
+    make=sgd,
+    dtype=torch.float64,
+    scaler=None,
+    outer=False,
+    embedding=False,
+    masters=False,  # whether it steps on masters; "stochastic" rounds them so
+    **named: Any,
 ) -> Case:
     parameters = [nn.Parameter(torch.full((3,), 2.0**i, dtype=dtype)) for i in range(2)]
     if embedding:
@@ -93,7 +99,11 @@ def case(
     if scaler or outer:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
         scaler.scale(torch.zeros(()))
-    opt = AccumulatingOptimizer(make(parameters), scaler=None if outer else scaler, **named)
+    stepped_on = parameters
+    if masters:
+        stepped_on = accumext.masters(parameters, stochastic_rounding=masters == "stochastic")
+        named["masters"] = stepped_on
+    opt = AccumulatingOptimizer(make(stepped_on), scaler=None if outer else scaler, **named)
     return Case(parameters, opt, scaler)
 
 
@@ -109,6 +119,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "skip-micro-batch": {"on_nonfinite": "skip_micro_batch", "scaler": True},
     "raise": {"on_nonfinite": "raise", "max_norm": 0.5},
     "in-backward": {"accumulate_in_backward": True},
+    "masters": {"dtype": torch.bfloat16, "masters": True, "max_norm": 0.5},
+    "masters-fused-scaler": {
+        "dtype": torch.bfloat16,
+        "masters": "stochastic",
+        "make": adam_fused,
+        "scaler": True,
+    },
     "scaler-around": {"outer": True},
     "scaler-around-fused": {"outer": True, "make": adam_fused},
 }
