@@ -51,8 +51,8 @@ def masters(
     Masters cost 4 bytes per parameter; gradients of half precision are summed in float32 anyway.
 
     Args:
-        parameters: as for an optimizer; shards of `fully_shard`, too. Those that are not of half
-            precision, or are frozen, are returned themselves.
+        parameters: such as `model.parameters()`; shards of `fully_shard`, too. Those that are not of
+            half precision, or are frozen, are returned themselves.
         device: of the masters, and so of the gradients and the optimizer's state; None for that of
             each parameter. "cpu" keeps them in the host's memory, pinned where there is a GPU.
         stochastic_rounding: round to one of the two nearest numbers, with the probability that
@@ -324,8 +324,9 @@ class MasterWeights:
         for index, master in mine.items():
             saved = state["parameters"][index]
             part = f"{name}['parameters'][{index}]"
-            if not isinstance(saved, Tensor):
-                _checks.fail_type(op, part, "be a tensor", _checks.type_name(saved))
+            if not isinstance(saved, Tensor) or not saved.is_floating_point():
+                contract = "be a floating-point tensor"
+                _checks.fail_type(op, part, contract, _checks.type_name(saved))
             if saved.shape != master.shape:
                 contract = f"have shape {list(master.shape)}"
                 _checks.fail_value(op, part, contract, list(saved.shape))
@@ -348,7 +349,7 @@ class MasterWeights:
 
 
 class Rounding:
-    """Masters on their way into their parameters: once, however often that is asked for."""
+    """Masters on their way into their parameters: once, unless they are written again."""
 
     def __init__(
         self,
@@ -358,12 +359,12 @@ class Rounding:
         done: Callable[[int], None],  # told how many roundings there have been then
     ) -> None:
         self._links, self._roundings, self._skip, self._done = links, roundings, skip, done
-        self._is_done = False
+        self._written: list[int | None] = []  # versions of the masters then
 
     @torch.no_grad()
     def write(self) -> None:
         """Write the parameters. After an interrupt another call writes the same."""
-        if self._is_done:
+        if self._written and self._written == versions(list(self._links)):
             return
         numbers = count(self._roundings)
         for (device, far, stochastic), (parameters, masters) in self._calls().items():
@@ -378,7 +379,7 @@ class Rounding:
             flag = self._skip.to(device, torch.float32) if isinstance(self._skip, Tensor) else None
             ops.copy_rounded_(parameters, masters, seed=seed, found_inf=flag)
         self._done(next(numbers))
-        self._is_done = True
+        self._written = versions(list(self._links))
 
     def _calls(self) -> dict[tuple[torch.device, bool, bool], tuple[list[Tensor], list[Tensor]]]:
         """Parameters and masters of one call each: their device, whether they cross, and how."""

@@ -669,3 +669,20 @@ def test_a_window_of_masters_on_the_host_is_dropped_with_its_backward_pass(on_a_
     assert "the open window was dropped" in "".join(getattr(caught.value, "__notes__", ()))
     assert all(p.grad is None for p in model.parameters())
     assert opt.main_grad(model[0].weight) is None
+
+
+def test_the_model_follows_a_hook_that_writes_masters():
+    """Such as one that keeps weights in a range after every step."""
+    model = make_model(torch.bfloat16)
+    opt, masters = with_masters(model)
+
+    @torch.no_grad()
+    def clamp(optimizer, *_):
+        for master in optimizer.param_groups[0]["params"]:
+            master.clamp_(-0.25, 0.25)
+
+    opt.register_step_post_hook(clamp)
+    opt.backward(loss_of(model, BATCHES[0].bfloat16()))
+    opt.step()
+    assert_equal(values(model.parameters()), [m.detach().bfloat16() for m in masters])
+    assert max(p.detach().abs().max() for p in model.parameters()) == 0.25
