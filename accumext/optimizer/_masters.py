@@ -51,7 +51,7 @@ def masters(
     Masters cost 4 bytes per parameter; gradients of half precision are summed in float32 anyway.
 
     Args:
-        parameters: such as `model.parameters()`; shards of `fully_shard`, too. Those that are not of
+        parameters: as of `model.parameters()`; shards of `fully_shard`, too. Those that are not of
             half precision, or are frozen, are returned themselves.
         device: of the masters, and so of the gradients and the optimizer's state; None for that of
             each parameter. "cpu" keeps them in the host's memory, pinned where there is a GPU.

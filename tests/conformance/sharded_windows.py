@@ -344,13 +344,14 @@ def shards_of_replicas_every_backward(rank, world):
 def hybrid_counted(rank, world):
     seen = {}
     mesh = mesh_2d()
-    for name, options in (
-        ("hybrid", {"mesh": mesh}),
-        ("shards of replicas", {"mesh": mesh["shard"]}),
+    for name, options, synchronize in (
+        ("usual hybrid", {"mesh": mesh}, "backward"),
+        ("hybrid", {"mesh": mesh}, "window"),
+        ("shards of replicas", {"mesh": mesh["shard"]}, "window"),
     ):
         model = sharded(**options)
         own = mesh["replicate"].get_group() if name == "shards of replicas" else None
-        opt = wrapped(model, process_group=own)
+        opt = wrapped(model, process_group=own, synchronize=synchronize)
         train(opt, model, own_share(rank, world)[:WINDOW])
         with torch.profiler.profile() as profile:
             train(opt, model, own_share(rank, world)[:WINDOW])

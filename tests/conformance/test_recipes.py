@@ -26,6 +26,7 @@ NEEDS = {  # recipe -> what it imports beside torch
     "with_lightning": ["lightning"],
     "with_lightning_manual": ["lightning"],
     "with_tensorboard": ["tensorboard"],
+    "with_torchrun_elastic": [],
     "with_trainer": ["transformers", "accelerate"],
 }
 STATS = ["total_norm", "clip_coef", "loss_scale", "weight", "micro_batches", "skipped"]
@@ -146,6 +147,32 @@ def test_recipe(recipe, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "'total_norm': 0." in done.stdout.replace('"', "'")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.process
+def test_a_run_that_resumes_on_other_ranks_is_the_same_run(tmp_path):
+    """torchrun elastic: 2 ranks for 3 windows, then 3 ranks, end as one rank does"""
+    recipe = ROOT / "examples" / "recipes" / "with_torchrun_elastic.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    runs = [("whole", 1, 6), ("parts", 2, 3), ("parts", 3, 6)]
+    said = []
+    for folder, ranks_, windows in runs:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks_)]
+        options = ["--checkpoint", str(tmp_path / folder), "--windows", str(windows)]
+        done = subprocess.run(
+            [sys.executable, *launch, str(recipe), *options],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[1].startswith("windows 0 to 3, ")
+    assert said[2].startswith("windows 3 to 6, ")
+    norms = [float(text.partition("'total_norm': ")[2].partition(",")[0]) for text in said]
+    assert norms[2] == pytest.approx(norms[0], rel=1e-4)  # six steps in float32
+    assert norms[1] != pytest.approx(norms[0], rel=1e-2)
 
 
 def test_recipes_are_documented():

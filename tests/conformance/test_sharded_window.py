@@ -209,6 +209,8 @@ def test_a_window_of_hybrid_shards_is_sent_once(hybrids):
     """HSDP 2x2: 10 all-gathers, 2 reduce-scatters, and 2 small all-reduces beside the gradients'"""
     for rank in hybrids:
         counts = rank["hybrid_counted"]["counts"]
+        usual = {"all-gathers": 16, "reduce-scatters": 8, "all-reduces": 8 + 2}
+        assert counts["usual hybrid"] == usual
         assert counts["hybrid"] == {"all-gathers": 10, "reduce-scatters": 2, "all-reduces": 2 + 2}
         # One bucket holds this model's gradients.
         expected = {"all-gathers": 10, "reduce-scatters": 2, "all-reduces": 1 + 2}
