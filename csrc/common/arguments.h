@@ -82,6 +82,20 @@ class Arguments {
     return pairs;
   }
 
+  // The same pairs with the numbers of their elements.
+  static std::vector<NumberedPair> numbered(const std::vector<Pair>& pairs,
+                                            const TensorList& main_grads, const TensorList& grads) {
+    std::vector<NumberedPair> numbered;
+    numbered.reserve(pairs.size());
+    for (size_t i = 0; i < pairs.size(); ++i) {
+      const Pair& pair = pairs[i];
+      numbered.push_back({pair, pair.numel,
+                          layout<3>({&main_grads[i], &grads[i]}, pair.numel, /*written=*/false),
+                          static_cast<int64_t>(i)});
+    }
+    return numbered;
+  }
+
   // What is written may share no memory with another argument, but for a main gradient that is its
   // own gradient.
   static void require_apart(const std::vector<Pair>& pairs, const Scalar& factor,
@@ -93,6 +107,17 @@ class Arguments {
       require(!meets(flag, grad_place(pair)));
     }
     require(!meets(flag, number) && !share_memory(pairs));
+  }
+
+  // The same where seed and flag are only read.
+  static void require_apart(const std::vector<Pair>& pairs, const int64_t* seed,
+                            const float* found_inf) {
+    const Cell flag{found_inf, Dtype::kFloat};
+    const Cell number{seed, Dtype::kDouble};  // of as many bytes
+    for (const Pair& pair : pairs) {
+      require(!meets(number, main_place(pair)) && !meets(flag, main_place(pair)));
+    }
+    require(!share_memory(pairs));
   }
 
   // Of tensors that are only read.
@@ -112,12 +137,18 @@ class Arguments {
   // The dtype of a tensor of the call, which is a dense one of floating-point numbers.
   template <typename Handle>
   Dtype dense_float(const Handle& tensor) {
+    require_dense(tensor);
+    return float_dtype(tensor);
+  }
+
+  // A tensor of the call that is a dense one.
+  template <typename Handle>
+  void require_dense(const Handle& tensor) {
     require(property(aoti_torch_get_layout, tensor) == aoti_torch_layout_strided());
     const std::pair device(property(aoti_torch_get_device_type, tensor),
                            property(aoti_torch_get_device_index, tensor));
     if (!device_) device_ = device;
     require(*device_ == device);
-    return float_dtype(tensor);
   }
 
   // Of the tensors collected; there must be one.
@@ -142,6 +173,15 @@ class Arguments {
     return static_cast<float*>(tensor->data_ptr());
   }
 
+  // Null where none is given.
+  const int64_t* seed(const std::optional<Tensor>& tensor) {
+    if (!tensor) return nullptr;
+    require_dense(*tensor);
+    require(property(aoti_torch_get_dtype, *tensor) == aoti_torch_dtype_int64());
+    require(tensor->dim() == 0);
+    return static_cast<const int64_t*>(tensor->data_ptr());
+  }
+
   double max_norm(double value) const {
     require(value >= 0.0);
     return value;
@@ -160,9 +200,10 @@ class Arguments {
     require(std::equal(sizes, sizes + dim, property(aoti_torch_get_sizes, b)));
   }
 
-  // Operand 0 must not overlap itself where it is written.
-  template <int kOperands>
-  static Layout<kOperands> layout(const TensorHandle* const (&operands)[kOperands], int64_t numel,
+  // Operand 0 must not overlap itself where it is written. An operand without a tensor is the
+  // number of the element in row-major order.
+  template <int kOperands, int kTensors>
+  static Layout<kOperands> layout(const TensorHandle* const (&operands)[kTensors], int64_t numel,
                                   bool written) {
     bool contiguous = true;
     for (const TensorHandle* operand : operands) {
@@ -170,13 +211,17 @@ class Arguments {
     }
     if (contiguous || numel == 0) return {};
     Layout<kOperands> dims(property(aoti_torch_get_dim, *operands[0]));
-    for (int k = 0; k < kOperands; ++k) {
+    for (int k = 0; k < kTensors; ++k) {
       const int64_t* sizes = property(aoti_torch_get_sizes, *operands[k]);
       const int64_t* strides = property(aoti_torch_get_strides, *operands[k]);
       for (size_t d = 0; d < dims.size(); ++d) {
         dims[d].size = sizes[d];
         dims[d].stride[k] = strides[d];
       }
+    }
+    for (int k = kTensors; k < kOperands; ++k) {
+      int64_t stride = 1;
+      for (size_t d = dims.size(); d-- > 0; stride *= dims[d].size) dims[d].stride[k] = stride;
     }
     require(!written || !overlaps_itself(dims, 0));
     return simplified(dims);

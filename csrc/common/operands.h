@@ -41,6 +41,14 @@ struct Pair {
   Layout<2> layout;  // strides: main_grad, grad
 };
 
+// A target (main_grad), its source (grad) and the number of each element in row-major order.
+struct NumberedPair {
+  Pair pair;
+  int64_t numel;
+  Layout<3> layout;  // strides: main_grad, grad, number
+  int64_t number;    // of the pair in its list
+};
+
 // A number on the host, or a 0-dim tensor that only the device reads.
 struct Scalar {
   const void* data = nullptr;

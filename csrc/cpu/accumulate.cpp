@@ -4,18 +4,6 @@
 #include <vector>
 
 namespace accumext::cpu {
-namespace {
-
-// Whether the main gradients outgrow the caches, so that nobody who reads them next could find them
-// there.
-bool is_large(const std::vector<Pair>& pairs) {
-  constexpr int64_t kElements = 4 << 20;
-  int64_t elements = 0;
-  for (const Pair& pair : pairs) elements += pair.numel;
-  return elements >= kElements;
-}
-
-}  // namespace
 
 Reduced accumulate(const std::vector<Pair>& pairs, double inv_scale, double clip_coef,
                    bool overwrite) {

@@ -72,12 +72,21 @@ class Walker {
   int64_t offset_[kOperands] = {};
 };
 
+// An operand whose elements are their own offsets.
+struct Numbers {
+  int64_t first = 0;
+
+  Numbers operator+(int64_t offset) const { return {first + offset}; }
+  int64_t operator[](int64_t offset) const { return first + offset; }
+};
+
 // body(count, data...) for the next `left` elements, kBlock at a time. Where a whole block lies
 // together, count is a constant. What does not is gathered, filled up with zeros, and put back.
-template <int kBlock, typename Body, typename... T>
-[[gnu::always_inline]] inline void for_each_block(Walker<sizeof...(T)>& walker, int64_t left,
-                                                  const Body& body, T*... data) {
-  constexpr int kOperands = sizeof...(T);
+// Data: pointers, or Numbers, which are gathered like elements and then come as a pointer, too.
+template <int kBlock, typename Body, typename... Data>
+[[gnu::always_inline]] inline void for_each_block(Walker<sizeof...(Data)>& walker, int64_t left,
+                                                  const Body& body, Data... data) {
+  constexpr int kOperands = sizeof...(Data);
   constexpr auto kWhole = std::integral_constant<int, kBlock>();
   const bool runs = walker.has_runs(kBlock);
   const auto loop = [&]<size_t... k>(std::index_sequence<k...>) __attribute__((always_inline)) {
@@ -97,12 +106,12 @@ template <int kBlock, typename Body, typename... T>
       for (int i = 0; i < count; ++i, walker.advance(1)) {
         ((offset[k][i] = walker.offset(k)), ...);
       }
-      std::tuple<std::remove_const_t<T>[kBlock]...> blocks{};
-      const auto get = [&](auto* block, const auto* from, const int64_t* at) {
+      std::tuple<std::remove_cvref_t<decltype(data[0])>[kBlock]...> blocks{};
+      const auto get = [&](auto* block, const auto& from, const int64_t* at) {
         for (int i = 0; i < count; ++i) block[i] = from[at[i]];
       };
-      const auto put = [&](const auto* block, auto* to, const int64_t* at) {
-        if constexpr (!std::is_const_v<std::remove_pointer_t<decltype(to)>>) {
+      const auto put = [&](const auto* block, const auto& to, const int64_t* at) {
+        if constexpr (std::is_assignable_v<decltype(to[0]), decltype(*block)>) {
           for (int i = 0; i < count; ++i) to[at[i]] = block[i];
         }
       };
@@ -112,7 +121,7 @@ template <int kBlock, typename Body, typename... T>
       left -= count;
     }
   };
-  loop(std::index_sequence_for<T...>());
+  loop(std::index_sequence_for<Data...>());
 }
 
 }  // namespace

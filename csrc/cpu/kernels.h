@@ -16,6 +16,12 @@ struct Accumulation {
   bool streamed;  // with overwrite: write past the caches
 };
 
+// main_grad = round(grad), to nearest without a seed.
+struct Rounding {
+  const int64_t* seed;  // or null
+  bool streamed;        // write past the caches
+};
+
 // Each works on one chunk. A partial tells whether every grad is finite.
 struct Kernels {
   // The terms of |grad * inv_scale|.
@@ -26,6 +32,10 @@ struct Kernels {
 
   // grad = grad * factor.
   void (*scale)(const Span& grad, const Chunk& chunk, double factor);
+
+  // Copies grad to main_grad. layout is looked at where there is a seed.
+  void (*copy_rounded)(const Pair& pair, const Layout<3>& layout, const Chunk& chunk,
+                       const Rounding& how);
 };
 
 extern const Kernels kPortableKernels;

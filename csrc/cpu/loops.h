@@ -30,6 +30,15 @@ inline double value(const Scalar& scalar) {
   });
 }
 
+// Whether the main gradients outgrow the caches, so that nobody who reads them next could find them
+// there.
+inline bool is_large(const std::vector<Pair>& pairs) {
+  constexpr int64_t kElements = 4 << 20;
+  int64_t elements = 0;
+  for (const Pair& pair : pairs) elements += pair.numel;
+  return elements >= kElements;
+}
+
 // f(chunk, its index) for every chunk. Threads get equal shares of the elements, give or take a
 // chunk, not of the chunks: a list may begin with thousands of small tensors.
 template <typename F>

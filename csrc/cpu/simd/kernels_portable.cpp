@@ -1,9 +1,10 @@
 // The kernels for any processor of the architecture.
 #define ACCUMEXT_VECTOR_BYTES 16
 #include "cpu/bodies.h"
+#include "cpu/copy_rounded_body.h"
 #include "cpu/decoder/bodies.h"
 
-const accumext::cpu::Kernels accumext::cpu::kPortableKernels = {norm, accumulate, scale};
+const accumext::cpu::Kernels accumext::cpu::kPortableKernels = {norm, accumulate, scale, copy_rounded};
 const accumext::cpu::DecoderKernels<float> accumext::cpu::kPortableFloat =
     accumext::cpu::kDecoderKernels<float>;
 const accumext::cpu::DecoderKernels<double> accumext::cpu::kPortableDouble =

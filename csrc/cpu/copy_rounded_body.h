@@ -1,0 +1,183 @@
+// The body of copy_rounded_, for the instruction set of the kernels_*.cpp that includes this.
+#pragma once
+
+#include "cpu/blocks.h"
+#include "cpu/kernels.h"
+#include "cpu/simd/random_blocks.h"
+#include "cpu/simd/types.h"
+#include "cpu/simd/vectors.h"
+#include "math/accumulate.h"
+#include "math/copy_rounded.h"
+
+namespace accumext::cpu {
+namespace {
+
+template <typename scalar_t>
+constexpr Format kFormat = is_half<scalar_t>                 ? kHalfFormat
+                           : is_bfloat16<scalar_t>           ? kBFloat16Format
+                           : std::is_same_v<scalar_t, float> ? kFloatFormat
+                                                             : kDoubleFormat;
+template <typename target_t, typename source_t>
+using Narrow = Narrowing<kFormat<source_t>, kFormat<target_t>>;
+
+constexpr int kRoundedBlock = 64;  // elements
+
+// Vectors are written past the caches, if so wished, where the target is aligned to them.
+template <typename T>
+bool is_streamed(const Rounding& how, const T* target) {
+  return how.streamed && reinterpret_cast<uintptr_t>(target) % kVectorBytes == 0;
+}
+
+template <typename T, typename V>
+[[gnu::always_inline]] inline void put(T* to, const V& x, bool streamed) {
+  if (streamed) {
+    stream(to, x);
+  } else {
+    std::memcpy(to, &x, sizeof(x));
+  }
+}
+
+// To nearest; the bits as they are where the dtypes are the same.
+//
+//   reads   source, source_t, [end - begin]
+//   writes  target, target_t, [end - begin]
+template <typename target_t, typename source_t>
+void copy_nearest(const Pair& pair, const Chunk& chunk, const Rounding& how) {
+  using acc_t = acc_type<target_t, source_t>;
+  constexpr int kSize = kVectorBytes / sizeof(acc_t);
+  const auto targets = static_cast<target_t*>(pair.main_grad);
+  const bool streamed = pair.layout.empty() && is_streamed(how, targets);
+  const auto body = [&](auto count, target_t* target,
+                        const source_t* source) __attribute__((always_inline)) {
+    constexpr bool kWhole = !std::is_same_v<decltype(count), int>;
+    prefetch<kRoundedBlock, 512>(source);
+    for (int i = 0; i < kRoundedBlock; i += kSize) {
+      if constexpr (std::is_same_v<target_t, source_t>) {
+        using Bits = Vector<uint8_t, kSize * sizeof(source_t)>;
+        put(target + i, raw<Bits>(source + i), kWhole && streamed);
+      } else {
+        put(target + i, rounded<target_t, kSize, acc_t>(load<acc_t, kSize>(source + i)),
+            kWhole && streamed);
+      }
+    }
+  };
+  Walker<2> walker(pair.layout, chunk);
+  for_each_block<kRoundedBlock>(walker, chunk.end - chunk.begin, body, targets,
+                                static_cast<const source_t*>(pair.grad));
+  if (streamed) finish_streaming();
+}
+
+// One element, also beyond the target's largest finite number and of inf and NaN: to nearest.
+template <typename target_t, typename source_t>
+[[gnu::always_inline]] inline target_t stochastically_rounded(source_t x, uint32_t random) {
+  using From = Narrow<target_t, source_t>;
+  using U = std::conditional_t<sizeof(source_t) == 8, uint64_t, uint32_t>;
+  using T = std::conditional_t<sizeof(target_t) == 4, uint32_t, uint16_t>;
+  constexpr int kSign = 8 * sizeof(source_t) - 1;
+  const U source = bits<U>(x);
+  const U magnitude = source & ~(U{1} << kSign);
+  if (magnitude > From::kLargest) {
+    if constexpr (sizeof(target_t) == 4) return static_cast<float>(x);
+    return static_cast<target_t>(static_cast<float>(x));
+  }
+  const U sign = source >> kSign << (8 * sizeof(target_t) - 1);
+  return bits<target_t>(static_cast<T>(sign | From::magnitude(magnitude, U{random})));
+}
+
+// A block of float elements: kRoundedBlock random numbers.
+template <typename target_t>
+[[gnu::always_inline]] inline void round_floats(target_t* target, const float* source,
+                                                const auto* random, bool streamed) {
+  using From = Narrow<target_t, float>;
+  constexpr int kSize = kVectorBytes / sizeof(float);
+  using V = Vector<uint32_t, kSize>;
+  V largest{};
+  for (int i = 0; i < kRoundedBlock; i += kSize) {
+    const V x = raw<V>(source + i);
+    const V magnitude = x & 0x7fffffffu;
+    largest = largest < magnitude ? magnitude : largest;
+    V some;
+    if constexpr (From::kRandomBits == 16) {
+      some = load_uint16<kSize>(random + i);
+    } else {
+      some = raw<V>(random + i);
+    }
+    const V result = From::magnitude(magnitude, some) | (x & 0x80000000u) >> 16;
+    put(target + i, converted<uint16_t, kSize, uint32_t>(result), streamed);
+  }
+  uint64_t words[sizeof(V) / sizeof(uint64_t)], any = 0;
+  const auto beyond = largest > splat<uint32_t, kSize>(From::kLargest);
+  std::memcpy(words, &beyond, sizeof(words));
+  for (const uint64_t word : words) any |= word;
+  if (any == 0) return;
+  for (int i = 0; i < kRoundedBlock; ++i) {
+    target[i] = stochastically_rounded<target_t>(source[i], random[i]);
+  }
+}
+
+inline bool is_consecutive(const int64_t* numbers, int count) {
+  bool result = true;
+  for (int i = 1; i < count; ++i) result = result && numbers[i] == numbers[0] + i;
+  return result;
+}
+
+//   reads   source, source_t, [end - begin]
+//   writes  target, target_t, [end - begin]
+template <typename target_t, typename source_t>
+void copy_stochastic(const Pair& pair, const Layout<3>& layout, const Chunk& chunk,
+                     const Rounding& how) {
+  constexpr int kBits = Narrow<target_t, source_t>::kRandomBits;
+  using Block = RandomBlock<kBits, kRoundedBlock>;
+  const uint64_t seed = *how.seed, tensor = chunk.tensor;
+  const auto targets = static_cast<target_t*>(pair.main_grad);
+  const bool streamed = layout.empty() && is_streamed(how, targets);
+  const auto round = [&](target_t* target, const source_t* source, const auto* random,
+                         bool past_caches) __attribute__((always_inline)) {
+    if constexpr (std::is_same_v<source_t, float>) {
+      round_floats(target, source, random, past_caches);
+    } else {
+      for (int i = 0; i < kRoundedBlock; ++i) {
+        target[i] = stochastically_rounded<target_t>(source[i], random[i]);
+      }
+    }
+  };
+  const auto body = [&](auto count, target_t* target, const source_t* source,
+                        auto number) __attribute__((always_inline)) {
+    Block block;
+    if constexpr (!std::is_same_v<decltype(count), int>) {
+      prefetch<kRoundedBlock, 512>(source);
+      round(target, source, block.fill(seed, tensor, number.first), streamed);
+    } else if (is_consecutive(number, count)) {
+      round(target, source, block.fill(seed, tensor, number[0]), false);
+    } else {
+      RandomBits random(seed, tensor);
+      for (int i = 0; i < count; ++i) {
+        target[i] = stochastically_rounded<target_t>(source[i], random.of<kBits>(number[i]));
+      }
+    }
+  };
+  Walker<3> walker(layout, chunk);
+  for_each_block<kRoundedBlock>(walker, chunk.end - chunk.begin, body, targets,
+                                static_cast<const source_t*>(pair.grad), Numbers{});
+  if (streamed) finish_streaming();
+}
+
+void copy_rounded(const Pair& pair, const Layout<3>& layout, const Chunk& chunk,
+                  const Rounding& how) {
+  with_type(pair.main_dtype, [&](auto target_type) {
+    with_type(pair.grad_dtype, [&](auto source_type) {
+      using target_t = decltype(target_type);
+      using source_t = decltype(source_type);
+      if constexpr (sizeof(target_t) < sizeof(source_t)) {
+        if (how.seed != nullptr) {
+          copy_stochastic<target_t, source_t>(pair, layout, chunk, how);
+          return;
+        }
+      }
+      copy_nearest<target_t, source_t>(pair, chunk, how);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace accumext::cpu
