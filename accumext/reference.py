@@ -126,10 +126,7 @@ def _stochastically_rounded(source: Tensor, dtype: torch.dtype, seed: Tensor, i:
     units = magnitude / distance
     lower = units.floor()
     away = ((units - lower) * 2**31).floor().to(torch.int64)
-    # Of bfloat16 and float32, which have the same exponents, 16 bits decide.
-    bits = 16 if (source.dtype, dtype) == (torch.float32, torch.bfloat16) else 32
-    random = random_bits(seed, i, source.shape, bits)
-    upper = (random << (32 - bits) >> 1) + away >= 2**31
+    upper = (random_bits(seed, i, source.shape) >> 1) + away >= 2**31
     rounded = ((lower + upper) * distance).copysign(source.double())
     return torch.where(magnitude <= info.max, rounded.to(dtype), source.to(dtype))
 
@@ -143,31 +140,35 @@ def random_bits(
     seed: Tensor,  # [] int64
     i: int,
     shape: Sequence[int],
-    bits: int,  # 16 or 32
 ) -> Tensor:  # [*shape] int64
-    """So many random bits for each element of the i-th tensor of a list.
+    """32 random bits for each element of the i-th tensor of a list.
 
-    Elements are counted in row-major order, whatever their strides, and take the bits of Philox's
-    blocks of 128 one after the other, the low ones first.
+    Elements are counted in row-major order, whatever their strides. Two streams give 16 bits each,
+    of which most elements need only the high ones; a block of 128 bits serves 8 elements.
     """
-    count, each = math.prod(shape), 128 // bits
-    words = _philox(torch.arange(-(-count // each), device=seed.device), i, seed)
-    if bits == 16:
-        words = torch.stack([words & 0xFFFF, words >> 16], dim=-1)
-    return words.reshape(-1)[:count].reshape(shape)
+    count = math.prod(shape)
+    blocks = torch.arange(-(-count // 8), device=seed.device)
+    halves = []
+    for stream in range(2):
+        words = _philox(blocks, i, stream, seed)
+        halves.append(torch.stack([words & 0xFFFF, words >> 16], dim=-1))
+    high, low = halves
+    return (high << 16 | low).reshape(-1)[:count].reshape(shape)
 
 
 def _philox(
     block: Tensor,  # [N] int64, from 0
     i: int,
+    stream: int,
     seed: Tensor,  # [] int64
 ) -> Tensor:  # [N, 4] int64, of 32 bits each
-    """Philox4x32-10 with the seed as its key and (block, i) as its counter.
+    """Philox4x32-10 with the seed as its key and (block, i, stream) as its counter.
 
     Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
     """
     low = 0xFFFFFFFF
-    a, b, c, d = block & low, block >> 32, torch.full_like(block, i), torch.zeros_like(block)
+    a, b = block & low, block >> 32
+    c, d = torch.full_like(block, i), torch.full_like(block, stream)
     key_0, key_1 = seed & low, seed >> 32 & low
     for _ in range(10):
         # Products of 64 bits wrap into the sign, which shifts then extend.

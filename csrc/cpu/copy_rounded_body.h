@@ -20,7 +20,7 @@ constexpr Format kFormat = is_half<scalar_t>                 ? kHalfFormat
 template <typename target_t, typename source_t>
 using Narrow = Narrowing<kFormat<source_t>, kFormat<target_t>>;
 
-constexpr int kRoundedBlock = 64;  // elements
+constexpr int kRoundedBlock = 128;  // elements: two registers of random blocks with AVX-512
 
 // Vectors are written past the caches, if so wished, where the target is aligned to them.
 template <typename T>
@@ -76,42 +76,48 @@ template <typename target_t, typename source_t>
   constexpr int kSign = 8 * sizeof(source_t) - 1;
   const U source = bits<U>(x);
   const U magnitude = source & ~(U{1} << kSign);
-  if (magnitude > From::kLargest) {
-    if constexpr (sizeof(target_t) == 4) return static_cast<float>(x);
-    return static_cast<target_t>(static_cast<float>(x));
-  }
+  if (magnitude > From::kLargest) return static_cast<target_t>(static_cast<float>(x));
   const U sign = source >> kSign << (8 * sizeof(target_t) - 1);
-  return bits<target_t>(static_cast<T>(sign | From::magnitude(magnitude, U{random})));
+  return bits<target_t>(static_cast<T>(sign | From::of_any(magnitude, U{random})));
 }
 
-// A block of float elements: kRoundedBlock random numbers.
+// Whether any element of a vector is set: of a comparison.
+template <typename V>
+[[gnu::always_inline]] inline bool any(const V& x) {
+  uint64_t words[sizeof(V) / sizeof(uint64_t)], all = 0;
+  std::memcpy(words, &x, sizeof(words));
+  for (const uint64_t word : words) all |= word;
+  return all != 0;
+}
+
+// A block of float elements that are normal in the target. False if some are not, and `target` is
+// then to be written again.
 template <typename target_t>
-[[gnu::always_inline]] inline void round_floats(target_t* target, const float* source,
-                                                const auto* random, bool streamed) {
+[[gnu::always_inline]] inline bool round_normal(target_t* target, const float* source,
+                                                const uint16_t* high, bool streamed) {
   using From = Narrow<target_t, float>;
   constexpr int kSize = kVectorBytes / sizeof(float);
   using V = Vector<uint32_t, kSize>;
-  V largest{};
+  V farthest{};  // from kLeastNormal, of all elements
   for (int i = 0; i < kRoundedBlock; i += kSize) {
     const V x = raw<V>(source + i);
     const V magnitude = x & 0x7fffffffu;
-    largest = largest < magnitude ? magnitude : largest;
-    V some;
-    if constexpr (From::kRandomBits == 16) {
-      some = load_uint16<kSize>(random + i);
-    } else {
-      some = raw<V>(random + i);
-    }
-    const V result = From::magnitude(magnitude, some) | (x & 0x80000000u) >> 16;
-    put(target + i, converted<uint16_t, kSize, uint32_t>(result), streamed);
+    const V distance = magnitude - uint32_t{From::kLeastNormal};
+    farthest = farthest < distance ? distance : farthest;
+    const V rounded = From::of_normal(magnitude, bits<V>(load_uint16<kSize>(high + i)));
+    put(target + i, converted<uint16_t, kSize, uint32_t>(rounded | (x & 0x80000000u) >> 16),
+        streamed);
   }
-  uint64_t words[sizeof(V) / sizeof(uint64_t)], any = 0;
-  const auto beyond = largest > splat<uint32_t, kSize>(From::kLargest);
-  std::memcpy(words, &beyond, sizeof(words));
-  for (const uint64_t word : words) any |= word;
-  if (any == 0) return;
+  return !any(farthest > splat<uint32_t, kSize>(From::kLargest - From::kLeastNormal));
+}
+
+// A block of elements of any kind.
+template <typename target_t, typename source_t>
+[[gnu::always_inline]] inline void round_any(target_t* target, const source_t* source,
+                                             const uint16_t* high, const uint16_t* low) {
   for (int i = 0; i < kRoundedBlock; ++i) {
-    target[i] = stochastically_rounded<target_t>(source[i], random[i]);
+    const uint32_t random = uint32_t{high[i]} << kHalfBits | low[i];
+    target[i] = stochastically_rounded<target_t>(source[i], random);
   }
 }
 
@@ -126,33 +132,31 @@ inline bool is_consecutive(const int64_t* numbers, int count) {
 template <typename target_t, typename source_t>
 void copy_stochastic(const Pair& pair, const Layout<3>& layout, const Chunk& chunk,
                      const Rounding& how) {
-  constexpr int kBits = Narrow<target_t, source_t>::kRandomBits;
-  using Block = RandomBlock<kBits, kRoundedBlock>;
   const uint64_t seed = *how.seed, tensor = chunk.tensor;
+  const PhiloxKeys<Words> keys(seed);
   const auto targets = static_cast<target_t*>(pair.main_grad);
   const bool streamed = layout.empty() && is_streamed(how, targets);
-  const auto round = [&](target_t* target, const source_t* source, const auto* random,
-                         bool past_caches) __attribute__((always_inline)) {
-    if constexpr (std::is_same_v<source_t, float>) {
-      round_floats(target, source, random, past_caches);
-    } else {
-      for (int i = 0; i < kRoundedBlock; ++i) {
-        target[i] = stochastically_rounded<target_t>(source[i], random[i]);
-      }
-    }
-  };
+  const auto round = [&](target_t* target, const source_t* source, int64_t first, bool past_caches)
+                         __attribute__((always_inline)) {
+                           RandomBlock<kRoundedBlock> high;
+                           const uint16_t* const random = high.fill(keys, tensor, 0, first);
+                           if constexpr (std::is_same_v<source_t, float>) {
+                             if (round_normal(target, source, random, past_caches)) return;
+                           }
+                           RandomBlock<kRoundedBlock> low;
+                           round_any(target, source, random, low.fill(keys, tensor, 1, first));
+                         };
   const auto body = [&](auto count, target_t* target, const source_t* source,
                         auto number) __attribute__((always_inline)) {
-    Block block;
     if constexpr (!std::is_same_v<decltype(count), int>) {
       prefetch<kRoundedBlock, 512>(source);
-      round(target, source, block.fill(seed, tensor, number.first), streamed);
+      round(target, source, number.first, streamed);
     } else if (is_consecutive(number, count)) {
-      round(target, source, block.fill(seed, tensor, number[0]), false);
+      round(target, source, number[0], false);
     } else {
       RandomBits random(seed, tensor);
       for (int i = 0; i < count; ++i) {
-        target[i] = stochastically_rounded<target_t>(source[i], random.of<kBits>(number[i]));
+        target[i] = stochastically_rounded<target_t>(source[i], random.both(number[i]));
       }
     }
   };

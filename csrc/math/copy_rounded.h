@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "math/host_device.h"
 
@@ -21,35 +20,42 @@ constexpr Format kBFloat16Format{7, 127};
 constexpr Format kFloatFormat{23, 127};
 constexpr Format kDoubleFormat{52, 1023};
 
-// From a format to a narrower one. Magnitudes are the bits of numbers without their sign.
+// From a format to a narrower one. Magnitudes are the bits of numbers without their sign; U is
+// uint32_t or uint64_t, as wide as the source, or on the CPU a vector of them. Random bits are
+// added to the digits that are dropped, and carry into those that stay.
 template <Format kSource, Format kTarget>
 struct Narrowing {
   static constexpr int kDropped = kSource.mantissa - kTarget.mantissa;  // digits
-  // The exponent of the target's smallest normal numbers, biased as the source's.
-  static constexpr int kLeastNormal = kSource.bias - kTarget.bias + 1;
+  // The exponent of the target's least normal numbers, biased as the source's.
+  static constexpr int kLeastExponent = kSource.bias - kTarget.bias + 1;
+  // From where on no more digits are dropped, as a magnitude of the source.
+  static constexpr uint64_t kLeastNormal =
+      kLeastExponent == 1 ? 0 : uint64_t{kLeastExponent} << kSource.mantissa;
   // The target's largest finite number, as a magnitude of the source.
-  static constexpr uint64_t kLargest = (uint64_t(kSource.bias + kTarget.bias) << kSource.mantissa) +
+  static constexpr uint64_t kLargest = (uint64_t{kSource.bias + kTarget.bias} << kSource.mantissa) +
                                        (((uint64_t{1} << kTarget.mantissa) - 1) << kDropped);
-  // Random bits of an element. Only where exponents are the same are there never more digits to
-  // drop than kDropped.
-  static constexpr int kRandomBits = kLeastNormal == 1 && kDropped <= 16 ? 16 : 32;
+  // Whether 16 random bits do for kLeastNormal to kLargest.
+  static constexpr bool kFew = kDropped <= 16;
 
-  // The magnitude of the target for a magnitude of the source up to kLargest. Random bits are added
-  // to the digits that are dropped, and carry into those that stay; of more than kMostCounted, the
-  // first count. U: uint32_t or uint64_t, as wide as the source, or on the CPU a vector of them.
+  // The magnitude of the target for one from kLeastNormal to kLargest, by 16 random bits.
   template <typename U>
-  ACCUMEXT_HOST_DEVICE static U magnitude(U source, U random) {
-    if constexpr (kLeastNormal == 1 && kDropped <= kRandomBits) {
-      return (source + (random >> (kRandomBits - kDropped))) >> kDropped;
-    } else {
-      const U exponent = source >> kSource.mantissa;
-      const U base = at_most(kLeastNormal, at_least(1, exponent));
-      const U digits = source - ((base - 1) << kSource.mantissa);
-      const U dropped = U{} + (kDropped + kLeastNormal) - base;
-      const U counted = at_most(kMostCounted, dropped);
-      const U ignored = at_most(kSourceBits - 1, dropped - counted);  // leaves 0 where it is so
-      return ((digits >> ignored) + (random >> (kRandomBits - counted))) >> counted;
-    }
+  ACCUMEXT_HOST_DEVICE static U of_normal(U source, U random) {
+    static_assert(kFew);
+    constexpr uint32_t kRebias = uint32_t{kLeastExponent - 1} << kSource.mantissa;
+    return (source - kRebias + (random >> (16 - kDropped))) >> kDropped;
+  }
+
+  // The magnitude of the target for one up to kLargest, by 32 random bits, of which 31 count: of
+  // more digits only the first take part.
+  template <typename U>
+  ACCUMEXT_HOST_DEVICE static U of_any(U source, U random) {
+    const U exponent = source >> kSource.mantissa;
+    const U base = at_most(kLeastExponent, at_least(1, exponent));
+    const U digits = source - ((base - 1) << kSource.mantissa);
+    const U dropped = U{} + (kDropped + kLeastExponent) - base;
+    const U counted = at_most(kMostCounted, dropped);
+    const U ignored = at_most(kSourceBits - 1, dropped - counted);  // leaves 0 where it is so
+    return ((digits >> ignored) + (random >> (32 - counted))) >> counted;
   }
 
  private:

@@ -8,26 +8,24 @@ namespace accumext::cpu {
 namespace {
 
 constexpr int kWords = kVectorBytes / sizeof(uint64_t);  // of a register
+using Words = Vector<uint64_t, kWords>;
 
 // The low halves of words times a factor.
-[[gnu::always_inline]] inline Vector<uint64_t, kWords> low_product(Vector<uint64_t, kWords> words,
-                                                                   uint32_t factor) {
-  using V = Vector<uint64_t, kWords>;
-  [[maybe_unused]] const V factors = splat<uint64_t, kWords>(factor);
+[[gnu::always_inline]] inline Words low_product(Words words, uint32_t factor) {
+  const Words factors = splat<uint64_t, kWords>(factor);
 #if ACCUMEXT_VECTOR_BYTES >= 64
-  return bits<V>(_mm512_mul_epu32(bits<__m512i>(words), bits<__m512i>(factors)));
+  return bits<Words>(_mm512_mul_epu32(bits<__m512i>(words), bits<__m512i>(factors)));
 #elif ACCUMEXT_VECTOR_BYTES >= 32
-  return bits<V>(_mm256_mul_epu32(bits<__m256i>(words), bits<__m256i>(factors)));
+  return bits<Words>(_mm256_mul_epu32(bits<__m256i>(words), bits<__m256i>(factors)));
 #elif defined(__SSE2__)
-  return bits<V>(_mm_mul_epu32(bits<__m128i>(words), bits<__m128i>(factors)));
+  return bits<Words>(_mm_mul_epu32(bits<__m128i>(words), bits<__m128i>(factors)));
 #else
   return (words & 0xffffffffu) * factors;
 #endif
 }
 
-// a[0] b[0] a[2] b[2] ... and a[1] b[1] a[3] b[3] ..., one behind the other.
-[[gnu::always_inline]] inline void store_pairs(uint64_t* to, Vector<uint64_t, kWords> a,
-                                               Vector<uint64_t, kWords> b) {
+// a[0] b[0] a[2] b[2] ..., and behind them a[1] b[1] a[3] b[3] ...
+[[gnu::always_inline]] inline void store_pairs(uint64_t* to, Words a, Words b) {
 #if ACCUMEXT_VECTOR_BYTES >= 64
   const auto even = _mm512_unpacklo_epi64(bits<__m512i>(a), bits<__m512i>(b));
   const auto odd = _mm512_unpackhi_epi64(bits<__m512i>(a), bits<__m512i>(b));
@@ -35,7 +33,7 @@ constexpr int kWords = kVectorBytes / sizeof(uint64_t);  // of a register
   const auto even = _mm256_unpacklo_epi64(bits<__m256i>(a), bits<__m256i>(b));
   const auto odd = _mm256_unpackhi_epi64(bits<__m256i>(a), bits<__m256i>(b));
 #else
-  Vector<uint64_t, kWords> even, odd;
+  Words even, odd;
   for (int i = 0; i < kWords; i += 2) {
     even[i] = a[i];
     even[i + 1] = b[i];
@@ -47,39 +45,48 @@ constexpr int kWords = kVectorBytes / sizeof(uint64_t);  // of a register
   std::memcpy(to + kWords, &odd, sizeof(odd));
 }
 
-// RandomBits of the kElements elements from `first` on, in order.
-template <int kBits, int kElements>
+// Half of the RandomBits of the kElements elements of a tensor from `first` on, in order.
+template <int kElements>
 class RandomBlock {
  public:
-  using word_t = std::conditional_t<kBits == 16, uint16_t, uint32_t>;
-
-  // As many blocks as it takes from the beginning of one on; from elsewhere, a register more.
-  [[gnu::always_inline]] const word_t* fill(uint64_t seed, uint64_t tensor, int64_t first) {
-    constexpr int kEach = 128 / kBits;
-    constexpr int kBlocks = kElements / kEach;
-    static_assert(kElements % (kEach * kWords) == 0);
-    const int64_t block = first / kEach;
-    for (int i = 0; i < kBlocks; i += kWords) fill(seed, tensor, block + i, i);
-    if (first % kEach != 0) fill(seed, tensor, block + kBlocks, kBlocks);
-    return reinterpret_cast<const word_t*>(words_) + first % kEach;
+  [[gnu::always_inline]] const uint16_t* fill(const PhiloxKeys<Words>& keys, uint64_t tensor,
+                                              uint64_t stream, int64_t first) {
+    constexpr int kBlocks = kElements / kElementsPerBlock;
+    static_assert(kBlocks % (kAtOnce * kWords) == 0);
+    const int64_t block = first / kElementsPerBlock;
+    for (int i = 0; i < kBlocks; i += kAtOnce * kWords) {
+      fill_some<kAtOnce>(keys, tensor, stream, block + i, words_ + 2 * i);
+    }
+    const int64_t skipped = first % kElementsPerBlock;
+    if (skipped != 0) fill_some<1>(keys, tensor, stream, block + kBlocks, words_ + 2 * kBlocks);
+    return reinterpret_cast<const uint16_t*>(words_) + skipped;
   }
 
  private:
-  // Blocks from `block` on, to be the `place`th and following ones.
-  [[gnu::always_inline]] void fill(uint64_t seed, uint64_t tensor, int64_t block, int place) {
-    using V = Vector<uint64_t, kWords>;
-    V number;  // in the order that leaves them in order where pairs are stored
-    for (int i = 0; i < kWords; ++i) number[i] = i / 2 + i % 2 * (kWords / 2);
-    number += splat<uint64_t, kWords>(block);
-    V words[4] = {number, number >> 32, splat<uint64_t, kWords>(tensor), V{}};
-    philox(words, seed, low_product);
-    const V low = splat<uint64_t, kWords>(0xffffffffu);
-    store_pairs(words_ + 2 * place, (words[0] & low) | words[1] << 32,
-                (words[2] & low) | words[3] << 32);
+  static constexpr int kAtOnce = 2;  // registers
+
+  template <int kCount>
+  [[gnu::always_inline]] static void fill_some(const PhiloxKeys<Words>& keys, uint64_t tensor,
+                                               uint64_t stream, int64_t block, uint64_t* to) {
+    Words place;  // in the order that leaves them in order where pairs are stored
+    for (int i = 0; i < kWords; ++i) place[i] = i / 2 + i % 2 * (kWords / 2);
+    Words counters[kCount][4];
+    for (int k = 0; k < kCount; ++k) {
+      const Words number = place + splat<uint64_t, kWords>(block + k * kWords);
+      counters[k][0] = number;
+      counters[k][1] = number >> 32;
+      counters[k][2] = splat<uint64_t, kWords>(tensor);
+      counters[k][3] = splat<uint64_t, kWords>(stream);
+    }
+    philox(counters, keys, low_product);
+    const Words low = splat<uint64_t, kWords>(0xffffffffu);
+    for (int k = 0; k < kCount; ++k) {
+      store_pairs(to + 2 * k * kWords, (counters[k][0] & low) | counters[k][1] << 32,
+                  (counters[k][2] & low) | counters[k][3] << 32);
+    }
   }
 
-  static constexpr int kRoom = kElements * kBits / 64 + 2 * kWords;
-  alignas(kVectorBytes) uint64_t words_[kRoom];
+  alignas(kVectorBytes) uint64_t words_[kElements * kHalfBits / 64 + 2 * kWords];
 };
 
 }  // namespace
