@@ -133,7 +133,7 @@ template <typename target_t, typename source_t>
 void copy_stochastic(const Pair& pair, const Layout<3>& layout, const Chunk& chunk,
                      const Rounding& how) {
   const uint64_t seed = *how.seed, tensor = chunk.tensor;
-  const PhiloxKeys<Words> keys(seed);
+  const PhiloxKeys keys(seed);
   const auto targets = static_cast<target_t*>(pair.main_grad);
   const bool streamed = layout.empty() && is_streamed(how, targets);
   const auto round = [&](target_t* target, const source_t* source, int64_t first, bool past_caches)
@@ -154,9 +154,11 @@ void copy_stochastic(const Pair& pair, const Layout<3>& layout, const Chunk& chu
     } else if (is_consecutive(number, count)) {
       round(target, source, number[0], false);
     } else {
-      RandomBits random(seed, tensor);
       for (int i = 0; i < count; ++i) {
-        target[i] = stochastically_rounded<target_t>(source[i], random.both(number[i]));
+        uint32_t high[1], low[1];
+        random_halves(seed, tensor, 0, number[i], high);
+        random_halves(seed, tensor, 1, number[i], low);
+        target[i] = stochastically_rounded<target_t>(source[i], high[0] << kHalfBits | low[0]);
       }
     }
   };

@@ -22,7 +22,7 @@ namespace accumext::cuda {
 template <int kOperands>
 class Call {
  public:
-  template <typename Operand>  // Span or Pair
+  template <typename Operand>  // Span, Pair or NumberedPair
   Call(const std::vector<Operand>& operands, int32_t device)
       : device_(device), guard_(device), stream_(current_stream(device)) {
     const Packed<kOperands> packed(operands);

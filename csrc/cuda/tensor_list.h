@@ -22,7 +22,8 @@ constexpr int64_t kVectorBytes = 16;  // the widest access of a thread
 // the end, and enough for the partials to be a two-thousandth of the traffic.
 constexpr int64_t kElementsPerChunk = 8192;
 
-// A Span or a Pair that is not empty. Without padding, because tables are compared byte by byte.
+// A Span, a Pair or a NumberedPair that is not empty. Without padding, because tables are compared
+// byte by byte.
 template <int kOperands>
 struct Entry {
   void* data[kOperands];
@@ -48,6 +49,7 @@ struct Entry {
 };
 static_assert(std::has_unique_object_representations_v<Entry<1>>);
 static_assert(std::has_unique_object_representations_v<Entry<2>>);
+static_assert(std::has_unique_object_representations_v<Entry<3>>);
 
 template <int kOperands>
 struct Table {
@@ -61,7 +63,7 @@ struct Table {
 template <int kOperands>
 class Packed {
  public:
-  template <typename Operand>  // Span or Pair
+  template <typename Operand>  // Span, Pair or NumberedPair
   explicit Packed(const std::vector<Operand>& operands) {
     std::vector<Entry<kOperands>> entries;
     std::vector<Dim<kOperands>> dims;
@@ -103,6 +105,15 @@ class Packed {
   static Entry<2> entry(const Pair& pair) {
     return {.data = {pair.main_grad, const_cast<void*>(pair.grad)},
             .dtype = {pair.main_dtype, pair.grad_dtype}};
+  }
+
+  // In place of an address the third operand has the number of the pair; its elements are their own
+  // offsets. It is as wide as the widest, so that it has no say in where vectors begin.
+  static Entry<3> entry(const NumberedPair& numbered) {
+    const Pair& pair = numbered.pair;
+    return {.data = {pair.main_grad, const_cast<void*>(pair.grad),
+                     reinterpret_cast<void*>(numbered.number)},
+            .dtype = {pair.main_dtype, pair.grad_dtype, Dtype::kDouble}};
   }
 
   // The head aligns the narrowest operand, whose vectors hold the most elements, if operand 0, the

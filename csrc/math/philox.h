@@ -14,78 +14,63 @@ constexpr int kPhiloxRounds = 10;
 constexpr int kHalfBits = 16;
 constexpr int kElementsPerBlock = 128 / kHalfBits;
 
-// The key of each round, two words of it.
-template <typename Word>
-struct PhiloxKeys {
-  Word words[kPhiloxRounds][2];
-
-  ACCUMEXT_HOST_DEVICE explicit PhiloxKeys(uint64_t seed) {
-    uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
-    for (int round = 0; round < kPhiloxRounds; ++round) {
-      words[round][0] = Word{} + uint64_t{low};
-      words[round][1] = Word{} + uint64_t{high};
-      low += 0x9E3779B9u;
-      high += 0xBB67AE85u;
-    }
-  }
-};
+// One of the two words of the key of a round.
+ACCUMEXT_HOST_DEVICE inline uint32_t philox_key(uint64_t seed, int round, int word) {
+  return word == 0 ? static_cast<uint32_t>(seed) + round * 0x9E3779B9u
+                   : static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u;
+}
 
 // Counters become random bits, kCount of them side by side, since each step waits for the one
 // before. A Word is a uint64_t, or on the CPU a vector of them; of each only the low 32 bits count,
-// and what else is left in it is arbitrary. product(word, factor): the low 32 bits of a word times
-// 32 bits, in 64.
-template <int kCount, typename Word, typename Product>
-ACCUMEXT_HOST_DEVICE inline void philox(Word (&counters)[kCount][4], const PhiloxKeys<Word>& keys,
+// and what else is left in it is arbitrary. key(round, word) is philox_key as a Word;
+// product(word, factor): the low 32 bits of a word times 32 bits, in 64.
+template <int kCount, typename Word, typename Key, typename Product>
+ACCUMEXT_HOST_DEVICE inline void philox(Word (&counters)[kCount][4], const Key& key,
                                         const Product& product) {
-  for (const auto& key : keys.words) {
+#ifdef __CUDACC__
+#pragma unroll 5  // all ten, and keys would be kept in 20 registers from one block to the next
+#endif
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     for (Word(&counter)[4] : counters) {
       const Word a = product(counter[0], 0xD2511F53u);
       const Word c = product(counter[2], 0xCD9E8D57u);
-      counter[0] = (c >> 32) ^ counter[1] ^ key[0];
+      counter[0] = (c >> 32) ^ counter[1] ^ key(round, 0);
       counter[1] = c;
-      counter[2] = (a >> 32) ^ counter[3] ^ key[1];
+      counter[2] = (a >> 32) ^ counter[3] ^ key(round, 1);
       counter[3] = a;
     }
   }
 }
 
-// The bits of single elements of a tensor, which has this number in its list.
-class RandomBits {
- public:
-  ACCUMEXT_HOST_DEVICE RandomBits(uint64_t seed, uint64_t tensor) : seed_(seed), tensor_(tensor) {}
-
-  ACCUMEXT_HOST_DEVICE uint32_t high(int64_t element) { return half<0>(element); }
-
-  ACCUMEXT_HOST_DEVICE uint32_t both(int64_t element) {
-    return half<0>(element) << kHalfBits | half<1>(element);
-  }
-
- private:
-  // A block is computed where the element before was of another one.
-  template <int kStream>
-  ACCUMEXT_HOST_DEVICE uint32_t half(int64_t element) {
-    const int64_t block = element / kElementsPerBlock;
-    uint32_t (&words)[4] = words_[kStream];
-    if (block != block_[kStream]) {
-      block_[kStream] = block;
-      uint64_t counter[1][4] = {
-          {static_cast<uint64_t>(block), static_cast<uint64_t>(block) >> 32, tensor_, kStream}};
-      philox(counter, PhiloxKeys<uint64_t>(seed_), [](uint64_t word, uint32_t factor) {
-        return uint64_t{static_cast<uint32_t>(word)} * factor;
-      });
-      for (int i = 0; i < 4; ++i) words[i] = static_cast<uint32_t>(counter[0][i]);
+// The halves from one stream for elements [first, first + kCount) of a tensor, which has this
+// number in its list.
+template <int kCount>
+ACCUMEXT_HOST_DEVICE inline void random_halves(uint64_t seed, uint64_t tensor, uint64_t stream,
+                                               int64_t first, uint32_t (&halves)[kCount]) {
+  static_assert(kCount <= kElementsPerBlock);
+  const int place = static_cast<int>(first % kElementsPerBlock);
+  // Those that a block holds of elements [begin, begin + kElementsPerBlock), seen from `first`.
+  const auto take = [&](int64_t block, int begin) {
+    uint64_t words[1][4] = {
+        {static_cast<uint64_t>(block), static_cast<uint64_t>(block) >> 32, tensor, stream}};
+    philox(
+        words, [&](int round, int word) { return philox_key(seed, round, word); },
+        [](uint64_t word, uint32_t factor) {
+          return uint64_t{static_cast<uint32_t>(word)} * factor;
+        });
+    for (int n = 0; n < kCount; ++n) {
+      const int at = n - begin;
+      // Not words[0][at / 2]: a GPU cannot index registers.
+      const uint64_t lower = at < 2 ? words[0][0] : words[0][1];
+      const uint64_t upper = at < 6 ? words[0][2] : words[0][3];
+      const uint32_t word = static_cast<uint32_t>(at < 4 ? lower : upper);
+      if (at >= 0 && at < kElementsPerBlock) halves[n] = word >> (at & 1) * kHalfBits & 0xffff;
     }
-    const int place = static_cast<int>(element % kElementsPerBlock);
-    // Not words[place / 2]: a GPU cannot index registers.
-    const uint32_t first = place < 2 ? words[0] : words[1];
-    const uint32_t last = place < 6 ? words[2] : words[3];
-    return (place < 4 ? first : last) >> place % 2 * kHalfBits & 0xffff;
+  };
+  take(first / kElementsPerBlock, -place);
+  if (place + kCount > kElementsPerBlock) {
+    take(first / kElementsPerBlock + 1, kElementsPerBlock - place);
   }
-
-  uint64_t seed_;
-  uint64_t tensor_;
-  int64_t block_[2] = {-1, -1};
-  uint32_t words_[2][4] = {};
-};
+}
 
 }  // namespace accumext

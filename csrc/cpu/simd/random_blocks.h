@@ -45,11 +45,26 @@ using Words = Vector<uint64_t, kWords>;
   std::memcpy(to + kWords, &odd, sizeof(odd));
 }
 
-// Half of the RandomBits of the kElements elements of a tensor from `first` on, in order.
+// The keys of all rounds, in every element of a register.
+struct PhiloxKeys {
+  Words words[kPhiloxRounds][2];
+
+  explicit PhiloxKeys(uint64_t seed) {
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      for (int word = 0; word < 2; ++word) {
+        words[round][word] = splat<uint64_t, kWords>(philox_key(seed, round, word));
+      }
+    }
+  }
+
+  [[gnu::always_inline]] Words operator()(int round, int word) const { return words[round][word]; }
+};
+
+// random_halves of the kElements elements of a tensor from `first` on, in order.
 template <int kElements>
 class RandomBlock {
  public:
-  [[gnu::always_inline]] const uint16_t* fill(const PhiloxKeys<Words>& keys, uint64_t tensor,
+  [[gnu::always_inline]] const uint16_t* fill(const PhiloxKeys& keys, uint64_t tensor,
                                               uint64_t stream, int64_t first) {
     constexpr int kBlocks = kElements / kElementsPerBlock;
     static_assert(kBlocks % (kAtOnce * kWords) == 0);
@@ -66,7 +81,7 @@ class RandomBlock {
   static constexpr int kAtOnce = 2;  // registers
 
   template <int kCount>
-  [[gnu::always_inline]] static void fill_some(const PhiloxKeys<Words>& keys, uint64_t tensor,
+  [[gnu::always_inline]] static void fill_some(const PhiloxKeys& keys, uint64_t tensor,
                                                uint64_t stream, int64_t block, uint64_t* to) {
     Words place;  // in the order that leaves them in order where pairs are stored
     for (int i = 0; i < kWords; ++i) place[i] = i / 2 + i % 2 * (kWords / 2);

@@ -44,6 +44,7 @@ RUNS = ((ASCENDING, 1), (DESCENDING, 2), (SHUFFLED, 7), (DESCENDING, 20))
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # accumext::Dtype
 _OPS = (
     "total_norm", "accumulate_", "unscale_check_clip_accumulate_", "scale_", "window_factors",
+    "copy_rounded_",
 )  # fmt: skip
 
 
@@ -107,6 +108,16 @@ class HostCuda:
 
     def scale_(self, grads, factor, *, runs=RUNS) -> None:
         self._call("scale_", [grads], None, factor, None, runs=runs)
+
+    def copy_rounded_(self, targets, sources, *, seed=None, found_inf=None, runs=RUNS) -> None:
+        request = Request()
+        request.put_integers(_OPS.index("copy_rounded_"))
+        request.put_place(seed)
+        request.put_place(found_inf)
+        request.put_integers(len(targets))
+        for pair in zip(targets, sources, strict=True):
+            request.put_operands(pair)
+        request.take_back(execute(self._driver, request=request.bytes(runs)), runs)
 
     def window_factors(
         self, numbers, flags, main_grads, norm, *, unit, device_unit, weight, scale, max_norm,

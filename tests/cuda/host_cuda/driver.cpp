@@ -4,6 +4,7 @@
 #include "request.h"
 //
 #include "cuda/accumulate.cuh"
+#include "cuda/copy_rounded.cuh"
 #include "cuda/norm.cuh"
 #include "cuda/scale.cuh"
 #include "cuda/tensor_list.h"
@@ -54,6 +55,7 @@ class Call : public host_cuda::Run {
   void run() {
     const int64_t op = request_.integer();
     if (op == 4) return window_factors();
+    if (op == 5) return copy_rounded();
     scale_ = scalar();
     void* const norm = pointer();
     const Dtype norm_dtype = dtype();
@@ -83,13 +85,28 @@ class Call : public host_cuda::Run {
   }
 
   template <int kOperands>
-  Layout<kOperands> layout() {
+  Layout<kOperands> dims() {
     Layout<kOperands> dims(request_.integer());
     for (Dim<kOperands>& dim : dims) {
       dim.size = request_.integer();
       for (int64_t& stride : dim.stride) stride = request_.integer();
     }
-    return simplified(dims);
+    return dims;
+  }
+
+  template <int kOperands>
+  Layout<kOperands> layout() {
+    return simplified(dims<kOperands>());
+  }
+
+  // The third operand: the number of the element in row-major order.
+  static Layout<3> numbered(const Layout<2>& dims) {
+    Layout<3> result;
+    int64_t stride = 1;
+    for (size_t d = dims.size(); d-- > 0; stride *= dims[d].size) {
+      result.insert(result.begin(), {dims[d].size, {dims[d].stride[0], dims[d].stride[1], stride}});
+    }
+    return simplified(result);
   }
 
   std::vector<Span> spans() {
@@ -103,17 +120,45 @@ class Call : public host_cuda::Run {
     return spans;
   }
 
-  std::vector<Pair> pairs() {
-    std::vector<Pair> pairs(request_.integer());
-    for (Pair& pair : pairs) {
+  std::vector<NumberedPair> numbered_pairs() {
+    std::vector<NumberedPair> pairs(request_.integer());
+    for (size_t i = 0; i < pairs.size(); ++i) {
+      Pair& pair = pairs[i].pair;
       pair.main_grad = pointer();
       pair.main_dtype = dtype();
       pair.grad = pointer();
       pair.grad_dtype = dtype();
-      pair.numel = request_.integer();
-      pair.layout = layout<2>();
+      pair.numel = pairs[i].numel = request_.integer();
+      const Layout<2> all = dims<2>();
+      pair.layout = simplified(all);
+      pairs[i].layout = numbered(all);
+      pairs[i].number = static_cast<int64_t>(i);
     }
     return pairs;
+  }
+
+  std::vector<Pair> pairs() {
+    std::vector<Pair> pairs;
+    for (const NumberedPair& numbered : numbered_pairs()) pairs.push_back(numbered.pair);
+    return pairs;
+  }
+
+  void copy_rounded() {
+    const auto* seed = static_cast<const int64_t*>(pointer());
+    const auto* found_inf = static_cast<const float*>(pointer());
+    if (seed == nullptr) {
+      copy_rounded(Tensors<2>(pairs()), seed, found_inf);
+    } else {
+      copy_rounded(Tensors<3>(numbered_pairs()), seed, found_inf);
+    }
+  }
+
+  template <int kOperands>
+  void copy_rounded(const Tensors<kOperands>& tensors, const int64_t* seed,
+                    const float* found_inf) {
+    if (tensors.packed.chunks() == 0) return;
+    device_.launch(copy_rounded_kernel<kOperands>, grid_, kBlockSize, tensors.table(), seed,
+                   found_inf);
   }
 
   void window_factors() {

@@ -1,0 +1,112 @@
+// The kernel that copies a list of tensors into tensors of other dtypes: one launch per call of
+// copy_rounded_.
+#pragma once
+
+#include "cuda/device.cuh"
+#include "math/copy_rounded.h"
+#include "math/philox.h"
+
+namespace accumext::cuda {
+
+template <typename scalar_t>
+constexpr Format kFormat = std::is_same_v<scalar_t, __half>          ? kHalfFormat
+                           : std::is_same_v<scalar_t, __nv_bfloat16> ? kBFloat16Format
+                           : std::is_same_v<scalar_t, float>         ? kFloatFormat
+                                                                     : kDoubleFormat;
+
+template <typename To, typename From>
+__device__ To bits(const From& x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &x, sizeof(To));
+  return result;
+}
+
+// Whose bits decide: of one tensor.
+struct Randomness {
+  uint64_t seed;
+  uint64_t tensor;
+};
+
+// Elements [first, first + kCount) of a tensor. Without a second neighbour, to nearest.
+template <typename target_t, typename source_t, int kCount>
+__device__ Vector<target_t, kCount> stochastically_rounded(const Vector<source_t, kCount>& x,
+                                                           const Randomness& random,
+                                                           int64_t first) {
+  using From = Narrowing<kFormat<source_t>, kFormat<target_t>>;
+  using U = std::conditional_t<sizeof(source_t) == 8, uint64_t, uint32_t>;
+  using T = std::conditional_t<sizeof(target_t) == 4, uint32_t, uint16_t>;
+  constexpr int kSign = 8 * sizeof(source_t) - 1;
+  uint32_t high[kCount], low[kCount] = {};
+  random_halves(random.seed, random.tensor, 0, first, high);
+  bool few = From::kFew;  // whether the high halves do
+  for (int n = 0; n < kCount; ++n) {
+    const U magnitude = bits<U>(x.get(n)) & ~(U{1} << kSign);
+    few = few && magnitude - From::kLeastNormal <= From::kLargest;
+  }
+  if (!few) random_halves(random.seed, random.tensor, 1, first, low);
+  Vector<target_t, kCount> result;
+  for (int n = 0; n < kCount; ++n) {
+    const U source = bits<U>(x.get(n));
+    const U magnitude = source & ~(U{1} << kSign);
+    const U sign = source >> kSign << (8 * sizeof(target_t) - 1);
+    const U neighbour = From::of_any(magnitude, U{high[n] << kHalfBits | low[n]});
+    const target_t nearest = rounded<target_t>(x.get(n));
+    result.set(
+        n, magnitude > From::kLargest ? nearest : bits<target_t>(static_cast<T>(sign | neighbour)));
+  }
+  return result;
+}
+
+// Of each multiprocessor where random bits are computed: 128 registers per thread.
+constexpr int kStochasticBlocks = 2;
+
+// target = round(source); the bits as they are where the dtypes are the same.
+//
+//   grid    any                          block   kBlockSize threads, over a chunk at a time
+//   reads   source, any dtype, [chunk], once; seed; found_inf, or null
+//   writes  target, any dtype, [chunk], once; nothing at all if found_inf is not 0
+//   So 6 bytes per element of a float source and a half target. A target may be its source, hence
+//   no __restrict__ on them. With three operands (tensor_list.h), rounding is stochastic where the
+//   target is narrower than the source; with two there is no seed.
+template <int kOperands>
+__global__ void __launch_bounds__(kBlockSize, kOperands == 3 ? kStochasticBlocks : kResidentBlocks)
+    copy_rounded_kernel(Table<kOperands> table, const int64_t* __restrict__ seed,
+                        const float* __restrict__ found_inf) {
+  if (found_inf != nullptr && *found_inf != 0.0f) return;
+  const int64_t begin = share(table, blockIdx.x);
+  const int64_t end = share(table, blockIdx.x + int64_t{1});
+  for_each_chunk(table, begin, end, [&](const Entry<kOperands>& entry, int64_t chunk) {
+    with_type(entry.dtype[0], [&](auto target_type) {
+      with_type(entry.dtype[1], [&](auto source_type) {
+        using target_t = decltype(target_type);
+        using source_t = decltype(source_type);
+        target_t* target = data_of<target_t>(entry, 0);
+        const source_t* source = data_of<const source_t>(entry, 1);
+        walk<kInFlight<target_t, source_t>, target_t, source_t>(
+            table, entry, chunk, entry.aligned[1],
+            [&]<int kCount>(Count<kCount>, const auto& at) {
+              return read<kCount>(source + at.of[1]);
+            },
+            [&]<int kCount>(const Vector<source_t, kCount>& x, const auto& at) {
+              if constexpr (std::is_same_v<target_t, source_t>) {
+                write(target + at.of[0], x);
+              } else if constexpr (kOperands == 3 && sizeof(target_t) < sizeof(source_t)) {
+                const Randomness random{static_cast<uint64_t>(*seed),
+                                        reinterpret_cast<uintptr_t>(entry.data[2])};
+                write(target + at.of[0], stochastically_rounded<target_t>(x, random, at.of[2]));
+              } else {
+                using acc_t = std::conditional_t<sizeof(source_t) == 8, double, float>;
+                Vector<target_t, kCount> result;
+                for (int n = 0; n < kCount; ++n) {
+                  result.set(n, rounded<target_t>(load<acc_t>(x.get(n))));
+                }
+                write(target + at.of[0], result);
+              }
+            });
+      });
+    });
+  });
+}
+
+}  // namespace accumext::cuda
