@@ -253,6 +253,45 @@ def scale_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
     yield Job("scale_", shape, contenders, data.restore)
 
 
+def round_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
+    """Half-precision parameters from their float32 masters, to nearest and stochastically."""
+    for dtype in ("bf16", "fp16"):
+        yield _copy_rounded(shape, device, dtype)
+
+
+def _copy_rounded(shape: Shape, device: torch.device, dtype: str) -> Job:
+    masters = gradients(shape, "fp32", device).tensors
+    parameters = [torch.empty_like(master, dtype=DTYPES[dtype]) for master in masters]
+    seed = torch.zeros((), dtype=torch.int64, device=device)
+
+    def copy() -> None:
+        for parameter, master in zip(parameters, masters):
+            parameter.copy_(master)
+
+    def stochastic_copy() -> None:
+        for parameter, master in zip(parameters, masters):
+            bits = torch.empty_like(master, dtype=torch.int32).random_(2**16)
+            bits.add_(master.view(torch.int32)).bitwise_and_(-(2**16))
+            parameter.copy_(bits.view(torch.float32))
+
+    def written(_: object) -> list[Tensor]:
+        return parameters
+
+    once = Traffic(0, 6)
+    contenders = {
+        "torch copy_": Contender(copy, once, written),
+        "accumext": Contender(lambda: accumext.copy_rounded_(parameters, masters), once, written),
+        "accumext, stochastic": Contender(
+            lambda: accumext.copy_rounded_(parameters, masters, seed=seed), once, written
+        ),
+    }
+    if dtype == "bf16":  # of which the dropped digits are always 16
+        traffic = Traffic(0, 4 + 12 + 8 + 6)
+        name = "torch: random bits, add, mask, copy"
+        contenders[name] = Contender(stochastic_copy, traffic, written)
+    return Job(f"copy_rounded_ {dtype}", shape, contenders)
+
+
 def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 

@@ -23,6 +23,7 @@ from _gradient_jobs import (
     accumulate_jobs,
     clip_jobs,
     norm_jobs,
+    round_jobs,
     scale_jobs,
     unscale_jobs,
 )
@@ -58,6 +59,8 @@ OURS, WRITTEN, FOLDED = "accumext", "accumext, materialised", "accumext, folded"
 FOREACH, STOCK = "torch foreach", "torch: cast, unscale, add, norm"
 UNSCALE = "unscale, check, norm, clip"
 IDLE, CLIPPING = "clip_grad_norm_, nothing to clip", "clip_grad_norm_, clipping"
+OVERWRITING = "accumulate_ overwrite bf16"
+ROUNDED, STOCHASTIC = "copy_rounded_ bf16", "accumext, stochastic"
 HALVES = ("accumulate_ bf16", "accumulate_ fp16")
 BOUNDARIES = tuple(f"boundary, {kind}: {regime}" for kind in KINDS for regime in REGIMES)
 
@@ -68,6 +71,7 @@ JOBS: dict[str, Callable[..., Iterator[Job]]] = {
     "clip": clip_jobs,
     "accumulate": accumulate_jobs,
     "scale": scale_jobs,
+    "round": round_jobs,
 }
 
 
@@ -87,6 +91,7 @@ def figures(device: torch.device) -> list[Figure]:
             *(Figure(job, LARGE, OURS, "torch", None) for job in BOUNDARIES),
             Figure("total_norm fp32", MANY, OURS, FOREACH, None),
             *(Figure(job, TINY, OURS, "torch", 1.0) for job in BOUNDARIES),
+            *(Figure(ROUNDED, LARGE, contender, COPY, None) for contender in (OURS, STOCHASTIC)),
         ]
     return [
         Figure("total_norm fp32", LARGE, OURS, LIMIT, 0.9),
@@ -97,6 +102,8 @@ def figures(device: torch.device) -> list[Figure]:
         Figure(CLIPPING, LARGE, OURS, FOREACH, 1.0),
         *(Figure(job, LARGE, OURS, "torch add_ alone", 0.85) for job in HALVES),
         *(Figure(job, LARGE, OURS, STOCK, 3.0) for job in HALVES),
+        *(Figure(job, LARGE, OURS, LIMIT, 0.85) for job in (*HALVES, OVERWRITING, ROUNDED)),
+        Figure(ROUNDED, LARGE, STOCHASTIC, LIMIT, 0.85),
         Figure("total_norm fp32", MANY, OURS, FOREACH, 5.0),
         Figure(UNSCALE, MANY, WRITTEN, FOREACH, 5.0),
         Figure(UNSCALE, MANY, FOLDED, FOREACH, 5.0),

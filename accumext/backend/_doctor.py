@@ -128,6 +128,9 @@ _GRADIENT_OPS: dict[str, Callable[[Any, list[Tensor], list[Tensor]], Any]] = {
     ),
     "total_norm": lambda ops, main_grads, grads: ops.total_norm(grads, norm_type=3.0),
     "scale_": lambda ops, main_grads, grads: ops.scale_(main_grads, 0.75),
+    "copy_rounded_": lambda ops, main_grads, grads: ops.copy_rounded_(
+        main_grads, grads, seed=torch.full((), 7, device=grads[0].device)
+    ),
 }
 
 

@@ -41,6 +41,9 @@ for layout in ("dense", "runs", "strided"):
         grads = [random(n, grad, layout) for n in sizes]
         for overwrite in (False, True):
             add(accumext.accumulate_(mains, grads, inv_scale=0.37, overwrite=overwrite), *mains)
+        for seed in (None, torch.tensor(7)):
+            accumext.copy_rounded_(mains, grads, seed=seed)
+            add(*mains)
     for dtype in dtypes:
         grads = [random(n, dtype, layout) for n in sizes]
         for p in (1.0, 2.0, 3.0, float("inf"), -float("inf")):
@@ -49,6 +52,10 @@ for layout in ("dense", "runs", "strided"):
         add(*grads)
 large = [torch.zeros(5_000_000)]  # written past the caches
 add(accumext.accumulate_(large, [random(5_000_000, torch.bfloat16)], overwrite=True), *large)
+for seed in (None, torch.tensor(7)):
+    large = [torch.zeros(5_000_000, dtype=torch.bfloat16)]
+    accumext.copy_rounded_(large, [random(5_000_000, torch.float32)], seed=seed)
+    add(*large)
 print(accumext.backend(), digest.hexdigest())
 """
 

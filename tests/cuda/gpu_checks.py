@@ -129,6 +129,11 @@ OPERATORS: dict[str, Operator] = {
     "total_norm.scalar": Operator(lambda: one_list(inv_scale=0.37), reference.total_norm, NOTHING),
     "scale_": Operator(lambda: one_list(factor()), reference.scale_, MAIN_GRADS),
     "scale_.scalar": Operator(lambda: one_list(0.37), reference.scale_, MAIN_GRADS),
+    "copy_rounded_": Operator(
+        lambda: gradients(seed=torch.tensor(7 << 40 | 3), found_inf=flag()),
+        reference.copy_rounded_,
+        MAIN_GRADS,
+    ),
     "head_forward": of_the_decoder(head_call()),
     "decode_steps": of_the_decoder(steps_call("lstm", layers=2)),
     "rnn_backward": of_the_decoder(backward_call("lstm")),

@@ -51,6 +51,9 @@ OPS = {
         grads, inv_scale=scale, found_inf=found_inf
     ),
     "scale_": lambda main_grads, grads, scale, found_inf: accumext.scale_(main_grads, scale),
+    "copy_rounded_": lambda main_grads, grads, scale, found_inf: accumext.copy_rounded_(
+        main_grads, grads, seed=torch.full((), 7, device=GPU), found_inf=found_inf
+    ),
 }
 DTYPE_PAIRS = list(itertools.product(FLOAT_DTYPES, FLOAT_DTYPES))
 

@@ -389,6 +389,72 @@ def test_a_factor_of_one_changes_no_bit(kernels, factor):
     assert torch.equal(grad.view(torch.int16), bits)
 
 
+# --- copy_rounded ---------------------------------------------------------------------------------
+
+SEEDS = pytest.mark.parametrize(
+    "seed", [None, torch.tensor(7), torch.tensor(-(5 << 40))], ids=["nearest", "seed", "key"]
+)
+
+
+@SEEDS
+def test_rounded_copies_have_the_bits_of_the_reference(kernels, seed, dtype):
+    """From every dtype, at every edge and alignment, with the numbers of empty tensors counted."""
+    sources = [oracle.random([n], source) for n in EDGE_SIZES for source in FLOAT_DTYPES]
+    targets = [s.new_full(s.shape, math.nan, dtype=dtype) for s in sources]
+    shifts = itertools.product((5, 40, 4100), SHIFTS, SHIFTS)
+    for (n, by, other), source in zip(shifts, itertools.cycle(FLOAT_DTYPES)):
+        sources.append(shifted(oracle.random([n], source), other))
+        targets.append(shifted(torch.zeros(n, dtype=dtype), by))
+    expected = [t.clone() for t in targets]
+    reference.copy_rounded_(expected, sources, seed=seed)
+    kernels.copy_rounded_(targets, sources, seed=seed, found_inf=torch.zeros(()))
+    assert_bits(targets, expected)
+    slices = [target for target in targets if target._base is not None]
+    assert all(neighbours(target).isnan().all() for target in slices)
+
+
+@SEEDS
+def test_rounded_copies_of_every_magnitude(kernels, seed):
+    for target, source in itertools.product(FLOAT_DTYPES, FLOAT_DTYPES):
+        exponents = torch.empty(3000, dtype=torch.float64).uniform_(-160, 130)
+        wild = torch.randn(3000).double() * exponents.exp2()
+        special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 65519.0, 3.4e38, 1e-45])
+        sources = [torch.cat([wild, special.double()]).to(source)]
+        targets, expected = ([torch.zeros(3008, dtype=target)] for _ in range(2))
+        reference.copy_rounded_(expected, sources, seed=seed)
+        kernels.copy_rounded_(targets, sources, seed=seed, runs=RUNS[:1])
+        assert_bits(targets, expected)
+
+
+@SEEDS
+def test_rounded_copies_of_any_strides(kernels, seed):
+    sources = [
+        oracle.random((70, 131), torch.float32).t(),
+        oracle.random((5, 3, 7, 34), torch.float32).contiguous(memory_format=torch.channels_last),
+        oracle.random((40, 60), torch.float64)[1:30, ::3],
+        oracle.random((), torch.float32),
+    ]
+    targets = [torch.zeros(s.shape, dtype=torch.bfloat16) for s in sources[:2]]
+    targets += [torch.zeros(20, 29, dtype=torch.float16).t(), torch.zeros((), dtype=torch.float16)]
+    targets[1] = targets[1].contiguous(memory_format=torch.channels_last)
+    expected = [t.clone() for t in targets]
+    reference.copy_rounded_(expected, sources, seed=seed)
+    kernels.copy_rounded_(targets, sources, seed=seed)
+    assert_bits(targets, expected)
+
+
+@SEEDS
+@pytest.mark.parametrize("value", [1.0, math.nan, -0.0])
+def test_rounded_copies_are_made_unless_found_inf_is_set(kernels, value, seed):
+    bits = torch.arange(0x7F7F, 0x7F90, dtype=torch.int16)  # with signalling NaN
+    target = bits.clone().view(torch.bfloat16)
+    kernels.copy_rounded_([target], [torch.ones(17)], seed=seed, found_inf=torch.tensor(value))
+    assert torch.equal(target.view(torch.int16), bits) == (value != 0.0)
+    kernels.copy_rounded_([target], [bits.view(torch.bfloat16)], seed=seed)
+    assert torch.equal(target.view(torch.int16), bits)
+    kernels.copy_rounded_([], [], seed=seed)
+
+
 # --- window factors -------------------------------------------------------------------------------
 
 

@@ -110,12 +110,17 @@ def window_factors():
     }  # fmt: skip
 
 
+def copy_rounded_():
+    targets = [tensor.half() for tensor in tensors()]
+    return (targets, tensors()), {"seed": torch.tensor(1), "found_inf": torch.zeros(())}
+
+
 DECODER_OPS = (
     head_forward, head_top, head_sample, add_matmul, large_pages, decode_steps, rnn_backward,
 )  # fmt: skip
 ROWS |= {
     f"{op.__name__}.default": (lambda _, op=op: op(), lambda: None)
-    for op in (*DECODER_OPS, window_factors)
+    for op in (*DECODER_OPS, window_factors, copy_rounded_)
 }
 # Changes its arguments and returns an int as well, which torch does not make functional.
 NOT_TRACED = {"decode_steps.default"}
@@ -169,7 +174,9 @@ def step(main_grads, grads, inv_scale, found_inf):
         main_grads, grads, inv_scale=inv_scale, max_norm=1.0, found_inf=found_inf, if_finite=True
     )
     accumext.scale_(main_grads, 0.5)
-    return norm, micro, accumext.total_norm(main_grads, norm_type=1.0)
+    halves = [main_grad.bfloat16() * 0 for main_grad in main_grads]
+    accumext.copy_rounded_(halves, main_grads, seed=torch.tensor(1), found_inf=found_inf)
+    return norm, micro, accumext.total_norm(main_grads, norm_type=1.0), *halves
 
 
 @pytest.mark.parametrize("inv_scale", [0.37, torch.tensor(0.37)], ids=["float", "tensor"])

@@ -48,6 +48,7 @@ class DeviceReads(TorchDispatchMode):
 # Kernels of an operator of ours on a device; a table is uploaded only where tensors have moved.
 OWN_KERNELS = {
     "accumulate_": 2,
+    "copy_rounded_": 1,
     "scale_": 1,
     "total_norm": 2,
     "unscale_check_clip_accumulate_": 3,

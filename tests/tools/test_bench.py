@@ -52,6 +52,7 @@ def test_every_job_has_its_contenders(run: tuple[dict[str, Any], str]) -> None:
     jobs = {job["job"] for job in result["jobs"]}
     assert {"read", "update", "unscale, check, norm, clip", "scale_"} < jobs
     assert {f"accumulate_ {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs
+    assert {"accumulate_ overwrite bf16", "copy_rounded_ bf16", "copy_rounded_ fp16"} < jobs
     assert {f"total_norm {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs
     assert len([name for name in jobs if name.startswith("boundary, ")]) == 6
     for job in result["jobs"]:

@@ -72,6 +72,12 @@ def main() -> None:
     accumext.scale_(main_grads, 0.5)
     for want, got in zip(expected, main_grads):
         assert torch.equal(got.cpu(), want), (want.dtype, want.shape)
+    for seed in (None, torch.tensor(7)):
+        there = None if seed is None else seed.to("cuda")
+        reference.copy_rounded_(expected, grads, seed=seed)
+        accumext.copy_rounded_(main_grads, grads_on_gpu, seed=there)
+        for want, got in zip(expected, main_grads):
+            assert torch.equal(got.cpu(), want), (want.dtype, want.shape)
     for norm_type in NORM_TYPES:
         norm = accumext.total_norm(main_grads, norm_type=norm_type).cpu()
         want = reference.total_norm(expected, norm_type=norm_type)

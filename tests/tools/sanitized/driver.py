@@ -77,6 +77,11 @@ def every_kind() -> None:
                     expected, values("plain", 2), inv_scale=0.5, found_inf=flags[1], **options
                 )
                 close([norm, flags[0], *mains], [want, flags[1], *expected])
+        for seed in (None, torch.tensor(7)):
+            mains, expected = values(kind, 1), values("plain", 1)
+            accumext.copy_rounded_(mains, values("plain", 2), seed=seed)
+            reference.copy_rounded_(expected, values("plain", 2), seed=seed)
+            close(mains, expected)
         mains, expected = values(kind, 1), values("plain", 1)
         accumext.scale_(mains, 0.5)
         reference.scale_(expected, 0.5)
