@@ -228,7 +228,7 @@ def _overwrite(shape: Shape, device: torch.device) -> Job:
         "torch copy_": copy,
         "accumext": lambda: accumext.accumulate_(mains, grads, overwrite=True),
     }
-    once = Traffic(0, 6)
+    once = Traffic(0, 0, 2, 4)
     contenders = {name: Contender(run, once, lambda _: mains) for name, run in runs.items()}
     return Job("accumulate_ overwrite bf16", shape, contenders, lambda: _reset(data, mains))
 
@@ -277,7 +277,7 @@ def _copy_rounded(shape: Shape, device: torch.device, dtype: str) -> Job:
     def written(_: object) -> list[Tensor]:
         return parameters
 
-    once = Traffic(0, 6)
+    once = Traffic(0, 0, 4, 2)
     contenders = {
         "torch copy_": Contender(copy, once, written),
         "accumext": Contender(lambda: accumext.copy_rounded_(parameters, masters), once, written),
@@ -286,7 +286,7 @@ def _copy_rounded(shape: Shape, device: torch.device, dtype: str) -> Job:
         ),
     }
     if dtype == "bf16":  # of which the dropped digits are always 16
-        traffic = Traffic(0, 4 + 12 + 8 + 6)
+        traffic = Traffic(0, 4 + 12 + 8, 4, 2)
         name = "torch: random bits, add, mask, copy"
         contenders[name] = Contender(stochastic_copy, traffic, written)
     return Job(f"copy_rounded_ {dtype}", shape, contenders)

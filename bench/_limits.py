@@ -1,4 +1,4 @@
-"""The limit of the machine: the fastest of several plain reads, and of several plain updates."""
+"""The limit of the machine: the fastest of several plain reads, updates and, on a CPU, writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import functools
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from _timing import Contender, Job, Result, Shape, Traffic, Yardstick
 
 READ, UPDATE = Traffic(4, 0), Traffic(0, 8)
+WRITE = Traffic(0, 4)
 ELEMENTS = {"cpu": 32 * 10**6, "cuda": 256 * 10**6}  # float32; several times what any cache holds
 
 
@@ -29,9 +30,11 @@ class Memory:
             "torch.add_": lambda: x.add_(1.0),
             "torch.copy_": lambda: y.copy_(x),
         }
+        self.writes: dict[str, Callable[[], Any]] = {}
         if device.type == "cuda":
             self.reads["torch.amax"] = lambda: torch.amax(x)
             return
+        self.writes = {"torch.zero_": y.zero_, "torch.fill_": lambda: y.fill_(1.0)}
         self.reads["torch.dot"] = lambda: torch.dot(x, x)
         library = _compiled()
         if library is not None:
@@ -39,19 +42,25 @@ class Memory:
             size = ctypes.c_int64(x.numel()), torch.get_num_threads()
             self.reads["C++ read"] = functools.partial(library.read_floats, source, *size)
             self.updates["C++ update"] = functools.partial(library.update_floats, source, *size)
+            self.writes["C++ write"] = functools.partial(library.write_floats, to, *size)
             self.updates["C++ copy"] = functools.partial(library.copy_floats, to, source, *size)
 
-    def jobs(self) -> tuple[Job, Job]:
-        """The contest: which read and which update is the fastest."""
+    def jobs(self) -> Iterator[Job]:
+        """The contest: which read, which update and which write is the fastest."""
         reads = {name: Contender(run, READ, None) for name, run in self.reads.items()}
         updates = {name: Contender(run, UPDATE, None) for name, run in self.updates.items()}
-        return Job("read", self.shape, reads), Job("update", self.shape, updates)
+        writes = {name: Contender(run, WRITE, None) for name, run in self.writes.items()}
+        yield Job("read", self.shape, reads)
+        yield Job("update", self.shape, updates)
+        if writes:
+            yield Job("write", self.shape, writes)
 
-    def yardstick(self, read: Result, update: Result) -> Yardstick:
-        """The winners, by their medians."""
-        reader, updater = (max(result.seconds, key=result.rate) for result in (read, update))
+    def yardstick(self, *results: Result) -> Yardstick:
+        """The winners, by their medians, of the contest's jobs."""
+        reader, updater, *writer = (max(result.seconds, key=result.rate) for result in results)
         runs = self.reads[reader], updater, self.updates[updater], self.updates["torch.copy_"]
-        return Yardstick(reader, *runs, self.shape.elements)
+        write = (writer[0], self.writes[writer[0]]) if writer else ()
+        return Yardstick(reader, *runs, self.shape.elements, *write)
 
 
 def _compiled() -> ctypes.CDLL | None:

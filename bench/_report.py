@@ -101,6 +101,8 @@ def as_json(result: Result) -> dict[str, Any]:
         name: {
             "read_bytes_per_element": traffic.read,
             "update_bytes_per_element": traffic.update,
+            "copy_read_bytes_per_element": traffic.copy_read,
+            "copy_written_bytes_per_element": traffic.copy_written,
             "seconds": result.seconds[name],
             "median_seconds": result.spread(name).median,
             "host_seconds": result.host_seconds[name],  # null: not known

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -59,9 +60,13 @@ class Traffic(NamedTuple):
 
     read: int  # in passes that only read
     update: int  # in passes that write too: reads and writes added up
+    copy_read: int = 0  # in passes that read one memory and write another of another size
+    copy_written: int = 0
 
     def __str__(self) -> str:
-        return " + ".join(f"{letter}{size}" for letter, size in zip("ru", self) if size)
+        copied = f"c{self.copy_read}>{self.copy_written}" if self.copy_read else ""
+        parts = [f"{letter}{size}" for letter, size in zip("ru", self) if size]
+        return " + ".join([*parts, *filter(None, [copied])])
 
 
 class Contender(NamedTuple):
@@ -87,14 +92,21 @@ class Limits(NamedTuple):
     read: float
     update: float  # reads and writes added up
     copy: float  # torch.copy_, the same
+    write: float = math.inf  # where it is known
 
     def seconds(self, traffic: Traffic, elements: int) -> float:
-        """The least time to move this much per element."""
-        return elements * (traffic.read / self.read + traffic.update / self.update)
+        """The least time to move this much per element.
+
+        Reads and writes have ways of their own between a core and the memory. An update, which
+        reads as much as it writes, keeps both of them busy, a copy of another size only one.
+        """
+        copied = traffic.copy_read, traffic.copy_written
+        copy = max(copied[0] / self.read, copied[1] / self.write, sum(copied) / self.update)
+        return elements * (traffic.read / self.read + traffic.update / self.update + copy)
 
 
 class Yardstick(NamedTuple):
-    """The fastest plain read and the fastest plain update of float32 elements, and torch.copy_."""
+    """The fastest plain read, update and write of float32 elements, and torch.copy_."""
 
     reader: str
     read: Callable[[], Any]
@@ -102,14 +114,17 @@ class Yardstick(NamedTuple):
     update: Callable[[], Any]
     copy: Callable[[], Any]
     elements: int
+    writer: str = ""
+    write: Callable[[], Any] | None = None
 
     def limits(self, seconds_of: Clock) -> Limits:
         """What the memory does now."""
         read, update = (seconds_of(run).seconds for run in (self.read, self.update))
         copy = update if self.copy is self.update else seconds_of(self.copy).seconds
-        return Limits(
-            4 * self.elements / read, 8 * self.elements / update, 8 * self.elements / copy
-        )
+        rates = 4 * self.elements / read, 8 * self.elements / update, 8 * self.elements / copy
+        if self.write is None:
+            return Limits(*rates)
+        return Limits(*rates, 4 * self.elements / seconds_of(self.write).seconds)
 
 
 class Spread(NamedTuple):

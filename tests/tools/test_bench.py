@@ -50,7 +50,7 @@ def find(result: dict[str, Any], name: str, role: str) -> dict[str, Any]:
 def test_every_job_has_its_contenders(run: tuple[dict[str, Any], str]) -> None:
     result, _ = run
     jobs = {job["job"] for job in result["jobs"]}
-    assert {"read", "update", "unscale, check, norm, clip", "scale_"} < jobs
+    assert {"read", "update", "write", "unscale, check, norm, clip", "scale_"} < jobs
     assert {f"accumulate_ {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs
     assert {"accumulate_ overwrite bf16", "copy_rounded_ bf16", "copy_rounded_ fp16"} < jobs
     assert {f"total_norm {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs
@@ -60,7 +60,7 @@ def test_every_job_has_its_contenders(run: tuple[dict[str, Any], str]) -> None:
         assert job["baseline"] == next(iter(rows))
         assert len(rows) >= 2
         assert {len(row["seconds"]) for row in rows.values()} == {3}
-        if job["job"] not in ("read", "update"):
+        if job["job"] not in ("read", "update", "write"):
             assert any(name.startswith("accumext") for name in rows)
 
 
@@ -72,8 +72,9 @@ def test_derived_numbers_follow_from_the_samples(run: tuple[dict[str, Any], str]
         for row in job["contenders"].values():
             seconds = np.array(row["seconds"])
             read, update = row["read_bytes_per_element"], row["update_bytes_per_element"]
+            copied = row["copy_read_bytes_per_element"] + row["copy_written_bytes_per_element"]
             median = np.median(seconds)
-            rate = job["elements"] * (read + update) / median
+            rate = job["elements"] * (read + update + copied) / median
             assert (seconds > 0).all()
             assert row["median_seconds"] == pytest.approx(median, rel=RTOL)
             assert row["times_faster"] == pytest.approx(np.median(baseline / seconds), rel=RTOL)
@@ -88,12 +89,16 @@ def test_shares_are_of_the_limit_in_the_same_repetition(run: tuple[dict[str, Any
             assert job["limits"] == []
             assert {row["share_of_limit"] for row in job["contenders"].values()} == {None}
             continue
-        reading, updating = (
-            np.array([limit[kind] for limit in job["limits"]]) for kind in ("read", "update")
+        reading, updating, writing = (
+            np.array([limit[kind] for limit in job["limits"]])
+            for kind in ("read", "update", "write")
         )
         for row in job["contenders"].values():
             read, update = row["read_bytes_per_element"], row["update_bytes_per_element"]
             least = job["elements"] * (read / reading + update / updating)
+            copied = row["copy_read_bytes_per_element"], row["copy_written_bytes_per_element"]
+            either = np.maximum(copied[0] / reading, copied[1] / writing)
+            least += job["elements"] * np.maximum(either, sum(copied) / updating)
             share = np.median(least / np.array(row["seconds"]))
             assert row["share_of_limit"] == pytest.approx(share, rel=RTOL)
 
