@@ -59,6 +59,9 @@ class Parts(nn.Module):
             fully_shard(part)
         return self
 
+    def forward(self, targets, memory):
+        return self.loss(targets, memory, feedback="greedy")
+
     def loss(self, targets, memory, **options):
         cell, context = self.cell, ()
         if self.kind == "module":
@@ -237,6 +240,20 @@ def failing(rank, world):
     return {**with_function, "still": still, "errors": errors, "gradients": gradients}
 
 
+def tied(rank, world):
+    """One weight for embedding and head, which `fully_shard` is given together."""
+    parts = Parts("gru")
+    parts.head.weight = parts.embedding.weight
+    fully_shard(parts.cell)
+    fully_shard([parts.embedding, parts.head])
+    fully_shard(parts)
+    targets, memory = data(rank)
+    out = parts(targets, memory)
+    out.loss.backward()
+    gradients = {name: p.grad.full_tensor() for name, p in parts.named_parameters()}
+    return {"loss": out.loss.detach(), "gradients": gradients}
+
+
 class Trunk(nn.Module):
     def __init__(self):
         super().__init__()
@@ -318,6 +335,7 @@ SCENARIOS = (
     inside_a_sharded_parent,
     generated,
     failing,
+    tied,
     sliced_head,
     sliced_head_of_a_model,
     rolled_out,

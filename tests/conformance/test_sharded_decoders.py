@@ -118,6 +118,18 @@ def test_an_exception_in_a_sharded_cell(seen, world):
         assert_close(found["gradients"], grads)
 
 
+def test_a_tied_embedding_and_head(seen, world):
+    """An embedding and a head of one weight, given to `fully_shard` together, in a sharded model"""
+    parts = does.Parts("gru")
+    parts.head.weight = parts.embedding.weight
+    losses, grads = of_all(world, lambda rank: parts(*does.data(rank)).loss, parts)
+    named = dict(zip([name for name, _ in parts.named_parameters()], grads, strict=True))
+    for rank, saw in enumerate(seen):
+        assert_close([saw["tied"]["loss"]], [losses[rank]])
+        assert saw["tied"]["gradients"].keys() == named.keys()
+        assert_close(list(saw["tied"]["gradients"].values()), list(named.values()))
+
+
 @pytest.mark.parametrize("scenario", [does.sliced_head, does.sliced_head_of_a_model])
 def test_a_sharded_head_in_slices(seen, world, scenario):
     """`chunked_loss(chunks=16)` of a sharded head gathers it at most twice and reduces it once"""
