@@ -20,8 +20,9 @@ from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 # float32 main gradients of bfloat16 activations and weights, whose products are rounded to 8 bits.
 HALF = {"rtol": 0.05, "atol": 0.01}
 
-finalizing = pytest.mark.skipif(
-    not does.FINALIZES, reason="FSDP can be told to reduce what it holds from torch 2.15 on"
+REFUSED = (
+    "the window must be full to be synchronised, or torch 2.15 or later, got a part of one, with "
+    f"torch {torch.__version__}. Call opt.discard(), or use synchronize='backward'"
 )
 
 
@@ -55,9 +56,14 @@ def test_windows_that_are_sent_once_equal_one_process(seen, world, scenario):
     assert first["stats"]["micro_batches"] == WINDOW
 
 
-@finalizing
 def test_partial_windows_that_are_sent_once(seen, world):
-    """`flush` sends a partial window once, and divides by the weights of all ranks (torch 2.15)"""
+    """`flush` sends a partial window once; before torch 2.15 it is refused and can be dropped"""
+    if not does.FINALIZES:
+        first = ranks.agreed(seen, does.a_partial_window_is_refused)
+        assert first["errors"][0] == f"AccumulatingOptimizer.flush: {REFUSED}"
+        assert first["held"] == 3
+        assert_close(first["parameters"], by_hand(world, 8 * world))
+        return
     first = ranks.agreed(seen, does.partial_windows)
     model = make_model()
     optimizer = adam(model.parameters())
@@ -70,19 +76,9 @@ def test_partial_windows_that_are_sent_once(seen, world):
         optimizer.step()
     assert_close(first["parameters"], [p.detach() for p in model.parameters()])
     assert first["stats"]["micro_batches"] == 1
-
-
-@pytest.mark.skipif(does.FINALIZES, reason="this torch can reduce a partial window")
-def test_a_flush_of_held_gradients_is_refused(seen, world):
-    """Before torch 2.15 a flush of a partial window is refused in words; `discard` drops it"""
-    first = ranks.agreed(seen, does.a_flush_that_cannot_be)
-    assert first["error"] == (
-        "AccumulatingOptimizer.flush: the window must be full to be synchronised, or torch 2.15 or "
-        f"later, got a part of one, with torch {torch.__version__}. Call opt.discard(), or use "
-        "synchronize='backward'"
-    )
-    assert first["held"] == 3
-    assert_close(first["parameters"], by_hand(world, 8 * world))
+    for rank in seen:  # of three micro-batches
+        once = rank["counted_partial_window"]["counts"]
+        assert once == {"all-gathers": 8, "reduce-scatters": 2, "all-reduces": 2}
 
 
 def test_a_window_is_sent_once(seen):
@@ -92,14 +88,6 @@ def test_a_window_is_sent_once(seen):
         assert usual == {"all-gathers": 16, "reduce-scatters": 8, "all-reduces": 2}
         once = rank["counted_once_per_window"]["counts"]
         assert once == {"all-gathers": 10, "reduce-scatters": 2, "all-reduces": 2}
-
-
-@finalizing
-def test_a_partial_window_is_sent_once(seen):
-    """A partial window of 3, 2 groups: 8 all-gathers, 2 reduce-scatters (torch 2.15)"""
-    for rank in seen:
-        once = rank["counted_partial_window"]["counts"]
-        assert once == {"all-gathers": 8, "reduce-scatters": 2, "all-reduces": 2}
 
 
 def test_an_inf_on_one_rank_skips_the_window_on_all(seen, world):
@@ -147,9 +135,13 @@ def test_frozen_parameters_of_windows_that_are_sent_once(seen, world):
     assert_close(first["parameters"], [p.detach() for p in model.parameters()])
 
 
-@finalizing
 def test_a_window_that_fsdp_holds_is_saved(seen, world):
-    """The open window can be saved and resumed: all ranks reduce what is held (torch 2.15)"""
+    """An open window can be saved and resumed; before torch 2.15 that is refused in words"""
+    if not does.FINALIZES:
+        first = ranks.agreed(seen, does.a_partial_window_is_refused)
+        op = "AccumulatingOptimizer.accumulation_state_dict"
+        assert first["errors"][1] == f"{op}: {REFUSED}"
+        return
     first = ranks.agreed(seen, does.saved_inside)
     assert_close(first["parameters"], by_hand(world, WINDOW * world))
     assert_close(first["resumed"], by_hand(world, WINDOW * world))
@@ -198,11 +190,13 @@ def test_hybrid_shards_equal_one_process(hybrids, scenario):
     assert_close(first["parameters"], by_hand(4, count))
 
 
-@finalizing
 def test_partial_windows_of_hybrid_shards(hybrids):
-    """A partial window of HSDP (torch 2.15)"""
-    first = ranks.agreed(hybrids, does.hybrid_partial_windows)
-    assert_close(first["parameters"], by_hand(4, 12, 3))
+    """A partial window of HSDP is sent once; before torch 2.15 it is refused"""
+    first = ranks.agreed(hybrids, does.hybrid_partial_window)
+    if does.FINALIZES:
+        assert_close(first["parameters"], by_hand(4, 12, 3))
+    else:
+        assert first["error"] == f"AccumulatingOptimizer.flush: {REFUSED}"
 
 
 def test_a_window_of_hybrid_shards_is_sent_once(hybrids):
