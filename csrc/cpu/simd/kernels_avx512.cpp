@@ -7,7 +7,8 @@
 #include "cpu/copy_rounded_body.h"
 #include "cpu/decoder/bodies.h"
 
-const accumext::cpu::Kernels accumext::cpu::kAvx512Kernels = {norm, accumulate, scale, copy_rounded};
+const accumext::cpu::Kernels accumext::cpu::kAvx512Kernels = {norm, accumulate, scale,
+                                                              copy_rounded};
 const accumext::cpu::DecoderKernels<float> accumext::cpu::kAvx512Float =
     accumext::cpu::kDecoderKernels<float>;
 const accumext::cpu::DecoderKernels<double> accumext::cpu::kAvx512Double =

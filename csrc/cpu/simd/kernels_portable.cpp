@@ -4,7 +4,8 @@
 #include "cpu/copy_rounded_body.h"
 #include "cpu/decoder/bodies.h"
 
-const accumext::cpu::Kernels accumext::cpu::kPortableKernels = {norm, accumulate, scale, copy_rounded};
+const accumext::cpu::Kernels accumext::cpu::kPortableKernels = {norm, accumulate, scale,
+                                                                copy_rounded};
 const accumext::cpu::DecoderKernels<float> accumext::cpu::kPortableFloat =
     accumext::cpu::kDecoderKernels<float>;
 const accumext::cpu::DecoderKernels<double> accumext::cpu::kPortableDouble =
