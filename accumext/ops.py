@@ -498,7 +498,7 @@ def copy_rounded_(
 
     The random bits of an element depend only on the seed, on the number of its tensor in the list
     and on the number of the element in its tensor in row-major order: results are the same for
-    any strides, number of threads and backend. They are those of Philox4x32-10 with the seed as
+    any strides, number of threads and backend. They are those of Philox4x32-7 with the seed as
     its key. Probabilities are exact for bfloat16 of float32 and for normal numbers in float16 of
     float32, and otherwise multiples of 2 ** -31.
 

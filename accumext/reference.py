@@ -162,7 +162,7 @@ def _philox(
     stream: int,
     seed: Tensor,  # [] int64
 ) -> Tensor:  # [N, 4] int64, of 32 bits each
-    """Philox4x32-10 with the seed as its key and (block, i, stream) as its counter.
+    """Philox4x32-7 with the seed as its key and (block, i, stream) as its counter.
 
     Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
     """
@@ -170,7 +170,7 @@ def _philox(
     a, b = block & low, block >> 32
     c, d = torch.full_like(block, i), torch.full_like(block, stream)
     key_0, key_1 = seed & low, seed >> 32 & low
-    for _ in range(10):
+    for _ in range(7):
         # Products of 64 bits wrap into the sign, which shifts then extend.
         product_a, product_c = a * 0xD2511F53, c * 0xCD9E8D57
         a, b = (product_c >> 32 & low) ^ b ^ key_0, product_c & low

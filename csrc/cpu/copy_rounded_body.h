@@ -20,7 +20,7 @@ constexpr Format kFormat = is_half<scalar_t>                 ? kHalfFormat
 template <typename target_t, typename source_t>
 using Narrow = Narrowing<kFormat<source_t>, kFormat<target_t>>;
 
-constexpr int kRoundedBlock = 128;  // elements: two registers of random blocks with AVX-512
+constexpr int kRoundedBlock = 256;  // elements: random bits are ready before they are needed
 
 // Vectors are written past the caches, if so wished, where the target is aligned to them.
 template <typename T>
