@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import ranks
 import sharded_windows as does
@@ -226,3 +229,29 @@ def test_settings_that_do_not_go_with_it(arguments, text):
     options = {"synchronize": "window", **arguments}
     with pytest.raises(ValueError, match=f"^AccumulatingOptimizer: {text}"):
         AccumulatingOptimizer(adam(make_model().parameters()), **options)
+
+
+def uneven(rank: int, folder: str) -> None:
+    """Rank 1 has three of four micro-batches; each writes what the error said."""
+    ranks.join(rank, 2, f"{folder}/meeting", seconds=4)
+    model = does.sharded()
+    opt = does.wrapped(model)
+    said = ""
+    try:
+        does.train(opt, model, does.own_share(rank, 2)[: WINDOW - rank])
+        opt.flush()
+    except RuntimeError as error:
+        said = str(error)
+    Path(folder, f"said-{rank}").write_text(said, encoding="utf-8")
+    os._exit(0)  # the group has failed
+
+
+@pytest.mark.process
+def test_a_rank_with_fewer_micro_batches(tmp_path):
+    """A rank with fewer micro-batches is an error on all after the group's timeout, not a hang"""
+    ranks.spawn(uneven, (str(tmp_path),), 2)
+    said = [(tmp_path / f"said-{rank}").read_text(encoding="utf-8") for rank in range(2)]
+    op = "AccumulatingOptimizer.flush"
+    assert said[0]  # in a collective of the model, which waited for the other rank's
+    assert said[1].startswith(f"{op}: the window must be closed by every process, got no answer")
+    assert "Give every process as many micro-batches" in said[1]
