@@ -298,6 +298,12 @@ def sharded_state(module: nn.Module) -> Any:
     return None if state_of is None else state_of()
 
 
+def is_root(module: nn.Module) -> bool | None:
+    """Whether a module of `fully_shard` is in no other; None until the first forward has shown."""
+    root: bool | None = sharded_state(module)._is_root
+    return root
+
+
 def only_sharded(module: nn.Module) -> bool:
     """Whether all forward hooks of a module are those of `fully_shard`."""
     hooks = chain.from_iterable(hooks.values() for hooks in forward_hooks(module))

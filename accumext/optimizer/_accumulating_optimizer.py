@@ -359,6 +359,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         if not any(parameter is p for p in parameters):
             contract = "be a parameter of this optimizer"
             _checks.fail_value(f"{OP}.main_grad", "parameter", contract, "another tensor")
+        if accumulator.sharded is not None:
+            accumulator.sharded.refuse_while_held(f"{OP}.main_grad")
         attached = window.attached is not None
         main = parameter.grad if attached else window.by_parameter.get(parameter)
         return None if main is None else main * window.normaliser("sum").value()

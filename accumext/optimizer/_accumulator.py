@@ -35,7 +35,7 @@ from accumext.optimizer._grad_slots import (
     write_contents,
     zero_grads,
 )
-from accumext.optimizer._loss_scaling import LossScale, LossScaling, OuterScale
+from accumext.optimizer._loss_scaling import UNSCALED, LossScale, LossScaling, OuterScale
 from accumext.optimizer._masters import MasterWeights
 from accumext.optimizer._product_memory import ProductMemory
 from accumext.optimizer._sharded_window import ShardedWindow
@@ -90,6 +90,8 @@ class Accumulator:
 
     def __getstate__(self) -> dict[str, Any]:
         self.refuse_while_reducing(f"{OP}.__getstate__")
+        if self.sharded is not None:
+            self.sharded.refuse_while_held(f"{OP}.__getstate__")
         saved = self.window.micro_batches  # the original is there to step on them
         # No copy can share the group of a model.
         return {**self.__dict__, "model_group": None, "saved": saved}
@@ -237,6 +239,8 @@ class Accumulator:
 
     def close(self, report: WindowReport, successor: Window, consumed: ConsumedGrads) -> None:
         """Remember the window that has been stepped on, and start the next."""
+        if self.sharded is not None:
+            self.sharded.idle = True
         vars(self).update(
             last=report, window=successor, stepped=True, consumed=consumed, accumulated=False
         )
@@ -254,7 +258,7 @@ class Accumulator:
         """Add one micro-batch to the window, and empty `.grad` of its parameters."""
         policy, window = self.settings.on_nonfinite, self.window
         if policy == "raise":
-            self.raise_nonfinite(op, slots.present(), weight)
+            self.raise_nonfinite(op, slots.present(), weight, scale)
         transaction.rest = slots.clear
         with record_function("accumext::accumulate"), torch.no_grad():
             if window.attached is not None:
@@ -277,7 +281,7 @@ class Accumulator:
         """Add one micro-batch and leave it in `.grad`, as the window's main gradients."""
         policy = self.settings.on_nonfinite
         if policy == "raise":
-            self.raise_nonfinite(op, slots.present(), weight)
+            self.raise_nonfinite(op, slots.present(), weight, scale)
         unchecked = policy == "skip_micro_batch"
         with record_function("accumext::accumulate"), torch.no_grad():
             self.window.attach(slots, weight, scale, unchecked=unchecked, produced=produced)
@@ -361,14 +365,28 @@ class Accumulator:
             self.consumed = ConsumedGrads(GradSlots.of(slots.parameters).grads)
 
     def collect_held(self, op: str) -> None:
-        """Add the gradients that FSDP holds of the open window to it, reduced."""
-        if self.sharded is None or not self.sharded.holds:
+        """Add the gradients that FSDP holds of the open window to it, reduced.
+
+        An exception while they are reduced drops the window, and says so.
+        """
+        if self.sharded is None:
             return
-        self.sharded.collect(op)
-        slots, foreign = self.slots_and_foreign()
-        with torch.no_grad():
-            self.window.add_partial(slots.present(), 1.0, foreign)
-        slots.clear()
+        self.sharded.refuse_to_collect(op)
+        if not self.sharded.holds:
+            self.sharded.collect()
+            return
+        before = GradSlots.of(self.parameters())
+        try:
+            self.sharded.collect()
+            slots, foreign = self.slots_and_foreign()
+            with torch.no_grad():
+                self.window.add_partial(slots.present(), 1.0, foreign)
+            slots.clear()
+        except BaseException as error:
+            self.drop_window()
+            before.restore()
+            explain(error, f"{op}: the open window was dropped: it was being reduced")
+            raise
 
     def load_window(self, op: str, window: Window) -> None:
         """Replace the open window by a loaded one."""
@@ -384,9 +402,15 @@ class Accumulator:
 
     # Errors and warnings
 
-    def raise_nonfinite(self, op: str, grads: dict[Tensor, Tensor], weight: Scalar) -> None:
-        """Refuse a micro-batch that counts and is not finite, naming the parameters."""
-        counts = isinstance(weight, Tensor) or weight > 0.0
+    def raise_nonfinite(
+        self, op: str, grads: dict[Tensor, Tensor], weight: Scalar, scale: LossScale = UNSCALED
+    ) -> None:
+        """Refuse a micro-batch that counts and is not finite, naming the parameters.
+
+        What is averaged over shards counts on all processes, which look at it together, also where
+        the weight of this one is zero.
+        """
+        counts = isinstance(weight, Tensor) or weight > 0.0 or scale.weight_unit is not None
         if not counts or not grads:
             return
         found_inf = zero_flag(next(iter(grads.values())).device)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from accumext import _checks
 from accumext._scalars import Scalar
 from accumext._tensor_kinds import Group, is_dtensor, local_tensor, main_dtype
-from accumext._torch_private import drop_unsharded_grads, gathered_parameters
+from accumext._torch_private import drop_unsharded_grads, gathered_parameters, is_root
 
 if TYPE_CHECKING:
     from accumext.optimizer._loss_scaling import LossScale
@@ -41,6 +41,7 @@ class ShardedWindow:
         self._held: list[tuple[Tensor, Tensor]] = []  # unsharded parameters and gradients, if seen
         self._reduced = False  # whether the last backward pass has reduced them
         self.is_open = False  # whether a micro-batch is being held
+        self.idle = True  # nothing was begun since all processes have closed a window together
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor]) -> ShardedWindow | None:
@@ -60,6 +61,7 @@ class ShardedWindow:
         self, op: str, loss: Tensor, weight: Scalar, scale: LossScale, window: Window
     ) -> tuple[Tensor, LossScale]:
         """The loss times its weight over the unit, and what it is multiplied with then."""
+        self.idle = False
         unit = self.unit(window)
         scale = scale._replace(weight_unit=unit)
         if self.holds:
@@ -90,20 +92,23 @@ class ShardedWindow:
 
     @property
     def holds(self) -> bool:
-        """Whether FSDP has gradients of the open window."""
-        return bool(self._holding)
+        """Whether FSDP has gradients of the open window, which nothing else has."""
+        return bool(self._holding) and not self._reduced
 
     def roots_to_hold(self, op: str, model: nn.Module) -> list[Any]:
         """The `fully_shard` modules of a model for `holding`.
 
         Raises:
-            ValueError: there is none, or others hold the open window.
+            ValueError: there is none, it is a part of another, or others hold the open window.
             RuntimeError: gradients of the open window were cleared.
         """
         roots = _roots(model)
         if not roots:
             contract = "hold fully_shard modules where synchronize='window'"
             _checks.fail_value(op, "model", contract, _checks.type_name(model))
+        if any(is_root(root) is False for root in roots):
+            contract = "be all of what FSDP gathers together, where synchronize='window'"
+            _checks.fail_value(op, "model", contract, "a part of it")
         if self._holding and roots != self._holding:
             contract = "be the same in every micro-batch of a window with synchronize='window'"
             _checks.fail_value(op, "model", contract, "another")
@@ -118,7 +123,7 @@ class ShardedWindow:
             last: whether the micro-batch fills the window.
         """
         reduces = last and not all(map(_can_finalize, roots))
-        self._holding, self._held = roots, []
+        self._holding, self._held, self._reduced, self.idle = roots, [], False, False
         for root in roots:
             if _can_finalize(root):
                 root.set_manual_backward_finalization(True)
@@ -132,40 +137,49 @@ class ShardedWindow:
         pairs = [(p, p.grad) for p in model.parameters() if not is_dtensor(p)]
         self._held = [(parameter, grad) for parameter, grad in pairs if grad is not None]
 
-    def collect(self, op: str) -> None:
-        """Have FSDP reduce what it holds into `.grad` of the sharded parameters.
+    def refuse_to_collect(self, op: str) -> None:
+        """Raise, before anything has changed, where `collect` cannot be called.
 
         Raises:
             RuntimeError: this torch reduces only in the backward pass that fills a window, or the
                 gradients were cleared.
         """
-        roots = self._holding
-        if not roots:
-            return
         self._refuse_cleared(op)
-        if not self._reduced and not all(map(_can_finalize, roots)):
+        if self.holds and not all(map(_can_finalize, self._holding)):
             contract = "be full to be synchronised, or torch 2.15 or later"
             advice = "Call opt.discard(), or use synchronize='backward'"
             got = f"a part of one, with torch {torch.__version__}"
             raise RuntimeError(_checks.message(op, "the window", contract, got, advice))
-        for root in roots:
+
+    def collect(self) -> None:
+        """Have FSDP reduce what it holds into `.grad` of the sharded parameters."""
+        self._held = []  # FSDP frees each gradient that it has sent
+        for root in self._holding if self.holds else ():
             _set_synchronising(root, True)
-            if _can_finalize(root):
-                root.finalize_backward()
-                root.set_manual_backward_finalization(False)
+            root.finalize_backward()
+            root.set_manual_backward_finalization(False)
         self._forget()
 
     def drop(self) -> None:
         """Have FSDP drop what it holds, and whatever state an exception has left it in."""
-        for root in self._holding:
-            if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
+        roots = self._holding
+        self._forget()
+        for root in roots:
+            if is_root(root) and hasattr(root, "reset_iter_state"):  # from torch 2.13 on
                 root.reset_iter_state()
             if _can_finalize(root):
                 root.set_manual_backward_finalization(False)
             else:
                 drop_unsharded_grads(root)
             _set_synchronising(root, True)
-        self._forget()
+
+    def refuse_while_held(self, op: str) -> None:
+        """Raise for what needs the gradients of the open window while FSDP holds them."""
+        if self.holds:
+            contract = "be closed, where FSDP holds its gradients unreduced"
+            advice = "Do this where opt.stepped is true"
+            text = _checks.message(op, "the window", contract, "an open one", advice)
+            raise RuntimeError(text)
 
     def refuse_synchronised(self, op: str) -> NoReturn:
         """Raise for gradients that a backward pass outside of `holding` has reduced."""

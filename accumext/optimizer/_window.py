@@ -194,6 +194,7 @@ class Window:
         self.micro_batches += 1
         self.weight = self.weight + weight
         self.loss_scale = scale.value
+        self.agreed = False  # after a step that failed it holds the mean of what was there then
         return factor
 
     def normaliser(self, reduction: str) -> Normaliser:

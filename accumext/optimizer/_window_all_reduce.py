@@ -309,10 +309,15 @@ def _close_shards(
     """
     window, sharded = accumulator.window, accumulator.sharded
     assert sharded is not None
-    if window.micro_batches == 0 or window.agreed:
-        return window.micro_batches > 0
+    if window.agreed:
+        return True
     count = window.micro_batches
+    if count == 0 and (sharded.idle or not flushing):
+        return False
     agreed = Agreement.of(op, window, window.weight, count, parameters, None, flushing)
+    if not agreed.any_held:
+        sharded.idle = True
+        return False
     accumulator.collect_held(op)
     window.note_found_inf(agreed.found_inf)
     window.weight, window.agreed = agreed.weight, True

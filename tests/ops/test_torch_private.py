@@ -394,6 +394,13 @@ def test_hooks_of_a_sharded_module(sharded):
     assert not private.only_sharded(sharded)
 
 
+def test_the_root_of_sharded_modules(sharded):
+    model = fully_shard(nn.Sequential(sharded))
+    assert (private.is_root(model), private.is_root(sharded)) == (None, None)
+    model(torch.ones(1, 3))
+    assert (private.is_root(model), private.is_root(sharded)) == (True, False)
+
+
 def test_a_forward_pass_of_a_sharded_module(sharded):
     """Its weight is read and it is called twice, in one pass."""
     x = torch.ones(1, 3, requires_grad=True)
