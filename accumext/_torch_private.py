@@ -11,7 +11,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -91,6 +90,12 @@ def accumulates(parameter: Tensor) -> bool:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # of a leaf, while autograd.grad runs
         return False
+
+
+def backward_runs() -> bool:
+    """Whether this is called by a backward pass."""
+    number: int = torch._C._current_graph_task_id()
+    return number != -1
 
 
 # A number of a node of the graph: those made later in a thread have greater ones, and the nodes
@@ -304,42 +309,38 @@ def is_root(module: nn.Module) -> bool | None:
     return root
 
 
-def only_sharded(module: nn.Module) -> bool:
-    """Whether all forward hooks of a module are those of `fully_shard`."""
-    hooks = chain.from_iterable(hooks.values() for hooks in forward_hooks(module))
-    return all(getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks)
+def only_sharding(hooks: Iterable[dict[int, Any]]) -> bool:
+    """Whether all hooks are those of `fully_shard`, which gather weights: the decoder does so."""
+    modules = [str(getattr(hook, "__module__", "")) for found in hooks for hook in found.values()]
+    return all(name.startswith(FSDP) for name in modules)
 
 
-def begin_sharded_forward(module: nn.Module) -> None:
-    """What FSDP does before a module's forward, as for methods that it was told of; after that its
-    hooks leave the module alone until the end, as they do in a recomputation."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-    state = sharded_state(module)
-    state._pre_forward(module, (), {})
-    state._training_state = TrainingState.PRE_BACKWARD
+# The phases of such a state, by name. In the third one FSDP's hooks around a forward only cast:
+# the weights are there, and gradients are reduced later.
+IDLE_PHASE, FORWARD_PHASE, REPLAY_PHASE = "IDLE", "FORWARD", "PRE_BACKWARD"
 
 
-def end_sharded_forward(module: nn.Module, output: Any) -> Any:
-    """What FSDP does after it: the output, which tells FSDP when a backward pass begins."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-    state = sharded_state(module)
-    state._training_state = TrainingState.FORWARD
-    return state._post_forward(module, (), output)
+def sharding_phase(state: Any) -> str:
+    """The phase of a state of `fully_shard`."""
+    name: str = state._training_state.name
+    return name
 
 
-def abandon_sharded_forward(module: nn.Module) -> None:
-    """Give up the parameters that a forward has gathered, which has ended in an exception."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+def set_sharding_phase(state: Any, name: str) -> None:
+    """Put a state of `fully_shard` into another phase."""
+    state._training_state = type(state._training_state)[name]
 
-    state = sharded_state(module)
-    state._training_state = TrainingState.IDLE
-    for group in _sharded_groups(state):
-        group._training_state = TrainingState.IDLE
-        group.reshard()
-    if state._state_ctx.iter_forward_root is state:
-        state._state_ctx.iter_forward_root = None
+
+def begin_sharded_forward(state: Any, module: nn.Module, anchor: Tensor) -> Tensor:
+    """What `fully_shard` does before a forward: gather weights, and put a node behind the input,
+    here the anchor, that reduces gradients. The anchor to use instead."""
+    (anchor,), _ = state._pre_forward(module, (anchor,), {})
+    return anchor
+
+
+def end_sharded_forward(state: Any, module: nn.Module, outputs: list[Tensor]) -> None:
+    """What `fully_shard` does after a forward: hook onto the outputs what gathers weights again."""
+    state._post_forward(module, (), outputs)
 
 
 # --- tensors without data -------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ from accumext import _scalars
 from accumext._checks import fail_type, fail_value, message, one_of, positive_int, type_name
 from accumext._scalars import Scalar
 from accumext._torch_private import (
-    FSDP,
     assert_on_device,
     is_since,
     next_node_number,
@@ -24,7 +22,7 @@ from accumext._torch_private import (
     sparse_indices,
     sparse_values,
 )
-from accumext.decoder._sharded_modules import with_gathered
+from accumext.decoder._sharded_modules import gathered_once
 
 OP = "chunked_loss"
 IGNORED = -100  # the default `ignore_index` of F.cross_entropy
@@ -91,42 +89,33 @@ def chunked_loss(
     Source: Chen et al. 2016 (recomputation), by `torch.utils.checkpoint`.
     """
     borders = _check(fn, inputs, args, chunks, chunk_size, reduction)
-    shares = _shares(inputs, args, borders, reduction, weights)
-    if FSDP in sys.modules:
-        return with_gathered((), lambda: _sum_of_slices(fn, inputs, args, borders, shares))
-    return _sum_of_slices(fn, inputs, args, borders, shares)
-
-
-def _sum_of_slices(
-    fn: Callable[..., Tensor],
-    inputs: Tensor,
-    args: tuple[Any, ...],
-    borders: list[tuple[int, int]],
-    shares: list[_Share],
-) -> Tensor:
-    """The loss, slice by slice."""
     total: Tensor | None = None
     stopped: list[range] = []  # numbers of nodes of slices that may weigh nothing
-    for (begin, end), share in zip(borders, shares, strict=True):
-        slices = [a[begin:end] if isinstance(a, Tensor) else a for a in (inputs, *args)]
-        first = 0 if share.empty is None else next_node_number()
-        loss = (
-            checkpoint(fn, *slices, use_reentrant=False) if torch.is_grad_enabled() else fn(*slices)
-        )
-        if not isinstance(loss, Tensor):
-            fail_type(OP, "fn", "return a tensor", type_name(loss))
-        if loss.dim() != 0:
-            fail_value(OP, "fn", "return a 0-dim loss", f"shape {list(loss.shape)}")
-        if stopped:
-            _check_apart(loss, stopped)
-        if share.empty is not None:
-            _stop_gradients_where(share.empty, loss, first)
-            stopped.append(range(first, next_node_number()))
-            torch.clear_autocast_cache()  # what it has cast is a part of its graph
-        loss = _share_of(loss, share)
-        total = loss if total is None else total + loss
-    if total is not None:
-        return total
+    with gathered_once(OP, fn) as gathered:
+        for (begin, end), share in zip(
+            borders, _shares(inputs, args, borders, reduction, weights), strict=True
+        ):
+            slices = [a[begin:end] if isinstance(a, Tensor) else a for a in (inputs, *args)]
+            first = 0 if share.empty is None else next_node_number()
+            loss = (
+                checkpoint(fn, *slices, use_reentrant=False)
+                if torch.is_grad_enabled()
+                else fn(*slices)
+            )
+            if not isinstance(loss, Tensor):
+                fail_type(OP, "fn", "return a tensor", type_name(loss))
+            if loss.dim() != 0:
+                fail_value(OP, "fn", "return a 0-dim loss", f"shape {list(loss.shape)}")
+            if stopped:
+                _check_apart(loss, stopped)
+            if share.empty is not None:
+                _stop_gradients_where(share.empty, loss, first)
+                stopped.append(range(first, next_node_number()))
+                torch.clear_autocast_cache()  # what it has cast is a part of its graph
+            loss = _share_of(loss, share)
+            total = loss if total is None else total + loss
+        if total is not None:
+            return total if gathered is None else gathered.finish(total)
     rows = inputs if inputs.is_floating_point() else inputs.float()
     return rows.sum()  # of no rows: 0, with a zero gradient
 

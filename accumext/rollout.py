@@ -3,7 +3,6 @@ its states."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,16 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accumext._checks import (
-    fail_type,
-    fail_value,
-    integer,
-    one_of,
-    positive_int,
-    type_name,
-    users_level,
-)
-from accumext._torch_private import FSDP
+from accumext._checks import fail_type, fail_value, integer, one_of, positive_int, type_name
 from accumext.decoder._checkpoint_plan import Plan, Sizes, choose_plan, least_budget
 from accumext.decoder._recomputed_steps import RecomputedSteps
 from accumext.decoder._recurrent_state import (
@@ -34,7 +24,7 @@ from accumext.decoder._recurrent_state import (
     tensors,
     zero_gradient_tie,
 )
-from accumext.decoder._sharded_modules import with_gathered
+from accumext.decoder._sharded_modules import gathered_once
 from accumext.decoder._state_gradient import random_cuts
 from accumext.decoder._windows import truncation_of, unused_k1, windows
 
@@ -121,19 +111,6 @@ def rollout(
     Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Griewank & Walther 2000
     (binomial checkpointing).
     """
-    call = locals()  # the arguments by name: there are no other locals yet
-    if FSDP in sys.modules:
-        return with_gathered((step,), lambda: _rolled_out(**call))
-    return _rolled_out(**call)
-
-
-def _rolled_out(
-    step: Callable[[State, State], tuple[State, State]], state: State, steps: int, *,
-    loss: Callable[[State, int], Tensor], start: State, feed: Callable[[State, int], State] | None,
-    k1: int | None, k2: int | None, truncation: str, checkpoint: int | None,
-    memory_budget: int | None, reduction: str,
-) -> RolloutOutput:  # fmt: skip
-    """`rollout` of its arguments."""
     steps, k1, k2 = _check(
         step, state, steps, loss, start, feed, k1, k2, truncation, checkpoint, memory_budget,
         reduction,
@@ -168,16 +145,19 @@ def _rolled_out(
     running = RecomputedSteps(OP, one_step, steps, _device(state, start), plan, choose, starts)
     carry: State = None
     total: Tensor | None = None
-    for begin, counting, end in spans:
-        if counting > 0:
-            carry = running.rewind(begin)
-        if begin == 0:  # with its graph
-            carry = copy_nesting((start, state))
-        carry, total = running.run(begin, counting, end, carry, total)
-    output, last = carry
-    if k2 is not None:
-        output, last = detach(output), detach(last)
-    assert total is not None
+    with gathered_once(OP, step, loss, feed) as gathered:
+        for begin, counting, end in spans:
+            if counting > 0:
+                carry = running.rewind(begin)
+            if begin == 0:  # with its graph
+                carry = copy_nesting((start, state))
+            carry, total = running.run(begin, counting, end, carry, total)
+        output, last = carry
+        if k2 is not None:
+            output, last = detach(output), detach(last)
+        assert total is not None
+        if gathered is not None:
+            total = gathered.finish(total, tensors((output, last)))
     return RolloutOutput(total / steps if reduction == "mean" else total, last, output)
 
 
@@ -271,5 +251,5 @@ def _check(
         positive_int(OP, "memory_budget", memory_budget)
     one_of(OP, "reduction", reduction, ("mean", "sum"))
     if k1 is not None and k2 is None:
-        warnings.warn(f"{OP}: {unused_k1(k1)}", stacklevel=users_level())
+        warnings.warn(f"{OP}: {unused_k1(k1)}", stacklevel=3)  # where the user called
     return steps, k1, k2

@@ -34,6 +34,7 @@ from accumext.decoder._recurrent_state import (
     write_counts,
     zero_gradient_tie,
 )
+from accumext.decoder._sharded_modules import gathered_once
 from accumext.decoder._windows import windows
 
 OP = "tbptt"
@@ -147,10 +148,13 @@ def tbptt(
         elif reaches_initial:
             initial.tensors(last=True)  # for their tie alone
         running.context = memory.tensors(last=ends)
-        loss, state = running.run(first, begin, end, state, history)
-        loss = loss * loss_factor
-        for tie in [graph.tie() for graph in ([initial] if reaches_initial else []) + [memory]]:
-            loss = loss if tie is None else loss + tie.to(loss.dtype)
+        with gathered_once(OP, step, criterion) as gathered:
+            loss, state = running.run(first, begin, end, state, history)
+            loss = loss * loss_factor
+            for tie in [graph.tie() for graph in ([initial] if reaches_initial else []) + [memory]]:
+                loss = loss if tie is None else loss + tie.to(loss.dtype)
+            if gathered is not None:
+                loss = gathered.finish(loss)
         losses.append(loss.detach())
         backward(loss)
         state = detach(state)

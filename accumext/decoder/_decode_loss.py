@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from accumext.decoder._recurrent_state import (
 )
 from accumext.decoder._rnn_path import decode_with_rnn
 from accumext.decoder._segment_memory import segment_memory
-from accumext.decoder._sharded_modules import with_gathered
+from accumext.decoder._sharded_modules import gathered_once
 from accumext.decoder._token_buffers import Decoded, TokenBuffers
 
 
@@ -179,36 +180,37 @@ def decode_loss(
     (scheduled sampling); Rennie et al. 2017 (self-critical training); the derivation is in
     docs/decoder.md.
     """
-    call = locals()  # the arguments by name: there are no other locals yet
-    if FSDP in sys.modules:
-        return with_gathered((embedding, cell, head), lambda: _decode(call))
-    return _decode(call)
-
-
-def _decode(call: Mapping[str, Any]) -> DecodeOutput:
-    """`decode_loss` of its arguments."""
-    args = check_arguments(call)
-    buffers = TokenBuffers(args)
-    if args.feedback.mask is None:  # before the head, which may share the weight, is read
-        args.table.renormalise(buffers.padded(slice(None), args.feedback.teacher))
-    if args.steps * args.batch == 0:
-        found = Decoded(_loss_of_nothing(args, buffers.losses), args.state)
-        if call["return_outputs"]:
-            shape = (args.steps, args.batch, args.head_weight.shape[1])
-            found = found._replace(outputs=args.head_weight.new_zeros(shape))
-    elif args.rnn_weights is not None:
-        found = decode_with_rnn(buffers, args.rnn_weights)
-    else:
-        found = decode_with_callable(buffers)
-    outputs = found.outputs
-    if outputs is not None and buffers.live is not None:
-        outputs = torch.where(buffers.live[:, :, None], outputs, 0)
+    call = dict(locals())
+    with (
+        gathered_once(OP, cell, read=(embedding, cell, head))
+        if FSDP in sys.modules
+        else nullcontext()
+    ) as gathered:
+        args = check_arguments(call)
+        buffers = TokenBuffers(args)
+        if args.feedback.mask is None:  # before the head, which may share the weight, is read
+            args.table.renormalise(buffers.padded(slice(None), args.feedback.teacher))
+        if args.steps * args.batch == 0:
+            found = Decoded(_loss_of_nothing(args, buffers.losses), args.state)
+            if return_outputs:
+                shape = (args.steps, args.batch, args.head_weight.shape[1])
+                found = found._replace(outputs=args.head_weight.new_zeros(shape))
+        elif args.rnn_weights is not None:
+            found = decode_with_rnn(buffers, args.rnn_weights)
+        else:
+            found = decode_with_callable(buffers)
+        outputs = found.outputs
+        if outputs is not None and buffers.live is not None:
+            outputs = torch.where(buffers.live[:, :, None], outputs, 0)
+        if gathered is not None:
+            others = tensors((found.state, outputs, found.extras))
+            found = found._replace(loss=gathered.finish(found.loss, others))
     # The backward pass reads the inputs again: the caller, who may write, gets a copy.
     out = DecodeOutput(
         found.loss, buffers.tokens, buffers.inputs.clone(), buffers.losses, found.state,
         buffers.lengths(), outputs, found.extras,
     )  # fmt: skip
-    return _with_batch_first(out) if call["batch_first"] else out
+    return _with_batch_first(out) if batch_first else out
 
 
 def _with_batch_first(out: DecodeOutput) -> DecodeOutput:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from accumext._checks import (
     token_tensor,
     type_name,
 )
-from accumext._torch_private import FSDP
 from accumext.decoder._arguments import batch_size, context_of
 from accumext.decoder._beam_search import beam_search
 from accumext.decoder._generation_model import OP, GenerationModel
@@ -36,7 +34,7 @@ from accumext.decoder._recurrent_state import (
 )
 from accumext.decoder._rnn_weights import rnn_weights_of
 from accumext.decoder._sampling import Draw, generate_tokens, prefill
-from accumext.decoder._sharded_modules import with_gathered
+from accumext.decoder._sharded_modules import gathered_once
 from accumext.decoder._token_filters import TokenFilter
 
 
@@ -119,51 +117,43 @@ def generate(
 
     Sources: Holtzman et al. 2020 (top_p); Fan et al. 2018 (top_k); Wu et al. 2016 (length penalty).
     """
-    call = locals()  # the arguments by name: there are no other locals yet
-    if FSDP not in sys.modules:
-        return _generate(call)
-    with torch.no_grad():  # whatever is gathered is given up at the end
-        return with_gathered((embedding, cell, head), lambda: _generate(call))
-
-
-def _generate(call: Mapping[str, Any]) -> GenerateOutput:
-    """`generate` of its arguments."""
-    search, length_penalty = call["search"], call["length_penalty"]
-    modules = modules_of(OP, call)
-    prompt = _prompt(call, modules)
-    batch = prompt.shape[1] if prompt is not None else batch_size(modules.cell, call)
-    steps = _max_length(call["max_length"]) if batch else 0
-    limits, ends = _limits(call, modules, batch, steps)
-    model = _model(call, modules, limits, ends)
-    first = _first(call, modules, prompt, batch)
-    state = _state(call, modules, batch, ends)
-    one_of(OP, "search", search, ("greedy", "sample", "beam"))
-    if math.isinf(number(OP, "length_penalty", length_penalty)):
-        fail_value(OP, "length_penalty", "be finite", length_penalty)
-    token_filter, beams = _filter(call), positive_int(OP, "beams", call["beams"])
-    dtypes = [part.dtype for part in tensors(state)]
-    draw = _draw(call, steps, batch, limits.device)
-    with torch.no_grad():
-        if batch and prompt is not None and len(prompt) > 1:
-            state = prefill(model, state, prompt[:-1])
-        if search == "beam":
-            generated, scores = beam_search(
-                model, state, first, steps, beams, float(length_penalty)
-            )
-        else:
-            generated = generate_tokens(model, state, first, steps, draw, token_filter)
-            longest = int(generated.lengths.max()) if ends and batch else steps
-            generated = generated._replace(
-                tokens=generated.tokens[:longest], log_probs=generated.log_probs[:longest]
-            )
-            counts = generated.lengths.clamp(min=1).to(generated.log_probs.dtype)
-            scores = generated.log_probs.sum(0) / counts**length_penalty
+    call = dict(locals())
+    with gathered_once(OP, cell, read=(embedding, cell, head)):
+        modules = modules_of(OP, call)
+        prompt = _prompt(call, modules)
+        batch = prompt.shape[1] if prompt is not None else batch_size(modules.cell, call)
+        steps = _max_length(max_length) if batch else 0
+        limits, ends = _limits(call, modules, batch, steps)
+        model = _model(call, modules, limits, ends)
+        first = _first(call, modules, prompt, batch)
+        state = _state(call, modules, batch, ends)
+        one_of(OP, "search", search, ("greedy", "sample", "beam"))
+        if math.isinf(number(OP, "length_penalty", length_penalty)):
+            fail_value(OP, "length_penalty", "be finite", length_penalty)
+        token_filter, beams = _filter(call), positive_int(OP, "beams", beams)
+        dtypes = [part.dtype for part in tensors(state)]
+        draw = _draw(call, steps, batch, limits.device)
+        with torch.no_grad():
+            if batch and prompt is not None and len(prompt) > 1:
+                state = prefill(model, state, prompt[:-1])
+            if search == "beam":
+                generated, scores = beam_search(
+                    model, state, first, steps, beams, float(length_penalty)
+                )
+            else:
+                generated = generate_tokens(model, state, first, steps, draw, token_filter)
+                longest = int(generated.lengths.max()) if ends and batch else steps
+                generated = generated._replace(
+                    tokens=generated.tokens[:longest], log_probs=generated.log_probs[:longest]
+                )
+                counts = generated.lengths.clamp(min=1).to(generated.log_probs.dtype)
+                scores = generated.log_probs.sum(0) / counts**length_penalty
     last = generated.state
     if model.rnn_weights is not None:  # in the precision of sums, so far
         parts = iter(dtypes)
         last = map_tensors(lambda leaf: leaf.to(next(parts)), last)
     tokens, log_probs = generated.tokens, generated.log_probs
-    if call["batch_first"]:
+    if batch_first:
         tokens, log_probs = tokens.transpose(0, 1), log_probs.transpose(0, 1)
     return GenerateOutput(tokens, log_probs, generated.lengths, last, scores)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from accumext._checks import FLOAT_DTYPES, fail_type, fail_value, type_name
-from accumext._torch_private import forward_hooks, only_sharded, translated_from
+from accumext._torch_private import FSDP, forward_hooks, only_sharding, translated_from
 from accumext.decoder._cells import Cell, cell_of
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._precision import Dtypes, dtypes_of
+from accumext.decoder._sharded_modules import is_shard
 
 
 class DecoderModules(NamedTuple):
@@ -29,6 +31,9 @@ def modules_of(op: str, call: Mapping[str, Any]) -> DecoderModules:
     """The arguments embedding, cell, head and batch_dim of a call."""
     table, (weight, bias) = embedding_table(op, call["embedding"]), head_of(op, call["head"])
     cell = cell_of(op, call["cell"], call["batch_dim"])
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        of_cell = [] if cell.module is None else cell.module.parameters()
+        _check_whole(op, {"embedding": [table.weight], "cell": of_cell, "head": [weight, bias]})
     same_device(op, "embedding", [table.weight], weight.device)
     width = table.weight.shape[1]
     if cell.input_size is not None and cell.input_size != width:
@@ -48,6 +53,9 @@ def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
         if embedding.scale_grad_by_freq:
             fail_value(op, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
         padding, limit = embedding.padding_idx, embedding.max_norm
+        if limit is not None and _is_sharded(embedding):
+            contract = "have no max_norm where it is sharded, for what lookups write would be lost"
+            fail_value(op, "embedding", contract, limit)
         token = 0 if padding is None else padding
         options = (token, padding, limit, embedding.norm_type, embedding.sparse)
         return EmbeddingTable(embedding.weight, *options)
@@ -63,11 +71,27 @@ def _check_forward(
     op: str, name: str, module: nn.Module, kind: type[nn.Module], instead: str
 ) -> None:
     """Raise for a module whose forward does more than its weight says: it is not called here."""
-    hooked = any(forward_hooks(module)) and not only_sharded(module)
+    hooks = forward_hooks(module)
+    hooked = any(hooks) and not only_sharding(hooks)
     if type(module).forward is not kind.forward or hooked:
         contract = f"compute as a plain nn.{kind.__name__}, for its forward is not called"
         got = "forward hooks" if hooked else f"{type(module).__name__} with a forward of its own"
         fail_type(op, name, contract, got, f"Pass {instead} to mean just that")
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` has wrapped a module."""
+    fsdp = sys.modules.get(FSDP)  # its import takes long
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _check_whole(op: str, parameters: Mapping[str, Iterable[Any]]) -> None:
+    """Raise for arguments with parameters of which this process has a shard only."""
+    for name, given in parameters.items():
+        if any(is_shard(parameter) for parameter in given):
+            inside = "Call this inside the forward of the fully_shard module that it is a part of"
+            advice = f"{inside}, or apply fully_shard to it as well"
+            fail_type(op, name, "have whole weights", "shards (DTensor)", advice)
 
 
 def _fail_module(op: str, name: str, contract: str, given: Any) -> NoReturn:

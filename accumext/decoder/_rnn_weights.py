@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from accumext._torch_private import backward_hooks, forward_hooks, only_sharded
+from accumext._torch_private import backward_hooks, forward_hooks, only_sharding
 
 KINDS = ("gru", "lstm", "rnn_tanh", "rnn_relu")  # in the order of csrc/math/gates.h: CellKind
 GRU, LSTM, RNN_TANH, RNN_RELU = range(4)
@@ -38,8 +38,8 @@ def rnn_weights_of(module: nn.Module | None, dtypes: set[torch.dtype]) -> RnnWei
     if module is None or not isinstance(module, _MODULES):
         return None
     base = next(kind for kind in _MODULES if isinstance(module, kind))
-    hooked = any(forward_hooks(module)) and not only_sharded(module)
-    hooked = hooked or any(backward_hooks(module))
+    hooks = forward_hooks(module)
+    hooked = (any(hooks) and not only_sharding(hooks)) or any(backward_hooks(module))
     projected = getattr(module, "proj_size", 0) > 0
     if type(module).forward is not base.forward or hooked or projected:
         return None

@@ -47,6 +47,10 @@ class SavedForBackward:
         ):
             contract = "be those of the forward pass until the backward pass has run"
             raise RuntimeError(message(OP, "parameters", contract, "changed ones"))
+        if any(tensor.numel() and not tensor.untyped_storage().size() for tensor in now):
+            contract = "be in memory in the backward pass, which reads them again"
+            advice = "Leave set_unshard_in_backward of fully_shard modules True"
+            raise RuntimeError(message(OP, "parameters", contract, "freed ones", advice))
 
     def head_gradients(
         self,

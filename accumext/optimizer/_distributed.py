@@ -43,8 +43,7 @@ def hold_back(
 ) -> tuple[AbstractContextManager[None], Group | None]:
     """A context in which the model does not synchronise, and the group its gradients then need.
 
-    FSDP (fully_shard) goes on reducing: a gradient held back there exists only inside FSDP, in full
-    size, until a later backward reduces it, so it could be neither accumulated nor stepped on.
+    Nothing of FSDP (fully_shard): with synchronize="window" it is ShardedWindow that does so.
     """
     if model is None:
         return nullcontext(), group

@@ -50,27 +50,24 @@ def test_a_micro_batch_after_a_sharded_step_that_failed(seen, scenario):
     assert_close(first["parameters"], descent([(0, 5), (4, 8)]))
 
 
-@pytest.mark.skipif(not does.FINALIZES, reason="FSDP reduces when it is told to from torch 2.15 on")
-def test_an_interrupt_while_a_held_window_is_reduced(seen):
-    """Ctrl-C while FSDP reduces a held window drops it and says so (torch 2.15)"""
-    first = ranks.agreed(seen, does.reduction_that_fails)
-    note = f"{OP}.step: the open window was dropped: it was being reduced"
-    assert first["error"] == ["KeyboardInterrupt: ", note]
-    assert first["held"] == 0
-    assert not any(first["left"])
-    assert_close(first["parameters"], by_hand())
-
-
 @pytest.mark.parametrize("scenario", does.AS_USUAL, ids=lambda s: s.__name__)
 def test_training_goes_on_as_in_one_process(seen, scenario):
     """After errors before the first forward, of a part of a model, of copies, and uneven flushes"""
     assert_close(ranks.agreed(seen, scenario)["parameters"], by_hand())
 
 
-def test_an_exception_before_the_first_forward(seen):
-    """An exception inside the first `micro_batch`, before its forward, is the user's own"""
+def test_exceptions_before_and_after_all_forwards(seen):
+    """An exception before all forwards is the user's own; one in the reduction drops the window"""
     for rank in seen:
         assert rank["exception_before_the_first_forward"]["error"] == ["KeyError: 'no batch'"]
+    if not does.FINALIZES:  # FSDP reduces in a backward pass
+        return
+    first = ranks.agreed(seen, does.reduction_that_fails)
+    note = f"{OP}.step: the open window was dropped: it was being reduced"
+    assert first["error"] == ["KeyboardInterrupt: ", note]
+    assert first["held"] == 0
+    assert not any(first["left"])
+    assert_close(first["parameters"], by_hand())
 
 
 def test_a_part_of_a_sharded_model(seen):

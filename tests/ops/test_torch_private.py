@@ -384,41 +384,43 @@ def test_the_parameters_of_a_sharded_module(sharded):
     assert [g.grad_dtype for g in gathered] == [g.whole.grad.dtype for g in gathered]
 
 
-def test_hooks_of_a_sharded_module(sharded):
+def test_sharding(sharded):
+    """A forward pass of ours, in which the module is called and its weight read."""
     assert private.sharded_state(nn.Linear(1, 1)) is None
-    assert private.sharded_state(sharded) is not None
     assert private.FSDP in sys.modules
     assert any(private.forward_hooks(sharded))
-    assert private.only_sharded(sharded)
-    sharded.register_forward_hook(lambda *_: None)
-    assert not private.only_sharded(sharded)
-
-
-def test_the_root_of_sharded_modules(sharded):
-    model = fully_shard(nn.Sequential(sharded))
-    assert (private.is_root(model), private.is_root(sharded)) == (None, None)
-    model(torch.ones(1, 3))
-    assert (private.is_root(model), private.is_root(sharded)) == (True, False)
-
-
-def test_a_forward_pass_of_a_sharded_module(sharded):
-    """Its weight is read and it is called twice, in one pass."""
-    x = torch.ones(1, 3, requires_grad=True)
-    private.begin_sharded_forward(sharded)
-    weight = sharded.weight
-    assert not hasattr(weight, "device_mesh")
-    loss = sharded(x).sum() + (sharded(x) * 2).sum() + weight.sum().float()
-    private.end_sharded_forward(sharded, loss).backward()
-    assert sharded.weight.grad.to_local().tolist() == [[4.0] * 3] * 2
-    assert x.grad is not None
-
-
-def test_an_abandoned_forward_pass(sharded):
-    private.begin_sharded_forward(sharded)
-    private.abandon_sharded_forward(sharded)
-    assert hasattr(sharded.weight, "device_mesh")
-    sharded(torch.ones(1, 3)).sum().backward()
+    assert private.only_sharding(private.forward_hooks(sharded))
+    hook = sharded.register_forward_hook(lambda *_: None)
+    assert not private.only_sharding(private.forward_hooks(sharded))
+    hook.remove()
+    state = private.sharded_state(sharded)
+    assert private.is_root(sharded) is None
+    assert private.sharding_phase(state) == private.IDLE_PHASE
+    anchor = torch.zeros((), requires_grad=True)
+    behind = private.begin_sharded_forward(state, sharded, anchor)
+    assert private.is_root(sharded)
+    assert private.sharding_phase(state) == private.FORWARD_PHASE
+    assert not hasattr(sharded.weight, "device_mesh")
+    private.set_sharding_phase(state, private.REPLAY_PHASE)
+    loss = sharded(torch.ones(1, 3)).sum() + behind
+    private.set_sharding_phase(state, private.FORWARD_PHASE)
+    private.end_sharded_forward(state, sharded, [loss])
+    sharded.reshard()
+    seen = []
+    behind.register_hook(lambda _: seen.append((sharded.weight, sharded.weight.grad.sum().item())))
+    loss.backward()
+    assert not hasattr(seen[0][0], "device_mesh")
+    assert seen[0][1] == 6.0
     assert sharded.weight.grad.to_local().tolist() == [[1.0] * 3] * 2
+    assert private.sharding_phase(state) == private.IDLE_PHASE
+
+
+def test_backward_runs():
+    seen, leaf = [], parameter()
+    leaf.register_hook(lambda _: seen.append(private.backward_runs()))
+    leaf.sum().backward()
+    assert seen == [True]
+    assert not private.backward_runs()
 
 
 def test_dropped_gradients_are_of_no_later_pass(sharded):
