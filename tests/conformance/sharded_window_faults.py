@@ -9,6 +9,7 @@ import time
 import torch
 from data_parallel import own_share
 from sharded_windows import FINALIZES, outcome, run, sharded, train, wrapped
+from support.device import DeviceReads, cpu_as_device
 from support.optimizer_oracle import loss_of, make_model
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -53,23 +54,36 @@ def step_that_fails_once_per_window(rank, world):
     return step_that_fails(rank, world, "window")
 
 
-def reduction_that_fails(rank, world):
-    """Ctrl-C between the groups that FSDP reduces when the window is closed."""
-    model = sharded()
-    opt = wrapped(model)
-    share = own_share(rank, world)
-    train(opt, model, share[:3])
+def interrupted_reduction(opt, model, batch, weight):
+    """Ctrl-C once FSDP has reduced something: when the window is closed, or in its last backward"""
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    if not FINALIZES:
+        with opt.micro_batch(model):
+            hidden = model[0](batch)
+            hidden.register_hook(interrupt)
+            opt.backward(model[2](hidden).square().mean(), weight)
     finalize = FSDPModule.finalize_backward
 
     def interrupted(self, **kwargs):
         finalize(self, **kwargs)
-        raise KeyboardInterrupt
+        interrupt()
 
     FSDPModule.finalize_backward = interrupted
     try:
-        error = error_of(lambda: run(opt, model, *share[3]))
+        run(opt, model, batch, weight)
     finally:
         FSDPModule.finalize_backward = finalize
+
+
+def reduction_that_fails(rank, world):
+    model = sharded()
+    opt = wrapped(model)
+    share = own_share(rank, world)
+    train(opt, model, share[:3])
+    error = error_of(lambda: interrupted_reduction(opt, model, *share[3]))
     held = opt._accumulator.window.micro_batches
     left = [p.grad is not None for p in opt.param_groups[0]["params"]]
     train(opt, model, share[:8])
@@ -180,6 +194,47 @@ def evaluation_inside(rank, world):
     return outcome(model, opt)
 
 
+def resumed_where_a_window_is_closed(rank, world):
+    """A new model and optimizer, from what was saved after the first of three windows."""
+    share = own_share(rank, world)
+    model = sharded(torch.float32)
+    opt = wrapped(model)
+
+    def more(model, opt, begin, end):
+        train(opt, model, [(batch.float(), weight) for batch, weight in share[begin:end]])
+
+    more(model, opt, 0, 4)
+    saved = [model.state_dict(), opt.state_dict(), opt.accumulation_state_dict()]
+    saved = copy.deepcopy(saved)
+    more(model, opt, 4, 8)
+    more(model, opt, 0, 4)
+    again = sharded(torch.float32)
+    resumed = wrapped(again)
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    resumed.load_accumulation_state_dict(saved[2])
+    more(again, resumed, 4, 8)
+    more(again, resumed, 0, 4)
+    return outcome(model, opt, resumed=outcome(again, resumed)["parameters"])
+
+
+def reads_of_a_device(rank, world):
+    """The CPU plays a device: what the host reads while micro-batches of two windows run."""
+    seen = []
+    for synchronize in ("backward", "window"):
+        model = sharded(torch.float32)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        opt = wrapped(model, window=2, scaler=scaler, synchronize=synchronize)
+        reads = DeviceReads()
+        with cpu_as_device():
+            for batch, weight in own_share(rank, world)[:4]:
+                with reads, opt.micro_batch(model):
+                    opt.backward(loss_of(model, batch.float()), torch.tensor(weight))
+                opt.step()
+        seen.append([reads.count, reads.lists, opt.stats()["weight"]])
+    return {"seen": seen}
+
+
 FAILING_STEPS = (step_that_fails_every_backward, step_that_fails_once_per_window)
 AS_USUAL = (
     exception_before_the_first_forward,
@@ -193,5 +248,7 @@ SCENARIOS = (
     *FAILING_STEPS,
     *AS_USUAL,
     zero_weight_on_one_rank,
-    *((reduction_that_fails,) if FINALIZES else ()),
+    reduction_that_fails,
+    resumed_where_a_window_is_closed,
+    reads_of_a_device,
 )

@@ -1,4 +1,4 @@
-"""Sharded training after errors, interrupts and misuse: nothing is lost without a word."""
+"""Sharded training after errors, interrupts and misuse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import ranks
 import sharded_window_faults as does
 import torch
 from data_parallel import BATCHES, MAX_NORM, WEIGHTS, WINDOW, adam
-from support.optimizer_oracle import assert_close, make_model, train_by_hand, window_gradient
+from support.optimizer_oracle import (
+    assert_close,
+    assert_equal,
+    make_model,
+    train_by_hand,
+    window_gradient,
+)
 
 WORLD = 2
 OP = "AccumulatingOptimizer"
@@ -50,24 +56,28 @@ def test_a_micro_batch_after_a_sharded_step_that_failed(seen, scenario):
     assert_close(first["parameters"], descent([(0, 5), (4, 8)]))
 
 
-@pytest.mark.parametrize("scenario", does.AS_USUAL, ids=lambda s: s.__name__)
-def test_training_goes_on_as_in_one_process(seen, scenario):
-    """After errors before the first forward, of a part of a model, of copies, and uneven flushes"""
-    assert_close(ranks.agreed(seen, scenario)["parameters"], by_hand())
-
-
-def test_exceptions_before_and_after_all_forwards(seen):
-    """An exception before all forwards is the user's own; one in the reduction drops the window"""
-    for rank in seen:
-        assert rank["exception_before_the_first_forward"]["error"] == ["KeyError: 'no batch'"]
-    if not does.FINALIZES:  # FSDP reduces in a backward pass
-        return
+def test_an_interrupt_while_a_held_window_is_reduced(seen):
+    """Ctrl-C while FSDP reduces a held window drops it and says so; training goes on"""
     first = ranks.agreed(seen, does.reduction_that_fails)
-    note = f"{OP}.step: the open window was dropped: it was being reduced"
+    note = f"{OP}.micro_batch: the open window was dropped: FSDP holds it in one sum"
+    if does.FINALIZES:
+        note = f"{OP}.step: the open window was dropped: it was being reduced"
     assert first["error"] == ["KeyboardInterrupt: ", note]
     assert first["held"] == 0
     assert not any(first["left"])
     assert_close(first["parameters"], by_hand())
+
+
+@pytest.mark.parametrize("scenario", does.AS_USUAL, ids=lambda s: s.__name__)
+def test_training_goes_on_as_in_one_process(seen, scenario):
+    """Sharded training after such errors, or evaluation in a window, is that of one process"""
+    assert_close(ranks.agreed(seen, scenario)["parameters"], by_hand())
+
+
+def test_an_exception_before_the_first_forward(seen):
+    """An exception inside the first `micro_batch`, before its forward, is the user's own"""
+    for rank in seen:
+        assert rank["exception_before_the_first_forward"]["error"] == ["KeyError: 'no batch'"]
 
 
 def test_a_part_of_a_sharded_model(seen):
@@ -80,7 +90,7 @@ def test_a_part_of_a_sharded_model(seen):
 
 
 def test_copies_of_a_window_that_fsdp_holds(seen):
-    """Copies, pickles and `main_grad` of a window that FSDP holds are errors that say when to"""
+    """Copies, pickles and `main_grad` of a window that FSDP holds are errors in words"""
     for rank in seen:
         for error, name in zip(
             rank["copied_while_held"]["errors"],
@@ -110,3 +120,17 @@ def test_a_weight_of_zero_on_one_rank(seen):
     weights = list(WEIGHTS)
     weights[WORLD] = 0.0  # the second micro-batch of the first rank
     assert_close(ranks.agreed(seen, does.zero_weight_on_one_rank)["parameters"], by_hand(weights))
+
+
+def test_a_run_that_is_resumed_where_a_window_is_closed(seen):
+    """A sharded run is resumed where a window is closed, bit for bit"""
+    first = ranks.agreed(seen, does.resumed_where_a_window_is_closed)
+    assert_equal(first["resumed"], first["parameters"])
+
+
+def test_micro_batches_of_shards_read_no_device(seen):
+    """Micro-batches of sharded parameters whose weights are on a device read nothing from it"""
+    for rank in seen:
+        for count, lists, weight in rank["reads_of_a_device"]["seen"]:
+            assert (count, lists) == (0, 0)
+            assert weight == pytest.approx(sum(WEIGHTS[2 * WORLD : 4 * WORLD]) / WORLD)
