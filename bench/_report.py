@@ -29,7 +29,7 @@ def table(result: Result) -> str:
     width = max(map(len, result.seconds))
     lines = [
         f"\n{result.job}: {result.shape}",
-        f"  {'':{width}}  B/element{'ms [quartiles]':>28}{'GB/s':>8}{'of limit':>10}"
+        f"  {'':{width}}  B/element {'ms [quartiles]':>28}{'GB/s':>8}{'of limit':>10}"
         f"{'of copy':>9}{'host ms':>9}  times faster",
     ]
     for name, traffic in result.traffic.items():
@@ -37,7 +37,7 @@ def table(result: Result) -> str:
         share, copy = (f"{share.median:.0%}" if share else "-" for share in shares)
         ratio, host = result.ratio(name, result.baseline), result.host_spread(name)
         lines.append(
-            f"  {name:{width}}  {traffic!s:9}{interval(result.spread(name), 1e3, 3):>28}"
+            f"  {name:{width}}  {traffic!s:10}{interval(result.spread(name), 1e3, 3):>28}"
             f"{result.rate(name) / 1e9:8.1f}{share:>10}{copy:>9}"
             f"{f'{host.median * 1e3:.3f}' if host else '-':>9}"
             + ("" if name == result.baseline else f"  {interval(ratio)}")
