@@ -3,8 +3,9 @@
 FSDP2 works in the hooks of a module's forward: the hook before it gathers the weights, and puts a
 node behind its inputs whose backward reduces the gradients; the hook after it frees the weights
 again, and hooks onto the outputs what gathers them for the backward pass. So a module that is
-called at every step or slice is gathered and reduced every time, and a module whose weights are
-read without a call is not gathered at all. Here the call as a whole is the module's forward:
+called at every step or slice may be gathered and freed every time, in the backward pass, too, and a
+module whose weights are read without a call is not gathered at all. Here the call as a whole is the
+module's forward:
 
 - Before it the module's forward begins. Its input is a 0-dim tensor, the anchor. The call's loss
   depends on it, and autograd runs later nodes first, so FSDP's node behind the anchor runs when all

@@ -138,7 +138,7 @@ def seen(request, tmp_path_factory):
 @pytest.mark.parametrize("detached", [False, True], ids=["behind_a_trunk", "alone"])
 @pytest.mark.parametrize("name", ["default", "reshards"])
 def test_chunked_loss_of_a_sharded_head(seen, name, detached):
-    """`chunked_loss` gathers and reduces a sharded head once, not once per slice"""
+    """`chunked_loss` gathers a sharded head once forward and once backward, and reduces it once"""
     trunk, head = trunk_and_head()
     x, y = (torch.cat(parts) for parts in zip(*map(rows_of, range(len(seen))), strict=True))
     loss = F.cross_entropy(head(trunk(x).tanh()), y)
