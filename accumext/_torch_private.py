@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -307,6 +308,13 @@ def is_root(module: nn.Module) -> bool | None:
     """Whether a module of `fully_shard` is in no other; None until the first forward has shown."""
     root: bool | None = sharded_state(module)._is_root
     return root
+
+
+def sums_gradients(root: nn.Module) -> bool:
+    """Whether a module was told, by `set_gradient_divide_factor(1.0)`, not to average gradients."""
+    states = filter(None, map(sharded_state, root.modules()))
+    groups = chain.from_iterable(map(_sharded_groups, states))
+    return any(group.gradient_divide_factor == 1.0 for group in groups)
 
 
 def only_sharding(hooks: Iterable[dict[int, Any]]) -> bool:

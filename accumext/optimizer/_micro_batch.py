@@ -119,7 +119,7 @@ def _holding_shards(op: str, accumulator: Accumulator, model: nn.Module | None) 
     if settings.synchronize == "backward" or sharded is None or model is None:
         yield
         return
-    roots = sharded.roots_to_hold(op, model)
+    roots = sharded.roots_to_hold(op, model, settings.reduction)
     window = accumulator.window
     before = window.micro_batches
     try:

@@ -25,7 +25,12 @@ from torch import Tensor, nn
 from accumext import _checks
 from accumext._scalars import Scalar
 from accumext._tensor_kinds import Group, is_dtensor, local_tensor, main_dtype
-from accumext._torch_private import drop_unsharded_grads, gathered_parameters, is_root
+from accumext._torch_private import (
+    drop_unsharded_grads,
+    gathered_parameters,
+    is_root,
+    sums_gradients,
+)
 
 if TYPE_CHECKING:
     from accumext.optimizer._loss_scaling import LossScale
@@ -95,11 +100,12 @@ class ShardedWindow:
         """Whether FSDP has gradients of the open window, which nothing else has."""
         return bool(self._holding) and not self._reduced
 
-    def roots_to_hold(self, op: str, model: nn.Module) -> list[Any]:
+    def roots_to_hold(self, op: str, model: nn.Module, reduction: str) -> list[Any]:
         """The `fully_shard` modules of a model for `holding`.
 
         Raises:
-            ValueError: there is none, it is a part of another, or others hold the open window.
+            ValueError: there is none, it is a part of another, others hold the open window, or FSDP
+                sums gradients whose mean is wanted.
             RuntimeError: gradients of the open window were cleared.
         """
         roots = _roots(model)
@@ -109,6 +115,10 @@ class ShardedWindow:
         if any(is_root(root) is False for root in roots):
             contract = "be all of what FSDP gathers together, where synchronize='window'"
             _checks.fail_value(op, "model", contract, "a part of it")
+        if not self._holding and reduction == "mean" and any(map(sums_gradients, roots)):
+            contract = "average gradients over processes with reduction='mean'"
+            advice = "Set the number of data-parallel processes, or use reduction='sum'"
+            _checks.fail_value(op, "model", contract, "set_gradient_divide_factor(1.0)", advice)
         if self._holding and roots != self._holding:
             contract = "be the same in every micro-batch of a window with synchronize='window'"
             _checks.fail_value(op, "model", contract, "another")

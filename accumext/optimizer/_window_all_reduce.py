@@ -149,7 +149,10 @@ class Agreement(NamedTuple):
                 micro-batches; or not of the same parameters; or a process did not come.
         """
         groups, shards = closing_groups(parameters, group)
-        world, device = math.prod(g.size() for g in groups), parameters[0].device
+        world = math.prod(g.size() for g in groups)
+        device = next(
+            filter(is_dtensor, parameters), parameters[0]
+        ).device  # which the groups serve
         rank = 0
         for each in groups:
             rank = rank * each.size() + each.rank()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+from functools import partial
 
 import torch
-from data_parallel import own_share
+from data_parallel import WEIGHTS, own_share
 from sharded_windows import FINALIZES, outcome, run, sharded, train, wrapped
 from support.device import DeviceReads, cpu_as_device
 from support.optimizer_oracle import loss_of, make_model
@@ -235,6 +236,26 @@ def reads_of_a_device(rank, world):
     return {"seen": seen}
 
 
+def gradients_that_fsdp_sums(rank, world):
+    """`set_gradient_divide_factor(1.0)`, as where losses are divided by the tokens of all ranks."""
+    seen = {}
+    share = own_share(rank, world)[:8]
+    for synchronize in ("backward", "window"):
+        model = sharded()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+        if synchronize == "window":
+            seen["error"] = error_of(partial(train, wrapped(model), model, share))
+        opt = wrapped(model, reduction="sum", synchronize=synchronize)
+        for begin in (0, 4):
+            tokens = sum(WEIGHTS[begin * world : (begin + 4) * world])
+            for batch, weight in share[begin : begin + 4]:
+                run(opt, model, batch, factor=weight / tokens)
+        seen[synchronize] = outcome(model, opt)["parameters"]
+    return seen
+
+
 FAILING_STEPS = (step_that_fails_every_backward, step_that_fails_once_per_window)
 AS_USUAL = (
     exception_before_the_first_forward,
@@ -251,4 +272,5 @@ SCENARIOS = (
     reduction_that_fails,
     resumed_where_a_window_is_closed,
     reads_of_a_device,
+    gradients_that_fsdp_sums,
 )

@@ -134,3 +134,16 @@ def test_micro_batches_of_shards_read_no_device(seen):
         for count, lists, weight in rank["reads_of_a_device"]["seen"]:
             assert (count, lists) == (0, 0)
             assert weight == pytest.approx(sum(WEIGHTS[2 * WORLD : 4 * WORLD]) / WORLD)
+
+
+def test_gradients_that_fsdp_sums(seen):
+    """Where FSDP sums gradients, `reduction="sum"` does too, and "mean" is refused"""
+    for rank in seen:
+        found = rank["gradients_that_fsdp_sums"]
+        assert found["error"] == [
+            f"ValueError: {OP}.micro_batch: model must average gradients over processes with "
+            "reduction='mean', got set_gradient_divide_factor(1.0). Set the number of "
+            "data-parallel processes, or use reduction='sum'"
+        ]
+        for synchronize in ("backward", "window"):
+            assert_close(found[synchronize], by_hand())

@@ -415,6 +415,19 @@ def test_sharding(sharded):
     assert private.sharding_phase(state) == private.IDLE_PHASE
 
 
+def test_the_root_of_sharded_modules(sharded):
+    model = fully_shard(nn.Sequential(sharded))
+    assert (private.is_root(model), private.is_root(sharded)) == (None, None)
+    model(torch.ones(1, 3))
+    assert (private.is_root(model), private.is_root(sharded)) == (True, False)
+
+
+def test_sharded_modules_that_sum_gradients(sharded):
+    assert not private.sums_gradients(sharded)
+    sharded.set_gradient_divide_factor(1.0)
+    assert private.sums_gradients(nn.Sequential(sharded))
+
+
 def test_backward_runs():
     seen, leaf = [], parameter()
     leaf.register_hook(lambda _: seen.append(private.backward_runs()))
