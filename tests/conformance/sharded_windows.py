@@ -1,4 +1,4 @@
-"""What the ranks of test_sharded_once_per_window.py do: each scenario takes a rank and their number."""
+"""What the ranks of test_sharded_once_per_window.py do: each takes a rank and their number."""
 
 from __future__ import annotations
 
