@@ -200,7 +200,6 @@ def operator_name(op: Any) -> str:
 
 # --- modules --------------------------------------------------------------------------------------
 
-
 # Hooks of a module whose forward the decoder computes from the weights: it cannot call them.
 forward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
     "_forward_hooks", "_forward_pre_hooks"

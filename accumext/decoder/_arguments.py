@@ -148,6 +148,9 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     resets = _resets(call["resets"], (steps, batch), cell, state, device)
     if resets is not None or call["lengths"] is not None or call["eos"] is not None:
         notices += _check_batch_dim(cell, state, batch)
+    context = context_of(OP, call["context"], cell, device)
+    dropout = _dropout(call)
+    criterion = _criterion(call, vocabulary, device)
     k1, k2 = truncation_of(OP, call["k1"], call["k2"], call["truncation"])
     if k1 is not None and k2 is None:
         notices.append(unused_k1(k1))
@@ -157,8 +160,6 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
     eos = call["eos"]
     if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < vocabulary:
         fail_value(OP, "eos", f"be in [0, {vocabulary})", eos)
-    criterion = _criterion(call, vocabulary, device)
-    context = context_of(OP, call["context"], cell, device)
     memory_budget = call["memory_budget"]
     if memory_budget is not None:
         memory_budget = positive_int(OP, "memory_budget", memory_budget)
@@ -166,7 +167,6 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         if memory_budget < row_bytes:
             contract = f"hold one row of logits, {row_bytes} bytes"
             fail_value(OP, "memory_budget", contract, memory_budget)
-    dropout = _dropout(call)
     rows, feedback = table.weight.shape[0], call["feedback"]
     feeds_back = not isinstance(feedback, str) or feedback != "teacher"
     if rows < vocabulary and feeds_back:

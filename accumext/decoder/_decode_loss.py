@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from accumext._torch_private import FSDP
 from accumext.decoder._arguments import OP, DecodeArguments, check_arguments
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._cells import parameter_tensors
@@ -181,11 +178,7 @@ def decode_loss(
     docs/decoder.md.
     """
     call = dict(locals())
-    with (
-        gathered_once(OP, cell, read=(embedding, cell, head))
-        if FSDP in sys.modules
-        else nullcontext()
-    ) as gathered:
+    with gathered_once(OP, cell, read=(embedding, cell, head)) as gathered:
         args = check_arguments(call)
         buffers = TokenBuffers(args)
         if args.feedback.mask is None:  # before the head, which may share the weight, is read

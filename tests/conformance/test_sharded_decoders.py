@@ -33,6 +33,8 @@ from torch.distributed.fsdp import (
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
+pytestmark = pytest.mark.process  # every case starts processes of its own
+
 CASES = [(cell, feedback) for cell in CELLS for feedback in FEEDBACK]
 
 

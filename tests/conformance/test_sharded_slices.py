@@ -24,6 +24,8 @@ from torch.distributed.fsdp import fully_shard
 
 import accumext
 
+pytestmark = pytest.mark.process  # every case starts processes of its own
+
 CHUNKS = 16
 
 

@@ -15,6 +15,8 @@ from support.optimizer_oracle import (
     window_gradient,
 )
 
+pytestmark = pytest.mark.process  # every case starts processes of its own
+
 WORLD = 2
 OP = "AccumulatingOptimizer"
 

@@ -13,7 +13,6 @@ import pytest
 from support import ROOT
 
 import accumext
-from accumext._torch_private import FSDP
 
 PACKAGE = Path(accumext.__file__).parent
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_csrc" not in path.parts)
@@ -110,7 +109,6 @@ def test_the_core_names_no_framework():
 def test_a_step_and_a_decode_are_short_ways(monkeypatch):
     """What bench/calls.py counts; Python 3.12 and later count comprehensions no more."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    monkeypatch.delitem(sys.modules, FSDP, raising=False)  # other tests may have imported it
     calls = importlib.import_module("calls")
     step, (forward, _) = calls.window_step(), calls.decoder_passes()
     assert len(step.calls) <= 80
