@@ -175,5 +175,19 @@ def gradients(kind, feedback, batches=1, dtype=torch.float64):
     return loss.detach(), [p.grad for p in model.parameters()]
 
 
+@functools.cache
+def trained(kind, feedback):
+    """The parameters of one process after all windows."""
+    model = make(kind)
+    optimizer = sgd(model)
+    joined = list(micro_batches())
+    for start in range(0, len(joined), WINDOW):
+        optimizer.zero_grad()
+        for features, targets in joined[start : start + WINDOW]:
+            (model.by_the_book(features, targets, feedback) / WINDOW).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
 def mean_loss(seen, scenario, case):
     return torch.stack([rank[scenario]["cases"][case]["loss"] for rank in seen]).mean()

@@ -21,6 +21,7 @@ from sharded_modules import (
     sgd,
     sharded,
     tied,
+    trained,
 )
 from support.optimizer_oracle import assert_close, assert_equal
 from torch.distributed.fsdp import (
@@ -33,7 +34,7 @@ from torch.distributed.fsdp import (
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-pytestmark = pytest.mark.process  # every case starts processes of its own
+pytestmark = pytest.mark.process
 
 CASES = [(cell, feedback) for cell in CELLS for feedback in FEEDBACK]
 
@@ -330,34 +331,17 @@ def test_decode_loss_of_sharded_modules(seen, kind, feedback):
     """`decode_loss` of modules sharded one by one, its gradients and windows equal one process"""
     loss, grads = gradients(kind, feedback)
     assert_close([mean_loss(seen, "one_by_one", (kind, feedback))], [loss])
-    model = make(kind)
-    optimizer = sgd(model)
-    joined = list(micro_batches())
-    for start in range(0, len(joined), WINDOW):
-        optimizer.zero_grad()
-        for features, targets in joined[start : start + WINDOW]:
-            (model.by_the_book(features, targets, feedback) / WINDOW).backward()
-        optimizer.step()
     for rank in seen:
         case = rank["one_by_one"]["cases"][kind, feedback]
         assert_close(case["grads"], grads)
-        assert_close(case["parameters"], [p.detach() for p in model.parameters()])
+        assert_close(case["parameters"], trained(kind, feedback))
 
 
 @pytest.mark.parametrize("kind", CELLS)
 def test_sharded_decoders_that_are_reduced_once_per_window(seen, kind):
     """`decode_loss` of sharded modules with `synchronize="window"` equals one process"""
-    model = make(kind)
-    optimizer = sgd(model)
-    joined = list(micro_batches())
-    for start in range(0, len(joined), WINDOW):
-        optimizer.zero_grad()
-        for features, targets in joined[start : start + WINDOW]:
-            (model.by_the_book(features, targets, "greedy") / WINDOW).backward()
-        optimizer.step()
     for rank in seen:
-        parameters = rank["once_per_window"]["cases"][kind]
-        assert_close(parameters, [p.detach() for p in model.parameters()])
+        assert_close(rank["once_per_window"]["cases"][kind], trained(kind, "greedy"))
 
 
 @pytest.mark.parametrize(("kind", "feedback"), CASES)

@@ -20,7 +20,7 @@ from support.optimizer_oracle import (
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-pytestmark = pytest.mark.process  # every case starts processes of its own
+pytestmark = pytest.mark.process
 
 # float32 main gradients of bfloat16 activations and weights, whose products are rounded to 8 bits.
 HALF = {"rtol": 0.05, "atol": 0.01}

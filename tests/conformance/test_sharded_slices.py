@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import accumext
 
-pytestmark = pytest.mark.process  # every case starts processes of its own
+pytestmark = pytest.mark.process
 
 CHUNKS = 16
 

@@ -15,7 +15,7 @@ from support.optimizer_oracle import (
     window_gradient,
 )
 
-pytestmark = pytest.mark.process  # every case starts processes of its own
+pytestmark = pytest.mark.process
 
 WORLD = 2
 OP = "AccumulatingOptimizer"
