@@ -7,6 +7,7 @@ tests/ops/test_torch_private.py has a test for each.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -243,9 +244,6 @@ def translated_from(module: Any) -> tuple[str, str] | None:
 # --- fully_shard ----------------------------------------------------------------------------------
 
 
-FSDP = "torch.distributed.fsdp"  # public; in `sys.modules` where anything may be sharded
-
-
 def _sharded_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """What `fully_shard` keeps of every parameter, and its mixed-precision policy."""
     for module in model.modules():
@@ -297,10 +295,19 @@ def drop_unsharded_grads(root: nn.Module) -> None:
             reshard()
 
 
-def sharded_state(module: nn.Module) -> Any:
-    """What FSDP knows of a module that `fully_shard` was called with; None for any other."""
-    state_of: Any = getattr(module, "_get_fsdp_state", None)
-    return None if state_of is None else state_of()
+def sharded_modules() -> list[Any]:
+    """All modules of this process that `fully_shard` was called with."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    found = [] if states is None else [ref() for ref in states._module_state_mapping.keyrefs()]
+    return [module for module in found if sharded_state(module) is not None]
+
+
+def sharded_state(module: Any) -> Any:
+    """What FSDP knows of a module that `fully_shard` was called with; None for anything else."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes long
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return None
+    return module._get_fsdp_state()
 
 
 def is_root(module: nn.Module) -> bool | None:
@@ -317,9 +324,10 @@ def sums_gradients(root: nn.Module) -> bool:
 
 
 def only_sharding(hooks: Iterable[dict[int, Any]]) -> bool:
-    """Whether all hooks are those of `fully_shard`, which gather weights: the decoder does so."""
+    """Whether all hooks are those of `fully_shard`, or ours, which gather weights: the decoder
+    does so."""
     modules = [str(getattr(hook, "__module__", "")) for found in hooks for hook in found.values()]
-    return all(name.startswith(FSDP) for name in modules)
+    return all(name.startswith(("torch.distributed.fsdp.", "accumext.")) for name in modules)
 
 
 # The phases of such a state, by name. In the third one FSDP's hooks around a forward only cast:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from accumext._checks import FLOAT_DTYPES, fail_type, fail_value, type_name
-from accumext._torch_private import FSDP, forward_hooks, only_sharding, translated_from
+from accumext._torch_private import (
+    forward_hooks,
+    only_sharding,
+    sharded_state,
+    translated_from,
+)
 from accumext.decoder._cells import Cell, cell_of
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._precision import Dtypes, dtypes_of
@@ -30,19 +34,18 @@ class DecoderModules(NamedTuple):
 def modules_of(op: str, call: Mapping[str, Any]) -> DecoderModules:
     """The arguments embedding, cell, head and batch_dim of a call."""
     table, (weight, bias) = embedding_table(op, call["embedding"]), head_of(op, call["head"])
-    cell = cell_of(op, call["cell"], call["batch_dim"])
+    of_cell = list(call["cell"].parameters()) if isinstance(call["cell"], nn.Module) else []
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        of_cell = [] if cell.module is None else cell.module.parameters()
         _check_whole(op, {"embedding": [table.weight], "cell": of_cell, "head": [weight, bias]})
     same_device(op, "embedding", [table.weight], weight.device)
+    same_device(op, "cell", of_cell, weight.device)
+    cell = cell_of(op, call["cell"], call["batch_dim"])
     width = table.weight.shape[1]
     if cell.input_size is not None and cell.input_size != width:
         fail_value(op, "embedding", f"have the cell's input size, {cell.input_size}", width)
     if cell.output_size is not None and cell.output_size != weight.shape[1]:
         contract = f"take the cell's output, {cell.output_size} wide"
         fail_value(op, "head", contract, list(weight.shape))
-    if cell.module is not None:
-        same_device(op, "cell", list(cell.module.parameters()), weight.device)
     return DecoderModules(table, cell, weight, bias, dtypes_of(weight))
 
 
@@ -53,7 +56,7 @@ def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
         if embedding.scale_grad_by_freq:
             fail_value(op, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
         padding, limit = embedding.padding_idx, embedding.max_norm
-        if limit is not None and _is_sharded(embedding):
+        if limit is not None and sharded_state(embedding) is not None:
             contract = "have no max_norm where it is sharded, for what lookups write would be lost"
             fail_value(op, "embedding", contract, limit)
         token = 0 if padding is None else padding
@@ -77,12 +80,6 @@ def _check_forward(
         contract = f"compute as a plain nn.{kind.__name__}, for its forward is not called"
         got = "forward hooks" if hooked else f"{type(module).__name__} with a forward of its own"
         fail_type(op, name, contract, got, f"Pass {instead} to mean just that")
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has wrapped a module."""
-    fsdp = sys.modules.get(FSDP)  # its import takes long
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _check_whole(op: str, parameters: Mapping[str, Iterable[Any]]) -> None:
@@ -140,7 +137,7 @@ def check_vector(
     same_device(op, name, [value], device)
 
 
-def same_device(op: str, name: str, given: list[Tensor], device: torch.device) -> None:
+def same_device(op: str, name: str, given: Sequence[Tensor], device: torch.device) -> None:
     """Raise if one of the tensors is not where the head is."""
     for tensor in given:
         if tensor.device != device:

@@ -35,13 +35,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from accumext._checks import message
 from accumext._torch_private import (
     FORWARD_PHASE,
-    FSDP,
     IDLE_PHASE,
     REPLAY_PHASE,
     backward_runs,
@@ -50,6 +48,7 @@ from accumext._torch_private import (
     end_sharded_forward,
     not_compiled,
     set_sharding_phase,
+    sharded_modules,
     sharded_state,
     sharding_phase,
 )
@@ -71,22 +70,23 @@ def gathered_once(
 ) -> AbstractContextManager[GatheredOnce | None]:
     """Inside of it, modules that `fully_shard` has wrapped are gathered, each once: from the
     beginning those whose weights are read and those whose methods are called, others from their
-    first call on. None where there cannot be such modules."""
-    fsdp = sys.modules.get(FSDP)  # its import takes long
-    if fsdp is None or not torch.distributed.is_initialized():
-        return nullcontext()
-    return GatheredOnce(op, fsdp.FSDPModule, called, read)
+    first call on. None where there are no such modules."""
+    modules = sharded_modules()
+    return GatheredOnce(op, modules, called, read) if modules else nullcontext()
 
 
 class GatheredOnce:
     """One call of ours, as a forward of every sharded module in it."""
 
-    def __init__(self, op: str, kind: type, called: Iterable[Any], read: Iterable[Any]) -> None:
-        self._op, self._kind = op, kind
+    def __init__(
+        self, op: str, modules: Iterable[Any], called: Iterable[Any], read: Iterable[Any]
+    ) -> None:
+        self._op = op
+        self._modules = modules  # all that there are
         self._called, self._read = called, read
         self._held: dict[Any, _Held] = {}  # by what FSDP knows of a module, or of several together
         self._outputs: list[Tensor] = []
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         self._thread = threading.get_ident()
 
     def __enter__(self) -> GatheredOnce:
@@ -96,7 +96,10 @@ class GatheredOnce:
                     self._hold(module)
             for function in self._called:
                 self._hold(getattr(function, "__self__", None))
-            self._hook = register_module_forward_pre_hook(self._before_forward)
+            for module in self._modules:
+                if sharded_state(module) not in self._held:
+                    hook = module.register_forward_pre_hook(self._before_forward, prepend=True)
+                    self._hooks.append(hook)
         except BaseException:
             self._release()
             raise
@@ -127,10 +130,9 @@ class GatheredOnce:
             self._hold(module)
 
     def _hold(self, module: Any) -> None:
-        if not isinstance(module, self._kind):
+        state = sharded_state(module)
+        if state is None:
             return
-        sharded: Any = module
-        state = sharded_state(sharded)
         phase = sharding_phase(state)
         if phase == FORWARD_PHASE or state in _all_held:  # it is whole
             return
@@ -141,24 +143,24 @@ class GatheredOnce:
                 advice = f"Call zero_grad() and then reset_iter_state() {outermost}"
                 got = f"{type(module).__name__} after one that failed"
                 raise RuntimeError(message(self._op, "modules", contract, got, advice))
-            sharded.unshard()
+            module.unshard()
             return
-        parameters = list(sharded.parameters())
+        parameters = list(module.parameters())
         device = parameters[0].device if parameters else None
         anchor = torch.zeros((), device=device, requires_grad=True)
         was_sharded = any(map(is_shard, parameters))
         try:
-            anchor = begin_sharded_forward(state, sharded, anchor)
+            anchor = begin_sharded_forward(state, module, anchor)
         except BaseException:
             set_sharding_phase(state, IDLE_PHASE)
             raise
-        self._held[state] = _Held(sharded, was_sharded, anchor)
+        self._held[state] = _Held(module, was_sharded, anchor)
         _all_held.add(state)
         set_sharding_phase(state, REPLAY_PHASE)
 
     def _release(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         while self._held:
             state, held = self._held.popitem()  # the first one, FSDP's root, last
             _all_held.discard(state)

@@ -29,6 +29,7 @@ from accumext._torch_private import (
     drop_unsharded_grads,
     gathered_parameters,
     is_root,
+    sharded_state,
     sums_gradients,
 )
 
@@ -283,12 +284,10 @@ def _padded(parameter: Any) -> int:
 
 def _roots(model: nn.Module) -> list[Any]:
     """The outermost `fully_shard` modules in a model."""
-    from torch.distributed.fsdp import FSDPModule  # here, as its import takes long
-
     roots: list[Any] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if isinstance(module, FSDPModule) and module not in inside:
+        if sharded_state(module) is not None and module not in inside:
             roots.append(module)
             inside |= set(module.modules())
     return roots

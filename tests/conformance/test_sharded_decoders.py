@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import ranks
 import torch
@@ -30,6 +32,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
@@ -290,6 +293,20 @@ def methods(rank, world):
     return {"grads": full(p.grad for p in model.parameters()), "collectives": dict(begun)}
 
 
+def compiled(rank, world):
+    """A cell that is compiled as one graph, beside modules that are sharded."""
+    model = make("module")
+    for part in (model.encoder, model.embedding, model.head):
+        fully_shard(part)
+    model.cell = torch.compile(model.cell, backend="eager", fullgraph=True)
+    features, targets = next(micro_batches())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*global hooks")
+        model(features, targets, "greedy").backward()
+    grads = (p.grad for p in model.parameters())
+    return {"grads": [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]}
+
+
 def renormalised(rank, world):
     """An embedding whose lookups write into its weight."""
     model = make("gru")
@@ -317,6 +334,7 @@ SCENARIOS = (
     failing_backward,
     freed,
     methods,
+    compiled,
     renormalised,
 )
 
@@ -464,6 +482,12 @@ def test_a_method_of_a_sharded_module(seen):
     for rank in seen:
         assert_close(rank["methods"]["grads"], gradients("module", "greedy")[1])
         assert rank["methods"]["collectives"] == {"allgather": 3 * 2, "reduce_scatter": 4}
+
+
+def test_a_compiled_cell_beside_sharded_modules(seen):
+    """A cell compiled with `fullgraph=True` beside sharded modules: no break, no warning"""
+    for rank in seen:
+        assert_close(rank["compiled"]["grads"], gradients("module", "greedy")[1])
 
 
 def test_a_sharded_embedding_with_a_maximal_norm(seen):

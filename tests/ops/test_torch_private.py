@@ -4,7 +4,6 @@ it, and a test that no other file reads one."""
 from __future__ import annotations
 
 import ast
-import sys
 import warnings
 from pathlib import Path
 
@@ -387,7 +386,7 @@ def test_the_parameters_of_a_sharded_module(sharded):
 def test_sharding(sharded):
     """A forward pass of ours, in which the module is called and its weight read."""
     assert private.sharded_state(nn.Linear(1, 1)) is None
-    assert private.FSDP in sys.modules
+    assert sharded in private.sharded_modules()
     assert any(private.forward_hooks(sharded))
     assert private.only_sharding(private.forward_hooks(sharded))
     hook = sharded.register_forward_hook(lambda *_: None)
@@ -449,15 +448,8 @@ def test_every_name_has_a_test_and_a_reader():
     names = {name for name in vars(private) if not name.startswith("_")}
     borrowed = {"annotations", "torch", "functools", "nn", "Tensor", "GradScaler", "Optimizer"}
     borrowed |= {"Any", "Callable", "OrderedDict", "TypeVar", "cast", "attrgetter", "methodcaller"}
-    borrowed |= {"AbstractContextManager", "Iterable", "Iterator", "TorchDispatchMode"}
-    borrowed |= {
-        "NamedTuple",
-        "Gathered",
-        "chain",
-        "contextmanager",
-        "get_gradient_edge",
-        "weakref",
-    }
+    borrowed |= {"AbstractContextManager", "Iterable", "Iterator", "TorchDispatchMode", "chain"}
+    borrowed |= {"NamedTuple", "Gathered", "contextmanager", "get_gradient_edge", "sys", "weakref"}
     tests = Path(__file__).read_text()
     sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
     readers = "".join(text for path, text in sources.items() if path.name != "_torch_private.py")
