@@ -95,6 +95,26 @@ def one_parent(rank, world):
     return {"cases": seen}
 
 
+def several_uses(model, loss_of, features, targets):
+    """Two losses, and the head and the embedding used by themselves between them."""
+    first = loss_of(features, targets, "teacher")
+    between = model.head(model.embedding(targets)).square().mean()
+    return first + between + 2 * loss_of(features, targets, "greedy")
+
+
+def several_calls(rank, world):
+    """Several calls in one backward pass, after one without any."""
+    seen = {}
+    for kind in CELLS:
+        model, mine = sharded(kind), slice(rank, None, world)
+        features, targets = next(micro_batches())
+        with torch.no_grad():
+            model(features[mine], targets[:, mine], "greedy")
+        several_uses(model, model, features[mine], targets[:, mine]).backward()
+        seen[kind] = full(p.grad for p in model.parameters())
+    return {"cases": seen}
+
+
 def tied_in_one_group(rank, world):
     """Embedding and head share a weight, and `fully_shard` wraps them together, in a parent."""
     model, mine = tied(), slice(rank, None, world)
@@ -324,6 +344,7 @@ SCENARIOS = (
     one_by_one,
     once_per_window,
     one_parent,
+    several_calls,
     tied_in_one_group,
     tied_apart,
     sharded_outside,
@@ -388,6 +409,16 @@ def test_a_weight_that_embedding_and_head_share(seen):
     model.by_the_book(*next(micro_batches()), "greedy").backward()
     for rank in seen:
         assert_close(rank["tied_in_one_group"]["grads"], [p.grad for p in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_several_calls_in_one_backward_pass(seen, kind):
+    """Two losses and uses of a sharded head between them, in one backward pass"""
+    model = make(kind)
+    several_uses(model, model.by_the_book, *next(micro_batches())).backward()
+    for rank in seen:
+        grads = rank["several_calls"]["cases"][kind]
+        assert_close(grads, [p.grad for p in model.parameters()])
 
 
 def test_a_shared_weight_that_is_sharded_twice_is_two_weights(seen):
