@@ -324,8 +324,8 @@ def sums_gradients(root: nn.Module) -> bool:
 
 
 def only_sharding(hooks: Iterable[dict[int, Any]]) -> bool:
-    """Whether all hooks are those of `fully_shard`, or ours, which gather weights: the decoder
-    does so."""
+    """Whether all hooks only gather weights, `fully_shard`'s and ours: no others need to run where
+    the decoder gathers them itself."""
     modules = [str(getattr(hook, "__module__", "")) for found in hooks for hook in found.values()]
     return all(name.startswith(("torch.distributed.fsdp.", "accumext.")) for name in modules)
 

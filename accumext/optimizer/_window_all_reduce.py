@@ -150,9 +150,8 @@ class Agreement(NamedTuple):
         """
         groups, shards = closing_groups(parameters, group)
         world = math.prod(g.size() for g in groups)
-        device = next(
-            filter(is_dtensor, parameters), parameters[0]
-        ).device  # which the groups serve
+        # That which the groups serve; others may be on the host.
+        device = next(filter(is_dtensor, parameters), parameters[0]).device
         rank = 0
         for each in groups:
             rank = rank * each.size() + each.rank()

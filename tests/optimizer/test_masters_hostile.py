@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from support.masters import with_masters
 from support.optimizer_oracle import assert_equal, loss_of, make_batches, make_model, sgd
 from torch import nn
 
@@ -13,11 +14,6 @@ import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = [batch.bfloat16() for batch in make_batches(4)]
-
-
-def with_masters(model, make=sgd, stochastic=False, **kwargs):
-    masters = accumext.masters(model.parameters(), stochastic_rounding=stochastic)
-    return AccumulatingOptimizer(make(masters), masters=masters, **kwargs), masters
 
 
 def one_step(opt, model):
@@ -111,7 +107,7 @@ def test_masters_loaded_by_hand_before_the_first_step_stay():
 )
 def test_a_damaged_checkpoint_is_refused_before_anything_changes(change):
     model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model)
+    opt, masters = with_masters(model, sgd)
     saved = copy.deepcopy(opt.state_dict())
     saved["param_groups"][0]["lr"] = 7.0
     change(saved["masters"])
