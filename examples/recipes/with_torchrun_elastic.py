@@ -61,5 +61,5 @@ for window in range(done, arguments.windows):
         dcp.save(state, checkpoint_id=arguments.checkpoint)
 if rank == 0:
     print(f"windows {done} to {arguments.windows}, the last: {opt.stats()}")
-del model, opt, loss  # they hold the group, whose threads must end before the interpreter does
+dist.barrier()  # a thread of gloo that drops a tensor while the interpreter ends aborts the process
 dist.destroy_process_group()
