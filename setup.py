@@ -7,10 +7,12 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -44,15 +46,20 @@ record: dict[str, Any] = {
 }
 
 
+def say(words: str) -> None:
+    """One line of the build's output, which `pip install -v` shows."""
+    print(f"accumext: {words}", file=sys.stderr, flush=True)
+
+
 def missing(library: str, reason: str, fix: str) -> None:
     """Note why a library is not compiled; stop if it was asked for."""
-    required = mode == "require" and library in build.LIBRARIES  # "bind" holds facts, no kernels
+    required = mode == "require"
     if library == "cuda":
         wanted = build.setting("ACCUMEXT_CUDA") == "1"
         required = wanted or (required and record["torch_cuda"] is not None)
     if required:
         raise SystemExit(f"accumext: the {library} library cannot be compiled: {reason}. {fix}")
-    print(f"accumext: the {library} library is not compiled: {reason}. {fix}", file=sys.stderr)
+    say(f"the {library} library is not compiled: {reason}. {fix}")
     record["missing"][library] = {"reason": reason, "fix": fix}
 
 
@@ -63,9 +70,8 @@ def package_folder(command: Any, inplace: bool) -> Path:
 
 def remove_libraries(folder: Path) -> None:
     """Remove what an earlier build left: a library that no longer compiles must not be shipped."""
-    for name in ("_C_*.so", "_bind.*.so"):
-        for path in folder.glob(name):
-            path.unlink()
+    for path in folder.glob("_C_*.so"):
+        path.unlink()
 
 
 class BuildModules(build_py):
@@ -80,17 +86,24 @@ class BuildModules(build_py):
         build.write_record(package_folder(self, self.editable_mode) / "backend", record)
 
 
-def build_kernels(torch: Any) -> type:
-    """The build_ext command of this torch: each library is compiled, or fails, alone."""
-    from torch.utils.cpp_extension import BuildExtension
+class Wheel(bdist_wheel):
+    """A wheel for one platform and any Python 3: the libraries do not use Python's interface."""
 
-    class BuildKernels(BuildExtension):
+    def get_tag(self) -> tuple[str, str, str]:
+        *_, platform = super().get_tag()
+        return "py3", "none", platform
+
+
+def build_kernels(cpp_extension: Any) -> type:
+    """The build_ext command of this torch: each library is compiled, or fails, alone."""
+
+    class BuildKernels(cpp_extension.BuildExtension):
         extensions: list[Extension]
 
         def run(self) -> None:
             folder = package_folder(self, bool(self.inplace)) / "backend"
             super().run()
-            libraries = [*folder.glob("_C_*.so"), *folder.glob("_bind.*.so")]
+            libraries = folder.glob("_C_*.so")
             record["sha256"] = {path.name: build.sha256(path) for path in libraries}
             build.write_record(folder, record)
 
@@ -99,6 +112,8 @@ def build_kernels(torch: Any) -> type:
             for extension in wanted:
                 self.extensions = [extension]
                 library = extension.name.rpartition("_")[2]
+                begin = time.monotonic()
+                say(f"compiling the {library} library, which takes {build.TAKES[library]}")
                 try:
                     with tempfile.TemporaryDirectory() as stubs:
                         if library == "cuda":
@@ -108,6 +123,7 @@ def build_kernels(torch: Any) -> type:
                     reason = f"{type(error).__name__}: {error}".splitlines()[0]
                     missing(library, reason, "pip install -v . shows the compiler's words")
                 else:
+                    say(f"compiled the {library} library in {time.monotonic() - begin:.0f} s")
                     compiled.append(extension)
                     record["compiled"].append(library)
             self.extensions = compiled
@@ -115,11 +131,10 @@ def build_kernels(torch: Any) -> type:
     return BuildKernels
 
 
-def extensions(torch: Any) -> list[Extension]:
+def extensions(torch: Any, cpp_extension: Any) -> list[Extension]:
     """The libraries that this machine is to compile."""
-    from torch.utils import cpp_extension
 
-    def library(name: str, **extra_flags: list[str]) -> Extension:
+    def library(name: str, **extra_flags: list[str]) -> Any:
         return cpp_extension.CppExtension(
             f"accumext.backend._C_{name}",
             [os.path.relpath(path, ROOT) for path in build.sources(name)],
@@ -136,15 +151,6 @@ def extensions(torch: Any) -> list[Extension]:
         cpp_extension.CUDA_HOME = cuda.home
         record.update(nvcc=cuda.version, archs=build.archs(torch))
         found.append(library("cuda", nvcc=build.nvcc_flags() + build.arch_flags(torch)))
-    found.append(
-        Extension(
-            "accumext.backend._bind",
-            [os.path.relpath(path, ROOT) for path in build.sources("bind")],
-            include_dirs=[str(build.csrc()), build.pybind11_include(torch)],
-            extra_compile_args=build.cxx_flags("bind"),
-            language="c++",
-        )
-    )
     return found
 
 
@@ -165,10 +171,11 @@ def usable_torch() -> Any | None:
     return torch
 
 
-commands: dict[str, type] = {"build_py": BuildModules}
+commands: dict[str, type] = {"build_py": BuildModules, "bdist_wheel": Wheel}
 modules: list[Extension] = []
 if COMPILING_COMMANDS & set(sys.argv[1:]) and (torch := usable_torch()) is not None:
     os.environ.update(build.environment())
-    commands["build_ext"] = build_kernels(torch)
-    modules = extensions(torch)
+    cpp_extension = build.cpp_extension()
+    commands["build_ext"] = build_kernels(cpp_extension)
+    modules = extensions(torch, cpp_extension)
 setup(ext_modules=modules, cmdclass=commands)

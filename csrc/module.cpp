@@ -1,6 +1,6 @@
-// Python bindings of what needs no tensor: facts about the build and the processor, and the chunk
-// planner.
-// No torch header is included, so the module depends on the Python version only.
+// Python bindings of what needs no tensor, for tests and experiments: the chunk planner, and the
+// instruction set that the CPU kernels choose. Nothing is installed of it; compile it with
+// torch.utils.cpp_extension.load(**accumext.backend.load_arguments("bind")).
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -16,25 +16,6 @@
 namespace py = pybind11;
 
 namespace {
-
-std::string Compiler() {
-#if defined(__clang__)
-  return "clang " __clang_version__;
-#elif defined(__GNUC__)
-  return "gcc " __VERSION__;
-#else
-  return "unknown";
-#endif
-}
-
-py::dict BuildFacts() {
-  py::dict facts;
-  facts["compiler"] = Compiler();
-  facts["cplusplus"] = static_cast<std::int64_t>(__cplusplus);
-  facts["python"] = PY_VERSION;
-  facts["instruction_set"] = accumext::isa_name(accumext::widest_isa());
-  return facts;
-}
 
 std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> PlanChunks(
     const std::vector<std::int64_t>& numels, std::int64_t chunk_size) {
@@ -52,9 +33,10 @@ std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> PlanChunks(
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.doc() = "Facts about the build, and the chunk planner.";
-  m.def("build_facts", &BuildFacts,
-        "Compiler, C++ standard and Python of this build; instruction set of the CPU kernels.");
+  m.doc() = "The chunk planner, and the instruction set of the CPU kernels.";
+  m.def(
+      "instruction_set", [] { return accumext::isa_name(accumext::widest_isa()); },
+      "\"portable\", \"AVX2\" or \"AVX-512\".");
   m.def("plan_chunks", &PlanChunks, py::arg("numels"), py::arg("chunk_size"),
         "Chunks (tensor, begin, end) of a list of tensors with these element counts.");
 }

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib
 import json
+import logging
 import os
 import platform
 import re
@@ -19,11 +20,13 @@ import site
 import subprocess
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 TORCH_MINIMUM = (2, 10)
 LIBRARIES = ("cpu", "cuda")
+TAKES = {"cpu": "about a minute", "cuda": "several minutes"}  # to compile, on two cores
 
 CHOICES = {
     "ACCUMEXT_BACKEND": ("auto", "native", "jit", "reference"),
@@ -82,8 +85,10 @@ def cxx_flags(library: str) -> list[str]:
 
     Contraction is off because elementwise results must equal PyTorch's bit for bit; there is no
     -march, so that a wheel runs on any CPU: the kernels choose their instruction set when they run.
+    -Wno-psabi: vectors are passed between inlined functions only, so how a call would pass them is
+    no matter.
     """
-    flags = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
+    flags = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi"]
     return flags if library == "bind" else [*flags, _target_define()]
 
 
@@ -141,16 +146,37 @@ def find_torch() -> Any | None:
     folders += site.getsitepackages()
     if sys.prefix == sys.base_prefix:
         folders.append(site.getusersitepackages())
-    try:
-        return importlib.import_module("torch")
-    except ImportError:
+    torch = _imported_torch()
+    if torch is None:
         for folder in folders:
             if os.path.isdir(folder) and folder not in sys.path:
                 site.addsitedir(folder)
+        torch = _imported_torch()
+    return torch
+
+
+def _imported_torch() -> Any | None:
+    with warnings.catch_warnings():
+        # A build needs no NumPy, without which torch warns when it is imported.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+        try:
+            return importlib.import_module("torch")
+        except ImportError:
+            return None
+
+
+def cpp_extension() -> Any:
+    """`torch.utils.cpp_extension`, which warns where there is a toolkit and no GPU: all is well."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("No CUDA runtime is found")
+
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    logger.addFilter(is_news)
     try:
-        return importlib.import_module("torch")
-    except ImportError:
-        return None
+        return importlib.import_module("torch.utils.cpp_extension")
+    finally:
+        logger.removeFilter(is_news)
 
 
 def torch_is_too_old(torch: Any) -> bool:
@@ -177,15 +203,6 @@ def obstacle(torch: Any) -> tuple[str, str] | None:
     if shutil.which(command) is None:
         return f"no C++ compiler ({command}) was found", "Install g++, or set CXX"
     return None
-
-
-def pybind11_include(torch: Any) -> str:
-    """The folder of pybind11's headers: its package's, or the copy that torch carries."""
-    try:
-        include: str = importlib.import_module("pybind11").get_include()
-    except ImportError:
-        include = str(Path(torch.__file__).parent / "include")
-    return include
 
 
 # --- CUDA --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import accumext
 from accumext import reference
-from accumext.backend import _build, _libraries
+from accumext.backend import _build
 
 _RTOL, _ATOL = 1e-10, 1e-12  # float64 in two orders of summation
 # Four roundings of float32, in which most tensors of a list are summed whatever the dtype of the
@@ -90,19 +90,11 @@ def _versions() -> dict[str, str | None]:
         "torch": torch.__version__,
         "torch's CUDA": torch.version.cuda,
         "GPU": gpu,
+        "instruction set": torch.backends.cpu.get_cpu_capability(),  # the kernels follow torch
         "compiler": _first_line(os.environ.get("CXX") or "c++", "--version"),
         "nvcc": f"{cuda.version} in {cuda.home}" if cuda.home else f"not used: {cuda.reason}",
         "ninja": _distribution("ninja"),
-        "bindings": _bindings(),
     }
-
-
-def _bindings() -> str | None:
-    try:
-        bindings = _libraries.bindings()
-    except (ImportError, OSError) as error:
-        return str(error)
-    return json.dumps(bindings.build_facts()) if bindings else None
 
 
 def _distribution(name: str) -> str | None:

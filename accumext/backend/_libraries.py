@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.machinery
-import importlib.util
 import logging
 import os
 import struct
+import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -213,6 +211,7 @@ class _Library:
         from accumext.backend import _cache
 
         with _cache.workshop(folder) as workshop:
+            self._announce()
             self._run_compiler(workshop)
             library = workshop / f"_C_{self.name}.so"
             self._open(library)
@@ -223,9 +222,16 @@ class _Library:
                 return f"it could not be kept ({error.strerror}); {_MORE_ROOM}"
         return ""
 
-    def _run_compiler(self, folder: Path) -> None:
-        from torch.utils import cpp_extension
+    def _announce(self) -> None:
+        """Tell who sits at the terminal why the first call takes so long."""
+        takes = _build.TAKES[self.name]
+        words = f"accumext: compiling the {self.label} kernels on first use, which takes {takes}"
+        if sys.stderr is not None and sys.stderr.isatty():
+            print(words, file=sys.stderr, flush=True)
+        _log.info(words)
 
+    def _run_compiler(self, folder: Path) -> None:
+        cpp_extension = _build.cpp_extension()
         arguments = _build.load_arguments(self.name, torch)
         if self.name == "cuda":
             home = _build.cuda(torch).home
@@ -340,23 +346,6 @@ def backend_reason() -> str:
             break
         clauses.append(f"{library.label} tensors are served by pure PyTorch ({library.reason})")
     return "; ".join(clauses) + "."
-
-
-def bindings() -> types.ModuleType | None:
-    """The installed pybind11 module, typed in _bind.pyi; None where nothing was compiled.
-
-    Raises:
-        ImportError, OSError: it does not load.
-    """
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = _build.installation() / f"_bind{suffix}"
-        spec = importlib.util.spec_from_file_location("accumext.backend._bind", path)
-        if path.exists() and spec is not None and spec.loader is not None:
-            _check_length(path)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module
-    return None
 
 
 def _best_first() -> list[_Library]:

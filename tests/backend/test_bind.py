@@ -1,25 +1,30 @@
-"""The pybind11 module: the chunk planner against its definition, and the facts of the build."""
+"""The pybind11 module: the chunk planner against its definition, and the instruction set."""
 
 from __future__ import annotations
 
-import platform
-
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils import cpp_extension
 
-from accumext.backend import _libraries
+from accumext.backend import load_arguments
 
-bindings = _libraries.bindings()
-if bindings is None:
-    pytest.skip("the bindings are not installed", allow_module_level=True)
+pytestmark = pytest.mark.build
 
 sizes = st.lists(st.integers(0, 40), max_size=8)
 
 
-@given(sizes, st.integers(1, 12))
+@pytest.fixture(scope="module")
+def bindings(tmp_path_factory: pytest.TempPathFactory):
+    """The module, compiled as anyone can compile it."""
+    folder = tmp_path_factory.mktemp("bindings")
+    return cpp_extension.load(**load_arguments("bind"), build_directory=str(folder))
+
+
+@given(numels=sizes, chunk_size=st.integers(1, 12))
 def test_chunks_are_the_tensors_in_order_cut_every_chunk_size(
-    numels: list[int], chunk_size: int
+    bindings, numels: list[int], chunk_size: int
 ) -> None:
     expected = [
         (tensor, begin, min(begin + chunk_size, numel))
@@ -29,17 +34,16 @@ def test_chunks_are_the_tensors_in_order_cut_every_chunk_size(
     assert bindings.plan_chunks(numels, chunk_size) == expected
 
 
-def test_chunks_of_a_tensor_beyond_32_bits() -> None:
+def test_chunks_of_a_tensor_beyond_32_bits(bindings) -> None:
     numel = 2**33 + 1
     assert bindings.plan_chunks([numel], 2**33) == [(0, 0, 2**33), (0, 2**33, numel)]
 
 
-def test_chunk_size_must_be_positive() -> None:
+def test_chunk_size_must_be_positive(bindings) -> None:
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         bindings.plan_chunks([1], 0)
 
 
-def test_build_facts() -> None:
-    facts = bindings.build_facts()
-    assert facts["cplusplus"] >= 202002
-    assert facts["python"].startswith(".".join(platform.python_version_tuple()[:2]))
+def test_the_instruction_set_is_the_one_that_torch_uses(bindings) -> None:
+    names = {"DEFAULT": "portable", "AVX2": "AVX2", "AVX512": "AVX-512"}
+    assert bindings.instruction_set() == names[torch.backends.cpu.get_cpu_capability()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,22 @@ def no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Monkey
     monkeypatch.setattr(_build, "_DEFAULT_CUDA_HOME", str(tmp_path / "default"))
     monkeypatch.setattr(_build.sysconfig, "get_path", lambda name: str(tmp_path / "purelib"))
     return monkeypatch
+
+
+def test_a_toolkit_without_a_gpu_is_nothing_to_be_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def imported(name: str) -> str:
+        log = logging.getLogger(name)
+        log.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local/cuda")
+        log.warning("something else")
+        return name
+
+    monkeypatch.setattr(_build.importlib, "import_module", imported)
+    assert _build.cpp_extension() == "torch.utils.cpp_extension"
+    assert caplog.messages == ["something else"]
+    imported("torch.utils.cpp_extension")  # only the import is silent
+    assert len(caplog.messages) == 3
 
 
 def test_cuda_is_left_out_without_a_toolkit(no_toolkit: None, tmp_path: Path) -> None:

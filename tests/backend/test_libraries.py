@@ -151,6 +151,27 @@ def test_stand_ins_compile_on_first_use_and_leave(tree: Tree) -> None:
     assert done.stderr == ""
 
 
+# A call with a terminal for its stderr; prints what arrived there.
+ON_A_TERMINAL = f"""
+import os, pty
+leader, follower = pty.openpty()
+os.dup2(follower, 2)
+{CALL}
+os.write(follower, b"-")
+arrived = b""
+while not arrived.endswith(b"-"):
+    arrived += os.read(leader, 1000)
+print(arrived.decode().splitlines())
+"""
+
+
+@pytest.mark.build
+def test_a_terminal_is_told_once_that_kernels_are_compiled(tree: Tree) -> None:
+    words = "accumext: compiling the CPU kernels on first use, which takes about a minute"
+    assert tree.run(ON_A_TERMINAL).stdout.strip() == str([words, "-"])
+    assert tree.run(ON_A_TERMINAL).stdout.strip() == str(["-"])
+
+
 @pytest.mark.build
 def test_a_compiled_library_is_used_again_without_a_compiler(tree: Tree) -> None:
     assert tree.show()[0] == NATIVE

@@ -27,7 +27,12 @@ struct Columns {
 
   template <typename T, typename V>
   [[gnu::always_inline]] void store(T* row, const V& x) const {
-    std::memcpy(row + first, &x, kWhole ? sizeof(V) : sizeof(T) * count);
+    if constexpr (kWhole) {
+      std::memcpy(row + first, &x, sizeof(V));
+    } else {
+      // The compiler cannot know that count is less than kSize, and would warn.
+      std::memcpy(row + first, &x, count < kSize ? sizeof(T) * count : sizeof(V));
+    }
   }
 };
 
