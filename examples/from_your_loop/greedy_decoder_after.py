@@ -11,16 +11,10 @@ def train(model, loader, n, device):
     optimizer = accumext.AccumulatingOptimizer(
         optimizer, window=n, max_norm=2.0, scaler=scaler
     )
+    layers = (model.embedding, model.cell, model.head)
     for targets, hidden in loader:
         with torch.autocast(device, torch.float16):
-            out = accumext.decode_loss(
-                model.embedding,
-                model.cell,
-                model.head,
-                targets,
-                hidden,
-                feedback="greedy",
-            )
+            out = accumext.decode_loss(*layers, targets, hidden, feedback="greedy")
         optimizer.backward(out.loss)
         optimizer.step()
     optimizer.flush()
