@@ -6,8 +6,6 @@ number of steps with plain PyTorch that steps on each window's gradient.
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from support.optimizer_oracle import (
@@ -30,21 +28,14 @@ MAX_NORM = 0.1  # clips some windows and not others, and some of the batches in 
 GAMMA = 0.7
 
 # What Lightning calls of torch, and its advice where there are more cores or a GPU.
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:.*does not have many workers",
-    "ignore:GPU available but not used",
-)
-
-
-@pytest.fixture(autouse=True)
-def forget_accelerate():
-    """Accelerate's state is one per process; no test may leave it to the next."""
-    yield
-    state = sys.modules.get("accelerate.state")
-    if state is not None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
+pytestmark = [
+    pytest.mark.usefixtures("forget_accelerate"),
+    pytest.mark.filterwarnings(
+        r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+        "ignore:.*does not have many workers",
+        "ignore:GPU available but not used",
+    ),
+]
 
 
 def build(window=1, max_norm=MAX_NORM):

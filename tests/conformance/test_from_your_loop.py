@@ -1,0 +1,299 @@
+"""From your loop: both sides of every diff, in float64."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import types
+from contextlib import contextmanager
+
+import pytest
+import ranks
+import torch
+import your_loops
+from support import ROOT
+from support.optimizer_oracle import EXACT, NAN, assert_close, parameters_of
+from torch import nn
+from torch.nn import functional
+from your_loops import FOLDER, LOOPS, OTHERS, SIDES, WORLD, N, by_definition, function, loader
+
+PLAIN = ("tutorial", "amp", "head_slices")
+STAND_INS = ("apex", "liger", "cce")
+DECODERS = ("greedy_decoder", "backward_per_token", "backward_once")
+FLOAT16 = 2.0**-11  # half the distance of two numbers near 1
+FRAMEWORKS = ("accelerate", "lightning", "ignite", "trainer")
+PROCESSES = ("ddp",)
+
+pytestmark = [
+    pytest.mark.usefixtures("forget_accelerate"),
+    # What Lightning calls of torch, and its advice where there are more cores or a GPU.
+    pytest.mark.filterwarnings(
+        r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+        "ignore:.*does not have many workers",
+        "ignore:GPU available but not used",
+    ),
+]
+
+
+def linear_cross_entropy(e, c, targets, bias=None, reduction="mean"):
+    """Of torch where it has one; the logits as a whole where it has not."""
+    e, targets = e.flatten(0, -2), targets.flatten()
+    if hasattr(functional, "linear_cross_entropy"):
+        return functional.linear_cross_entropy(e, c, targets, linear_bias=bias, reduction=reduction)
+    logits = functional.linear(e, c, bias)
+    return functional.cross_entropy(logits, targets, reduction=reduction)
+
+
+class LigerFusedLinearCrossEntropyLoss(nn.Module):
+    """A stand-in: the argument order of Liger's module, and torch's arithmetic."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, lin_weight, _input, target, bias=None):
+        return linear_cross_entropy(_input, lin_weight, target, bias, self.reduction)
+
+
+class Amp:
+    """A stand-in for `apex.amp`: the three calls, one loss scale, and no half precision."""
+
+    SCALE = 1024.0
+
+    def initialize(self, model, optimizer, opt_level):
+        return model, optimizer
+
+    def master_params(self, optimizer):
+        return (p for group in optimizer.param_groups for p in group["params"])
+
+    @contextmanager
+    def scale_loss(self, loss, optimizer, delay_unscale=False):
+        yield loss * self.SCALE
+        if not delay_unscale:
+            for parameter in self.master_params(optimizer):
+                parameter.grad /= self.SCALE
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    """Packages that need a GPU, or that nobody maintains any more."""
+    packages = {
+        "apex": {"amp": Amp()},
+        "liger_kernel": {},
+        "liger_kernel.transformers": {
+            "LigerFusedLinearCrossEntropyLoss": LigerFusedLinearCrossEntropyLoss
+        },
+        "cut_cross_entropy": {"linear_cross_entropy": linear_cross_entropy},
+    }
+    for name, contents in packages.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+class Labelled(nn.Module):
+    """What the Trainer calls: keyword arguments in, a dict with the loss out."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, labels):
+        return {"loss": functional.cross_entropy(self.model(x), labels)}
+
+
+def trained(name, side, batches, tmp_path, model=None):
+    """The parameters after `train` of one side, and what it returned."""
+    train, loop = function(name, side), LOOPS[name]
+    model = loop.model() if model is None else model
+    if name == "lightning":
+        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        options = dict.fromkeys(quiet, False) | {"max_epochs": 1, "accelerator": "cpu"}
+        returned = train(model, loader(batches), N, default_root_dir=tmp_path, **options)
+    elif name == "trainer":
+        options = {
+            "output_dir": str(tmp_path),
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": len(batches[0][0]),
+            "train_sampling_strategy": "sequential",
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        data = [{"x": x, "labels": y} for batch in batches for x, y in zip(*batch)]
+        returned = train(Labelled(model), data, N, **options)
+    else:
+        returned = train(model, loader(batches), N, *(["cpu"] if loop.device else []))
+    return parameters_of(model), returned
+
+
+def assert_as_defined(name, tmp_path):
+    """Both sides end where steps on each window's gradient end."""
+    loop = LOOPS[name]
+    batches = loop.batches()
+    expected, norms = by_definition(loop, batches)
+    if loop.max_norm is not None:
+        assert max(norms) > loop.max_norm > min(norms)  # a factor in all of them would be seen
+    for side in SIDES:
+        parameters, _ = trained(name, side, batches, tmp_path)
+        assert_close(parameters, expected)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_loops(name, tmp_path):
+    """The tutorial loop, AMP with a GradScaler, a head in slices: the same parameters"""
+    assert_as_defined(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_frameworks(name, tmp_path, monkeypatch):
+    """Loops of Accelerate, Lightning, ignite and the Trainer: the same parameters"""
+    package = {"trainer": "transformers"}.get(name, name)
+    pytest.importorskip(package)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert_as_defined(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_loops_of_packages_that_are_not_here(name, tmp_path):
+    """Loops of apex, Liger and cut_cross_entropy, of which stand-ins run: the same parameters"""
+    assert_as_defined(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(name, tmp_path):
+    """Decoders fed their argmax, a backward pass per sequence or per token: the same parameters"""
+    assert_as_defined(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", DECODERS[1:])
+def test_running_losses(name, tmp_path):
+    """Loops that collect their loss return the same loss from both sides"""
+    batches = LOOPS[name].batches()
+    (_, before), (_, after) = (trained(name, side, batches, tmp_path) for side in SIDES)
+    assert before == pytest.approx(after.item(), rel=EXACT)
+
+
+@pytest.mark.process
+def test_several_processes(tmp_path_factory):
+    """DistributedDataParallel with `no_sync`, two processes: the same parameters"""
+    seen = ranks.run_on(WORLD, (your_loops.on_ranks,), "your-loops", tmp_path_factory)
+    loop = LOOPS["ddp"]
+    expected, norms = by_definition(loop, loop.batches(), N * WORLD)
+    assert max(norms) > loop.max_norm > min(norms)
+    for rank in seen:
+        for side in SIDES:
+            assert_close(rank["on_ranks"][side], expected)
+
+
+def test_the_loss_of_a_head_in_slices():
+    """The loss of Liger's head and `chunked_loss`: the same loss and gradients"""
+    model, (x, y) = LOOPS["liger"].model(), LOOPS["liger"].batches()[3]
+    expected = LOOPS["liger"].loss(model, (x, y))
+    grads = torch.autograd.grad(expected, list(model.parameters()))
+    for side in SIDES:
+        model.zero_grad()
+        loss = function("liger_chunked", side)(model, x, y)
+        loss.backward()
+        assert_close([loss, *(p.grad for p in model.parameters())], [expected, *grads])
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_one_step(side):
+    """y = w x: a whole batch and its samples one by one make the same step"""
+    w, x = nn.Parameter(torch.tensor(1.0).double()), torch.tensor([4.0, 2.0]).double()
+    (grad,) = torch.autograd.grad(your_loops.whole_batch_loss(w, x), [w])
+    assert grad.item() == -20.0
+    function("whole_batch", side)(w, x)
+    assert w.item() == pytest.approx(1.2, rel=EXACT)
+
+
+def test_the_last_window_of_the_tutorial_loop(tmp_path):
+    """A last window of two: the tutorial loop steps half as far, `flush` on the mean"""
+    loop = LOOPS["tutorial"]
+    batches = loop.batches()[: 2 * N + 2]
+    mean, _ = by_definition(loop, batches)
+    (before, _), (after, _) = (trained("tutorial", side, batches, tmp_path) for side in SIDES)
+    assert_close(after, mean)
+    assert_close(before, by_definition(loop, batches, divisor=N)[0])
+    assert all((b - m).norm() > 1e-3 * m.norm() for b, m in zip(before, mean))
+
+
+@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+def test_the_last_window_of_frameworks(name, tmp_path, monkeypatch):
+    """Accelerate and Lightning divide a last window of two by four as well; `flush` does not"""
+    pytest.importorskip(name)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    loop = LOOPS[name]
+    batches = loop.batches()[: 2 * N + 2]
+    (before, _), (after, _) = (trained(name, side, batches, tmp_path) for side in SIDES)
+    assert_close(after, by_definition(loop, batches)[0])
+    assert_close(before, by_definition(loop, batches, divisor=N)[0])
+
+
+@pytest.mark.parametrize("name", ["amp", "ignite", "head_slices"])
+def test_a_last_window_that_nobody_steps_on(name, tmp_path):
+    """A loop with a modulo alone never steps on its last two batches; `flush` does"""
+    if name == "ignite":
+        pytest.importorskip(name)
+    loop = LOOPS[name]
+    batches = loop.batches()[: N + 2]
+    (before, _), (after, _) = (trained(name, side, batches, tmp_path) for side in SIDES)
+    assert_close(before, by_definition(loop, batches[:N])[0])
+    assert_close(after, by_definition(loop, batches)[0])
+
+
+def test_a_window_that_amp_skips(tmp_path):
+    """AMP: a NaN skips the window on both sides, and moves the schedule on both"""
+    batches = LOOPS["amp"].batches()
+    batches[N + 1][0][0, 0] = NAN
+    (before, _), (after, _) = (trained("amp", side, batches, tmp_path) for side in SIDES)
+    assert_close(after, before)
+    assert all(parameter.isfinite().all() for parameter in after)
+
+
+def test_amp_in_half_precision(tmp_path, monkeypatch):
+    """AMP with float16 products: the scale that suits an undivided loss is smaller by n"""
+    batches = [(x.float(), y) for x, y in LOOPS["amp"].batches()]
+
+    def with_scale(side, scale):
+        with monkeypatch.context() as patch:
+            GradScaler = functools.partial(torch.amp.GradScaler, init_scale=scale)
+            patch.setattr(torch.amp, "GradScaler", GradScaler)
+            return trained("amp", side, batches, tmp_path, LOOPS["amp"].model().float())[0]
+
+    before = with_scale("before", 2.0**16)
+    assert_close(with_scale("after", 2.0**16 / N), before, FLOAT16)
+    # The large inputs of the later windows: there the larger scale overflows, which skips them.
+    assert all((a - b).norm() > 1e-2 for a, b in zip(with_scale("after", 2.0**16), before))
+
+
+@pytest.fixture
+def loop_diffs():
+    """The script that writes the diffs, which is no module of a package."""
+    path = ROOT / "docs" / "loop_diffs.py"
+    spec = importlib.util.spec_from_file_location("loop_diffs", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_shows_the_files(loop_diffs, tmp_path, capsys):
+    """Every pair of files is on the page as it is, and in these tests"""
+    pairs = {path.stem.rpartition("_")[0] for path in FOLDER.glob("*.py")}
+    files = {f"{pair}_{side}.py" for pair in pairs for side in SIDES}
+    assert {path.name for path in FOLDER.glob("*.py")} == files
+    assert pairs == {*PLAIN, *STAND_INS, *DECODERS, *FRAMEWORKS, *PROCESSES, *OTHERS}
+    text = loop_diffs.PAGE.read_text(encoding="utf-8")
+    assert sorted(loop_diffs.MARKED.findall(text)) == sorted(pairs)
+    assert loop_diffs.main(["--check"]) == 0
+
+    page = tmp_path / "page.md"
+    page.write_text(text.replace("+    optimizer.flush()\n", "", 1), encoding="utf-8")
+    assert loop_diffs.main(["--check", "--page", str(page)]) == 1
+    assert "does not show the files" in capsys.readouterr().out
+    assert loop_diffs.main(["--page", str(page)]) == 0
+    assert page.read_text(encoding="utf-8") == text
