@@ -1,30 +1,52 @@
 """Gradient accumulation and truncated backpropagation through time, without the memory traffic."""
 
-from accumext import ops as ops
-from accumext._clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
-from accumext.backend import _libraries
-from accumext.backend import backend as backend
-from accumext.backend import backend_reason as backend_reason
-from accumext.chunked import chunked_loss as chunked_loss
-from accumext.decoder import DecodeOutput as DecodeOutput
-from accumext.decoder import GenerateOutput as GenerateOutput
-from accumext.decoder import decode_loss as decode_loss
-from accumext.decoder import decode_memory as decode_memory
-from accumext.decoder import generate as generate
-from accumext.ops import accumulate_ as accumulate_
-from accumext.ops import copy_rounded_ as copy_rounded_
-from accumext.ops import scale_ as scale_
-from accumext.ops import total_norm as total_norm
-from accumext.ops import unscale_check_clip_accumulate_ as unscale_check_clip_accumulate_
-from accumext.optimizer import AccumulatingOptimizer as AccumulatingOptimizer
-from accumext.optimizer import WindowReport as WindowReport
-from accumext.optimizer import masters as masters
-from accumext.optimizer import window_memory as window_memory
-from accumext.rollout import RolloutOutput as RolloutOutput
-from accumext.rollout import rollout as rollout
-from accumext.tbptt import TBPTTResult as TBPTTResult
-from accumext.tbptt import tbptt as tbptt
+from accumext import ops
+from accumext._clip_grad_norm import clip_grad_norm_
+from accumext.backend import _libraries, backend, backend_reason
+from accumext.chunked import chunked_loss
+from accumext.decoder import DecodeOutput, GenerateOutput, decode_loss, decode_memory, generate
+from accumext.ops import (
+    accumulate_,
+    copy_rounded_,
+    scale_,
+    total_norm,
+    unscale_check_clip_accumulate_,
+)
+from accumext.optimizer import AccumulatingOptimizer, WindowReport, masters, window_memory
+from accumext.rollout import RolloutOutput, rollout
+from accumext.tbptt import TBPTTResult, tbptt
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AccumulatingOptimizer",
+    "DecodeOutput",
+    "GenerateOutput",
+    "RolloutOutput",
+    "TBPTTResult",
+    "WindowReport",
+    "accumulate_",
+    "backend",
+    "backend_reason",
+    "chunked_loss",
+    "clip_grad_norm_",
+    "copy_rounded_",
+    "decode_loss",
+    "decode_memory",
+    "generate",
+    "masters",
+    "ops",
+    "rollout",
+    "scale_",
+    "tbptt",
+    "total_norm",
+    "unscale_check_clip_accumulate_",
+    "window_memory",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
 
 _libraries.load_installed()  # after ops, which defines what the libraries implement

@@ -8,13 +8,31 @@ import numbers
 import operator
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from accumext import _memory_overlap
 from accumext._torch_private import local_part, sparse_values
+
+# What arguments choose from: a type for type checkers, and the same words for the checks.
+Reduction: TypeAlias = Literal["mean", "sum"]
+REDUCTIONS = get_args(Reduction)
+TokenReduction: TypeAlias = Literal["mean", "sum", "none"]
+TOKEN_REDUCTIONS = get_args(TokenReduction)
+FeedbackWord: TypeAlias = Literal["teacher", "greedy", "sample", "scheduled"]
+FEEDBACK_WORDS = get_args(FeedbackWord)
+DrawWord: TypeAlias = Literal["argmax", "sample"]
+DRAW_WORDS = get_args(DrawWord)
+Truncation: TypeAlias = Literal["fixed", "random"]
+TRUNCATIONS = get_args(Truncation)
+Search: TypeAlias = Literal["greedy", "sample", "beam"]
+SEARCHES = get_args(Search)
+OnNonfinite: TypeAlias = Literal["skip_window", "skip_micro_batch", "raise"]
+ON_NONFINITE = get_args(OnNonfinite)
+Synchronize: TypeAlias = Literal["backward", "window"]
+SYNCHRONIZE = get_args(Synchronize)
 
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -98,9 +116,8 @@ def number(op: str, argument: str, value: Any, low: float = -math.inf) -> float:
     return float(value)
 
 
-def one_of(op: str, argument: str, value: Any, choices: Iterable[str]) -> str:
+def one_of(op: str, argument: str, value: Any, choices: tuple[str, ...]) -> str:
     """One of a few words."""
-    choices = tuple(choices)
     if not isinstance(value, str):
         fail_type(op, argument, f"be one of {', '.join(map(repr, choices))}", type_name(value))
     if value not in choices:

@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from accumext import _scalars
-from accumext._checks import fail_type, fail_value, message, one_of, positive_int, type_name
+from accumext._checks import (
+    REDUCTIONS,
+    Reduction,
+    fail_type,
+    fail_value,
+    message,
+    one_of,
+    positive_int,
+    type_name,
+)
 from accumext._scalars import Scalar
 from accumext._torch_private import (
     assert_on_device,
@@ -42,7 +51,7 @@ def chunked_loss(
     *args: Any,
     chunks: int | None = None,
     chunk_size: int | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     weights: Tensor | None = None,  # [N, ...]
 ) -> Tensor:
     """The loss of `fn` over a batch, computed slice by slice in the memory of one slice.
@@ -124,7 +133,7 @@ def _shares(
     inputs: Tensor,
     args: tuple[Any, ...],
     borders: list[tuple[int, int]],
-    reduction: str,
+    reduction: Reduction,
     weights: Tensor | None,
 ) -> list[_Share]:
     """What every slice counts."""
@@ -206,7 +215,7 @@ def _check(
     for index, arg in enumerate(args):
         if isinstance(arg, Tensor) and (arg.dim() == 0 or len(arg) != rows):
             fail_value(OP, f"args[{index}]", f"have the {rows} rows of inputs", list(arg.shape))
-    one_of(OP, "reduction", reduction, ("mean", "sum"))
+    one_of(OP, "reduction", reduction, REDUCTIONS)
     if (chunks is None) == (chunk_size is None):
         got = "neither" if chunks is None else "both"
         fail_value(OP, "chunks", "be given, or chunk_size, and not both", got)
@@ -218,7 +227,7 @@ def _check(
     return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
 
-def _check_weights(weights: Any, inputs: Tensor, reduction: str) -> None:
+def _check_weights(weights: Any, inputs: Tensor, reduction: Reduction) -> None:
     if not isinstance(weights, Tensor) or weights.is_complex():
         contract = "be a tensor [N, ...] of bools, ints or floats"
         fail_type(OP, "weights", contract, type_name(weights))

@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accumext._checks import fail_type, fail_value, integer, one_of, positive_int, type_name
+from accumext._checks import (
+    REDUCTIONS,
+    Reduction,
+    Truncation,
+    fail_type,
+    fail_value,
+    integer,
+    one_of,
+    positive_int,
+    type_name,
+)
 from accumext.decoder._checkpoint_plan import Plan, Sizes, choose_plan, least_budget
 from accumext.decoder._recomputed_steps import RecomputedSteps
 from accumext.decoder._recurrent_state import (
@@ -22,6 +32,7 @@ from accumext.decoder._recurrent_state import (
     map_tensors,
     own_generator,
     tensors,
+    with_shapes,
     zero_gradient_tie,
 )
 from accumext.decoder._sharded_modules import gathered_once
@@ -38,6 +49,9 @@ class RolloutOutput(NamedTuple):
     state: State  # after the last step; detached where k2 is given
     output: State  # of the last step, likewise; None if there are no steps
 
+    def __repr__(self) -> str:
+        return with_shapes(self)
+
 
 def rollout(
     step: Callable[[State, State], tuple[State, State]],
@@ -49,10 +63,10 @@ def rollout(
     feed: Callable[[State, int], State] | None = None,
     k1: int | None = None,
     k2: int | None = None,
-    truncation: str = "fixed",
+    truncation: Truncation = "fixed",
     checkpoint: int | None = None,
     memory_budget: int | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
 ) -> RolloutOutput:
     """Run a model on its own output for some steps, for a loss with exact gradients.
 
@@ -249,7 +263,7 @@ def _check(
         positive_int(OP, "checkpoint", checkpoint)
     if memory_budget is not None:
         positive_int(OP, "memory_budget", memory_budget)
-    one_of(OP, "reduction", reduction, ("mean", "sum"))
+    one_of(OP, "reduction", reduction, REDUCTIONS)
     if k1 is not None and k2 is None:
         warnings.warn(f"{OP}: {unused_k1(k1)}", stacklevel=3)  # where the user called
     return steps, k1, k2

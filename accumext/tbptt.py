@@ -12,6 +12,9 @@ from torch import Tensor
 
 from accumext._checks import (
     FLOAT_DTYPES,
+    REDUCTIONS,
+    FeedbackWord,
+    Reduction,
     fail_type,
     fail_value,
     integer,
@@ -30,6 +33,7 @@ from accumext.decoder._recurrent_state import (
     rng_state,
     set_rng_state,
     tensors,
+    with_shapes,
     within_length_of,
     write_counts,
     zero_gradient_tie,
@@ -50,6 +54,9 @@ class TBPTTResult(NamedTuple):
     tokens: Tensor
     state: State  # after the last step, detached
 
+    def __repr__(self) -> str:
+        return with_shapes(self)
+
 
 def tbptt(
     step: Callable[..., tuple[Tensor, State]],
@@ -57,13 +64,13 @@ def tbptt(
     state: State,
     *,
     criterion: Callable[..., Tensor],
-    feedback: str | Tensor = "greedy",
+    feedback: FeedbackWord | Tensor = "greedy",
     start: float | Tensor = 0,
     inputs: Tensor | None = None,  # int64 [T, B], or floating-point [T, B, ...]
     k1: int = 1,
     k2: int | None = None,
     backward: Callable[[Tensor], Any] = torch.Tensor.backward,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     teacher_forcing: float = 1.0,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
@@ -350,7 +357,7 @@ def _check(
     k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
     if k2 < k1:
         fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
-    one_of(OP, "reduction", reduction, ("mean", "sum"))
+    one_of(OP, "reduction", reduction, REDUCTIONS)
     if integer(OP, "batch_dim", batch_dim) < 0:
         fail_value(OP, "batch_dim", "be at least 0", batch_dim)
     steps, batch = targets.shape[:2]

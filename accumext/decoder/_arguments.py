@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from accumext._checks import (
     FLOAT_DTYPES,
+    TOKEN_REDUCTIONS,
     fail_type,
     fail_value,
     integer,
@@ -52,7 +53,7 @@ class Criterion:
     label_smoothing: float
     z_loss: float
     class_weight: Tensor | None  # [V]
-    reduction: str  # "mean", "sum" or "none"
+    reduction: str  # a TokenReduction
     num_items: float | Tensor | None  # divisor of "mean"; None: what the call counts
 
 
@@ -372,7 +373,7 @@ def _check_layout(call: Mapping[str, Any], cell: Cell, targets: Tensor) -> list[
 
 
 def _criterion(call: Mapping[str, Any], vocabulary: int, device: torch.device) -> Criterion:
-    reduction = one_of(OP, "reduction", call["reduction"], ("mean", "sum", "none"))
+    reduction = one_of(OP, "reduction", call["reduction"], TOKEN_REDUCTIONS)
     smoothing = number(OP, "label_smoothing", call["label_smoothing"], 0)
     if smoothing > 1:
         fail_value(OP, "label_smoothing", "be at most 1", call["label_smoothing"])

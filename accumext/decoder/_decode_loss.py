@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from accumext._checks import DrawWord, FeedbackWord, TokenReduction, Truncation
 from accumext.decoder._arguments import OP, DecodeArguments, check_arguments
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._cells import parameter_tensors
@@ -19,6 +20,7 @@ from accumext.decoder._recurrent_state import (
     map_leaves,
     map_tensors,
     tensors,
+    with_shapes,
     zero_gradient_tie,
 )
 from accumext.decoder._rnn_path import decode_with_rnn
@@ -39,6 +41,9 @@ class DecodeOutput(NamedTuple):
     outputs: Tensor | None = None  # [T, B, H] of the cell, 0 past a row's end; if asked for
     extras: State = None  # what a callable returned as third, stacked over T
 
+    def __repr__(self) -> str:
+        return with_shapes(self)
+
 
 _PER_TOKEN = ("loss", "tokens", "inputs", "token_losses", "outputs")
 
@@ -50,13 +55,13 @@ def decode_loss(
     targets: Tensor | None,  # [T, B]
     state: State = None,
     *,
-    feedback: str | Tensor,
+    feedback: FeedbackWord | Tensor,
     start: int | Tensor = 0,
     inputs: Tensor | None = None,  # [T, B]
     teacher_forcing: float = 1.0,
     k1: int | None = None,
     k2: int | None = None,
-    truncation: str = "fixed",
+    truncation: Truncation = "fixed",
     state_grad_clip: float | None = None,
     lengths: Tensor | Sequence[int] | None = None,  # [B]
     eos: int | None = None,
@@ -64,7 +69,7 @@ def decode_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     class_weight: Tensor | Sequence[float] | None = None,  # [V]
-    reduction: str = "mean",
+    reduction: TokenReduction = "mean",
     num_items: int | Tensor | None = None,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
@@ -73,7 +78,7 @@ def decode_loss(
     batch_first: bool = False,
     steps: int | None = None,
     token_weight: Tensor | None = None,  # [T, B]
-    draw: str = "argmax",
+    draw: DrawWord = "argmax",
     embedding_dropout: float = 0.0,
     output_dropout: float = 0.0,
     resets: Tensor | None = None,  # bool [T, B]

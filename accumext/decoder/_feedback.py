@@ -9,10 +9,17 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from accumext._checks import fail_type, fail_value, number, one_of, token_tensor, type_name
+from accumext._checks import (
+    DRAW_WORDS,
+    FEEDBACK_WORDS,
+    fail_type,
+    fail_value,
+    number,
+    one_of,
+    token_tensor,
+    type_name,
+)
 from accumext.decoder._recurrent_state import own_generator
-
-MODES = ("teacher", "greedy", "sample", "scheduled")
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ def feedback_of(
         if feedback.device != device:
             fail_value(op, "feedback", f"be on the device of targets, {device}", feedback.device)
     else:
-        word = one_of(op, "feedback", feedback, MODES)
+        word = one_of(op, "feedback", feedback, FEEDBACK_WORDS)
     probability = number(op, "teacher_forcing", teacher_forcing, 0)
     if probability > 1:
         fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
@@ -87,7 +94,7 @@ def feedback_of(
         fail_value(op, "temperature", "be greater than 0", temperature)
     if generator is not None and not isinstance(generator, torch.Generator):
         fail_type(op, "generator", "be a torch.Generator or None", type_name(generator))
-    sampled = one_of(op, "draw", draw, ("argmax", "sample")) == "sample" or word == "sample"
+    sampled = one_of(op, "draw", draw, DRAW_WORDS) == "sample" or word == "sample"
     if sampled and word in ("teacher", "greedy"):
         contract = "be 'argmax' unless feedback is 'sample', 'scheduled' or a mask"
         fail_value(op, "draw", contract, repr(draw))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from accumext._checks import (
+    SEARCHES,
+    Search,
     fail_type,
     fail_value,
     integer,
@@ -31,6 +33,7 @@ from accumext.decoder._recurrent_state import (
     map_tensors,
     own_generator,
     tensors,
+    with_shapes,
 )
 from accumext.decoder._rnn_weights import rnn_weights_of
 from accumext.decoder._sampling import Draw, generate_tokens, prefill
@@ -47,6 +50,9 @@ class GenerateOutput(NamedTuple):
     state: State  # each row's at its end; of a beam that of the best hypothesis
     scores: Tensor  # [B] or [B, K]: sums of log_probs / length ** length_penalty
 
+    def __repr__(self) -> str:
+        return with_shapes(self)
+
 
 def generate(
     embedding: nn.Embedding | Tensor,
@@ -58,7 +64,7 @@ def generate(
     start: int | Tensor = 0,
     prompt: Tensor | None = None,  # int64 [P, B]
     eos: int | None = None,
-    search: str = "greedy",
+    search: Search = "greedy",
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -127,7 +133,7 @@ def generate(
         model = _model(call, modules, limits, ends)
         first = _first(call, modules, prompt, batch)
         state = _state(call, modules, batch, ends)
-        one_of(OP, "search", search, ("greedy", "sample", "beam"))
+        one_of(OP, "search", search, SEARCHES)
         if math.isinf(number(OP, "length_penalty", length_penalty)):
             fail_value(OP, "length_penalty", "be finite", length_penalty)
         token_filter, beams = _filter(call), positive_int(OP, "beams", beams)

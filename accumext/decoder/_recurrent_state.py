@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from accumext._checks import fail_type, fail_value, lengths_tensor, message, type_name
+from accumext._checks import dtype_name, fail_type, fail_value, lengths_tensor, message, type_name
 from accumext._torch_private import tree_leaves, tree_map, write_count
 
 # A tensor, None, or any nesting of tuples, lists, dicts and dataclasses of them.
@@ -70,9 +70,27 @@ def copy_nesting(state: State) -> State:
     return map_leaves(lambda leaf: leaf, state)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
+def map_tensors(function: Callable[[Tensor], Any], state: State) -> State:
     """The same nesting with `function` applied to every tensor."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, state)
+
+
+class _Words(str):
+    """What a container prints without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def with_shapes(output: Any) -> str:
+    """A named tuple as text: of each tensor its dtype and shape, for which no device is read."""
+
+    def shape(tensor: Tensor) -> _Words:
+        device = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+        return _Words(f"{dtype_name(tensor.dtype)} {list(tensor.shape)}{device}")
+
+    fields = [f"{name}={map_tensors(shape, value)!r}" for name, value in output._asdict().items()]
+    return f"{type(output).__name__}({', '.join(fields)})"
 
 
 def detach(state: State) -> State:

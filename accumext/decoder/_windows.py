@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accumext._checks import fail_value, one_of, positive_int
+from accumext._checks import TRUNCATIONS, fail_value, one_of, positive_int
 
 
 def windows(steps: int, k1: int, k2: int) -> list[tuple[int, int, int]]:
@@ -24,7 +24,7 @@ def windows(steps: int, k1: int, k2: int) -> list[tuple[int, int, int]]:
 
 def truncation_of(op: str, k1: Any, k2: Any, truncation: Any) -> tuple[int | None, int | None]:
     """The arguments k1 and k2, checked; of random cuts k2 alone."""
-    one_of(op, "truncation", truncation, ("fixed", "random"))
+    one_of(op, "truncation", truncation, TRUNCATIONS)
     k1 = None if k1 is None else positive_int(op, "k1", k1)
     k2 = None if k2 is None else positive_int(op, "k2", k2)
     if truncation == "random":

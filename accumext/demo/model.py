@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from accumext._checks import FeedbackWord
 from accumext.decoder._decode_loss import DecodeOutput, decode_loss
 
 
@@ -46,7 +47,7 @@ class WordModel(nn.Module):
         return first
 
     def decode(
-        self, batch: Batch, feedback: str, teacher_share: float, generator: torch.Generator
+        self, batch: Batch, feedback: FeedbackWord, teacher_share: float, generator: torch.Generator
     ) -> DecodeOutput:
         """Loss of the targets; gradients reach the encoder through the state."""
         return decode_loss(

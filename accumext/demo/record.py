@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from accumext._checks import FeedbackWord
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -12,7 +14,7 @@ class Settings:
     steps: int  # optimizer steps
     seed: int
     device: str
-    feedback: str  # "scheduled" | "greedy" | "teacher"
+    feedback: FeedbackWord
     batch: int
     length: int  # words decoded per row of a batch
     hidden: int

@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from accumext import _checks
+from accumext._checks import OnNonfinite, Reduction, Synchronize
 from accumext._tensor_kinds import Group
 from accumext._torch_private import HAS_STEPPED, STEP_IS_WRAPPED, TAKES_SCALE
 from accumext.optimizer._accumulator import Accumulator
@@ -123,12 +124,12 @@ class AccumulatingOptimizer(OptimizerProxy):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scaler: GradScaler | None = None,
-        on_nonfinite: str = "skip_window",
-        reduction: str = "mean",
+        on_nonfinite: OnNonfinite = "skip_window",
+        reduction: Reduction = "mean",
         process_group: Group | None = None,
         accumulate_in_backward: bool = False,
         reduce_in_backward: bool = False,
-        synchronize: str = "backward",
+        synchronize: Synchronize = "backward",
         masters: Sequence[Tensor] | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AccumulatingOptimizer):
@@ -464,5 +465,12 @@ class AccumulatingOptimizer(OptimizerProxy):
 
     def __repr__(self) -> str:
         names = ("window", "max_norm", "norm_type", "on_nonfinite", "reduction")
-        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-        return f"{type(self).__name__}({self.optimizer!r}, {fields})"
+        fields = [f"{name}={getattr(self, name)!r}" for name in names]
+        scaler = None if self.scaler is None else f"{type(self.scaler).__name__}()"
+        fields.insert(3, f"scaler={scaler}")  # its scale would have to be read from the device
+        options = ("accumulate_in_backward", "reduce_in_backward")
+        fields += [f"{name}=True" for name in options if getattr(self, name)]
+        if self.synchronize != "backward":
+            fields.append(f"synchronize={self.synchronize!r}")
+        fields.append(f"{self._accumulator.window.micro_batches}/{self.window} micro-batches")
+        return f"{type(self).__name__}({self.optimizer!r}, {', '.join(fields)})"

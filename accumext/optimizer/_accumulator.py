@@ -40,7 +40,7 @@ from accumext.optimizer._masters import MasterWeights
 from accumext.optimizer._product_memory import ProductMemory
 from accumext.optimizer._sharded_window import ShardedWindow
 from accumext.optimizer._window import Window
-from accumext.optimizer._window_report import WindowReport
+from accumext.optimizer._window_report import WindowReport, named
 
 if TYPE_CHECKING:
     from accumext.optimizer._micro_batch import OpenMicroBatch
@@ -417,7 +417,7 @@ class Accumulator:
         global_norm(list(grads.values()), norm_type=2.0, found_inf=found_inf)
         if bool(found_inf):
             names = self.names()
-            mine = ", ".join(str(names[p]) for p in nonfinite(grads))
+            mine = named([names[p] for p in nonfinite(grads)])
             got = f"inf or NaN in {mine or 'shards of other processes'}"
             raise RuntimeError(message(op, "gradients", "be finite", got))
 

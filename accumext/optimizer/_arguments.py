@@ -29,12 +29,12 @@ class Settings:
     max_norm: float | None
     norm_type: float
     scaler: GradScaler | None
-    on_nonfinite: str
-    reduction: str
+    on_nonfinite: _checks.OnNonfinite
+    reduction: _checks.Reduction
     process_group: Group | None
     accumulate_in_backward: bool
     reduce_in_backward: bool
-    synchronize: str
+    synchronize: _checks.Synchronize
     needs_closure: bool  # whether the wrapped `step` cannot be called without one
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,14 +58,13 @@ def check_arguments(optimizer: Optimizer, **arguments: Any) -> Settings:
     settings.norm_type = _checks.number(OP, "norm_type", settings.norm_type)
     if settings.norm_type == 0.0:
         _checks.fail_value(OP, "norm_type", "be nonzero", arguments["norm_type"])
-    policies = ("skip_window", "skip_micro_batch", "raise")
-    _checks.one_of(OP, "on_nonfinite", settings.on_nonfinite, policies)
+    _checks.one_of(OP, "on_nonfinite", settings.on_nonfinite, _checks.ON_NONFINITE)
     _check_policy(settings.on_nonfinite, optimizer)
-    _checks.one_of(OP, "reduction", settings.reduction, ("mean", "sum"))
+    _checks.one_of(OP, "reduction", settings.reduction, _checks.REDUCTIONS)
     check_group(OP, settings.process_group)
     for name in ("accumulate_in_backward", "reduce_in_backward"):
         _check_in_backward(name, arguments[name], settings.on_nonfinite)
-    _checks.one_of(OP, "synchronize", settings.synchronize, ("backward", "window"))
+    _checks.one_of(OP, "synchronize", settings.synchronize, _checks.SYNCHRONIZE)
     if settings.synchronize == "window":
         _check_once_per_window(settings)
     if settings.needs_closure:

@@ -101,7 +101,7 @@ class ShardedWindow:
         """Whether FSDP has gradients of the open window, which nothing else has."""
         return bool(self._holding) and not self._reduced
 
-    def roots_to_hold(self, op: str, model: nn.Module, reduction: str) -> list[Any]:
+    def roots_to_hold(self, op: str, model: nn.Module, reduction: _checks.Reduction) -> list[Any]:
         """The `fully_shard` modules of a model for `holding`.
 
         Raises:
@@ -229,7 +229,7 @@ def closing_groups(parameters: Sequence[Tensor], group: Group | None) -> tuple[l
     return groups, shards
 
 
-def window_memory(model: nn.Module, synchronize: str) -> int:
+def window_memory(model: nn.Module, synchronize: _checks.Synchronize) -> int:
     """Bytes per process that an open window of a model holds beside its parameters and shards.
 
     With `synchronize="backward"` those of the main gradients of its shards. With "window" those of
@@ -251,7 +251,7 @@ def window_memory(model: nn.Module, synchronize: str) -> int:
     op = "window_memory"
     if not isinstance(model, nn.Module):
         _checks.fail_type(op, "model", "be a torch.nn.Module", _checks.type_name(model))
-    _checks.one_of(op, "synchronize", synchronize, SYNCHRONIZE)
+    _checks.one_of(op, "synchronize", synchronize, _checks.SYNCHRONIZE)
     total = 0
     others = set(model.parameters())
     for shard, whole, dtype, grad_dtype in gathered_parameters(model):
@@ -266,9 +266,6 @@ def window_memory(model: nn.Module, synchronize: str) -> int:
         if parameter.requires_grad:
             total += local_tensor(parameter).numel() * main_dtype(parameter).itemsize
     return total
-
-
-SYNCHRONIZE = ("backward", "window")
 
 
 def _padded(parameter: Any) -> int:

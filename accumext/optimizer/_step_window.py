@@ -45,7 +45,7 @@ from accumext.optimizer._window_factors import (
     device_factors,
     window_factors,
 )
-from accumext.optimizer._window_report import WindowReport
+from accumext.optimizer._window_report import WindowReport, named
 from accumext.reference import accumulation_dtype
 
 
@@ -381,7 +381,7 @@ def _warn_of_skip(accumulator: Accumulator, proxy: Optimizer, window: Window) ->
     report, scale = accumulator.last, window.loss_scale
     if report is None or "found_inf" in vars(proxy) or isinstance(scale, Tensor) or scale > 1.0:
         return
-    names = ", ".join(map(str, report.nonfinite))
+    names = named(report.nonfinite)
     where = f"the gradient of {names}" if names else f"its sum, with a loss scale of {scale:g}"
     accumulator.warn_once(
         "skip",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accumext import _scalars, ops
+from accumext._checks import Reduction
 from accumext._scalars import Scalar, divide, to_device, to_host_if_free
 from accumext._tensor_kinds import (
     any_dtensor,
@@ -197,7 +198,7 @@ class Window:
         self.agreed = False  # after a step that failed it holds the mean of what was there then
         return factor
 
-    def normaliser(self, reduction: str) -> Normaliser:
+    def normaliser(self, reduction: Reduction) -> Normaliser:
         """What makes the window's gradient of the main gradients; finite also for a zero weight."""
         unit = 1.0 if self.unit_weight is None else self.unit_weight
         scale = self.unit_scale.value

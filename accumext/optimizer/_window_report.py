@@ -12,7 +12,15 @@ from accumext._scalars import Scalar, as_tensor
 from accumext._tensor_kinds import nonfinite
 from accumext.optimizer._window import Window
 
-Name: TypeAlias = str | int
+Name: TypeAlias = str | int  # an index, in the order of the groups, where there are no names
+
+
+def named(names: list[Name]) -> str:
+    """Parameters in a message, which says how to have names where there are none."""
+    text = ", ".join(map(str, names))
+    if all(isinstance(name, str) for name in names):
+        return text
+    return f"parameters {text} (an optimizer made of model.named_parameters() knows their names)"
 
 
 class WindowReport:
@@ -128,8 +136,11 @@ class WindowReport:
 
     @property
     def nonfinite(self) -> list[Name]:
-        """Names (indices, if the optimizer has no names) of parameters with an inf or NaN gradient.
+        """Names of parameters with an inf or NaN gradient.
 
+        The names are those that the wrapped optimizer was made with, as in
+        `torch.optim.AdamW(model.named_parameters())`. Where it was made without, as with
+        `model.parameters()`, they are indices in that order.
         Of sharded ones, those whose shard on this process has one.
         Empty unless something was dropped. After a fused step on a GPU the host does not know yet:
         ask before the gradients are cleared.

@@ -200,3 +200,31 @@ def test_leaves_of_any_nesting() -> None:
     assert leaves(numbered) == list(range(len(found)))
     assert numbered["b"][0].memory == [Memory(3, 4)]
     assert numbered["a"][0] == Memory(0, 1)
+
+
+def test_outputs_print_the_dtypes_and_shapes_of_what_they_hold() -> None:
+    decoder = make_decoder("lstm_cell")
+    targets = torch.zeros(5, BATCH, dtype=torch.int64)
+    call = (decoder.embedding, decoder.cell, decoder.head)
+    out = accumext.decode_loss(*call, targets, decoder.state, feedback="greedy")
+    state = f"(float64 {list(decoder.state[0].shape)}, float64 {list(decoder.state[1].shape)})"
+    tokens = f"int64 [5, {BATCH}]"
+    assert repr(out) == (
+        f"DecodeOutput(loss=float64 [], tokens={tokens}, inputs={tokens}, "
+        f"token_losses=float64 [5, {BATCH}], state={state}, lengths=int64 [{BATCH}], "
+        "outputs=None, extras=None)"
+    )
+    generated = accumext.generate(*call, decoder.state, max_length=3)
+    assert repr(generated).startswith(f"GenerateOutput(tokens=int64 [3, {BATCH}], log_probs=")
+    rolled = accumext.rollout(
+        lambda x, state: (x, {"cache": [x, 1]}),
+        None, 2, loss=lambda output, t: output.sum(), start=torch.ones(2, 3, requires_grad=True),
+    )  # fmt: skip
+    expected = "loss=float32 [], state={'cache': [float32 [2, 3], 1]}, output=float32 [2, 3]"
+    assert repr(rolled) == f"RolloutOutput({expected})"
+    result = accumext.tbptt(
+        lambda token, state: (F.one_hot(token, 4).float().requires_grad_(), state),
+        targets, None, criterion=F.cross_entropy,
+    )  # fmt: skip
+    assert repr(result) == f"TBPTTResult(loss=float32 [], tokens={tokens}, state=None)"
+    assert repr(rolled._replace(state=torch.empty(2, device="meta"))).count("[2] on meta") == 1

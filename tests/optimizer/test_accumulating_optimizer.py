@@ -297,3 +297,20 @@ def test_main_grad_wants_a_parameter_of_the_optimizer(halfway):
     text = f"{OP}.main_grad: parameter must be a parameter of this optimizer"
     with pytest.raises(ValueError, match=says(text)):
         halfway[1].main_grad(torch.zeros(4, 3))
+
+
+def test_it_prints_its_settings_its_scaler_and_how_full_the_window_is():
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = AccumulatingOptimizer(
+        inner, window=4, scaler=torch.amp.GradScaler("cpu"), accumulate_in_backward=True
+    )
+    for _ in range(2):
+        opt.backward(loss_of(model, BATCHES[0]))
+    settings = "window=4, max_norm=None, norm_type=2.0, scaler=GradScaler(), "
+    settings += "on_nonfinite='skip_window', reduction='mean', accumulate_in_backward=True"
+    assert repr(opt) == f"AccumulatingOptimizer({inner!r}, {settings}, 2/4 micro-batches)"
+    opt.discard()
+    bare = repr(AccumulatingOptimizer(inner))
+    assert "scaler=None" in bare
+    assert bare.endswith("reduction='mean', 0/1 micro-batches)")

@@ -15,7 +15,7 @@ from support.optimizer_oracle import (
 from torch import Tensor
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-from accumext.optimizer._window_report import WindowReport
+from accumext.optimizer._window_report import WindowReport, named
 
 BATCHES = make_batches(12)
 
@@ -100,6 +100,13 @@ def test_a_report_of_a_device_says_what_one_of_the_host_does(skipped):
     numbers = "total_norm=0.25, clip_coef=0.5, loss_scale=8, weight=3, micro_batches=2"
     expected = f"WindowReport({numbers}, skipped={skipped:g}, nonfinite=[])"
     assert repr(device) == repr(host) == expected
+
+
+def test_a_message_names_parameters_or_says_how_to_have_names():
+    assert named(["encoder.weight", "head.bias"]) == "encoder.weight, head.bias"
+    advice = "an optimizer made of model.named_parameters() knows their names"
+    assert named([0, 3]) == f"parameters 0, 3 ({advice})"
+    assert named([]) == ""
 
 
 @pytest.mark.parametrize("skipped", [0.0, 1.0])

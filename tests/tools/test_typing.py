@@ -1,0 +1,71 @@
+"""What an editor or a type checker sees of the package: its public names and their types."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+import accumext
+
+# What a line with a comment says is an error there; other lines must have none.
+USE = """
+import torch
+import accumext
+from torch import nn
+
+e, c, h = nn.Embedding(9, 4), nn.GRUCell(4, 4), nn.Linear(4, 9)
+targets = torch.zeros(5, 2, dtype=torch.int64)
+out = accumext.decode_loss(e, c, h, targets, feedback="greedy", reduction="none")
+out = accumext.decode_loss(e, c, h, targets, feedback=targets > 0, draw="sample")
+out = accumext.decode_loss(e, c, h, targets, feedback="gready")  # "feedback"
+out = accumext.decode_loss(e, c, h, targets, feedback="greedy", draw="max")  # "draw"
+out = accumext.decode_loss(e, c, h, targets, feedback="greedy", reduction="avg")  # "reduction"
+out = accumext.decode_loss(e, c, h, targets, feedback="greedy", truncation="no")  # "truncation"
+loss: torch.Tensor = out.loss
+accumext.generate(e, c, h, max_length=3, search="beams")  # "search"
+accumext.chunked_loss(lambda x: x.sum(), torch.ones(4), reduction="none")  # "reduction"
+adam = torch.optim.Adam(h.parameters())
+opt = accumext.AccumulatingOptimizer(adam, on_nonfinite="raise", synchronize="window")
+opt = accumext.AccumulatingOptimizer(adam, on_nonfinite="skip")  # "on_nonfinite"
+opt = accumext.AccumulatingOptimizer(adam, reduction="none")  # "reduction"
+opt = accumext.AccumulatingOptimizer(adam, synchronize="step")  # "synchronize"
+accumext.window_memory(h, "windows")  # "window_memory"
+names: list[str | int] = opt.last.nonfinite if opt.last is not None else []
+"""
+
+
+def test_dir_lists_public_names_alone() -> None:
+    names = dir(accumext)
+    assert [name for name in names if name.startswith("_")] == ["__version__"]
+    assert {*names} - {"__version__"} == {*accumext.__all__}
+    assert all(hasattr(accumext, name) for name in names)
+
+
+def test_every_public_name_has_its_entry_in_the_reference() -> None:
+    pages = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    missing = [name for name in accumext.__all__ if name not in pages]
+    assert missing == ["ops"]  # torch.ops.accumext, which the reference describes by name
+
+
+@pytest.mark.process
+def test_a_type_checker_knows_the_words_that_arguments_choose_from(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    file = tmp_path / "use.py"
+    file.write_text(USE)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    found = {
+        int(line.split(":")[1]): line for line in done.stdout.splitlines() if ": error:" in line
+    }
+    expected = {
+        number: line.rpartition("# ")[2]
+        for number, line in enumerate(USE.splitlines(), 1)
+        if "  # " in line
+    }
+    assert {*found} == {*expected}, done.stdout
+    for number, argument in expected.items():
+        assert argument in found[number]
