@@ -49,7 +49,7 @@ def clip_grad_norm_(
         foreach: accepted for torch's signature; there is one implementation.
 
     Returns:
-        The norm before clipping, on the device of the first gradient: 0-dim, float32 also for half
+        The norm before clipping, on the device of the first gradient, 0-dim, float32 also for half
         gradients (torch rounds it to their dtype), float64 if a gradient is. Where all gradients
         are DTensors of one mesh it is a replicated DTensor, so that `norm.full_tensor()` works as
         with torch's, and needs no communication.

@@ -180,7 +180,7 @@ def accumulate_(
         overwrite: ignore what the main gradients held; they may be uninitialised.
 
     Returns:
-        The 2-norm of the updated main gradients as one vector: 0-dim, float32 (float64 if a main
+        The 2-norm of the updated main gradients as one vector, 0-dim, float32 (float64 if a main
         gradient is).
 
     Raises:
@@ -300,7 +300,7 @@ def unscale_check_clip_accumulate_(
             Decided on the device.
 
     Returns:
-        The norm of `grads * inv_scale` before clipping: 0-dim, float32 (float64 if a gradient is).
+        The norm of `grads * inv_scale` before clipping, 0-dim, float32 (float64 if a gradient is).
 
     Raises:
         ValueError: lengths, shapes or devices differ, a main gradient overlaps itself, `max_norm`
@@ -380,7 +380,7 @@ def total_norm(
         found_inf: 0-dim float32. Set to 1.0 if a gradient is not finite, otherwise left as it was.
 
     Returns:
-        0-dim, float32 (float64 if a gradient is).
+        The norm, 0-dim, float32 (float64 if a gradient is).
 
     Raises:
         ValueError: devices differ, or `norm_type` is 0 or NaN.

@@ -43,11 +43,17 @@ OP = "rollout"
 
 
 class RolloutOutput(NamedTuple):
-    """What `rollout` returns."""
+    """What `rollout` returns.
 
-    loss: Tensor  # 0-dim, differentiable
-    state: State  # after the last step; detached where k2 is given
-    output: State  # of the last step, likewise; None if there are no steps
+    Attributes:
+        loss: 0-dim, differentiable.
+        state: after the last step; detached where k2 is given.
+        output: of the last step, likewise; None if there are no steps.
+    """
+
+    loss: Tensor
+    state: State
+    output: State
 
     def __repr__(self) -> str:
         return with_shapes(self)

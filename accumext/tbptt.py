@@ -46,13 +46,18 @@ IGNORED = -100  # `ignore_index` of `F.cross_entropy`
 
 
 class TBPTTResult(NamedTuple):
-    """What `tbptt` returns."""
+    """What `tbptt` returns.
 
-    loss: Tensor  # 0-dim, detached, on the device
-    # int64 [T, B]: the argmax (or sample) of each step. Of floating-point targets the outputs
-    # [T, B, ...], detached.
+    Attributes:
+        loss: 0-dim, detached, on the device.
+        tokens: int64 [T, B], the argmax (or sample) of each step. Of floating-point targets the
+            outputs [T, B, ...], detached.
+        state: after the last step, detached.
+    """
+
+    loss: Tensor
     tokens: Tensor
-    state: State  # after the last step, detached
+    state: State
 
     def __repr__(self) -> str:
         return with_shapes(self)

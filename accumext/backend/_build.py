@@ -116,6 +116,9 @@ def load_arguments(library: str, torch: Any = None) -> dict[str, Any]:
         library: "cpu", "cuda" or "bind".
         torch: the torch module; needed for "cuda", whose flags depend on the visible GPUs.
 
+    Returns:
+        Keyword arguments.
+
     Example:
         >>> from torch.utils.cpp_extension import load
         >>> module = load(**load_arguments("bind"))  # doctest: +SKIP

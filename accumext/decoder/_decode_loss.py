@@ -30,16 +30,29 @@ from accumext.decoder._token_buffers import Decoded, TokenBuffers
 
 
 class DecodeOutput(NamedTuple):
-    """What `decode_loss` returns; [B, T] in place of [T, B] with `batch_first`."""
+    """What `decode_loss` returns; [B, T] in place of [T, B] with `batch_first`.
 
-    loss: Tensor  # 0-dim, or [T, B] with reduction="none"; fp32, fp64 in double precision
-    tokens: Tensor  # int64 [T, B]: predicted at each step, also where the target was fed
-    inputs: Tensor  # int64 [T, B]: the tokens really fed; replays the run with feedback="teacher"
-    token_losses: Tensor  # [T, B] detached, 0 where ignored; fp32, fp64 in double precision
-    state: State  # after the last step; detached where k2 cut it
-    lengths: Tensor  # int64 [B]: steps until each row ended; replays a run that `eos` stopped
-    outputs: Tensor | None = None  # [T, B, H] of the cell, 0 past a row's end; if asked for
-    extras: State = None  # what a callable returned as third, stacked over T
+    Attributes:
+        loss: 0-dim, or [T, B] with `reduction="none"`; fp32, fp64 in double precision. Its backward
+            pass brings parameters, state and context their gradients.
+        tokens: int64 [T, B], predicted at each step, also where the target was fed.
+        inputs: int64 [T, B], the tokens really fed; replays the run with `feedback="teacher"`.
+        token_losses: [T, B], detached, 0 where ignored; fp32, fp64 in double precision.
+        state: after the last step; detached where k2 cut it.
+        lengths: int64 [B], steps until each row ended; replays a run that `eos` stopped.
+        outputs: [T, B, H] of the cell, with a graph, 0 past a row's end; None unless
+            `return_outputs` asks for it.
+        extras: what a callable cell returned as third value, stacked over T; else None.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+    inputs: Tensor
+    token_losses: Tensor
+    state: State
+    lengths: Tensor
+    outputs: Tensor | None = None
+    extras: State = None
 
     def __repr__(self) -> str:
         return with_shapes(self)
@@ -133,8 +146,8 @@ def decode_loss(
             state is given, not None, and every tensor of it has the batch in `batch_dim` (0-dim
             tensors are everyone's).
         eos: a row that predicted this token stops after that step, as if its length ended there.
-        ignore_index, label_smoothing, class_weight (floats [V], a tensor or a list), reduction
-            ("mean", "sum" or "none"): as in `F.cross_entropy`.
+        ignore_index, label_smoothing, class_weight, reduction: as in `F.cross_entropy`. Class
+            weights are floats [V], a tensor or a list; the reduction is "mean", "sum" or "none".
         z_loss: coefficient of `logsumexp**2` per counted token, under the same divisor.
         num_items: divisor of "mean" instead of this call's token count (or sum of class weights),
             for windows of several calls.

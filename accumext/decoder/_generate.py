@@ -42,13 +42,21 @@ from accumext.decoder._token_filters import TokenFilter
 
 
 class GenerateOutput(NamedTuple):
-    """What `generate` returns; [B, T] in place of [T, B] with `batch_first`."""
+    """What `generate` returns; [B, T] in place of [T, B] with `batch_first`.
 
-    tokens: Tensor  # int64 [T, B], or [T, B, K] of a beam, best first; padding after the end
-    log_probs: Tensor  # of the tokens, 0 after the end; fp32, fp64 in double precision
-    lengths: Tensor  # int64 [B] or [B, K]: tokens until each row ended, its eos included
-    state: State  # each row's at its end; of a beam that of the best hypothesis
-    scores: Tensor  # [B] or [B, K]: sums of log_probs / length ** length_penalty
+    Attributes:
+        tokens: int64 [T, B], or [T, B, K] of a beam, best first; padding after the end.
+        log_probs: of the tokens, of their shape, 0 after the end; fp32, fp64 in double precision.
+        lengths: int64 [B] or [B, K], tokens until each row ended, its `eos` included.
+        state: each row's at its end; of a beam that of the best hypothesis.
+        scores: [B] or [B, K], sums of `log_probs`, divided by `length ** length_penalty`.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    lengths: Tensor
+    state: State
+    scores: Tensor
 
     def __repr__(self) -> str:
         return with_shapes(self)
@@ -109,7 +117,7 @@ def generate(
 
     Returns:
         A `GenerateOutput`, T being the length of the longest row. `log_probs` are those of the
-        model: before temperature, top_k and top_p. Where a row has fewer than K hypotheses, the
+        model, before temperature, top_k and top_p. Where a row has fewer than K hypotheses, the
         others have length 0 and score -inf. Logits that are NaN give any tokens.
 
     Raises:

@@ -329,7 +329,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         """The last closed window for any logger, in one device read; {} before the first.
 
         Returns:
-            total_norm, clip_coef, loss_scale, weight, micro_batches and skipped (0.0 or 1.0).
+            `total_norm`, `clip_coef`, `loss_scale`, `weight`, `micro_batches`, and `skipped`, 0.0
+            or 1.0. What they are says `WindowReport`.
 
         Example:
             >>> progress_bar.set_postfix(opt.stats())
@@ -345,7 +346,8 @@ class AccumulatingOptimizer(OptimizerProxy):
             parameter: one of the optimizer's.
 
         Returns:
-            Of the parameter's shape, float32 for half precision; None if it has no gradient yet.
+            A tensor of the parameter's shape, float32 for half precision; None if it has no
+            gradient yet.
 
         Raises:
             ValueError: the optimizer does not hold `parameter`.

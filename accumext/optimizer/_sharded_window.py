@@ -240,6 +240,9 @@ def window_memory(model: nn.Module, synchronize: _checks.Synchronize) -> int:
         model: trained with `fully_shard`; parameters that are not sharded count as they are.
         synchronize: as for `AccumulatingOptimizer`.
 
+    Returns:
+        Bytes.
+
     Raises:
         TypeError: `model` is no module.
         ValueError: `synchronize` is neither "backward" nor "window".

@@ -1,0 +1,32 @@
+"""What docs/decoder.md takes for granted."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: F401, for the page
+from torch import nn
+from torch.distributed.fsdp import fully_shard  # noqa: F401, for the page
+
+import accumext  # noqa: F401, for the page
+
+embedding, cell, head = nn.Embedding(50, 8), nn.GRUCell(8, 12), nn.Linear(12, 50)
+targets = torch.randint(50, (5, 3))
+state = torch.zeros(3, 12)
+eos, b = 1, 0
+
+forecaster, readout = nn.GRUCell(2, 12), nn.Linear(12, 2)
+hidden, first, series = torch.zeros(3, 12), torch.zeros(3, 2), torch.randn(256, 3, 2)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def advantage(tokens, lengths):
+    return lengths.float() - lengths.float().mean()
+
+
+def step(x, h):
+    h = forecaster(x, h)
+    return readout(h), h
+
+
+def close():
+    dist.destroy_process_group()
