@@ -6,11 +6,6 @@ import torch.nn.functional as F  # noqa: F401, for the page
 from torch import nn
 from torch.distributed.fsdp import fully_shard  # noqa: F401, for the page
 
-import accumext  # noqa: F401, for the page
-
-embedding, cell, head = nn.Embedding(50, 8), nn.GRUCell(8, 12), nn.Linear(12, 50)
-targets = torch.randint(50, (5, 3))
-state = torch.zeros(3, 12)
 eos, b = 1, 0
 
 forecaster, readout = nn.GRUCell(2, 12), nn.Linear(12, 2)
