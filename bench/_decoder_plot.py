@@ -12,14 +12,14 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from _decoder_report import MIB
-from _decoders import LIMIT, OURS, OURS_BF16, PER_TOKEN
+from _decoders import OURS, OURS_BF16, PER_TOKEN, PRODUCTS
 from _decoding import Result
 from matplotlib.axes import Axes
 
 # Of Okabe and Ito's palette, told apart with any colour vision; hatches tell them apart in print.
 _BLUE, _ORANGE, _GREY, _SKY = "#0072B2", "#E69F00", "#999999", "#56B4E9"
-_COLOURS = {OURS: _BLUE, OURS_BF16: _BLUE, PER_TOKEN: _ORANGE, LIMIT: _GREY}
-_HATCHES = {PER_TOKEN: "//", LIMIT: ".."}
+_COLOURS = {OURS: _BLUE, OURS_BF16: _BLUE, PER_TOKEN: _ORANGE, PRODUCTS: _GREY}
+_HATCHES = {PER_TOKEN: "//", PRODUCTS: ".."}
 
 
 def plot(path: Path, results: Sequence[Result], facts: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def _times(axis: Axes, names: Sequence[str], result: Result) -> None:
 
 
 def _memory(axis: Axes, names: Sequence[str], result: Result) -> None:
-    some = [name for name in names if name in result.checked]  # the limit has none
+    some = [name for name in names if name in result.checked]  # the products have none
     values = [result.checked[name].peak_bytes / MIB for name in some]
     _bars(axis, some, values, values)
     axis.set_xlabel("peak MiB over parameters and gradients (less is better)")

@@ -24,7 +24,7 @@ WINDOW = 8  # steps whose head the windowed ways run backward at once
 
 PLAIN, PER_TOKEN = "plain autograd", "backward per token (truncated)"
 CHECKPOINT, OURS = "checkpointed head", "accumext"
-OURS_BF16, LIMIT = "accumext, bf16", "the limit"
+OURS_BF16, PRODUCTS = "accumext, bf16", "the head's products in torch"
 
 
 class Shape(NamedTuple):

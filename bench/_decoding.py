@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from _decoders import (
-    LIMIT,
     PLAIN,
+    PRODUCTS,
     Decoder,
     Exact,
     Outcome,
@@ -142,7 +142,7 @@ class Bench:
                 runs[name] = functools.partial(way, decoder)
         del truth
         if case.timed:
-            runs[LIMIT] = products(decoder, case.dtype)
+            runs[PRODUCTS] = products(decoder, case.dtype)
         seconds, host = self._time(decoder, runs) if case.timed else ({}, {})
         for name, samples in seconds.items():
             fastest = min(taken for taken in samples if taken is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,8 +140,18 @@ def write(path: Path | None, content: dict[str, Any]) -> None:
     if path is None:
         return
     beside = path.with_name(f"{path.name}.part")
-    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    beside.write_text(as_text(content), encoding="utf-8")
     beside.replace(path)
+
+
+def as_text(content: dict[str, Any]) -> str:
+    """JSON with a line for each entry, and one for a whole list of numbers."""
+    text = json.dumps(content, indent=1)
+    return re.sub(r"\[\n[^\[\]{}]*?\]", _on_one_line, text) + "\n"
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return re.sub(r"\n\s*", " ", found[0]).replace("[ ", "[", 1).removesuffix(" ]") + "]"
 
 
 def interval(values: Spread, unit: float = 1.0, digits: int = 2) -> str:

@@ -223,12 +223,11 @@ class _Library:
         return ""
 
     def _announce(self) -> None:
-        """Tell who sits at the terminal why the first call takes so long."""
-        takes = _build.TAKES[self.name]
-        words = f"accumext: compiling the {self.label} kernels on first use, which takes {takes}"
+        """Tell who sits at a terminal why the first call takes so long."""
         if sys.stderr is not None and sys.stderr.isatty():
-            print(words, file=sys.stderr, flush=True)
-        _log.info(words)
+            takes = _build.TAKES[self.name]
+            words = f"compiling the {self.label} kernels on first use, which takes {takes}"
+            print(f"accumext: {words}", file=sys.stderr, flush=True)
 
     def _run_compiler(self, folder: Path) -> None:
         cpp_extension = _build.cpp_extension()

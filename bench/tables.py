@@ -1,0 +1,431 @@
+"""Writes the measured tables of README and docs from the results in bench/results.
+
+    python bench/tables.py            # after a benchmark has written its results there
+    python bench/tables.py --check    # fails where a page says something else than they do
+
+A table stands between two comments that name it. Below it is what it was measured with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _report import interval
+from _timing import Spread, spread
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+MIB, MB = 2**20, 10**6
+BEGIN, END = "<!-- bench/tables.py: {} -->", "<!-- end of {} -->"
+
+OURS, PLAIN, PER_TOKEN = "accumext", "plain autograd", "backward per token (truncated)"
+BY_HAND, OURS_BF16 = "F.linear_cross_entropy, chunk by hand", "accumext, bf16"
+PRODUCTS = "the head's products in torch"
+LARGE, MANY, TINY = "100M in 200", "2M in 2,000", "10k in 10"
+MASTERS = [f"masters_cpu_{run}" for run in range(1, 6)]  # further runs of some of the jobs
+DECODER_ROLES = ("small", "wide", "many rows")
+STEPS = ("unscale, clip", "unscale", "clip")
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+def result(name: str) -> dict[str, Any]:
+    """A file of bench/results."""
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def figure(name: str, text: str) -> dict[str, Any]:
+    """What a file says of one figure."""
+    (found,) = (row for row in result(name)["figures"] if row["figure"] == text)
+    return found
+
+
+def of_figure(row: dict[str, Any]) -> str:
+    """A ratio with its quartiles."""
+    q1, q3 = row["quartiles"]
+    return interval(Spread(q1, row["measured"], q3))
+
+
+def case(name: str, role: str) -> dict[str, Any]:
+    """The decoder's case of a role."""
+    (found,) = (entry for entry in result(name)["cases"] if entry["role"] == role)
+    return found
+
+
+def times_as_fast(entry: dict[str, Any], mine: str, other: str) -> Spread | None:
+    """The ratio, over the repetitions in which both ran; None where one did not."""
+    both = [entry["contenders"].get(name, {}).get("seconds") for name in (mine, other)]
+    if None in both:
+        return None
+    return spread([b / a for a, b in zip(*both) if a is not None and b is not None])
+
+
+def provenance(name: str, command: str) -> str:
+    """What a result was measured with."""
+    content = result(name)
+    facts = content.get("machine") or content["versions"]  # the demo's record has no more
+    words = [f"torch {facts['torch']}", f"Python {facts['python']}"]
+    if "accumext" in facts:
+        words.append(f"accumext {facts['accumext']}")
+    if "cpu" in facts:
+        machine = f"{facts['cpu']} ({facts['instruction set']}), {facts['threads']} threads"
+        words.insert(0, facts.get("gpu", machine))
+    return f"`python {command}`: {', '.join(words)}."
+
+
+# --- tables ------------------------------------------------------------------------------------
+
+Lines = list[str]
+
+
+def markdown(*rows: Sequence[str]) -> Lines:
+    """The rows of a table; the first one is its head."""
+    lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
+    return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]
+
+
+def demo() -> Lines:
+    rows = []
+    for row in result("demo_cpu")["comparison"]:
+        error = row["gradient_distance"]
+        shown = f"{error:.2f}" if error > 0.01 else f"{error:.0e}".replace("e-0", "e-")
+        peak = f"{row['peak_memory'] / MB:.0f} MB"
+        rows.append((row["name"], f"{row['seconds']:.2f}", peak, shown))
+    head = ("", "seconds per batch", "peak memory", "gradient error")
+    return markdown(head, *rows)
+
+
+def sizes(role: str) -> str:
+    found = case("decoder_cpu", role)
+    return f"T={found['steps']}, B={found['batch']}, H={found['size']}"
+
+
+def decoder_ratios(*rows: tuple[str, str, str]) -> Lines:
+    """Ranges of the medians of two runs; a row is its label, a contender, and what it is beside."""
+    runs = ("decoder_cpu", "decoder_cpu_again")
+
+    def cell(role: str, mine: str, other: str) -> str:
+        found = [times_as_fast(case(run, role), mine, other) for run in runs]
+        if None in found:
+            return ""
+        low, high = (f"{f([s.median for s in found if s]):.1f}" for f in (min, max))
+        return low if low == high else f"{low}-{high}"
+
+    body = [(label, *(cell(role, *both) for role in DECODER_ROLES)) for label, *both in rows]
+    return markdown(("times as fast as", *map(sizes, DECODER_ROLES)), *body)
+
+
+def decoder_times() -> Lines:
+    cases = [case("decoder_cpu", role)["contenders"] for role in DECODER_ROLES]
+    names = {
+        PLAIN: PLAIN,
+        PER_TOKEN: PER_TOKEN,
+        BY_HAND: "`F.linear_cross_entropy`, chunked by hand",
+        OURS: OURS,
+        OURS_BF16: "accumext, bfloat16 autocast",
+        PRODUCTS: PRODUCTS,
+    }
+    rows = [
+        (
+            label,
+            *(
+                interval(Spread(**found[name]["spread"]), 1e3, 0) if name in found else ""
+                for found in cases
+            ),
+        )
+        for name, label in names.items()
+    ]
+    for name in (PLAIN, OURS, OURS_BF16):
+        peaks = [found[name]["peak_bytes"] / MIB if name in found else None for found in cases]
+        shown = ["" if peak is None else f"{peak:.{peak < 10:d}f}" for peak in peaks]
+        rows.append((f"peak of {names[name]}", *shown))
+    return markdown(("ms, and peaks in MiB", *map(sizes, DECODER_ROLES)), *rows)
+
+
+def loops(*rows: tuple[str, str]) -> Lines:
+    """A row is its label and its job."""
+    body = []
+    jobs = {job["job"]: job for job in result("loops_cpu")["jobs"]}
+    for label, name in rows:
+        seconds, peaks = jobs[name]["seconds"], jobs[name]["peak_bytes"]
+        loop, ours = (statistics.median(seconds[who]) for who in ("the loop", OURS))
+        ratio = spread([a / b for a, b in zip(seconds["the loop"], seconds[OURS])])
+        both = f"{peaks['the loop'] / MIB:.1f}, {peaks[OURS] / MIB:.1f} MiB"
+        body.append(
+            (label, f"{loop * 1e3:.0f} ms", f"{ours * 1e3:.0f} ms", interval(ratio, 1, 1), both)
+        )
+    return markdown(("", "the loop", "`generate`", "times as fast", "peaks"), *body)
+
+
+def rollout() -> Lines:
+    (job,) = (job for job in result("loops_cpu")["jobs"] if job["job"] == "rollout")
+    labels = {
+        "the loop": "the loop, with the graph of all steps",
+        OURS: "`rollout`, by default in segments of 72 steps",
+        "accumext, checkpoint=32": "`checkpoint=32`",
+        "accumext, checkpoint=16": "`checkpoint=16`",
+        "accumext, memory_budget=3145728": "`memory_budget=3 * 2**20`",
+    }
+    rows = []
+    for name, label in labels.items():
+        seconds = job["seconds"][name]
+        ratio = spread([a / b for a, b in zip(seconds, job["seconds"]["the loop"])]).median
+        peak = job["peak_bytes"][name] / MIB
+        rows.append((label, interval(spread(seconds), 1e3, 0), f"{ratio:.2f}", f"{peak:.1f}"))
+    return markdown(("", "ms", "times the time of the loop", "peak, MiB"), *rows)
+
+
+def gradients(head: Sequence[str], *rows: tuple[str, ...], allowed: bool = False) -> Lines:
+    """A row is its cells, and last the figure that it shows."""
+    body = []
+    for *cells, text in rows:
+        found = figure("cpu", text)
+        body.append((*cells, of_figure(found), *([f"{found['allowed']:.2f}"] if allowed else [])))
+    return markdown(head, *body)
+
+
+def gradients_rounded(*rows: tuple[str, str]) -> Lines:
+    """A row is its label and its figure, which is shown without quartiles."""
+    body = [(label, f"{figure('cpu', text)['measured']:.1f}") for label, text in rows]
+    return markdown(("", "times as fast as stock PyTorch"), *body)
+
+
+def steps() -> Lines:
+    """A complete step of the wrapper, and what the memory allows for the large one."""
+    rows = []
+    for optimizer in ("AdamW fused", "SGD foreach"):
+        label = optimizer.replace(" ", ", ")
+        for shape, words in (
+            (LARGE, "100M elements in 200 tensors"),
+            (MANY, "2M elements in 2,000 tensors"),
+            (TINY, "10,000 elements in 10 tensors"),
+        ):
+            found = [
+                figure("cpu", f"boundary, {optimizer}: {job}, {shape}: accumext over torch")
+                for job in STEPS
+            ]
+            rows.append((f"{label}; {words}", *(f"{row['measured']:.2f}" for row in found)))
+            if shape == LARGE:
+                rows.append(("its limit", *(f"{row['allowed']:.2f}" for row in found)))
+    head = ("times as fast as stock PyTorch", "scaler and clip", "scaler alone", "clip alone")
+    return markdown(head, *rows)
+
+
+def masters() -> Lines:
+    """Shares of the memory's speed: the median of several runs, the lowest and the highest."""
+    rows = []
+    for label, job in (
+        ("`accumulate_` of bfloat16 into float32", "accumulate_ bf16, {}: accumext"),
+        ("`accumulate_` of float16 into float32", "accumulate_ fp16, {}: accumext"),
+        (
+            "`accumulate_(overwrite=True)` of bfloat16, the first of a window",
+            "accumulate_ overwrite bf16, {}: accumext",
+        ),
+        (
+            "`copy_rounded_` of float32 into bfloat16, to nearest",
+            "copy_rounded_ bf16, {}: accumext",
+        ),
+        ("the same, stochastically", "copy_rounded_ bf16, {}: accumext, stochastic"),
+    ):
+        text = f"{job.format(LARGE)} over the limit"
+        shares = [figure(run, text)["measured"] for run in ("cpu", *MASTERS)]
+        middle, low, high = statistics.median(shares), min(shares), max(shares)
+        rows.append((label, f"{middle:.2f} ({low:.2f} to {high:.2f})"))
+    return markdown(("100M elements in 200 tensors", "share of the limit"), *rows)
+
+
+# --- where they stand --------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """A table of a page, the result that it shows, and the command that makes another one."""
+
+    page: str
+    result: str
+    command: str
+    lines: Callable[[], Lines]
+
+
+def boundary(kind: str, shape: str) -> str:
+    return f"unscale, check, norm, clip, {shape}: accumext, {kind} over torch foreach"
+
+
+def clipping(what: str, shape: str) -> str:
+    return f"clip_grad_norm_, {what}, {shape}: accumext over torch foreach"
+
+
+def accumulate(dtype: str, shape: str, other: str = "torch: cast, unscale, add, norm") -> str:
+    return f"accumulate_ {dtype}, {shape}: accumext over {other}"
+
+
+ACCUMULATE, DECODER = "bench/accumulate.py", "bench/decoder.py"
+IN_PLACE = "unscale, check, norm, clip, in place"
+FOLDED = "the same, with the factor applied as the optimizer reads"
+STOCK = "`unscale_` and `clip_grad_norm_(foreach=True)`"
+
+TABLES = {
+    "demo": Table("README.md", "demo_cpu", "-m accumext demo", demo),
+    "decoder": Table(
+        "README.md",
+        "decoder_cpu",
+        DECODER,
+        partial(
+            decoder_ratios,
+            ("plain PyTorch, one graph", OURS, PLAIN),
+            ("a backward pass per token", OURS, PER_TOKEN),
+            (PRODUCTS, OURS, PRODUCTS),
+        ),
+    ),
+    "gradients": Table(
+        "README.md",
+        "cpu",
+        ACCUMULATE,
+        partial(
+            gradients_rounded,
+            ("unscale, check, norm and clip, in place", boundary("materialised", LARGE)),
+            (
+                "the same, with the factor applied by a fused optimizer as it reads the gradient",
+                boundary("folded", LARGE),
+            ),
+            ("`clip_grad_norm_` when there is nothing to clip", clipping("nothing to clip", LARGE)),
+            (
+                "accumulate float16 into float32 with unscaling, check and norm",
+                accumulate("fp16", LARGE),
+            ),
+            (
+                "unscale, check, norm and clip of 2,000 tensors of 1,000 elements",
+                boundary("materialised", MANY),
+            ),
+        ),
+    ),
+    "decoder times": Table("docs/decoder.md", "decoder_cpu", DECODER, decoder_times),
+    "decoder ratios": Table(
+        "docs/decoder.md",
+        "decoder_cpu",
+        DECODER,
+        partial(
+            decoder_ratios,
+            (PLAIN, OURS, PLAIN),
+            ("backward per token", OURS, PER_TOKEN),
+            (PRODUCTS, OURS, PRODUCTS),
+            ("accumext in float32, for bfloat16", OURS_BF16, OURS),
+        ),
+    ),
+    "generate": Table(
+        "docs/decoder.md",
+        "loops_cpu",
+        "bench/loops.py generate",
+        partial(
+            loops,
+            ("greedy", "generate, greedy"),
+            ("samples", "generate, samples"),
+            ("samples, `top_k=50`", "generate, top_k=50"),
+            ("samples, `top_p=0.9`", "generate, top_p=0.9"),
+            ("beam search, K = 4", "generate, 4 beams"),
+        ),
+    ),
+    "rollout": Table("docs/decoder.md", "loops_cpu", "bench/loops.py rollout", rollout),
+    "large lists": Table(
+        "docs/kernels.md",
+        "cpu",
+        ACCUMULATE,
+        partial(
+            gradients,
+            ("operation (100M elements in 200 tensors)", "times as fast as", "", "limit"),
+            (
+                "`total_norm` of float32, with the check",
+                "a plain C++ loop that reads",
+                f"total_norm fp32, {LARGE}: accumext over the limit",
+            ),
+            (IN_PLACE, STOCK, boundary("materialised", LARGE)),
+            (FOLDED, STOCK, boundary("folded", LARGE)),
+            ("`clip_grad_norm_`, nothing to clip", "torch's", clipping("nothing to clip", LARGE)),
+            ("`clip_grad_norm_`, clipping", "torch's", clipping("clipping", LARGE)),
+            (
+                "`accumulate_` of bfloat16 into float32, check, norm",
+                "`add_` alone",
+                accumulate("bf16", LARGE, "torch add_ alone"),
+            ),
+            (
+                "`accumulate_` of float16 into float32, check, norm",
+                "`add_` alone",
+                accumulate("fp16", LARGE, "torch add_ alone"),
+            ),
+            ("`accumulate_` of bfloat16", "cast, unscale, add, norm", accumulate("bf16", LARGE)),
+            ("`accumulate_` of float16", "cast, unscale, add, norm", accumulate("fp16", LARGE)),
+            allowed=True,
+        ),
+    ),
+    "masters": Table(
+        "docs/kernels.md",
+        "cpu",
+        "bench/accumulate.py --jobs round accumulate --shape 1e8/200",
+        masters,
+    ),
+    "many tensors": Table(
+        "docs/kernels.md",
+        "cpu",
+        ACCUMULATE,
+        partial(
+            gradients,
+            (
+                "operation (2,000 tensors of 1,000 elements)",
+                "times as fast as stock PyTorch with foreach",
+            ),
+            ("`total_norm`", f"total_norm fp32, {MANY}: accumext over torch foreach"),
+            (IN_PLACE, boundary("materialised", MANY)),
+            (FOLDED, boundary("folded", MANY)),
+            ("`clip_grad_norm_`, nothing to clip", clipping("nothing to clip", MANY)),
+            ("`clip_grad_norm_`, clipping", clipping("clipping", MANY)),
+            ("`accumulate_` of bfloat16", accumulate("bf16", MANY)),
+            ("`accumulate_` of float16", accumulate("fp16", MANY)),
+        ),
+    ),
+    "steps": Table("docs/kernels.md", "cpu", ACCUMULATE, steps),
+}
+
+
+def written(page: str) -> str:
+    """The text of a page with its tables as the results say."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, table in TABLES.items():
+        if table.page != page:
+            continue
+        begin, end = BEGIN.format(name), END.format(name)
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"{page} has no place for the table {name!r}: {begin} and {end}")
+        block = [begin, "", *table.lines(), "", provenance(table.result, table.command), "", end]
+        text = before + "\n".join(block) + after
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, fail where it differs")
+    args = parser.parse_args()
+    differ = []
+    for page in dict.fromkeys(table.page for table in TABLES.values()):
+        text = written(page)
+        if text != (ROOT / page).read_text(encoding="utf-8"):
+            differ.append(page)
+            if not args.check:
+                (ROOT / page).write_text(text, encoding="utf-8")
+    if args.check and differ:
+        sys.exit(f"python bench/tables.py would change {', '.join(differ)}")
+
+
+if __name__ == "__main__":
+    main()
