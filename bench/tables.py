@@ -243,6 +243,31 @@ def masters() -> Lines:
     return markdown(("100M elements in 200 tensors", "share of the limit"), *rows)
 
 
+def programs() -> Lines:
+    """Medians of the runs, and the range of their ratios."""
+    labels = {
+        ("attention_seq2seq", "teacher"): "attention, teacher-forced",
+        ("attention_seq2seq", "greedy"): "attention, greedy",
+        ("lstm_seq2seq", ""): "two-layer LSTMs",
+        ("word_language_model", ""): "language model, a chunk",
+        ("self_critical_captioner", ""): "self-critical captions",
+        ("recurrent_forecaster", ""): "forecaster",
+    }
+    entries = {(e["program"], e["title"]): e["runs"] for e in result("programs_cpu")["programs"]}
+    rows = []
+    for key, label in labels.items():
+        runs, cells = entries[key], []
+        for way in ("plain PyTorch", OURS):
+            seconds, peak = (
+                statistics.median(run[f"{way}, {unit}"] for run in runs) for unit in ("s", "MB")
+            )
+            cells.append(f"{seconds:.2f} s, {peak:.0f} MB")
+        ratios = [run["plain PyTorch, s"] / run["accumext, s"] for run in runs]
+        low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
+        rows.append((label, *cells, low if low == high else f"{low}-{high}"))
+    return markdown(("", "plain PyTorch", OURS, "times as fast"), *rows)
+
+
 # --- where they stand --------------------------------------------------------------------------
 
 
@@ -334,6 +359,7 @@ TABLES = {
         ),
     ),
     "rollout": Table("docs/decoder.md", "loops_cpu", "bench/loops.py rollout", rollout),
+    "programs": Table("docs/programs.md", "programs_cpu", "bench/programs.py", programs),
     "large lists": Table(
         "docs/kernels.md",
         "cpu",
