@@ -6,6 +6,7 @@ import argparse
 import platform
 import shutil
 import sys
+import textwrap
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -37,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=_positive,
-        default=20,
-        help="optimizer steps of 4 batches each (%(default)s)",
+        default=40,
+        help="optimizer steps of 2 batches each (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
     parser.add_argument(
@@ -94,11 +95,10 @@ def _run(settings: Settings, record: Record, curve: bool) -> None:
     few = settings.steps < _FEW_STEPS
     text = load_text(settings.vocab)
     record.text = TextFacts(len(text.training), len(text.held_out), len(text.words), text.entropy)
-    print(
+    _print(
         f"text: docstrings and comments of Python {record.versions['python']}'s standard library, "
         f"{len(text.training):,} words to train on and {len(text.held_out):,} held out, "
-        f"{len(text.words):,} distinct, unigram entropy {text.entropy:.3f} nats per word",
-        flush=True,
+        f"{len(text.words):,} distinct, unigram entropy {text.entropy:.3f} nats per word"
     )
     torch.manual_seed(settings.seed)
     model = WordModel(text.unigram, settings.hidden).to(settings.device)
@@ -111,6 +111,10 @@ def _run(settings: Settings, record: Record, curve: bool) -> None:
         next(batches).to(torch.device(settings.device)) for _ in range(record.compared_batches)
     ]
     compare(model, chosen, settings, record, curve)
+
+
+def _print(text: str) -> None:
+    print(textwrap.fill(text, shutil.get_terminal_size().columns), flush=True)
 
 
 def _continuations(model: WordModel, text: Text, settings: Settings) -> list[Continuation]:

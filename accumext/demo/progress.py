@@ -16,6 +16,7 @@ class Progress:
 
     def __init__(self, phase: str, total: int) -> None:
         self._phase, self._total, self._done = phase, total, 0
+        self._named = False
         self._bar: Any = None
         if sys.stderr.isatty():
             try:
@@ -39,6 +40,7 @@ class Progress:
 
     def begin(self, piece: str) -> None:
         """The next piece, of this name, is under way."""
+        self._named = True
         if self._bar is None:
             self._print(self._done + 1, piece)
         else:
@@ -47,13 +49,16 @@ class Progress:
     def end(self, *figures: str) -> None:
         """The piece is done; what was found, the most important figure first."""
         self._done += 1
-        if self._bar is not None and (figures or self._percent(-1) < self._percent(0)):
+        if self._bar is not None and (figures or self._visible()):
             self._draw(*(", ".join(figures[:n]) for n in range(len(figures), 0, -1)))
         elif self._bar is None and figures:
             self._print(self._done, ", ".join(figures))
 
-    def _percent(self, more: int) -> int:
-        return 100 * (self._done + more) // self._total
+    def _visible(self) -> bool:
+        """Whether this piece shows, and the next one does not draw the bar anyway."""
+        if self._named:
+            return self._done == self._total
+        return 100 * (self._done - 1) // self._total < 100 * self._done // self._total
 
     def _print(self, piece: int, text: str) -> None:
         print(f"{self._phase} {piece}/{self._total}: {text}", file=sys.stderr, flush=True)

@@ -17,8 +17,11 @@ def summary(record: Record, columns: int) -> str:
     first, last = record.training[0], record.training[-1]
     lines = [
         "",
-        f"training: {len(record.training)} of {record.settings.steps} optimizer steps, "
-        f"loss {first.loss:.3f} -> {last.loss:.3f}, {record.precision}",
+        textwrap.fill(
+            f"training: {len(record.training)} of {record.settings.steps} optimizer steps, "
+            f"loss {first.loss:.3f} -> {last.loss:.3f}, {record.precision}",
+            columns,
+        ),
         "",
     ]
     if record.held_out is not None and record.text is not None:

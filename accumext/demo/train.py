@@ -17,11 +17,11 @@ from accumext.demo.record import HeldOut, Record, Settings, Step, megabytes
 from accumext.demo.text import Text, windows
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-WINDOW = 4  # micro-batches per optimizer step
+WINDOW = 2  # micro-batches per optimizer step
 MAX_NORM = 1.0
-LEARNING_RATE = 0.02  # high, for a run of few steps
+LEARNING_RATE = 0.04  # high, for a run of few steps
 CONTEXT = 32  # words before the targets
-LAST_TEACHER_SHARE = 0.75  # of "scheduled", which starts at 1
+LAST_TEACHER_SHARE = 0.9  # of "scheduled", which starts at 1
 
 _PROBE_STEPS = 8
 _WORTHWHILE = 1.3  # times faster; less is within the noise of a probe
