@@ -19,7 +19,7 @@ from accumext.demo.outputs import problem
 from accumext.demo.plot import write_plot
 from accumext.demo.record import Continuation, Record, Settings, TextFacts
 from accumext.demo.report import summary, write_json
-from accumext.demo.text import UNKNOWN_NUMBER, Text, load_text
+from accumext.demo.text import END_NUMBER, UNKNOWN_NUMBER, Text, load_text
 from accumext.demo.train import evaluate, train, training_batches
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
@@ -98,7 +98,7 @@ def _run(settings: Settings, record: Record, curve: bool) -> None:
     _print(
         f"text: docstrings and comments of Python {record.versions['python']}'s standard library, "
         f"{len(text.training):,} words to train on and {len(text.held_out):,} held out, "
-        f"{len(text.words):,} distinct, unigram entropy {text.entropy:.3f} nats per word"
+        f"{len(text.words):,} distinct kept, unigram entropy {text.entropy:.3f} nats per word"
     )
     torch.manual_seed(settings.seed)
     model = WordModel(text.unigram, settings.hidden).to(settings.device)
@@ -127,7 +127,7 @@ def _continuations(model: WordModel, text: Text, settings: Settings) -> list[Con
     sampled = model.continuation(
         beginnings.to(settings.device),
         _CONTINUED,
-        text.end,
+        END_NUMBER,
         never.to(settings.device),
         generator,
     )

@@ -48,4 +48,5 @@ def _plot_memory(axes: Any, record: Record) -> None:
         )
     axes.set(title="Peak memory over the parameters, one batch", ylabel="MB")
     axes.set(xlabel="steps of the decoder (T)", yscale="log")
-    axes.legend()
+    if points:
+        axes.legend()

@@ -17,7 +17,7 @@ from torch import Tensor
 from accumext.demo.progress import Progress
 from accumext.demo.prose import END, join_words, paragraphs
 
-UNKNOWN, UNKNOWN_NUMBER = "<unk>", 0
+UNKNOWN, UNKNOWN_NUMBER, END_NUMBER = "<unk>", 0, 1
 
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
 # Distinct words read per word kept; the rest is what the unknown word learns from.
@@ -30,16 +30,11 @@ _MIN_HELD_OUT_WORDS = 250_000
 class Text:
     """Two streams of word numbers and what the numbers stand for."""
 
-    words: list[str]  # the word of each number, most frequent first after UNKNOWN
+    words: list[str]  # the word of each number, most frequent first after UNKNOWN and END
     unigram: Tensor  # float64 [V], probability of each number, add-one smoothed over training
     entropy: float  # of the training words, nats per word
     training: Tensor  # int64 [N]
     held_out: Tensor  # int64 [M], from files that training never sees
-
-    @property
-    def end(self) -> int:
-        """The number that ends a paragraph."""
-        return self.words.index(END)
 
     def show(self, numbers: list[int]) -> str:
         """The prose that these numbers stand for."""
@@ -52,7 +47,7 @@ class Text:
         unknown; fewer columns where there are fewer.
         """
         held_out = self.held_out.tolist()
-        ends = [n for n, word in enumerate(held_out) if word == self.end]
+        ends = [n for n, word in enumerate(held_out) if word == END_NUMBER]
         first = [
             begin + 1
             for begin, end in pairwise(ends)
@@ -87,8 +82,8 @@ def load_text(vocabulary: int, root: Path | None = None) -> Text:
     """Read as many files as a vocabulary of this size needs, and number their words.
 
     Args:
-        vocabulary: numbers in all, with that of the unknown word. Where the library has fewer
-            distinct words, the last numbers stay unused.
+        vocabulary: numbers in all, with those of the unknown word and of a paragraph's end. Where
+            the library has fewer distinct words, the last numbers stay unused.
         root: folder of the source files; the running Python's standard library if None.
 
     Raises:
@@ -121,7 +116,9 @@ def load_text(vocabulary: int, root: Path | None = None) -> Text:
             if len(unseen) >= _MIN_HELD_OUT_WORDS:
                 break
 
-    kept = [UNKNOWN] + [word for word, _ in counts.most_common(vocabulary - 1)]
+    del counts[END]
+    enough = min(vocabulary - 2, int(len(counts) / _READ_PER_KEPT))
+    kept = [UNKNOWN, END, *(word for word, _ in counts.most_common(enough))]
     number = {word: n for n, word in enumerate(kept)}
     numbers = torch.tensor([number.get(word, UNKNOWN_NUMBER) for word in stream])
     frequency = torch.bincount(numbers, minlength=vocabulary).double()

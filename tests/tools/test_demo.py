@@ -129,7 +129,10 @@ def test_split_is_stable_and_disjoint(library: Path):
 
     text = load_text(1000, library)
     expected = words_of(library, [path for path in paths if path in held_out])
-    known = set(words_of(library, [path for path in paths if path not in held_out]))
+    training = set(words_of(library, [path for path in paths if path not in held_out]))
+    known = set(text.words)
+    assert known < training | {"<unk>"}
+    assert len(known) == 2 + (len(training) - 1) * 10 // 12  # others are what "<unk>" learns from
     shown = [text.words[n] for n in text.held_out.tolist()]
     assert shown == [word if word in known else "<unk>" for word in expected]
     assert len(text.training) + len(text.held_out) == len(words_of(library, paths))
@@ -141,15 +144,18 @@ def test_a_paragraph_that_is_there_twice_is_read_once(tmp_path: Path):
         with (tmp_path / path).open("a") as file:
             file.write(f"# This text is only in file {own}.\n")
     text = load_text(50, tmp_path)
-    assert text.show(text.training.tolist()).count("All rights") == 1
-    assert "All rights" not in text.show(text.held_out.tolist())
-    assert text.show(text.held_out.tolist()).startswith("This text is only in file")
+    words = len(["This", "text", "is", "only", "in", "file", "a", ".", END])
+    assert len(text.training) == words + len(
+        ["All", *["rights", "to", "this", "text", "are", "mine", "."], END]
+    )
+    assert len(text.held_out) == words
 
 
 def test_entropy_and_unigram_loss_are_those_of_the_counted_words(library: Path):
     text = load_text(8, library)
     words = words_of(library, [path for path in source_paths(library) if not is_held_out(path)])
-    kept = {word for word, _ in Counter(words).most_common(7)}
+    others = Counter(word for word in words if word != END)
+    kept = {END, *(word for word, _ in others.most_common(6))}
     counts = Counter(word if word in kept else "<unk>" for word in words)
     shares = [count / len(words) for count in counts.values()]
     entropy = -sum(share * math.log(share) for share in shares)
@@ -385,6 +391,11 @@ def test_tiny_run_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert not record["interrupted"]
 
 
+def test_smallest_vocabulary(capfd: pytest.CaptureFixture[str]):
+    assert run_demo("--vocab=2") == 0
+    assert "how the model goes on" not in capfd.readouterr().out  # with no word to do it
+
+
 def test_same_seed_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Which precision is faster is measured, and may differ from run to run.
     monkeypatch.setattr(train, "_WORTHWHILE", float("inf"))
@@ -403,6 +414,12 @@ def test_plot_is_a_png_and_its_points_are_in_the_record(tmp_path: Path):
     record = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     assert {point["steps"] for point in record["memory"]} == {1, 3, 6, 9, 12}
     assert {point["name"] for point in record["memory"]} == set(compare.MODES)
+
+
+def test_plot_of_a_run_that_was_interrupted_at_once(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    plot.write_plot(Record(settings(), {}), tmp_path / "demo.png")  # a warning would be an error
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_counts_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
