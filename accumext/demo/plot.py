@@ -32,7 +32,7 @@ def _plot_loss(axes: Any, record: Record) -> None:
     if record.held_out is not None:
         axes.axhline(record.held_out.loss, color="C1", ls="--", label="held-out, teacher-forced")
     axes.set(title="Loss", xlabel="optimizer step", ylabel="nats per word")
-    axes.legend()
+    axes.legend(framealpha=1)
 
 
 def _plot_memory(axes: Any, record: Record) -> None:
@@ -47,6 +47,7 @@ def _plot_memory(axes: Any, record: Record) -> None:
             label=name,
         )
     axes.set(title="Peak memory over the parameters, one batch", ylabel="MB")
-    axes.set(xlabel="steps of the decoder (T)", yscale="log")
+    axes.set(xlabel="steps of the decoder (T)")
+    axes.set_ylim(bottom=0)
     if points:
         axes.legend()
