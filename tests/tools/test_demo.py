@@ -434,6 +434,7 @@ def test_plot_counts_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     plot.write_plot(record, tmp_path / "demo.png")
     for axes in drawn[0].axes:
         assert all(float(tick).is_integer() for tick in axes.get_xticks())
+    assert drawn[0].axes[1].get_ylim()[0] == 0  # so that lengths on the axis compare
 
 
 def test_interrupt_keeps_what_was_done(
