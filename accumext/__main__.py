@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
+import torch
+
+import accumext
 from accumext import demo
 from accumext.backend import _doctor
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m accumext", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser = argparse.ArgumentParser(prog="python -m accumext", description=accumext.__doc__)
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"accumext {accumext.__version__} (torch {torch.__version__})",
+    )
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="command")
     for name, module, summary in (
         ("doctor", _doctor, "which kernels are in use, why, how to get better ones; self-test"),
         ("demo", demo, "train a decoder on real text, beside plain PyTorch"),
@@ -22,9 +34,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.main)
     args = parser.parse_args(argv)
+    if args.run is None:
+        parser.print_help()
+        return 0
     code: int = args.run(args)
     return code
 
 
+def run_as_program() -> int:
+    """`main` with a Ctrl-C that leaves no traceback.
+
+    Until here, while Python imports the package and torch, the signal ends the process at once (see
+    `accumext/__init__.py`), and so it does after, while Python shuts down. In between commands get
+    the usual KeyboardInterrupt, so that they can clean up.
+    """
+    at_once = signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    try:
+        if at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return main()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        if at_once:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_as_program())

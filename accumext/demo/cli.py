@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import platform
+import shutil
 import sys
+import textwrap
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -14,15 +15,18 @@ import torch
 
 from accumext.demo.compare import compare
 from accumext.demo.model import WordModel
+from accumext.demo.outputs import problem
+from accumext.demo.plot import write_plot
 from accumext.demo.record import Continuation, Record, Settings, TextFacts
-from accumext.demo.report import summary, write_json, write_plot
-from accumext.demo.text import load_text
-from accumext.demo.train import evaluate, held_out_batches, train, training_batches
+from accumext.demo.report import summary, write_json
+from accumext.demo.text import END_NUMBER, UNKNOWN_NUMBER, Text, load_text
+from accumext.demo.train import evaluate, train, training_batches
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+REFUSED = 2  # exit code of options that cannot be followed, as argparse has it
 
 _FEW_STEPS = 10  # below, one batch is compared and fewer words are evaluated
-_CONTINUATIONS, _SHOWN_CONTEXT, _CONTINUED = 3, 16, 16
+_CONTINUATIONS, _BEGINNING, _CONTINUED = 4, 10, 32  # how many, words given, words at most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=_positive,
-        default=20,
-        help="optimizer steps of 4 batches each (%(default)s)",
+        default=40,
+        help="optimizer steps of 2 batches each (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of everything random (%(default)s)")
     parser.add_argument(
@@ -56,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write a PNG of memory and loss here"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="write a PNG of loss and memory here; measures memory at several lengths",
     )
 
 
@@ -64,19 +71,19 @@ def main(args: argparse.Namespace) -> int:
     """Run the demo; returns the exit code."""
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = _problem(args)
-    if problem is not None:
-        print(problem, file=sys.stderr)
-        return 1
+    refusal = problem(args)
+    if refusal is not None:
+        print(refusal, file=sys.stderr)
+        return REFUSED
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     record = Record(settings, {"python": platform.python_version(), "torch": torch.__version__})
     begin = time.perf_counter()
     try:
-        _run(settings, record)
+        _run(settings, record, curve=args.plot is not None)
     except KeyboardInterrupt:
         record.interrupted = True
     record.seconds = time.perf_counter() - begin
-    print("\n" + summary(record))
+    print(summary(record, shutil.get_terminal_size().columns))
     if args.json is not None:
         write_json(record, args.json)
     if args.plot is not None:
@@ -84,49 +91,50 @@ def main(args: argparse.Namespace) -> int:
     return INTERRUPTED if record.interrupted else 0
 
 
-def _run(settings: Settings, record: Record) -> None:
+def _run(settings: Settings, record: Record, curve: bool) -> None:
     few = settings.steps < _FEW_STEPS
     text = load_text(settings.vocab)
     record.text = TextFacts(len(text.training), len(text.held_out), len(text.words), text.entropy)
-    print(
-        f"text: Python {record.versions['python']} standard library, {len(text.training):,} words "
-        f"to train on and {len(text.held_out):,} held out, {len(text.words):,} distinct kept, "
-        f"unigram entropy {text.entropy:.3f} nats per word",
-        flush=True,
+    _print(
+        f"text: docstrings and comments of Python {record.versions['python']}'s standard library, "
+        f"{len(text.training):,} words to train on and {len(text.held_out):,} held out, "
+        f"{len(text.words):,} distinct kept, unigram entropy {text.entropy:.3f} nats per word"
     )
     torch.manual_seed(settings.seed)
     model = WordModel(text.unigram, settings.hidden).to(settings.device)
     train(model, text, settings, record)
     record.held_out = evaluate(model, text, settings, count=4 if few else 16)
-
-    (batch,) = held_out_batches(text, settings, 1)
-    batch = batch.to(torch.device(settings.device))
-    continued = model.continuation(batch, _CONTINUED)
-    for column in range(min(_CONTINUATIONS, settings.batch)):
-        context = batch.context[-_SHOWN_CONTEXT:, column].tolist()
-        greedy = continued[:, column].tolist()
-        record.continuations.append(Continuation(text.show(context), text.show(greedy)))
-
+    record.continuations = _continuations(model, text, settings)
     record.compared_batches = 1 if few else 3
-    print("comparing with plain PyTorch", file=sys.stderr, flush=True)
     batches = training_batches(text, settings)
     chosen = [
         next(batches).to(torch.device(settings.device)) for _ in range(record.compared_batches)
     ]
-    compare(model, chosen, settings, record.comparison)
+    compare(model, chosen, settings, record, curve)
 
 
-def _problem(args: argparse.Namespace) -> str | None:
-    """What would only come to light at the end, or not be understood there."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        return "demo: --device must be usable, got cuda without a GPU that torch can use"
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        return "demo: --plot must have matplotlib, got none. pip install matplotlib"
-    for name in ("json", "plot"):
-        path = getattr(args, name)
-        if path is not None and not path.absolute().parent.is_dir():
-            return f"demo: --{name} must be in a folder that exists, got {path}"
-    return None
+def _print(text: str) -> None:
+    print(textwrap.fill(text, shutil.get_terminal_size().columns), flush=True)
+
+
+def _continuations(model: WordModel, text: Text, settings: Settings) -> list[Continuation]:
+    beginnings = text.beginnings(_CONTINUATIONS, _BEGINNING)
+    if not beginnings.numel():
+        return []
+    never = torch.arange(settings.vocab) >= len(text.words)
+    never[UNKNOWN_NUMBER] = True
+    generator = torch.Generator(settings.device).manual_seed(settings.seed)
+    sampled = model.continuation(
+        beginnings.to(settings.device),
+        _CONTINUED,
+        END_NUMBER,
+        never.to(settings.device),
+        generator,
+    )
+    return [
+        Continuation(text.show(beginning), text.show(words))
+        for beginning, words in zip(beginnings.T.tolist(), sampled, strict=True)
+    ]
 
 
 def _positive(text: str) -> int:

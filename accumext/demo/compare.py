@@ -17,10 +17,12 @@ from torch import Tensor
 from accumext.decoder._decode_loss import DecodeOutput
 from accumext.demo.memory import peak_memory
 from accumext.demo.model import Batch, WordModel
-from accumext.demo.record import Row, Settings
+from accumext.demo.progress import Progress
+from accumext.demo.record import MemoryPoint, Record, Row, Settings
 from accumext.demo.train import teacher_share
 
 _EXACT_COLUMNS = 2  # of a batch at once in float64, to bound its memory
+_CURVE = (1, 2, 4, 6)  # eighths of the steps at which memory is measured, besides all of them
 
 
 class Case(NamedTuple):
@@ -68,48 +70,74 @@ MODES: dict[str, Callable[[WordModel, Case, Settings], Tensor]] = {
 }
 
 
-def compare(model: WordModel, batches: list[Batch], settings: Settings, rows: list[Row]) -> None:
+def compare(
+    model: WordModel, batches: list[Batch], settings: Settings, record: Record, curve: bool = False
+) -> None:
     """Measure every mode over the batches, in float32; each row is added as soon as it is complete.
 
     accumext predicts as it goes. The other two replay the tokens it fed, which spares them the
     argmax. Gradients are those of the first batch, and exact is plain autograd in float64 on it.
     The modes take turns, so that whatever else the machine does meanwhile falls on all of them.
+    With `curve`, the peak memory of each mode on the first steps of that batch as well.
     """
-    cases = []
-    with torch.no_grad():
-        for seed, batch in enumerate(batches):
-            cases.append(Case(batch, _decode(model, batch, settings, seed).inputs, seed))
-    exact = _exact_gradients(model, cases[0])
+    lengths = curve_lengths(settings.length) if curve else []
+    slices = -(-settings.batch // _EXACT_COLUMNS)
+    pieces = len(batches) + slices + len(MODES) * (2 + len(batches) + len(lengths))
     losses: dict[str, list[float]] = {name: [] for name in MODES}
     seconds: dict[str, list[float]] = {name: [] for name in MODES}
     distance: dict[str, float] = {}
-    device = cases[0].inputs.device
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    device = batches[0].targets.device
+    cases: list[Case] = []
+    allow_tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+    with Progress("comparing", pieces) as progress, allow_tf32:
+        for seed, batch in enumerate(batches):
+            progress.begin(f"tokens of batch {seed + 1}")
+            with torch.no_grad():
+                cases.append(Case(batch, _decode(model, batch, settings, seed).inputs, seed))
+            progress.end()
+        exact = _exact_gradients(model, cases[0], progress)
         for name, run in MODES.items():
+            progress.begin(f"{name}, gradients")
             model.zero_grad()
             run(model, cases[0], settings)
             distance[name] = relative_distance(_gradients(model), exact)
-        for case in cases:
+            progress.end()
+        for n, case in enumerate(cases, 1):
             for name, run in MODES.items():
+                progress.begin(f"{name}, time of batch {n}")
                 model.zero_grad()
                 begin = time.perf_counter()
                 losses[name].append(float(run(model, case, settings)))
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 seconds[name].append(time.perf_counter() - begin)
-        for name, run in MODES.items():
-            model.zero_grad()
-            peak = peak_memory(functools.partial(run, model, cases[0], settings), device)
-            rows.append(
-                Row(
-                    name=name,
-                    loss=statistics.fmean(losses[name]),
-                    seconds=statistics.median(seconds[name]),
-                    peak_memory=peak,
-                    gradient_distance=distance[name],
-                )
+                progress.end()
+        for name in MODES:
+            progress.begin(f"{name}, memory")
+            row = Row(
+                name=name,
+                loss=statistics.fmean(losses[name]),
+                seconds=statistics.median(seconds[name]),
+                peak_memory=_peak_memory(model, name, cases[0], settings),
+                gradient_distance=distance[name],
             )
+            record.comparison.append(row)
+            progress.end()
+        for length in lengths:
+            for name in MODES:
+                progress.begin(f"{name}, memory at T={length}")
+                peak = _peak_memory(model, name, _first_steps(cases[0], length), settings)
+                record.memory.append(MemoryPoint(name, length, peak))
+                progress.end()
+        if curve:
+            for row in record.comparison:
+                record.memory.append(MemoryPoint(row.name, settings.length, row.peak_memory))
     model.zero_grad()
+
+
+def curve_lengths(length: int) -> list[int]:
+    """Numbers of steps below `length` at which the memory curve is measured."""
+    return sorted({max(1, length * n // 8) for n in _CURVE} - {length})
 
 
 def relative_distance(gradients: list[Tensor], exact: list[Tensor]) -> float:
@@ -124,11 +152,22 @@ def _decode(model: WordModel, batch: Batch, settings: Settings, seed: int) -> De
     return model.decode(batch, settings.feedback, teacher_share(settings, 1.0), generator)
 
 
-def _exact_gradients(model: WordModel, case: Case) -> list[Tensor]:
+def _peak_memory(model: WordModel, name: str, case: Case, settings: Settings) -> int:
+    model.zero_grad()
+    return peak_memory(functools.partial(MODES[name], model, case, settings), case.inputs.device)
+
+
+def _first_steps(case: Case, length: int) -> Case:
+    batch = Batch(case.batch.context, case.batch.targets[:length])
+    return Case(batch, case.inputs[:length], case.seed)
+
+
+def _exact_gradients(model: WordModel, case: Case, progress: Progress) -> list[Tensor]:
     exact = copy.deepcopy(model).double()
     exact.zero_grad()
     columns = case.inputs.shape[1]
     for begin in range(0, columns, _EXACT_COLUMNS):
+        progress.begin("exact gradients in float64")
         some = slice(begin, begin + _EXACT_COLUMNS)
         batch = Batch(case.batch.context[:, some], case.batch.targets[:, some])
         state, states = exact.encode(batch), []
@@ -138,6 +177,7 @@ def _exact_gradients(model: WordModel, case: Case) -> list[Tensor]:
         logits = exact.head(torch.stack(states).flatten(0, 1))
         losses = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
         (losses / case.inputs.numel()).backward()
+        progress.end()
     return _gradients(exact)
 
 

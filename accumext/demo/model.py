@@ -9,6 +9,10 @@ from torch import Tensor, nn
 
 from accumext._checks import FeedbackWord
 from accumext.decoder._decode_loss import DecodeOutput, decode_loss
+from accumext.decoder._generate import generate
+
+TEMPERATURE, TOP_P = 0.8, 0.7  # of samples: neither the loops of argmax nor far-fetched words
+_IMPOSSIBLE = -1e4  # a logit
 
 
 class Batch(NamedTuple):
@@ -63,11 +67,31 @@ class WordModel(nn.Module):
         )
 
     @torch.no_grad()
-    def continuation(self, batch: Batch, length: int) -> Tensor:
-        """Greedy continuation of the context, int64 [length, B]."""
-        state, token, words = self.encode(batch), batch.context[-1], []
-        for _ in range(length):
-            state = self.cell(self.embedding(token), state)
-            token = self.head(state).argmax(-1)
-            words.append(token)
-        return torch.stack(words)
+    def continuation(
+        self, context: Tensor, length: int, end: int, never: Tensor, generator: torch.Generator
+    ) -> list[list[int]]:
+        """Samples that follow each context, until `end` or for `length` words.
+
+        Args:
+            context: int64 [C, B], the words before.
+            length: words at most.
+            end: number of the word that ends a text; not part of the result.
+            never: bool [V], words that are not to be drawn.
+            generator: what the samples are drawn from, on the model's device.
+        """
+        bias = self.head.bias.masked_fill(never, _IMPOSSIBLE)
+        out = generate(
+            self.embedding,
+            self.cell,
+            (self.head.weight, bias),
+            self.encode(Batch(context, context[:0])),
+            start=context[-1],
+            max_length=length,
+            eos=end,
+            search="sample",
+            temperature=TEMPERATURE,
+            top_p=TOP_P,
+            generator=generator,
+        )
+        rows = zip(out.tokens.T.tolist(), out.lengths.tolist(), strict=True)
+        return [[word for word in row[:count] if word != end] for row, count in rows]

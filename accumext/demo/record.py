@@ -53,10 +53,10 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What the model goes on with."""
+    """The beginning of a paragraph that training has not seen, and what the model goes on with."""
 
-    context: str
-    greedy: str
+    beginning: str
+    continuation: str
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,15 @@ class Row:
     seconds: float  # median per batch, forward and backward
     peak_memory: int  # bytes over the parameters
     gradient_distance: float  # relative, to float64
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """One way to train, on the first steps of a batch."""
+
+    name: str
+    steps: int  # T
+    peak_memory: int  # bytes over the parameters
 
 
 @dataclass
@@ -83,6 +92,7 @@ class Record:
     continuations: list[Continuation] = field(default_factory=list)
     compared_batches: int = 0
     comparison: list[Row] = field(default_factory=list)
+    memory: list[MemoryPoint] = field(default_factory=list)  # where a plot was asked for
     seconds: float = 0.0
     interrupted: bool = False
 

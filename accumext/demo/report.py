@@ -1,25 +1,29 @@
-"""The demo's results as text, JSON and a picture."""
+"""The demo's results as text and JSON."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from accumext.demo.record import Record, Row, megabytes
+from accumext.demo.record import Record, megabytes
 
 
-def summary(record: Record) -> str:
-    """Everything found, in the order in which it was found."""
-    lines: list[str] = []
-    if record.training:
-        first, last = record.training[0], record.training[-1]
-        lines += [
+def summary(record: Record, columns: int) -> str:
+    """Everything found, in the order in which it was found, in lines of that many columns."""
+    if not record.training:
+        return "interrupted before the first step was done"
+    first, last = record.training[0], record.training[-1]
+    lines = [
+        "",
+        textwrap.fill(
             f"training: {len(record.training)} of {record.settings.steps} optimizer steps, "
             f"loss {first.loss:.3f} -> {last.loss:.3f}, {record.precision}",
-            "",
-        ]
+            columns,
+        ),
+        "",
+    ]
     if record.held_out is not None and record.text is not None:
         loss = record.held_out.loss
         lines += [
@@ -31,15 +35,26 @@ def summary(record: Record) -> str:
             f"({record.text.entropy - loss:+.3f})",
             "",
         ]
-    for n, continuation in enumerate(record.continuations, 1):
+    if record.continuations:
+        lines += ["paragraphs that training has not seen, and how the model goes on:", ""]
+    for continuation in record.continuations:
         lines += [
-            f"continuation {n}",
-            f"    {continuation.context}",
-            f" -> {continuation.greedy}",
+            textwrap.fill(
+                f"{continuation.beginning} ...",
+                columns,
+                initial_indent="  ",
+                subsequent_indent="  ",
+            ),
+            textwrap.fill(
+                f"... {continuation.continuation}",
+                columns,
+                initial_indent=" " * 6,
+                subsequent_indent=" " * 6,
+            ),
             "",
         ]
     if record.comparison:
-        lines += [*_table(record), ""]
+        lines += [*_table(record, columns), ""]
     if record.interrupted:
         lines += ["interrupted: the figures above are what was done by then", ""]
     return "\n".join([*lines, f"{record.seconds:.0f} s in all"])
@@ -50,20 +65,7 @@ def write_json(record: Record, path: Path) -> None:
     path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
 
 
-def write_plot(record: Record, path: Path) -> None:
-    """Loss over the steps, and the peak memory of each way, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    _plot_loss(left, record)
-    _plot_memory(right, record.comparison)
-    figure.savefig(path, format="png", dpi=150)
-
-
-def _table(record: Record) -> list[str]:
+def _table(record: Record, columns: int) -> list[str]:
     settings, rows = record.settings, record.comparison
     header = ("", "loss", "s/batch", "peak memory", "gradient error")
     body = [
@@ -82,9 +84,11 @@ def _table(record: Record) -> list[str]:
         f"float32, {settings.feedback} feedback; median of {record.compared_batches} "
         f"{'batch' if record.compared_batches == 1 else 'batches'}, the same in every row",
     ]
+    table = []
     for line in (header, *body):
         numbers = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
-        lines.append("  ".join([line[0].ljust(widths[0]), *numbers]))
+        table.append("  ".join([line[0].ljust(widths[0]), *numbers]))
+    lines += table
     lines.append(
         "peak memory: tensors over the parameters, gradients included. "
         "gradient error: relative distance to autograd in float64"
@@ -95,22 +99,4 @@ def _table(record: Record) -> list[str]:
             f"{ours.name} uses {plain.peak_memory / ours.peak_memory:.1f} times less memory than "
             f"{plain.name} and is {plain.seconds / ours.seconds:.1f} times as fast"
         )
-    return lines
-
-
-def _plot_loss(axes: Any, record: Record) -> None:
-    steps = range(1, len(record.training) + 1)
-    axes.plot(steps, [step.loss for step in record.training], label="training")
-    if record.text is not None:
-        axes.axhline(record.text.entropy, color="0.5", ls=":", label="unigram entropy of the text")
-    if record.held_out is not None:
-        axes.axhline(record.held_out.loss, color="C1", ls="--", label="held-out, teacher-forced")
-    axes.set(title="Loss", xlabel="optimizer step", ylabel="nats per word")
-    axes.legend()
-
-
-def _plot_memory(axes: Any, rows: list[Row]) -> None:
-    bars = axes.bar([row.name for row in rows], [row.peak_memory / 1e6 for row in rows])
-    axes.bar_label(bars, [f"{row.peak_memory / 1e6:,.0f} MB\n{row.seconds:.2f} s" for row in rows])
-    axes.margins(y=0.2)
-    axes.set(title="Peak memory over the parameters, one batch", ylabel="MB")
+    return [line if line in table else textwrap.fill(line, columns) for line in lines]

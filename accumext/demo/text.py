@@ -1,24 +1,24 @@
-"""The demo's text: the source code of the running Python's own standard library, as words."""
+"""The demo's text: what the running Python's standard library says in docstrings and comments."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-UNKNOWN = "<unk>"
+from accumext.demo.progress import Progress
+from accumext.demo.prose import END, join_words, paragraphs
 
-# A word, a single mark, or the end of a line: about 8 million words of 5.5 nats each.
-_WORD = re.compile(r"\w+|[^\w\s]|\n")
+UNKNOWN, UNKNOWN_NUMBER, END_NUMBER = "<unk>", 0, 1
+
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
 # Distinct words read per word kept; the rest is what the unknown word learns from.
 _READ_PER_KEPT = 1.2
@@ -30,17 +30,33 @@ _MIN_HELD_OUT_WORDS = 250_000
 class Text:
     """Two streams of word numbers and what the numbers stand for."""
 
-    words: list[str]  # the word of each number, most frequent first after UNKNOWN (number 0)
+    words: list[str]  # the word of each number, most frequent first after UNKNOWN and END
     unigram: Tensor  # float64 [V], probability of each number, add-one smoothed over training
     entropy: float  # of the training words, nats per word
     training: Tensor  # int64 [N]
     held_out: Tensor  # int64 [M], from files that training never sees
 
     def show(self, numbers: list[int]) -> str:
-        """The words of these numbers as one line, ends of lines written `\\n`."""
-        return " ".join(self.words[n] if n < len(self.words) else UNKNOWN for n in numbers).replace(
-            "\n", "\\n"
-        )
+        """The prose that these numbers stand for."""
+        return join_words([self.words[n] if n < len(self.words) else UNKNOWN for n in numbers])
+
+    def beginnings(self, count: int, length: int) -> Tensor:
+        """The first words of paragraphs spread over the held-out text, int64 [length, count].
+
+        Only those that go on after them, begin with a capital letter, and in which no word is
+        unknown; fewer columns where there are fewer.
+        """
+        held_out = self.held_out.tolist()
+        ends = [n for n, word in enumerate(held_out) if word == END_NUMBER]
+        first = [
+            begin + 1
+            for begin, end in pairwise(ends)
+            if end - begin > length + 1
+            and UNKNOWN_NUMBER not in held_out[begin + 1 : begin + 1 + length]
+            and self.words[held_out[begin + 1]][0].isupper()
+        ]
+        chosen = [first[n * len(first) // count] for n in range(min(count, len(first)))]
+        return windows(self.held_out, torch.tensor(chosen, dtype=torch.int64), length)
 
     def unigram_loss(self, numbers: Tensor) -> float:
         """Cross-entropy of these words under the training frequencies, nats per word."""
@@ -50,11 +66,6 @@ class Text:
 def is_held_out(path: str) -> bool:
     """Whether the file of this relative posix path belongs to the held-out tenth."""
     return zlib.crc32(path.encode()) % 10 == 0
-
-
-def split_words(source: str) -> list[str]:
-    """The words, marks and line ends of a source text, in order."""
-    return _WORD.findall(source)
 
 
 def source_paths(root: Path) -> list[str]:
@@ -71,8 +82,8 @@ def load_text(vocabulary: int, root: Path | None = None) -> Text:
     """Read as many files as a vocabulary of this size needs, and number their words.
 
     Args:
-        vocabulary: numbers in all, with that of the unknown word. Where the library has fewer
-            distinct words, the last numbers stay unused.
+        vocabulary: numbers in all, with those of the unknown word and of a paragraph's end. Where
+            the library has fewer distinct words, the last numbers stay unused.
         root: folder of the source files; the running Python's standard library if None.
 
     Raises:
@@ -89,20 +100,27 @@ def load_text(vocabulary: int, root: Path | None = None) -> Text:
 
     counts: Counter[str] = Counter()
     stream: list[str] = []
-    for words in _read(root, training):
-        counts.update(words)
-        stream += words
-        if len(counts) >= _READ_PER_KEPT * vocabulary and len(stream) >= _MIN_TRAINING_WORDS:
-            break
     unseen: list[str] = []
-    for words in _read(root, held_out):
-        unseen += words
-        if len(unseen) >= _MIN_HELD_OUT_WORDS:
-            break
+    seen: set[tuple[str, ...]] = set()
+    with Progress("reading", len(paths)) as progress:
+        for path in training:
+            words = _read(root / path, seen)
+            counts.update(words)
+            stream += words
+            progress.end()
+            if len(counts) >= _READ_PER_KEPT * vocabulary and len(stream) >= _MIN_TRAINING_WORDS:
+                break
+        for path in held_out:
+            unseen += _read(root / path, seen)
+            progress.end()
+            if len(unseen) >= _MIN_HELD_OUT_WORDS:
+                break
 
-    kept = [UNKNOWN] + [word for word, _ in counts.most_common(vocabulary - 1)]
+    del counts[END]
+    enough = min(vocabulary - 2, int(len(counts) / _READ_PER_KEPT))
+    kept = [UNKNOWN, END, *(word for word, _ in counts.most_common(enough))]
     number = {word: n for n, word in enumerate(kept)}
-    numbers = torch.tensor([number.get(word, 0) for word in stream])
+    numbers = torch.tensor([number.get(word, UNKNOWN_NUMBER) for word in stream])
     frequency = torch.bincount(numbers, minlength=vocabulary).double()
     probability = frequency / frequency.sum()
     return Text(
@@ -110,7 +128,7 @@ def load_text(vocabulary: int, root: Path | None = None) -> Text:
         unigram=(frequency + 1) / (frequency.sum() + vocabulary),
         entropy=-sum(p * math.log(p) for p in probability.tolist() if p > 0),
         training=numbers,
-        held_out=torch.tensor([number.get(word, 0) for word in unseen]),
+        held_out=torch.tensor([number.get(word, UNKNOWN_NUMBER) for word in unseen]),
     )
 
 
@@ -119,6 +137,11 @@ def windows(stream: Tensor, starts: Tensor, length: int) -> Tensor:
     return stream[starts + torch.arange(length).unsqueeze(1)]
 
 
-def _read(root: Path, paths: list[str]) -> Iterator[list[str]]:
-    for path in paths:
-        yield split_words((root / path).read_bytes().decode("utf-8", errors="replace"))
+def _read(path: Path, seen: set[tuple[str, ...]]) -> list[str]:
+    """The words of a file, without paragraphs that were there before, such as licences."""
+    words: list[str] = []
+    for paragraph in paragraphs(path.read_bytes().decode("utf-8", errors="replace")):
+        if paragraph not in seen:
+            seen.add(paragraph)
+            words += paragraph
+    return words

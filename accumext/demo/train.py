@@ -13,15 +13,15 @@ from torch import Tensor
 from accumext.demo.memory import process_peak
 from accumext.demo.model import Batch, WordModel
 from accumext.demo.progress import Progress
-from accumext.demo.record import HeldOut, Record, Settings, Step
+from accumext.demo.record import HeldOut, Record, Settings, Step, megabytes
 from accumext.demo.text import Text, windows
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-WINDOW = 4  # micro-batches per optimizer step
+WINDOW = 2  # micro-batches per optimizer step
 MAX_NORM = 1.0
-LEARNING_RATE = 0.02  # high, for a run of few steps
+LEARNING_RATE = 0.04  # high, for a run of few steps
 CONTEXT = 32  # words before the targets
-LAST_TEACHER_SHARE = 0.75  # of "scheduled", which starts at 1
+LAST_TEACHER_SHARE = 0.9  # of "scheduled", which starts at 1
 
 _PROBE_STEPS = 8
 _WORTHWHILE = 1.3  # times faster; less is within the noise of a probe
@@ -106,7 +106,7 @@ def train(model: WordModel, text: Text, settings: Settings, record: Record) -> N
         optimizer, lambda done: min((done + 1) / warm_up, 1 - done / settings.steps)
     )
     losses: list[Tensor] = []
-    with Progress(settings.steps) as progress:
+    with Progress("training", settings.steps) as progress:
         begin = time.perf_counter()
         while len(record.training) < settings.steps:
             batch = next(batches).to(device)
@@ -128,7 +128,12 @@ def train(model: WordModel, text: Text, settings: Settings, record: Record) -> N
                     peak_memory=process_peak(device),
                 )
                 record.training.append(step)
-                progress.show(step)
+                progress.end(
+                    f"loss {step.loss:.3f}",
+                    f"{step.words_per_second:,.0f} words/s",
+                    f"gradient norm {step.gradient_norm:.3f}",
+                    f"peak memory {megabytes(step.peak_memory)}",
+                )
                 losses.clear()
                 begin = now
 
@@ -138,9 +143,12 @@ def evaluate(model: WordModel, text: Text, settings: Settings, count: int) -> He
     """Teacher-forced loss of the held-out words, and the unigram loss of the same words."""
     device, generator = torch.device(settings.device), torch.Generator()
     batches = held_out_batches(text, settings, count)
-    losses = [
-        float(model.decode(batch.to(device), "teacher", 1.0, generator).loss) for batch in batches
-    ]
+    losses = []
+    with Progress("evaluating", count) as progress:
+        for batch in batches:
+            out = model.decode(batch.to(device), "teacher", 1.0, generator)
+            losses.append(float(out.loss))
+            progress.end()
     words = torch.cat([batch.targets.flatten() for batch in batches])
     return HeldOut(
         words=len(words), loss=sum(losses) / count, unigram_loss=text.unigram_loss(words)

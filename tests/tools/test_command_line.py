@@ -1,0 +1,185 @@
+"""`python -m accumext` as a program: its help, its progress on terminals, and Ctrl-C."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import importlib.util
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+import accumext
+from accumext.__main__ import main
+
+DEMO = ["demo", "--steps=2", "--batch=4", "--length=12", "--hidden=16", "--vocab=300"]
+
+
+def start(*arguments: str, **options: object) -> subprocess.Popen[str]:
+    """`python` with these arguments, its output in pipes."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def on_a_terminal(columns: int, *arguments: str) -> list[str]:
+    """What a program writes on a terminal of that width: lines, and every state of a bar."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    program = subprocess.Popen(
+        [sys.executable, "-m", "accumext", *arguments],
+        cwd=ROOT,
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            part = os.read(ours, 2**16)
+        except OSError:  # the program has closed its side
+            break
+        output += part
+    os.close(ours)
+    assert program.wait() == 0, output.decode()
+    return re.split(r"[\r\n]+", output.decode())
+
+
+def test_without_a_command_it_prints_the_help(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    assert all(word in out for word in ("usage: python -m accumext", "doctor", "demo", "--version"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith(f"accumext {accumext.__version__} (torch ")
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["demonstrate"])
+    assert "invalid choice: 'demonstrate'" in capsys.readouterr().err
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_progress_is_one_line_with_a_bar(columns: int):
+    if importlib.util.find_spec("tqdm") is None:
+        pytest.skip("no tqdm, no bar")
+    lines = on_a_terminal(columns, *DEMO)
+    for phase, figure in (("reading", ""), ("training", "loss "), ("comparing", "plain PyTorch")):
+        bars = [line for line in lines if line.startswith(f"{phase} ") and "|" in line]
+        assert len(bars) > 2
+        assert all(len(line) <= columns for line in bars)
+        assert all(len(re.findall(r"\|(.*)\|", line)[0]) >= 7 for line in bars)
+        assert any("█" in line for line in bars)
+        assert any(figure[:9] in line for line in bars)
+        assert re.search(r"\| *(\d+)/\1\b", bars[-1]) or phase == "reading"
+    others = [line for line in lines if "|" not in line]
+    assert all(len(line) <= max(columns, 72) for line in others)  # the table has its own width
+
+
+@pytest.mark.process
+def test_an_interrupt_while_torch_is_imported_ends_the_process_at_once():
+    program = start("-m", "accumext", *DEMO)
+    maps = Path(f"/proc/{program.pid}/maps")
+    while "libtorch" not in maps.read_text():
+        assert program.poll() is None
+        time.sleep(0.001)
+    program.send_signal(signal.SIGINT)
+    assert program.communicate(timeout=60) == ("", "")
+    assert program.returncode == -signal.SIGINT  # 130 in a shell
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("stream", "line"),
+    [
+        ("stdout", "text: "),
+        ("stderr", "training 1/"),
+        ("stderr", "comparing 1/"),
+        ("stderr", "comparing 8/"),
+    ],
+)
+def test_an_interrupt_of_the_demo_leaves_no_traceback(stream: str, line: str):
+    program = start("-m", "accumext", *DEMO)
+    while not (read := getattr(program, stream).readline()).startswith(line):
+        assert read, program.communicate()
+    program.send_signal(signal.SIGINT)
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == 130, (out, err)
+    assert "interrupted" in out
+    assert "Traceback" not in err
+
+
+@pytest.mark.process
+def test_an_interrupt_of_a_command_that_does_not_catch_it():
+    code = """
+        import signal, sys
+        import accumext.__main__ as command_line
+        def interrupted(args):
+            signal.raise_signal(signal.SIGINT)
+        command_line._doctor.main = interrupted
+        sys.argv = ["accumext", "doctor"]
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as accumext/__init__.py leaves it
+        code = command_line.run_as_program()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        sys.exit(code)
+    """
+    program = start("-c", textwrap.dedent(code))
+    assert program.communicate(timeout=60) == ("", "")
+    assert program.returncode == 130
+
+
+@pytest.mark.process
+def test_other_programs_keep_their_handler(tmp_path: Path):
+    check = "import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    package = tmp_path / "another"
+    package.mkdir()
+    (package / "__init__.py").write_text("import accumext")
+    (package / "__main__.py").write_text(check)
+    for arguments in (["-c", f"import accumext; {check}"], ["-m", "another"]):
+        done = subprocess.run(
+            [sys.executable, *arguments, "accumext"],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.process
+def test_an_ignored_interrupt_stays_ignored():
+    """As under nohup, or in the background of a shell script."""
+    ignore = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    program = start("-m", "accumext", "--version", preexec_fn=ignore)
+    while program.poll() is None:
+        program.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    out, err = program.communicate()
+    assert (program.returncode, err) == (0, "")
+    assert out.startswith("accumext ")
