@@ -14,26 +14,24 @@ import matplotlib.pyplot as plt
 from _decoder_report import MIB
 from _decoders import OURS, PER_TOKEN, PLAIN
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, NullLocator
 
 
 class Theme(NamedTuple):
-    """Colours of text and grid, and those of the lines: of Okabe and Ito's palette, which is told
-    apart with any colour vision, and at least three times as light or as dark as the page."""
+    """Colours of text, and of lines: Okabe and Ito's, which are told apart with any colour vision,
+    each with a contrast of 3 or more to the page."""
 
     text: str
-    grid: str
     lines: dict[str, str]
 
 
 THEMES = {
-    "light": Theme("#000000", "#d9d9d9", {PLAIN: "#D55E00", PER_TOKEN: "#009E73", OURS: "#0072B2"}),
-    "dark": Theme("#cfd0d0", "#3c3f42", {PLAIN: "#E69F00", PER_TOKEN: "#009E73", OURS: "#56B4E9"}),
+    "light": Theme("#000000", {PLAIN: "#D55E00", PER_TOKEN: "#009E73", OURS: "#0072B2"}),
+    "dark": Theme("#cfd0d0", {PLAIN: "#E69F00", PER_TOKEN: "#009E73", OURS: "#56B4E9"}),
 }
 LABELS = {
     PLAIN: "plain PyTorch, one graph",
-    PER_TOKEN: "backward per token, truncated",
-    OURS: "accumext.decode_loss",
+    PER_TOKEN: "per token (truncated)",
+    OURS: "decode_loss",
 }
 MARKERS = {PLAIN: "s", PER_TOKEN: "^", OURS: "o"}
 MARKS = 0.01, 0.1, 1, 10, 100, 1024, 10 * 1024, 100 * 1024  # MiB
@@ -43,6 +41,8 @@ SETTINGS = {
     "figure.figsize": (6.0, 4.0),
     "font.size": 15.0,
     "font.sans-serif": ["DejaVu Sans"],  # whose widths the layout is made for; else sans-serif
+    "lines.linewidth": 2.5,
+    "lines.markersize": 8.0,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "accumext",  # the same bytes in every run
 }
@@ -64,22 +64,26 @@ def plot(stem: Path, cases: Sequence[dict[str, Any]]) -> None:
 
 
 def _lines(axes: Axes, cases: Sequence[dict[str, Any]], theme: Theme) -> None:
-    """A line for each way, with its name and last value above its end."""
-    for name, label in LABELS.items():
+    """A line for each way, with its name and last value at its end."""
+    ends: dict[str, float] = {}
+    for name in LABELS:
         found = [case for case in cases if name in case["contenders"]]  # the others did not fit
         steps = [case["steps"] for case in found]
         peaks = [case["contenders"][name]["peak_bytes"] / MIB for case in found]
-        if not found:
-            continue
-        axes.plot(
-            steps, peaks, color=theme.lines[name], marker=MARKERS[name], markersize=8, linewidth=2.5
-        )
+        if found:
+            axes.plot(steps, peaks, MARKERS[name] + "-", color=theme.lines[name])
+            ends[name] = peaks[-1]
+    for line, (name, end) in zip(axes.lines, ends.items()):
+        steps, peaks = line.get_data()
+        # Above the end; the lowest line, which rises towards the others, has its name below.
+        below = end == min(ends.values())
         axes.annotate(
-            f"{label}: {_memory(peaks[-1])}",
-            (steps[-1], peaks[-1]),
-            xytext=(7, 9),
+            f"{LABELS[name]}: {_memory(end)}",
+            (steps[-1], peaks[len(peaks) // 2] if below else end),
+            xytext=(7, -9 if below else 9),
             textcoords="offset points",
             ha="right",
+            va="top" if below else "bottom",
             color=theme.text,
         )
 
@@ -89,24 +93,19 @@ def _scales(axes: Axes, cases: Sequence[dict[str, Any]], theme: Theme) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     steps = [case["steps"] for case in cases]
-    axes.xaxis.set_major_locator(FixedLocator(steps))
-    axes.set_xticklabels([f"{count:,}" for count in steps])
+    axes.set_xticks(steps, [f"{count:,}" for count in steps])
     low, high = axes.get_ylim()
-    high *= 3  # room for the label of the line that ends highest
+    low, high = low / 2, high * 4  # room for names
     marks = [mark for mark in MARKS if low <= mark <= high]
+    axes.set_yticks(marks, [_memory(mark) for mark in marks])
     axes.set_ylim(low, high)
-    axes.yaxis.set_major_locator(FixedLocator(marks))
-    axes.set_yticklabels([_memory(mark) for mark in marks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_locator(NullLocator())
+    axes.minorticks_off()
     axes.set_xlabel("steps T", color=theme.text)
     what = "peak memory over parameters and gradients"
     axes.set_title(what, loc="right", fontsize="medium", color=theme.text)
-    axes.tick_params(colors=theme.text, length=0)
-    axes.grid(axis="y", color=theme.grid)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(theme.text)
+    axes.tick_params(colors=theme.text)
+    axes.spines[:].set_color(theme.text)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _memory(mebibytes: float) -> str:

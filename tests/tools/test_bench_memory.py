@@ -21,8 +21,8 @@ PLAIN, PER_TOKEN, OURS = "plain autograd", "backward per token (truncated)", "ac
 STEPS, BATCH, VOCABULARY, SIZE = (16, 32, 64), 16, 2003, 16
 LABELS = {
     PLAIN: "plain PyTorch, one graph",
-    PER_TOKEN: "backward per token, truncated",
-    OURS: "accumext.decode_loss",
+    PER_TOKEN: "per token (truncated)",
+    OURS: "decode_loss",
 }
 # Scalars of a step have a few bytes each: losses, their means and gradients.
 SCALARS = 64
