@@ -110,8 +110,9 @@ def test_plain_autograd_grows_by_what_its_graph_keeps(result: dict[str, Any]) ->
 
 def test_a_backward_pass_per_token_grows_by_tokens_and_losses(result: dict[str, Any]) -> None:
     measured = peaks(result, PER_TOKEN)
-    gradients = 4 * 2 * VOCABULARY * SIZE  # of embedding and head in one step
-    assert measured[0] > gradients
+    # The gradients of embedding and head in one step, beside those that are left and do not count;
+    # and of one step the probabilities, their gradient, and for a moment the logits.
+    assert 2 * SIZE + BATCH < measured[0] / (4 * VOCABULARY) < 2 * SIZE + 3 * BATCH
     grown, steps = measured[2] - measured[0], STEPS[2] - STEPS[0]
     assert 0 <= grown < (SCALARS + TOKEN * BATCH) * steps
 
