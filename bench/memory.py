@@ -1,0 +1,117 @@
+"""Peak memory of a decoder fed its own argmax, against the number of steps T.
+
+    python bench/memory.py [--json FILE] [--plot STEM] [--device cpu|cuda] [--quick]
+    python bench/memory.py --from FILE --plot STEM
+
+Three of the ways in _decoders.py: plain PyTorch with one graph of all steps; a backward pass per
+token with a detached state, whose gradient is truncated; and `accumext.decode_loss`. Peak memory is
+that of bench/decoder.py: what a call, forward and backward, holds at its highest point, over what
+there was before, less the gradients that it leaves. So it is what training takes besides parameters
+and gradients. It is counted from the allocations of tensors, so another run on a busier machine has
+the same.
+
+Plain PyTorch needs 3 GiB for the longest run on a CPU, 1,000 steps, and is left out where that does
+not fit. Each T has a process of its own, and the JSON is written after each.
+
+--plot STEM draws STEM_light.svg and STEM_dark.svg, for white and for dark pages. The pictures of
+the documentation are
+
+    python bench/memory.py --json bench/results/memory_cpu.json --plot docs/memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from _decoder_report import MIB, as_json
+from _decoders import OURS, PER_TOKEN, PLAIN, Shape
+from _decoding import Case
+from _facts import machine
+from _report import write
+from decoder import DEFAULT, measure
+
+WAYS = PLAIN, PER_TOKEN, OURS
+STEPS = 8, 16, 32, 64, 125, 250, 500, 1000
+QUICK_STEPS = 16, 32, 64
+
+
+def main() -> int:
+    args = arguments()
+    content = json.loads(args.source.read_text(encoding="utf-8")) if args.source else run(args)
+    if args.plot is not None:
+        from _memory_plot import plot  # matplotlib is not needed otherwise
+
+        plot(args.plot, content["cases"])
+    return 1 if content["failed"] else 0
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """What --json says, measured."""
+    device = torch.device(args.device)
+    content: dict[str, Any] = {"machine": machine(device), "cases": [], "failed": {}}
+    print(f"peak MiB over parameters and gradients\n{'':32}", *(f"{name:>30}" for name in WAYS))
+    for case in cases(args.quick):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+            measured = processes.submit(measure, case, device, DEFAULT, {})
+            try:
+                result, _ = measured.result()
+            except Exception as error:  # memory is short, or the process was killed
+                content["failed"][str(case)] = f"{type(error).__name__}: {error}"
+                print(f"{case}: {error}", file=sys.stderr, flush=True)
+            else:
+                content["cases"].append(as_json(result))
+                print(row(content["cases"][-1]), flush=True)
+        write(args.json, content)
+    print("", *(f"{name}: {fact}" for name, fact in content["machine"].items()), sep="\n")
+    return content
+
+
+def cases(quick: bool) -> list[Case]:
+    batch, vocabulary, size = (16, 2003, 16) if quick else (16, 50_000, 256)
+    return [
+        Case(Shape(steps, batch, vocabulary, size), "gru", torch.float32, WAYS, timed=False)
+        for steps in (QUICK_STEPS if quick else STEPS)
+    ]
+
+
+def row(case: dict[str, Any]) -> str:
+    """The peaks of one T."""
+    shape = Shape(*(case[field] for field in Shape._fields))
+    found = case["contenders"]
+    peaks = (
+        f"{found[name]['peak_bytes'] / MIB:.2f}" if name in found else case["left_out"][name]
+        for name in WAYS
+    )
+    return " ".join([f"{shape!s:32}", *(f"{peak:>30}" for peak in peaks)])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="every peak, in bytes")
+    parser.add_argument("--plot", type=Path, metavar="STEM", help="draw STEM_{light,dark}.svg")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="%(default)s",
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny decoder and few steps")
+    parser.add_argument(
+        "--from",
+        type=Path,
+        metavar="FILE",
+        dest="source",
+        help="draw what --json wrote into this file, and measure nothing",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
