@@ -143,9 +143,13 @@ def _row(text: str, target: bool | int, measured: bool | int) -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
+    """The name of the processor, and its family and model, since machines in a cloud share names."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    facts = {name.strip(): value.strip() for name, _, value in (s.partition(":") for s in lines)}
+    name = facts.get("model name", platform.processor())
+    if not {"cpu family", "model"} <= facts.keys():
+        return name
+    return f"{name}, family {facts['cpu family']}, model {facts['model']}"

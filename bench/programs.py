@@ -27,7 +27,7 @@ COMPARISON = re.compile(
 
 
 def comparisons(printed: str) -> dict[str, dict[str, float]]:
-    """What a program has printed, by title: seconds, and megabytes with those of the gradients."""
+    """What a program has printed, by title: seconds, and the peaks with the gradients in them."""
     return {
         found["title"] or "": {
             "plain PyTorch, s": float(found["plain_s"]),
@@ -56,6 +56,8 @@ def main() -> None:
         for _ in range(args.runs):
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             runs.append(comparisons(done.stdout))
+            if not runs[-1]:
+                sys.exit(f"{path.name} has printed no comparison:\n{done.stdout}")
         for title in runs[0]:
             entry = {"program": path.stem, "title": title, "runs": [run[title] for run in runs]}
             programs.append(entry)
