@@ -143,7 +143,7 @@ def _row(text: str, target: bool | int, measured: bool | int) -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """The name of the processor, and its family and model, since machines in a cloud share names."""
+    """The name of the processor with family and model: machines of a cloud share names."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
