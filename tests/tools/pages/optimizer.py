@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-import accumext
+import accumext  # noqa: F401, for the page
 
 model = nn.Linear(3, 2)
-opt = accumext.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-scaler = torch.amp.GradScaler("cpu")
-batch = torch.randn(4, 3)
-parts = batch.split(2)
+device = "cpu"
+scaler = torch.amp.GradScaler(device)
+batches = torch.randn(6, 4, 3)
+parts = batches[0].split(2)
 path = "checkpoint.pt"
 
 
