@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -431,8 +432,8 @@ def written(page: str) -> str:
         _, closed, after = rest.partition(end)
         if not (found and closed):
             raise ValueError(f"{page} has no place for the table {name!r}: {begin} and {end}")
-        block = [begin, "", *table.lines(), "", provenance(table.result, table.command), "", end]
-        text = before + "\n".join(block) + after
+        below = textwrap.wrap(provenance(table.result, table.command), 120, break_on_hyphens=False)
+        text = before + "\n".join([begin, "", *table.lines(), "", *below, "", end]) + after
     return text
 
 
