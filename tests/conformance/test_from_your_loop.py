@@ -148,6 +148,7 @@ def test_plain_loops(name, tmp_path):
     assert_as_defined(name, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_frameworks(name, tmp_path, monkeypatch):
     """Loops of Accelerate, Lightning, ignite and the Trainer: the same parameters"""

@@ -167,6 +167,7 @@ def test_entropy_and_unigram_loss_are_those_of_the_counted_words(library: Path):
     assert text.unigram_loss(text.held_out) == pytest.approx(loss, abs=ENTROPY_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_standard_library_of_this_python_is_read_as_far_as_needed():
     text = load_text(300)
     assert len(text.words) == 300
@@ -314,6 +315,7 @@ def test_distance_is_relative_to_the_exact_gradient():
     assert compare.relative_distance([torch.tensor([3.0, 0.5]), torch.tensor([4.0])], exact) == 0.1
 
 
+@pytest.mark.slow
 def test_memory_curve_is_that_of_the_first_steps(library: Path):
     text, chosen = load_text(300, library), settings(vocab=300, length=16)
     model = WordModel(text.unigram, chosen.hidden)
@@ -391,11 +393,13 @@ def test_tiny_run_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert not record["interrupted"]
 
 
+@pytest.mark.slow
 def test_smallest_vocabulary(capfd: pytest.CaptureFixture[str]):
     assert run_demo("--vocab=2") == 0
     assert "how the model goes on" not in capfd.readouterr().out  # with no word to do it
 
 
+@pytest.mark.slow
 def test_same_seed_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Which precision is faster is measured, and may differ from run to run.
     monkeypatch.setattr(train, "_WORTHWHILE", float("inf"))
@@ -407,6 +411,7 @@ def test_same_seed_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.slow
 def test_plot_is_a_png_and_its_points_are_in_the_record(tmp_path: Path):
     pytest.importorskip("matplotlib")
     assert run_demo(f"--plot={tmp_path / 'demo.png'}", f"--json={tmp_path / 'demo.json'}") == 0

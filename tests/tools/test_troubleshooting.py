@@ -99,6 +99,7 @@ def each_batch(names: dict[str, Any], count: int = 4) -> list[tuple[torch.Tensor
     return names["loader"][:count]
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_a_decoder() -> None:
     section = Section("torch.OutOfMemoryError")
     assert section.heading in NOT_RAISED
