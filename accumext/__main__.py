@@ -12,8 +12,7 @@ import torch
 import accumext
 from accumext import demo
 from accumext.backend import _doctor
-
-INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+from accumext.demo.cli import INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

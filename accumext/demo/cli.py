@@ -20,7 +20,7 @@ from accumext.demo.plot import write_plot
 from accumext.demo.record import Continuation, Record, Settings, TextFacts
 from accumext.demo.report import summary, write_json
 from accumext.demo.text import END_NUMBER, UNKNOWN_NUMBER, Text, load_text
-from accumext.demo.train import evaluate, train, training_batches
+from accumext.demo.train import CONTEXT, evaluate, train, training_batches
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 REFUSED = 2  # exit code of options that cannot be followed, as argparse has it
@@ -79,7 +79,12 @@ def main(args: argparse.Namespace) -> int:
     record = Record(settings, {"python": platform.python_version(), "torch": torch.__version__})
     begin = time.perf_counter()
     try:
-        _run(settings, record, curve=args.plot is not None)
+        text = load_text(settings.vocab)
+        refusal = _too_long(settings, text)
+        if refusal is not None:
+            print(refusal, file=sys.stderr)
+            return REFUSED
+        _run(text, settings, record, curve=args.plot is not None)
     except KeyboardInterrupt:
         record.interrupted = True
     record.seconds = time.perf_counter() - begin
@@ -91,9 +96,16 @@ def main(args: argparse.Namespace) -> int:
     return INTERRUPTED if record.interrupted else 0
 
 
-def _run(settings: Settings, record: Record, curve: bool) -> None:
+def _too_long(settings: Settings, text: Text) -> str | None:
+    """Why there are no rows of this length, in one sentence; None if there are."""
+    longest = min(len(text.training), len(text.held_out)) - CONTEXT
+    if settings.length <= longest:
+        return None
+    return f"demo: --length must be at most {longest:,}, as the text has it, got {settings.length}"
+
+
+def _run(text: Text, settings: Settings, record: Record, curve: bool) -> None:
     few = settings.steps < _FEW_STEPS
-    text = load_text(settings.vocab)
     record.text = TextFacts(len(text.training), len(text.held_out), len(text.words), text.entropy)
     _print(
         f"text: docstrings and comments of Python {record.versions['python']}'s standard library, "

@@ -537,3 +537,19 @@ def test_one_file_for_both_outputs(tmp_path: Path):
     assert outputs.problem(arguments) == (
         f"demo: --plot must be another file than --json, got {path}"
     )
+
+
+def test_rows_longer_than_the_text_are_refused(
+    library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = load_text(300, library)
+    longest = min(len(text.training), len(text.held_out)) - train.CONTEXT
+    longest_rows = settings(length=longest)
+    assert next(training_batches(text, longest_rows)).targets.shape == (longest, 4)
+    assert held_out_batches(text, longest_rows, 1)[0].targets.shape == (longest, 4)
+
+    monkeypatch.setattr(cli, "load_text", lambda vocabulary: text)
+    assert run_demo(f"--length={longest + 1}") == 2
+    said = f"--length must be at most {longest:,}, as the text has it, got {longest + 1}"
+    assert said in capsys.readouterr().err
+    assert cli._too_long(longest_rows, text) is None
