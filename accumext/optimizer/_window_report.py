@@ -171,4 +171,4 @@ class WindowReport:
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value:g}" for name, value in self.stats().items())
-        return f"WindowReport({fields}, nonfinite={self.nonfinite})"
+        return f"WindowReport({fields}, nonfinite=[{named(self.nonfinite)}])"

@@ -107,6 +107,9 @@ def test_a_message_names_parameters_or_says_how_to_have_names():
     advice = "an optimizer made of model.named_parameters() knows their names"
     assert named([0, 3]) == f"parameters 0, 3 ({advice})"
     assert named([]) == ""
+    report = report_of(1.0)
+    report.name([1])
+    assert repr(report).endswith(f"nonfinite=[parameters 1 ({advice})])")
 
 
 @pytest.mark.parametrize("skipped", [0.0, 1.0])
