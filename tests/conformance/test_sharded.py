@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+from accumext.optimizer._window_report import named
 
 NORMS = (1.0, 2.0, 3.0, INF, -1.0, -INF)
 
@@ -377,7 +378,7 @@ def test_sharded_raise(seen):
     text = "AccumulatingOptimizer.backward: gradients must be finite, got inf or NaN in "
     for rank, saw in enumerate(seen):
         # Of the third process nothing is left to hold: it has no row of 4, nor of 2.
-        where = "0, 1, 2, 3" if rank < 2 else "shards of other processes"
+        where = named([0, 1, 2, 3]) if rank < 2 else "shards of other processes"
         assert saw["raising"]["error"] == text + where
         assert saw["raising"]["held"] == 1
 

@@ -26,7 +26,12 @@ from accumext.__main__ import main
 DEMO = ["demo", "--steps=2", "--batch=4", "--length=12", "--hidden=16", "--vocab=300"]
 
 
-def start(*arguments: str, **options: object) -> subprocess.Popen[str]:
+def interruptible() -> None:
+    """In a new process: Ctrl-C as on a terminal, also where these tests run under nohup."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def start(*arguments: str, preexec_fn=interruptible) -> subprocess.Popen[str]:
     """`python` with these arguments, its output in pipes."""
     return subprocess.Popen(
         [sys.executable, *arguments],
@@ -35,7 +40,7 @@ def start(*arguments: str, **options: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        **options,  # type: ignore[call-overload]
+        preexec_fn=preexec_fn,
     )
 
 
@@ -165,6 +170,7 @@ def test_other_programs_keep_their_handler(tmp_path: Path):
         done = subprocess.run(
             [sys.executable, *arguments, "accumext"],
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+            preexec_fn=interruptible,
             capture_output=True,
             text=True,
             check=False,
