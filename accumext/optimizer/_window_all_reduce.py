@@ -28,8 +28,8 @@ ALIGNMENT = 16  # elements; gradients begin where vector instructions like it
 
 _FULL = -1.0  # in place of a number of micro-batches: of a window that is full
 _SAME_COUNT = (
-    "Give every process as many micro-batches, one of weight=0 counts for nothing, and call step "
-    "and flush on all of them"
+    "Give every process the same number, where a micro-batch with weight=0 counts for nothing, and "
+    "call step and flush on all of them"
 )
 
 
@@ -176,7 +176,7 @@ class Agreement(NamedTuple):
         counts, elements = numbers[3:].view(2, world).tolist()
         if len(set(counts)) > 1:
             got = ", ".join("full" if n == _FULL else f"{n:.0f}" for n in counts) + " by rank"
-            contract = "hold as many micro-batches on every process"
+            contract = "hold the same number of micro-batches on every process"
             raise RuntimeError(_checks.message(op, "the window", contract, got, _SAME_COUNT))
         if len(set(elements)) > 1:
             got = ", ".join(f"{n:.0f}" for n in elements) + " elements by rank"

@@ -256,4 +256,4 @@ def test_a_rank_with_fewer_micro_batches(tmp_path):
     op = "AccumulatingOptimizer.flush"
     assert said[0]  # in a collective of the model, which waited for the other rank's
     assert said[1].startswith(f"{op}: the window must be closed by every process, got no answer")
-    assert "Give every process as many micro-batches" in said[1]
+    assert "Give every process the same number" in said[1]

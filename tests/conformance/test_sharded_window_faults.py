@@ -110,8 +110,8 @@ def test_a_flush_where_one_rank_has_dropped_its_window(seen):
     for number, rank in enumerate(seen):
         for error, held, seconds in rank["one_rank_discards"]["seen"]:
             assert error[0].startswith(
-                f"RuntimeError: {OP}.flush: the window must hold as many micro-batches on every "
-                "process, got 3, 0 by rank."
+                f"RuntimeError: {OP}.flush: the window must hold the same number of "
+                "micro-batches on every process, got 3, 0 by rank."
             )
             assert held == (0 if number == 1 else 3)
             assert seconds < 20.0  # of 60 that a hang would take

@@ -151,8 +151,8 @@ def test_two_windows_become_one(groups):
 @pytest.mark.parametrize(
     ("counts", "flushing", "sizes", "text"),
     [
-        ((2, 3), (True, True), (1, 1), "hold as many micro-batches on every process, got 2, 3 by"),
-        ((2, 2), (True, False), (1, 1), "got 2, full by rank. Give every process as many"),
+        ((2, 3), (True, True), (1, 1), "number of micro-batches on every process, got 2, 3 by"),
+        ((2, 2), (True, False), (1, 1), "got 2, full by rank. Give every process the same"),
         ((2, 2), (True, True), (1, 4), "be of the same trainable parameters on every process, got"),
     ],
 )

@@ -32,7 +32,7 @@ EXACT = 1e-5  # relative: float32 sums in another order, against float64
 # Headings whose message is not raised here, with the reason. Their cures run.
 NOT_RAISED = {
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate ...": "needs a GPU",
-    "The window must hold as many micro-batches on every process": (
+    "The window must hold the same number of micro-batches on every process": (
         "needs several processes; tests/conformance/test_uneven_ranks.py raises it"
     ),
 }
