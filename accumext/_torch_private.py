@@ -347,7 +347,7 @@ def set_sharding_phase(state: Any, name: str) -> None:
 
 
 def begin_sharded_forward(state: Any, module: nn.Module, anchor: Tensor) -> Tensor:
-    """What `fully_shard` does before a forward: gather weights, and put a node behind the input,
+    """What `fully_shard` does before a forward: gather weights, and put a node after the input,
     here the anchor, that reduces gradients. The anchor to use instead."""
     (anchor,), _ = state._pre_forward(module, (anchor,), {})
     return anchor

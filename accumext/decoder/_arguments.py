@@ -196,7 +196,7 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         assert k2 is not None
         generator = own_generator(generator, device)
         factors, k2 = random_cuts(steps, batch, k2, weight, generator), None
-        if resets is not None:  # a row that begins anew is cut off from nothing
+        if resets is not None:  # a row that is reset is cut off from nothing
             factors = factors.masked_fill(resets.rows, 1)
     # The operators look rows up without renormalising them to `max_norm`.
     rnn_weights = None

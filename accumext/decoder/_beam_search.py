@@ -96,7 +96,7 @@ class _Search:
             self.some_kept = True
         live = _Candidates(*(column[: self.beams] for column in candidates))
         if _may_be_any(is_eos):
-            # Stable: what lives on stays in order, and what has ended goes behind it.
+            # Stable: live hypotheses stay in order, and ended ones go after them.
             order = candidates.score.masked_fill(is_eos, -torch.inf).sort(
                 dim=0, descending=True, stable=True
             )

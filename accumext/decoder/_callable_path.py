@@ -1,6 +1,6 @@
 """The path for callable cells: autograd differentiates the cell, in segments that the backward pass
 runs again, but for the last steps, whose graph is kept; head and loss are one node of the graph
-behind the cell's outputs."""
+after the cell's outputs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class _Segment(NamedTuple):
 
 
 def _silent(segment: _Segment, steps: int) -> _Segment:
-    """What steps leave after a segment behind which no row is live: nothing is called for them."""
+    """What steps leave once no row is live: zeros, without a call of the cell."""
 
     def zeros(leaf: Tensor) -> Tensor:
         return leaf.new_zeros(steps, *leaf.shape[1:])
@@ -268,8 +268,8 @@ def dropped(x: Tensor, rate: float) -> Tensor:
 
 @contextmanager
 def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
-    """The bytes of each storage that a graph keeps meanwhile, but for those of leaves, of views of
-    them, and of `shared` tensors."""
+    """The bytes of each storage kept by a graph made in this context, but for those of leaves, of
+    views of them, and of `shared` tensors."""
     sizes: dict[int, int] = {}
     known = {tensor.untyped_storage().data_ptr() for tensor in shared}
 

@@ -276,7 +276,7 @@ class _Borders:
 
     def at(self, step: int, pass_over: Callable[[int, int, State], State]) -> _Border:
         """The border before a step: a kept one, or one that is reached again."""
-        if self._kept is not None:  # those behind have been used, as a rule, and make room
+        if self._kept is not None:  # later ones have been used, as a rule, and make room
             for later in [t for t in self._droppable() if t > step]:
                 del self._saved[later]
         near = max(t for t in self._saved if t <= step)

@@ -14,13 +14,13 @@ from accumext.decoder._recurrent_state import State, freeze
 
 @dataclass(frozen=True)
 class Resets:
-    """Which rows begin anew, and before which steps."""
+    """Which rows are reset, and before which steps."""
 
     rows: Tensor  # bool [T, B]
-    steps: frozenset[int]  # those before which a row may begin anew; at step 0 every row does
+    steps: frozenset[int]  # those before which a row may be reset; at step 0 every row is
 
     def at(self, step: int, live: Tensor | None) -> Tensor:
-        """The rows [B] that begin anew before this step: none that have ended."""
+        """The rows [B] that are reset before this step: none that have ended."""
         return self.rows[step] if live is None else self.rows[step] & live[step]
 
     def apply(

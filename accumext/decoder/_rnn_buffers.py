@@ -74,8 +74,8 @@ class RnnBuffers:
         return chosen if mask is None else chosen.mul_(mask.flatten(0, 1)[rows]).mul_(scale)
 
     def reset_before(self, step: int, live: Tensor | None) -> AbstractContextManager[None]:
-        """Meanwhile rows that begin anew before `step` have their initial states there. What the
-        step before it left comes back: the head and the gates of that step read it."""
+        """In this context, rows that are reset before `step` have their initial states there. Then
+        what the step before it left comes back: the head and the gates of that step read it."""
         if self.resets is None or step not in self.resets.steps:
             return NOTHING
         return self._reset(self.resets, step, live)

@@ -172,7 +172,7 @@ class _ForwardSteps:
                 self._add_rows(rows[:used].clone(), stats[:, :used])
 
     def _spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """[begin, end) in pieces, of which no row begins anew but before the first step."""
+        """[begin, end) in pieces, within which no row is reset but before the first step."""
         resets = self.buffers.resets
         return iter([(begin, end)]) if resets is None else resets.spans(begin, end)
 

@@ -1,14 +1,14 @@
 """Modules of `fully_shard` (FSDP2) that a call uses many times, gathered once per call.
 
 FSDP2 works in the hooks of a module's forward: the hook before it gathers the weights, and puts a
-node behind its inputs whose backward reduces the gradients; the hook after it frees the weights
+node after its inputs whose backward reduces the gradients; the hook after it frees the weights
 again, and hooks onto the outputs what gathers them for the backward pass. So a module that is
 called at every step or slice may be gathered and freed every time, in the backward pass, too, and a
 module whose weights are read without a call is not gathered at all. Here the call as a whole is the
 module's forward:
 
 - Before it the module's forward begins. Its input is a 0-dim tensor, the anchor. The call's loss
-  depends on it, and autograd runs later nodes first, so FSDP's node behind the anchor runs when all
+  depends on it, and autograd runs later nodes first, so FSDP's node after the anchor runs when all
   uses in the call have given their gradients, and before what preceded the call.
 - During it the module is in the phase in which FSDP expects calls that gather and reduce nothing:
   that of activation checkpointing, which runs a forward again between the hook on the outputs and
@@ -59,7 +59,7 @@ class _Held(NamedTuple):
 
     module: Any
     was_sharded: bool
-    anchor: Tensor  # 0, with FSDP's node behind it
+    anchor: Tensor  # 0, with FSDP's node after it
 
 
 _all_held: set[Any] = set()  # the states of modules that calls, one inside of another, hold

@@ -18,7 +18,7 @@ from accumext.decoder._token_buffers import TokenBuffers
 class ThroughTime:
     """The backward pass through the cell and the embedding.
 
-    Only what depends on the step behind it is serial over steps and layers. The rest are products
+    Only what depends on the step after it is serial over steps and layers. The rest are products
     over many steps, added into one buffer per weight.
     """
 
@@ -82,13 +82,13 @@ class ThroughTime:
                     total += gradient
 
     def _spans(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """[begin, end) in pieces, of which no row begins anew but before the first step, from the
+        """[begin, end) in pieces, within which no row is reset but before the first step, from the
         last piece to the first."""
         resets = self._buffers.resets
         return [(begin, end)] if resets is None else [*resets.spans(begin, end)][::-1]
 
     def _take_resets(self, step: int, d_state: list[Tensor]) -> None:
-        """The gradients of rows that have begun anew before `step` are the initial state's."""
+        """The gradients of rows that were reset before `step` are the initial state's."""
         resets = self._buffers.resets
         if resets is None or step not in resets.steps:
             return

@@ -77,7 +77,7 @@ def compare(
 
     accumext predicts as it goes. The other two replay the tokens it fed, which spares them the
     argmax. Gradients are those of the first batch, and exact is plain autograd in float64 on it.
-    The modes take turns, so that whatever else the machine does meanwhile falls on all of them.
+    The modes take turns, so that whatever else the machine does slows all of them alike.
     With `curve`, the peak memory of each mode on the first steps of that batch as well.
     """
     lengths = curve_lengths(settings.length) if curve else []

@@ -474,7 +474,7 @@ class Transaction:
     Inside, memory is allocated first and everything is prepared on drafts; nothing that can be seen
     is written in place. What cannot be undone is one call: a kernel that adds to main gradients, of
     which `Window.writes` tells, or the wrapped optimizer's step, of which `has_happened` does.
-    After an exception before it, everything is put back; after one behind it, the rest is done.
+    If an exception comes before it, everything is put back; if after, the rest is done.
     """
 
     rest: Callable[[], None]  # to do after the irrevocable call; perhaps twice

@@ -131,7 +131,7 @@ def _backward_with_hooks(
     weight: Scalar,
     scale: LossScale,
     unused: list[Tensor],  # gradients in `.grad` that autograd adds to
-    all_reduce: WindowAllReduce | None,  # what sums the window meanwhile
+    all_reduce: WindowAllReduce | None,  # what sums the window during this pass
 ) -> None:
     window = accumulator.window
     accumulator.all_reduce = all_reduce

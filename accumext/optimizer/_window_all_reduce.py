@@ -20,11 +20,11 @@ from accumext.optimizer._loss_scaling import UNSCALED
 from accumext.optimizer._sharded_window import closing_groups
 from accumext.optimizer._window import Window
 
-# What DistributedDataParallel sends at a time: enough for full bandwidth, little enough for the
-# next bucket to be filled, or its gradients made, meanwhile.
+# What DistributedDataParallel sends at a time: enough for full bandwidth, and little enough
+# that it overlaps with filling the next bucket, or with the backward pass.
 BUCKET_BYTES = 25 * 2**20
 
-ALIGNMENT = 16  # elements; gradients begin where vector instructions like it
+ALIGNMENT = 16  # elements; where gradients begin, for aligned vector loads
 
 _FULL = -1.0  # in place of a number of micro-batches: of a window that is full
 _SAME_COUNT = (
