@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import warnings
 import weakref
 
 import numpy as np
@@ -24,6 +23,7 @@ from support.optimizer_oracle import (
     scalar,
     sgd,
 )
+from support.recorded_warnings import warnings_as
 from torch import nn
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
@@ -230,8 +230,7 @@ def test_hooks_on_parameters_are_one_each_and_go_with_the_optimizer():
         opt.backward(loss_of(model, batch))
         opt.step()
         assert [len(p._backward_hooks) for p in model.parameters()] == [1] * 4
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings_as("always") as said:
         copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(list(model.parameters())))
     assert not any("hook" in str(warning.message) for warning in said)
     assert not any(p._backward_hooks for p in [*copied.parameters(), *loaded])

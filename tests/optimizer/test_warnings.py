@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from support.optimizer_oracle import (
     OP,
     wrapped_scalar,
 )
+from support.recorded_warnings import warnings_as
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -22,10 +21,8 @@ from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 def warnings_of(use):
     """What a use says."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings_as("always") as said:
         use()
-    gc.collect()
     return [w for w in said if str(w.message).startswith(OP)]
 
 
@@ -172,10 +169,8 @@ def test_a_scaler_that_looks_for_its_scale_is_quiet_until_there_is_nothing_to_fi
 def test_a_warning_that_is_an_error_leaves_the_window_closed():
     parameter, opt = wrapped_scalar()
     opt.backward(parameter * NAN)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="a window was skipped"):
-            opt.step()
+    with warnings_as("error"), pytest.raises(UserWarning, match="a window was skipped"):
+        opt.step()
     assert opt.last.skipped
     opt.backward(parameter * 2)
     opt.step()

@@ -10,7 +10,6 @@ import copy
 import gc
 import math
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import ROOT
+from support.recorded_warnings import warnings_as
 from test_pages import blocks_of, names_before
 from torch import nn
 
@@ -286,11 +286,10 @@ def test_schedule_before_optimizer() -> None:
                 optimizer.step()
             schedule.step()
 
-    with pytest.warns(UserWarning, match="Detected call") as said:
+    with warnings_as("always") as said:
         accumulate()
     assert section.message().replace("`", "") in str(said[0].message).replace("`", "")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         names = section.cure()
     assert names["schedule"].last_epoch == 1  # of one whole window
 
@@ -362,12 +361,10 @@ def test_calls_of_step() -> None:
                 opt.step()
         opt.discard()
 
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings_as("always") as said:
         counted_twice()
     assert section.message() in str(said[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         section.cure()
 
 
@@ -379,8 +376,7 @@ def test_an_end_inside_a_window() -> None:
         opt = accumext.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), 0.1), window=4)
         opt.backward(F.cross_entropy(model(inputs), labels))
 
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings_as("always") as said:
         unfinished()
         gc.collect()
     assert any(section.message() in str(one.message) for one in said)

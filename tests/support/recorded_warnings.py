@@ -1,0 +1,21 @@
+"""Warnings of a piece of code, and of nothing else."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def warnings_as(action: str) -> Iterator[list[warnings.WarningMessage]]:
+    """In this context every warning is recorded ("always", "default") or raised ("error").
+
+    The garbage of earlier tests is collected before it, because an optimizer that ends inside a
+    window warns when it is collected.
+    """
+    gc.collect()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter(action)
+        yield said
