@@ -169,7 +169,7 @@ def _imported_torch() -> Any | None:
 
 
 def cpp_extension() -> Any:
-    """`torch.utils.cpp_extension`, which warns where there is a toolkit and no GPU: all is well."""
+    """`torch.utils.cpp_extension`, without its warning about a CUDA toolkit and no GPU."""
 
     def is_news(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("No CUDA runtime is found")
