@@ -330,7 +330,7 @@ class AccumulatingOptimizer(OptimizerProxy):
 
         Returns:
             `total_norm`, `clip_coef`, `loss_scale`, `weight`, `micro_batches`, and `skipped`, 0.0
-            or 1.0. What they are says `WindowReport`.
+            or 1.0. `WindowReport` says what they mean.
 
         Example:
             >>> progress_bar.set_postfix(opt.stats())
