@@ -60,6 +60,7 @@ for window in range(done, arguments.windows):
         state = {"model": model_state, "optimizer": optimizer_state, "windows": window + 1}
         dcp.save(state, checkpoint_id=arguments.checkpoint)
 if rank == 0:
-    print(f"windows {done} to {arguments.windows}, the last: {opt.stats()}")
-dist.barrier()  # a thread of gloo that drops a tensor while the interpreter ends aborts the process
+    print(f"windows {done} to {arguments.windows}, the last: {opt.stats()}", flush=True)
+dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # for gloo: its threads abort the process if they drop a tensor while Python shuts down

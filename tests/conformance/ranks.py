@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,13 +59,13 @@ def join(rank: int, world: int, meeting: str, seconds: float = 60) -> None:
 
 
 def leave() -> None:
-    """End the group, and its threads where nothing else holds it.
+    """End the group, once every process has done its part.
 
-    A thread that drops a tensor of Python while the interpreter ends takes the process down with
-    it: https://github.com/pytorch/pytorch/issues/190489. After the barrier few have one.
+    A thread of gloo that drops a tensor while the interpreter shuts down aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489); a child of a fork server does not shut it
+    down.
     """
     dist.barrier()
-    gc.collect()
     dist.destroy_process_group()
 
 
