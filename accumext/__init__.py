@@ -18,6 +18,7 @@ from accumext._clip_grad_norm import clip_grad_norm_
 from accumext.backend import _libraries, backend, backend_reason
 from accumext.chunked import chunked_loss
 from accumext.decoder import DecodeOutput, GenerateOutput, decode_loss, decode_memory, generate
+from accumext.masters import masters
 from accumext.ops import (
     accumulate_,
     copy_rounded_,
@@ -25,8 +26,9 @@ from accumext.ops import (
     total_norm,
     unscale_check_clip_accumulate_,
 )
-from accumext.optimizer import AccumulatingOptimizer, WindowReport, masters, window_memory
+from accumext.optimizer import AccumulatingOptimizer, WindowReport
 from accumext.rollout import RolloutOutput, rollout
+from accumext.sharding import window_memory
 from accumext.tbptt import TBPTTResult, tbptt
 
 __version__ = "0.1.0"

@@ -7,7 +7,6 @@ Arithmetic operators serve both alike, in float64; what they cannot express for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -77,15 +76,6 @@ def any_nonfinite(*numbers: Scalar) -> Scalar:
         elif not math.isfinite(number):
             result = maximum(result, 1.0)
     return result
-
-
-def any_set(flags: Iterable[Tensor]) -> Scalar:
-    """1.0 where any of the 0-dim flags is, on whatever devices; 0.0 if there are none."""
-    result: Scalar | None = None
-    for flag in flags:
-        value = to_host_if_free(flag)
-        result = value if result is None else maximum(result, value)
-    return 0.0 if result is None else result
 
 
 def at_most_one(number: Scalar) -> Scalar:

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from accumext import ops, reference
 from accumext._scalars import Scalar, sent, to_device
-from accumext._torch_private import local_part, sparse_values
+from accumext._torch_private import local_part, sparse_values, write_count
 
 Group: TypeAlias = "dist.ProcessGroup"
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 is_sparse = attrgetter("is_sparse")
+dtype_of = attrgetter("dtype")
 
 
 def main_dtype(parameter: Tensor) -> torch.dtype:
@@ -169,11 +170,14 @@ def _norm_over(group: Group, norm: Tensor, flag: Tensor, norm_type: float) -> tu
     return (both[0] ** (1.0 / norm_type)).to(norm.dtype), found
 
 
-def nonfinite(grads: dict[Tensor, Tensor]) -> list[Tensor]:
-    """The keys whose gradient holds an inf or NaN. Reads the device."""
-    return [key for key, grad in grads.items() if not bool(dense_storage(grad).isfinite().all())]
+def nonfinite(grads: Sequence[Tensor]) -> list[int]:
+    """Which hold an inf or NaN. Reads the device."""
+    return [i for i, g in enumerate(grads) if not bool(dense_storage(g).isfinite().all())]
 
 
-def zeros_like(grad: Tensor) -> Tensor:
-    """What a gradient of weight 0 contributes, also where it holds NaN."""
-    return torch.zeros_like(grad).detach()
+def versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """How often each tensor has been written, as far as autograd was told; None without a count."""
+    try:
+        return list(map(write_count, tensors))
+    except (AttributeError, RuntimeError):  # a missing tensor, or one made in inference mode
+        return [None if t is None or t.is_inference() else write_count(t) for t in tensors]

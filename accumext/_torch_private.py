@@ -22,7 +22,6 @@ from torch._C._profiler import _RecordFunctionFast
 from torch._compile import _disable_dynamo
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState as OptState
-from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -67,7 +66,6 @@ sparse_indices: Callable[[Tensor], Tensor] = methodcaller("_indices")
 local_part: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
-tensor_users: Callable[[Any], int] = methodcaller("_use_count")  # places in torch that hold it
 negated_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view of the same memory
 zero_all_: Callable[[list[Tensor]], None] = torch._foreach_zero_  # one launch for a list
 
@@ -84,14 +82,6 @@ def storage_users(storage: torch.UntypedStorage) -> int:
     """How many tensors use a storage."""
     users: int = torch._C._storage_Use_Count(storage._cdata)
     return users
-
-
-def accumulates(parameter: Tensor) -> bool:
-    """Inside a backward pass: whether it is one that adds to `.grad` of a leaf."""
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # of a leaf, while autograd.grad runs
-        return False
 
 
 def backward_runs() -> bool:

@@ -1,122 +1,112 @@
-"""Weight-gradient accumulation fusion: an operator adds to `param.main_grad` instead of returning
-a gradient, so that none of the weight's size is ever made.
+"""Weight-gradient accumulation fusion: an operator adds to an optimizer's sum of gradients instead
+of returning one, so that none of the weight's size is made beside it.
 
-The convention is that of Megatron-LM and TransformerEngine. An optimizer with
-`accumulate_in_backward` gives its parameters the attribute `main_grad`, None for most of the time.
-An operator that finds it in the forward pass may leave the weight's gradient to the backward pass
-(the decoder forms its logits again for that). In the optimizer's own backward pass
-`param.get_main_grad()` returns a tensor, zeros if nothing was added yet, which the operator keeps
-as `param.main_grad`. To that it adds `gradient * param.main_grad_factor` (1.0 unless micro-batches
-differ in weight or loss scale), sets `param.grad_added_to_main_grad` and returns no gradient.
+As the `main_grad` of Megatron-LM and TransformerEngine, but the sums stay with the optimizer: its
+parameters know its `MainGrads`. An operator that finds in the forward pass that there will be a sum
+(`may_fuse`) may leave the weight's gradient to the backward pass (the decoder forms its logits
+again for that). In the optimizer's own backward pass `destination` hands the sum out. The operator
+adds to it, and returns no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import Tensor
 
-from accumext._scalars import Scalar
 from accumext._torch_private import gradient_hooks
 
 _OWNER = "_main_grad_owner"
 
 
-class Destination(NamedTuple):
-    """Where a gradient is added: `main_grad += gradient * factor`."""
+class Holder(Protocol):
+    """The state of an optimizer."""
 
-    main_grad: Tensor
-    factor: Scalar
+    def expects_sum(self, parameter: Tensor) -> bool:
+        """Whether the next backward pass adds to a sum of this parameter that is there."""
 
 
 class _Owner:
-    """The optimizer behind a `main_grad`, while it lives; unknown to a pickled parameter."""
+    """The main gradients of an optimizer, while it lives; unknown to a pickled parameter."""
 
-    def __init__(self, owner: object) -> None:
-        self.reference: Callable[[], object] = ref(owner)
+    def __init__(self, main_grads: MainGrads) -> None:
+        self.reference: Callable[[], MainGrads | None] = ref(main_grads)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return type(None), ()
 
 
-class MainGradAttributes:
-    """The attribute `main_grad` of an optimizer's parameters, while the optimizer lives."""
+class MainGrads:
+    """What an optimizer offers to operators that use its parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, holder: Holder, parameters: Iterable[Tensor]) -> None:
+        self._holder = ref(holder)
         self._owner = _Owner(self)
         self._parameters: list[ReferenceType[Tensor]] = []
+        # While a backward pass of the optimizer runs: the sum of a parameter, to which operators
+        # may add; None for one whose gradient takes the usual way.
+        self.lookup: Callable[[Tensor], Tensor | None] | None = None
         finalize(self, _remove, self._parameters, self._owner)
+        self.declare(parameters)
 
     def declare(self, parameters: Iterable[Tensor]) -> None:
-        """Give these parameters a `main_grad`, None for now."""
+        """Let these parameters know of it."""
         for parameter in parameters:
             if getattr(parameter, _OWNER, None) is not self._owner:
-                vars(parameter).update({"main_grad": None, _OWNER: self._owner})
+                vars(parameter)[_OWNER] = self._owner
                 self._parameters.append(ref(parameter))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
+    def expected(self, parameter: Tensor) -> bool:
+        """See `may_fuse`."""
+        holder = self._holder()
+        return holder is not None and holder.expects_sum(parameter)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        MainGradAttributes.__init__(self)
+    def hand_out(self, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """See `destination`."""
+        main = None if self.lookup is None else self.lookup(parameter)
+        if main is None or main.dtype != dtype or not main.is_contiguous():
+            return None
+        return main
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # whoever holds it makes another
 
 
 def _remove(parameters: list[ReferenceType[Tensor]], owner: _Owner) -> None:
     for reference in parameters:
         parameter = reference()
         if parameter is not None and getattr(parameter, _OWNER, None) is owner:
-            for name in ("main_grad", "main_grad_factor", "grad_added_to_main_grad", _OWNER):
-                vars(parameter).pop(name, None)
+            vars(parameter).pop(_OWNER, None)
+
+
+def _owner_of(parameter: Tensor) -> MainGrads | None:
+    """The main gradients that a parameter has a part in, unless a hook has to see its gradient."""
+    owner = getattr(parameter, _OWNER, None)
+    if owner is None or not parameter.is_leaf or _has_hooks(parameter):
+        return None
+    main_grads: MainGrads | None = owner.reference()
+    return main_grads
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Whether any but the optimizer's own, which come with its backward pass."""
+    hooks = [hook for several in gradient_hooks(parameter) for hook in (several or {}).values()]
+    return not all(str(getattr(hook, "__module__", "")).startswith("accumext.") for hook in hooks)
 
 
 def may_fuse(parameter: Tensor) -> bool:
-    """Whether an optimizer will offer a `main_grad`, and no hook has to see the gradient."""
-    owner = getattr(parameter, _OWNER, None)
-    return (
-        owner is not None
-        and owner.reference() is not None
-        and parameter.is_leaf
-        and not any(gradient_hooks(parameter))
-    )
+    """Whether an optimizer expects to offer a sum, and no hook has to see the gradient."""
+    owner = _owner_of(parameter)
+    return owner is not None and owner.expected(parameter)
 
 
-def destination(parameter: Tensor, dtype: torch.dtype) -> Destination | None:
+def destination(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
     """In a backward pass: where to add a gradient of this dtype; None: return it to autograd.
 
     Whoever gets a destination adds to it.
     """
-    get_main_grad = getattr(parameter, "get_main_grad", None)
-    main_grad = None if get_main_grad is None else get_main_grad()
-    if main_grad is None or main_grad.dtype != dtype or not main_grad.is_contiguous():
-        return None
-    vars(parameter).update(main_grad=main_grad, grad_added_to_main_grad=True)
-    return Destination(main_grad, parameter.main_grad_factor)  # type: ignore[attr-defined]
-
-
-@contextmanager
-def offering(
-    parameters: Iterable[Tensor], main_grad_of: Callable[[Tensor], Tensor | None], factor: Scalar
-) -> Iterator[None]:
-    """A context for an optimizer's backward pass, in which operators may add to main gradients.
-
-    Args:
-        parameters: those that `may_fuse` allows are offered.
-        main_grad_of: the main gradient of a parameter, made when it is asked for; None: there is
-            none, and the gradient takes the usual way.
-        factor: of the gradients.
-    """
-    offered = list(filter(may_fuse, parameters))
-    try:
-        for parameter in offered:
-            get_main_grad = partial(main_grad_of, parameter)
-            vars(parameter).update(get_main_grad=get_main_grad, main_grad_factor=factor)
-        yield
-    finally:
-        for parameter in offered:
-            vars(parameter).pop("get_main_grad", None)
-            vars(parameter).update(main_grad=None)
+    owner = _owner_of(parameter)
+    return None if owner is None else owner.hand_out(parameter, dtype)

@@ -213,7 +213,8 @@ def accumulate_recorded(
     grads: Sequence[Tensor],
     *,
     inv_scale: float | Tensor,
-    found_inf: Tensor,
+    found_inf: Tensor | None = None,
+    overwrite: bool = False,
     if_finite: bool = False,
 ) -> None:
     """`accumulate_` of valid operands, which appends the norm to a list.
@@ -224,11 +225,20 @@ def accumulate_recorded(
     """
     operation = _ops.unscale_check_clip_accumulate_ if if_finite else _ops.accumulate_
     op = operation.default if isinstance(inv_scale, Tensor) else operation.scalar
-    options: dict[str, Any] = {"inv_scale": inv_scale, "found_inf": found_inf}
+    options: dict[str, Any] = {
+        "inv_scale": inv_scale, "found_inf": found_inf, "overwrite": overwrite
+    }  # fmt: skip
     if if_finite:
         options.update(max_norm=math.inf, if_finite=True)
     _mark_written(main_grads, found_inf)
     norms.extend(map(functools.partial(call_of_operator(op), main_grads, **options), (grads,)))
+
+
+def scale_recorded(done: list[Any], tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """`scale_` of valid operands, which appends something to a list as `accumulate_recorded`."""
+    op = _ops.scale_.default if isinstance(factor, Tensor) else _ops.scale_.scalar
+    torch.autograd.graph.increment_version(tensors)
+    done.extend(map(functools.partial(call_of_operator(op), tensors), (factor,)))
 
 
 def multiply_valid(
@@ -456,6 +466,10 @@ def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
         # Whether the memory of a negated view is multiplied or its negative is the same.
         op([negated_view(grad) if grad.is_neg() else grad for grad in grads], factor)
     _mark_written(grads)
+
+
+# `scale_` of valid operands by a float, in one call of C++.
+SCALE: Callable[[Sequence[Tensor], float], None] = call_of_operator(_ops.scale_.scalar)
 
 
 def _copy_rounded_fake(

@@ -23,8 +23,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accumext._scalars import Scalar
-from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._memory import WorkspacePlan
@@ -72,7 +70,7 @@ class FusedCrossEntropy:
         args: DecodeArguments,
         plan: WorkspacePlan,
         needs: NeedsGrad | None,  # None: the loss only
-        destination: Destination | None = None,  # adds the weight's gradient to a main gradient
+        main_grad: Tensor | None = None,  # to which the weight's gradient is added
     ) -> None:
         weight, bias, criterion = args.head_weight, args.head_bias, args.criterion
         vocabulary, hidden = weight.shape
@@ -95,11 +93,10 @@ class FusedCrossEntropy:
         self._smoothed = new(hidden, dtype=self.dtype).zero_()  # sum of q h, [H]
         self._smoothed_bias = new((), dtype=self.dtype).zero_()
         self._gradients: HeadGradients | None = None
-        self._weight_written = destination is not None  # whether its gradient holds sums
-        self._main_factor: Scalar = 1.0 if destination is None else destination.factor
+        self._weight_written = main_grad is not None  # whether its gradient holds sums
         if needs is not None:
             rows = args.steps * args.batch
-            d_weight = None if destination is None else destination.main_grad
+            d_weight = main_grad
             if needs.weight and d_weight is None:
                 d_weight = new_buffer(weight, vocabulary, hidden, dtype=self.dtype)
             size = min(self.rows, rows)
@@ -240,7 +237,6 @@ class FusedCrossEntropy:
             gradients.hidden[position] = d_hidden
         if gradients.weight is not None:
             h = h.to(self.weight.dtype).to(self.dtype)  # what made the logits
-            h = h * self._main_factor
             overwrite = not self._weight_written
             _operators.add_matmul(gradients.weight, exps, h * r[:, None], overwrite)
             gradients.weight.index_add_(0, y, h * t[:, None])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accumext._checks import message
 from accumext._torch_private import write_count
-from accumext._wgrad_fusion import Destination, destination
+from accumext._wgrad_fusion import destination
 from accumext.decoder._arguments import OP
 from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, HeadGradients, NeedsGrad
@@ -58,7 +58,7 @@ class SavedForBackward:
         outputs: Iterable[Tensor],  # that the head read: [n, H] each, [T B, H] together
         needs: NeedsGrad,
         fuse_weight: bool,  # whether the weight's gradient may go to a main gradient directly
-    ) -> tuple[HeadGradients, Destination | None]:
+    ) -> tuple[HeadGradients, Tensor | None]:
         """The gradients under an upstream gradient, and where the weight's went, if to a main
         gradient.
 
@@ -95,7 +95,7 @@ class SavedForBackward:
         assert formed is not None  # as `needs` was given
         return formed, main
 
-    def table_destination(self) -> Destination | None:
+    def table_destination(self) -> Tensor | None:
         """The main gradient to add the embedding's gradient to; None: autograd takes it."""
         table = self.args.table
         return None if table.sparse else destination(table.weight, self.args.dtypes.accumulation)

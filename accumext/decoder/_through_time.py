@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from accumext import _scalars
-from accumext._wgrad_fusion import Destination
 from accumext.decoder import _operators
 from accumext.decoder._fused_cross_entropy import new_buffer
 from accumext.decoder._memory import backward_steps
@@ -28,7 +27,7 @@ class ThroughTime:
         buffers: RnnBuffers,
         needs_table: bool,
         d_table: Tensor | None,  # [R, E]: the tied head's gradient, to add to
-        table_main: Destination | None,  # the main gradient to add the table's gradient to
+        table_main: Tensor | None,  # the main gradient to add the table's gradient to
     ) -> None:
         self._args, self._tokens, self._buffers = tokens.args, tokens, buffers
         self._rnn, self._states = buffers.rnn, buffers.states
@@ -44,7 +43,7 @@ class ThroughTime:
         self._d_rows: Tensor | None = None  # [T, B, E]: of a sparse gradient
         if needs_table and d_table is None:
             if table_main is not None:
-                self._d_table = table_main.main_grad
+                self._d_table = table_main
             elif table.sparse:
                 width = table.weight.shape[1]
                 self._d_rows = new_zeros(self._args.steps, self._args.batch, width)
@@ -177,8 +176,6 @@ class ThroughTime:
         tokens, table = self._tokens.inputs[span].flatten(), self._args.table
         if table.padding_idx is not None:
             gradient.masked_fill_((tokens == table.padding_idx)[:, None], 0)
-        if self._table_main is not None:
-            gradient.mul_(self._table_main.factor)
         if self._d_rows is not None:
             self._d_rows[span] += gradient.view_as(self._d_rows[span])
         elif self._d_table is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,30 +16,41 @@ from accumext import _checks
 from accumext._checks import OnNonfinite, Reduction, Synchronize
 from accumext._tensor_kinds import Group
 from accumext._torch_private import HAS_STEPPED, STEP_IS_WRAPPED, TAKES_SCALE
-from accumext.optimizer._accumulator import Accumulator
-from accumext.optimizer._arguments import (
-    OP,
+from accumext.masters import parameters_in, target_of
+from accumext.optimizer._backward import (
     UNWEIGHTED,
-    check_arguments,
     check_loss_and_weight,
+    open_micro_batch,
+    run_backward,
+)
+from accumext.optimizer._factors import normaliser
+from accumext.optimizer._grads import Used, fresh, grads_of, is_none
+from accumext.optimizer._processes import collect_held
+from accumext.optimizer._proxy import OptimizerProxy
+from accumext.optimizer._report import WindowReport
+from accumext.optimizer._scaler import create_scale, current_scale, refuse_unscaled
+from accumext.optimizer._settings import (
+    OP,
+    check_settings,
     check_weight,
 )
-from accumext.optimizer._backward_pass import run_backward
-from accumext.optimizer._masters import MasterWeights, parameters_in, refuse_masters
-from accumext.optimizer._micro_batch import open_micro_batch
-from accumext.optimizer._optimizer_proxy import OptimizerProxy
-from accumext.optimizer._optimizer_step import flush, run_step
-from accumext.optimizer._window_report import WindowReport
-from accumext.optimizer._window_state_dict import pack, unpack
+from accumext.optimizer._step import flush, run_step
+from accumext.optimizer._sums import add_micro_batch, take_out
+from accumext.optimizer._window import Box, pack, unpack
 
 
 def _setting(name: str, doc: str) -> Any:
-    """A property that is a setting of the optimizer."""
-    return property(
-        lambda self: getattr(self._accumulator.settings, name),
-        lambda self, value: setattr(self._accumulator.settings, name, value),
-        doc=doc,
-    )
+    """A property that is a setting of the optimizer, checked when it is assigned."""
+
+    def get(self: Any) -> Any:
+        return getattr(self._box.settings, name)
+
+    def assign(self: Any, value: Any) -> None:
+        arguments = {**self._box.settings._asdict(), name: value}
+        del arguments["needs_closure"], arguments["looks_first"]
+        self._box.settings = check_settings(self.optimizer, **arguments)
+
+    return property(get, assign, doc=doc)
 
 
 class AccumulatingOptimizer(OptimizerProxy):
@@ -52,8 +64,13 @@ class AccumulatingOptimizer(OptimizerProxy):
     gradients stay visible in `.grad`. With more, or where windows are summed over processes,
     `.grad` is empty except during a backward pass.
 
-    An exception, of a hook, an allocation or the keyboard, leaves the window, `.grad` and the
-    parameters as before the call or as after it.
+    Autograd adds the gradients of `backward` to the window's sums themselves, so a window of
+    full-precision parameters holds one set of gradients, as a loop by hand does. Those of half
+    precision are added to float32 sums.
+
+    An exception, of a hook, an allocation or the keyboard, leaves the parameters and the window as
+    before the call or as after it. But a backward pass that fails while it adds to the window drops
+    the window, and the exception says so, unless `on_nonfinite` keeps micro-batches apart.
 
     Args:
         optimizer: any `torch.optim.Optimizer`. One whose `step` requires a closure (LBFGS) goes
@@ -65,12 +82,13 @@ class AccumulatingOptimizer(OptimizerProxy):
             per window. None if there is none, or if it is called around this optimizer as usual.
         on_nonfinite: what an inf or NaN does. "skip_window": no step, the window empties.
             "skip_micro_batch": that micro-batch counts nowhere; no step if none is left. "raise":
-            RuntimeError with the names of the parameters, before the micro-batch is added.
+            RuntimeError with the names of the parameters, before the micro-batch is added. The
+            last two look at a micro-batch before it is added, for a second set of gradients.
         reduction: "mean" or "sum" over the window, on all processes that it is summed over.
         process_group: group over which to sum each window, once; the gradients given must not be
             synchronised already. `micro_batch(model)` does this for DistributedDataParallel.
-        accumulate_in_backward: add every gradient, and free it, as soon as `backward` has made
-            it, so that memory peaks at the main gradients and one layer's gradient. With
+        accumulate_in_backward: add every gradient of half precision, and free it, as soon as
+            `backward` has made it, so that memory peaks at the sums and one layer's gradient. With
             `on_nonfinite="skip_window"` alone.
         reduce_in_backward: sum the window over the processes while its last backward pass still
             runs, as DistributedDataParallel does. Each micro-batch then has one backward pass, on
@@ -99,7 +117,7 @@ class AccumulatingOptimizer(OptimizerProxy):
     inside a window.
     """
 
-    vars()[TAKES_SCALE] = True  # so GradScaler always calls step, and sets found_inf
+    locals()[TAKES_SCALE] = True  # so GradScaler always calls step, and sets found_inf
 
     window = _setting("window", "Micro-batches per optimizer step.")
     max_norm = _setting("max_norm", "Global norm to clip the window's gradient to, or None.")
@@ -109,7 +127,7 @@ class AccumulatingOptimizer(OptimizerProxy):
     reduction = _setting("reduction", '"mean" or "sum" over the window.')
     process_group = _setting("process_group", "The processes to sum each window over, or None.")
     accumulate_in_backward = _setting(
-        "accumulate_in_backward", "Whether `backward` frees each gradient as soon as it is made."
+        "accumulate_in_backward", "Whether `backward` frees half-precision gradients at once."
     )
     reduce_in_backward = _setting(
         "reduce_in_backward", "Whether a window is sent while its last backward pass runs."
@@ -135,7 +153,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AccumulatingOptimizer):
             contract = "be a torch.optim.Optimizer that is not wrapped already"
             _checks.fail_type(OP, "optimizer", contract, _checks.type_name(optimizer))
-        settings = check_arguments(
+        settings = check_settings(
             optimizer,
             window=window,
             max_norm=max_norm,
@@ -149,9 +167,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             synchronize=synchronize,
         )
         self.optimizer = optimizer
-        stepped_on = [p for group in optimizer.param_groups for p in group["params"]]
-        weights = MasterWeights.of(masters, stepped_on)
-        self._accumulator = Accumulator(optimizer, settings, weights)
+        self._box = Box(optimizer, settings, target_of(OP, optimizer, masters))
 
     def backward(self, loss: Tensor, weight: float | Tensor = UNWEIGHTED) -> None:
         """Scale the loss, run its backward pass and add the gradients as one micro-batch.
@@ -174,7 +190,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         """
         op = f"{OP}.backward"
         count = check_loss_and_weight(op, loss, weight)
-        run_backward(self._accumulator, self, op, loss, count)
+        run_backward(self._box, self, op, loss, count)
 
     def accumulate(self, weight: float | Tensor = 1.0) -> None:
         """Add the gradients in `.grad` as one micro-batch, and leave `.grad` empty.
@@ -195,19 +211,29 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> scaler.scale(loss).backward()
             >>> opt.accumulate(weight=len(targets))
         """
-        op, accumulator = f"{OP}.accumulate", self._accumulator
-        accumulator.refuse_backward(op)
-        accumulator.refuse_inside_micro_batch(op)
+        op, box = f"{OP}.accumulate", self._box
+        box.refuse_backward(op)
+        box.refuse_inside_micro_batch(op)
         count = check_weight(op, weight)
-        accumulator.scaling.refuse_unscaled(op, (self, self.optimizer))
-        accumulator.add_from_grad(op, count)
+        refuse_unscaled(op, box.settings.scaler, self, self.optimizer)
+        parameters = box.target.parameters()
+        grads = [] if box.state.window.in_grad else fresh(parameters, box.state.used)
+        if all(map(is_none, grads)):
+            advice = "Run a backward pass first; backward() has accumulated already"
+            contract = "hold new gradients"
+            raise RuntimeError(_checks.message(op, ".grad", contract, "none", advice))
+        if box.state.last is not None:
+            box.state.last.evidence = None
+        scale = current_scale(op, box.settings.scaler)
+        add_micro_batch(box, op, parameters, grads, count, scale, accumulated=True)
 
     @contextmanager
     def micro_batch(self, model: torch.nn.Module | None = None) -> Iterator[None]:
         """Any number of backward passes inside count as one micro-batch, added at the end.
 
-        Gradients of half-precision parameters are summed in float32. An exception drops what this
-        micro-batch brought, and nothing else.
+        Gradients of half-precision parameters are summed in float32. An exception drops the window,
+        and says so, once it has been added to; before that, or where `on_nonfinite` keeps
+        micro-batches apart, only what this one brought.
 
         Args:
             model: a model whose synchronisation after every backward pass is to be held back.
@@ -228,13 +254,12 @@ class AccumulatingOptimizer(OptimizerProxy):
             ...         opt.backward(loss_of(ddp_model(chunk)))
             >>> opt.step()
         """
-        op, accumulator = f"{OP}.micro_batch", self._accumulator
-        accumulator.refuse_backward(op)
-        accumulator.refuse_inside_micro_batch(op)
-        with open_micro_batch(op, accumulator, model):
+        op = f"{OP}.micro_batch"
+        self._box.refuse_backward(op)
+        self._box.refuse_inside_micro_batch(op)
+        with open_micro_batch(op, self._box, model):
             yield
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Accumulate what is pending in `.grad`, then step if the window is full; else do nothing.
 
@@ -264,9 +289,11 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.step()
             >>> opt.zero_grad()
         """
-        return run_step(self._accumulator, self, f"{OP}.step", closure, kwargs)
+        return run_step(self._box, self, f"{OP}.step", closure, kwargs)
 
     setattr(step, STEP_IS_WRAPPED, True)  # hooks run around the wrapped step alone
+    # GradScaler asks for it in every step, and what is there need not be found again.
+    setattr(step, "__signature__", inspect.signature(step))  # noqa: B010
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -278,7 +305,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> opt.flush()  # after the last batch of an epoch
         """
-        flush(self._accumulator, self, f"{OP}.flush")
+        flush(self._box, self, f"{OP}.flush")
         setattr(self, HAS_STEPPED, True)  # a learning-rate scheduler sees only calls of `step`
 
     def discard(self) -> None:
@@ -290,8 +317,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> opt.discard()
         """
-        self._accumulator.refuse_inside_micro_batch(f"{OP}.discard")
-        self._accumulator.drop_window()
+        self._box.refuse_inside_micro_batch(f"{OP}.discard")
+        self._box.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`. An open window keeps what it has: see `discard`.
@@ -303,7 +330,20 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> opt.zero_grad()
         """
-        self._accumulator.zero_grad(set_to_none)
+        box, parameters = self._box, self._box.target.parameters()
+        if box.state.window.in_grad:
+            take_out(box, parameters)
+        if box.state.last is not None:
+            box.state.last.evidence = None
+        self.optimizer.zero_grad(set_to_none)
+        if not box.target.is_parameters:  # it has cleared only that of the masters
+            for parameter in parameters:
+                if set_to_none or parameter.grad is None:
+                    parameter.grad = None
+                else:
+                    parameter.grad = parameter.grad.detach().zero_()
+        used = Used() if set_to_none else Used().after(grads_of(parameters))
+        box.state = box.state._replace(used=used)
 
     @property
     def stepped(self) -> bool:
@@ -313,7 +353,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> if opt.stepped:
             ...     scheduler.step()
         """
-        return self._accumulator.stepped
+        return self._box.state.stepped
 
     @property
     def last(self) -> WindowReport | None:
@@ -323,7 +363,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> if opt.last.skipped:
             ...     print("not finite:", opt.last.nonfinite)
         """
-        return self._accumulator.last
+        return self._box.state.last
 
     def stats(self) -> dict[str, float]:
         """The last closed window for any logger, in one device read; {} before the first.
@@ -335,7 +375,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> progress_bar.set_postfix(opt.stats())
         """
-        last = self._accumulator.last
+        last = self._box.state.last
         return {} if last is None else last.stats()
 
     @torch.no_grad()
@@ -357,16 +397,16 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.main_grad(model.weight)
             tensor([[-16.]])
         """
-        accumulator = self._accumulator
-        parameters, window = accumulator.parameters(), accumulator.window
-        if not any(parameter is p for p in parameters):
+        box, parameters = self._box, self._box.target.parameters()
+        index = next((i for i, p in enumerate(parameters) if p is parameter), None)
+        if index is None:
             contract = "be a parameter of this optimizer"
             _checks.fail_value(f"{OP}.main_grad", "parameter", contract, "another tensor")
-        if accumulator.sharded is not None:
-            accumulator.sharded.refuse_while_held(f"{OP}.main_grad")
-        attached = window.attached is not None
-        main = parameter.grad if attached else window.by_parameter.get(parameter)
-        return None if main is None else main * window.normaliser("sum").value()
+        if box.sharded is not None:
+            box.sharded.refuse_while_held(f"{OP}.main_grad")
+        window = box.state.window.of(parameters)
+        main = parameter.grad if window.in_grad else window.sums[index]
+        return None if main is None else main * normaliser(window, "sum").value()
 
     @torch.no_grad()
     def accumulation_state_dict(self) -> dict[str, Any]:
@@ -386,11 +426,11 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> torch.save({"opt": opt.state_dict(), "open": opt.accumulation_state_dict()}, path)
         """
-        op, accumulator = f"{OP}.accumulation_state_dict", self._accumulator
-        accumulator.refuse_while_reducing(op)
-        accumulator.collect_held(op)
-        packed = pack(accumulator.window, accumulator.parameters())
-        accumulator.saved = accumulator.window.micro_batches
+        op, box = f"{OP}.accumulation_state_dict", self._box
+        box.refuse_while_reducing(op)
+        collect_held(box, op)
+        packed = pack(box.state.window.out_of_grad(box.target.parameters()))
+        box.state = box.state._replace(saved=box.state.window.micro_batches)
         return packed
 
     @torch.no_grad()
@@ -409,26 +449,27 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.load_accumulation_state_dict(torch.load(path)["open"])
         """
         op = f"{OP}.load_accumulation_state_dict"
-        self._accumulator.refuse_inside_micro_batch(op)
-        window = unpack(op, state_dict, self._accumulator.parameters())
-        self._accumulator.load_window(op, window)
+        box = self._box
+        box.refuse_inside_micro_batch(op)
+        parameters, scaler = box.target.parameters(), box.settings.scaler
+        window = unpack(op, state_dict, parameters)
+        if any(main is not None for main in window.sums):
+            create_scale(scaler, parameters[0].device)
+        box.drop(window._replace(sums=box.target.send(list(window.sums))()))
+        box.state = box.state._replace(saved=window.micro_batches)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        if name.startswith("_") or not callable(value) or self._accumulator.masters is None:
+        if name.startswith("_") or not callable(value):
             return value
-        return self._accumulator.masters.followed(value)  # such as `eval()` of schedule-free ones
+        return self._box.target.followed(value)  # such as `eval()` of schedule-free ones
 
     def state_dict(self) -> dict[str, Any]:
         """Exactly the wrapped optimizer's, so that checkpoints move both ways.
 
         With masters it has one entry more, "masters", which optimizers without them pass over.
         """
-        packed = super().state_dict()
-        if self._accumulator.masters is not None:
-            masters = self._accumulator.masters.state_dict(self._accumulator.stepped_on())
-            packed = {**packed, "masters": masters}
-        return packed
+        return self._box.target.state_dict(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of the wrapped optimizer, from with or without this wrapper.
@@ -439,15 +480,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         Raises:
             ValueError: its groups, or its masters, are not of this optimizer's parameters.
         """
-        masters = self._accumulator.masters
-        if masters is None:
-            super().load_state_dict(state_dict)
-            return
-        stepped_on, saved = self._accumulator.stepped_on(), state_dict.get("masters")
-        if saved is not None:
-            masters.check_state(f"{OP}.load_state_dict", saved, stepped_on)
-        super().load_state_dict(state_dict)
-        masters.load_state_dict(saved, stepped_on)
+        load = super().load_state_dict
+        self._box.target.load_state_dict(f"{OP}.load_state_dict", state_dict, load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer; it may hold masters if others do.
@@ -456,14 +490,10 @@ class AccumulatingOptimizer(OptimizerProxy):
             ValueError: it holds masters and none of the others do, or a parameter would be stepped
                 on twice.
         """
-        op, masters = f"{OP}.add_param_group", self._accumulator.masters
         given = parameters_in(param_group)
-        if masters is None:
-            refuse_masters(op, given)
-        else:
-            masters.check_added(op, given)
+        self._box.target.check_added(f"{OP}.add_param_group", given)
         super().add_param_group(param_group)
-        self._accumulator.know_parameters()
+        self._box.know_parameters()
 
     def __repr__(self) -> str:
         names = ("window", "max_norm", "norm_type", "on_nonfinite", "reduction")
@@ -474,5 +504,5 @@ class AccumulatingOptimizer(OptimizerProxy):
         fields += [f"{name}=True" for name in options if getattr(self, name)]
         if self.synchronize != "backward":
             fields.append(f"synchronize={self.synchronize!r}")
-        fields.append(f"{self._accumulator.window.micro_batches}/{self.window} micro-batches")
+        fields.append(f"{self._box.state.window.micro_batches}/{self.window} micro-batches")
         return f"{type(self).__name__}({self.optimizer!r}, {', '.join(fields)})"

@@ -1,526 +1,389 @@
-"""The open window: the main gradients, the unit they are kept in, and what they are made of."""
+"""The state of one optimizer: an open window, what a step has used, and the box they lie in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from functools import cached_property
-from operator import attrgetter, is_
+import atexit
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from accumext import _scalars, ops
-from accumext._checks import Reduction
-from accumext._scalars import Scalar, divide, to_device, to_host_if_free
-from accumext._tensor_kinds import (
-    any_dtensor,
-    coalesced,
-    dense_storage,
-    fit_one_call,
-    group_by_device,
-    main_dtype,
-    nonfinite,
-    scale_,
-    zero_flag,
-    zeros_like,
-)
-from accumext._torch_private import sparse_values
-from accumext.optimizer._grad_ownership import is_narrow, take_ownership, widened
-from accumext.optimizer._grad_slots import AttachedGrads, GradSlots, clear, is_none
-from accumext.optimizer._loss_scaling import UNSCALED, LossScale
-from accumext.optimizer._window_factors import Normaliser
-
-_dtype_of = attrgetter("dtype")
+from accumext._checks import fail_type, fail_value, message, type_name, users_level
+from accumext._scalars import Scalar, as_tensor, to_host_if_free
+from accumext._tensor_kinds import HALF_DTYPES, Group, main_dtype, nonfinite
+from accumext._wgrad_fusion import MainGrads
+from accumext.masters import Target
+from accumext.optimizer._grads import Used, clear, grads_of
+from accumext.optimizer._report import Name, WindowReport
+from accumext.optimizer._settings import OP, Settings, packed_group, unpacked_group
+from accumext.sharding import ShardedWindow
 
 
-class MainGrads:
-    """One tensor per parameter that received a gradient, in the order of the parameters.
+class Window(NamedTuple):
+    """`sums[i] = scale / unit * sum(weight_k * grad_k[i])` over micro-batches k. Never changed, but
+    replaced; only the values of the sums are written.
 
-    Their values change, but not which tensors they are, so what is asked of them is asked once.
+    While `in_grad`, the sums are what lies in `.grad`, whoever writes there, in a window of one;
+    `sums` tells what the wrapper's own backward pass has made of it.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        self.parameters = parameters
-        self.tensors = list(tensors)
+    parameters: Sequence[Tensor] = ()
+    sums: Sequence[Tensor | None] = ()  # None: no gradient yet
+    one_call: bool | None = None  # whether one call of an operator takes the sums; None: not known
+    in_grad: bool = False
+    unchecked: bool = False  # in `.grad`, and to be dropped if it is not finite
+    micro_batches: int = 0
+    weight: Scalar = 0.0  # sum(weight_k)
+    unit: Scalar | None = None  # None while every weight was the number zero
+    scale: Scalar = 1.0
+    loss_scale: Scalar = 1.0  # of the latest micro-batch
+    found_inf: Scalar = 0.0  # 1.0: somebody else found an inf or NaN in what came in
+    norm: Tensor | None = None  # 2-norm of the sums, if the last pass over all of them found it
+    finite: Scalar | None = None  # micro-batches that were, where the others are left out
+    dropped: tuple[Tensor, ...] = ()  # parameters that had a gradient left out, if known here
+    world: Scalar | None = None  # micro-batches of all processes, once they are summed
+    agreed: bool = False  # the weight is that of all shards
+    held_back: bool = False  # gradients of a model that did not synchronise them
 
-    @classmethod
-    def of(cls, by_parameter: dict[Tensor, Tensor]) -> MainGrads:
-        """From main gradients by parameter."""
-        grads = cls(list(by_parameter), list(by_parameter.values()))
-        grads.by_parameter = by_parameter
-        return grads
+    def of(self, parameters: Sequence[Tensor]) -> Window:
+        """With the sums in the order of these: the optimizer's parameters may have changed."""
+        before = self.parameters
+        if self.in_grad or (len(before) == len(parameters) and all(map(is_, before, parameters))):
+            return self
+        known = {id(p): main for p, main in zip(before, self.sums, strict=True)}
+        sums = [known.get(id(p)) for p in parameters]
+        return self._replace(parameters=parameters, sums=sums, norm=None)
 
-    @cached_property
-    def by_parameter(self) -> dict[Tensor, Tensor]:
-        """The main gradient of each parameter that has one."""
-        return dict(zip(self.parameters, self.tensors, strict=True))
-
-    @cached_property
-    def one_call(self) -> bool:
-        """Whether one call of an operator takes them all as they are."""
-        return fit_one_call(self.tensors)
-
-    @cached_property
-    def sharded(self) -> bool:
-        """Whether any is only one process's part."""
-        return not self.one_call and any_dtensor(self.tensors)
-
-    @cached_property
-    def dense(self) -> bool:
-        """Whether none is sparse."""
-        return self.one_call or not any(main.is_sparse for main in self.tensors)
-
-    @cached_property
-    def casts(self) -> dict[Tensor, Tensor]:
-        """Those of another dtype than their parameter: float32 for one of half precision."""
-        if list(map(_dtype_of, self.parameters)) == list(map(_dtype_of, self.tensors)):
-            return {}
-        pairs = zip(self.parameters, self.tensors, strict=True)
-        return {p: main for p, main in pairs if main.dtype != p.dtype}
-
-    def without(self, others: dict[Tensor, Tensor]) -> MainGrads:
-        """All but those of some parameters."""
-        return MainGrads.of({p: m for p, m in self.by_parameter.items() if p not in others})
-
-    def lend(self) -> None:
-        """Put them into `.grad`."""
-        for parameter, main in zip(self.parameters, self.tensors, strict=True):
-            parameter.grad = main
+    def out_of_grad(self, parameters: Sequence[Tensor]) -> Window:
+        """As it is without `.grad`: its sums are the gradients that lie there."""
+        if not self.in_grad:
+            return self.of(parameters)
+        grads = grads_of(parameters)
+        if self.unchecked and nonfinite([g for g in grads if g is not None]):
+            left = Window(finite=0.0, found_inf=1.0, micro_batches=self.micro_batches)
+            return left._replace(loss_scale=self.loss_scale, held_back=self.held_back)
+        pairs = zip(parameters, grads, strict=True)
+        sums = [None if g is None else g.detach().to(main_dtype(p)) for p, g in pairs]
+        kept = 1.0 if self.unchecked else None
+        out = self._replace(parameters=parameters, sums=sums, finite=kept)
+        return out._replace(in_grad=False, unchecked=False)
 
 
-_NONE = MainGrads([], [])
+NO_WINDOW = Window()
 
 
-class Writing(NamedTuple):
-    """Kernels that are writing main gradients now."""
+class OpenMicroBatch(NamedTuple):
+    """The micro-batch between entry and exit of `micro_batch()`."""
 
-    norms: list[Tensor]  # one from each that has run
-    result: Callable[[], Window]  # the window once they have run
+    before: Window  # what was open when it began
+    weight: Scalar | None = None  # of all backward calls, once there was one
+    ratio: Scalar = 1.0  # weight / unit
+    part: Window | None = None  # its gradients, where they are looked at before they are added
+    failed: bool = False  # a backward pass did not come to its end
 
 
-class Window:
-    """`main[p] = unit_scale.value / unit_weight * sum(weight_i * grad_i)` over its micro-batches.
+class State(NamedTuple):
+    """Everything that changes, replaced by one assignment."""
 
-    The unit is that of the first micro-batch, so its gradients join as they are; each later
-    micro-batch is brought to the unit with its own scale and weight.
+    window: Window = NO_WINDOW
+    used: Used = Used()  # what a step has used and left in `.grad`
+    micro_batch: OpenMicroBatch | None = None  # inside micro_batch()
+    model_group: Group | None = None  # of the model given to micro_batch()
+    all_reduce: Any = None  # the WindowAllReduce that has begun to sum the window
+    last: WindowReport | None = None
+    stepped: bool = False
+    accumulated: bool = False  # since the last step: too late for an outer GradScaler
+    through_backward: bool = False  # the latest micro-batch came through `backward`
+    saved: int = 0  # micro-batches of the window that are in a checkpoint, or another's
+    warned: frozenset[str] = frozenset()  # of what: each once
 
-    A micro-batch is added as a whole or not at all: everything is prepared on a draft, then kernels
-    write the main gradients, and the draft becomes the window.
-    """
 
-    def __init__(self) -> None:
-        self.main_grads = _NONE
-        self.in_order = True  # the parameters came in the order in which the optimizer has them
-        self.attached: AttachedGrads | None = None  # while `.grad` holds the main gradients
-        self.micro_batches = 0
-        self.weight: Scalar = 0.0
-        self.unit_weight: Scalar | None = None  # None while every weight was the number zero
-        self.unit_scale = UNSCALED
-        self.loss_scale: Scalar = 1.0  # of the latest micro-batch
-        self.found_infs: dict[torch.device, Tensor] = {}  # of what came in, one per device
-        self.norm: Tensor | None = None  # 2-norm of the main gradients, if the last pass found it
-        self.finite_micro_batches: Scalar | None = None  # where the others are dropped
-        self.world_micro_batches: Scalar | None = None  # of all processes, once they are summed
-        self.agreed = False  # the weight is that of all shards
-        self.dropped: list[Tensor] = []  # parameters that had a gradient dropped, if known here
-        self.held_back = False  # gradients of a model that did not synchronise them
-        self.unchecked = False  # attached, and to be dropped if not finite
-        self.writing: Writing | None = None
-        self.writes = 0  # how often main gradients were written or exchanged for good
+_alive: WeakSet[Box] = WeakSet()
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    for box in list(_alive):
+        box.warn_of_loss()
+
+
+class Box:
+    """What one optimizer knows. Never replaced: trainers copy the attributes of an optimizer."""
+
+    def __init__(self, optimizer: Optimizer, settings: Settings, target: Target) -> None:
+        self.optimizer = optimizer  # the wrapped one
+        self.settings = settings
+        self.target = target  # what it steps on
+        self.state = State()
+        self.sharded = ShardedWindow.of(target.parameters())
+        self.main_grads = MainGrads(self, target.parameters())
+        _alive.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy, whose parameters come without `.grad`: main gradients of its own."""
-        window = self.detached_copy()
-        # A key means something in one process only.
-        return {**vars(window), "unit_scale": LossScale(window.unit_scale.value)}
+        self.refuse_while_reducing(f"{OP}.__getstate__")
+        if self.sharded is not None:
+            self.sharded.refuse_while_held(f"{OP}.__getstate__")
+        settings = packed_group(self.settings)
+        window = self.state.window.out_of_grad(self.target.parameters())
+        state = State(  # copies come without `.grad`, and share no model's group
+            window=window,
+            last=self.state.last,
+            stepped=self.state.stepped,
+            accumulated=self.state.accumulated,
+            saved=window.micro_batches,  # the original is there to step on them
+            warned=self.state.warned,
+        )
+        return {**vars(self), "settings": settings, "state": state, "main_grads": None}
 
-    def _draft(self) -> Window:
-        """The same window in an object of its own, to be changed without being seen."""
-        draft = Window.__new__(Window)
-        vars(draft).update(vars(self), writes=self.writes + 1, writing=None)
-        return draft
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.settings = unpacked_group(self.settings)
+        self.main_grads = MainGrads(self, self.target.parameters())
+        _alive.add(self)
 
-    def _become(self, draft: Window) -> None:
-        vars(self).update(vars(draft))
+    def warn_of_loss(self) -> None:
+        """At the end of the optimizer or of the program: gradients that no step has used."""
+        lost = self.state.window.micro_batches
+        if lost > self.state.saved and not hasattr(sys, "last_type"):
+            self.state = self.state._replace(saved=lost)
+            text = (
+                f"{OP} ended with micro-batches in its window that no step has used, {lost}. "
+                "Call opt.flush() after the last batch, or opt.discard()"
+            )
+            warnings.warn(text, stacklevel=2)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and "state" in vars(self):
+            self.warn_of_loss()
+
+    def expects_sum(self, parameter: Tensor) -> bool:
+        """Whether the next backward pass adds to a sum of this parameter that is there."""
+        window, settings = self.state.window, self.settings
+        if settings.looks_first or settings.needs_closure:
+            return False
+        if settings.accumulate_in_backward and parameter.dtype in HALF_DTYPES:
+            return True  # it is made in float32
+        if not self.state.through_backward:  # nor will the next: it would be formed for nothing
+            return False
+        parameters = self.target.parameters()
+        index = next((i for i, p in enumerate(parameters) if p is parameter), None)
+        if index is None or window.in_grad:
+            return index is not None and parameter.grad is not None
+        return window.of(parameters).sums[index] is not None
+
+    def know_parameters(self) -> None:
+        """Look at the parameters again: the optimizer has been given more."""
+        self.target.know()
+        parameters = self.target.parameters()
+        self.main_grads.declare(parameters)
+        if self.sharded is None:
+            self.sharded = ShardedWindow.of(parameters)
+
+    def names(self) -> dict[Tensor, Name]:
+        """Names of parameters and masters where the optimizer was given any, else indices."""
+        names: list[Name] = []
+        for group in self.optimizer.param_groups:
+            names += group.get("param_names", range(len(names), len(names) + len(group["params"])))
+        target = self.target
+        lists = target.parameters(), target.stepped_on()
+        return {p: name for several in lists for p, name in zip(several, names, strict=True)}
 
     @property
-    def by_parameter(self) -> dict[Tensor, Tensor]:
-        """The main gradients by parameter, to read."""
-        return self.main_grads.by_parameter
+    def group(self) -> Group | None:
+        """The processes to sum the window over; None for this one alone."""
+        group = self.settings.process_group or self.state.model_group
+        return None if group is None or group.size() == 1 else group
 
-    def holds(self, parameters: Collection[Tensor]) -> bool:
-        """Whether these are the parameters of the main gradients, in this order."""
-        holders = self.main_grads.parameters
-        return len(holders) == len(parameters) and all(map(is_, holders, parameters))
+    @property
+    def keeps_at_once(self) -> bool:
+        """Whether the next micro-batch is all that the window will hold."""
+        one = self.settings.window == 1 and self.state.window.micro_batches == 0
+        return one and self.group is None
 
-    def replace(self, main_grads: dict[Tensor, Tensor]) -> None:
-        """Set the main gradients, of which nothing is known then."""
-        self.main_grads, self.norm = MainGrads.of(main_grads), None
+    @property
+    def keeps_in_grad(self) -> bool:
+        """Whether the next micro-batch stays in `.grad`, where the optimizer finds it."""
+        return self.target.is_parameters and self.keeps_at_once
 
-    # The unit
-
-    def factor(self, weight: Scalar, scale: LossScale) -> Scalar:
-        """What brings a micro-batch to the unit; the host number 1.0 where nothing has to."""
-        if self.unit_weight is None:
-            return 1.0
-        if scale.weight_unit is None:
-            relative = weight / self.unit_weight
-        elif scale.weight_unit is self.unit_weight:
-            relative = 1.0
-        else:
-            relative = scale.weight_unit / self.unit_weight
-        unit = self.unit_scale
-        if scale.key is not None and scale.key == unit.key:
-            return relative
-        known_both = not isinstance(scale.value, Tensor) and not isinstance(unit.value, Tensor)
-        if known_both and scale.value == unit.value:  # also where both are zero
-            return relative
-        return relative * divide(unit.value, scale.value)
-
-    def count_in(self, weight: Scalar, scale: LossScale) -> Scalar:
-        """Count a micro-batch, let the first one set the unit, and return its factor."""
-        factor = self.factor(weight, scale)
-        if scale.weight_unit is not None:  # on other processes the weight may not be zero
-            if self.unit_weight is None:
-                self.unit_weight, self.unit_scale = scale.weight_unit, scale
-        elif isinstance(weight, Tensor):
-            if self.unit_weight is None:  # which divides, and must not be a zero of the device
-                self.unit_weight, self.unit_scale = torch.where(weight > 0, weight, 1.0), scale
-                factor = (weight > 0).double()
-        elif weight == 0.0:
-            factor = 0.0
-        elif self.unit_weight is None:
-            self.unit_weight, self.unit_scale = weight, scale
-        self.micro_batches += 1
-        self.weight = self.weight + weight
-        self.loss_scale = scale.value
-        self.agreed = False  # after a step that failed it holds the mean of what was there then
-        return factor
-
-    def normaliser(self, reduction: Reduction) -> Normaliser:
-        """What makes the window's gradient of the main gradients; finite also for a zero weight."""
-        unit = 1.0 if self.unit_weight is None else self.unit_weight
-        scale = self.unit_scale.value
-        if reduction == "sum":
-            return Normaliser(unit, None, scale)
-        if isinstance(self.weight, Tensor):
-            return Normaliser(unit, self.weight, scale)
-        return Normaliser(unit / (self.weight or unit), None, scale)
-
-    # Adding a micro-batch
-
-    def add(
-        self,
-        slots: GradSlots,
-        weight: Scalar,
-        scale: LossScale,
-        foreign: Container[int] | None,  # ids of gradients that somebody else holds; None: all
-    ) -> None:
-        """Add the gradients of one micro-batch, or after an exception none of them."""
-        draft = self._draft()
-        factor = draft.count_in(weight, scale)
-        main_grads = self.main_grads
-        if (
-            (isinstance(factor, Tensor) or factor != 0.0)
-            and main_grads.tensors
-            and self.holds(slots.parameters)
-            and main_grads.one_call
-            and not any(map(is_none, slots.grads))
-            and fit_one_call([main_grads.tensors[0], *slots.grads])  # type: ignore[list-item]
-        ):  # nearly always: without a loop in Python
-            self._write_in_one_call(draft, slots.grads, factor)  # type: ignore[arg-type]
-        else:
-            self._add(draft, slots.present(), factor, foreign)
-
-    def add_partial(
-        self, grads: dict[Tensor, Tensor], factor: Scalar, foreign: Container[int] | None
-    ) -> None:
-        """Add some gradients of a micro-batch that is counted already."""
-        self._add(self._draft(), grads, factor, foreign)
-        self.norm = None  # which depends on the order of the parts
-
-    def _add(
-        self,
-        draft: Window,
-        grads: dict[Tensor, Tensor],
-        factor: Scalar,
-        foreign: Container[int] | None,
-    ) -> None:
-        """Become the draft plus these gradients. A parameter's first one is its main gradient."""
-        counts = isinstance(factor, Tensor) or factor != 0.0
-        first: dict[Tensor, Tensor] = {}
-        sparse: dict[Tensor, Tensor] = {}
-        main_grads: list[Tensor] = []
-        addends: list[Tensor] = []
-        before = self.by_parameter
-        for parameter, grad in grads.items():
-            main = before.get(parameter)
-            if main is None:
-                # What counts for nothing may hold NaN, the mean of nothing.
-                first[parameter] = grad if counts else zeros_like(grad)
-            elif not counts:
-                continue
-            elif grad.is_sparse or main.is_sparse:
-                grad = grad.to(main.dtype) * factor
-                sparse[parameter] = grad + main if main.is_sparse else main + grad
-            else:
-                main_grads.append(main)
-                addends.append(grad)
-        scaled: list[Tensor] = []
-        if first or sparse:
-            narrow = {p: grad for p, grad in first.items() if is_narrow(p, grad)}
-            wide, norm = widened(narrow, factor if counts else 1.0, draft.found_inf_on)
-            others = {p: grad for p, grad in first.items() if p not in narrow}
-            owned = take_ownership(others, foreign) | wide
-            if counts and (isinstance(factor, Tensor) or factor != 1.0):
-                scaled = [owned[p] for p in others]
-            draft.in_order = draft.in_order and not (first and before)
-            draft.replace(before | sparse | {p: owned[p] for p in first})
-            if len(wide) == len(draft.main_grads.tensors) and not draft.main_grads.sharded:
-                draft.norm = norm
-        self._write(draft, scaled, main_grads, addends, factor)
-
-    def _write(
-        self,
-        draft: Window,
-        scaled: list[Tensor],
-        main_grads: list[Tensor],
-        addends: list[Tensor],
-        factor: Scalar,
-    ) -> None:
-        """Become the draft, with `scaled *= factor` and `main += addend * factor` in it."""
-        calls = group_by_device(main_grads, addends)
-        factors = [to_device(device, factor) for device, _ in calls]
-        flags = [draft.found_inf_on(device) for device, _ in calls]
-        whole = len(main_grads) == len(draft.main_grads.tensors) and not self.main_grads.sharded
-        norms: list[Tensor] = []
-
-        def result() -> Window:
-            if norms:
-                draft.norm = norms[0] if whole and len(norms) == 1 else None
-            return draft
-
-        self.writing = Writing(norms, result)
-        scale_(scaled, factor)
-        for (_, lists), number, flag in zip(calls, factors, flags, strict=True):
-            ops.accumulate_recorded(norms, *lists, inv_scale=number, found_inf=flag)
-        self._become(result())
-
-    def _write_in_one_call(self, draft: Window, addends: list[Tensor], factor: Scalar) -> None:
-        """Become the draft, with `main += addend * factor` for all main gradients at once."""
-        main_grads = self.main_grads.tensors
-        device = main_grads[0].device
-        if isinstance(factor, Tensor):
-            factor = to_device(device, factor)
-        flag = draft.found_inf_on(device)
-        norms: list[Tensor] = []
-
-        def result() -> Window:
-            draft.norm = norms[0]
-            return draft
-
-        self.writing = Writing(norms, result)
-        ops.accumulate_recorded(norms, main_grads, addends, inv_scale=factor, found_inf=flag)
-        self._become(result())
-
-    def complete(self) -> None:
-        """After an exception: become what was written, if anything was."""
-        if self.writing is not None and self.writing.norms:
-            self._become(self.writing.result())
-
-    def add_if_finite(self, grads: dict[Tensor, Tensor], weight: Scalar, scale: LossScale) -> None:
-        """Add one micro-batch if all of it is finite; else leave the sums bit for bit.
-
-        The unit is 1, so that no dropped micro-batch can show in the sum of the others.
-        """
-        if not isinstance(weight, Tensor) and weight == 0.0:  # counts for nothing, finite or not
-            grads = {p: zeros_like(grad) for p, grad in grads.items()}
-        found_inf = zero_flag(next(iter(grads.values())).device if grads else None)
-        draft = self._draft()
-        if draft.finite_micro_batches is None:
-            draft.finite_micro_batches = float(self.micro_batches)
-        if draft.unit_weight is None:
-            draft.unit_weight = 1.0
-        main_grads = dict(self.by_parameter)
-        in_order = self.in_order and (not main_grads or grads.keys() <= main_grads.keys())
-        for p, g in grads.items():
-            if p not in main_grads:
-                main_grads[p] = torch.zeros_like(g, dtype=main_dtype(p))
-            elif main_grads[p].is_sparse and not g.is_sparse:
-                main_grads[p] = main_grads[p].to_dense()
-        incoming = {p: g.coalesce() if g.is_sparse else g for p, g in grads.items()}
-        addends = {  # what a sparse gradient adds is formed apart and joined below
-            p: g.to(main_dtype(p), copy=True) for p, g in incoming.items() if g.is_sparse
-        }
-        for addend in addends.values():
-            sparse_values(addend).zero_()
-        factor = draft.factor(weight, scale)
-        lists = (
-            [dense_storage(addends.get(p, main_grads[p])) for p in incoming],
-            [dense_storage(grad) for grad in incoming.values()],
+    def drop(self, successor: Window = NO_WINDOW) -> None:
+        """Start another window. An all-reduce of the old one ends first, as other ranks expect."""
+        state = self.state
+        after = state._replace(
+            window=successor, micro_batch=None, all_reduce=None, accumulated=False
         )
-        draft.micro_batches += 1
-        draft.loss_scale = scale.value
-        draft.found_inf_on(found_inf.device)  # what joins later may not have to make it
-        norms: list[Tensor] = []
-
-        def result() -> Window:
-            joined = draft._draft()
-            joined._join(main_grads, addends, found_inf, weight, grads, in_order)
-            return joined
-
-        self.writing = Writing(norms, result)
-        ops.accumulate_recorded(
-            norms,
-            *lists,
-            inv_scale=to_device(found_inf.device, factor),
-            found_inf=found_inf,
-            if_finite=True,
-        )
-        self._become(result())
-
-    def _join(
-        self,
-        main_grads: dict[Tensor, Tensor],
-        addends: dict[Tensor, Tensor],
-        found_inf: Tensor,
-        weight: Scalar,
-        grads: dict[Tensor, Tensor],
-        in_order: bool,
-    ) -> None:
-        """Count a micro-batch that was added if it was finite."""
-        self.note_found_inf(found_inf)
-        if _scalars.on_host(found_inf) and bool(found_inf):
-            self.dropped = self.dropped + nonfinite(grads)
-            return
-        kept = 1.0 - to_host_if_free(found_inf)
-        self.in_order = in_order
-        self.replace(main_grads | {p: main_grads[p] + addend for p, addend in addends.items()})
-        assert self.finite_micro_batches is not None
-        self.finite_micro_batches = self.finite_micro_batches + kept
-        self.weight = self.weight + weight * kept
-
-    # Main gradients in `.grad`
-
-    def attach(
-        self, slots: GradSlots, weight: Scalar, scale: LossScale, *, unchecked: bool, produced: bool
-    ) -> None:
-        """Add the first micro-batch and leave it in `.grad`, as the main gradients.
-
-        Args:
-            unchecked: it is to be dropped if it is not finite, should another one come.
-            produced: by the wrapper's own backward pass.
-        """
-        draft = self._draft()
-        draft.writes = self.writes  # none: this can be undone
-        factor = draft.count_in(weight, scale)
-        parameters, grads = slots
-        there = [grad for grad in grads if grad is not None]
-        holders = parameters
-        if len(there) < len(grads):
-            holders = [p for p, g in zip(parameters, grads, strict=True) if g is not None]
-        if not isinstance(factor, Tensor) and factor == 0.0:
-            there = [zeros_like(grad) for grad in there]
-        draft.main_grads = MainGrads(holders, there)
-        if isinstance(factor, Tensor):  # 0 or 1, which only the device knows
-            scale_(there, factor, draft.main_grads.one_call)
-        elif factor == 0.0:
-            draft.main_grads.lend()
-            grads = GradSlots.of(parameters).grads
-        draft.attached = AttachedGrads(parameters, grads, produced)
-        draft.unchecked = unchecked
-        self._become(draft)
-
-    def refresh(self) -> None:
-        """Read the main gradients from `.grad` again, while they are there."""
-        if self.attached is not None:
-            self.replace({p: p.grad for p in self.attached.parameters if p.grad is not None})
-
-    def detached_copy(self) -> Window:
-        """This window as it is without `.grad`, in an object of its own."""
-        draft = self._draft()
-        draft.writes = self.writes  # only copies are written: this can be undone
-        if self.attached is None:
-            return draft
-        draft.refresh()
-        draft.attached, draft.unchecked = None, False
-        if not self.unchecked:  # the user may have looked at the gradients, and hold them
-            draft.replace(take_ownership(draft.by_parameter, None))
-            return draft
-        checked = Window()
-        checked.add_if_finite(draft.by_parameter, self.weight, self.unit_scale)
-        checked.held_back, checked.writes = self.held_back, self.writes
-        checked.loss_scale = self.loss_scale  # of a micro-batch of weight 0 too
-        return checked
-
-    def detach(self) -> None:
-        """Take the main gradients out of `.grad`."""
-        if self.attached is not None:
-            parameters, draft = self.attached.parameters, self.detached_copy()
+        parameters = self.target.parameters() if state.window.in_grad else []
+        try:
+            self.state = after
             clear(parameters)
-            self._become(draft)
+        except BaseException:
+            if self.state is after:
+                clear(parameters)
+            raise
+        if state.all_reduce is not None:
+            state.all_reduce.abandon(state.window)
+        if self.sharded is not None:
+            self.sharded.drop()
 
-    def adopt(self, slots: GradSlots) -> None:
-        """Take the main gradients from `.grad`, where autograd has added a micro-batch to them."""
-        self.norm = None
-        parameters, grads = slots
-        tensors = self.main_grads.tensors
-        if len(grads) == len(tensors) and all(map(is_, grads, tensors)):
-            return
-        main_grads = self.by_parameter
-        pairs = zip(parameters, grads, strict=True)
-        others = {p: g for p, g in pairs if g is not None and g is not main_grads.get(p)}
-        self.in_order = self.in_order and others.keys() <= main_grads.keys()
-        self.replace(main_grads | take_ownership(others, None))
+    # Errors and warnings
 
-    def zeros_for(self, parameter: Tensor) -> Tensor | None:
-        """The main gradient of a parameter, of zeros where it had none, for others to add to.
+    def refuse_inside_micro_batch(self, op: str) -> None:
+        """Raise for what does not go inside `micro_batch()`."""
+        if self.state.micro_batch is not None:
+            raise RuntimeError(message(op, "the call", "be outside micro_batch()", "one inside"))
 
-        None for one that is not a dense tensor of its own.
-        """
-        self.norm = None
-        main = self.by_parameter.get(parameter)
-        if main is None:
-            main = torch.zeros_like(parameter, dtype=main_dtype(parameter))
-            self.in_order = self.in_order and not self.by_parameter
-            self.replace(self.by_parameter | {parameter: main})
-        return main if fit_one_call([main]) else None
+    def refuse_while_reducing(self, op: str) -> None:
+        """Raise for what cannot enter a window that is summed over processes already."""
+        if self.state.all_reduce is not None or self.state.window.world is not None:
+            contract = "come after step or discard"
+            got = "one for a window that is summed over processes already"
+            advice = "With reduce_in_backward=True a micro-batch has one backward pass"
+            raise RuntimeError(message(op, "the call", contract, got, advice))
 
-    # What a step asks
+    def refuse_backward(self, op: str) -> None:
+        """Raise where no gradients may come from outside: they come in a closure, or too late."""
+        self.refuse_while_reducing(op)
+        if self.settings.needs_closure:
+            kind = type(self.optimizer).__name__
+            advice = "Call loss.backward() in the closure, and opt.step(closure)"
+            contract = "step without a closure"
+            raise RuntimeError(message(op, "the optimizer", contract, kind, advice))
 
-    def sort(self, parameters: Iterable[Tensor]) -> None:
-        """Bring the main gradients into the order of the parameters: their norm depends on it."""
-        if not self.in_order:
-            main_grads = self.by_parameter
-            self.main_grads = MainGrads.of(
-                {p: main_grads[p] for p in parameters if p in main_grads}
-            )
-            self.in_order = True
+    def warn_once(self, topic: str, text: str) -> None:
+        """A warning that points at the user's line, the first time."""
+        if topic not in self.state.warned:
+            self.state = self.state._replace(warned=self.state.warned | {topic})
+            warnings.warn(text, stacklevel=users_level())
 
-    def coalesce(self) -> None:
-        """Sum what sparse and sharded main gradients hold in several places, as norms need it."""
-        if not self.main_grads.one_call:
-            main_grads = self.by_parameter
-            others = {p: whole for p, m in main_grads.items() if (whole := coalesced(m)) is not m}
-            if others:
-                self.replace(main_grads | others)
 
-    def counted(self) -> Scalar | int:
-        """How many micro-batches are in the sum."""
-        if self.world_micro_batches is not None:
-            return self.world_micro_batches
-        finite = self.finite_micro_batches
-        return self.micro_batches if finite is None else finite
+_DROPPED = "the open window was dropped"
 
-    def note_found_inf(self, found_inf: Tensor) -> None:
-        """Remember a found_inf that somebody else formed; any value but zero counts."""
-        flag = self.found_inf_on(found_inf.device).masked_fill(found_inf != 0, 1.0)
-        self.found_infs = {**self.found_infs, found_inf.device: flag}
 
-    def found_inf_on(self, device: torch.device) -> Tensor:
-        """The found_inf of this window on a device."""
-        if device not in self.found_infs:
-            flag = torch.zeros((), dtype=torch.float32, device=device)
-            self.found_infs = {**self.found_infs, device: flag}
-        return self.found_infs[device]
+def explain(error: BaseException, note: str) -> None:
+    """Say on an exception's way out, once, what has become of the window."""
+    if any(_DROPPED in said for said in getattr(error, "__notes__", ())):
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif isinstance(error, Exception):  # Python 3.10; Ctrl-C stays what it is
+        raise RuntimeError(note) from error
+
+
+# A window in a checkpoint: names of its numbers, which stay as they are in saved files.
+_SCALARS = ("weight", "unit_weight", "unit_scale", "loss_scale", "norm", "found_inf", "survivors")
+_KEYS = {"main_grads", "micro_batches", "held_back", *_SCALARS}
+
+
+def pack(window: Window) -> dict[str, Any]:
+    """Copies of everything that a window out of `.grad` holds, sums by parameter index."""
+    found, finite = window.found_inf, window.finite
+    values = {
+        "weight": window.weight,
+        "unit_weight": window.unit,
+        "unit_scale": window.scale,
+        "loss_scale": window.loss_scale,
+        "norm": window.norm,
+        "found_inf": as_tensor(found, torch.float32) if _is_set(found) else None,
+        "survivors": None if finite is None else as_tensor(finite, torch.float64),
+    }
+    sums = {i: main for i, main in enumerate(window.sums) if main is not None}
+    return {
+        "main_grads": {i: main.detach().clone() for i, main in sums.items()},
+        "micro_batches": window.micro_batches,
+        "held_back": window.held_back,
+        **{k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()},
+    }
+
+
+def _is_set(flag: Scalar) -> bool:
+    return isinstance(flag, Tensor) or flag != 0.0
+
+
+def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
+    """The window that `pack` saw, on the devices of the parameters."""
+    if not isinstance(packed, dict):
+        fail_type(op, "state_dict", "be a dict", type_name(packed))
+    if set(packed) != _KEYS:
+        fail_value(op, "state_dict", f"have the keys {sorted(_KEYS)}", sorted(map(str, packed)))
+    count = packed["micro_batches"]
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        fail_value(op, "state_dict['micro_batches']", "be an int of at least 0", repr(count))
+    held_back = packed["held_back"]
+    if not isinstance(held_back, bool):
+        fail_type(op, "state_dict['held_back']", "be a bool", type_name(held_back))
+    sums = _unpacked_sums(op, packed["main_grads"], parameters)
+    device = next((main.device for main in sums if main is not None), torch.device("cpu"))
+    scalars = {name: _scalar(op, name, packed[name], device) for name in _SCALARS}
+    for name in ("weight", "unit_scale", "loss_scale"):
+        if scalars[name] is None:
+            fail_type(op, f"state_dict[{name!r}]", "be a number or a 0-dim tensor", "NoneType")
+    for name in ("norm", "found_inf", "survivors"):
+        if isinstance(scalars[name], float):
+            fail_type(op, f"state_dict[{name!r}]", "be a 0-dim tensor or None", "float")
+    norm, found_inf = scalars.pop("norm"), scalars.pop("found_inf")
+    numbers = {k: to_host_if_free(v) if isinstance(v, Tensor) else v for k, v in scalars.items()}
+    return Window(
+        parameters=parameters,
+        sums=sums,
+        micro_batches=count,
+        weight=numbers["weight"],
+        unit=numbers["unit_weight"],
+        scale=numbers["unit_scale"],
+        loss_scale=numbers["loss_scale"],
+        found_inf=0.0 if found_inf is None else to_host_if_free((found_inf != 0).double()),
+        norm=norm,
+        finite=numbers["survivors"],
+        held_back=held_back,
+    )
+
+
+def _unpacked_sums(op: str, sums: Any, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """One for each parameter or None, checked against it."""
+    if not isinstance(sums, dict):
+        fail_type(op, "state_dict['main_grads']", "be a dict", type_name(sums))
+    loaded: list[Tensor | None] = [None] * len(parameters)
+    for index, main in sums.items():
+        name = f"state_dict['main_grads'][{index!r}]"
+        if not isinstance(index, int) or not 0 <= index < len(parameters):
+            fail_value(op, name, f"be one of the {len(parameters)} parameters", f"index {index!r}")
+        parameter = parameters[index]
+        if not isinstance(main, Tensor):
+            fail_type(op, name, "be a tensor", type_name(main))
+        if main.dtype not in (parameter.dtype, main_dtype(parameter)):
+            fail_type(op, name, f"be a {main_dtype(parameter)} tensor", type_name(main))
+        if main.shape != parameter.shape:
+            fail_value(op, name, f"have shape {list(parameter.shape)}", list(main.shape))
+        loaded[index] = main.detach().to(parameter.device, main_dtype(parameter), copy=True)
+    return loaded
+
+
+def _scalar(op: str, name: str, value: Any, device: torch.device) -> Any:
+    """A finite number, a 0-dim tensor (moved to the device) or None."""
+    contract = "be a number, a 0-dim tensor or None"
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            fail_value(op, f"state_dict[{name!r}]", contract, f"shape {list(value.shape)}")
+        if name not in ("norm", "found_inf"):
+            _check_range(op, name, float(value))
+        return value.detach().to(device, copy=True)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fail_type(op, f"state_dict[{name!r}]", contract, type_name(value))
+    _check_range(op, name, value)
+    return float(value)
+
+
+def _check_range(op: str, name: str, value: float) -> None:
+    """What a sum of weights, a unit or a loss scale can be."""
+    if not math.isfinite(value):
+        fail_value(op, f"state_dict[{name!r}]", "be finite", value)
+    if value < 0.0 or (value == 0.0 and name == "unit_weight"):
+        bound = "be positive" if name == "unit_weight" else "be at least 0"
+        fail_value(op, f"state_dict[{name!r}]", bound, value)

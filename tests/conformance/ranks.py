@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support.once import once
 from support.optimizer_oracle import assert_equal
 
-from accumext.optimizer import _backward_hooks, _window_all_reduce
+from accumext.optimizer import _backward, _processes
 
 PRELOADED = [
     "torch",
@@ -32,12 +32,12 @@ Scenario: TypeAlias = Callable[[int, int], dict[str, Any]]  # rank, number of pr
 @contextmanager
 def small_buckets(size: int = 1) -> Iterator[None]:
     """Main gradients are taken in and sent in pieces of this many bytes, or one tensor."""
-    whole = _window_all_reduce.BUCKET_BYTES, _backward_hooks.BUNDLE_BYTES
-    _window_all_reduce.BUCKET_BYTES = _backward_hooks.BUNDLE_BYTES = size
+    whole = _processes.BUCKET_BYTES, _backward.BUNDLE_BYTES
+    _processes.BUCKET_BYTES = _backward.BUNDLE_BYTES = size
     try:
         yield
     finally:
-        _window_all_reduce.BUCKET_BYTES, _backward_hooks.BUNDLE_BYTES = whole
+        _processes.BUCKET_BYTES, _backward.BUNDLE_BYTES = whole
 
 
 def spawn(function: Callable[..., None], args: tuple[Any, ...], world: int) -> None:

@@ -85,7 +85,7 @@ def reduction_that_fails(rank, world):
     share = own_share(rank, world)
     train(opt, model, share[:3])
     error = error_of(lambda: interrupted_reduction(opt, model, *share[3]))
-    held = opt._accumulator.window.micro_batches
+    held = opt._box.state.window.micro_batches
     left = [p.grad is not None for p in opt.param_groups[0]["params"]]
     train(opt, model, share[:8])
     return outcome(model, opt, error=error, held=held, left=left)
@@ -150,7 +150,7 @@ def one_rank_discards(rank, world):
             opt.discard()
         start = time.monotonic()
         error = error_of(opt.flush)
-        held = opt._accumulator.window.micro_batches
+        held = opt._box.state.window.micro_batches
         opt.discard()
         opt.flush()
         train(opt, model, share[:8])

@@ -114,7 +114,7 @@ def a_partial_window_is_refused(rank, world):
     share = own_share(rank, world)
     train(opt, model, share[:3])
     told = [refused(opt.flush), refused(opt.accumulation_state_dict)]
-    held = opt._accumulator.window.micro_batches
+    held = opt._box.state.window.micro_batches
     opt.discard()
     train(opt, model, share[:8])
     return outcome(model, opt, errors=told, held=held)
@@ -172,7 +172,7 @@ def an_exception(rank, world):
             raise KeyError
     except KeyError as error:
         notes = error.__notes__
-    held = opt._accumulator.window.micro_batches
+    held = opt._box.state.window.micro_batches
     train(opt, model, share[:8])
     return outcome(model, opt, notes=notes, held=held)
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-from accumext.optimizer._window_report import named
+from accumext.optimizer._report import named
 
 NORMS = (1.0, 2.0, 3.0, INF, -1.0, -INF)
 
@@ -115,7 +115,7 @@ def unsummed_norm(rank, world):
     for rows in inputs.split(3):
         output = distribute_tensor(rows, mesh, [Shard(0)]) @ parameter.T
         opt.backward(output.square().sum())
-        kinds = [p.is_partial() for p in opt._accumulator.window.main_grads.tensors[0].placements]
+        kinds = [p.is_partial() for p in opt._box.state.window.sums[0].placements]
         opt.step()
     norm = float(opt.last.total_norm)
     moved = parameter.full_tensor().detach() - weight
@@ -227,7 +227,7 @@ def raising(rank, world):
     try:
         opt.backward(loss_of(model, BATCHES[rank]) * (INF if rank == 1 else 1.0))
     except RuntimeError as error:
-        return {"error": str(error), "held": opt._accumulator.window.micro_batches}
+        return {"error": str(error), "held": opt._box.state.window.micro_batches}
     return {"error": "", "held": 0}
 
 
@@ -237,7 +237,7 @@ def one_bad_shard(rank, world):
     opt = wrapped(model, window=2)
     opt.backward(loss_of(model, BATCHES[rank]))
     if rank == 0:
-        next(iter(opt._accumulator.window.by_parameter.values())).to_local()[0, 0] = INF
+        opt._box.state.window.sums[0].to_local()[0, 0] = INF
     opt.backward(loss_of(model, BATCHES[rank]))
     opt.step()
     return outcome(model, opt)

@@ -61,7 +61,7 @@ def test_a_micro_batch_after_a_sharded_step_that_failed(seen, scenario):
 def test_an_interrupt_while_a_held_window_is_reduced(seen):
     """Ctrl-C while FSDP reduces a held window drops it and says so; training goes on"""
     first = ranks.agreed(seen, does.reduction_that_fails)
-    note = f"{OP}.micro_batch: the open window was dropped: FSDP holds it in one sum"
+    note = f"{OP}.backward: the open window was dropped: it had been added to"
     if does.FINALIZES:
         note = f"{OP}.step: the open window was dropped: it was being reduced"
     assert first["error"] == ["KeyboardInterrupt: ", note]

@@ -73,7 +73,7 @@ SCENARIOS = (
     flush_of_nothing,
     a_last_backward_meets_a_flush,
 )
-COUNTS = ("full, 3", "3, 2", "1, 0", "full, 3")  # as the error has them
+COUNTS = ("full with 4, 3", "3, 2", "1, 0", "full with 4, 3")  # as the error has them
 
 
 @pytest.fixture(scope="module")

@@ -59,20 +59,6 @@ def test_at_most_one(kind):
         same(_scalars.at_most_one(kind(value)), expected)
 
 
-@pytest.mark.parametrize("flags", [[], [0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]], ids=str)
-@pytest.mark.parametrize("on_device", [False, True])
-def test_any_set(flags, on_device):
-    tensors = [torch.tensor(flag) for flag in flags]
-    if on_device:
-        with cpu_as_device(), DeviceReads() as reads:
-            got = _scalars.any_set(tensors)
-        assert reads.count == 0
-    else:
-        got = _scalars.any_set(tensors)
-        assert isinstance(got, float)
-    same(got, float(1.0 in flags))
-
-
 @pytest.mark.parametrize("condition", [False, True])
 def test_a_condition_as_a_flag(condition):
     assert _scalars.as_flag(condition) == float(condition)

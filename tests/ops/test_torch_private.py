@@ -201,14 +201,6 @@ def test_is_view():
     assert not private.is_view(base)
 
 
-def test_tensor_users():
-    one, two = parameter(), parameter()
-    one.grad = torch.zeros(3)
-    alone = private.tensor_users(one.grad)
-    two.grad = one.grad
-    assert private.tensor_users(one.grad) > alone
-
-
 def test_storage_users():
     base = torch.zeros(2)
     alone = private.storage_users(base.untyped_storage())
@@ -239,14 +231,6 @@ def test_gradient_hooks():
     assert any(private.gradient_hooks(hooked))
     handle.remove()
     assert not any(private.gradient_hooks(hooked))
-
-
-def test_accumulates():
-    leaf, seen = parameter(), []
-    leaf.register_hook(lambda grad: seen.append(private.accumulates(leaf)))
-    leaf.sum().backward()
-    torch.autograd.grad(leaf.sum(), leaf)
-    assert seen == [True, False]
 
 
 def test_saved_factor():
@@ -449,13 +433,14 @@ def test_every_name_has_a_test_and_a_reader():
     borrowed = {"annotations", "torch", "functools", "nn", "Tensor", "GradScaler", "Optimizer"}
     borrowed |= {"Any", "Callable", "OrderedDict", "TypeVar", "cast", "attrgetter", "methodcaller"}
     borrowed |= {"AbstractContextManager", "Iterable", "Iterator", "TorchDispatchMode", "chain"}
-    borrowed |= {"NamedTuple", "Gathered", "contextmanager", "get_gradient_edge", "sys", "weakref"}
-    tests = Path(__file__).read_text()
-    sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
-    readers = "".join(text for path, text in sources.items() if path.name != "_torch_private.py")
-    for name in names - borrowed:
-        assert f"private.{name}" in tests, name
-        assert name in readers, name
+    borrowed |= {"NamedTuple", "Gathered", "contextmanager", "sys", "weakref"}
+    tests, read = Path(__file__).read_text(), set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "accumext._torch_private":
+                read |= {alias.name for alias in node.names}
+    assert names - borrowed - read == set()
+    assert {name for name in names - borrowed if f"private.{name}" not in tests} == set()
 
 
 def test_no_other_file_reads_a_private_name():

@@ -1,5 +1,5 @@
-"""Under `accumulate_in_backward`, decode_loss adds the gradients of its large weights to the main
-gradients itself."""
+"""decode_loss adds the gradients of its large weights to an optimizer's sums itself, from the
+second micro-batch on. In half precision with `accumulate_in_backward`, from the first."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import accumext
+from accumext._wgrad_fusion import destination, may_fuse
 from accumext.decoder import _operators
 from accumext.demo.memory import peak_memory
 
@@ -21,11 +22,14 @@ VOCABULARY, SIZE, STEPS, BATCH = 23, 6, 9, 3
 
 
 class Setup:
-    """A decoder under an optimizer with a window of three micro-batches."""
+    """A decoder under an optimizer with a window of three micro-batches.
+
+    Straight into the sums, or, where a hook is on every parameter, the usual way.
+    """
 
     def __init__(
         self,
-        in_backward: bool,
+        straight: bool,
         vocabulary: int = VOCABULARY,
         size: int = SIZE,
         dtype: torch.dtype = torch.float64,
@@ -46,8 +50,10 @@ class Setup:
         self.parameters = list(modules.parameters())
         optimizer = torch.optim.SGD(self.parameters, lr=0.5)
         self.opt = accumext.AccumulatingOptimizer(
-            optimizer, window=3, accumulate_in_backward=in_backward, **options
+            optimizer, window=3, accumulate_in_backward=straight, **options
         )
+        for parameter in [] if straight else self.parameters:
+            parameter.register_hook(lambda gradient: None)
         self.state = torch.zeros(BATCH, size, dtype=dtype)
         generator = torch.Generator().manual_seed(7)
         self.targets = torch.randint(vocabulary, (3, STEPS, BATCH), generator=generator)
@@ -74,12 +80,12 @@ class Setup:
 def test_the_window_is_the_same(tied: bool, callable_cell: bool, scaled: bool, equal: bool) -> None:
     weights = (1.0, 1.0, 1.0) if equal else (1.0, 2.0, 0.5)
     results = []
-    for in_backward in (False, True):
+    for straight in (False, True):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
-        setup = Setup(in_backward, tied=tied, callable_cell=callable_cell, scaler=scaler)
+        setup = Setup(straight, tied=tied, callable_cell=callable_cell, scaler=scaler)
         results.append(setup.train(weights))
-    for straight, usual in zip(*results, strict=True):
-        torch.testing.assert_close(straight, usual, rtol=EXACT, atol=EXACT)
+    for usual, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, usual, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -114,8 +120,8 @@ def test_a_hook_on_the_weight_still_sees_its_gradient() -> None:
     setup = Setup(True)
     setup.head.weight.register_hook(lambda gradient: seen.append(gradient.shape))
     expected = Setup(False).train()
-    for straight, usual in zip(setup.train(), expected, strict=True):
-        torch.testing.assert_close(straight, usual, rtol=EXACT, atol=EXACT)
+    for mine, usual in zip(setup.train(), expected, strict=True):
+        torch.testing.assert_close(mine, usual, rtol=EXACT, atol=EXACT)
     assert seen == [setup.head.weight.shape] * 3
 
 
@@ -146,19 +152,16 @@ def test_outside_the_optimizers_backward_pass_gradients_are_autograds() -> None:
 def test_a_loss_from_before_the_optimizer(callable_cell: bool, tied: bool) -> None:
     """Its gradients were formed in the forward pass, when nobody had offered a main gradient."""
     results = []
-    for in_backward in (False, True):
-        setup = Setup(False, tied=tied, callable_cell=callable_cell)
+    for straight in (False, True):
+        setup = Setup(straight, tied=tied, callable_cell=callable_cell)
         losses = [setup.loss(index) for index in range(3)]
-        opt = accumext.AccumulatingOptimizer(
-            torch.optim.SGD(setup.parameters, lr=0.5), window=4,
-            accumulate_in_backward=in_backward,
-        )  # fmt: skip
+        opt = accumext.AccumulatingOptimizer(torch.optim.SGD(setup.parameters, lr=0.5), window=4)
         for index, loss in enumerate(losses):
             opt.backward(loss, weight=1.0 + index)
         opt.flush()
         results.append([p.detach() for p in setup.parameters])
-    for straight, usual in zip(*results, strict=True):
-        torch.testing.assert_close(straight, usual, rtol=EXACT, atol=EXACT)
+    for usual, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, usual, rtol=EXACT, atol=EXACT)
 
 
 def test_a_weight_of_another_optimizer_has_its_gradient_in_grad() -> None:
@@ -176,15 +179,13 @@ def test_a_weight_of_another_optimizer_has_its_gradient_in_grad() -> None:
 def test_a_sparse_gradient_stays_sparse() -> None:
     """SparseAdam refuses any other."""
     results = []
-    for in_backward in (False, True):
-        setup = Setup(in_backward)
+    for straight in (False, True):
+        setup = Setup(straight)
         setup.embedding = nn.Embedding(VOCABULARY, SIZE, dtype=torch.float64, sparse=True)
         with torch.no_grad():
             setup.embedding.weight.copy_(setup.parameters[0])
         optimizer = torch.optim.SparseAdam([setup.embedding.weight])
-        setup.opt = accumext.AccumulatingOptimizer(
-            optimizer, window=3, accumulate_in_backward=in_backward
-        )
+        setup.opt = accumext.AccumulatingOptimizer(optimizer, window=3)
         setup.train()
         results.append(setup.embedding.weight.detach())
     torch.testing.assert_close(*results, rtol=EXACT, atol=EXACT)
@@ -212,29 +213,31 @@ def logits_formed(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_an_optimizer_that_is_gone_leaves_no_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(in_backward=True)
+    setup = Setup(True)
+    first = logits_formed(setup, monkeypatch)  # no sum is there yet
+    setup.opt.zero_grad()
     setup.opt.backward(setup.loss(0))
-    setup.opt.step()
-    setup.opt.discard()
-    waiting = logits_formed(setup, monkeypatch)
+    assert logits_formed(setup, monkeypatch) > first
     del setup.opt
     gc.collect()
     assert not any(vars(p) for p in setup.parameters)
-    assert logits_formed(setup, monkeypatch) < waiting
+    assert logits_formed(setup, monkeypatch) == first
 
 
 def test_a_copied_or_pickled_model_belongs_to_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(in_backward=True)
+    setup = Setup(True)
+    setup.opt.backward(setup.loss(0))
     waiting = logits_formed(setup, monkeypatch)
     for copied in (copy.deepcopy(setup.head), pickle.loads(pickle.dumps(setup.head))):
         setup.head = copied
         assert logits_formed(setup, monkeypatch) < waiting
 
 
-def test_another_operator_adds_its_gradient_to_main_grad() -> None:
-    """One written for the convention: it adds to a main gradient where it finds one."""
+def test_another_operator_adds_its_gradient_to_the_sum() -> None:
+    """Where it is offered one; the first gradient, and one of another dtype, it returns."""
+    offered = []
 
-    class Scaled(torch.autograd.Function):
+    class Summed(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
             ctx.parameter = parameter
@@ -242,22 +245,22 @@ def test_another_operator_adds_its_gradient_to_main_grad() -> None:
 
         @staticmethod
         def backward(ctx: Any, upstream: torch.Tensor) -> torch.Tensor | None:
-            parameter = ctx.parameter
-            gradient = upstream.expand(parameter.shape)
-            if not hasattr(parameter, "get_main_grad"):
-                return gradient
-            parameter.main_grad = parameter.get_main_grad()
-            parameter.main_grad.add_(gradient * parameter.main_grad_factor)
-            parameter.grad_added_to_main_grad = True
+            gradient = upstream.expand(ctx.parameter.shape)
+            assert destination(ctx.parameter, torch.float64) is None
+            main = destination(ctx.parameter, torch.float32)
+            offered.append(main is not None)
+            if main is None:
+                return gradient.clone()
+            main.add_(gradient)
             return None
 
     parameter = nn.Parameter(torch.zeros(3))
-    assert not hasattr(parameter, "main_grad")
-    sgd = torch.optim.SGD([parameter], lr=1.0)
-    opt = accumext.AccumulatingOptimizer(sgd, window=2, accumulate_in_backward=True)
-    assert parameter.main_grad is None
-    for weight in (1.0, 3.0):
-        opt.backward(Scaled.apply(parameter) * weight, weight=weight)
-        assert parameter.main_grad is None
+    opt = accumext.AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=3)
+    assert not may_fuse(parameter)
+    for weight in (1.0, 3.0, 2.0):
+        opt.backward(Summed.apply(parameter) * weight, weight=weight)
+        assert may_fuse(parameter)
+        assert destination(parameter, torch.float32) is None  # outside a backward pass
     opt.step()
-    assert torch.equal(parameter.detach(), torch.full((3,), -(1 + 9) / 4))
+    assert offered == [False, True, True]
+    torch.testing.assert_close(parameter.detach(), torch.full((3,), -(1 + 9 + 4) / 6))

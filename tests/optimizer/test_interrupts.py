@@ -1,5 +1,8 @@
 """An exception at any line of AccumulatingOptimizer leaves things as before a call, or as after it.
 
+A step that failed may leave another rounding of its gradient. A backward pass that failed leaves
+`.grad` empty, and drops the window where it could have added to it.
+
 Every line that a call runs is found by a first, clean run; then the call runs once for each of
 them, with the exception raised there.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import linecache
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+from accumext.optimizer._grads import fresh
 
 PACKAGE = str(Path(accumext.__file__).parent)
 OPERATORS = str(Path(PACKAGE, "reference.py"))  # in place of kernels, which nothing interrupts
@@ -272,7 +277,7 @@ ACTIONS: list[tuple[Callable, Callable]] = [
     (one_and_pending, micro_batch),
     (used_up, micro_batch),
     (packed, load),
-    (one_micro_batch, pending),  # a plain backward pass, which the window makes way for
+    (one_micro_batch, pending),  # a plain backward pass, which is torch's alone
     (pending, scaler_step),
     (almost_full_by_scaler, scaler_step),
 ]
@@ -288,7 +293,7 @@ CASES = [
 
 
 def plain(value: Any) -> Any:
-    """Nested values as something that == compares."""
+    """Nested values as lists and numbers."""
     if isinstance(value, Tensor):
         value = value.to_dense() if value.is_sparse else value
         return (str(value.dtype), tuple(value.shape), value.detach().double().tolist())
@@ -299,28 +304,36 @@ def plain(value: Any) -> Any:
     return value
 
 
+def same(a: Any, b: Any, tolerance: float) -> bool:
+    """Whether plain values are equal up to a rounding."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k], tolerance) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y, tolerance) for x, y in zip(a, b))
+    return bool(a == b)
+
+
 def seen(c: Case) -> dict[str, Any]:
     """Everything that an interrupted call may not leave in the middle."""
-    grads = [p.grad for p in c.parameters]
-    last = c.opt.last
+    state, last = c.opt._box.state, c.opt.last
+    packed = c.opt.accumulation_state_dict()
     return {
         "parameters": plain(list(c.parameters)),
-        "grads": plain(grads),
-        "window": plain(c.opt.accumulation_state_dict()),
+        "window": plain([c.opt.main_grad(p) for p in c.parameters]),
+        "weight": plain([packed["micro_batches"], packed["weight"]]),
+        # What is in `.grad` and in no window; what is used up may go at any time.
+        "pending": plain(
+            [None] * len(c.parameters) if state.window.in_grad else fresh(c.parameters, state.used)
+        ),
         "state": plain(c.opt.state_dict()),
         "scaler": None if c.scaler is None else c.scaler.state_dict(),
         "last": None if last is None else last.stats(),
         "grad mode": torch.is_grad_enabled(),
         "left": sorted({"grad_scale", "found_inf"} & (vars(c.opt) | vars(c.opt.optimizer)).keys()),
-        "inside": c.opt._accumulator.open_micro_batch is not None,
+        "inside": state.micro_batch is not None,
     }
-
-
-def identities(c: Case) -> list[tuple[int, int]]:
-    return [
-        (id(p.grad), 0 if p.grad is None or p.grad.is_sparse else p.grad.data_ptr())
-        for p in c.parameters
-    ]
 
 
 def go_on(c: Case) -> Any:
@@ -344,6 +357,7 @@ class Lines:
     def __init__(self, stop_at: int | None = None) -> None:
         self.stop_at = stop_at
         self.places: list[str] = []
+        self._open: set[tuple[FrameType, int]] = set()  # `with` blocks
 
     def __enter__(self) -> Lines:
         gc.disable()  # what dies of an earlier case must not run, and raise in vain, in this one
@@ -360,17 +374,27 @@ class Lines:
         return self._line if file.startswith(PACKAGE) and file != OPERATORS else None
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        # `try:` alone does nothing, so no signal comes there; what is around it does not cover it.
-        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and source != "try:" and frame.f_code.co_name not in UNKNOWABLE:
+        if event == "line" and self._lets_signals_in(frame):
             self.places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
             if len(self.places) == self.stop_at:
                 raise Stop
         return self._line
 
+    def _lets_signals_in(self, frame: FrameType) -> bool:
+        """Not a `try:`, which does nothing, nor the line after a `finally:` or, once more, of a
+        `with`, as a block ends: its last call lets them in, and what undoes it."""
+        file, number = frame.f_code.co_filename, frame.f_lineno
+        source = linecache.getline(file, number).strip()
+        if source.startswith("with "):
+            self._open ^= {(frame, number)}
+            return (frame, number) in self._open
+        ends = linecache.getline(file, number - 1).strip() == "finally:"
+        return source != "try:" and not ends and frame.f_code.co_name not in UNKNOWABLE
+
 
 def faults(variant: dict[str, Any], window: int, before: Callable, call: Callable) -> list[str]:
     """Each line at which an exception leaves something in the middle."""
+    outcomes: list[tuple[dict[str, Any], Any]] = []
 
     def prepared() -> Case:
         torch.set_grad_enabled(True)
@@ -378,66 +402,52 @@ def faults(variant: dict[str, Any], window: int, before: Callable, call: Callabl
         before(c)
         return c
 
-    c = prepared()
-    was = seen(c)
-    outcomes = [(was, go_on(c))]
-    c = prepared()
-    with Lines() as clean:
-        call(c)
-    outcomes.append((seen(c), go_on(c)))
-    if call in (backward, micro_batch):  # what is used up goes first, and does not come back
+    def allow(*actions: Callable[[Case], None]) -> None:
         c = prepared()
-        if before is used_up:
-            c.opt.zero_grad()
+        for action in actions:
+            action(c)
         outcomes.append((seen(c), go_on(c)))
-    if call in (step, step_with_closure, scaler_step, flush):
-        c = prepared()
-        hook = c.opt.optimizer.register_step_pre_hook(stop)  # as after accumulate()
+
+    def stopped_step(c: Case) -> None:
+        hook = c.opt.optimizer.register_step_pre_hook(stop)
         with contextlib.suppress(Stop):
             call(c)
         hook.remove()
-        outcomes.append((seen(c), go_on(c)))
-    if call is backward and variant.get("accumulate_in_backward"):
-        for leave in (
-            Case.zero_grad,
-            Case.discard,
-        ):  # the window is dropped, once it may be added to
-            c = prepared()
-            kept = [p.grad for p in c.parameters] if before is pending else None
-            leave(c)
-            for p, grad in zip(c.parameters, kept or ()):
-                p.grad = grad
-            outcomes.append((seen(c), go_on(c)))
-    if call is pending:  # torch's own call: the window has made way for it, or not yet
-        c = prepared()
-        c.opt.zero_grad()
-        outcomes.append((seen(c), go_on(c)))
+
+    def accumulated(c: Case) -> None:
+        with contextlib.suppress(RuntimeError):
+            c.opt.accumulate()
+
+    allow()
+    c = prepared()
+    with contextlib.suppress(RuntimeError), Lines() as clean:  # nothing to accumulate is an error
+        call(c)
+    outcomes.append((seen(c), go_on(c)))
+    if call in (backward, micro_batch):  # `.grad` is empty, and the window may be dropped
+        allow(Case.zero_grad)
+        if "on_nonfinite" not in variant:
+            allow(Case.zero_grad, Case.discard)
+    if call in (step, step_with_closure, scaler_step, flush):  # as after accumulate()
+        allow(stopped_step)
+        if call is not scaler_step:
+            allow(accumulated)
+    tolerance = 2.0**-6 if variant.get("dtype") == torch.bfloat16 else 1e-12
     found = []
     for at, place in enumerate(clean.places, 1):
         c = prepared()
-        there = identities(c)
         # Not every line lets an exception out: what runs as an object dies does not.
-        with contextlib.suppress(Stop), Lines(at):
+        with contextlib.suppress(Stop, RuntimeError), Lines(at):
             call(c)
         now = seen(c)
-        if before is used_up and call in (backward, micro_batch) and now != outcomes[1][0]:
-            c.opt.zero_grad()  # what is used up goes one by one
-            now = seen(c)
-        if call is pending:  # torch's own call, which it is for torch to take back
-            kept = [o[0] | {"grads": now["grads"]} for o in outcomes]
-            if now not in kept:
-                found.append(f"{place}: the window has changed")
-            continue
-        fits = [o for o in outcomes if o[0] == now]
+        fits = [o for o in outcomes if same(o[0], now, tolerance)]
         if not fits:
-            wrong = [sorted(k for k in now if now[k] != o[0][k]) for o in outcomes]
+            wrong = [[k for k in now if not same(now[k], o[0][k], tolerance)] for o in outcomes]
             found.append(f"{place}: {wrong}")
-        elif fits[0][0] is was and identities(c) != there:
-            found.append(f"{place}: other tensors in .grad")
-        elif (later := go_on(c)) not in [o[1] for o in fits]:
-            found.append(
-                f"{place}: going on differs, {[k for k in later if later[k] != fits[0][1][k]]}"
-            )
+        else:
+            later = go_on(c)
+            if not any(same(o[1], later, tolerance) for o in fits):
+                wrong = [k for k in later if not same(later[k], fits[0][1][k], tolerance)]
+                found.append(f"{place}: going on differs, {wrong}")
         torch.set_grad_enabled(True)
         if not now["inside"]:
             c.opt.discard()
@@ -451,4 +461,5 @@ def stop(*_: object) -> None:
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("variant", "before", "call"), CASES)
 def test_an_exception_at_any_line(variant, window, before, call):
-    assert not faults(VARIANTS[variant], window, before, call)
+    found = faults(VARIANTS[variant], window, before, call)
+    assert not found, "\n".join(found)

@@ -59,9 +59,8 @@ def test_so_it_is_with_weights_on_the_device(scaled, clipped, window, policy):
 @boundaries
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_fused_step_adds_no_more_than_the_norm_and_what_follows(scaled, clipped, window):
-    """Two kernels, or one where the norm is known, beside torch's three and those of the scale."""
+    """Two kernels beside torch's three and those of the scale."""
     with cpu_as_device():
         mine = Boundaries("fused", scaled, clipped).ours(launches, window)
-    own = {"window_factors": 3 - window}
     fused = {"_foreach_add_": 1, "_fused_adamw_": 1, "_foreach_sub_": 1}
-    assert mine == own | fused | ({"_amp_update_scale_": 1} if scaled else {})
+    assert mine == {"window_factors": 2} | fused | ({"_amp_update_scale_": 1} if scaled else {})

@@ -26,33 +26,24 @@ def warnings_of(use):
     return [w for w in said if str(w.message).startswith(OP)]
 
 
-def test_a_step_after_every_window_says_that_steps_are_counted():
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_after_every_window_or_a_clip_of_every_micro_batch_is_said_once(clips):
     parameter, opt = wrapped_scalar(3)
 
     def train():
         for i in range(12):
             (parameter / 3).backward()
-            if (i + 1) % 3 == 0:
+            if clips:
+                clip_grad_norm_([parameter], 0.1)
+            if clips or (i + 1) % 3 == 0:
                 opt.step()
                 opt.zero_grad()
         opt.flush()
 
     (said,) = warnings_of(train)
     assert "window=3 counts this call of step as one micro-batch" in str(said.message)
-    assert said.filename == __file__
-
-
-def test_a_clip_of_every_micro_batch_says_so_too():
-    parameter, opt = wrapped_scalar(2)
-
-    def train():
-        for _ in range(4):
-            (parameter * 3).backward()
-            clip_grad_norm_([parameter], 1.0)
-            opt.step()
-
-    (said,) = warnings_of(train)
     assert "leave the clip to max_norm" in str(said.message)
+    assert said.filename == __file__
 
 
 @pytest.mark.parametrize("loop", ["own", "plain", "outer", "unscaled", "micro_batch"])

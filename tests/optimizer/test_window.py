@@ -1,188 +1,91 @@
-"""Sums of a window: of half, sparse, complex, conjugate and missing gradients, in any order."""
+"""An open window as a state dict or a pickle: what is refused, and what neither may hold."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
+from support.device import cpu_as_device
 from support.optimizer_oracle import (
-    assert_close,
+    NAN,
+    OP,
+    adam,
     assert_equal,
     loss_of,
     make_batches,
     make_model,
-    scalar,
-    sgd,
+    parameters_of,
+    says,
 )
-from support.tensors import HALF_DTYPES, dtype_id
-from torch import nn
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-BATCHES = make_batches(8)
+WRONG = [
+    (None, TypeError, "state_dict must be a dict, got NoneType"),
+    ({}, ValueError, "state_dict must have the keys"),
+    ({"more": 1}, ValueError, "state_dict must have the keys"),
+    ({"micro_batches": -1}, ValueError, "state_dict['micro_batches'] must be an int"),
+    ({"micro_batches": 1.0}, ValueError, "state_dict['micro_batches'] must be an int"),
+    ({"held_back": 1}, TypeError, "state_dict['held_back'] must be a bool, got int"),
+    ({"weight": None}, TypeError, "state_dict['weight'] must be a number"),
+    ({"weight": NAN}, ValueError, "state_dict['weight'] must be finite"),
+    ({"unit_scale": "1"}, TypeError, "state_dict['unit_scale'] must be a number"),
+    ({"unit_weight": 0.0}, ValueError, "state_dict['unit_weight'] must be positive"),
+    ({"loss_scale": torch.ones(2)}, ValueError, "state_dict['loss_scale'] must be a"),
+    ({"norm": 1.0}, TypeError, "state_dict['norm'] must be a 0-dim tensor or None"),
+    ({"main_grads": []}, TypeError, "state_dict['main_grads'] must be a dict, got list"),
+]
+WRONG += [
+    ({"main_grads": {index: main}}, error, f"state_dict['main_grads'][{index}] must {text}")
+    for index, main, error, text in [
+        (4, torch.zeros(2), ValueError, "be one of the 4 parameters, got index 4"),
+        (0, torch.zeros(2, dtype=torch.float64), ValueError, "have shape [4, 3], got [2]"),
+        (
+            0,
+            torch.zeros(1, dtype=torch.int64),
+            TypeError,
+            "be a torch.float64 tensor, got an int64",
+        ),
+        (0, 1.0, TypeError, "be a tensor, got float"),
+    ]
+]
 
 
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch", "raise"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
-def test_half_parameters_add_up_in_float32(dtype, on_nonfinite, scaled):
-    """256 + 1 is 256 in bfloat16, 2048 + 1 is 2048 in float16: only a float32 sum sees the ones."""
-    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
-    big = 256.0 if dtype == torch.bfloat16 else 2048.0
-    grads = [big] + [1.0] * 15
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+@pytest.mark.parametrize(("entries", "error", "text"), WRONG, ids=str)
+def test_load_accumulation_state_dict(halfway, entries, error, text):
+    opt = halfway[1]
+    saved = {**opt.accumulation_state_dict(), **entries} if entries else entries
+    with pytest.raises(error, match=says(f"{OP}.load_accumulation_state_dict: {text}")):
+        opt.load_accumulation_state_dict(saved)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["numbers", "device"])
+def test_a_copy_goes_on_bit_for_bit_with_numbers_on_a_device(as_tensor, window):
+    weights = [torch.tensor(w) if as_tensor else w for w in (2.0, 5.0, 1.0)]
+    batches = make_batches(3, torch.float32)
+    model = make_model(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     opt = AccumulatingOptimizer(
-        torch.optim.SGD([parameter], lr=1.0),
-        window=16,
-        reduction="sum",
-        scaler=scaler,
-        on_nonfinite=on_nonfinite,
+        adam(model.parameters()), window=window, scaler=scaler, max_norm=0.1
     )
-    for grad in grads:
-        opt.backward((parameter.float() * grad).sum())
-    assert opt.main_grad(parameter).tolist() == [sum(grads)] * 3
-    opt.step()
-    assert_equal([parameter.detach()], [torch.full((3,), -sum(grads)).to(dtype)])
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.05])
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
-def test_half_model_against_float32_sums(dtype, window, fused, max_norm):
-    """By hand: float32 sums of the half gradients, divided, clipped, rounded once into `.grad`."""
-    rounding = 2.0 ** (-7 if dtype == torch.bfloat16 else -10)
-    reference, model = make_model(dtype), make_model(dtype)
-    parameters = list(reference.parameters())
-    optimizer = sgd(parameters)
-    opt = AccumulatingOptimizer(
-        sgd(model.parameters(), fused=fused), window=window, max_norm=max_norm
-    )
-    for start in range(0, 8, window):
-        sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-        for batch in BATCHES[start : start + window]:
-            grads = torch.autograd.grad(loss_of(reference, batch.to(dtype)), parameters)
-            sums = [s + grad.float() for s, grad in zip(sums, grads)]
-            opt.backward(loss_of(model, batch.to(dtype)))
-            opt.step()
-        means = [s / window for s in sums]
-        norm = torch.cat([mean.flatten() for mean in means]).norm()
-        coef = 1.0 if max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))
-        for parameter, mean in zip(parameters, means):
-            parameter.grad = (mean * coef).to(dtype)
-        optimizer.step()
-    # A float32 bit in the sum may round one step of the parameter the other way.
-    assert_close(list(model.parameters()), parameters, tolerance=2 * rounding)
-
-
-def test_an_overflow_in_the_cast_to_float16_skips():
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    opt = AccumulatingOptimizer(sgd([parameter]), window=2, reduction="sum")
-    for _ in range(2):
-        opt.backward((parameter.float() * 60000.0).sum())
-    opt.step()
-    assert opt.last.skipped
-    assert parameter.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["dense-first", "sparse-first"])
-@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch"])
-def test_sparse_gradients_of_unequal_weight(on_nonfinite, first):
-    table = nn.Parameter(torch.zeros(4, 2, dtype=torch.float64))
-    rows = [torch.tensor(row) for row in ([0, 1, 1], [1, 2], [3], [0])]
-    weights, kinds = [2.0, 3.0, 0.0, 0.5], [first, True, True, not first]
-    opt = AccumulatingOptimizer(
-        torch.optim.SGD([table], lr=1.0), window=4, on_nonfinite=on_nonfinite
-    )
-    expected = torch.zeros(4, 2, dtype=torch.float64)
-    for row, weight, sparse in zip(rows, weights, kinds):
-        expected.index_add_(0, row, torch.full((len(row), 2), weight, dtype=torch.float64))
-        opt.backward(nn.functional.embedding(row, table, sparse=sparse).sum(), weight)
-    assert_close([opt.main_grad(table).to_dense()], [expected])
-    opt.step()
-    assert_close([table.detach()], [-expected / sum(weights)])
-
-
-def test_complex_parameters():
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
-    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=2, max_norm=1.0)
-    for factor in (3.0, 3.0):
-        opt.backward((parameter * factor).real.sum())
-        opt.step()
-    assert opt.last.total_norm.item() == pytest.approx(3 * 2**0.5)
-    torch.testing.assert_close(parameter.real, torch.full((2,), -(0.5**0.5), dtype=torch.float64))
-
-
-def test_conjugate_gradients():
-    for window, max_norm in ((1, None), (1, 1.0), (2, None), (2, 1.0)):
-        results = []
-        for conjugate in (False, True):
-            parameter = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-            opt = AccumulatingOptimizer(sgd([parameter]), window=window, max_norm=max_norm)
-            for _ in range(window):
-                grad = torch.full((3,), 1 + 2j)
-                parameter.grad = grad.conj() if conjugate else grad.conj().resolve_conj()
-                opt.step()
-            results.append(parameter.detach())
-        assert_equal(results[:1], results[1:])
-
-
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_a_negative_view_is_its_value(window, max_norm):
-    parameter = nn.Parameter(torch.zeros(1000))
-    opt = AccumulatingOptimizer(sgd([parameter]), window=window, max_norm=max_norm)
-    for _ in range(window):
-        parameter.grad = torch._neg_view(torch.ones(1000))
-        opt.step()
-    expected = 1.0 if max_norm is None else 1.0 / (1000**0.5 + 1e-6)
-    assert opt.last.total_norm.item() == pytest.approx(1000**0.5, rel=1e-6)
-    torch.testing.assert_close(parameter.detach(), torch.full((1000,), expected))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("window", [1, 2])
-def test_sparse_half_gradients_close_a_window(dtype, window):
-    weights = []
-    for sparse in (True, False):
-        embedding = nn.Embedding(5, 2, sparse=sparse)
-        with torch.no_grad():
-            embedding.weight.zero_()
-        embedding.to(dtype)
-        opt = AccumulatingOptimizer(sgd(embedding.parameters()), window=window, max_norm=0.5)
-        for _ in range(window):
-            opt.backward(embedding(torch.tensor([1, 1, 2])).float().sum())
-            opt.step()
-        assert not opt.last.skipped
-        weights.append(embedding.weight.detach())
-    # A window of one rounds the clipped gradient of each occurrence apart if it is sparse.
-    torch.testing.assert_close(weights[0], weights[1], rtol=torch.finfo(dtype).eps, atol=0)
-
-
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_meta_parameters(window, max_norm):
-    parameter = nn.Parameter(torch.zeros(3, device="meta"))
-    opt = AccumulatingOptimizer(sgd([parameter], momentum=0.5), window=window, max_norm=max_norm)
-    for _ in range(window):
-        opt.backward((parameter * 2).sum())
-        opt.step()
-    assert opt.stepped
-    assert "momentum_buffer" in opt.state[parameter]
-
-
-def test_micro_batches_of_as_many_other_parameters():
-    parameters = [scalar() for _ in range(3)]
-    opt = AccumulatingOptimizer(sgd(parameters), window=3, reduction="sum")
-    for first, second in ((0, 1), (1, 2), (0, 1)):
-        opt.backward(parameters[first] * 1.0 + parameters[second] * 10.0)
-        opt.step()
-    assert [p.item() for p in parameters] == [-2.0, -21.0, -10.0]
-
-
-def test_micro_batches_of_the_same_parameters_in_another_order():
-    first, second = scalar(), scalar()
-    opt = AccumulatingOptimizer(sgd([first, second]), window=3, reduction="sum")
-    for loss in (second * 10.0, first * 1.0, first * 2.0 + second * 20.0):
-        opt.backward(loss)
-        opt.step()
-    assert (first.item(), second.item()) == (-3.0, -30.0)
+    with cpu_as_device():
+        opt.backward(loss_of(model, batches[0]), weights[0])
+        twin_model, twin = pickle.loads(pickle.dumps((model, opt)))
+        other_model = copy.deepcopy(model)
+        other = AccumulatingOptimizer(
+            adam(other_model.parameters()),
+            window=window,
+            scaler=torch.amp.GradScaler("cpu", init_scale=64.0),
+            max_norm=0.1,
+        )
+        other.load_accumulation_state_dict(opt.accumulation_state_dict())
+        for net, optimizer in ((model, opt), (twin_model, twin), (other_model, other)):
+            for batch, weight in zip(batches[1:window], weights[1:]):
+                optimizer.backward(loss_of(net, batch), weight)
+            optimizer.step()
+            assert optimizer.stepped
+    for net in (twin_model, other_model):
+        assert_equal(parameters_of(net), parameters_of(model))

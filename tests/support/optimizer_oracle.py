@@ -94,6 +94,21 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+def said_by(error: BaseException) -> str:
+    """The words of an exception and of its notes, which Python 3.10 does not have."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def state_of(opt: AccumulatingOptimizer, parameters: Sequence[Tensor], grads: bool = True) -> list:
+    """Everything that an exception leaves as before the call or as after it, to be compared."""
+    window = opt.accumulation_state_dict()
+    mains = {i: main.tolist() for i, main in window.pop("main_grads").items()}
+    numbers = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in window.items()}
+    lying = [None if p.grad is None else (id(p.grad), p.grad.tolist()) for p in parameters]
+    values = [p.detach().tolist() for p in parameters]
+    return [mains, numbers, lying if grads else [], values, torch.is_grad_enabled()]
+
+
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 

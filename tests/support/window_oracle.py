@@ -1,14 +1,15 @@
 """What AccumulatingOptimizer is to do, action by action, in float64 and without any of its code.
 
 Written from the documented contract: `.grad` of every parameter holds a `Cell` or nothing, the open
-window is a plain weighted sum, and the wrapped optimizer is torch's own, on parameters of its own.
+window is a weighted sum, or with window=1 what lies in `.grad`, and the wrapped optimizer is
+torch's own, on parameters of its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,11 +29,6 @@ class Settings:
     optimizer: str = "sgd"
     dtype: torch.dtype = torch.float64
 
-    @property
-    def fused(self) -> bool:
-        """Whether the wrapped optimizer multiplies gradients, and writes the products back."""
-        return self.optimizer.endswith("_fused")
-
 
 class Cell:
     """A gradient in memory, which several parameters and the user may hold."""
@@ -46,22 +42,26 @@ class Cell:
         self.version += counted
 
 
+Cells = list[Cell | None]
+Coefficients = Sequence[Tensor | None]  # a gradient by parameter; None where it does not reach
+
+
 @dataclass
 class Left:
     """What a step, or `zero_grad`, left in `.grad` of a parameter."""
 
     cell: Cell
     version: int
-    brought: bool  # by `opt.backward`: no step takes it again
+    used_up: bool  # made by `opt.backward`: no step takes it again
 
 
 @dataclass
-class Attached:
-    """The one micro-batch of the open window, while it lies in `.grad`."""
+class InGrad:
+    """The one micro-batch of an open window that is what lies in `.grad`."""
 
-    cells: list[Cell | None]
     weight: float
     scale: float
+    made: Cells  # by `opt.backward`; empty where the user's own passes have
 
 
 @dataclass
@@ -73,8 +73,9 @@ class Open:
     micro_batches: int = 0  # that came in
     kept: int = 0  # that count
     bad: bool = False  # an inf or NaN came in, and counted for something
-    loss_scale: float = 1.0
-    attached: Attached | None = None
+    scales: list[float] = field(default_factory=list)  # that were in force
+    in_grad: InGrad | None = None
+    taken: Cells = field(default_factory=list)  # in which it may hold its sums
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Report:
     skipped: bool
     micro_batches: int
     weight: float
-    loss_scale: float
+    scales: list[float]
     total_norm: float
     clip_coef: float
 
@@ -116,18 +117,19 @@ class Oracle:
         self.settings = settings
         self.parameters = [v.detach().clone().requires_grad_() for v in values]
         self.inner = make(self.parameters)
-        self.slots: list[Cell | None] = [None] * len(values)  # `.grad`
+        self.slots: Cells = [None] * len(values)  # `.grad`
         self.left: list[Left | None] = [None] * len(values)
         self.scale = Scale()
         self.stepped = False
         # By the wrapper since the last step: an outer scaler is too late. None: it may say so.
         self.accumulated: bool | None = False
         self.last: Report | None = None
+        self.knows_grads = True  # False: a step may have written `.grad`, and nobody says what
         self.drop()
 
     # `.grad`
 
-    def add(self, coefficients: Sequence[Tensor | None], factor: float = 1.0) -> None:
+    def add(self, coefficients: Coefficients, factor: float = 1.0) -> None:
         """A backward pass: autograd adds in place, or makes a new tensor."""
         for i, coefficient in enumerate(coefficients):
             if coefficient is None:
@@ -138,38 +140,25 @@ class Oracle:
             else:
                 cell.write(cell.value + grad)
 
-    def user_backward(self, coefficients: Sequence[Tensor | None], factor: float = 1.0) -> None:
-        """The user's own: the window leaves `.grad` where it would be added to."""
-        attached = self.open.attached
-        if attached is not None and any(c is not None for c in coefficients):
-            self.detach()
-        self.add(coefficients, factor)
+    def clear(self) -> None:
+        self.slots = [None] * len(self.slots)
 
     def zero_grad(self, set_to_none: bool) -> None:
-        self.detach()
-        self.left = [None] * len(self.slots)
-        for i, cell in enumerate(self.slots):
-            if cell is None:
-                continue
-            if set_to_none:
-                self.slots[i] = None
-            else:
+        self.take_out()
+        if set_to_none:
+            self.clear()
+        for cell in self.slots:
+            if cell is not None:
                 cell.write(torch.zeros_like(cell.value))
+        self.leave([])
 
-        if not set_to_none:
-            self.leave(brought=None)
-
-    def leave(self, brought: list[Cell | None] | None) -> None:
-        """Remember what lies in `.grad` now, as used; `brought` by `opt.backward`, if any was."""
-        for i, cell in enumerate(self.slots):
-            mine = brought is not None and brought[i] is cell
-            self.left[i] = None if cell is None else Left(cell, cell.version, mine)
-
-    def pending(self) -> list[Cell | None]:
-        """What the next step would take out of `.grad`."""
-        if self.open.attached is not None:
-            return [None] * len(self.slots)
-        return [None if self.used_up(i) else cell for i, cell in enumerate(self.slots)]
+    def leave(self, made: Cells) -> None:
+        """Remember what lies in `.grad` now, as used."""
+        made = made or [None] * len(self.slots)
+        self.left = [
+            None if cell is None else Left(cell, cell.version, mine is cell)
+            for cell, mine in zip(self.slots, made)
+        ]
 
     def consumed(self, index: int) -> bool:
         """Whether what lies there was left by a step, and not written since."""
@@ -178,12 +167,19 @@ class Oracle:
 
     def used_up(self, index: int) -> bool:
         left = self.left[index]
-        return left is not None and left.brought and self.consumed(index)
+        return left is not None and left.used_up and self.consumed(index)
 
-    def clear_consumed(self) -> None:
-        """Before a backward pass of the wrapper's."""
-        self.detach()
-        self.slots = [None if self.consumed(i) else cell for i, cell in enumerate(self.slots)]
+    def pending(self, new: bool = False) -> Cells:
+        """What is in `.grad` and in no window; with `new` only what no step has used."""
+        if self.open.in_grad is not None:
+            return [None] * len(self.slots)
+        gone = self.consumed if new else self.used_up
+        return [None if gone(i) else cell for i, cell in enumerate(self.slots)]
+
+    def make_way(self) -> None:
+        """Before a backward pass of the wrapper's: what stays in `.grad` is part of it."""
+        self.slots = self.pending(new=True) if self.open.in_grad is None else self.slots
+        self.take_out()
 
     # The window
 
@@ -191,8 +187,8 @@ class Oracle:
         self.open = Open([None] * len(self.slots))
 
     def discard(self) -> None:
-        if self.open.attached is not None:
-            self.slots = [None] * len(self.slots)
+        if self.open.in_grad is not None:
+            self.clear()
         self.drop()
         self.unsure()
 
@@ -200,125 +196,101 @@ class Oracle:
         """After `discard` or an exception an outer scaler may be refused once more."""
         self.accumulated = None if self.accumulated is not False else False
 
-    def attaches(self) -> bool:
+    def stays_in_grad(self) -> bool:
+        """Whether the next micro-batch does."""
         return self.settings.window == 1 and self.open.micro_batches == 0
 
-    def attached_grads(self) -> list[Tensor | None]:
-        """What lies in `.grad`, whoever put it there; a step on the user's own has `taken` some."""
-        cells = self.slots if self.taken is None else self.taken
-        return [None if cell is None else cell.value for cell in cells]
-
-    def detach(self) -> None:
-        """The attached micro-batch leaves `.grad`."""
-        attached = self.open.attached
-        if attached is None:
+    def take_out(self) -> None:
+        """The window leaves `.grad`."""
+        in_grad = self.open.in_grad
+        if in_grad is None:
             return
-        grads = self.attached_grads()
-        self.slots = [None] * len(self.slots)
+        cells = self.slots
+        self.clear()
         self.drop()
-        self.take(grads, attached.weight, attached.scale)
+        self.take(cells, in_grad.weight, in_grad.scale)
 
-    def take(self, grads: Sequence[Tensor | None], weight: float, scale: float) -> None:
+    def take(self, cells: Cells, weight: float, scale: float) -> None:
         """One micro-batch goes into the sum."""
-        window = self.open = replace(self.open, sums=list(self.open.sums))
-        finite = weight == 0.0 or all(g is None or bool(g.isfinite().all()) for g in grads)
+        window = self.open
+        finite = weight == 0.0 or all_finite(cells)
         window.micro_batches += 1
-        window.loss_scale = scale
+        window.scales.append(scale)
         window.bad |= not finite
         if not finite and self.settings.policy == "skip_micro_batch":
             return
         window.kept += 1
         window.weight += weight
-        for i, grad in enumerate(grads):
-            if grad is None:
+        window.taken += cells
+        for i, cell in enumerate(cells):
+            if cell is None:
                 continue
+            grad, before = cell.value, window.sums[i]
             term = grad * (weight / scale) if weight else torch.zeros_like(grad)
-            before = window.sums[i]
             window.sums[i] = term if before is None else before + term
 
-    def refuses(self, grads: Sequence[Tensor | None], weight: float) -> bool:
-        """Whether `on_nonfinite="raise"` does."""
-        finite = all(g is None or bool(g.isfinite().all()) for g in grads)
-        return self.settings.policy == "raise" and weight > 0.0 and not finite
-
-    def take_slots(self, weight: float, scale: float) -> bool:
-        """Take what is pending in `.grad` out of it; False if it is refused."""
-        return self.take_cells(self.pending(), weight, scale)
-
-    def take_cells(self, cells: list[Cell | None], weight: float, scale: float) -> bool:
-        grads = [None if c is None else c.value for c in cells]
-        if self.refuses(grads, weight):
+    def take_in(self, cells: Cells, weight: float, scale: float) -> bool:
+        """Take gradients out of `.grad`; False if they are refused."""
+        if self.settings.policy == "raise" and weight > 0.0 and not all_finite(cells):
             return False
-        self.detach()
         self.slots = [None if taken else now for taken, now in zip(cells, self.slots)]
-        self.take(grads, weight, scale)
+        self.take(cells, weight, scale)
+        return True
+
+    def leave_in_grad(self, cells: Cells, weight: float, scale: float, mine: bool) -> bool:
+        """Make what lies in `.grad` the window; False if it is refused."""
+        if self.settings.policy == "raise" and weight > 0.0 and not all_finite(cells):
+            return False
+        if weight == 0.0:
+            cells = [None if c is None else Cell(torch.zeros_like(c.value)) for c in cells]
+        self.slots = cells
+        self.open.micro_batches = self.open.kept = 1
+        self.open.in_grad = InGrad(weight, scale, list(cells) if mine else [])
         return True
 
     def own_scale(self) -> float:
         return self.scale.value if self.settings.scaler == "own" else 1.0
 
-    def backward(self, coefficients: Sequence[Tensor | None], weight: float) -> bool:
-        """`opt.backward`; False if it raises, with everything as before."""
-        undo = self.begin()
+    def backward(self, coefficients: Coefficients, weight: float) -> bool:
+        """`opt.backward`; False if it raises."""
+        self.make_way()
         scale = self.own_scale()
         self.add(coefficients, scale)
-        if not self.attaches():
-            if not self.take_slots(weight, scale):
-                undo()
-                return False
+        if self.stays_in_grad():
+            done = self.leave_in_grad(self.slots, weight, scale, mine=True)
         else:
-            grads = [None if c is None else c.value for c in self.slots]
-            if self.refuses(grads, weight):
-                undo()
-                return False
-            if weight == 0.0:
-                self.slots = [
-                    None if c is None else Cell(torch.zeros_like(c.value)) for c in self.slots
-                ]
-            self.open.micro_batches = self.open.kept = 1
-            self.open.attached = Attached(list(self.slots), weight, scale)
-        self.accumulated = True
-        return True
+            done = self.take_in(self.slots, weight, scale)
+        return self.brought(done)
 
-    def failing_backward(self, *, inside: bool) -> None:
-        """`opt.backward`, perhaps in `micro_batch`, with an exception in the backward pass."""
-        undo = self.begin()
-        if self.settings.in_backward and not self.attaches() and not inside:
-            undo = self.drop
-        undo()
-
-    def begin(self) -> Callable[[], None]:
-        """Make way for the gradients of `opt.backward`; what is returned undoes it, and them."""
-        window, slots = self.open, list(self.slots)
-        attached = window.attached is not None
-        self.clear_consumed()
-        if not attached:
-            slots = list(self.slots)
-        contents = [(cell, cell.value) for cell in self.slots if cell is not None]
-
-        def undo() -> None:
-            self.open, self.slots = window, slots
-            for cell, value in contents:
-                cell.write(value)
-
-        return undo
-
-    def accumulate(self, weight: float) -> bool:
-        """`opt.accumulate`; False if it raises."""
-        if not any(self.pending()) or not self.take_slots(weight, self.own_scale()):
-            return False
-        self.accumulated = True
-        return True
-
-    def micro_batch(self, parts: Sequence[tuple[bool, list[Tensor | None]]], weight: float) -> bool:
+    def micro_batch(self, parts: Sequence[tuple[bool, Coefficients]], weight: float) -> bool:
         """Backward passes, each through the wrapper or not, as one micro-batch."""
-        undo = self.begin()
+        self.make_way()
         scale = self.own_scale()
         for _, coefficients in parts:
             self.add(coefficients, scale)
-        weighted = weight if any(through for through, _ in parts) else 1.0
-        if not self.take_slots(weighted, scale):
-            undo()
+        weight = weight if any(through for through, _ in parts) else 1.0
+        return self.brought(self.take_in(self.slots, weight, scale))
+
+    def brought(self, done: bool) -> bool:
+        if done:
+            self.accumulated = True
+        else:
+            self.clear()
+            self.unsure()
+        return done
+
+    def fail(self, dropped: bool) -> None:
+        """`opt.backward` or `micro_batch` with an exception in the backward pass."""
+        self.make_way()
+        self.clear()
+        self.unsure()
+        if dropped:
+            self.drop()
+
+    def accumulate(self, weight: float) -> bool:
+        """`opt.accumulate`; False if it raises."""
+        cells = self.pending()
+        if not any(cells) or not self.take_in(cells, weight, self.own_scale()):
             return False
         self.accumulated = True
         return True
@@ -344,32 +316,23 @@ class Oracle:
             return False
         if self.open.micro_batches >= self.settings.window:
             return self.close(fails)
-        no_gradient = all(cell is None for cell in self.slots)
-        if self.attaches() and no_gradient:
-            return fails is None
-        return True
+        without = self.stays_in_grad() and not any(self.slots)  # the wrapped step is called
+        return fails is None or not without
 
     def take_pending(
         self, scale: float | None = None, found_inf: bool = False, new: bool = False
     ) -> bool:
         scale = self.own_scale() if scale is None else scale
-        cells = self.pending()
-        if new:
-            cells = [None if self.consumed(i) else cell for i, cell in enumerate(cells)]
+        cells = self.pending(new)
         if not any(cells):
             return True
-        if not self.attaches():
-            if not self.take_cells(cells, 1.0, scale):
-                return False
+        if self.stays_in_grad():
+            done = self.leave_in_grad(cells, 1.0, scale, mine=False)
         else:
-            if self.refuses([None if c is None else c.value for c in cells], 1.0):
-                return False
-            self.open.micro_batches = self.open.kept = 1
-            self.open.attached = Attached(cells, 1.0, scale)
-            self.taken = cells
-        if found_inf and self.settings.policy == "skip_window":
+            done = self.take_in(cells, 1.0, scale)
+        if done and found_inf and self.settings.policy == "skip_window":
             self.open.bad = True
-        return True
+        return done
 
     def flush(self) -> bool:
         self.stepped = False
@@ -379,64 +342,62 @@ class Oracle:
         self.accumulated = False
         return self.close(None) if self.open.micro_batches else True
 
-    taken: list[Cell | None] | None = None  # the user's own gradients that a step attaches
-
     def close(self, fails: str | None) -> bool:
         """Step on the window; False if the wrapped step raises."""
-        window, attached, taken = self.open, self.open.attached, self.taken
-        if attached is not None:
-            grads = self.attached_grads()
-            self.taken = None
-            self.open = Open([None] * len(self.slots), bad=window.bad)
-            self.take(grads, attached.weight, attached.scale)
-            window, self.open = self.open, window
-        divisor = (window.weight or 1.0) if self.settings.reduction == "mean" else 1.0
+        settings, before, in_grad = self.settings, self.open, self.open.in_grad
+        if in_grad is not None:
+            self.open = Open([None] * len(self.slots), bad=before.bad)
+            self.take(self.slots, in_grad.weight, in_grad.scale)
+        window, self.open = self.open, before
+        divisor = (window.weight or 1.0) if settings.reduction == "mean" else 1.0
         gradient = [None if s is None else s / divisor for s in window.sums]
-        norm = p_norm([g for g in gradient if g is not None], self.settings.norm_type)
+        norm = p_norm([g for g in gradient if g is not None], settings.norm_type)
         coef = 1.0
-        if self.settings.max_norm is not None:
-            coef = min(1.0, self.settings.max_norm / (norm + 1e-6))
-        dropping = self.settings.policy == "skip_micro_batch"
+        if settings.max_norm is not None:
+            coef = min(1.0, settings.max_norm / (norm + 1e-6))
+        dropping = settings.policy == "skip_micro_batch"
         skip = window.kept == 0 if dropping else window.bad
-        called = not skip
-        if called and fails == "pre":
-            if taken is not None:  # as it was before the step
+        if not skip and fails == "pre":
+            if in_grad is not None and not in_grad.made:  # the user's own, as before the step
                 self.drop()
             return False
-        if called:
-            for p, g in zip(self.parameters, gradient):
-                p.grad = None if g is None else (g * coef).to(p.dtype)
+        clipped = [None if g is None else g * coef for g in gradient]
+        if not skip:
+            for p, g in zip(self.parameters, clipped):
+                p.grad = None if g is None else g.to(p.dtype)
             self.inner.step()
-        if self.settings.scaler == "own":
+        if settings.scaler == "own":
             self.scale.update(window.bad or skip)
         kept = window.kept if dropping else window.micro_batches
-        self.last = Report(skip, kept, window.weight, window.loss_scale, norm, coef)
-        if attached is not None:
-            if taken is None:
-                self.leave(brought=attached.cells)
-            else:  # what no step takes again stays so
-                before = self.left
-                keeps = [self.used_up(i) for i in range(len(before))]
-                self.left = [None] * len(before)
-                self.leave(brought=None)
-                self.left = [b if k else n for b, k, n in zip(before, keeps, self.left)]
+        self.last = Report(skip, kept, window.weight, window.scales, norm, coef)
+        if in_grad is not None:
+            self.knows_grads = not skip and settings.max_norm != 0.0
+            cells = [cell for cell in self.slots if cell is not None]
+            if self.knows_grads and len(set(map(id, cells))) == len(cells):
+                for cell, g in zip(self.slots, clipped):
+                    if cell is not None:
+                        cell.write(g)
+            self.leave(in_grad.made)
         self.stepped = True
         self.drop()
-        return not (called and fails == "post")
+        return skip or fails != "post"
 
     def main_grad(self, index: int) -> Tensor | None:
-        attached = self.open.attached
-        if attached is None:
+        in_grad, cell = self.open.in_grad, self.slots[index]
+        if in_grad is None:
             return self.open.sums[index]
-        grad = self.attached_grads()[index]
-        if grad is None:
-            return None
-        return grad * (attached.weight / attached.scale) if attached.weight else grad * 0.0
+        return None if cell is None else cell.value * (in_grad.weight / in_grad.scale)
 
     def copied(self) -> None:
-        """A copy's parameters come without `.grad`; the window comes whole."""
-        self.detach()
-        self.slots, self.left = [None] * len(self.slots), [None] * len(self.slots)
+        """A copy's parameters come without `.grad`; the window comes whole, in its own memory."""
+        self.take_out()
+        self.open.taken = []
+        self.clear()
+        self.left = [None] * len(self.slots)
+
+
+def all_finite(cells: Cells) -> bool:
+    return all(cell is None or bool(cell.value.isfinite().all()) for cell in cells)
 
 
 def p_norm(tensors: Sequence[Tensor], p: float) -> float:

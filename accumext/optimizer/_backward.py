@@ -1,0 +1,625 @@
+"""How gradients enter a window: `AccumulatingOptimizer.backward`, `accumulate`, `micro_batch`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from threading import Lock
+from typing import Final
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accumext._checks import fail_type, fail_value, message, type_name
+from accumext._scalars import Scalar, divide
+from accumext._tensor_kinds import (
+    HALF_DTYPES,
+    dtype_of,
+    fit_one_call,
+    scale_,
+)
+from accumext._torch_private import record_function
+from accumext.masters import params_of
+from accumext.optimizer._factors import normaliser
+from accumext.optimizer._grads import (
+    clear,
+    clear_these,
+    fresh,
+    grad_of,
+    grads_of,
+    is_none,
+    present,
+    put,
+)
+from accumext.optimizer._processes import WindowAllReduce, hold_back
+from accumext.optimizer._scaler import current_scale, scale_for
+from accumext.optimizer._settings import OP, check_weight
+from accumext.optimizer._sums import (
+    add_micro_batch,
+    adding,
+    adopt,
+    any_half,
+    count_in,
+    enlarge_unit,
+    lendable,
+    made,
+    raise_nonfinite,
+    take_out,
+)
+from accumext.optimizer._window import NO_WINDOW, Box, OpenMicroBatch, State, Window, explain
+
+# Bytes of gradients that one call adds. A GPU moves them, and the sums, in about the time that a
+# call takes to launch, so more in a call saves little, and less would cost calls.
+BUNDLE_BYTES = 4 * 2**20
+
+UNWEIGHTED: Final = 1.0  # the default weight: this object, which needs no check
+_ONE: Scalar = 1.0
+_HALVES = set(HALF_DTYPES)
+
+
+def check_loss_and_weight(op: str, loss: object, weight: object) -> Scalar:
+    """The loss must be 0-dim and have a graph; returns the weight as `check_weight` does."""
+    if not isinstance(loss, Tensor):
+        fail_type(op, "loss", "be a tensor", type_name(loss))
+    if loss.dim() != 0:
+        fail_value(op, "loss", "be 0-dim", f"shape {list(loss.shape)}")
+    if not loss.requires_grad:
+        advice = "Compute it from the parameters with gradients enabled"
+        fail_value(op, "loss", "have a graph", "a tensor without one", advice)
+    return weight if weight is UNWEIGHTED else check_weight(op, weight)
+
+
+def run_backward(
+    box: Box,
+    proxy: Optimizer,  # the AccumulatingOptimizer, by which the user's scaler may know it
+    op: str,
+    loss: Tensor,
+    weight: Scalar,
+) -> None:
+    """Scale the loss, run its backward pass and add its gradients to the open window."""
+    settings, state, sharded = box.settings, box.state, box.sharded
+    window, inside = state.window, state.micro_batch
+    if settings.needs_closure or state.all_reduce is not None or window.world is not None:
+        box.refuse_backward(op)
+    scale = _ONE
+    if settings.scaler is not None:
+        scale = scale_for(op, settings.scaler, loss, proxy, box.optimizer)
+    if sharded is not None:
+        if settings.synchronize == "window" and not sharded.is_open:
+            sharded.refuse_synchronised(op)
+        sharded.idle = False
+    if inside is not None:
+        _check_weight_inside(op, inside, weight)
+    if state.last is not None:
+        state.last.evidence = None
+    parameters = list(chain.from_iterable(map(params_of, box.optimizer.param_groups)))
+    if not box.target.is_parameters:
+        parameters = box.target.parameters()
+    pending: Sequence[Tensor | None] = ()
+    if not window.in_grad and not all(map(is_none, map(grad_of, parameters))):
+        pending = _let_go(box, parameters, inside is not None)
+    if settings.window == 1 and inside is None and box.keeps_in_grad:
+        _backward_into_grad(box, op, loss, weight, scale, parameters, pending)
+        return
+    known = window.parameters
+    if len(known) != len(parameters) or not all(map(is_, known, parameters)):
+        take_out(box, parameters)
+    if settings.looks_first or (
+        (loss.dtype in HALF_DTYPES or weight is not window.unit)
+        and _cannot_carry(box, loss, weight)
+    ):
+        _backward_apart(box, op, loss, weight, scale, parameters)
+    else:
+        _backward_into_sums(box, op, loss, weight, scale, parameters, pending)
+
+
+def _let_go(box: Box, parameters: Sequence[Tensor], inside: bool) -> Sequence[Tensor | None]:
+    """Empty `.grad` of what steps have used, but inside a micro-batch; what stays counts as part of
+    the micro-batch to come, since autograd adds to it."""
+    grads = grads_of(parameters)
+    pending = fresh(parameters, box.state.used, new=not inside)
+    if not inside:
+        for parameter, grad, mine in zip(parameters, grads, pending, strict=True):
+            if mine is not grad:
+                parameter.grad = None
+    return () if all(map(is_none, pending)) else pending
+
+
+def _check_weight_inside(op: str, micro_batch: OpenMicroBatch, weight: Scalar) -> None:
+    """Raise unless all calls in a micro-batch have one weight, as far as the host can see."""
+    first = weight if micro_batch.weight is None else micro_batch.weight
+    if not isinstance(first, Tensor) and not isinstance(weight, Tensor) and first != weight:
+        fail_value(op, "weight", f"be that of the whole micro-batch, {first:g}", weight)
+
+
+def _cannot_carry(box: Box, loss: Tensor, weight: Scalar) -> bool:
+    """Whether the loss cannot be multiplied by its weight: 0 must make 0 of NaN, and a loss of
+    half precision would round the weight."""
+    if box.sharded is not None:  # where weights differ between processes there is no other way
+        return False
+    if not isinstance(weight, Tensor) and weight == 0.0:
+        return True
+    unit = box.state.window.unit
+    return loss.dtype in HALF_DTYPES and not (unit is None or unit is weight or _same(unit, weight))
+
+
+def _same(a: Scalar, b: Scalar) -> bool:
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+
+
+def _multiplied(loss: Tensor, factor: Scalar) -> Tensor:
+    """A loss times a factor, formed in float32 at least."""
+    if isinstance(factor, Tensor):
+        return loss * factor.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
+    if factor == 1.0:
+        return loss
+    return (loss.float() if loss.dtype in HALF_DTYPES else loss) * factor
+
+
+# `.grad` is the window
+
+
+def _backward_into_grad(
+    box: Box,
+    op: str,
+    loss: Tensor,
+    weight: Scalar,
+    scale: Scalar,
+    parameters: list[Tensor],
+    pending: Sequence[Tensor | None],
+) -> None:
+    """The only micro-batch of a window of one: autograd leaves its gradients in `.grad`."""
+    fixed = None if box.sharded is None else box.sharded.unit
+    window, ratio = count_in(NO_WINDOW, weight, scale, fixed)
+    nothing = not isinstance(ratio, Tensor) and ratio == 0.0
+    factor = scale if nothing else scale * ratio
+    policy, main_grads = box.settings.on_nonfinite, box.main_grads
+    try:
+        if isinstance(factor, Tensor) or factor != 1.0:
+            loss = _multiplied(loss, factor)
+        if pending and not nothing:
+            scale_(present(pending), ratio)
+        main_grads.lookup = _plain_grad
+        loss.backward()
+        main_grads.lookup = None
+        if nothing:
+            put(parameters, [None if g is None else _zeros(g) for g in grads_of(parameters)])
+        if policy == "raise":
+            raise_nonfinite(box, op, grads_of(parameters), weight)
+        window = window._replace(
+            in_grad=True,
+            sums=list(map(grad_of, parameters)),
+            unchecked=policy == "skip_micro_batch",
+        )
+        box.state = box.state._replace(window=window, accumulated=True, through_backward=True)
+    except BaseException:
+        main_grads.lookup = None
+        box.drop()
+        clear(parameters)
+        raise
+
+
+def _plain_grad(parameter: Tensor) -> Tensor | None:
+    """What lies in `.grad`, if an operator can add to it."""
+    grad = parameter.grad
+    return grad if grad is not None and grad.dtype == parameter.dtype and _is_plain(grad) else None
+
+
+def _is_plain(main: Tensor) -> bool:
+    return fit_one_call([main]) and not main.requires_grad
+
+
+def _zeros(grad: Tensor) -> Tensor:
+    """What a gradient of weight 0 contributes, also where it holds NaN."""
+    return torch.zeros_like(grad).detach()
+
+
+# Autograd adds
+
+
+def _backward_into_sums(
+    box: Box,
+    op: str,
+    loss: Tensor,
+    weight: Scalar,
+    scale: Scalar,
+    parameters: list[Tensor],
+    pending: Sequence[Tensor | None],
+) -> None:
+    """Autograd adds to the sums themselves, or, in half precision, what it has made is added.
+
+    The loss carries weight and loss scale. A pass that fails drops the window, and says so.
+    """
+    before, window, inside = box.state, box.state.window, box.state.micro_batch
+    all_reduce = None
+    if box.settings.reduce_in_backward:
+        all_reduce = _overlapping_all_reduce(op, box, before, weight)
+    # Should anything fail from here on, the window is dropped.
+    box.state = before._replace(window=NO_WINDOW, all_reduce=all_reduce)
+    try:
+        if inside is not None and inside.weight is not None:
+            ratio = inside.ratio
+        else:
+            fixed = None if box.sharded is None else box.sharded.unit
+            if weight is not window.unit and fixed is None:
+                window = enlarge_unit(window, weight)
+            carried = scale if window.unit is None else window.scale
+            window, ratio = count_in(window, weight, carried, fixed)
+            if inside is not None:
+                inside = inside._replace(weight=weight, ratio=ratio)
+        if pending:
+            window = _with_pending(box, op, window, ratio, pending)
+        factor = ratio * window.scale
+        if isinstance(factor, Tensor) or loss.dtype in HALF_DTYPES:
+            loss = _multiplied(loss, factor)
+        elif factor != 1.0:
+            loss = loss * factor
+        if all_reduce is not None or not _HALVES.isdisjoint(map(dtype_of, parameters)):
+            window = _Adder(box, op, window, parameters, all_reduce).run(loss)
+        else:
+            for parameter, main in zip(parameters, window.sums, strict=True):
+                parameter.grad = main
+            box.main_grads.lookup = _plain_grad
+            loss.backward()
+            box.main_grads.lookup = None
+            grads = list(map(grad_of, parameters))
+            if not all(map(is_, grads, window.sums)):
+                window = adopt(window, grads)
+        for parameter in parameters:
+            parameter.grad = None
+        box.state = before._replace(
+            window=window,
+            micro_batch=inside,
+            all_reduce=all_reduce,
+            accumulated=True,
+            through_backward=True,
+        )
+    except BaseException as error:
+        _dropped(box, parameters, before, error)
+        raise
+
+
+def _with_pending(
+    box: Box, op: str, window: Window, ratio: Scalar, pending: Sequence[Tensor | None]
+) -> Window:
+    """Plus what a backward pass of the user's has left in `.grad`: a part of this micro-batch."""
+    factor = ratio * divide(window.scale, current_scale(op, box.settings.scaler))
+    here = box.target.send(list(pending))()
+    return adding(window, here, factor).run([])._replace(norm=None)
+
+
+def _dropped(box: Box, parameters: list[Tensor], before: State, error: BaseException) -> None:
+    """A backward pass that was adding to the window has failed."""
+    box.main_grads.lookup = None
+    box.drop()
+    clear(parameters)
+    if before.window.micro_batches:
+        explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
+
+
+def _overlapping_all_reduce(
+    op: str, box: Box, state: State, weight: Scalar
+) -> WindowAllReduce | None:
+    """What sums the window while its last backward pass runs; None if it is not to, or not yet.
+
+    All processes are told the numbers of the window before anything is done.
+    """
+    window, group = state.window, box.group
+    count = window.micro_batches + 1
+    if not box.settings.reduce_in_backward or group is None or count < box.settings.window:
+        return None
+    all_reduce = WindowAllReduce(box, window, group)
+    all_reduce.agree(op, window, window.weight + weight, count, flushing=False)
+    return all_reduce
+
+
+class _Adder:
+    """Takes in what one backward pass makes: after it, or bundle by bundle while it runs."""
+
+    def __init__(
+        self,
+        box: Box,
+        op: str,
+        window: Window,
+        parameters: list[Tensor],
+        all_reduce: WindowAllReduce | None,
+    ) -> None:
+        self._box, self._op, self._window = box, op, window
+        self._parameters, self._all_reduce = parameters, all_reduce
+        self._arriving: Callable[[], list[Tensor | None]] | None = None
+
+    def run(self, loss: Tensor) -> Window:
+        """The window with what a backward pass makes of a loss."""
+        put(self._parameters, lendable(self._window))
+        self._box.main_grads.lookup = self._main_grad
+        with GradCollector(self._op, self._parameters, self._take).watching(self._watched()):
+            loss.backward()
+        self._box.main_grads.lookup = None
+        grads = grads_of(self._parameters)
+        if self._all_reduce is not None:
+            self._take([i for i, grad in enumerate(grads) if grad is not None])
+        else:
+            self._arrive()
+            self._arriving = self._box.target.send(grads)
+        with record_function("accumext::accumulate"), torch.no_grad():
+            self._arrive()
+        return self._window
+
+    def _watched(self) -> list[int]:
+        """Parameters whose gradients are taken while the pass runs."""
+        box, parameters = self._box, self._parameters
+        if self._all_reduce is not None:
+            return list(range(len(parameters)))
+        if box.settings.accumulate_in_backward and any_half(parameters):
+            return [i for i, p in enumerate(parameters) if p.dtype in HALF_DTYPES]
+        return [i for i, far in enumerate(box.target.goes_to_host()) if far]
+
+    def _main_grad(self, parameter: Tensor) -> Tensor | None:
+        """The sum of a parameter for an operator to add to; None where it cannot."""
+        index = next((i for i, p in enumerate(self._parameters) if p is parameter), None)
+        if index is None:
+            return None
+        main = self._window.sums[index]
+        if main is None:
+            if not (self._box.settings.accumulate_in_backward and parameter.dtype in HALF_DTYPES):
+                return None
+            self._window, main = made(self._window, index)
+        self._window = self._window._replace(norm=None)
+        return main if _is_plain(main) and main.device == parameter.device else None
+
+    def _take(self, indices: list[int]) -> None:
+        """Add the gradients of some parameters, which are complete, and free them."""
+        with record_function("accumext::accumulate"), torch.no_grad():
+            grads: list[Tensor | None] = [None] * len(self._parameters)
+            for i in indices:
+                grads[i] = self._parameters[i].grad
+            self._arrive()  # while one bundle is added on the host, the next is on its way
+            self._arriving = self._box.target.send(grads)
+            if self._box.target.is_parameters:
+                self._arrive()
+            for i in indices:
+                self._parameters[i].grad = None
+            if self._all_reduce is not None:
+                sums, factor = list(self._window.sums), normaliser(self._window, "sum").value()
+                self._window = self._window._replace(sums=sums)
+                self._all_reduce.send_complete(self._op, sums, factor, indices)
+
+    def _arrive(self) -> None:
+        if self._arriving is not None:
+            self._add(self._arriving())
+            self._arriving = None
+
+    def _add(self, grads: list[Tensor | None]) -> None:
+        """Take the sums to which autograd has added, and add gradients of half precision."""
+        window, parameters = self._window, self._parameters
+        if not any_half(parameters):
+            self._window = adopt(window, grads)
+            return
+        halves: list[Tensor | None] = [None] * len(grads)
+        for i, parameter in enumerate(parameters):
+            if parameter.dtype in HALF_DTYPES:
+                halves[i], grads[i] = grads[i], None
+        if not all(map(is_none, grads)):
+            window = adopt(window, grads)
+        self._window = adding(window, halves, 1.0).run([])
+
+
+class GradCollector:
+    """Hands over every gradient of a backward pass once it is complete, in bundles.
+
+    The hooks are there for the length of the pass alone. So a backward pass of the user's own finds
+    none, parameters may come and thaw at any time, and copies and pickles have nothing to carry.
+    """
+
+    def __init__(
+        self, op: str, parameters: Sequence[Tensor], take: Callable[[list[int]], None]
+    ) -> None:
+        self._op = op
+        self._parameters = parameters
+        self._take = take
+        # Parameters whose gradient waits in `.grad`, and the bytes of those gradients. A backward
+        # pass runs on one thread per device.
+        self._waiting: defaultdict[torch.device, list[int]] = defaultdict(list)
+        self._bytes: defaultdict[torch.device, int] = defaultdict(int)
+        self._taken: set[int] = set()
+        self._running: ReferenceType[_Pass] = ref(_Pass())
+        self._lock = Lock()
+
+    @contextmanager
+    def watching(self, indices: Iterable[int]) -> Iterator[None]:
+        """A context for the backward pass. Gradients of the last bundles are left in `.grad`."""
+        handles = []
+        running = _Pass()
+        self._running = ref(running)  # a hook that an interrupt leaves behind does nothing
+        try:
+            for i in indices:
+                if self._parameters[i].requires_grad:
+                    hook = self._hook_of(i)
+                    handles.append(self._parameters[i].register_post_accumulate_grad_hook(hook))
+            yield
+        finally:
+            del running
+            for handle in handles:
+                handle.remove()
+        self._refuse_late_gradients()
+
+    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
+        return lambda parameter: self._collect(index, parameter)
+
+    def _collect(self, index: int, parameter: Tensor) -> None:
+        """`.grad` is complete."""
+        grad = parameter.grad
+        if grad is None or self._running() is None:  # a hook of the user's was faster
+            return
+        device = grad.device
+        self._waiting[device].append(index)
+        self._bytes[device] += grad.numel() * grad.element_size()
+        if self._bytes[device] >= BUNDLE_BYTES:
+            self._bytes[device] = 0
+            bundle = self._waiting.pop(device)
+            with self._lock:
+                self._take(bundle)
+                self._taken.update(bundle)
+
+    def _refuse_late_gradients(self) -> None:
+        """Raise if a gradient was written after it was taken, as DistributedDataParallel does."""
+        waiting = set(chain.from_iterable(self._waiting.values()))
+        if any(self._parameters[i].grad is not None for i in self._taken - waiting):
+            contract = "be complete when autograd has accumulated it"
+            got = "one that was written again, as DistributedDataParallel does"
+            advice = "Use `with opt.micro_batch(model):`, or accumulate_in_backward=False"
+            raise RuntimeError(message(self._op, ".grad", contract, got, advice))
+
+
+class _Pass:
+    """A backward pass, for as long as it runs."""
+
+
+# A micro-batch apart
+
+
+def _backward_apart(
+    box: Box, op: str, loss: Tensor, weight: Scalar, scale: Scalar, parameters: list[Tensor]
+) -> None:
+    """The micro-batch lies in `.grad` alone, and is then looked at, and added with its weight."""
+    carried: Scalar = 1.0
+    if box.sharded is not None:
+        _, carried = count_in(box.state.window, weight, scale, box.sharded.unit)
+    micro_batch = box.state.micro_batch
+    try:
+        _multiplied(loss, scale * carried).backward()
+        if micro_batch is not None:
+            _add_to_part(box, micro_batch, parameters, weight, scale)
+            return
+        grads = fresh(parameters, box.state.used)
+        add_micro_batch(
+            box, op, parameters, grads, weight, scale,
+            accumulated=True, carried=box.sharded is not None,
+        )  # fmt: skip
+    except BaseException:
+        clear(parameters)
+        if micro_batch is not None:
+            box.state = box.state._replace(micro_batch=micro_batch._replace(failed=True))
+        raise
+
+
+def _add_to_part(
+    box: Box,
+    micro_batch: OpenMicroBatch,
+    parameters: list[Tensor],
+    weight: Scalar,
+    scale: Scalar,
+) -> None:
+    """Sum the gradients of an open micro-batch in a window of their own."""
+    part = micro_batch.part or Window(parameters, [None] * len(parameters), scale=scale)
+    part = part.of(parameters)
+    grads = fresh(parameters, box.state.used)
+    part = adding(part, box.target.send(grads)(), divide(part.scale, scale)).run([])
+    after = micro_batch._replace(weight=weight, part=part)
+    box.state = box.state._replace(micro_batch=after)
+    clear_these(parameters, grads)
+
+
+# micro_batch()
+
+
+@contextmanager
+def open_micro_batch(op: str, box: Box, model: nn.Module | None) -> Iterator[None]:
+    """Open a micro-batch. An exception drops what it brought; where that was added to the window
+    already, it drops the window, and says so."""
+    held, group = hold_back(op, model, box.settings.process_group)
+    box.state = box.state._replace(model_group=group or box.state.model_group)
+    with _holding_shards(op, box, model):
+        parameters = box.target.parameters()
+        if not box.state.window.in_grad:
+            _let_go(box, parameters, inside=False)
+        take_out(box, parameters)
+        before = box.state.window
+        try:
+            box.state = box.state._replace(micro_batch=OpenMicroBatch(before))
+            with held:
+                yield
+            _close_micro_batch(op, box, held_back=model is not None)
+        except BaseException as error:
+            clear(parameters)
+            state = box.state
+            added = state.window.micro_batches != before.micro_batches
+            if added and state.micro_batch is not None and state.all_reduce is None:
+                box.drop()
+                if before.micro_batches:
+                    explain(error, f"{op}: the open window was dropped: it had been added to")
+            box.state = box.state._replace(micro_batch=None)
+            raise
+
+
+def _close_micro_batch(op: str, box: Box, held_back: bool) -> None:
+    """Add what lies in `.grad`, and what was summed apart."""
+    micro_batch, parameters = box.state.micro_batch, box.target.parameters()
+    if micro_batch is None or micro_batch.failed:
+        got = "one that ended in an exception, and the micro-batch is dropped"
+        advice = "Let the exception leave micro_batch()"
+        raise RuntimeError(message(op, "a backward pass", "come to its end", got, advice))
+    if held_back and box.group is not None:
+        box.state = box.state._replace(window=box.state.window._replace(held_back=True))
+    if micro_batch.weight is None or micro_batch.part is not None:
+        _close_apart(op, box, micro_batch, parameters)
+        return
+    grads = fresh(parameters, box.state.used)
+    window = box.state.window
+    if not all(map(is_none, grads)):  # of passes that were not the wrapper's
+        box.refuse_while_reducing(op)
+        factor = micro_batch.ratio * divide(window.scale, current_scale(op, box.settings.scaler))
+        with torch.no_grad():
+            window = adding(window, box.target.send(grads)(), factor).run([])
+        clear_these(parameters, grads)
+    box.state = box.state._replace(window=window, micro_batch=None, accumulated=True)
+
+
+def _close_apart(op: str, box: Box, micro_batch: OpenMicroBatch, parameters: list[Tensor]) -> None:
+    part, used = micro_batch.part, box.state.used
+    grads = fresh(parameters, used)
+    if part is None and all(map(is_none, grads)):
+        box.state = box.state._replace(micro_batch=None)
+        return
+    box.refuse_while_reducing(op)
+    scale = current_scale(op, box.settings.scaler) if part is None else part.scale
+    weight = 1.0 if micro_batch.weight is None else micro_batch.weight
+    if part is not None:
+        with torch.no_grad():
+            own = current_scale(op, box.settings.scaler)
+            part = part.of(parameters)
+            part = adding(part, box.target.send(grads)(), divide(scale, own)).run([])
+        clear_these(parameters, grads)
+        grads = list(part.sums)
+    carried = box.sharded is not None and micro_batch.weight is not None
+    add_micro_batch(box, op, parameters, grads, weight, scale, accumulated=True, carried=carried)
+
+
+@contextmanager
+def _holding_shards(op: str, box: Box, model: nn.Module | None) -> Iterator[None]:
+    """With synchronize="window": `fully_shard` modules keep their gradients to themselves.
+
+    An exception drops the window, of which FSDP holds all gradients in one sum.
+    """
+    sharded, settings = box.sharded, box.settings
+    if settings.synchronize == "backward" or sharded is None or model is None:
+        yield
+        return
+    roots = sharded.roots_to_hold(op, model, settings.reduction)
+    before = box.state.window.micro_batches
+    try:
+        with sharded.holding(roots, model, last=before + 1 >= settings.window):
+            yield
+        if box.state.window.micro_batches == before:
+            contract = "have an opt.backward where synchronize='window'"
+            raise RuntimeError(message(op, "the micro-batch", contract, "none"))
+    except BaseException as error:
+        box.drop()
+        if before:
+            explain(error, f"{op}: the open window was dropped: FSDP holds it in one sum")
+        raise

@@ -1,0 +1,386 @@
+"""Closing a window: its gradient is measured, formed, stepped on and reported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accumext import _memory_overlap, ops
+from accumext._scalars import Scalar, as_tensor, divide, to_device
+from accumext._tensor_kinds import (
+    any_dtensor,
+    coalesced,
+    dtype_of,
+    fit_one_call,
+    global_norm,
+    nonfinite,
+    versions,
+    zero_flag,
+)
+from accumext._torch_private import (
+    TAKES_SCALE,
+    not_compiled,
+    step_post_hooks,
+    write_count,
+)
+from accumext.masters import Rounding
+from accumext.optimizer._factors import Normaliser, WindowFactors, normaliser, window_factors
+from accumext.optimizer._grads import grad_of, grads_of, is_none, present
+from accumext.optimizer._report import Name, WindowReport
+from accumext.optimizer._scaler import begin_update, update
+from accumext.optimizer._sums import multiply, own_their_memory, products
+from accumext.optimizer._window import NO_WINDOW, Box, State
+
+_WIDE = {torch.float64, torch.complex128}
+
+
+class StepWatch:
+    """Tells, after an exception, whether an optimizer has written parameters.
+
+    Their versions say so, but not after torch's fused kernels, which do not count, nor after writes
+    through `.data`. After those the first of the post-hooks does: the step itself had ended.
+    """
+
+    def __init__(self, parameters: list[Tensor], rounding: Rounding | None = None) -> None:
+        self._parameters = parameters
+        try:
+            self._before: list[int | None] = list(map(write_count, parameters))
+        except RuntimeError:  # one of inference mode
+            self._before = versions(parameters)
+        self.rounding = rounding  # of what has been stepped on: hooks find it in the model
+        self._ended = False
+
+    def has_moved(self) -> bool:
+        """Whether any parameter may have changed."""
+        return self._ended or versions(self._parameters) != self._before
+
+    def write(self) -> None:
+        """Round what has been stepped on into the parameters."""
+        if self.rounding is not None:
+            self.rounding.write()
+
+    @contextmanager
+    def watching(self, optimizer: Optimizer) -> Iterator[None]:
+        """Hear of the end of the step, before any other hook does."""
+        self.begin(optimizer)
+        try:
+            yield
+        finally:
+            step_post_hooks(optimizer).pop(id(self), None)
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Hear of it until the hook is removed."""
+        hooks = step_post_hooks(optimizer)
+        hooks[id(self)] = self._end
+        hooks.move_to_end(id(self), last=False)
+
+    def _end(self, *args: object) -> None:
+        self._ended = True
+        if self.rounding is not None:
+            self.rounding.write()
+
+
+class Formed(NamedTuple):
+    """The gradient as the wrapped optimizer is to see it."""
+
+    lent: Sequence[Tensor | None]  # for `.grad` of what is stepped on
+    divisor: Scalar = 1.0  # what is left for the optimizer to divide it by
+    norms: Sequence[Tensor] = ()  # of what was rounded to half precision
+
+
+class Closing:
+    """One window on its way through the wrapped optimizer's step."""
+
+    def __init__(self, box: Box, proxy: Optimizer, op: str, parameters: list[Tensor]) -> None:
+        self._box, self._proxy, self._parameters = box, proxy, parameters
+        window, target, stepped_on = box.state.window, box.target, parameters
+        if not target.is_parameters:
+            target.take_over()
+            stepped_on = target.stepped_on()
+        if window.parameters is not parameters:  # mostly the same, in another list
+            window = window.of(parameters)
+        grads = list(map(grad_of, parameters)) if window.in_grad else window.sums
+        tensors: Any = present(grads) if any(map(is_none, grads)) else grads
+        one_call = fit_one_call(tensors) if window.one_call is None else window.one_call
+        if not one_call:  # norms need what lies in several places to be summed
+            grads = [None if g is None else coalesced(g) for g in grads]
+            tensors = present(grads)
+        self._window, self._grads, self._one_call = window, grads, one_call
+        self._tensors: Sequence[Tensor] = tensors  # the gradients that are there
+        self._stepped_on = stepped_on
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._wide = not _WIDE.isdisjoint(map(dtype_of, tensors))
+        self._begun = begin_update(op, box.settings.scaler, proxy, box.optimizer, self._device)
+        self._before = list(map(grad_of, stepped_on))
+        self._watch = StepWatch(stepped_on)
+        self._lent: Sequence[Tensor | None] = self._before
+        self._multiplied: Sequence[Tensor] = ()  # in place, by the factor, if `done` says so
+        self._factor: Scalar = 1.0
+        self._done: list[Any] = []
+        self._closed: State | None = None
+        self.skip: Scalar = 0.0
+
+    # Before the step
+
+    @not_compiled
+    def begin(self) -> bool:
+        """Measure the gradient, form it, and put it where the optimizer finds it; whether there is
+        a step to take."""
+        box, optimizer = self._box, self._box.optimizer
+        self._factors = factors = self._measure()
+        skip, self._found_inf = factors.skip, factors.found_inf
+        fused = getattr(optimizer, TAKES_SCALE, False) and not any_dtensor(self._tensors)
+        formed = Formed(self._grads)
+        if isinstance(skip, Tensor) and not fused:
+            skip = 0.0 if skip.is_meta else float(bool(skip))
+        if isinstance(skip, Tensor) or not skip:
+            formed = self._form(factors, fused)
+            if formed.norms:
+                skip = self._look_at_rounded(skip, formed.norms, fused)
+        self.skip = skip
+        if not isinstance(skip, Tensor) and skip:
+            return False
+        if formed.lent is not self._grads or not self._window.in_grad:  # else they lie there
+            self._lent = formed.lent
+            for parameter, grad in zip(self._stepped_on, formed.lent, strict=True):
+                parameter.grad = grad
+        if not box.target.is_parameters:
+            self._watch.rounding = box.target.rounding(skip)
+        if fused:
+            divisor, scale = formed.divisor, None
+            if isinstance(divisor, Tensor) or divisor != 1.0:
+                scale = as_tensor(divisor, torch.float32, self._device)
+            found = skip.float() if isinstance(skip, Tensor) else None
+            vars(optimizer).update(grad_scale=scale, found_inf=found)
+        self._watch.begin(optimizer)
+        return True
+
+    def _measure(self) -> WindowFactors:
+        """Norm, finite check, clip coefficient and factor, in at most one read of the gradients."""
+        settings, window, tensors = self._box.settings, self._window, self._tensors
+        norm, overflow, normalised = None, None, False
+        plain = settings.norm_type == 2.0 and self._one_call and bool(tensors)
+        if window.norm is not None and settings.norm_type == 2.0 and not window.in_grad:
+            norm = window.norm
+        elif not plain or (settings.max_norm is None and self._multiplies()):
+            norm, overflow = self._read(writes=plain)
+            normalised = True
+        checks_norm = settings.max_norm is not None or (norm is not None and not normalised)
+        while True:
+            factors = window_factors(
+                self._device,
+                tensors,
+                norm,
+                normaliser(window, settings.reduction),
+                settings.max_norm,
+                normalised=normalised,
+                checks_norm=checks_norm,  # one that overflowed makes all zero
+                overflow=overflow,
+                found_inf=window.found_inf,
+                finite=window.finite,
+            )
+            found = factors.norm
+            if normalised or isinstance(found, Tensor) or math.isfinite(found):
+                return factors
+            # Squares may have overflowed where the normalised gradient's do not.
+            norm, overflow = self._read(writes=False)
+            normalised, checks_norm = True, settings.max_norm is not None
+
+    def _read(self, writes: bool) -> tuple[Tensor, Tensor]:
+        """The norm of the normalised gradient, and whether it is finite.
+
+        Args:
+            writes: the same pass multiplies by what is known before the norm.
+        """
+        settings, tensors, flag = self._box.settings, self._tensors, zero_flag(self._device)
+        factor = normaliser(self._window, settings.reduction).value()
+        finite = isinstance(factor, Tensor) or math.isfinite(factor)  # else all is skipped anyway
+        number = to_device(self._device, factor if finite else 1.0)
+        if writes:
+            self._factor, self._multiplied = factor, tensors
+            ops.accumulate_recorded(
+                self._done, tensors, tensors, inv_scale=number, found_inf=flag, overwrite=True
+            )
+            return self._done[0], flag
+        norm_of = ops.total_norm if self._one_call else global_norm
+        norm = norm_of(tensors, norm_type=settings.norm_type, inv_scale=number, found_inf=flag)
+        return norm, flag
+
+    def _multiplies(self) -> bool:
+        """Whether all gradients are to be multiplied in place, by what is known before the norm."""
+        if getattr(self._box.optimizer, TAKES_SCALE, False) or self._casts():
+            return False
+        quotient = normaliser(self._window, self._box.settings.reduction)
+        if not quotient.on_device:
+            factor = quotient.value()
+            if isinstance(factor, Tensor) or not math.isfinite(factor) or factor == 1.0:
+                return False
+        return self._may_write()
+
+    def _casts(self) -> list[int]:
+        """Which sums are of another dtype than what is stepped on: float32 for a half."""
+        grads, stepped_on = self._grads, self._stepped_on
+        if self._tensors is grads and all(
+            map(is_, map(dtype_of, grads), map(dtype_of, stepped_on))
+        ):
+            return []
+        pairs = enumerate(zip(grads, stepped_on, strict=True))
+        return [i for i, (grad, p) in pairs if grad is not None and grad.dtype != p.dtype]
+
+    def _may_write(self) -> bool:
+        """Whether the gradients may be multiplied in place. The sums are the window's own; what the
+        user put into `.grad` may share memory, or be of inference mode."""
+        tensors = self._tensors
+        if not self._window.in_grad or own_their_memory(tensors):
+            return True
+        for apart in (Tensor.is_inference, Tensor.is_neg, Tensor.is_conj):
+            if any(map(apart, tensors)):
+                return False
+        return not _memory_overlap.any_shared(tensors)
+
+    def _form(self, factors: WindowFactors, fused: bool) -> Formed:
+        """Multiply the gradients: in place, in new memory, or by leaving it to the optimizer."""
+        factor, casts = factors.factor, self._casts()
+        one = not isinstance(factor, Tensor) and factor == 1.0
+        if self._done or (one and not casts):
+            return Formed(self._grads)
+        # What divides in a fused kernel is a float32. It writes back what it has divided.
+        dense = self._one_call or not any(grad.is_sparse for grad in self._tensors)
+        folds = fused and dense and not casts and not self._wide
+        nothing_left = self._box.settings.max_norm == 0.0  # of which to make the sums again
+        apart = (self._window.in_grad and not self._may_write()) or (nothing_left and not folds)
+        if casts or apart:
+            return self._form_apart(factor, casts, everything=apart)
+        if folds:
+            inverse = factors.inverse
+            return Formed(self._grads, divide(1.0, factor) if inverse is None else inverse)
+        self._factor, self._multiplied = factor, self._tensors
+        if self._one_call and not isinstance(factor, Tensor):
+            # The kernel and word of it in one, as signals see it.
+            torch.autograd.graph.increment_version(self._tensors)
+            self._done.extend(map(partial(ops.SCALE, self._tensors), (factor,)))
+        else:
+            multiply(self._done, self._tensors, factor)
+        return Formed(self._grads)
+
+    def _form_apart(self, factor: Scalar, casts: list[int], everything: bool) -> Formed:
+        """Products in new memory for what is cast, or everything; the others in place."""
+        grads, cast = list(self._grads), set(casts)
+        rest = [i for i, grad in enumerate(grads) if grad is not None and i not in cast]
+        norms: list[Tensor] = []
+        for indices in (casts, rest if everything else []):
+            if indices:
+                dtypes = [self._stepped_on[i].dtype for i in indices]
+                made, found = products(present(grads[i] for i in indices), dtypes, factor)
+                norms += found if indices is casts else []
+                for i, product in zip(indices, made, strict=True):
+                    grads[i] = product
+        if rest and not everything and (isinstance(factor, Tensor) or factor != 1.0):
+            self._factor, self._multiplied = factor, present(grads[i] for i in rest)
+            multiply(self._done, self._multiplied, factor)
+        return Formed(grads, 1.0, norms)
+
+    def _look_at_rounded(self, skip: Scalar, norms: Sequence[Tensor], fused: bool) -> Scalar:
+        """Skip, too, where a norm is not finite: rounding to half precision has overflowed."""
+        for norm in norms:
+            skip, self._found_inf = (
+                window_factors(
+                    norm.device, [], norm, Normaliser(), checks_norm=True, found_inf=flag
+                ).found_inf
+                for flag in (skip, self._found_inf)
+            )
+        if isinstance(skip, Tensor) and not fused:
+            return 0.0 if skip.is_meta else float(bool(skip))
+        return skip
+
+    # After the step
+
+    @not_compiled
+    def finish(self) -> None:
+        """Close the window. May be called twice."""
+        box, window, state = self._box, self._window, self._box.state
+        self._take_back()
+        if self._watch.rounding is not None and self._watch.has_moved():
+            self._watch.write()
+        used = state.used
+        if window.in_grad:
+            used = used.after(grads_of(self._parameters), window.sums)
+        box.state = self._closed = state._replace(
+            window=NO_WINDOW, used=used, last=self._report(), stepped=True, accumulated=False
+        )
+        if box.sharded is not None:
+            box.sharded.idle = True
+        if box.settings.scaler is not None:
+            update(box.settings.scaler, self._begun, self._proxy, self._found_inf, self._device)
+
+    @not_compiled
+    def recover(self) -> None:
+        """After an exception: finish if the step has been taken, else leave all as it was."""
+        closed = self._closed is not None and self._box.state is self._closed
+        if closed or self._watch.has_moved():
+            self.finish()
+            return
+        self._take_back()
+        state, in_grad = self._box.state, self._window.in_grad
+        if self._done:  # the same gradient, up to a rounding
+            multiply([], self._multiplied, divide(1.0, self._factor))
+            if in_grad:
+                used = state.used.after_writes(self._grads, writes=2)
+                self._box.state = state = state._replace(used=used)
+        if in_grad and not self._window.sums:  # the user's own, as before
+            self._box.state = state._replace(window=NO_WINDOW)
+
+    def _take_back(self) -> None:
+        """Leave nothing on the optimizer, and what there was in `.grad`."""
+        optimizer = self._box.optimizer
+        for name in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(name, None)
+        step_post_hooks(optimizer).pop(id(self._watch), None)
+        if self._lent is self._before:
+            return
+        for parameter, mine, grad in zip(self._stepped_on, self._lent, self._before, strict=True):
+            if mine is not grad and parameter.grad is mine:
+                parameter.grad = grad
+
+    def _report(self) -> WindowReport:
+        window, skip, factors = self._window, self.skip, self._factors
+        count = window.micro_batches if window.finite is None else window.finite
+        report = WindowReport(
+            skip,
+            factors.norm,
+            factors.clip_coef,
+            window.loss_scale,
+            window.weight,
+            count if window.world is None else window.world,
+            torch.float64 if self._wide else torch.float32,
+            self._device,
+            window.unchecked,
+        )
+        if isinstance(skip, Tensor) or skip or window.dropped:
+            self._name_culprits(report)
+        return report
+
+    def _name_culprits(self, report: WindowReport) -> None:
+        """Tell which parameters had an inf or NaN, or let it be found when somebody asks."""
+        box, skip = self._box, self.skip
+        pairs = zip(self._parameters, self._grads, strict=True)
+        there = [parameter for parameter, grad in pairs if grad is not None]
+
+        def names_of(indices: Sequence[int]) -> list[Name]:
+            known = box.names() if indices else {}
+            return [known[there[i]] for i in indices]
+
+        if isinstance(skip, Tensor):
+            report.evidence = self._tensors, names_of
+            return
+        culprits = {there[i] for i in nonfinite(self._tensors)} if skip else set()
+        culprits |= set(self._window.dropped)
+        report.name([name for p, name in box.names().items() if p in culprits])

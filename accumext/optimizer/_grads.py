@@ -1,0 +1,121 @@
+"""What `.grad` of an optimizer's parameters holds, and what of it a step has used.
+
+Nothing is marked: a gradient that a user writes through `.data`, assigns a second time, shares with
+another parameter or fills by replaying a captured graph is a gradient like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+from torch import Tensor
+
+from accumext._tensor_kinds import versions
+from accumext._torch_private import not_compiled
+
+grad_of = attrgetter("grad")
+is_none = partial(is_, None)
+
+
+def grads_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """What `.grad` of each holds now."""
+    return list(map(grad_of, parameters))
+
+
+def present(grads: Iterable[Tensor | None]) -> list[Tensor]:
+    """Those that are there."""
+    return [grad for grad in grads if grad is not None]
+
+
+def put(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    """Set `.grad` of each."""
+    for parameter, grad in zip(parameters, grads):
+        parameter.grad = grad
+
+
+def clear(parameters: Iterable[Tensor]) -> None:
+    """Empty `.grad`."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def clear_these(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    """Empty `.grad` of the parameters that had one of these gradients."""
+    for parameter, grad in zip(parameters, grads):
+        if grad is not None:
+            parameter.grad = None
+
+
+class Used(NamedTuple):
+    """The gradients that the last step found, or `zero_grad` left, in `.grad`, as they were then.
+
+    Those that the wrapper's own `backward` made (`ours`) are used up: the next `backward` clears
+    them, and `step` passes them over. Any other gradient is used by every `step` that finds it, as
+    by a bare optimizer; only `flush`, which a bare one does not have, asks whether it is new.
+    """
+
+    seen: Sequence[ReferenceType[Tensor] | None] = ()  # weakly: the memory is the user's to free
+    versions: Sequence[int | None] = ()  # a gradient that was written since counts as new
+    ours: Sequence[bool] = ()
+
+    @not_compiled  # it would compile anew for every gradient
+    def after(
+        self,
+        grads: Sequence[Tensor | None],  # in `.grad` now
+        made: Sequence[Tensor | None] = (),  # those of them that the wrapper's backward has made
+    ) -> Used:
+        """What is used now; what was used up before stays so."""
+        gone = self.used_up(grads)
+        ours = list(map(is_, grads, made)) if made else [False] * len(grads)
+        if any(gone):
+            ours = [mine or old for mine, old in zip(ours, gone, strict=True)]
+        return Used(list(map(_weakly, grads)), versions(grads), ours)
+
+    def after_writes(self, grads: Sequence[Tensor | None], writes: int) -> Used:
+        """The same where these were written so often since, and hold what they did."""
+        now = versions(grads)
+        rest = zip(self.versions, now, strict=False)
+        known = [n if n is not None and o == n - writes else o for o, n in rest]
+        return self._replace(versions=known)
+
+    def unchanged(self, grads: Sequence[Tensor | None]) -> list[bool]:
+        """Which of these were there, and were not seen to be written since."""
+        if not self.seen:
+            return [False] * len(grads)
+        rows = zip(self.seen, self.versions, grads, versions(grads))
+        flags = [
+            grad is not None and seen is not None and seen() is grad and before == now
+            for seen, before, grad, now in rows
+        ]
+        return flags + [False] * (len(grads) - len(flags))
+
+    def used_up(self, grads: Sequence[Tensor | None]) -> list[bool]:
+        """Which of these no step takes again."""
+        if not any(self.ours):
+            return [False] * len(grads)
+        ours = [*self.ours, *[False] * (len(grads) - len(self.ours))]
+        return [mine and same for mine, same in zip(ours, self.unchanged(grads))]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Used, ()  # copies come without `.grad`
+
+
+def _weakly(grad: Tensor | None) -> ReferenceType[Tensor] | None:
+    return None if grad is None else ref(grad)
+
+
+def fresh(parameters: Sequence[Tensor], used: Used, *, new: bool = False) -> list[Tensor | None]:
+    """The gradients in `.grad` that no step has used up.
+
+    Args:
+        new: nor used at all.
+    """
+    grads = grads_of(parameters)
+    if not used.seen or all(map(is_none, grads)):
+        return grads
+    gone = used.unchanged(grads) if new else used.used_up(grads)
+    return [None if old else grad for old, grad in zip(gone, grads, strict=True)]

@@ -1,0 +1,83 @@
+"""An optimizer around an optimizer that owns nothing an optimizer owns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from torch.optim import Optimizer
+
+from accumext._torch_private import HOOK_ATTRIBUTES
+
+# What GradScaler and learning-rate schedulers set on an optimizer; no part of a copy.
+_TRANSIENT = ("step", "grad_scale", "found_inf")
+
+
+def _forwarded(name: str) -> Any:
+    """A property that is the wrapped optimizer's attribute, also where that is rebound."""
+    return property(
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+        doc=f"`{name}` of the wrapped optimizer.",
+    )
+
+
+class OptimizerProxy(Optimizer, ABC):
+    """A true `torch.optim.Optimizer` with the groups, state, defaults and hooks of another.
+
+    References to them would go stale: `load_state_dict` rebinds them. `Optimizer.__init__` and
+    `Optimizer.__setstate__` are never called, as both would make a second set.
+    """
+
+    optimizer: Optimizer
+
+    param_groups = _forwarded("param_groups")
+    state = _forwarded("state")
+    defaults = _forwarded("defaults")
+    vars().update((name, _forwarded(name)) for name in HOOK_ATTRIBUTES)
+
+    @abstractmethod
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, in whatever way the proxy is for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer" or name.startswith("__"):  # not there yet while unpickling
+            raise AttributeError(name)
+        try:
+            return getattr(self.optimizer, name)
+        except AttributeError:
+            mine, theirs = type(self).__name__, type(self.optimizer).__name__
+            raise AttributeError(f"neither {mine} nor {theirs} has {name!r}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        mine = name.startswith("_") or name == "optimizer" or name in _TRANSIENT
+        if mine or hasattr(type(self), name) or name in vars(self):
+            super().__setattr__(name, value)
+        elif hasattr(self.optimizer, name):
+            setattr(self.optimizer, name, value)
+        else:
+            kinds = f"neither {type(self).__name__} nor {type(self.optimizer).__name__}"
+            known = [n for n in (*dir(type(self)), *dir(self.optimizer)) if not n.startswith("_")]
+            near = get_close_matches(name, known, n=1)
+            advice = f"; did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"{kinds} has {name!r}{advice}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Exactly the wrapped optimizer's, so that checkpoints move both ways."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of the wrapped optimizer, from with or without this wrapper."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)

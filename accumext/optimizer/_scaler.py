@@ -1,0 +1,178 @@
+"""Loss scales: of the GradScaler that the optimizer was given, and of one around its step.
+
+The only file that knows how `torch.amp.GradScaler` works inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from accumext import _scalars
+from accumext._checks import fail_value, message
+from accumext._scalars import Scalar, as_tensor, to_host_if_free
+from accumext._torch_private import (
+    OptState,
+    not_compiled,
+    optimizer_states,
+    saved_factor,
+    scale_tensor,
+)
+from accumext.optimizer._settings import OP
+
+# Operations after scaler.scale that are looked through, as in `scaler.scale(loss) / n`.
+_STEPS_FROM_SCALE = 4
+
+
+def scale_for(op: str, scaler: GradScaler, loss: Tensor, *optimizers: object) -> Scalar:
+    """What an unscaled loss is to be multiplied with; the scaler creates its scale if it has none.
+
+    Raises:
+        ValueError: the loss is scaled already.
+        RuntimeError: `scaler.unscale_` was called for one of the optimizers.
+    """
+    scale, states = scale_tensor(scaler), optimizer_states(scaler)
+    if scale is not None and _is_scaled_with(loss, scale):
+        contract = "be unscaled where the optimizer was given the scaler, which it scales with"
+        advice = "Pass the loss itself: opt.backward(loss)"
+        fail_value(op, "loss", contract, "scaler.scale(loss)", advice)
+    if states:
+        refuse_unscaled(op, scaler, *optimizers)
+    if scale is None:
+        create_scale(scaler, loss.device)
+        return current_scale(op, scaler)
+    return float(scale) if _scalars.on_host(scale) else scale.double()
+
+
+def current_scale(op: str, scaler: GradScaler | None) -> Scalar:
+    """The scale in force now."""
+    if scaler is None:
+        return 1.0
+    scale = scale_tensor(scaler)
+    if scale is None:
+        advice = "Use opt.backward(loss), or scaler.scale(loss).backward() with the same scaler"
+        got = "a scaler that has not scaled any"
+        raise RuntimeError(message(op, "the loss", "be scaled first", got, advice))
+    return float(scale) if _scalars.on_host(scale) else scale.double()
+
+
+def create_scale(scaler: GradScaler | None, device: torch.device) -> None:
+    """Make the scaler create its scale if it has none, as its first `scale` call does."""
+    if scaler is not None and scale_tensor(scaler) is None:
+        scaler.scale(torch.zeros((), device=device))
+
+
+def refuse_unscaled(op: str, scaler: GradScaler | None, *optimizers: object) -> None:
+    """Raise if `scaler.unscale_` was called for one of these, which unscales by itself."""
+    if scaler is None:
+        return
+    states = optimizer_states(scaler)
+    for optimizer in optimizers:
+        if id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.UNSCALED:
+            contract = "be unscaled by the optimizer alone, which was given the scaler"
+            advice = "Leave scaler.unscale_ out: clip with max_norm, look at opt.last.total_norm"
+            got = "gradients that scaler.unscale_ has unscaled"
+            raise RuntimeError(message(op, ".grad", contract, got, advice))
+
+
+def begin_update(
+    op: str, scaler: GradScaler | None, proxy: object, optimizer: object, device: torch.device
+) -> object:
+    """What `update` takes; the scaler of a copy, which has no scale yet, creates it.
+
+    Raises:
+        RuntimeError: `update` would let the scaler forget that it has unscaled another optimizer,
+            or `scaler.unscale_` was called for this one.
+    """
+    if scaler is None:
+        return None
+    states = optimizer_states(scaler)
+    if states:
+        refuse_unscaled(op, scaler, proxy, optimizer)
+        if any(state["stage"] is OptState.UNSCALED for state in states.values()):
+            contract = "have no optimizer that is unscaled and has not stepped"
+            advice = "Call scaler.step for that one first"
+            raise RuntimeError(message(op, "the scaler", contract, "one", advice))
+    if scale_tensor(scaler) is None:
+        create_scale(scaler, device)
+    return optimizer_states(scaler)
+
+
+@not_compiled  # torch.compile loses the record
+def update(
+    scaler: GradScaler,
+    begun: object,
+    optimizer: object,
+    found_inf: Scalar,
+    device: torch.device,
+) -> None:
+    """Update the scale, once, as `scaler.step(optimizer); scaler.update()` does."""
+    if optimizer_states(scaler) is not begun:
+        return
+    state = optimizer_states(scaler)[id(optimizer)]
+    if isinstance(found_inf, Tensor):
+        flag = as_tensor(found_inf, torch.float32, device)
+    else:
+        flag = torch.full((), found_inf, dtype=torch.float32, device=device)
+    state["found_inf_per_device"] = {device: flag}
+    state["stage"] = OptState.STEPPED
+    scaler.update()
+
+
+def _is_scaled_with(loss: Tensor, scale: Tensor) -> bool:
+    """Whether `scaler.scale` made this loss, perhaps with a division or the like after it."""
+    node = loss.grad_fn
+    for _ in range(_STEPS_FROM_SCALE):
+        if node is None or not node.name().startswith(("Mul", "Div", "Add", "Neg", "View")):
+            return False
+        other = saved_factor(node) if node.name() == "MulBackward0" else None
+        if isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr():
+            return True
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False
+
+
+class OuterScale(NamedTuple):
+    """What a GradScaler around `step` says of the gradients in `.grad`."""
+
+    scale: Scalar
+    found_inf: Scalar  # 0.0 where it looked at no gradient
+
+
+def outer_scale(op: str, proxy: object, scaler: GradScaler | None, accumulated: bool) -> OuterScale:
+    """What the GradScaler that is calling `step` has set on the optimizer.
+
+    Args:
+        scaler: the optimizer's own.
+        accumulated: whether the optimizer has accumulated gradients since the last step.
+
+    Raises:
+        RuntimeError: the outer scaler comes too late, or beside the optimizer's own.
+    """
+    attributes = vars(proxy)
+    if scaler is not None:
+        advice = "Leave scaler=None where a GradScaler is called around the optimizer"
+        refuse_outer_scale(op, "an outer GradScaler beside its own", advice)
+    if accumulated:
+        refuse_outer_scale(op, "gradients taken in before the GradScaler could see them")
+    scale, found_inf = attributes["grad_scale"], attributes["found_inf"]
+    return OuterScale(
+        1.0 if scale is None else to_host_if_free(scale),
+        to_host_if_free(found_inf != 0) if isinstance(found_inf, Tensor) else 0.0,
+    )
+
+
+def refuse_outer_scale(op: str, got: str, advice: str | None = None) -> NoReturn:
+    """Raise for a GradScaler that calls `step`."""
+    advice = advice or f"Pass the scaler to the constructor: {OP}(..., scaler=scaler)"
+    contract = "be called directly, not through scaler.step"
+    raise RuntimeError(message(op, "step", contract, got, advice))
+
+
+def forget_scale(attributes: dict[str, Any]) -> None:
+    """Remove what GradScaler, or this package in its place, sets on an optimizer for one step."""
+    for name in ("grad_scale", "found_inf"):
+        attributes.pop(name, None)

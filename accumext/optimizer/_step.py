@@ -1,0 +1,376 @@
+"""`AccumulatingOptimizer.step` and `flush`: take what is pending, and close a full window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accumext import _checks, _scalars
+from accumext._scalars import to_host_if_free
+from accumext._tensor_kinds import global_norm, nonfinite, versions, zero_flag
+from accumext._torch_private import (
+    not_compiled,
+    record_function,
+    set_grad_enabled,
+    takes_scale,
+)
+from accumext.masters import params_of
+from accumext.optimizer._closing import Closing, StepWatch
+from accumext.optimizer._factors import normaliser
+from accumext.optimizer._grads import fresh, grad_of, grads_of, is_none, present, put
+from accumext.optimizer._processes import sum_over_processes
+from accumext.optimizer._report import WindowReport, named
+from accumext.optimizer._scaler import (
+    OuterScale,
+    current_scale,
+    forget_scale,
+    outer_scale,
+    refuse_outer_scale,
+    refuse_unscaled,
+)
+from accumext.optimizer._settings import OP
+from accumext.optimizer._sums import add_micro_batch, count_in, raise_nonfinite
+from accumext.optimizer._trainers import refuse_second_accumulation, tell_of_a_skipped_step
+from accumext.optimizer._window import NO_WINDOW, Box
+
+
+def run_step(
+    box: Box,
+    proxy: Optimizer,  # the AccumulatingOptimizer, on which a GradScaler sets its attributes
+    op: str,
+    closure: Callable[[], Any] | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Take what is pending in `.grad`, and step on the window if it is full."""
+    enabled = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(False)
+        state, settings, optimizer = box.state, box.settings, box.optimizer
+        if state.micro_batch is not None:
+            box.refuse_inside_micro_batch(op)
+        if state.stepped:
+            box.state = state = state._replace(stepped=False)
+        if settings.needs_closure or (closure is not None and _may_hand_through(box, proxy)):
+            refuse_unscaled(op, settings.scaler, proxy, optimizer)
+            return _step_with_closure(box, proxy, op, closure, kwargs)
+        outer = value = result = None
+        if "found_inf" in vars(proxy):  # a GradScaler is calling
+            if not box.target.is_parameters:
+                refuse_outer_scale(op, "masters, whose gradients it cannot see")
+            outer = outer_scale(op, proxy, settings.scaler, state.accumulated)
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        window = box.state.window
+        parameters = list(chain.from_iterable(map(params_of, optimizer.param_groups)))
+        if not box.target.is_parameters:
+            parameters = box.target.parameters()
+        empty = all(map(is_none, map(grad_of, parameters)))
+        if not empty and not window.in_grad:
+            if closure is None and not optimizer.state and _is_priming(optimizer):
+                return optimizer.step(**kwargs)
+            refuse_unscaled(op, settings.scaler, proxy, optimizer)
+            if state.through_backward:
+                box.state = box.state._replace(through_backward=False)
+            take_pending(box, op, parameters, outer)
+        if box.state.window.micro_batches >= settings.window:
+            result = close_window(box, proxy, op, parameters, kwargs)
+        elif settings.window == 1 and empty and box.keeps_at_once:
+            # The optimizer runs its hooks, as it would without the wrapper.
+            result = box.target.followed(optimizer.step)(**kwargs)
+        if outer is not None and not _took_a_step(box):
+            tell_of_a_skipped_step(proxy)
+        if box.state.accumulated:
+            box.state = box.state._replace(accumulated=False)
+        return value if result is None else result
+    except BaseException:
+        # GradScaler deletes these only when step returns, and multiplies what is left into the
+        # next scale.
+        forget_scale(vars(proxy))
+        raise
+    finally:
+        set_grad_enabled(enabled)
+
+
+def flush(box: Box, proxy: Optimizer, op: str) -> None:
+    """Take what is pending, and step on the window if any process has something in it."""
+    box.refuse_inside_micro_batch(op)
+    box.state = box.state._replace(stepped=False, accumulated=False)
+    if box.settings.needs_closure:
+        return
+    refuse_unscaled(op, box.settings.scaler, proxy, box.optimizer)
+    parameters = box.target.parameters()
+    if not box.state.window.in_grad:
+        take_pending(box, op, parameters, None, new=True)
+    close_window(box, proxy, op, parameters, {}, flushing=True)
+
+
+@not_compiled  # torch.compile cannot trace it, and is after the wrapped step alone
+def take_pending(
+    box: Box, op: str, parameters: list[Tensor], outer: OuterScale | None, new: bool = False
+) -> None:
+    """Take in what a backward pass of the user left in `.grad`, if anything, as one micro-batch.
+
+    Args:
+        new: only what no step has used.
+    """
+    state, settings = box.state, box.settings
+    pending = fresh(parameters, state.used, new=new)
+    if all(map(is_none, pending)):
+        return
+    if state.last is not None:
+        state.last.evidence = None
+    refuse_second_accumulation(op, settings.window)
+    box.refuse_while_reducing(op)
+    if settings.synchronize == "window" and box.sharded is not None:
+        box.sharded.refuse_synchronised(op)
+    if outer is None:
+        _warn_of_sums(box, op, pending)
+    scale = current_scale(op, settings.scaler) if outer is None else outer.scale
+    found_inf = 0.0 if outer is None else outer.found_inf
+    if not box.keeps_in_grad:
+        add_micro_batch(box, op, parameters, pending, 1.0, scale, found_inf=found_inf)
+        return
+    policy = settings.on_nonfinite
+    if policy == "raise":
+        raise_nonfinite(box, op, pending, 1.0)
+    for parameter, grad in zip(parameters, pending, strict=True):  # but for what is used up
+        if grad is None:
+            parameter.grad = None
+    window, _ = count_in(NO_WINDOW, 1.0, scale)
+    unchecked = policy == "skip_micro_batch"
+    window = window._replace(
+        in_grad=True, unchecked=unchecked, found_inf=0.0 if unchecked else found_inf
+    )
+    box.state = box.state._replace(window=window)
+
+
+def _took_a_step(box: Box) -> bool:
+    """Whether the last `step` has stepped, as far as the host knows."""
+    last = box.state.last
+    return box.state.stepped and last is not None and not last.known_to_be_skipped
+
+
+def _is_priming(optimizer: Optimizer) -> bool:
+    """Whether a distributed checkpoint steps only to make the optimizer create its state.
+
+    There is no state yet, and every learning rate and gradient is zero. Gradients are read only
+    where the rest holds.
+    """
+    grads = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr", 0.0)
+        if (isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0:
+            return False
+        grads += [p.grad for p in group["params"] if p.grad is not None]
+    return bool(grads) and not any(bool(torch.any(grad != 0)) for grad in grads)
+
+
+def _warn_of_sums(box: Box, op: str, grads: Sequence[Tensor | None]) -> None:
+    """Say once that a window counts calls of `step`, where each may be meant to end one."""
+    window = box.settings.window
+    if "sums" in box.state.warned or window == 1:
+        return
+    if all(version is None or version > 0 for version in versions(grads)):
+        box.warn_once(
+            "sums",
+            f"{op}: every gradient was added to, or changed, since autograd made it, and "
+            f"window={window} counts this call of step as one micro-batch. Call "
+            "step after every backward pass, not after every window; put several passes that "
+            "are one micro-batch into `with opt.micro_batch():`; and leave the clip to "
+            "max_norm",
+        )
+
+
+def close_window(
+    box: Box,
+    proxy: Optimizer,  # the AccumulatingOptimizer, under whose id the scaler knows it
+    op: str,
+    parameters: list[Tensor],  # that gradients are formed for
+    kwargs: dict[str, Any],  # of the wrapped step
+    flushing: bool = False,
+) -> Any:
+    """Step on the open window, if there is anything in it, and start the next."""
+    state, settings = box.state, box.settings
+    compiling = torch.compiler.is_compiling()  # which cannot trace the class of the span
+    with nullcontext() if compiling else record_function("accumext::step"):
+        shared = settings.process_group or state.model_group or box.sharded
+        if shared or state.window.held_back:
+            del state  # of whose window the all-reduce frees what it has sent
+            if not sum_over_processes(box, op, flushing):
+                return None
+        elif state.window.micro_batches == 0:
+            return None
+        closing, result = Closing(box, proxy, op, parameters), None
+        try:
+            if closing.begin():
+                result = box.optimizer.step(**kwargs)
+            closing.finish()
+        except BaseException:
+            closing.recover()
+            raise
+    if not isinstance(closing.skip, Tensor) and closing.skip:
+        _warn_of_skip(box, proxy)
+    return result
+
+
+def _warn_of_skip(box: Box, proxy: Optimizer) -> None:
+    """Say once that a window was skipped where no loss scale is to be found by trying."""
+    last = box.state.last
+    if last is None or "found_inf" in vars(proxy):
+        return
+    scale = float(last.loss_scale) if _scalars.on_host(last.loss_scale) else math.inf
+    if scale > 1.0:
+        return
+    names = named(last.nonfinite)
+    where = f"the gradient of {names}" if names else f"its sum, with a loss scale of {scale:g}"
+    box.warn_once(
+        "skip",
+        f"{OP}: a window was skipped, for inf or NaN in {where}. This is said once; "
+        "opt.last.skipped and opt.last.nonfinite tell of every window, and "
+        "on_nonfinite='raise' stops at the first",
+    )
+
+
+# Optimizers that evaluate closures
+
+
+def _may_hand_through(box: Box, proxy: Optimizer) -> bool:
+    """Whether the wrapped optimizer may call the closure itself, when and as often as it likes.
+
+    That is where nothing is left to do with the gradient but to look whether it is finite.
+    """
+    settings = box.settings
+    return (
+        box.keeps_at_once
+        and box.target.is_parameters
+        and settings.max_norm is None
+        and settings.scaler is None
+        and "found_inf" not in vars(proxy)
+        and not takes_scale(box.optimizer)
+    )
+
+
+class _Left(Exception):
+    """Out of a step in which the closure gave a gradient that the optimizer may not use as it is:
+    one that is not finite, or, without culprits, one that the closure has accumulated itself."""
+
+    def __init__(self, value: Any, culprits: list[int] | None) -> None:
+        super().__init__()
+        self.value, self.culprits = value, culprits
+
+
+def _step_with_closure(
+    box: Box,
+    proxy: Optimizer,
+    op: str,
+    closure: Callable[[], Any] | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Hand the closure through; the report tells of its first evaluation.
+
+    If that gives an inf or NaN, and no parameter has changed yet, there is no step.
+    """
+    if closure is None:
+        _checks.fail_type(op, "closure", "be callable for this optimizer", "None")
+    box.target.take_over()
+    evaluation = _Evaluation(box, op, closure)
+    watch = evaluation.watch
+    try:
+        with watch.watching(box.optimizer):
+            value = box.optimizer.step(evaluation.run, **kwargs)
+        evaluation.conclude([])
+    except _Left as left:
+        value = left.value
+        if left.culprits is None:
+            result = close_window(box, proxy, op, box.target.parameters(), kwargs)
+            return value if result is None else result
+        evaluation.conclude(left.culprits)
+    except BaseException:
+        if watch.has_moved():
+            evaluation.conclude([])
+        else:
+            box.target.take_grads_back()
+        raise
+    return value
+
+
+class _Evaluation:
+    """A closure, evaluated by the wrapped optimizer."""
+
+    def __init__(self, box: Box, op: str, closure: Callable[[], Any]) -> None:
+        self._box, self._op, self._closure = box, op, closure
+        self._parameters = box.target.parameters()
+        self._seen: list[Tensor] = []  # norm of the first gradient
+        self.watch = StepWatch(box.target.stepped_on(), box.target.rounding(every=True))
+
+    def run(self) -> Any:
+        """What the wrapped optimizer calls."""
+        target, watch = self._box.target, self.watch
+        if target.is_parameters:
+            return self._look_at()
+        if self._seen or watch.has_moved():  # not all writes of an optimizer can be seen
+            watch.write()
+            watch.rounding = target.rounding(every=True)
+        value = self._look_at()
+        target.lend_grads()
+        return value
+
+    def _look_at(self) -> Any:
+        with torch.enable_grad():
+            value = self._closure()
+        if self._seen:
+            return value
+        box, parameters = self._box, self._parameters
+        window, settings = box.state.window, box.settings
+        if window.in_grad:
+            quotient = normaliser(window, settings.reduction).value()
+            if isinstance(quotient, Tensor) or quotient != 1.0:
+                raise _Left(value, None)
+        elif window.micro_batches:
+            raise _Left(value, None)
+        else:  # as a step without a closure: what is used up is left out
+            put(parameters, fresh(parameters, box.state.used))
+        grads = grads_of(parameters)
+        there = [i for i, grad in enumerate(grads) if grad is not None]
+        found_inf = zero_flag(parameters[0].device)
+        norm = global_norm(present(grads), norm_type=settings.norm_type, found_inf=found_inf)
+        self._seen.append(norm)
+        if bool(found_inf) and not self.watch.has_moved():
+            if settings.on_nonfinite == "raise":
+                raise_nonfinite(box, self._op, grads, 1.0)
+            raise _Left(value, [there[i] for i in nonfinite(present(grads))])
+        return value
+
+    def conclude(self, culprits: list[int]) -> None:
+        """Close the window of which the closure has formed the gradient."""
+        box, parameters, window = self._box, self._parameters, self._box.state.window
+        box.target.take_grads_back()
+        if self.watch.has_moved():
+            self.watch.write()
+        norm = self._seen[0] if self._seen else zero_flag(parameters[0].device)
+        counted = int(not culprits or box.settings.on_nonfinite != "skip_micro_batch")
+        report = WindowReport(
+            skipped=float(bool(culprits)),
+            total_norm=to_host_if_free(norm),
+            clip_coef=1.0,
+            loss_scale=1.0,
+            weight=float(counted),
+            micro_batches=counted,
+            dtype=norm.dtype,
+            device=norm.device,
+        )
+        names = box.names()
+        report.name([names[parameters[i]] for i in culprits])
+        made = window.sums if window.in_grad else ()
+        used = box.state.used.after(grads_of(parameters), made)
+        box.state = box.state._replace(
+            window=NO_WINDOW, used=used, last=report, stepped=True, accumulated=False
+        )

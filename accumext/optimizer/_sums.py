@@ -1,0 +1,469 @@
+"""The sums of a window: the only place where gradients are added and multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter, is_, methodcaller
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accumext import ops
+from accumext._checks import message
+from accumext._scalars import Scalar, divide, maximum, to_device, to_host_if_free
+from accumext._tensor_kinds import (
+    HALF_DTYPES,
+    any_dtensor,
+    dense_storage,
+    dtype_of,
+    fit_one_call,
+    global_norm,
+    group_by_device,
+    is_sparse,
+    local_tensor,
+    main_dtype,
+    nonfinite,
+    scale_,
+    zero_flag,
+)
+from accumext._torch_private import (
+    is_view,
+    not_compiled,
+    record_function,
+    sparse_values,
+    storage_users,
+)
+from accumext.optimizer._grads import clear, clear_these, grads_of, is_none, present
+from accumext.optimizer._report import named
+from accumext.optimizer._settings import OP
+from accumext.optimizer._window import Box, State, Window
+
+_bytes_of = attrgetter("nbytes")
+_requires_grad = attrgetter("requires_grad")
+_storage_of = methodcaller("untyped_storage")
+_bytes_of_storage = methodcaller("nbytes")
+
+
+def any_half(parameters: Sequence[Tensor]) -> bool:
+    """Whether the sum of any is float32, and its gradients are not."""
+    return not set(HALF_DTYPES).isdisjoint(map(dtype_of, parameters))
+
+
+def lendable(window: Window) -> Sequence[Tensor | None]:
+    """The sums to which autograd can add: those of their parameter's dtype."""
+    if not any_half(window.parameters):
+        return window.sums
+    pairs = zip(window.parameters, window.sums, strict=True)
+    return [main if main is not None and main.dtype == p.dtype else None for p, main in pairs]
+
+
+_ONE: Scalar = 1.0
+
+
+# The unit
+
+
+def count_in(
+    window: Window, weight: Scalar, scale: Scalar, fixed: Scalar | None = None
+) -> tuple[Window, Scalar]:
+    """Count a micro-batch whose loss had this scale. The first sets the unit, and the scale.
+
+    Its gradients are to be multiplied by the window's scale and by what is returned beside the
+    window: weight / unit.
+
+    Args:
+        fixed: the unit where it is known without looking at weights.
+    """
+    unit, sums_scale, ratio = window.unit, window.scale, _ONE
+    if unit is None:
+        sums_scale = scale
+    if fixed is not None:
+        unit = fixed if unit is None else unit
+        ratio = weight if not isinstance(unit, Tensor) and unit == 1.0 else weight / unit
+    elif unit is not None:
+        ratio = 1.0 if weight is unit else weight / unit
+    elif isinstance(weight, Tensor):  # the unit divides: it is no zero of the device
+        unit = torch.where(weight > 0, weight, 1.0)
+        ratio = (weight > 0).double()
+    elif weight == 0.0:
+        ratio = 0.0
+    else:
+        unit = weight
+    counted = window._replace(
+        micro_batches=window.micro_batches + 1,
+        weight=window.weight + weight,
+        unit=unit,
+        scale=sums_scale,
+        loss_scale=scale,
+        norm=None,
+        agreed=False,  # after a step that failed the weight is the mean of what was there then
+    )
+    return counted, ratio
+
+
+def enlarge_unit(window: Window, weight: Scalar) -> Window:
+    """Make the unit the largest weight, so that no loss is multiplied by more than its scale: half
+    precision has no room above. Writes the sums where that changes it."""
+    unit = window.unit
+    if unit is None or weight is unit:
+        return window
+    if not isinstance(unit, Tensor) and not isinstance(weight, Tensor):
+        if weight <= unit:
+            return window
+        larger: Scalar = weight
+    else:
+        larger = maximum(weight, unit) if isinstance(weight, Tensor) else maximum(unit, weight)
+    scale_(present(window.sums), unit / larger)
+    return window._replace(unit=larger, norm=None)
+
+
+# Adding
+
+
+class Plan(NamedTuple):
+    """Sums that are about to be written. Until then nothing has changed that can be seen."""
+
+    window: Window  # once they are
+    calls: list[tuple[torch.device, list[list[Tensor]]]]  # sums, addends
+    factor: Scalar
+    whole: bool = False  # whether one call writes every sum
+
+    def run(self, norms: list[Tensor]) -> Window:
+        """Add what `norms`, one from each call that has run, does not tell to be added already."""
+        for device, (sums, addends) in self.calls[len(norms) :]:
+            factor = to_device(device, self.factor)
+            ops.accumulate_recorded(norms, sums, addends, inv_scale=factor)
+        return self.window._replace(norm=norms[0]) if self.whole else self.window
+
+
+def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Plan:
+    """What adds `grads * factor` to the sums. A parameter's first gradient becomes its sum."""
+    counts = isinstance(factor, Tensor) or factor != 0.0
+    sums = window.sums
+    mixed = [*sums, *grads]
+    if not set(map(id, present(grads))).isdisjoint(map(id, present(sums))):
+        contract = "be another tensor in every micro-batch of a window"
+        advice = "Assign a copy: p.grad = grad.clone()"
+        got = "one that the window holds its sum in"
+        raise RuntimeError(message(OP, ".grad", contract, got, advice))
+    if counts and not any(map(is_none, mixed)) and fit_one_call(mixed):  # type: ignore[arg-type]
+        calls = [(mixed[0].device, [list(sums), list(grads)])] if sums else []  # type: ignore
+        return Plan(window, calls, factor, bool(calls))  # type: ignore[arg-type]
+    return _adding(window, grads, factor, counts)
+
+
+def _adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar, counts: bool) -> Plan:
+    one = not isinstance(factor, Tensor) and factor == 1.0
+    first, new, targets, addends = list[int](), list(window.sums), list[Tensor](), list[Tensor]()
+    for i, (parameter, main, grad) in enumerate(zip(window.parameters, window.sums, grads)):
+        if grad is None:
+            continue
+        if main is None and not counts:  # what counts for nothing may hold NaN
+            new[i] = torch.zeros_like(grad, dtype=main_dtype(parameter)).detach()
+        elif main is None:
+            first.append(i)
+        elif not counts:
+            continue
+        elif grad.is_sparse or main.is_sparse:
+            addend = grad.to(main.dtype) * factor
+            new[i] = addend + main if main.is_sparse else main + addend
+        else:
+            targets.append(main)
+            addends.append(grad)
+    norm = None
+    if first:
+        found = present(grads[i] for i in first)
+        taken, norm = first_sums([window.parameters[i] for i in first], found, factor, one)
+        for i, main in zip(first, taken, strict=True):
+            new[i] = main
+    every = present(new)
+    norm = norm if len(first) == len(every) else None
+    calls = group_by_device(targets, addends)
+    whole = len(calls) == 1 and len(targets) == len(every) and not any_dtensor(every)
+    return Plan(window._replace(sums=new, norm=norm, one_call=None), calls, factor, whole)
+
+
+def first_sums(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    factor: Scalar = 1.0,
+    one: bool = True,  # whether the factor is the host's number 1.0
+) -> tuple[list[Tensor], Tensor | None]:
+    """`grads * factor` as sums: the tensors themselves, where their memory is their own, they are
+    of the sums' dtype and the factor is 1. The norm of all if one call has found it."""
+    if one and not any_half(parameters) and own_their_memory(grads):
+        return list(grads), None
+    taken = list[Tensor]()
+    wide, sources = list[Tensor](), list[Tensor]()
+    for parameter, grad in zip(parameters, grads, strict=True):
+        dtype = main_dtype(parameter)
+        if grad.is_sparse:
+            taken.append(grad.detach().to(dtype) if one else grad.detach().to(dtype) * factor)
+        elif one and grad.dtype == dtype:
+            mine = own_their_memory([grad]) and not any(grad is other for other in taken)
+            taken.append(grad if mine else grad.detach().resolve_conj().clone())
+        else:
+            grad = grad.detach().resolve_conj()
+            taken.append(torch.empty_like(grad, dtype=dtype))
+            wide.append(taken[-1])
+            sources.append(grad)
+    calls = group_by_device(wide, sources)
+    norms = [
+        ops.accumulate_(*lists, inv_scale=to_device(device, factor), overwrite=True)
+        for device, lists in calls
+    ]
+    whole = len(norms) == 1 and len(wide) == len(grads) and not any_dtensor(wide)
+    return taken, norms[0] if whole else None
+
+
+@not_compiled  # which cannot trace what storages tell
+def own_their_memory(grads: Sequence[Tensor]) -> bool:
+    """Whether nothing but these can be seen in their memory, nor two of them in one place: no view,
+    such as of a DDP bucket, no expanded tensor, no part of a buffer."""
+    parts = list(map(local_tensor, grads))
+    if any(map(is_sparse, parts)):
+        return False
+    for shared in (is_view, Tensor.is_inference, Tensor.is_neg, Tensor.is_conj, _requires_grad):
+        if any(map(shared, parts)):
+            return False
+    storages = list(map(_storage_of, parts))
+    return (
+        list(map(_bytes_of, parts)) == list(map(_bytes_of_storage, storages))
+        and all(map(torch.UntypedStorage.resizable, storages))
+        and set(map(storage_users, storages)) <= {_ALONE}
+        and len(set(map(id, grads))) == len(grads)
+    )
+
+
+# What uses the memory of a tensor that shares it with no other: that, and the storage asked.
+_probe = torch.zeros(1)
+_ALONE = storage_users(_probe.untyped_storage())
+del _probe
+
+
+def adopt(window: Window, grads: Sequence[Tensor | None]) -> Window:
+    """Take the sums from `.grad`, where autograd has added to them."""
+    if len(grads) == len(window.sums) and all(map(is_, grads, window.sums)):
+        return window._replace(norm=None)
+    new = list(window.sums)
+    changed = [i for i, grad in enumerate(grads) if grad is not None and grad is not new[i]]
+    found = [g for i in changed if (g := grads[i]) is not None]
+    taken, _ = first_sums([window.parameters[i] for i in changed], found)
+    for i, main in zip(changed, taken, strict=True):
+        new[i] = main
+    return window._replace(sums=new, norm=None, one_call=fit_one_call(present(new)))
+
+
+def made(window: Window, index: int) -> tuple[Window, Tensor]:
+    """The sum of a parameter, of zeros where it had none."""
+    main = window.sums[index]
+    if main is None:
+        parameter, sums = window.parameters[index], list(window.sums)
+        main = sums[index] = torch.zeros_like(parameter, dtype=main_dtype(parameter)).detach()
+        window = window._replace(sums=sums, one_call=None)
+    return window._replace(norm=None), main
+
+
+# Adding what is finite alone
+
+
+def add_if_finite(
+    window: Window, grads: Sequence[Tensor | None], weight: Scalar, scale: Scalar
+) -> Callable[[list[Tensor]], Window]:
+    """What adds a micro-batch if all of it is finite, and else leaves the sums bit for bit.
+
+    The unit is 1, so that no dropped micro-batch can show in the sum of the others.
+
+    Returns:
+        As `Plan.run`: it appends a norm to a list when the kernel has run, which it does once.
+    """
+    window = window._replace(unit=(unit := 1.0 if window.unit is None else window.unit))
+    if not isinstance(weight, Tensor) and weight == 0.0:  # counts for nothing, finite or not
+        grads = [None if g is None else torch.zeros_like(g).detach() for g in grads]
+    there = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+    found_inf = zero_flag(there[0][1].device if there else None)
+    sums, joined = list(window.sums), list[tuple[int, Tensor]]()
+    targets = list[Tensor]()
+    for i, grad in there:
+        main = sums[i]
+        if main is None:
+            main = torch.zeros_like(grad, dtype=main_dtype(window.parameters[i])).detach()
+        elif main.is_sparse and not grad.is_sparse:
+            main = main.to_dense()
+        sums[i] = main
+        if grad.is_sparse:  # what it adds is formed apart, and joined below
+            grad = grad.coalesce()
+            addend = grad.to(main.dtype, copy=True)
+            sparse_values(addend).zero_()
+            joined.append((i, addend))
+            targets.append(dense_storage(addend))
+        else:
+            targets.append(dense_storage(main))
+    sources = [dense_storage(g.coalesce() if g.is_sparse else g) for _, g in there]
+    factor = to_device(found_inf.device, divide(window.scale, scale) * (weight / unit))
+
+    def run(norms: list[Tensor]) -> Window:
+        if not norms:
+            ops.accumulate_recorded(
+                norms, targets, sources, inv_scale=factor, found_inf=found_inf, if_finite=True
+            )
+        kept = 1.0 - to_host_if_free(found_inf)
+        count = window.micro_batches
+        finite = float(count) if window.finite is None else window.finite
+        after = window._replace(
+            micro_batches=count + 1,
+            loss_scale=scale,
+            finite=finite + kept,
+            found_inf=maximum(window.found_inf, 1.0 - kept),
+        )
+        if not isinstance(kept, Tensor) and kept == 0.0:
+            bad = nonfinite([grad for _, grad in there])
+            names = tuple(window.parameters[there[i][0]] for i in bad)
+            return after._replace(dropped=window.dropped + names)
+        new = list(sums)
+        for i, addend in joined:
+            new[i] = new[i] + addend  # type: ignore[operator]
+        weight_now = window.weight + weight * kept
+        return after._replace(sums=new, weight=weight_now, norm=None, one_call=None)
+
+    return run
+
+
+def take_out(box: Box, parameters: Sequence[Tensor]) -> None:
+    """Take the window out of `.grad`, where another micro-batch is to come."""
+    window = box.state.window
+    if not window.in_grad:
+        box.state = box.state._replace(window=window.of(parameters))
+        return
+    grads = grads_of(parameters)
+    empty = window._replace(
+        parameters=parameters, sums=[None] * len(grads), in_grad=False, unchecked=False
+    )
+    with torch.no_grad():
+        if window.unchecked:
+            start = Window(parameters, empty.sums, held_back=window.held_back)
+            out = add_if_finite(start, grads, window.weight, window.scale)([])
+        else:
+            out = adding(empty, grads, 1.0).run([])
+    state = box.state._replace(window=out._replace(loss_scale=window.loss_scale))
+    try:
+        box.state = state
+        clear(parameters)
+    except BaseException:
+        if box.state is state:
+            clear(parameters)
+        raise
+
+
+# A micro-batch
+
+
+def add_micro_batch(
+    box: Box,
+    op: str,
+    parameters: list[Tensor],
+    grads: list[Tensor | None],  # of the micro-batch; `.grad` is emptied of them
+    weight: Scalar,
+    scale: Scalar,  # what they are multiplied with
+    *,
+    found_inf: Scalar = 0.0,  # what somebody else found in them
+    accumulated: bool = False,  # whether an outer GradScaler is too late then
+    carried: bool = False,  # whether the loss was multiplied by its weight, too
+) -> None:
+    """Add one micro-batch to the window, or after an exception none of it."""
+    policy = box.settings.on_nonfinite
+    if policy == "raise":
+        raise_nonfinite(box, op, grads, weight, carried)
+    take_out(box, parameters)
+    window = box.state.window
+    with record_function("accumext::accumulate"), torch.no_grad():
+        here = box.target.send(grads)()
+        if policy == "skip_micro_batch":
+            run = add_if_finite(window, here, weight, scale)
+        else:
+            fixed = box.sharded.unit if carried and box.sharded is not None else None
+            window, ratio = count_in(window, weight, scale, fixed)
+            window = window._replace(found_inf=maximum(window.found_inf, found_inf))
+            factor = (1.0 if carried else ratio) * divide(window.scale, scale)
+            run = adding(window, here, factor).run
+        _commit(box, run, parameters, grads, accumulated)
+
+
+def _commit(
+    box: Box,
+    run: Callable[[list[Tensor]], Window],  # adds, once: a norm in the list says that it did
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    accumulated: bool,
+) -> None:
+    """Add, and store that it was done; after an exception both or neither."""
+    norms: list[Tensor] = []
+    state: State | None = None
+
+    def rest() -> None:
+        nonlocal state
+        window = run(norms)
+        state = box.state._replace(
+            window=window, accumulated=accumulated or box.state.accumulated, micro_batch=None
+        )
+        box.state = state
+        clear_these(parameters, grads)
+
+    try:
+        rest()
+    except BaseException:
+        if norms or (state is not None and box.state is state):
+            rest()
+        raise
+
+
+def raise_nonfinite(
+    box: Box,
+    op: str,
+    grads: Sequence[Tensor | None],  # by parameter
+    weight: Scalar,
+    carried: bool = False,
+) -> None:
+    """Refuse a micro-batch that counts and is not finite, naming the parameters.
+
+    What is averaged over shards counts on all processes, which look at it together, also where
+    the weight of this one is zero.
+    """
+    counts = carried or isinstance(weight, Tensor) or weight > 0.0
+    there = [i for i, grad in enumerate(grads) if grad is not None]
+    found = present(grads)
+    if not counts or not found:
+        return
+    found_inf = zero_flag(found[0].device)
+    global_norm(found, norm_type=2.0, found_inf=found_inf)
+    if bool(found_inf):
+        names, parameters = box.names(), box.target.parameters()
+        mine = named([names[parameters[there[i]]] for i in nonfinite(found)])
+        got = f"inf or NaN in {mine or 'shards of other processes'}"
+        raise RuntimeError(message(op, "gradients", "be finite", got))
+
+
+# Multiplying
+
+
+def multiply(done: list[Any], tensors: Sequence[Tensor], factor: Scalar) -> None:
+    """Multiply in place, and append to `done` in the same moment, as signals see it."""
+    calls = group_by_device(list(tensors))
+    for device, (mine,) in calls:
+        ops.scale_recorded(done, mine, to_device(device, factor))
+
+
+def products(
+    tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], factor: Scalar
+) -> tuple[list[Tensor], list[Tensor]]:
+    """`tensor * factor`, each in a dtype; and norms of what came out."""
+    made = [
+        t.to(dtype, copy=True) if t.is_sparse else torch.empty_like(t, dtype=dtype)
+        for t, dtype in zip(tensors, dtypes, strict=True)
+    ]
+    norms = [
+        ops.multiply_valid(mine, sources, to_device(device, factor))
+        for device, (mine, sources) in group_by_device(made, list(tensors))
+    ]
+    return made, norms

@@ -1,0 +1,118 @@
+"""Masters in the host's memory, of parameters on a device: here the CPU plays both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.masters import BATCHES, ByHand, halves_of, with_masters
+from support.optimizer_oracle import loss_of, make_model, sgd
+from torch import nn
+
+import accumext
+from accumext.masters import _host_transfer, _masters
+from accumext.optimizer import _backward
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """Every parameter counts as one of a device, and every gradient that is sent is counted."""
+    sent = []
+    monkeypatch.setattr(_masters, "crosses", lambda parameter, master: True)
+    send = _host_transfer._sent
+
+    def counting(grad):
+        sent.append(grad)
+        return send(grad)
+
+    monkeypatch.setattr(_host_transfer, "_sent", counting)
+    monkeypatch.setattr(_host_transfer, "BUNDLE_BYTES", 30)  # two parameters or three
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", 1)
+    return sent
+
+
+def in_parts(opt, model, batch):
+    with opt.micro_batch():
+        opt.backward(0.5 * loss_of(model, batch))
+        opt.backward(0.5 * loss_of(model, batch))
+    opt.step()
+
+
+def in_one(opt, model, batch):
+    opt.backward(loss_of(model, batch))
+    opt.step()
+
+
+def by_the_user(opt, model, batch):
+    loss_of(model, batch).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("loop", [in_one, by_the_user, in_parts])
+@pytest.mark.parametrize(
+    ("policy", "in_backward"),
+    [("skip_window", False), ("skip_window", True), ("skip_micro_batch", False), ("raise", False)],
+)
+def test_masters_on_the_host(on_a_device, loop, policy, in_backward):
+    options = {"accumulate_in_backward": in_backward, "on_nonfinite": policy}
+    model, reference = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    opt, masters = with_masters(model, window=2, max_norm=0.1, **options)
+    batches = halves_of(BATCHES[:4], torch.bfloat16)
+    for batch in batches:
+        loop(opt, model, batch)
+    assert len(on_a_device) >= 4 * len(masters)
+    assert all(p.grad is None for p in [*model.parameters(), *masters])
+    by_hand = ByHand(reference)
+    for begin in (0, 2):
+        grads = by_hand.gradients(loss_of(reference, b) for b in batches[begin : begin + 2])
+        total = torch.cat([g.flatten() / 2 for g in grads]).norm()
+        by_hand.step(grads, 0.5 * min(1.0, 0.1 / (float(total) + 1e-6)))
+    # The clip, and AdamW's quotient of a gradient and its size where both are small.
+    for master, wide in zip(masters, by_hand.wide, strict=True):
+        torch.testing.assert_close(master.detach(), wide, rtol=1e-5, atol=1e-6)
+
+
+def test_masters_on_the_host_are_rounded_stochastically_too(on_a_device):
+    """The same steps: 0.1 lies between 0.09961 and 0.10010, a fifth of the way from the latter."""
+    weight = nn.Parameter(torch.full((3, 1000), 0.125, dtype=torch.bfloat16))
+    masters = accumext.masters([weight], stochastic_rounding=True)
+    opt = AccumulatingOptimizer(sgd(masters, lr=0.025), masters=masters)
+    opt.backward(weight.sum())
+    opt.step()
+    below, above = 0.099609375, 0.10009765625
+    assert set(weight.detach().flatten().tolist()) == {below, above}
+    share = (weight.detach() == above).float().mean().item()
+    assert share == pytest.approx(0.8, abs=0.05)  # seven standard deviations of 3000 draws
+
+
+def test_gradients_leave_for_the_host_while_backward_runs(on_a_device):
+    """Three of four are on their way before the last one, the first layer's weight's, is there."""
+    model = make_model(torch.bfloat16)
+    opt, _ = with_masters(model, window=2)
+    model[0].weight.register_hook(lambda grad: seen.append(len(on_a_device)))
+    seen = []
+    opt.backward(loss_of(model, BATCHES[0].bfloat16()))
+    assert seen == [3]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_window_of_masters_on_the_host_is_dropped_with_its_backward_pass(on_a_device):
+    model = make_model(torch.bfloat16)
+    opt, _ = with_masters(model, window=2)
+    opt.backward(loss_of(model, BATCHES[0].bfloat16()))
+
+    def stop(grad):
+        raise Stop
+
+    handle = model[0].weight.register_hook(stop)
+    with pytest.raises(Stop) as caught:
+        opt.backward(loss_of(model, BATCHES[0].bfloat16()))
+    handle.remove()
+    assert "the open window was dropped" in "".join(getattr(caught.value, "__notes__", ()))
+    assert all(p.grad is None for p in model.parameters())
+    assert opt.main_grad(model[0].weight) is None

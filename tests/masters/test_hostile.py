@@ -1,0 +1,238 @@
+"""What others do to a model, its masters and their optimizer at awkward moments."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.masters import with_masters
+from support.optimizer_oracle import assert_equal, loss_of, make_batches, make_model, sgd
+from torch import nn
+
+import accumext
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+BATCHES = [batch.bfloat16() for batch in make_batches(4)]
+
+
+def one_step(opt, model):
+    opt.backward(loss_of(model, BATCHES[0]))
+    opt.step()
+
+
+def still(parameters):
+    """An optimizer that leaves everything where it is."""
+    return sgd(parameters, lr=0.0)
+
+
+def write(model, value):
+    """As `load_state_dict` does: one counted write of every parameter."""
+    model.load_state_dict({k: torch.full_like(v, value) for k, v in model.state_dict().items()})
+
+
+def assert_all(tensors, value):
+    for tensor in tensors:
+        assert torch.equal(tensor.detach(), torch.full_like(tensor, value))
+
+
+# Parameters that others write
+
+
+def test_what_is_loaded_before_the_optimizer_is_wrapped_stays():
+    model = make_model(torch.bfloat16)
+    masters = accumext.masters(model.parameters())
+    write(model, 0.5)
+    opt = AccumulatingOptimizer(still(masters), masters=masters)
+    one_step(opt, model)
+    assert_all([*model.parameters(), *masters], 0.5)
+
+
+def test_what_is_loaded_before_a_group_is_added_stays():
+    model, other = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    opt, masters = with_masters(model, still)
+    one_step(opt, model)
+    write(model, 0.5)
+    opt.add_param_group({"params": accumext.masters(other.parameters())})
+    one_step(opt, model)
+    assert_all([*model.parameters(), *masters], 0.5)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_what_is_loaded_into_a_copy_stays(steps):
+    """A copy of a tensor begins its count of writes anew."""
+    model = make_model(torch.bfloat16)
+    opt, _ = with_masters(model, still)
+    for _ in range(steps):
+        one_step(opt, model)
+    for writes in range(1, 6):
+        theirs, its = copy.deepcopy((model, opt))
+        for _ in range(writes):
+            write(theirs, 0.5)
+        one_step(its, theirs)
+        assert_all(theirs.parameters(), 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_written_neighbour_of_the_stochastic_rounding_is_taken_over(dtype):
+    """1.75 is exact, so it is rounded to itself alone: another number was written by others."""
+    weight = nn.Parameter(torch.full((4,), 1.75, dtype=dtype))
+    masters = accumext.masters([weight], stochastic_rounding=True)
+    opt = AccumulatingOptimizer(still(masters), masters=masters)
+    unit = torch.finfo(dtype).eps
+    written = torch.tensor([1.75 + unit, 1.75 - unit, 1.75, 1.75 + 2 * unit], dtype=dtype)
+    with torch.no_grad():
+        weight.copy_(written)
+    opt.backward(weight.sum())
+    opt.step()
+    assert_equal([weight.detach()], [written])
+
+
+def test_masters_loaded_by_hand_before_the_first_step_stay():
+    """As from a float32 checkpoint: the parameters have not been written."""
+    model = make_model(torch.bfloat16)
+    masters = accumext.masters(model.parameters())
+    with torch.no_grad():
+        for master in masters:
+            master.fill_(0.3)
+    opt = AccumulatingOptimizer(still(masters), masters=masters)
+    one_step(opt, model)
+    assert_all(masters, 0.3)
+    assert_equal([p.detach() for p in model.parameters()], [m.bfloat16() for m in masters])
+
+
+@pytest.mark.parametrize("kind", ["two of the same", "one of itself"])
+def test_parameters_that_share_memory_are_refused_at_once(kind):
+    """Two masters would round into the same elements, and a step would fail half-way."""
+    memory = torch.zeros(4, 1, dtype=torch.bfloat16)
+    if kind == "two of the same":
+        parameters = [nn.Parameter(memory), nn.Parameter(memory[1:])]
+    else:
+        parameters = [nn.Parameter(memory.expand(4, 3))]
+    masters = accumext.masters(parameters)
+    with pytest.raises(ValueError, match="memory"):
+        AccumulatingOptimizer(sgd(masters), masters=masters)
+
+
+# Closures
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+
+def closure_of(model, opt, factor=1.0):
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(model, BATCHES[0]) * factor
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_closure_that_gives_nan_moves_nothing(written):
+    model = make_model(torch.bfloat16)
+    opt, masters = with_masters(model, lbfgs)
+    if written:
+        write(model, 0.5)
+    before = [p.detach().clone() for p in model.parameters()]
+    opt.step(closure_of(model, opt, float("nan")))
+    assert opt.last.skipped
+    assert_equal([p.detach() for p in model.parameters()], before)
+    assert_equal([m.detach().bfloat16() for m in masters], before)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Evaluates its closure twice, and writes through `.data`, which no version tells of."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure):
+        for _ in range(2):
+            loss = closure()
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.sub_(parameter.grad, alpha=0.5)
+        return loss
+
+
+def test_the_model_follows_an_optimizer_with_a_closure_at_every_evaluation():
+    model = make_model(torch.bfloat16)
+    opt, masters = with_masters(model, Sharpness)
+    seen, after, closure = [], [], closure_of(model, opt)
+
+    def in_step():
+        return all(map(torch.equal, model.parameters(), [m.bfloat16() for m in masters]))
+
+    def looking():
+        seen.append(in_step())
+        return closure()
+
+    before = model[0].weight.detach().clone()
+    opt.register_step_post_hook(lambda *_: after.append(in_step()))
+    opt.step(looking)
+    assert (seen, after) == ([True, True], [True])
+    assert in_step()
+    assert not torch.equal(model[0].weight.detach(), before)
+
+
+# Masters that are not what the optimizer was told
+
+
+@pytest.mark.parametrize("kind", ["two masters", "none before", "the parameter itself"])
+def test_a_group_that_would_step_on_a_parameter_twice_is_refused(kind):
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    first, second = accumext.masters([weight]), accumext.masters([weight])
+    if kind == "none before":
+        opt = AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2))]))
+    else:
+        opt = AccumulatingOptimizer(sgd(first), masters=first)
+    added = [weight] if kind == "the parameter itself" else second
+    with pytest.raises(ValueError, match="add_param_group: params must hold"):
+        opt.add_param_group({"params": added})
+    assert len(opt.param_groups) == 1
+    with pytest.raises(ValueError, match="masters must"):
+        AccumulatingOptimizer(sgd([*first, *second]), masters=[*first, *second])
+
+
+# Optimizers that write masters in their own way
+
+
+class Stop(Exception):
+    """What an optimizer raises."""
+
+
+class Swapping(torch.optim.SGD):
+    """Has a method that writes masters, and then fails."""
+
+    @torch.no_grad()
+    def eval(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.fill_(0.5)
+        raise Stop
+
+
+def test_the_model_follows_a_method_that_fails():
+    model = make_model(torch.bfloat16)
+    opt, masters = with_masters(model, lambda p: Swapping(p, lr=0.1))
+    with pytest.raises(Stop):
+        opt.eval()
+    assert_all([*masters, *model.parameters()], 0.5)
+
+
+class Decaying(torch.optim.SGD):
+    """Moves parameters without gradients, too."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.fill_(0.5)
+
+
+def test_the_model_follows_a_step_without_gradients():
+    model = make_model(torch.bfloat16)
+    opt, masters = with_masters(model, lambda p: Decaying(p, lr=0.1))
+    opt.step()
+    assert_all([*masters, *model.parameters()], 0.5)

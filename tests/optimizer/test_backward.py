@@ -1,0 +1,460 @@
+"""Backward passes and `micro_batch()`: autograd adds to the sums, or half precision is taken in
+while it runs, in bundles, with one layer in memory; the same results, and no hook is left."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from itertools import pairwise
+from threading import Thread
+
+import pytest
+import torch
+from support.optimizer_oracle import (
+    INF,
+    NAN,
+    ONE_BY_ONE,
+    OP,
+    accumulating,
+    assert_close,
+    assert_equal,
+    fail_in_backward,
+    growing_scaler,
+    hooks_of,
+    loss_of,
+    make_batches,
+    make_model,
+    parameters_of,
+    said_by,
+    says,
+    scalar,
+    sgd,
+    train_by_hand,
+    window_gradient,
+)
+from support.tensors import HALF_DTYPES, dtype_id
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import accumext
+from accumext.demo.memory import peak_memory
+from accumext.optimizer import _backward
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+from accumext.optimizer._backward import GradCollector
+
+BATCHES = make_batches(7)
+MIB = 2**20
+
+# Autograd adds
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_autograd_adds_to_the_first_gradient(window):
+    """One set of gradients: no memory of ours, whatever the weights."""
+    parameter = nn.Parameter(torch.zeros(2))
+    opt = AccumulatingOptimizer(sgd([parameter]), window=window)
+    seen = []
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
+    for weight in (1.0, 3.0, 0.5)[:window]:
+        opt.backward(parameter.sum(), weight)
+        assert (parameter.grad is None) == (window > 1)
+    assert len(set(seen)) == 1
+    opt.step()
+    assert parameter.tolist() == [-1.0] * 2
+
+
+def gradients_seen(opt, parameter, factors, weights, dtype=torch.float32):
+    """The gradients that reach an activation, which is 0, in passes of `factor * activation`."""
+    seen = []
+    for factor, weight in zip(factors, weights, strict=True):
+        activation = (parameter * torch.ones(())).to(dtype)
+        activation.register_hook(lambda grad: seen.append(grad.item()))
+        opt.backward(activation * factor, weight)
+    return seen
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
+def test_a_loss_is_never_multiplied_by_more_than_its_scale(scaled, reduction, as_tensor):
+    """A weight larger than all before it makes the sums smaller instead."""
+    weights = [2.0, 8.0, 1.0, 32.0, 32.0]
+    scale = 1024.0 if scaled else 1.0
+    parameter = scalar()
+    scaler = growing_scaler(init_scale=scale) if scaled else None
+    opt = AccumulatingOptimizer(sgd([parameter]), window=5, scaler=scaler, reduction=reduction)
+    given = [torch.tensor(w) for w in weights] if as_tensor else weights
+    seen = gradients_seen(opt, parameter, [3.0] * 5, given)
+    assert seen == [3.0 * scale * unit for unit in (1.0, 1.0, 1 / 8, 1.0, 1.0)]
+    assert opt.main_grad(parameter).item() == 3.0 * sum(weights)
+    opt.step()
+    assert parameter.item() == -3.0 * (sum(weights) if reduction == "sum" else 1.0)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+def test_a_weight_of_zero_leaves_out_nan(dtype, window):
+    parameter = nn.Parameter(torch.zeros(2, dtype=dtype))
+    opt = AccumulatingOptimizer(sgd([parameter]), window=window)
+    for factor, weight in ((NAN, 0.0), (3.0, 2.0), (INF, 0.0))[:window]:
+        opt.backward((parameter * factor).sum(), weight)
+        opt.step()
+    assert opt.stepped
+    assert not opt.last.skipped
+    assert parameter.tolist() == [0.0 if window == 1 else -3.0] * 2
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
+def test_a_loss_of_half_precision_does_not_round_its_weight(dtype):
+    """Its gradient is 1 exactly; 257 / 1000 is no number of half precision."""
+    parameter, weights = scalar(), [1000.0, 257.0, 3.0]
+    opt = AccumulatingOptimizer(sgd([parameter]), window=3, reduction="sum")
+    gradients_seen(opt, parameter, [1.0] * 3, weights, dtype)
+    assert opt.main_grad(parameter).item() == pytest.approx(sum(weights), rel=1e-6)
+
+
+def test_two_passes_in_a_window_of_one_are_two_micro_batches():
+    model = make_model()
+    opt = AccumulatingOptimizer(sgd(model.parameters()))
+    for batch, weight in zip(BATCHES[:2], (1.0, 3.0)):
+        opt.backward(loss_of(model, batch), weight)
+    mean = window_gradient(model, BATCHES[:2], [1.0, 3.0])
+    expected = [p.detach() - g for p, g in zip(model.parameters(), mean, strict=True)]
+    opt.step()
+    assert opt.last.micro_batches == 2
+    assert_close(parameters_of(model), expected)
+
+
+# Micro-batches of several passes
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
+def test_half_parameters_add_up_in_float32_inside_a_micro_batch(dtype):
+    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
+    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    with opt.micro_batch():
+        for grad in [2048.0] + [1.0] * 15:
+            opt.backward((parameter.float() * grad).sum())
+    opt.step()
+    assert_equal([parameter.detach()], [torch.full((3,), -2063.0).to(dtype)])
+
+
+def test_an_empty_micro_batch_does_not_count():
+    model = make_model()
+    opt = AccumulatingOptimizer(sgd(model.parameters()), window=1)
+    with opt.micro_batch():
+        pass
+    opt.step()
+    assert not opt.stepped
+
+
+@pytest.mark.parametrize("second", [2.0, torch.tensor(2.0)], ids=["number", "tensor"])
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+def test_a_micro_batch_has_one_weight(second, policy):
+    model = make_model()
+    opt = AccumulatingOptimizer(sgd(model.parameters()), window=2, on_nonfinite=policy)
+
+    def two_weights():
+        with opt.micro_batch():
+            opt.backward(loss_of(model, BATCHES[1]), 1.0)
+            opt.backward(loss_of(model, BATCHES[1]), second)
+
+    text = f"{OP}.backward: weight must be that of the whole micro-batch, 1, got 2.0"
+    with pytest.raises(ValueError, match=says(text)):
+        two_weights()
+
+
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_parts_of_a_weighted_micro_batch_and_raw_passes(window, policy):
+    """The weight is that of all parts, also of passes that are not the wrapper's."""
+    model, weights = make_model(), [2.0, 5.0][:window]
+    opt = AccumulatingOptimizer(sgd(model.parameters()), window=window, on_nonfinite=policy)
+    for batch, weight in zip(BATCHES, weights):
+        with opt.micro_batch():
+            (0.25 * loss_of(model, batch)).backward()
+            opt.backward(0.25 * loss_of(model, batch), weight)
+            opt.backward(0.25 * loss_of(model, batch), weight)
+            (0.25 * loss_of(model, batch)).backward()
+        opt.step()
+    assert opt.last.micro_batches == window
+    assert_close(
+        parameters_of(model), train_by_hand(sgd, BATCHES[:window], window, weights=weights)
+    )
+
+
+def test_a_micro_batch_without_gradients_counts():
+    """Nothing of it reaches the parameters, as where a branch of the model is used in turn."""
+    used, unused = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    opt = AccumulatingOptimizer(sgd([used]), window=2)
+    for leaf in (unused, used):
+        with opt.micro_batch():
+            opt.backward(leaf.sum())
+        opt.step()
+    assert opt.last.micro_batches == 2
+    assert used.tolist() == [0.5, 0.5]
+
+
+# Half precision, with accumulate_in_backward and without
+
+
+@pytest.fixture(params=[ONE_BY_ONE, 40, _backward.BUNDLE_BYTES], ids=lambda n: f"bundles-of-{n}")
+def bundles(request, monkeypatch):
+    """Every gradient alone, a few together, and all of the model at the end of the pass."""
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", request.param)
+
+
+def both_ways(train):
+    """Parameters and report, with the option and without: equal bit for bit."""
+    (with_it, report), (without, expected) = (train(in_backward) for in_backward in (True, False))
+    assert_equal(with_it, without)
+    assert report == expected
+
+
+def step_through(opt, model, batches, weights):
+    for batch, weight in zip(batches, weights):
+        opt.backward(loss_of(model, batch.to(next(model.parameters()).dtype)), weight)
+        opt.step()
+    opt.flush()
+    return parameters_of(model), opt.stats()
+
+
+WEIGHTS = {
+    "equal": [1.0] * 7,
+    "unequal": [3.0, 1.0, 7.0, 0.0, 2.0, 5.0, 0.3],
+    "tensors": [torch.tensor(w) for w in (3.0, 1.0, 0.0, 2.0, 2.0, 5.0, 0.3)],
+}
+
+
+@pytest.mark.usefixtures("bundles")
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("window", [1, 3])
+def test_bit_for_bit_what_it_is_without(dtype, window, weights, scaled):
+    def train(in_backward):
+        model = make_model(dtype)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) if scaled else None
+        opt = accumulating(model, in_backward, window=window, scaler=scaler, max_norm=0.05)
+        return step_through(opt, model, BATCHES, weights)
+
+    both_ways(train)
+
+
+def in_parts(opt, model, batch):
+    with opt.micro_batch():
+        for part in batch.split(2):
+            opt.backward(loss_of(model, part), 2.0)
+
+
+def of_one_layer(opt, model, batch):
+    """Which came first in the window must not show in the order of a norm's sum."""
+    layer = (model[2], model[0], model)[opt._box.state.window.micro_batches]
+    opt.backward(sum(p.float().square().sum() for p in layer.parameters()))
+
+
+def with_inf_in_the_second(opt, model, batch):
+    factor = INF if opt._box.state.window.micro_batches == 1 else 1.0
+    opt.backward(loss_of(model, batch) * factor)
+
+
+def beside_the_users(opt, model, batch):
+    """What lies in `.grad` already belongs to the micro-batch."""
+    loss_of(model, batch).backward()
+    opt.backward(model[2].weight.float().square().sum())
+
+
+def twice_differentiated(opt, model, batch):
+    inputs = batch.clone().requires_grad_()
+    slope = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)[0]
+    opt.backward(slope.square().sum())
+
+
+def after_a_thaw(opt, model, batch):
+    frozen = opt._box.state.window.micro_batches == 0
+    model[0].weight.requires_grad_(not frozen)
+    opt.backward(loss_of(model, batch))
+
+
+MICRO_BATCHES = [
+    in_parts,
+    of_one_layer,
+    with_inf_in_the_second,
+    beside_the_users,
+    twice_differentiated,
+    after_a_thaw,
+]
+
+
+@pytest.mark.usefixtures("bundles")
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("micro_batch", MICRO_BATCHES, ids=lambda function: function.__name__)
+def test_all_kinds_of_micro_batches(micro_batch, dtype):
+    def train(in_backward):
+        model = make_model(dtype)
+        opt = accumulating(model, in_backward, max_norm=0.05)
+        for batch in BATCHES[:6]:
+            micro_batch(opt, model, batch.to(dtype))
+            opt.step()
+        stats = {k: v for k, v in opt.stats().items() if not math.isnan(v)}
+        return parameters_of(model), (stats, opt.last.skipped, opt.last.nonfinite)
+
+    both_ways(train)
+
+
+@pytest.mark.usefixtures("bundles")
+@pytest.mark.parametrize("held", [0, 1])
+def test_an_error_while_gradients_are_taken_drops_the_window(held):
+    model = make_model(torch.bfloat16)
+    opt = accumulating(model)
+    for batch in BATCHES[:held]:
+        opt.backward(loss_of(model, batch.bfloat16()))
+    with pytest.raises((ZeroDivisionError, RuntimeError)) as raised:
+        opt.backward(fail_in_backward(model, BATCHES[1].bfloat16()))
+    assert ("the open window was dropped" in said_by(raised.value)) == bool(held)
+    assert not hooks_of(model)
+    assert all(p.grad is None and opt.main_grad(p) is None for p in model.parameters())
+
+    fresh = make_model(torch.bfloat16)
+    expected = step_through(accumulating(fresh), fresh, BATCHES[:3], [1.0] * 3)
+    assert_equal(step_through(opt, model, BATCHES[:3], [1.0] * 3)[0], expected[0])
+
+
+# Hooks
+
+
+def test_a_parameter_whose_parts_come_one_by_one(monkeypatch):
+    """Reentrant checkpoints run backward passes of their own; each hands over what it has."""
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
+    model = nn.Linear(3, 3, dtype=torch.bfloat16)
+    opt = AccumulatingOptimizer(torch.optim.SGD(model.parameters()), accumulate_in_backward=True)
+    opt.backward(model.weight.sum())  # from the second on, hooks are at work
+    inputs = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    twice = checkpoint(model, checkpoint(model, inputs, use_reentrant=True), use_reentrant=True)
+    opt.backward(twice.float().square().sum())
+    twin = copy.deepcopy(model).float()
+    twin(twin(inputs.detach().float())).square().sum().backward()
+    expected = twin.weight.grad + 1
+    # Both passes, their inputs and outputs are rounded to bfloat16.
+    assert_close([opt.main_grad(model.weight)], [expected], tolerance=2.0**-4)
+
+
+def test_every_gradient_is_free_before_the_next_layers_is_made(monkeypatch):
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
+    model = make_model(torch.bfloat16)
+    opt = accumulating(model)
+    for batch in BATCHES[:2]:
+        freed = []
+        hidden = model[0](batch.bfloat16())
+        hidden.register_hook(lambda _, seen=freed: seen.append(model[2].weight.grad is None))
+        opt.backward(model[2](model[1](hidden)).square().mean())
+        assert freed == [True]
+        assert not hooks_of(model)
+
+
+def layers(dtype):
+    """Each of one bundle: 4 MiB of half gradients."""
+    sizes = [1024, 2048] * 4 + [1024]
+    return nn.Sequential(*(nn.Linear(a, b, bias=False, dtype=dtype) for a, b in pairwise(sizes)))
+
+
+def scratch(dtype):
+    """What torch's products of such layers take beside a gradient: some processors repack."""
+
+    def of(inputs, outputs):
+        layer = nn.Linear(inputs, outputs, bias=False, dtype=dtype)
+        x = torch.ones(2, inputs, dtype=dtype, requires_grad=True)
+        return peak_memory(lambda: layer(x).float().square().mean().backward()) - 4 * MIB
+
+    return max(of(1024, 2048), of(2048, 1024))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_memory_peaks_at_the_main_gradients_and_one_layer(dtype):
+    def peak(in_backward):
+        model = layers(dtype)
+        opt = accumulating(model, in_backward)
+
+        def two_micro_batches():
+            for _ in range(2):
+                opt.backward(model(torch.ones(2, 1024, dtype=dtype)).float().square().mean())
+
+        return peak_memory(two_micro_batches)
+
+    main_grads, layer = 8 * 8 * MIB, 4 * MIB
+    slack = MIB // 4 + scratch(dtype)  # activations
+    if accumext.backend() == "reference":
+        slack += 2 * 8 * MIB  # plain PyTorch makes a product and a sum of the layer in float32
+    assert peak(in_backward=True) < main_grads + layer + slack
+    assert peak(in_backward=False) > main_grads + 8 * layer
+
+
+def test_small_gradients_share_a_call():
+    """All of this model's wait until the end of the pass, and are taken in at once."""
+    model = make_model(torch.bfloat16)
+    opt = accumulating(model)
+    opt.backward(loss_of(model, BATCHES[0].bfloat16()))
+    with torch.profiler.profile() as profile:
+        opt.backward(loss_of(model, BATCHES[1].bfloat16()))
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["accumext::accumulate_"] == 1
+
+
+def test_a_hook_of_the_users_comes_first_and_may_take_the_gradient():
+    model = make_model(torch.bfloat16)
+    opt = accumulating(model)
+    taken = []
+
+    def take(parameter):
+        taken.append(parameter.grad)
+        parameter.grad = None
+
+    model[0].bias.register_post_accumulate_grad_hook(take)
+    for batch in BATCHES[:2]:
+        opt.backward(loss_of(model, batch.bfloat16()))
+    assert len(taken) == 2
+    assert opt.main_grad(model[0].bias) is None
+    assert opt.main_grad(model[2].bias) is not None
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_ddp_may_not_write_a_gradient_after_it_was_taken_in(bucket_view, monkeypatch):
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
+    model = DistributedDataParallel(make_model(torch.bfloat16), gradient_as_bucket_view=bucket_view)
+    opt = accumulating(model)
+    batch = BATCHES[0].bfloat16()
+    text = r"backward: \.grad must be complete when .* Use `with opt\.micro_batch\(model\):`"
+    with pytest.raises(RuntimeError, match=text):
+        opt.backward(loss_of(model, batch))
+    assert all(p.grad is None and opt.main_grad(p) is None for p in model.parameters())
+    with opt.micro_batch(model):
+        opt.backward(loss_of(model, batch))
+    expected = torch.autograd.grad(loss_of(model.module, batch), list(model.parameters()))
+    assert_equal([opt.main_grad(p) for p in model.parameters()], [g.float() for g in expected])
+
+
+def test_threads_of_two_devices_take_turns(monkeypatch):
+    """A backward pass runs on a thread per device, and the window is one."""
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
+    inside, most = [], []
+
+    def take(indices):
+        inside.append(indices)
+        time.sleep(0.05)
+        most.append(len(inside))
+        inside.pop()
+        for i in indices:
+            parameters[i].grad = None
+
+    parameters = [scalar() for _ in range(2)]
+    with GradCollector("op", parameters, take).watching(range(2)):
+        threads = [Thread(target=(p * 1).backward) for p in parameters]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == [1, 1]
+    assert [p.grad for p in parameters] == [None, None]

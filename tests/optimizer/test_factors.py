@@ -1,0 +1,93 @@
+"""What a window's step is found from the norm: by each kernel of the operator, and its caller."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support import oracle
+from support.device import cpu_as_device
+from support.window_cases import (
+    CASES,
+    Case,
+    assert_factors,
+    expected,
+    number,
+    operands,
+    unwritten,
+)
+
+from accumext.optimizer import _factors
+from accumext.optimizer._factors import Normaliser, window_factors
+
+CPU = torch.device("cpu")
+
+each = pytest.mark.parametrize("case", CASES, ids=str)
+kernels = pytest.mark.parametrize(
+    "kernel", [torch.ops.accumext.window_factors, _factors._kernel], ids=["backend", "default"]
+)
+
+
+@each
+@kernels
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_operator(case, kernel, on_device):
+    numbers, flags = unwritten()
+    kernel(numbers, flags, [], number(case.norm), **operands(case, on_device))
+    assert_factors(numbers, flags, case)
+
+
+@kernels
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_operator_finds_the_norm(dtype, bad, kernel):
+    tensors = [oracle.random([33, 7], torch.float32), oracle.random([5], dtype), torch.zeros(0)]
+    if bad is not None:
+        tensors[1][2] = bad
+    norm = torch.ops.accumext.total_norm.scalar(tensors, inv_scale=1.0)
+    case = Case(norm.item(), scale=3.0, max_norm=0.7, checks_norm=False, overflow=bad is not None)
+    numbers, flags = unwritten()
+    kernel(numbers, flags, tensors, None, **operands(case, True) | {"overflow": None})
+    assert_factors(numbers, flags, case)
+
+
+def called(case, quotient):
+    """The factors as the optimizer asks for them."""
+    return window_factors(
+        CPU,
+        [],
+        number(case.norm),
+        quotient,
+        case.max_norm,
+        normalised=case.normalised,
+        checks_norm=case.checks_norm,
+        overflow=number(case.overflow, torch.float32),
+        found_inf=0.0 if case.found_inf is None else case.found_inf,
+        finite=case.finite,
+    )
+
+
+@each
+def test_on_the_host_all_are_numbers(case):
+    factors = called(case, Normaliser(case.unit, number(case.weight), case.scale))
+    numbers, (_, *flags) = expected(case)
+    assert factors.inverse is None
+    assert not any(isinstance(value, torch.Tensor) for value in factors)
+    got = [*factors[:3], factors.skip, factors.found_inf]
+    assert got == pytest.approx([*numbers, *flags], rel=1e-15, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.7])
+@pytest.mark.parametrize("scale", [1.0, 3.0, number(3.0)], ids=["one", "three", "device"])
+@pytest.mark.parametrize("weight", [None, 5.0])
+def test_what_the_host_knows_stays_there(weight, scale, max_norm):
+    case = Case(unit=0.1, weight=weight, scale=float(scale), max_norm=max_norm)
+    with cpu_as_device():
+        factors = called(case, Normaliser(case.unit, number(weight), scale))
+    known = max_norm is None and weight is None and not isinstance(scale, torch.Tensor)
+    assert isinstance(factors.factor, float) == known
+    assert isinstance(factors.clip_coef, float) == (max_norm is None)
+    assert factors.skip is factors.found_inf
+    got = torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in factors[:3]])
+    assert_factors(got, torch.stack([factors.inverse, factors.skip, factors.found_inf]), case)

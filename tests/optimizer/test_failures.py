@@ -1,0 +1,293 @@
+"""What exceptions leave: the parameters and the window as before the call or as after it, but where
+a backward pass had added to the window: then it is dropped, and the exception says so."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from support.optimizer_oracle import (
+    OP,
+    assert_close,
+    assert_equal,
+    loss_of,
+    make_batches,
+    make_model,
+    parameters_of,
+    said_by,
+    scalar,
+    sgd,
+    state_of,
+    train_by_hand,
+)
+from support.tensors import dtype_id
+
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+BATCHES = make_batches(5)
+DROPPED = "the open window was dropped: it had been added to"
+
+
+class Once:
+    """A hook that raises once, after some calls."""
+
+    def __init__(self, error=torch.OutOfMemoryError, calls=0):
+        self.left, self.error = calls, error("once")
+
+    def __call__(self, *args):
+        self.left -= 1
+        if self.left == -1:
+            raise self.error
+
+
+# Steps
+
+
+def test_a_failed_batch_is_cleared_by_zero_grad():
+    parameter = scalar()
+    opt = AccumulatingOptimizer(sgd([parameter]))
+    opt.register_step_pre_hook(Once())
+    (parameter * 1).backward()
+    with pytest.raises(torch.OutOfMemoryError):
+        opt.step()
+    opt.zero_grad()
+    (parameter * 3).backward()
+    opt.step()
+    assert parameter.item() == -3.0
+
+
+KINDS = {
+    "sgd": {},
+    "momentum": {"momentum": 0.9},
+    "foreach": {"momentum": 0.9, "foreach": True},
+    "fused": {"momentum": 0.9, "fused": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("own_backward", [False, True], ids=["opt.backward", "loss.backward"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
+@pytest.mark.parametrize("max_norm", [None, 0.0, 0.37, 1e3])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_id)
+def test_a_failed_step_leaves_the_same_gradient(
+    dtype, window, max_norm, scaled, own_backward, kind
+):
+    """Up to one rounding, by which the factor is taken back; and it may be tried again."""
+    rounding = 2 * torch.finfo(dtype).eps
+    results = []
+    for fails in (False, True):
+        model = make_model(dtype)
+        parameters = list(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+        opt = AccumulatingOptimizer(
+            sgd(parameters, **kind), window=window, max_norm=max_norm, scaler=scaler
+        )
+        for batch in BATCHES[:window]:
+            loss = loss_of(model, batch.to(dtype))
+            if own_backward:
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                opt.accumulate()
+            else:
+                opt.backward(loss)
+        if fails:
+            before = [opt.main_grad(p) for p in parameters]
+            values = [p.detach().clone() for p in parameters]
+            opt.register_step_pre_hook(Once(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                opt.step()
+            assert not opt.stepped
+            assert_equal(parameters_of(model), values)
+            assert not vars(opt.optimizer).keys() & {"grad_scale", "found_inf"}
+            assert_close([opt.main_grad(p) for p in parameters], before, rounding)
+        opt.step()
+        assert opt.stepped
+        results.append(parameters_of(model))
+    assert_close(*results, rounding)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("max_norm", [None, 1e-3])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_post_hook_that_raises_leaves_the_window_closed(window, max_norm, fused):
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    opt = AccumulatingOptimizer(
+        sgd(model.parameters(), fused=fused), window=window, max_norm=max_norm, scaler=scaler
+    )
+    opt.register_step_post_hook(Once())
+    for batch in BATCHES[:window]:
+        opt.backward(loss_of(model, batch))
+    with pytest.raises(torch.OutOfMemoryError):
+        opt.step()
+    assert opt.stepped
+    assert scaler.get_scale() == 16.0
+    moved = [p.clone() for p in parameters_of(model)]
+    opt.step()
+    assert_equal(parameters_of(model), moved)
+    assert not opt.stepped
+
+
+# Backward passes
+
+
+def one_pass(opt, model, batch):
+    opt.backward(loss_of(model, batch))
+
+
+def in_parts(opt, model, batch):
+    with opt.micro_batch():
+        opt.backward(0.5 * loss_of(model, batch))
+        opt.backward(0.5 * loss_of(model, batch))
+
+
+def beside_the_users(opt, model, batch):
+    """On a gradient that lies in `.grad` already, and belongs to the micro-batch."""
+    loss_of(model, batch).backward()
+    opt.backward(loss_of(model, batch))
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "passes"), [(one_pass, 0), (in_parts, 0), (in_parts, 1), (beside_the_users, 1)]
+)
+@pytest.mark.parametrize("held", [0, 1, 2])
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=dtype_id)
+def test_a_backward_pass_that_fails(dtype, policy, held, micro_batch, passes):
+    """Drops what was added to, says so once, and leaves what is kept apart."""
+    model, batches = make_model(dtype), [batch.to(dtype) for batch in BATCHES]
+    parameters = list(model.parameters())
+    opt = AccumulatingOptimizer(sgd(parameters), window=held + 1, on_nonfinite=policy)
+    for batch in batches[:held]:
+        opt.backward(loss_of(model, batch))
+    before = state_of(opt, parameters)
+    parameters[0].register_hook(Once(calls=passes))
+    with pytest.raises(RuntimeError) as raised:  # also of memory, or one that says what was lost
+        micro_batch(opt, model, batches[3])
+    drops = policy == "skip_window" and held > 0
+    if held:
+        assert said_by(raised.value).count(DROPPED) == drops
+    assert all(p.grad is None for p in parameters)
+    if not drops:
+        assert state_of(opt, parameters) == before
+    kept = [] if drops else BATCHES[:held]
+    rest = BATCHES[held : 2 * held + 1] if drops else BATCHES[held : held + 1]
+    for batch in rest:
+        opt.backward(loss_of(model, batch.to(dtype)))
+    opt.step()
+    assert opt.stepped
+    if dtype == torch.float64:
+        expected = train_by_hand(sgd, [*kept, *rest], held + 1)
+        assert_close(parameters_of(model), expected)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["parts-added", "before-the-first"])
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
+def test_an_exception_inside_a_micro_batch(policy, before):
+    """Of the user's own, between two passes or before the first."""
+    model = make_model()
+    parameters = list(model.parameters())
+    opt = AccumulatingOptimizer(sgd(parameters), window=3, on_nonfinite=policy)
+    opt.backward(loss_of(model, BATCHES[0]))
+    loss_of(model, BATCHES[2]).backward()  # cleared when the micro-batch begins, or inside
+    kept = state_of(opt, parameters, grads=False)
+
+    def interrupted():
+        with opt.micro_batch():
+            if not before:
+                opt.backward(loss_of(model, BATCHES[1]))
+            raise ZeroDivisionError
+
+    with pytest.raises((ZeroDivisionError, RuntimeError)) as raised:
+        interrupted()
+    drops = policy == "skip_window" and not before
+    assert said_by(raised.value).count(DROPPED) == drops
+    assert (state_of(opt, parameters, grads=False) == kept) == (not drops)
+    assert (opt.main_grad(parameters[0]) is None) == drops
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="Python has no notes")
+def test_the_exception_says_so_beside_a_note_of_the_users():
+    parameter = scalar()
+    opt = AccumulatingOptimizer(sgd([parameter]), window=2)
+    opt.backward(parameter * 1)
+    error = torch.OutOfMemoryError("once")
+    error.add_note("in step 5")
+    parameter.register_hook(Once(lambda text: error))
+    with pytest.raises(torch.OutOfMemoryError):
+        opt.backward(parameter * 1)
+    assert error.__notes__ == ["in step 5", f"{OP}.backward: {DROPPED}"]
+
+
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+def test_a_part_that_failed_takes_its_micro_batch_with_it(policy):
+    model = make_model()
+    parameters = list(model.parameters())
+    opt = AccumulatingOptimizer(sgd(parameters), window=2, on_nonfinite=policy)
+    opt.backward(loss_of(model, BATCHES[0]))
+    before = state_of(opt, parameters)
+    parameters[0].register_hook(Once())
+
+    def caught():
+        with opt.micro_batch():
+            for batch in BATCHES[1:3]:
+                with suppress(torch.OutOfMemoryError):
+                    opt.backward(loss_of(model, batch))
+
+    with pytest.raises(RuntimeError, match="and the micro-batch is dropped"):
+        caught()
+    assert all(p.grad is None for p in parameters)
+    if policy == "skip_micro_batch":
+        assert state_of(opt, parameters) == before
+
+
+# Memory
+
+
+class Memory:
+    """torch's functions that make memory, of which one call fails."""
+
+    def __init__(self, failing):
+        self.left = failing
+
+    def patch(self, patch):
+        for name in ("empty_like", "zeros_like", "zeros", "full"):
+            patch.setattr(torch, name, self.counting(getattr(torch, name)))
+
+    def counting(self, function):
+        def call(*args, **kwargs):
+            self.left -= 1
+            if self.left == -1:
+                raise torch.OutOfMemoryError
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_an_allocation_that_fails_changes_nothing(monkeypatch, window, dtype, policy):
+    """At any of the calls that make memory while a micro-batch is taken in."""
+    for failing in range(100):
+        model = make_model(dtype)
+        parameters = list(model.parameters())
+        opt = AccumulatingOptimizer(sgd(parameters), window=window, on_nonfinite=policy)
+        for batch in BATCHES[: window - 1]:
+            opt.backward(loss_of(model, batch.to(dtype)))
+        loss_of(model, BATCHES[3].to(dtype)).backward()
+        before = state_of(opt, parameters)
+        with monkeypatch.context() as patch:
+            Memory(failing).patch(patch)
+            try:
+                opt.accumulate()
+            except torch.OutOfMemoryError:
+                pass
+            else:
+                break
+        assert state_of(opt, parameters) == before
+        opt.discard()
+    # None is made where a first gradient is taken over, nor where there is a sum to add it to.
+    none = window > 1 or dtype == torch.float32
+    assert (failing == 0) == (policy == "skip_window" and none)

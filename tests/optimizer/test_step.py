@@ -1,0 +1,128 @@
+"""`step` is the wrapped one's: without gradients, with keywords and closures, and in its answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.optimizer_oracle import (
+    INF,
+    OP,
+    loss_of,
+    make_batches,
+    make_model,
+    says,
+    scalar,
+    sgd,
+)
+
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+
+@pytest.mark.parametrize("cleared", ["never made", "zero_grad"])
+def test_without_gradients_the_wrapped_step_runs_its_hooks(cleared):
+    parameter, calls = scalar(), []
+    opt = AccumulatingOptimizer(sgd([parameter]))
+    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
+    opt.register_step_post_hook(lambda *_: calls.append("post"))
+    if cleared == "zero_grad":
+        (parameter * 1).backward()
+        opt.zero_grad()
+    opt.step()
+    assert calls == ["pre", "post"]
+    assert not opt.stepped  # no window was closed
+    assert parameter.item() == 0.0
+
+
+def test_a_larger_window_without_gradients_is_left_alone():
+    parameter, calls = scalar(), []
+    opt = AccumulatingOptimizer(sgd([parameter]), window=2)
+    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
+    opt.backward(parameter * 1)
+    for _ in range(3):
+        opt.step()
+    assert calls == []
+    opt.flush()
+    assert calls == ["pre"]
+
+
+class Talking(torch.optim.SGD):
+    """A step with a keyword of its own, and something to say."""
+
+    @torch.no_grad()
+    def step(self, closure=None, *, factor=1.0):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(factor * parameter.grad)
+        return {"factor": factor}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_keywords_reach_the_wrapped_step_and_its_answer_comes_back(window):
+    parameter = scalar()
+    opt = AccumulatingOptimizer(Talking([parameter], lr=1.0), window=window)
+    answers = []
+    for _ in range(2 * window):
+        opt.backward(parameter * 1)
+        answers.append(opt.step(factor=3.0))
+    assert answers == ([None] * (window - 1) + [{"factor": 3.0}]) * 2
+    assert parameter.item() == -6.0
+
+
+@pytest.mark.parametrize("handed", [True, False], ids=["handed-through", "evaluated-here"])
+def test_a_closure_finds_the_gradients_that_a_step_without_one_would(handed):
+    """A closure that does not clear `.grad` adds to it, as in a bare optimizer."""
+    results = []
+    for wrapped in (False, True):
+        parameter = scalar()
+        opt = bare = sgd([parameter], lr=1.0)
+        if wrapped:
+            opt = AccumulatingOptimizer(bare, max_norm=None if handed else 1e9)
+
+        def closure(parameter=parameter):
+            loss = parameter * 1.0
+            loss.backward()
+            return loss
+
+        if wrapped:
+            opt.backward(parameter * 1.0)
+        else:
+            closure()
+        opt.step()
+        results.append([opt.step(closure).item() for _ in range(3)] + [parameter.item()])
+    assert results[0] == results[1] == [-1.0, -3.0, -6.0, -10.0]
+
+
+@pytest.mark.parametrize("policy", ["skip_window", "raise"])
+def test_a_closure_that_gives_no_finite_gradient(policy):
+    parameter = scalar()
+    opt = AccumulatingOptimizer(sgd([parameter], momentum=0.5), on_nonfinite=policy)
+
+    def closure(factor):
+        opt.zero_grad()
+        loss = parameter * factor
+        loss.backward()
+        return loss
+
+    assert opt.step(lambda: closure(2.0)).item() == 0.0
+    if policy == "raise":
+        with pytest.raises(RuntimeError, match="gradients must be finite"):
+            opt.step(lambda: closure(INF))
+    else:
+        opt.step(lambda: closure(INF))
+        assert opt.last.skipped
+        assert opt.last.nonfinite == [0]
+    assert parameter.item() == -2.0
+
+
+def test_closure_optimizers_take_gradients_from_their_closure():
+    model = make_model()
+    opt = AccumulatingOptimizer(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match=says(f"{OP}.step: closure must be callable")):
+        opt.step()
+    loss = loss_of(model, make_batches(1)[0])
+    for refused in (lambda: opt.backward(loss), opt.accumulate, opt.micro_batch().__enter__):
+        with pytest.raises(RuntimeError, match="must step without a closure, got LBFGS"):
+            refused()
+    opt.flush()
+    assert not opt.stepped

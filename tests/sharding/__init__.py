@@ -1,0 +1,1 @@
+"""AccumulatingOptimizer; a package, as another folder has files of these names too."""
