@@ -1,7 +1,9 @@
-"""The multi-tensor kernels of NVIDIA apex and TransformerEngine, where they are installed."""
+"""What others offer, where it is installed: kernels of NVIDIA apex and TransformerEngine, and
+Accelerate's loop."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +29,18 @@ _PEERS = _installed()
 
 
 def status() -> dict[str, str]:
-    return {name: "installed" if name in _PEERS else "not installed" for name in _MODULES}
+    there = {**dict.fromkeys(_MODULES, False), **dict.fromkeys(_PEERS, True)}
+    there["Accelerate"] = accelerate() is not None
+    return {name: "installed" if found else "not installed" for name, found in there.items()}
+
+
+@functools.cache
+def accelerate() -> Any:
+    """The module; None where it is not installed."""
+    try:
+        return importlib.import_module("accelerate")
+    except ImportError:
+        return None
 
 
 def norms(grads: Sequence[Tensor]) -> dict[str, Callable[[], Tensor]]:

@@ -27,6 +27,8 @@ class Figure(NamedTuple):
 
 def table(result: Result) -> str:
     """One row per contender."""
+    if result.sets:
+        return _window_table(result)
     width = max(map(len, result.seconds))
     lines = [
         f"\n{result.job}: {result.shape}",
@@ -42,6 +44,22 @@ def table(result: Result) -> str:
             f"{result.rate(name) / 1e9:8.1f}{share:>10}{copy:>9}"
             f"{f'{host.median * 1e3:.3f}' if host else '-':>9}"
             + ("" if name == result.baseline else f"  {interval(ratio)}")
+        )
+    return "\n".join(lines)
+
+
+def _window_table(result: Result) -> str:
+    """Times as parts of the first contender's, and the memory of gradients."""
+    width, first = max(map(len, result.seconds)), result.baseline
+    lines = [
+        f"\n{result.job}: {result.shape}",
+        f"  {'':{width}}{'ms [quartiles]':>32}{'sets of gradients':>19}  time over {first}",
+    ]
+    for name, sets in result.sets.items():
+        over = interval(result.ratio(first, name))
+        lines.append(
+            f"  {name:{width}}{interval(result.spread(name), 1e3, 3):>32}{sets:19.2f}"
+            + ("" if name == first else f"  {over}")
         )
     return "\n".join(lines)
 
@@ -112,6 +130,7 @@ def as_json(result: Result) -> dict[str, Any]:
             "share_of_limit": share.median if (share := result.share(name)) else None,
             "share_of_copy": share.median if (share := result.share_of_copy(name)) else None,
             "times_faster": result.ratio(name, result.baseline).median,
+            "sets_of_gradients": result.sets.get(name),  # at the highest point of a run
         }
         for name, traffic in result.traffic.items()
     }

@@ -14,7 +14,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -75,6 +75,7 @@ class Contender(NamedTuple):
     run: Callable[[], Any]
     traffic: Traffic
     outcome: Callable[[Any], Sequence[Tensor]] | None  # from what run returned; None: does less
+    sets: Callable[[], float] | None = None  # counts the sets of gradients that a run has room for
 
 
 class Job(NamedTuple):
@@ -84,6 +85,7 @@ class Job(NamedTuple):
     shape: Shape
     contenders: dict[str, Contender]
     prepare: Callable[[], Any] = lambda: None  # before every run
+    again: bool = False  # only the second of two runs in a row is timed
 
 
 class Limits(NamedTuple):
@@ -150,6 +152,7 @@ class Result(NamedTuple):
     seconds: dict[str, list[float]]
     limits: list[Limits]  # of each repetition; none where the data may lie in a cache
     host_seconds: dict[str, list[float | None]]
+    sets: Mapping[str, float] = {}  # of gradients, at the highest point of a run, where counted
 
     @property
     def baseline(self) -> str:
@@ -269,6 +272,7 @@ def measure(
     """Check that the contenders do the same, which also warms them up, then time them."""
     gc.collect()
     check(job)
+    sets = {name: by.sets() for name, by in job.contenders.items() if by.sets is not None}
     names = list(job.contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     host: dict[str, list[float | None]] = {name: [] for name in names}
@@ -282,13 +286,14 @@ def measure(
             limits.append(yardstick.limits(seconds_of))
         turn = repetition % len(names)
         for name in names[turn:] + names[:turn]:
-            job.prepare()
-            taken = seconds_of(job.contenders[name].run)
+            for _ in range(1 + job.again):
+                job.prepare()
+                taken = seconds_of(job.contenders[name].run)
             seconds[name].append(taken.seconds)
             host[name].append(taken.host_seconds)
     gc.enable()
     traffic = {name: contender.traffic for name, contender in job.contenders.items()}
-    return Result(job.name, job.shape, traffic, seconds, limits, host)
+    return Result(job.name, job.shape, traffic, seconds, limits, host, sets)
 
 
 def check(job: Job) -> None:

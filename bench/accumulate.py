@@ -1,4 +1,4 @@
-"""Gradient operations beside stock PyTorch, plain loops and peers, with the memory as the limit.
+"""Gradient operations and windows beside stock PyTorch, loops and peers, the memory as the limit.
 
     python bench/accumulate.py [--json FILE] [--device cpu|cuda] [--jobs norm clip] [--quick]
 
@@ -6,6 +6,10 @@ One run, everything side by side: _timing.py says how. Every contender names the
 that its passes move: r in passes that only read, u in passes that write too, c in passes that read
 one memory and write another. What the contenders of a job compute is compared before they are
 timed; only those with "alone", "plain" or "unchecked" in their names do less than the others.
+
+Windows, from the first forward pass to the step, have models of their own, and another table: the
+time over that of a loop by hand, and the peak of the memory that is taken besides parameters and
+optimizer state, activations included, in sets of gradients.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ from _gradient_jobs import (
 from _limits import Memory
 from _report import COPY, LIMIT, MICROSECONDS, Figure, evaluate, figure_lines, table, write_json
 from _timing import Job, Patience, Shape, clock, measure
+from _window_jobs import QUICK_SHAPES as QUICK_WINDOW_SHAPES
+from _window_jobs import SHAPES as WINDOW_SHAPES
+from _window_jobs import window_jobs
 
 # By which the figures know shapes.
 HUGE, LARGE, MEDIUM, MANY, TINY = "huge", "large", "medium", "many", "tiny"
@@ -53,6 +60,7 @@ QUICK_SHAPES = (Shape(10**7, 20, LARGE), Shape(50_000, 50, MANY), Shape(10**4, 1
 QUICK = Patience(seconds=0.0, least=3)
 # A GPU's times are steady, and 120 jobs are to be done in two minutes.
 PATIENCE = {"cpu": Patience(), "cuda": Patience(seconds=0.2)}
+WINDOW_PATIENCE = Patience(least=5)  # some take seconds
 COLD = 10**7  # elements; of fewer, a CPU may have all in its cache, and the memory is no limit
 
 OURS, WRITTEN, FOLDED = "accumext", "accumext, materialised", "accumext, folded"
@@ -72,6 +80,7 @@ JOBS: dict[str, Callable[..., Iterator[Job]]] = {
     "accumulate": accumulate_jobs,
     "scale": scale_jobs,
     "round": round_jobs,
+    "window": window_jobs,
 }
 
 
@@ -115,12 +124,15 @@ def figures(device: torch.device) -> list[Figure]:
     ]
 
 
-def jobs(shapes: Sequence[Shape], names: Sequence[str], device: torch.device) -> Iterator[Job]:
+def jobs(args: argparse.Namespace, device: torch.device) -> Iterator[Job]:
     """The jobs called for, one after the other; a tiny model is about the boundary alone."""
-    for shape in shapes:
-        for name in names:
-            if shape.role != TINY or name == "boundary":
+    for shape in args.shape or default_shapes(device, args.quick):
+        for name in args.jobs:
+            if name != "window" and (shape.role != TINY or name == "boundary"):
                 yield from JOBS[name](shape, device)
+    if "window" in args.jobs:
+        for shape in args.shape or (QUICK_WINDOW_SHAPES if args.quick else WINDOW_SHAPES):
+            yield from window_jobs(shape, device, args.quick)
 
 
 def main() -> int:
@@ -129,7 +141,8 @@ def main() -> int:
     torch.manual_seed(0)
     facts = machine(device) | _peers.status()  # compiles what is to be compiled
     patience = QUICK if args.quick else PATIENCE[device.type]
-    seconds_of = clock(device)
+    window_patience = QUICK if args.quick else WINDOW_PATIENCE
+    seconds_of, seconds_of_window = clock(device), clock(device, ahead=False)
     print("B/element: r in passes that only read, u in passes that write too, c in copies")
 
     memory = Memory(device)
@@ -140,10 +153,13 @@ def main() -> int:
         facts["limit"] += f"; of copies also {yardstick.writer}"
     print(*map(table, results), sep="\n", flush=True)
     failed: dict[str, str] = {}
-    for job in jobs(args.shape or default_shapes(device, args.quick), args.jobs, device):
+    for job in jobs(args, device):
         cold = device.type == "cuda" or job.shape.elements >= COLD
         try:
-            results.append(measure(job, seconds_of, patience, yardstick if cold else None))
+            if job.again:
+                results.append(measure(job, seconds_of_window, window_patience))
+            else:
+                results.append(measure(job, seconds_of, patience, yardstick if cold else None))
         except Exception as error:  # contenders differ, memory is short: the other jobs go on
             failed[f"{job.name}, {job.shape}"] = f"{type(error).__name__}: {error}"
             print(f"\n{job.name}: {job.shape}: {error}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -62,6 +63,33 @@ def test_every_job_has_its_contenders(run: tuple[dict[str, Any], str]) -> None:
         assert {len(row["seconds"]) for row in rows.values()} == {3}
         if job["job"] not in ("read", "update", "write"):
             assert any(name.startswith("accumext") for name in rows)
+
+
+@pytest.mark.process
+def test_windows_have_the_loops_and_their_memory(run: tuple[dict[str, Any], str]) -> None:
+    result, printed = run
+    jobs = [job for job in result["jobs"] if job["job"].startswith("window of ")]
+    kinds = {job["job"].split(", ")[1] for job in jobs}
+    assert kinds == {"SGD", "AdamW foreach", "AdamW fused"}
+    assert {job["role"] for job in jobs} == {"", "transformer"}
+    assert any("scaler" in job["job"] for job in jobs)
+    loops = {"by hand", "accumext, backward", "accumext, usual loop"}
+    for job in jobs:
+        rows = job["contenders"]
+        half = "bf16" in job["job"]
+        assert loops | ({"accumext, in backward"} if half else set()) == set(rows) - {"Accelerate"}
+        assert ("Accelerate" in rows) == (result["machine"]["Accelerate"] == "installed")
+        sets = {name: row["sets_of_gradients"] for name, row in rows.items()}
+        assert sets["by hand"] >= 1.0
+        # A window of one leaves its gradients in `.grad`, beside the next forward pass.
+        if not half and not job["job"].startswith("window of 1,"):
+            assert sets["accumext, backward"] == pytest.approx(sets["by hand"], abs=0.06)
+        by_hand = np.array(rows["by hand"]["seconds"])
+        for name, row in rows.items():
+            over = np.percentile(np.array(row["seconds"]) / by_hand, (50, 25, 75))
+            median, q1, q3 = (f"{value:.2f}" for value in over)
+            line = rf"  {name} .* {sets[name]:.2f}  {median} \[{q1}, {q3}\]\n"
+            assert name == "by hand" or re.search(line, printed)
 
 
 @pytest.mark.process
@@ -187,6 +215,19 @@ def test_repetitions_are_complete_and_rotate(timing: ModuleType) -> None:
     assert "".join(calls) == "-a-b-c" + "-a-b-c" + "-b-c-a" + "-c-a-b"
     assert result.seconds == {"a": [0.0, 5.0, 7.0], "b": [1.0, 3.0, 8.0], "c": [2.0, 4.0, 6.0]}
     assert result.host_seconds == {name: [0.5] * 3 for name in "abc"}
+
+
+def test_of_windows_the_second_in_a_row_is_timed(timing: ModuleType) -> None:
+    def contender(sets: float) -> Any:
+        return timing.Contender(lambda: None, timing.Traffic(0, 0), None, lambda: sets)
+
+    contenders = {"a": contender(1.0), "b": contender(2.5)}
+    job = timing.Job("job", timing.Shape(1, 1), contenders, again=True)
+    clock = iter(range(100))
+    patience = timing.Patience(seconds=0.0, least=2)
+    result = timing.measure(job, lambda run: timing.Taken(float(next(clock))), patience)
+    assert result.seconds == {"a": [1.0, 7.0], "b": [3.0, 5.0]}
+    assert result.sets == {"a": 1.0, "b": 2.5}
 
 
 class FakeGpu:
