@@ -15,6 +15,8 @@ from support import ROOT
 from support.once import once
 from support.programs import run_script
 
+import accumext
+
 RTOL = 1e-12  # float64 in another order of operations
 
 TARGETS = {0.9, 1.6, 3.5, 2.2, 1.0, 0.85, 3.0, 5.0}  # promised on a CPU
@@ -81,8 +83,10 @@ def test_windows_have_the_loops_and_their_memory(run: tuple[dict[str, Any], str]
         assert ("Accelerate" in rows) == (result["machine"]["Accelerate"] == "installed")
         sets = {name: row["sets_of_gradients"] for name, row in rows.items()}
         assert sets["by hand"] >= 1.0
-        # A window of one leaves its gradients in `.grad`, beside the next forward pass.
-        if not half and not job["job"].startswith("window of 1,"):
+        # A window of one leaves its gradients in `.grad`, beside the next forward pass; and the
+        # operators in plain PyTorch take memory of their own.
+        compiled = accumext.backend() != "reference"
+        if compiled and not half and not job["job"].startswith("window of 1,"):
             assert sets["accumext, backward"] == pytest.approx(sets["by hand"], abs=0.06)
         by_hand = np.array(rows["by hand"]["seconds"])
         for name, row in rows.items():
