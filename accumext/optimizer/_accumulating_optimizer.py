@@ -92,7 +92,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             `on_nonfinite="skip_window"` alone.
         reduce_in_backward: sum the window over the processes while its last backward pass still
             runs, as DistributedDataParallel does. Each micro-batch then has one backward pass, on
-            every process, and the window costs memory for a second set of main gradients.
+            every process, and the window costs memory for a second set of sums.
         synchronize: with `fully_shard`, when gradients are reduced: in every "backward" pass, or
             once per "window", for which every `backward` is inside `micro_batch(model)`. The window
             then costs the memory of unsharded gradients and parameters, see `window_memory`.

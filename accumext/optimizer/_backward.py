@@ -109,10 +109,12 @@ def run_backward(
     known = window.parameters
     if len(known) != len(parameters) or not all(map(is_, known, parameters)):
         take_out(box, parameters)
-    if settings.looks_first or (
-        (loss.dtype in HALF_DTYPES or weight is not window.unit)
-        and _cannot_carry(box, loss, weight)
-    ):
+    if inside is not None and inside.weight is not None:  # as the first part of the micro-batch
+        apart = inside.part is not None
+    else:
+        special = loss.dtype in HALF_DTYPES or weight is not window.unit
+        apart = settings.looks_first or (special and _cannot_carry(box, loss, weight))
+    if apart:
         _backward_apart(box, op, loss, weight, scale, parameters)
     else:
         _backward_into_sums(box, op, loss, weight, scale, parameters, pending)
@@ -541,7 +543,7 @@ def open_micro_batch(op: str, box: Box, model: nn.Module | None) -> Iterator[Non
         take_out(box, parameters)
         before = box.state.window
         try:
-            box.state = box.state._replace(micro_batch=OpenMicroBatch(before))
+            box.state = box.state._replace(micro_batch=OpenMicroBatch())
             with held:
                 yield
             _close_micro_batch(op, box, held_back=model is not None)

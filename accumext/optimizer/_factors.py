@@ -151,7 +151,7 @@ def _kernel(
         written.copy_(torch.stack([tensor(value) for value in values]))
 
 
-# Where no norm is given it is the 2-norm of the main gradients, which are checked, too; else they
+# Where no norm is given it is the 2-norm of the sums, which are checked, too; else they
 # are not looked at.
 torch.library.define(
     "accumext::window_factors",

@@ -82,7 +82,6 @@ NO_WINDOW = Window()
 class OpenMicroBatch(NamedTuple):
     """The micro-batch between entry and exit of `micro_batch()`."""
 
-    before: Window  # what was open when it began
     weight: Scalar | None = None  # of all backward calls, once there was one
     ratio: Scalar = 1.0  # weight / unit
     part: Window | None = None  # its gradients, where they are looked at before they are added

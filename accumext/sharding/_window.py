@@ -35,7 +35,7 @@ from accumext._torch_private import (
 
 
 class ShardedWindow:
-    """What a window of sharded parameters needs beside its main gradients."""
+    """What a window of sharded parameters needs beside its sums."""
 
     def __init__(self) -> None:
         self._unit: Scalar = 1.0  # of weights: 1, then about their mean in the last window
@@ -211,7 +211,7 @@ def closing_groups(parameters: Sequence[Tensor], group: Group | None) -> tuple[l
 def window_memory(model: nn.Module, synchronize: _checks.Synchronize) -> int:
     """Bytes per process that an open window of a model holds beside its parameters and shards.
 
-    With `synchronize="backward"` those of the main gradients of its shards. With "window" those of
+    With `synchronize="backward"` those of the sums of its shards. With "window" those of
     unsharded gradients, in `MixedPrecisionPolicy.reduce_dtype` if there is one, and of unsharded
     parameters, which are gathered once for all micro-batches.
 

@@ -458,3 +458,20 @@ def test_threads_of_two_devices_take_turns(monkeypatch):
             thread.join()
     assert most == [1, 1]
     assert [p.grad for p in parameters] == [None, None]
+
+
+@pytest.mark.parametrize("half_first", [True, False])
+def test_parts_of_a_micro_batch_may_be_losses_of_several_dtypes(half_first):
+    """A loss of half precision cannot carry its weight; the first part decides for all of them."""
+    parameter = nn.Parameter(torch.zeros(2))
+    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=2)
+    opt.backward(parameter.sum() * 4.0, weight=3.0)
+    with opt.micro_batch():
+        for half in (half_first, not half_first):
+            loss = parameter.sum() * 8.0
+            opt.backward(loss.bfloat16() if half else loss, weight=1.0)
+    opt.step()
+    assert opt.last.micro_batches == 2
+    # The weight over the unit, 1/3, is rounded once where the loss of half precision carries it.
+    expected = torch.full((2,), -(3.0 * 4.0 + 1.0 * 16.0) / 4.0)
+    torch.testing.assert_close(parameter.detach(), expected, rtol=2.0**-8, atol=0.0)
