@@ -9,7 +9,7 @@ from itertools import chain
 from operator import is_
 from threading import Lock
 from typing import Final
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from accumext._tensor_kinds import (
     scale_,
 )
 from accumext._torch_private import record_function
-from accumext.masters import params_of
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import (
     clear,
@@ -46,12 +45,11 @@ from accumext.optimizer._sums import (
     any_half,
     count_in,
     enlarge_unit,
-    lendable,
     made,
     raise_nonfinite,
     take_out,
 )
-from accumext.optimizer._window import NO_WINDOW, Box, OpenMicroBatch, State, Window, explain
+from accumext.optimizer._window import NO_WINDOW, Box, OpenMicroBatch, Window, explain
 
 # Bytes of gradients that one call adds. A GPU moves them, and the sums, in about the time that a
 # call takes to launch, so more in a call saves little, and less would cost calls.
@@ -97,9 +95,7 @@ def run_backward(
         _check_weight_inside(op, inside, weight)
     if state.last is not None:
         state.last.evidence = None
-    parameters = list(chain.from_iterable(map(params_of, box.optimizer.param_groups)))
-    if not box.target.is_parameters:
-        parameters = box.target.parameters()
+    parameters = box.target.parameters()
     pending: Sequence[Tensor | None] = ()
     if not window.in_grad and not all(map(is_none, map(grad_of, parameters))):
         pending = _let_go(box, parameters, inside is not None)
@@ -114,10 +110,8 @@ def run_backward(
     else:
         special = loss.dtype in HALF_DTYPES or weight is not window.unit
         apart = settings.looks_first or (special and _cannot_carry(box, loss, weight))
-    if apart:
-        _backward_apart(box, op, loss, weight, scale, parameters)
-    else:
-        _backward_into_sums(box, op, loss, weight, scale, parameters, pending)
+    backward = _backward_apart if apart else _backward_into_sums
+    backward(box, op, loss, weight, scale, parameters, pending)
 
 
 def _let_go(box: Box, parameters: Sequence[Tensor], inside: bool) -> Sequence[Tensor | None]:
@@ -147,11 +141,9 @@ def _cannot_carry(box: Box, loss: Tensor, weight: Scalar) -> bool:
     if not isinstance(weight, Tensor) and weight == 0.0:
         return True
     unit = box.state.window.unit
-    return loss.dtype in HALF_DTYPES and not (unit is None or unit is weight or _same(unit, weight))
-
-
-def _same(a: Scalar, b: Scalar) -> bool:
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+    if loss.dtype not in HALF_DTYPES or unit is None or unit is weight:
+        return False
+    return isinstance(unit, Tensor) or isinstance(weight, Tensor) or unit != weight
 
 
 def _multiplied(loss: Tensor, factor: Scalar) -> Tensor:
@@ -179,31 +171,34 @@ def _backward_into_grad(
     fixed = None if box.sharded is None else box.sharded.unit
     window, ratio = count_in(NO_WINDOW, weight, scale, fixed)
     nothing = not isinstance(ratio, Tensor) and ratio == 0.0
-    factor = scale if nothing else scale * ratio
-    policy, main_grads = box.settings.on_nonfinite, box.main_grads
+    policy = box.settings.on_nonfinite
     try:
-        if isinstance(factor, Tensor) or factor != 1.0:
-            loss = _multiplied(loss, factor)
+        loss = _multiplied(loss, scale if nothing else scale * ratio)
         if pending and not nothing:
             scale_(present(pending), ratio)
-        main_grads.lookup = _plain_grad
-        loss.backward()
-        main_grads.lookup = None
-        if nothing:
-            put(parameters, [None if g is None else _zeros(g) for g in grads_of(parameters)])
+        _run_lent(box, loss)
+        grads = list(map(grad_of, parameters))
+        if nothing:  # also where they hold NaN
+            grads = [None if g is None else torch.zeros_like(g).detach() for g in grads]
+            put(parameters, grads)
         if policy == "raise":
-            raise_nonfinite(box, op, grads_of(parameters), weight)
-        window = window._replace(
-            in_grad=True,
-            sums=list(map(grad_of, parameters)),
-            unchecked=policy == "skip_micro_batch",
-        )
+            raise_nonfinite(box, op, grads, weight)
+        unchecked = policy == "skip_micro_batch"
+        window = window._replace(in_grad=True, sums=grads, unchecked=unchecked)
         box.state = box.state._replace(window=window, accumulated=True, through_backward=True)
     except BaseException:
-        main_grads.lookup = None
         box.drop()
         clear(parameters)
         raise
+
+
+def _run_lent(box: Box, loss: Tensor) -> None:
+    """A backward pass in which operators may add to what lies in `.grad`."""
+    try:
+        box.main_grads.lookup = _plain_grad
+        loss.backward()
+    finally:
+        box.main_grads.lookup = None
 
 
 def _plain_grad(parameter: Tensor) -> Tensor | None:
@@ -214,11 +209,6 @@ def _plain_grad(parameter: Tensor) -> Tensor | None:
 
 def _is_plain(main: Tensor) -> bool:
     return fit_one_call([main]) and not main.requires_grad
-
-
-def _zeros(grad: Tensor) -> Tensor:
-    """What a gradient of weight 0 contributes, also where it holds NaN."""
-    return torch.zeros_like(grad).detach()
 
 
 # Autograd adds
@@ -233,16 +223,12 @@ def _backward_into_sums(
     parameters: list[Tensor],
     pending: Sequence[Tensor | None],
 ) -> None:
-    """Autograd adds to the sums themselves, or, in half precision, what it has made is added.
-
-    The loss carries weight and loss scale. A pass that fails drops the window, and says so.
-    """
-    before, window, inside = box.state, box.state.window, box.state.micro_batch
-    all_reduce = None
+    """The loss carries weight and loss scale. A pass that fails drops the window, and says so."""
+    before, all_reduce = box.state, None
+    window, inside = before.window, before.micro_batch
     if box.settings.reduce_in_backward:
-        all_reduce = _overlapping_all_reduce(op, box, before, weight)
-    # Should anything fail from here on, the window is dropped.
-    box.state = before._replace(window=NO_WINDOW, all_reduce=all_reduce)
+        all_reduce = _overlapping_all_reduce(op, box, window, weight)
+        box.state = before._replace(all_reduce=all_reduce)
     try:
         if inside is not None and inside.weight is not None:
             ratio = inside.ratio
@@ -254,66 +240,55 @@ def _backward_into_sums(
             window, ratio = count_in(window, weight, carried, fixed)
             if inside is not None:
                 inside = inside._replace(weight=weight, ratio=ratio)
-        if pending:
-            window = _with_pending(box, op, window, ratio, pending)
-        factor = ratio * window.scale
-        if isinstance(factor, Tensor) or loss.dtype in HALF_DTYPES:
-            loss = _multiplied(loss, factor)
-        elif factor != 1.0:
-            loss = loss * factor
-        if all_reduce is not None or not _HALVES.isdisjoint(map(dtype_of, parameters)):
-            window = _Adder(box, op, window, parameters, all_reduce).run(loss)
-        else:
-            for parameter, main in zip(parameters, window.sums, strict=True):
-                parameter.grad = main
-            box.main_grads.lookup = _plain_grad
-            loss.backward()
-            box.main_grads.lookup = None
-            grads = list(map(grad_of, parameters))
-            if not all(map(is_, grads, window.sums)):
-                window = adopt(window, grads)
-        for parameter in parameters:
-            parameter.grad = None
+        window = _run_pass(box, op, window, loss, ratio, pending, all_reduce)
         box.state = before._replace(
-            window=window,
-            micro_batch=inside,
-            all_reduce=all_reduce,
-            accumulated=True,
+            window=window, micro_batch=inside, all_reduce=all_reduce, accumulated=True,
             through_backward=True,
-        )
+        )  # fmt: skip
     except BaseException as error:
-        _dropped(box, parameters, before, error)
+        box.drop()
+        clear(parameters)
+        if before.window.micro_batches:
+            explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
         raise
 
 
-def _with_pending(
-    box: Box, op: str, window: Window, ratio: Scalar, pending: Sequence[Tensor | None]
+def _run_pass(
+    box: Box,
+    op: str,
+    window: Window,
+    loss: Tensor,
+    ratio: Scalar,
+    pending: Sequence[Tensor | None],  # of a backward pass of the user's: of this micro-batch
+    all_reduce: WindowAllReduce | None = None,
 ) -> Window:
-    """Plus what a backward pass of the user's has left in `.grad`: a part of this micro-batch."""
-    factor = ratio * divide(window.scale, current_scale(op, box.settings.scaler))
-    here = box.target.send(list(pending))()
-    return adding(window, here, factor).run([])._replace(norm=None)
-
-
-def _dropped(box: Box, parameters: list[Tensor], before: State, error: BaseException) -> None:
-    """A backward pass that was adding to the window has failed."""
-    box.main_grads.lookup = None
-    box.drop()
+    """The window with what a backward pass makes of a loss, times the ratio. Autograd adds to the
+    sums themselves, which lie in `.grad` meanwhile; what it makes in half precision is added."""
+    parameters = window.parameters
+    if pending:
+        factor = ratio * divide(window.scale, current_scale(op, box.settings.scaler))
+        here = box.target.send(list(pending))()
+        window = adding(window, here, factor).run([])._replace(norm=None)
+    loss = _multiplied(loss, ratio * window.scale)
+    if all_reduce is not None or not _HALVES.isdisjoint(map(dtype_of, parameters)):
+        return _Adder(box, op, window, all_reduce).run(loss)
+    put(parameters, window.sums)
+    _run_lent(box, loss)
+    grads = list(map(grad_of, parameters))
+    window = adopt(window, grads)
     clear(parameters)
-    if before.window.micro_batches:
-        explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
+    return window
 
 
 def _overlapping_all_reduce(
-    op: str, box: Box, state: State, weight: Scalar
+    op: str, box: Box, window: Window, weight: Scalar
 ) -> WindowAllReduce | None:
     """What sums the window while its last backward pass runs; None if it is not to, or not yet.
 
     All processes are told the numbers of the window before anything is done.
     """
-    window, group = state.window, box.group
-    count = window.micro_batches + 1
-    if not box.settings.reduce_in_backward or group is None or count < box.settings.window:
+    group, count = box.group, window.micro_batches + 1
+    if group is None or count < box.settings.window:
         return None
     all_reduce = WindowAllReduce(box, window, group)
     all_reduce.agree(op, window, window.weight + weight, count, flushing=False)
@@ -328,20 +303,23 @@ class _Adder:
         box: Box,
         op: str,
         window: Window,
-        parameters: list[Tensor],
         all_reduce: WindowAllReduce | None,
     ) -> None:
         self._box, self._op, self._window = box, op, window
-        self._parameters, self._all_reduce = parameters, all_reduce
+        self._parameters, self._all_reduce = window.parameters, all_reduce
         self._arriving: Callable[[], list[Tensor | None]] | None = None
 
     def run(self, loss: Tensor) -> Window:
         """The window with what a backward pass makes of a loss."""
-        put(self._parameters, lendable(self._window))
-        self._box.main_grads.lookup = self._main_grad
-        with GradCollector(self._op, self._parameters, self._take).watching(self._watched()):
-            loss.backward()
-        self._box.main_grads.lookup = None
+        pairs = list(zip(self._parameters, self._window.sums, strict=True))
+        lent = [m if m is not None and m.dtype == p.dtype else None for p, m in pairs]
+        put(self._parameters, lent)
+        try:
+            self._box.main_grads.lookup = self._main_grad
+            with GradCollector(self._op, self._parameters, self._take).watching(self._watched()):
+                loss.backward()
+        finally:
+            self._box.main_grads.lookup = None
         grads = grads_of(self._parameters)
         if self._all_reduce is not None:
             self._take([i for i, grad in enumerate(grads) if grad is not None])
@@ -350,6 +328,7 @@ class _Adder:
             self._arriving = self._box.target.send(grads)
         with record_function("accumext::accumulate"), torch.no_grad():
             self._arrive()
+        clear(self._parameters)
         return self._window
 
     def _watched(self) -> list[int]:
@@ -429,15 +408,12 @@ class GradCollector:
         self._waiting: defaultdict[torch.device, list[int]] = defaultdict(list)
         self._bytes: defaultdict[torch.device, int] = defaultdict(int)
         self._taken: set[int] = set()
-        self._running: ReferenceType[_Pass] = ref(_Pass())
         self._lock = Lock()
 
     @contextmanager
     def watching(self, indices: Iterable[int]) -> Iterator[None]:
         """A context for the backward pass. Gradients of the last bundles are left in `.grad`."""
         handles = []
-        running = _Pass()
-        self._running = ref(running)  # a hook that an interrupt leaves behind does nothing
         try:
             for i in indices:
                 if self._parameters[i].requires_grad:
@@ -445,19 +421,22 @@ class GradCollector:
                     handles.append(self._parameters[i].register_post_accumulate_grad_hook(hook))
             yield
         finally:
-            del running
             for handle in handles:
                 handle.remove()
         self._refuse_late_gradients()
 
     def _hook_of(self, index: int) -> Callable[[Tensor], None]:
-        return lambda parameter: self._collect(index, parameter)
+        collector_of = ref(self)  # a hook that an interrupt leaves behind does nothing
 
-    def _collect(self, index: int, parameter: Tensor) -> None:
-        """`.grad` is complete."""
-        grad = parameter.grad
-        if grad is None or self._running() is None:  # a hook of the user's was faster
-            return
+        def hook(parameter: Tensor) -> None:
+            collector = collector_of()
+            if collector is not None and parameter.grad is not None:  # no hook was faster
+                collector._collect(index, parameter.grad)
+
+        return hook
+
+    def _collect(self, index: int, grad: Tensor) -> None:
+        """A gradient is complete."""
         device = grad.device
         self._waiting[device].append(index)
         self._bytes[device] += grad.numel() * grad.element_size()
@@ -478,53 +457,42 @@ class GradCollector:
             raise RuntimeError(message(self._op, ".grad", contract, got, advice))
 
 
-class _Pass:
-    """A backward pass, for as long as it runs."""
-
-
 # A micro-batch apart
 
 
 def _backward_apart(
-    box: Box, op: str, loss: Tensor, weight: Scalar, scale: Scalar, parameters: list[Tensor]
+    box: Box,
+    op: str,
+    loss: Tensor,
+    weight: Scalar,
+    scale: Scalar,
+    parameters: list[Tensor],
+    pending: Sequence[Tensor | None],
 ) -> None:
-    """The micro-batch lies in `.grad` alone, and is then looked at, and added with its weight."""
-    carried: Scalar = 1.0
-    if box.sharded is not None:
-        _, carried = count_in(box.state.window, weight, scale, box.sharded.unit)
-    micro_batch = box.state.micro_batch
+    """Gradients that are looked at before they are added with their weight: in `.grad` alone, or,
+    inside a micro-batch, in sums of its own."""
+    carried, micro_batch, sharded = _ONE, box.state.micro_batch, box.sharded
+    if sharded is not None:
+        _, carried = count_in(box.state.window, weight, scale, sharded.unit)
     try:
-        _multiplied(loss, scale * carried).backward()
-        if micro_batch is not None:
-            _add_to_part(box, micro_batch, parameters, weight, scale)
+        if micro_batch is None:
+            scale_(present(pending), carried)
+            _multiplied(loss, scale * carried).backward()
+            grads = fresh(parameters, box.state.used)
+            add_micro_batch(
+                box, op, parameters, grads, weight, scale,
+                accumulated=True, carried=sharded is not None,
+            )  # fmt: skip
             return
-        grads = fresh(parameters, box.state.used)
-        add_micro_batch(
-            box, op, parameters, grads, weight, scale,
-            accumulated=True, carried=box.sharded is not None,
-        )  # fmt: skip
+        part = micro_batch.part or Window(parameters, [None] * len(parameters), scale=scale)
+        part = _run_pass(box, op, part.of(parameters), loss, carried, pending)
+        after = micro_batch._replace(weight=weight, part=part)
+        box.state = box.state._replace(micro_batch=after)
     except BaseException:
         clear(parameters)
         if micro_batch is not None:
             box.state = box.state._replace(micro_batch=micro_batch._replace(failed=True))
         raise
-
-
-def _add_to_part(
-    box: Box,
-    micro_batch: OpenMicroBatch,
-    parameters: list[Tensor],
-    weight: Scalar,
-    scale: Scalar,
-) -> None:
-    """Sum the gradients of an open micro-batch in a window of their own."""
-    part = micro_batch.part or Window(parameters, [None] * len(parameters), scale=scale)
-    part = part.of(parameters)
-    grads = fresh(parameters, box.state.used)
-    part = adding(part, box.target.send(grads)(), divide(part.scale, scale)).run([])
-    after = micro_batch._replace(weight=weight, part=part)
-    box.state = box.state._replace(micro_batch=after)
-    clear_these(parameters, grads)
 
 
 # micro_batch()
@@ -559,8 +527,9 @@ def open_micro_batch(op: str, box: Box, model: nn.Module | None) -> Iterator[Non
             raise
 
 
+@torch.no_grad()
 def _close_micro_batch(op: str, box: Box, held_back: bool) -> None:
-    """Add what lies in `.grad`, and what was summed apart."""
+    """Add what was summed apart, and what lies in `.grad`."""
     micro_batch, parameters = box.state.micro_batch, box.target.parameters()
     if micro_batch is None or micro_batch.failed:
         got = "one that ended in an exception, and the micro-batch is dropped"
@@ -568,38 +537,27 @@ def _close_micro_batch(op: str, box: Box, held_back: bool) -> None:
         raise RuntimeError(message(op, "a backward pass", "come to its end", got, advice))
     if held_back and box.group is not None:
         box.state = box.state._replace(window=box.state.window._replace(held_back=True))
-    if micro_batch.weight is None or micro_batch.part is not None:
-        _close_apart(op, box, micro_batch, parameters)
-        return
-    grads = fresh(parameters, box.state.used)
-    window = box.state.window
-    if not all(map(is_none, grads)):  # of passes that were not the wrapper's
+    weight, part = micro_batch.weight, micro_batch.part
+    grads = fresh(parameters, box.state.used)  # of passes that were not the wrapper's
+    left, scale = not all(map(is_none, grads)), _ONE
+    if left or part is not None:
         box.refuse_while_reducing(op)
-        factor = micro_batch.ratio * divide(window.scale, current_scale(op, box.settings.scaler))
-        with torch.no_grad():
-            window = adding(window, box.target.send(grads)(), factor).run([])
+    if left:
+        scale = current_scale(op, box.settings.scaler)
+    window = box.state.window if part is None else part.of(parameters)
+    if left and weight is not None:
+        factor = micro_batch.ratio * divide(window.scale, scale)
+        window = adding(window, box.target.send(grads)(), factor).run([])
         clear_these(parameters, grads)
-    box.state = box.state._replace(window=window, micro_batch=None, accumulated=True)
-
-
-def _close_apart(op: str, box: Box, micro_batch: OpenMicroBatch, parameters: list[Tensor]) -> None:
-    part, used = micro_batch.part, box.state.used
-    grads = fresh(parameters, used)
-    if part is None and all(map(is_none, grads)):
-        box.state = box.state._replace(micro_batch=None)
-        return
-    box.refuse_while_reducing(op)
-    scale = current_scale(op, box.settings.scaler) if part is None else part.scale
-    weight = 1.0 if micro_batch.weight is None else micro_batch.weight
     if part is not None:
-        with torch.no_grad():
-            own = current_scale(op, box.settings.scaler)
-            part = part.of(parameters)
-            part = adding(part, box.target.send(grads)(), divide(scale, own)).run([])
-        clear_these(parameters, grads)
-        grads = list(part.sums)
-    carried = box.sharded is not None and micro_batch.weight is not None
-    add_micro_batch(box, op, parameters, grads, weight, scale, accumulated=True, carried=carried)
+        grads, scale = list(window.sums), window.scale
+    elif weight is not None or not left:
+        accumulated = weight is not None or box.state.accumulated
+        box.state = box.state._replace(window=window, micro_batch=None, accumulated=accumulated)
+        return
+    carried = box.sharded is not None and weight is not None
+    count = 1.0 if weight is None else weight
+    add_micro_batch(box, op, parameters, grads, count, scale, accumulated=True, carried=carried)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class Closing:
             window = window.of(parameters)
         grads = list(map(grad_of, parameters)) if window.in_grad else window.sums
         tensors: Any = present(grads) if any(map(is_none, grads)) else grads
-        one_call = fit_one_call(tensors) if window.one_call is None else window.one_call
+        one_call = fit_one_call(tensors)
         if not one_call:  # norms need what lies in several places to be summed
             grads = [None if g is None else coalesced(g) for g in grads]
             tensors = present(grads)

@@ -289,7 +289,7 @@ class WindowAllReduce:
         weight, kept, found_inf, _ = self._agreed
         finite = None if window.finite is None else kept
         return window._replace(
-            parameters=self._parameters, sums=sums, norm=None, one_call=None, weight=weight,
+            parameters=self._parameters, sums=sums, norm=None, weight=weight,
             world=kept, finite=finite, unit=1.0, scale=1.0, found_inf=found_inf,
         )  # fmt: skip
 

@@ -34,10 +34,10 @@ from accumext._torch_private import (
     sparse_values,
     storage_users,
 )
-from accumext.optimizer._grads import clear, clear_these, grads_of, is_none, present
+from accumext.optimizer._grads import grads_of, is_none, present
 from accumext.optimizer._report import named
 from accumext.optimizer._settings import OP
-from accumext.optimizer._window import Box, State, Window
+from accumext.optimizer._window import Box, Window
 
 _bytes_of = attrgetter("nbytes")
 _requires_grad = attrgetter("requires_grad")
@@ -48,14 +48,6 @@ _bytes_of_storage = methodcaller("nbytes")
 def any_half(parameters: Sequence[Tensor]) -> bool:
     """Whether the sum of any is float32, and its gradients are not."""
     return not set(HALF_DTYPES).isdisjoint(map(dtype_of, parameters))
-
-
-def lendable(window: Window) -> Sequence[Tensor | None]:
-    """The sums to which autograd can add: those of their parameter's dtype."""
-    if not any_half(window.parameters):
-        return window.sums
-    pairs = zip(window.parameters, window.sums, strict=True)
-    return [main if main is not None and main.dtype == p.dtype else None for p, main in pairs]
 
 
 _ONE: Scalar = 1.0
@@ -140,21 +132,15 @@ class Plan(NamedTuple):
 def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Plan:
     """What adds `grads * factor` to the sums. A parameter's first gradient becomes its sum."""
     counts = isinstance(factor, Tensor) or factor != 0.0
-    sums = window.sums
-    mixed = [*sums, *grads]
-    if not set(map(id, present(grads))).isdisjoint(map(id, present(sums))):
+    if any(main is grad for main, grad in zip(window.sums, grads) if main is not None):
         contract = "be another tensor in every micro-batch of a window"
         advice = "Assign a copy: p.grad = grad.clone()"
         got = "one that the window holds its sum in"
         raise RuntimeError(message(OP, ".grad", contract, got, advice))
-    if counts and not any(map(is_none, mixed)) and fit_one_call(mixed):  # type: ignore[arg-type]
-        calls = [(mixed[0].device, [list(sums), list(grads)])] if sums else []  # type: ignore
-        return Plan(window, calls, factor, bool(calls))  # type: ignore[arg-type]
-    return _adding(window, grads, factor, counts)
-
-
-def _adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar, counts: bool) -> Plan:
-    one = not isinstance(factor, Tensor) and factor == 1.0
+    together: list[Any] = [*window.sums, *grads]
+    if counts and together and not any(map(is_none, together)) and fit_one_call(together):
+        lists: list[Any] = [list(window.sums), list(grads)]
+        return Plan(window, [(together[0].device, lists)], factor, whole=True)
     first, new, targets, addends = list[int](), list(window.sums), list[Tensor](), list[Tensor]()
     for i, (parameter, main, grad) in enumerate(zip(window.parameters, window.sums, grads)):
         if grad is None:
@@ -173,48 +159,46 @@ def _adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar, coun
             addends.append(grad)
     norm = None
     if first:
-        found = present(grads[i] for i in first)
-        taken, norm = first_sums([window.parameters[i] for i in first], found, factor, one)
-        for i, main in zip(first, taken, strict=True):
-            new[i] = main
+        norm = _take(new, window.parameters, first, present(grads[i] for i in first), factor)
     every = present(new)
-    norm = norm if len(first) == len(every) else None
     calls = group_by_device(targets, addends)
     whole = len(calls) == 1 and len(targets) == len(every) and not any_dtensor(every)
-    return Plan(window._replace(sums=new, norm=norm, one_call=None), calls, factor, whole)
+    norm = norm if len(first) == len(every) else None
+    return Plan(window._replace(sums=new, norm=norm), calls, factor, whole)
 
 
-def first_sums(
+def _take(
+    sums: list[Tensor | None],
     parameters: Sequence[Tensor],
+    indices: Sequence[int],  # of these gradients
     grads: Sequence[Tensor],
     factor: Scalar = 1.0,
-    one: bool = True,  # whether the factor is the host's number 1.0
-) -> tuple[list[Tensor], Tensor | None]:
-    """`grads * factor` as sums: the tensors themselves, where their memory is their own, they are
-    of the sums' dtype and the factor is 1. The norm of all if one call has found it."""
-    if one and not any_half(parameters) and own_their_memory(grads):
-        return list(grads), None
-    taken = list[Tensor]()
+) -> Tensor | None:
+    """Make `grads * factor` sums: the tensors themselves, where their memory is their own, they are
+    of the sums' dtype and the factor is 1. Returns the norm of all if one call has found it."""
+    one = not isinstance(factor, Tensor) and factor == 1.0
+    dtypes = [main_dtype(parameters[i]) for i in indices]
+    if one and dtypes == list(map(dtype_of, grads)) and own_their_memory(grads):
+        for i, grad in zip(indices, grads, strict=True):
+            sums[i] = grad
+        return None
     wide, sources = list[Tensor](), list[Tensor]()
-    for parameter, grad in zip(parameters, grads, strict=True):
-        dtype = main_dtype(parameter)
+    for i, grad, dtype in zip(indices, grads, dtypes, strict=True):
         if grad.is_sparse:
-            taken.append(grad.detach().to(dtype) if one else grad.detach().to(dtype) * factor)
+            sums[i] = grad.detach().to(dtype) if one else grad.detach().to(dtype) * factor
         elif one and grad.dtype == dtype:
-            mine = own_their_memory([grad]) and not any(grad is other for other in taken)
-            taken.append(grad if mine else grad.detach().resolve_conj().clone())
+            mine = own_their_memory([grad]) and not any(grad is other for other in sums)
+            sums[i] = grad if mine else grad.detach().resolve_conj().clone()
         else:
-            grad = grad.detach().resolve_conj()
-            taken.append(torch.empty_like(grad, dtype=dtype))
-            wide.append(taken[-1])
-            sources.append(grad)
-    calls = group_by_device(wide, sources)
+            sources.append(grad.detach().resolve_conj())
+            wide.append(torch.empty_like(sources[-1], dtype=dtype))
+            sums[i] = wide[-1]
     norms = [
         ops.accumulate_(*lists, inv_scale=to_device(device, factor), overwrite=True)
-        for device, lists in calls
+        for device, lists in group_by_device(wide, sources)
     ]
     whole = len(norms) == 1 and len(wide) == len(grads) and not any_dtensor(wide)
-    return taken, norms[0] if whole else None
+    return norms[0] if whole else None
 
 
 @not_compiled  # which cannot trace what storages tell
@@ -244,15 +228,14 @@ del _probe
 
 def adopt(window: Window, grads: Sequence[Tensor | None]) -> Window:
     """Take the sums from `.grad`, where autograd has added to them."""
-    if len(grads) == len(window.sums) and all(map(is_, grads, window.sums)):
-        return window._replace(norm=None)
-    new = list(window.sums)
-    changed = [i for i, grad in enumerate(grads) if grad is not None and grad is not new[i]]
-    found = [g for i in changed if (g := grads[i]) is not None]
-    taken, _ = first_sums([window.parameters[i] for i in changed], found)
-    for i, main in zip(changed, taken, strict=True):
-        new[i] = main
-    return window._replace(sums=new, norm=None, one_call=fit_one_call(present(new)))
+    sums = window.sums
+    if not all(map(is_, grads, sums)):
+        new = [i for i, grad in enumerate(grads) if grad is not None and grad is not sums[i]]
+        sums = list(sums)
+        _take(sums, window.parameters, new, present(grads[i] for i in new))
+    elif window.norm is None:
+        return window
+    return window._replace(sums=sums, norm=None)
 
 
 def made(window: Window, index: int) -> tuple[Window, Tensor]:
@@ -261,7 +244,7 @@ def made(window: Window, index: int) -> tuple[Window, Tensor]:
     if main is None:
         parameter, sums = window.parameters[index], list(window.sums)
         main = sums[index] = torch.zeros_like(parameter, dtype=main_dtype(parameter)).detach()
-        window = window._replace(sums=sums, one_call=None)
+        window = window._replace(sums=sums)
     return window._replace(norm=None), main
 
 
@@ -325,7 +308,7 @@ def add_if_finite(
         for i, addend in joined:
             new[i] = new[i] + addend  # type: ignore[operator]
         weight_now = window.weight + weight * kept
-        return after._replace(sums=new, weight=weight_now, norm=None, one_call=None)
+        return after._replace(sums=new, weight=weight_now, norm=None)
 
     return run
 
@@ -346,14 +329,8 @@ def take_out(box: Box, parameters: Sequence[Tensor]) -> None:
             out = add_if_finite(start, grads, window.weight, window.scale)([])
         else:
             out = adding(empty, grads, 1.0).run([])
-    state = box.state._replace(window=out._replace(loss_scale=window.loss_scale))
-    try:
-        box.state = state
-        clear(parameters)
-    except BaseException:
-        if box.state is state:
-            clear(parameters)
-        raise
+    out = out._replace(loss_scale=window.loss_scale)
+    box.commit(box.state._replace(window=out), parameters)
 
 
 # A micro-batch
@@ -398,22 +375,19 @@ def _commit(
     accumulated: bool,
 ) -> None:
     """Add, and store that it was done; after an exception both or neither."""
-    norms: list[Tensor] = []
-    state: State | None = None
+    before, norms = box.state, list[Tensor]()
+    emptied = [p for p, grad in zip(parameters, grads, strict=True) if grad is not None]
 
     def rest() -> None:
-        nonlocal state
-        window = run(norms)
-        state = box.state._replace(
-            window=window, accumulated=accumulated or box.state.accumulated, micro_batch=None
+        after = before._replace(
+            window=run(norms), accumulated=accumulated or before.accumulated, micro_batch=None
         )
-        box.state = state
-        clear_these(parameters, grads)
+        box.commit(after, emptied)
 
     try:
         rest()
     except BaseException:
-        if norms or (state is not None and box.state is state):
+        if norms and box.state is before:
             rest()
         raise
 

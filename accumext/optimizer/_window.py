@@ -36,7 +36,6 @@ class Window(NamedTuple):
 
     parameters: Sequence[Tensor] = ()
     sums: Sequence[Tensor | None] = ()  # None: no gradient yet
-    one_call: bool | None = None  # whether one call of an operator takes the sums; None: not known
     in_grad: bool = False
     unchecked: bool = False  # in `.grad`, and to be dropped if it is not finite
     micro_batches: int = 0
@@ -211,20 +210,24 @@ class Box:
         """Whether the next micro-batch stays in `.grad`, where the optimizer finds it."""
         return self.target.is_parameters and self.keeps_at_once
 
+    def commit(self, state: State, emptied: Sequence[Tensor] = ()) -> None:
+        """Replace the state and empty `.grad` of these parameters; after an exception both or
+        neither."""
+        try:
+            self.state = state
+            clear(emptied)
+        except BaseException:
+            if self.state is state:
+                clear(emptied)
+            raise
+
     def drop(self, successor: Window = NO_WINDOW) -> None:
         """Start another window. An all-reduce of the old one ends first, as other ranks expect."""
         state = self.state
         after = state._replace(
             window=successor, micro_batch=None, all_reduce=None, accumulated=False
         )
-        parameters = self.target.parameters() if state.window.in_grad else []
-        try:
-            self.state = after
-            clear(parameters)
-        except BaseException:
-            if self.state is after:
-                clear(parameters)
-            raise
+        self.commit(after, self.target.parameters() if state.window.in_grad else ())
         if state.all_reduce is not None:
             state.all_reduce.abandon(state.window)
         if self.sharded is not None:
@@ -274,23 +277,30 @@ def explain(error: BaseException, note: str) -> None:
         raise RuntimeError(note) from error
 
 
-# A window in a checkpoint: names of its numbers, which stay as they are in saved files.
-_SCALARS = ("weight", "unit_weight", "unit_scale", "loss_scale", "norm", "found_inf", "survivors")
+# A window in a checkpoint. Names of its numbers there, and of the fields of a window.
+_SCALARS = {
+    "weight": "weight",
+    "unit_weight": "unit",
+    "unit_scale": "scale",
+    "loss_scale": "loss_scale",
+    "norm": "norm",
+    "found_inf": "found_inf",
+    "survivors": "finite",
+}
 _KEYS = {"main_grads", "micro_batches", "held_back", *_SCALARS}
+_NEVER_NONE = ("weight", "unit_scale", "loss_scale")
+_TENSORS = ("norm", "found_inf", "survivors")  # or None
 
 
 def pack(window: Window) -> dict[str, Any]:
     """Copies of everything that a window out of `.grad` holds, sums by parameter index."""
-    found, finite = window.found_inf, window.finite
-    values = {
-        "weight": window.weight,
-        "unit_weight": window.unit,
-        "unit_scale": window.scale,
-        "loss_scale": window.loss_scale,
-        "norm": window.norm,
-        "found_inf": as_tensor(found, torch.float32) if _is_set(found) else None,
-        "survivors": None if finite is None else as_tensor(finite, torch.float64),
-    }
+    values = {name: getattr(window, field) for name, field in _SCALARS.items()}
+    for name, nothing, dtype in (
+        ("found_inf", 0.0, torch.float32),
+        ("survivors", None, torch.float64),
+    ):
+        there = isinstance(values[name], Tensor) or values[name] != nothing
+        values[name] = as_tensor(values[name], dtype) if there else None
     sums = {i: main for i, main in enumerate(window.sums) if main is not None}
     return {
         "main_grads": {i: main.detach().clone() for i, main in sums.items()},
@@ -300,46 +310,24 @@ def pack(window: Window) -> dict[str, Any]:
     }
 
 
-def _is_set(flag: Scalar) -> bool:
-    return isinstance(flag, Tensor) or flag != 0.0
-
-
 def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
     """The window that `pack` saw, on the devices of the parameters."""
     if not isinstance(packed, dict):
         fail_type(op, "state_dict", "be a dict", type_name(packed))
     if set(packed) != _KEYS:
         fail_value(op, "state_dict", f"have the keys {sorted(_KEYS)}", sorted(map(str, packed)))
-    count = packed["micro_batches"]
+    count, held_back = packed["micro_batches"], packed["held_back"]
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         fail_value(op, "state_dict['micro_batches']", "be an int of at least 0", repr(count))
-    held_back = packed["held_back"]
     if not isinstance(held_back, bool):
         fail_type(op, "state_dict['held_back']", "be a bool", type_name(held_back))
     sums = _unpacked_sums(op, packed["main_grads"], parameters)
     device = next((main.device for main in sums if main is not None), torch.device("cpu"))
-    scalars = {name: _scalar(op, name, packed[name], device) for name in _SCALARS}
-    for name in ("weight", "unit_scale", "loss_scale"):
-        if scalars[name] is None:
-            fail_type(op, f"state_dict[{name!r}]", "be a number or a 0-dim tensor", "NoneType")
-    for name in ("norm", "found_inf", "survivors"):
-        if isinstance(scalars[name], float):
-            fail_type(op, f"state_dict[{name!r}]", "be a 0-dim tensor or None", "float")
-    norm, found_inf = scalars.pop("norm"), scalars.pop("found_inf")
-    numbers = {k: to_host_if_free(v) if isinstance(v, Tensor) else v for k, v in scalars.items()}
-    return Window(
-        parameters=parameters,
-        sums=sums,
-        micro_batches=count,
-        weight=numbers["weight"],
-        unit=numbers["unit_weight"],
-        scale=numbers["unit_scale"],
-        loss_scale=numbers["loss_scale"],
-        found_inf=0.0 if found_inf is None else to_host_if_free((found_inf != 0).double()),
-        norm=norm,
-        finite=numbers["survivors"],
-        held_back=held_back,
-    )
+    numbers = {f: _unpacked(op, name, packed[name], device) for name, f in _SCALARS.items()}
+    found = numbers["found_inf"]
+    numbers["found_inf"] = 0.0 if found is None else to_host_if_free((found != 0).double())
+    window = Window(parameters, sums, micro_batches=count, held_back=held_back)
+    return window._replace(**numbers)
 
 
 def _unpacked_sums(op: str, sums: Any, parameters: Sequence[Tensor]) -> list[Tensor | None]:
@@ -362,27 +350,27 @@ def _unpacked_sums(op: str, sums: Any, parameters: Sequence[Tensor]) -> list[Ten
     return loaded
 
 
-def _scalar(op: str, name: str, value: Any, device: torch.device) -> Any:
-    """A finite number, a 0-dim tensor (moved to the device) or None."""
-    contract = "be a number, a 0-dim tensor or None"
+def _unpacked(op: str, name: str, value: Any, device: torch.device) -> Any:
+    """A number as a window holds it: on the device, or read where that is the host."""
+    entry, contract = f"state_dict[{name!r}]", "be a number, a 0-dim tensor or None"
+    if value is None and name not in _NEVER_NONE:
+        return None
     if isinstance(value, Tensor):
         if value.dim() != 0:
-            fail_value(op, f"state_dict[{name!r}]", contract, f"shape {list(value.shape)}")
-        if name not in ("norm", "found_inf"):
-            _check_range(op, name, float(value))
-        return value.detach().to(device, copy=True)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        fail_type(op, f"state_dict[{name!r}]", contract, type_name(value))
-    _check_range(op, name, value)
-    return float(value)
-
-
-def _check_range(op: str, name: str, value: float) -> None:
-    """What a sum of weights, a unit or a loss scale can be."""
-    if not math.isfinite(value):
-        fail_value(op, f"state_dict[{name!r}]", "be finite", value)
-    if value < 0.0 or (value == 0.0 and name == "unit_weight"):
-        bound = "be positive" if name == "unit_weight" else "be at least 0"
-        fail_value(op, f"state_dict[{name!r}]", bound, value)
+            fail_value(op, entry, contract, f"shape {list(value.shape)}")
+    elif value is None:
+        fail_type(op, entry, "be a number or a 0-dim tensor", "NoneType")
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        fail_type(op, entry, contract, type_name(value))
+    elif name in _TENSORS:
+        fail_type(op, entry, "be a 0-dim tensor or None", "float")
+    if name not in ("norm", "found_inf"):  # a sum of weights, a unit, a loss scale
+        if not math.isfinite(number := float(value)):
+            fail_value(op, entry, "be finite", number)
+        if number < 0.0 or (number == 0.0 and name == "unit_weight"):
+            bound = "be positive" if name == "unit_weight" else "be at least 0"
+            fail_value(op, entry, bound, number)
+    if not isinstance(value, Tensor):
+        return float(value)
+    value = value.detach().to(device, copy=True)
+    return value if name in ("norm", "found_inf") else to_host_if_free(value)
