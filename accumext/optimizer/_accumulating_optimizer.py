@@ -24,7 +24,7 @@ from accumext.optimizer._backward import (
     run_backward,
 )
 from accumext.optimizer._factors import normaliser
-from accumext.optimizer._grads import Used, fresh, grads_of, is_none
+from accumext.optimizer._grads import Used, fresh, grad_of, grads_of, is_none
 from accumext.optimizer._processes import collect_held
 from accumext.optimizer._proxy import OptimizerProxy
 from accumext.optimizer._report import WindowReport
@@ -192,6 +192,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         count = check_loss_and_weight(op, loss, weight)
         run_backward(self._box, self, op, loss, count)
 
+    @torch.no_grad()
     def accumulate(self, weight: float | Tensor = 1.0) -> None:
         """Add the gradients in `.grad` as one micro-batch, and leave `.grad` empty.
 
@@ -335,15 +336,18 @@ class AccumulatingOptimizer(OptimizerProxy):
             take_out(box, parameters)
         if box.state.last is not None:
             box.state.last.evidence = None
-        self.optimizer.zero_grad(set_to_none)
+        empty = set_to_none and all(map(is_none, map(grad_of, parameters)))
+        if not empty or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
+            self.optimizer.zero_grad(set_to_none)
         if not box.target.is_parameters:  # it has cleared only that of the masters
             for parameter in parameters:
                 if set_to_none or parameter.grad is None:
                     parameter.grad = None
                 else:
                     parameter.grad = parameter.grad.detach().zero_()
-        used = Used() if set_to_none else Used().after(grads_of(parameters))
-        box.state = box.state._replace(used=used)
+        if box.state.used.seen or not set_to_none:
+            used = Used() if set_to_none else Used().after(grads_of(parameters))
+            box.state = box.state._replace(used=used)
 
     @property
     def stepped(self) -> bool:

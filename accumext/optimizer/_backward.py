@@ -24,6 +24,7 @@ from accumext._tensor_kinds import (
     scale_,
 )
 from accumext._torch_private import record_function
+from accumext.masters import params_of
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import (
     clear,
@@ -95,7 +96,9 @@ def run_backward(
         _check_weight_inside(op, inside, weight)
     if state.last is not None:
         state.last.evidence = None
-    parameters = box.target.parameters()
+    parameters = list(chain.from_iterable(map(params_of, box.optimizer.param_groups)))
+    if not box.target.is_parameters:
+        parameters = box.target.parameters()
     pending: Sequence[Tensor | None] = ()
     if not window.in_grad and not all(map(is_none, map(grad_of, parameters))):
         pending = _let_go(box, parameters, inside is not None)
@@ -146,15 +149,6 @@ def _cannot_carry(box: Box, loss: Tensor, weight: Scalar) -> bool:
     return isinstance(unit, Tensor) or isinstance(weight, Tensor) or unit != weight
 
 
-def _multiplied(loss: Tensor, factor: Scalar) -> Tensor:
-    """A loss times a factor, formed in float32 at least."""
-    if isinstance(factor, Tensor):
-        return loss * factor.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
-    if factor == 1.0:
-        return loss
-    return (loss.float() if loss.dtype in HALF_DTYPES else loss) * factor
-
-
 # `.grad` is the window
 
 
@@ -173,10 +167,9 @@ def _backward_into_grad(
     nothing = not isinstance(ratio, Tensor) and ratio == 0.0
     policy = box.settings.on_nonfinite
     try:
-        loss = _multiplied(loss, scale if nothing else scale * ratio)
         if pending and not nothing:
             scale_(present(pending), ratio)
-        _run_lent(box, loss)
+        _run(box, loss, scale if nothing else scale * ratio, _plain_grad)
         grads = list(map(grad_of, parameters))
         if nothing:  # also where they hold NaN
             grads = [None if g is None else torch.zeros_like(g).detach() for g in grads]
@@ -192,11 +185,19 @@ def _backward_into_grad(
         raise
 
 
-def _run_lent(box: Box, loss: Tensor) -> None:
-    """A backward pass in which operators may add to what lies in `.grad`."""
+def _run(
+    box: Box, loss: Tensor, factor: Scalar, lookup: Callable[[Tensor], Tensor | None] | None = None
+) -> None:
+    """A backward pass of the loss times a factor, which needs no product in its graph. Operators
+    may add to the sums that `lookup` tells them of."""
+    seed = None
+    if isinstance(factor, Tensor):
+        seed = torch.ones_like(loss) * factor.to(loss.device, loss.dtype)
+    elif factor != 1.0:
+        seed = torch.full_like(loss, factor)
     try:
-        box.main_grads.lookup = _plain_grad
-        loss.backward()
+        box.main_grads.lookup = lookup
+        loss.backward(seed)
     finally:
         box.main_grads.lookup = None
 
@@ -269,14 +270,17 @@ def _run_pass(
         factor = ratio * divide(window.scale, current_scale(op, box.settings.scaler))
         here = box.target.send(list(pending))()
         window = adding(window, here, factor).run([])._replace(norm=None)
-    loss = _multiplied(loss, ratio * window.scale)
+    factor = ratio * window.scale
     if all_reduce is not None or not _HALVES.isdisjoint(map(dtype_of, parameters)):
-        return _Adder(box, op, window, all_reduce).run(loss)
-    put(parameters, window.sums)
-    _run_lent(box, loss)
+        return _Adder(box, op, window, all_reduce).run(loss, factor)
+    for parameter, main in zip(parameters, window.sums):
+        parameter.grad = main
+    _run(box, loss, factor, _plain_grad)
     grads = list(map(grad_of, parameters))
-    window = adopt(window, grads)
-    clear(parameters)
+    if window.norm is not None or not all(map(is_, grads, window.sums)):
+        window = adopt(window, grads)
+    for parameter in parameters:
+        parameter.grad = None
     return window
 
 
@@ -309,17 +313,13 @@ class _Adder:
         self._parameters, self._all_reduce = window.parameters, all_reduce
         self._arriving: Callable[[], list[Tensor | None]] | None = None
 
-    def run(self, loss: Tensor) -> Window:
-        """The window with what a backward pass makes of a loss."""
+    def run(self, loss: Tensor, factor: Scalar) -> Window:
+        """The window with what a backward pass makes of a loss times a factor."""
         pairs = list(zip(self._parameters, self._window.sums, strict=True))
         lent = [m if m is not None and m.dtype == p.dtype else None for p, m in pairs]
         put(self._parameters, lent)
-        try:
-            self._box.main_grads.lookup = self._main_grad
-            with GradCollector(self._op, self._parameters, self._take).watching(self._watched()):
-                loss.backward()
-        finally:
-            self._box.main_grads.lookup = None
+        with GradCollector(self._op, self._parameters, self._take).watching(self._watched()):
+            _run(self._box, loss, factor, self._main_grad)
         grads = grads_of(self._parameters)
         if self._all_reduce is not None:
             self._take([i for i, grad in enumerate(grads) if grad is not None])
@@ -477,12 +477,13 @@ def _backward_apart(
     try:
         if micro_batch is None:
             scale_(present(pending), carried)
-            _multiplied(loss, scale * carried).backward()
+            _run(box, loss, scale * carried)
             grads = fresh(parameters, box.state.used)
-            add_micro_batch(
-                box, op, parameters, grads, weight, scale,
-                accumulated=True, carried=sharded is not None,
-            )  # fmt: skip
+            with torch.no_grad():
+                add_micro_batch(
+                    box, op, parameters, grads, weight, scale,
+                    accumulated=True, carried=sharded is not None,
+                )  # fmt: skip
             return
         part = micro_batch.part or Window(parameters, [None] * len(parameters), scale=scale)
         part = _run_pass(box, op, part.of(parameters), loss, carried, pending)

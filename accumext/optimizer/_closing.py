@@ -27,7 +27,6 @@ from accumext._tensor_kinds import (
 )
 from accumext._torch_private import (
     TAKES_SCALE,
-    not_compiled,
     step_post_hooks,
     write_count,
 )
@@ -105,7 +104,8 @@ class Closing:
         if not target.is_parameters:
             target.take_over()
             stepped_on = target.stepped_on()
-        if window.parameters is not parameters:  # mostly the same, in another list
+        known = window.parameters
+        if len(known) != len(parameters) or not all(map(is_, known, parameters)):
             window = window.of(parameters)
         grads = list(map(grad_of, parameters)) if window.in_grad else window.sums
         tensors: Any = present(grads) if any(map(is_none, grads)) else grads
@@ -130,7 +130,6 @@ class Closing:
 
     # Before the step
 
-    @not_compiled
     def begin(self) -> bool:
         """Measure the gradient, form it, and put it where the optimizer finds it; whether there is
         a step to take."""
@@ -303,7 +302,6 @@ class Closing:
 
     # After the step
 
-    @not_compiled
     def finish(self) -> None:
         """Close the window. May be called twice."""
         box, window, state = self._box, self._window, self._box.state
@@ -321,7 +319,6 @@ class Closing:
         if box.settings.scaler is not None:
             update(box.settings.scaler, self._begun, self._proxy, self._found_inf, self._device)
 
-    @not_compiled
     def recover(self) -> None:
         """After an exception: finish if the step has been taken, else leave all as it was."""
         closed = self._closed is not None and self._box.state is self._closed

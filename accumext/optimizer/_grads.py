@@ -15,7 +15,6 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from accumext._tensor_kinds import versions
-from accumext._torch_private import not_compiled
 
 grad_of = attrgetter("grad")
 is_none = partial(is_, None)
@@ -62,7 +61,6 @@ class Used(NamedTuple):
     versions: Sequence[int | None] = ()  # a gradient that was written since counts as new
     ours: Sequence[bool] = ()
 
-    @not_compiled  # it would compile anew for every gradient
     def after(
         self,
         grads: Sequence[Tensor | None],  # in `.grad` now

@@ -16,7 +16,6 @@ from accumext._checks import fail_value, message
 from accumext._scalars import Scalar, as_tensor, to_host_if_free
 from accumext._torch_private import (
     OptState,
-    not_compiled,
     optimizer_states,
     saved_factor,
     scale_tensor,
@@ -101,7 +100,6 @@ def begin_update(
     return optimizer_states(scaler)
 
 
-@not_compiled  # torch.compile loses the record
 def update(
     scaler: GradScaler,
     begun: object,

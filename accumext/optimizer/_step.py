@@ -16,8 +16,8 @@ from accumext import _checks, _scalars
 from accumext._scalars import to_host_if_free
 from accumext._tensor_kinds import global_norm, nonfinite, versions, zero_flag
 from accumext._torch_private import (
-    not_compiled,
     record_function,
+    run_uncompiled,
     set_grad_enabled,
     takes_scale,
 )
@@ -79,7 +79,10 @@ def run_step(
             refuse_unscaled(op, settings.scaler, proxy, optimizer)
             if state.through_backward:
                 box.state = box.state._replace(through_backward=False)
-            take_pending(box, op, parameters, outer)
+            if torch.compiler.is_compiling():  # which is after the wrapped step alone
+                run_uncompiled(take_pending, box, op, parameters, outer)
+            else:
+                take_pending(box, op, parameters, outer)
         if box.state.window.micro_batches >= settings.window:
             result = close_window(box, proxy, op, parameters, kwargs)
         elif settings.window == 1 and empty and box.keeps_at_once:
@@ -87,8 +90,6 @@ def run_step(
             result = box.target.followed(optimizer.step)(**kwargs)
         if outer is not None and not _took_a_step(box):
             tell_of_a_skipped_step(proxy)
-        if box.state.accumulated:
-            box.state = box.state._replace(accumulated=False)
         return value if result is None else result
     except BaseException:
         # GradScaler deletes these only when step returns, and multiplies what is left into the
@@ -112,7 +113,6 @@ def flush(box: Box, proxy: Optimizer, op: str) -> None:
     close_window(box, proxy, op, parameters, {}, flushing=True)
 
 
-@not_compiled  # torch.compile cannot trace it, and is after the wrapped step alone
 def take_pending(
     box: Box, op: str, parameters: list[Tensor], outer: OuterScale | None, new: bool = False
 ) -> None:
@@ -127,14 +127,15 @@ def take_pending(
         return
     if state.last is not None:
         state.last.evidence = None
-    refuse_second_accumulation(op, settings.window)
-    box.refuse_while_reducing(op)
+    if state.all_reduce is not None or state.window.world is not None:
+        box.refuse_while_reducing(op)
     if settings.synchronize == "window" and box.sharded is not None:
         box.sharded.refuse_synchronised(op)
-    if outer is None:
-        _warn_of_sums(box, op, pending)
-    scale = current_scale(op, settings.scaler) if outer is None else outer.scale
-    found_inf = 0.0 if outer is None else outer.found_inf
+    if settings.window > 1 and state.window.micro_batches == 0:
+        refuse_second_accumulation(op, settings.window)
+        if outer is None:
+            _warn_of_sums(box, op, pending)
+    scale, found_inf = (current_scale(op, settings.scaler), 0.0) if outer is None else outer
     if not box.keeps_in_grad:
         add_micro_batch(box, op, parameters, pending, 1.0, scale, found_inf=found_inf)
         return
@@ -144,12 +145,9 @@ def take_pending(
     for parameter, grad in zip(parameters, pending, strict=True):  # but for what is used up
         if grad is None:
             parameter.grad = None
-    window, _ = count_in(NO_WINDOW, 1.0, scale)
     unchecked = policy == "skip_micro_batch"
-    window = window._replace(
-        in_grad=True, unchecked=unchecked, found_inf=0.0 if unchecked else found_inf
-    )
-    box.state = box.state._replace(window=window)
+    window, _ = count_in(NO_WINDOW, 1.0, scale, found_inf=0.0 if unchecked else found_inf)
+    box.state = state._replace(window=window._replace(in_grad=True, unchecked=unchecked))
 
 
 def _took_a_step(box: Box) -> bool:
@@ -176,9 +174,9 @@ def _is_priming(optimizer: Optimizer) -> bool:
 def _warn_of_sums(box: Box, op: str, grads: Sequence[Tensor | None]) -> None:
     """Say once that a window counts calls of `step`, where each may be meant to end one."""
     window = box.settings.window
-    if "sums" in box.state.warned or window == 1:
-        return
-    if all(version is None or version > 0 for version in versions(grads)):
+    if "sums" not in box.state.warned and all(
+        version is None or version > 0 for version in versions(grads)
+    ):
         box.warn_once(
             "sums",
             f"{op}: every gradient was added to, or changed, since autograd made it, and "
@@ -210,11 +208,14 @@ def close_window(
             return None
         closing, result = Closing(box, proxy, op, parameters), None
         try:
-            if closing.begin():
+            if run_uncompiled(closing.begin) if compiling else closing.begin():
                 result = box.optimizer.step(**kwargs)
-            closing.finish()
+            if compiling:
+                run_uncompiled(closing.finish)
+            else:
+                closing.finish()
         except BaseException:
-            closing.recover()
+            run_uncompiled(closing.recover)
             raise
     if not isinstance(closing.skip, Tensor) and closing.skip:
         _warn_of_skip(box, proxy)

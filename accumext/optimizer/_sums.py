@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -51,13 +51,18 @@ def any_half(parameters: Sequence[Tensor]) -> bool:
 
 
 _ONE: Scalar = 1.0
+_NONE: Scalar = 0.0
 
 
 # The unit
 
 
 def count_in(
-    window: Window, weight: Scalar, scale: Scalar, fixed: Scalar | None = None
+    window: Window,
+    weight: Scalar,
+    scale: Scalar,
+    fixed: Scalar | None = None,
+    found_inf: Scalar = _NONE,
 ) -> tuple[Window, Scalar]:
     """Count a micro-batch whose loss had this scale. The first sets the unit, and the scale.
 
@@ -66,6 +71,7 @@ def count_in(
 
     Args:
         fixed: the unit where it is known without looking at weights.
+        found_inf: what somebody else found in the gradients.
     """
     unit, sums_scale, ratio = window.unit, window.scale, _ONE
     if unit is None:
@@ -88,6 +94,7 @@ def count_in(
         unit=unit,
         scale=sums_scale,
         loss_scale=scale,
+        found_inf=window.found_inf if found_inf is _NONE else maximum(window.found_inf, found_inf),
         norm=None,
         agreed=False,  # after a step that failed the weight is the mean of what was there then
     )
@@ -228,13 +235,9 @@ del _probe
 
 def adopt(window: Window, grads: Sequence[Tensor | None]) -> Window:
     """Take the sums from `.grad`, where autograd has added to them."""
-    sums = window.sums
-    if not all(map(is_, grads, sums)):
-        new = [i for i, grad in enumerate(grads) if grad is not None and grad is not sums[i]]
-        sums = list(sums)
-        _take(sums, window.parameters, new, present(grads[i] for i in new))
-    elif window.norm is None:
-        return window
+    sums = list(window.sums)
+    new = [i for i, grad in enumerate(grads) if grad is not None and grad is not sums[i]]
+    _take(sums, window.parameters, new, present(grads[i] for i in new))
     return window._replace(sums=sums, norm=None)
 
 
@@ -317,7 +320,8 @@ def take_out(box: Box, parameters: Sequence[Tensor]) -> None:
     """Take the window out of `.grad`, where another micro-batch is to come."""
     window = box.state.window
     if not window.in_grad:
-        box.state = box.state._replace(window=window.of(parameters))
+        if (aligned := window.of(parameters)) is not window:
+            box.state = box.state._replace(window=aligned)
         return
     grads = grads_of(parameters)
     empty = window._replace(
@@ -348,20 +352,19 @@ def add_micro_batch(
     accumulated: bool = False,  # whether an outer GradScaler is too late then
     carried: bool = False,  # whether the loss was multiplied by its weight, too
 ) -> None:
-    """Add one micro-batch to the window, or after an exception none of it."""
+    """Add one micro-batch to the window, or after an exception none of it; in no_grad."""
     policy = box.settings.on_nonfinite
     if policy == "raise":
         raise_nonfinite(box, op, grads, weight, carried)
     take_out(box, parameters)
     window = box.state.window
-    with record_function("accumext::accumulate"), torch.no_grad():
+    with record_function("accumext::accumulate"):
         here = box.target.send(grads)()
         if policy == "skip_micro_batch":
             run = add_if_finite(window, here, weight, scale)
         else:
             fixed = box.sharded.unit if carried and box.sharded is not None else None
-            window, ratio = count_in(window, weight, scale, fixed)
-            window = window._replace(found_inf=maximum(window.found_inf, found_inf))
+            window, ratio = count_in(window, weight, scale, fixed, found_inf)
             factor = (1.0 if carried else ratio) * divide(window.scale, scale)
             run = adding(window, here, factor).run
         _commit(box, run, parameters, grads, accumulated)
