@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from accumext.masters import Rounding
 from accumext.optimizer._factors import Normaliser, WindowFactors, normaliser, window_factors
 from accumext.optimizer._grads import grad_of, grads_of, is_none, present
 from accumext.optimizer._report import Name, WindowReport
-from accumext.optimizer._scaler import begin_update, update
+from accumext.optimizer._scaler import update
 from accumext.optimizer._sums import multiply, own_their_memory, products
 from accumext.optimizer._window import NO_WINDOW, Box, State
 
@@ -66,20 +65,15 @@ class StepWatch:
         if self.rounding is not None:
             self.rounding.write()
 
-    @contextmanager
-    def watching(self, optimizer: Optimizer) -> Iterator[None]:
-        """Hear of the end of the step, before any other hook does."""
-        self.begin(optimizer)
-        try:
-            yield
-        finally:
-            step_post_hooks(optimizer).pop(id(self), None)
-
     def begin(self, optimizer: Optimizer) -> None:
-        """Hear of it until the hook is removed."""
+        """Hear of the end of the step, before any other hook does."""
         hooks = step_post_hooks(optimizer)
         hooks[id(self)] = self._end
         hooks.move_to_end(id(self), last=False)
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Take the hook away."""
+        step_post_hooks(optimizer).pop(id(self), None)
 
     def _end(self, *args: object) -> None:
         self._ended = True
@@ -87,41 +81,19 @@ class StepWatch:
             self.rounding.write()
 
 
-class Formed(NamedTuple):
-    """The gradient as the wrapped optimizer is to see it."""
-
-    lent: Sequence[Tensor | None]  # for `.grad` of what is stepped on
-    divisor: Scalar = 1.0  # what is left for the optimizer to divide it by
-    norms: Sequence[Tensor] = ()  # of what was rounded to half precision
-
-
 class Closing:
     """One window on its way through the wrapped optimizer's step."""
 
-    def __init__(self, box: Box, proxy: Optimizer, op: str, parameters: list[Tensor]) -> None:
+    def __init__(self, box: Box, proxy: Optimizer, parameters: list[Tensor], begun: object) -> None:
         self._box, self._proxy, self._parameters = box, proxy, parameters
-        window, target, stepped_on = box.state.window, box.target, parameters
-        if not target.is_parameters:
-            target.take_over()
-            stepped_on = target.stepped_on()
-        known = window.parameters
-        if len(known) != len(parameters) or not all(map(is_, known, parameters)):
-            window = window.of(parameters)
-        grads = list(map(grad_of, parameters)) if window.in_grad else window.sums
-        tensors: Any = present(grads) if any(map(is_none, grads)) else grads
-        one_call = fit_one_call(tensors)
-        if not one_call:  # norms need what lies in several places to be summed
-            grads = [None if g is None else coalesced(g) for g in grads]
-            tensors = present(grads)
-        self._window, self._grads, self._one_call = window, grads, one_call
-        self._tensors: Sequence[Tensor] = tensors  # the gradients that are there
-        self._stepped_on = stepped_on
-        self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._wide = not _WIDE.isdisjoint(map(dtype_of, tensors))
-        self._begun = begin_update(op, box.settings.scaler, proxy, box.optimizer, self._device)
-        self._before = list(map(grad_of, stepped_on))
-        self._watch = StepWatch(stepped_on)
+        self._begun = begun  # what an update of the scaler takes
+        self._window, self._stepped_on = box.state.window, parameters
+        if not box.target.is_parameters:
+            box.target.take_over()
+            self._stepped_on = box.target.stepped_on()
+        self._before = list(map(grad_of, self._stepped_on))
         self._lent: Sequence[Tensor | None] = self._before
+        self._watch = StepWatch(self._stepped_on)
         self._multiplied: Sequence[Tensor] = ()  # in place, by the factor, if `done` says so
         self._factor: Scalar = 1.0
         self._done: list[Any] = []
@@ -137,24 +109,24 @@ class Closing:
         self._factors = factors = self._measure()
         skip, self._found_inf = factors.skip, factors.found_inf
         fused = getattr(optimizer, TAKES_SCALE, False) and not any_dtensor(self._tensors)
-        formed = Formed(self._grads)
+        divisor: Scalar = 1.0
         if isinstance(skip, Tensor) and not fused:
             skip = 0.0 if skip.is_meta else float(bool(skip))
         if isinstance(skip, Tensor) or not skip:
-            formed = self._form(factors, fused)
-            if formed.norms:
-                skip = self._look_at_rounded(skip, formed.norms, fused)
+            divisor, norms = self._form(factors, fused)
+            if norms:
+                skip = self._look_at_rounded(skip, norms, fused)
         self.skip = skip
         if not isinstance(skip, Tensor) and skip:
             return False
-        if formed.lent is not self._grads or not self._window.in_grad:  # else they lie there
-            self._lent = formed.lent
-            for parameter, grad in zip(self._stepped_on, formed.lent, strict=True):
+        if self._formed is not self._grads or not self._window.in_grad:  # else they lie there
+            self._lent = self._formed
+            for parameter, grad in zip(self._stepped_on, self._lent, strict=True):
                 parameter.grad = grad
         if not box.target.is_parameters:
             self._watch.rounding = box.target.rounding(skip)
         if fused:
-            divisor, scale = formed.divisor, None
+            scale = None
             if isinstance(divisor, Tensor) or divisor != 1.0:
                 scale = as_tensor(divisor, torch.float32, self._device)
             found = skip.float() if isinstance(skip, Tensor) else None
@@ -164,7 +136,20 @@ class Closing:
 
     def _measure(self) -> WindowFactors:
         """Norm, finite check, clip coefficient and factor, in at most one read of the gradients."""
-        settings, window, tensors = self._box.settings, self._window, self._tensors
+        settings, window, parameters = self._box.settings, self._window, self._parameters
+        known = window.parameters
+        if len(known) != len(parameters) or not all(map(is_, known, parameters)):
+            self._window = window = window.of(parameters)
+        grads = list(map(grad_of, parameters)) if window.in_grad else window.sums
+        tensors: Any = present(grads) if any(map(is_none, grads)) else grads
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._wide = not _WIDE.isdisjoint(map(dtype_of, tensors))
+        self._one_call = fit_one_call(tensors)
+        if not self._one_call:  # norms need what lies in several places to be summed
+            grads = [None if g is None else coalesced(g) for g in grads]
+            tensors = present(grads)
+        self._grads = self._formed = grads  # formed: as the optimizer is to see them
+        self._tensors: Sequence[Tensor] = tensors  # the gradients that are there
         norm, overflow, normalised = None, None, False
         plain = settings.norm_type == 2.0 and self._one_call and bool(tensors)
         if window.norm is not None and settings.norm_type == 2.0 and not window.in_grad:
@@ -245,47 +230,47 @@ class Closing:
                 return False
         return not _memory_overlap.any_shared(tensors)
 
-    def _form(self, factors: WindowFactors, fused: bool) -> Formed:
-        """Multiply the gradients: in place, in new memory, or by leaving it to the optimizer."""
-        factor, casts = factors.factor, self._casts()
+    def _form(self, factors: WindowFactors, fused: bool) -> tuple[Scalar, Sequence[Tensor]]:
+        """Multiply the gradients: in place, in new memory where they are cast or may not be
+        written, or by leaving it to the optimizer.
+
+        Returns:
+            What is left to divide by, and norms of what was rounded to half precision.
+        """
+        factor, casts, tensors = factors.factor, self._casts(), self._tensors
         one = not isinstance(factor, Tensor) and factor == 1.0
         if self._done or (one and not casts):
-            return Formed(self._grads)
+            return 1.0, ()
         # What divides in a fused kernel is a float32. It writes back what it has divided.
-        dense = self._one_call or not any(grad.is_sparse for grad in self._tensors)
+        dense = self._one_call or not any(grad.is_sparse for grad in tensors)
         folds = fused and dense and not casts and not self._wide
         nothing_left = self._box.settings.max_norm == 0.0  # of which to make the sums again
-        apart = (self._window.in_grad and not self._may_write()) or (nothing_left and not folds)
-        if casts or apart:
-            return self._form_apart(factor, casts, everything=apart)
-        if folds:
+        everything = (self._window.in_grad and not self._may_write()) or (
+            nothing_left and not folds
+        )
+        if folds and not everything:
             inverse = factors.inverse
-            return Formed(self._grads, divide(1.0, factor) if inverse is None else inverse)
-        self._factor, self._multiplied = factor, self._tensors
-        if self._one_call and not isinstance(factor, Tensor):
-            # The kernel and word of it in one, as signals see it.
-            torch.autograd.graph.increment_version(self._tensors)
-            self._done.extend(map(partial(ops.SCALE, self._tensors), (factor,)))
-        else:
-            multiply(self._done, self._tensors, factor)
-        return Formed(self._grads)
-
-    def _form_apart(self, factor: Scalar, casts: list[int], everything: bool) -> Formed:
-        """Products in new memory for what is cast, or everything; the others in place."""
-        grads, cast = list(self._grads), set(casts)
-        rest = [i for i, grad in enumerate(grads) if grad is not None and i not in cast]
+            return divide(1.0, factor) if inverse is None else inverse, ()
         norms: list[Tensor] = []
-        for indices in (casts, rest if everything else []):
-            if indices:
+        if casts or everything:
+            grads = self._formed = list(self._grads)
+            rest = [i for i, g in enumerate(grads) if g is not None and i not in set(casts)]
+            for indices in (casts, rest if everything else []):
                 dtypes = [self._stepped_on[i].dtype for i in indices]
                 made, found = products(present(grads[i] for i in indices), dtypes, factor)
                 norms += found if indices is casts else []
                 for i, product in zip(indices, made, strict=True):
                     grads[i] = product
-        if rest and not everything and (isinstance(factor, Tensor) or factor != 1.0):
-            self._factor, self._multiplied = factor, present(grads[i] for i in rest)
-            multiply(self._done, self._multiplied, factor)
-        return Formed(grads, 1.0, norms)
+            tensors = [] if everything else present(grads[i] for i in rest)
+        if not one:
+            self._factor, self._multiplied = factor, tensors
+            if self._one_call and not isinstance(factor, Tensor):
+                # The kernel and word of it in one, as signals see it.
+                torch.autograd.graph.increment_version(tensors)
+                self._done.extend(map(partial(ops.SCALE, tensors), (factor,)))
+            else:
+                multiply(self._done, tensors, factor)
+        return 1.0, norms
 
     def _look_at_rounded(self, skip: Scalar, norms: Sequence[Tensor], fused: bool) -> Scalar:
         """Skip, too, where a norm is not finite: rounding to half precision has overflowed."""
@@ -340,7 +325,7 @@ class Closing:
         optimizer = self._box.optimizer
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)
-        step_post_hooks(optimizer).pop(id(self._watch), None)
+        self._watch.end(optimizer)
         if self._lent is self._before:
             return
         for parameter, mine, grad in zip(self._stepped_on, self._lent, self._before, strict=True):

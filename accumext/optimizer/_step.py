@@ -29,6 +29,7 @@ from accumext.optimizer._processes import sum_over_processes
 from accumext.optimizer._report import WindowReport, named
 from accumext.optimizer._scaler import (
     OuterScale,
+    begin_update,
     current_scale,
     forget_scale,
     outer_scale,
@@ -206,7 +207,9 @@ def close_window(
                 return None
         elif state.window.micro_batches == 0:
             return None
-        closing, result = Closing(box, proxy, op, parameters), None
+        device = parameters[0].device if parameters else torch.device("cpu")
+        begun = begin_update(op, settings.scaler, proxy, box.optimizer, device)
+        closing, result = Closing(box, proxy, parameters, begun), None
         try:
             if run_uncompiled(closing.begin) if compiling else closing.begin():
                 result = box.optimizer.step(**kwargs)
@@ -285,8 +288,11 @@ def _step_with_closure(
     evaluation = _Evaluation(box, op, closure)
     watch = evaluation.watch
     try:
-        with watch.watching(box.optimizer):
+        watch.begin(box.optimizer)
+        try:
             value = box.optimizer.step(evaluation.run, **kwargs)
+        finally:
+            watch.end(box.optimizer)
         evaluation.conclude([])
     except _Left as left:
         value = left.value

@@ -426,8 +426,7 @@ def raise_nonfinite(
 
 def multiply(done: list[Any], tensors: Sequence[Tensor], factor: Scalar) -> None:
     """Multiply in place, and append to `done` in the same moment, as signals see it."""
-    calls = group_by_device(list(tensors))
-    for device, (mine,) in calls:
+    for device, (mine,) in group_by_device(list(tensors)):
         ops.scale_recorded(done, mine, to_device(device, factor))
 
 
