@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import textwrap
@@ -272,6 +273,67 @@ def programs() -> Lines:
 # --- where they stand --------------------------------------------------------------------------
 
 
+# Shapes of bench/_window_jobs.py, in words.
+WINDOW_SHAPES = {
+    (10**4, 10): "10 tensors of 1,000",
+    (2 * 10**6, 2000): "2,000 of 1,000",
+    (3 * 10**7, 60): "60 of 500,000",
+    (9_477_120, 144): "transformer of 12 layers",
+}
+WINDOW_LOOPS = {
+    "accumext, backward": "`opt.backward`",
+    "accumext, usual loop": "your own `loss.backward()`",
+    "Accelerate": "Accelerate",
+}
+
+
+def window_job(entry: dict[str, Any]) -> str:
+    """What a job of whole windows is called, without its shape."""
+    return str(entry["job"]).removesuffix(", transformer")
+
+
+def windows(loop: str, entry: dict[str, Any]) -> float:
+    """The time of a window over that of the loop by hand, in the median."""
+    ratio = times_as_fast(entry, "by hand", loop)
+    return math.nan if ratio is None else ratio.median
+
+
+def windows_in_short() -> Lines:
+    """Ranges over all optimizers and windows in full precision; sets of gradients beside."""
+    rows = []
+    for shape, label in WINDOW_SHAPES.items():
+        jobs = [
+            entry
+            for entry in result("windows_cpu")["jobs"]
+            if (entry["elements"], entry["tensors"]) == shape and "bf16" not in entry["job"]
+        ]
+        ratios = [[windows(loop, entry) for entry in jobs] for loop in WINDOW_LOOPS]
+        (sgd,) = (entry for entry in jobs if window_job(entry) == "window of 4, SGD")
+        sets = [sgd["contenders"][n]["sets_of_gradients"] for n in ("by hand", *WINDOW_LOOPS)]
+        times = (f"{min(each):.2f}-{max(each):.2f}" for each in ratios)
+        rows.append((label, *times, " / ".join(f"{n:.1f}" for n in sets[:3])))
+    head = ("time of a window over the loop by hand", *WINDOW_LOOPS.values())
+    return markdown((*head, "sets of gradients: by hand, and the first two"), *rows)
+
+
+def windows_in_full() -> Lines:
+    """Every job: the medians for the loops, and for bfloat16 `accumulate_in_backward` at the end."""
+    jobs = result("windows_cpu")["jobs"]
+    rows = []
+    for name in dict.fromkeys(map(window_job, jobs)):
+        cells = []
+        for shape in WINDOW_SHAPES:
+            found = [
+                entry
+                for entry in jobs
+                if (entry["elements"], entry["tensors"]) == shape and window_job(entry) == name
+            ]
+            loops = [*WINDOW_LOOPS, *["accumext, in backward"] * ("bf16" in name)]
+            cells.append(" / ".join(f"{windows(n, e):.2f}" for e in found for n in loops))
+        rows.append((name, *cells))
+    return markdown(("`opt.backward` / own loop / Accelerate", *WINDOW_SHAPES.values()), *rows)
+
+
 class Table(NamedTuple):
     """A table of a page, the result that it shows, and the command that makes another one."""
 
@@ -294,6 +356,7 @@ def accumulate(dtype: str, shape: str, other: str = "torch: cast, unscale, add, 
 
 
 ACCUMULATE, DECODER = "bench/accumulate.py", "bench/decoder.py"
+WINDOWS = f"{ACCUMULATE} --jobs window"
 IN_PLACE = "unscale, check, norm, clip, in place"
 FOLDED = "the same, with the factor applied as the optimizer reads"
 STOCK = "`unscale_` and `clip_grad_norm_(foreach=True)`"
@@ -333,6 +396,8 @@ TABLES = {
             ),
         ),
     ),
+    "windows": Table("README.md", "windows_cpu", WINDOWS, windows_in_short),
+    "windows in full": Table("docs/optimizer.md", "windows_cpu", WINDOWS, windows_in_full),
     "decoder times": Table("docs/decoder.md", "decoder_cpu", DECODER, decoder_times),
     "decoder ratios": Table(
         "docs/decoder.md",

@@ -19,7 +19,6 @@ from accumext._checks import fail_type, fail_value, message, type_name
 from accumext._scalars import Scalar, divide
 from accumext._tensor_kinds import (
     HALF_DTYPES,
-    dtype_of,
     fit_one_call,
     scale_,
 )
@@ -43,7 +42,6 @@ from accumext.optimizer._sums import (
     add_micro_batch,
     adding,
     adopt,
-    any_half,
     count_in,
     enlarge_unit,
     made,
@@ -58,7 +56,6 @@ BUNDLE_BYTES = 4 * 2**20
 
 UNWEIGHTED: Final = 1.0  # the default weight: this object, which needs no check
 _ONE: Scalar = 1.0
-_HALVES = set(HALF_DTYPES)
 
 
 def check_loss_and_weight(op: str, loss: object, weight: object) -> Scalar:
@@ -271,7 +268,7 @@ def _run_pass(
         here = box.target.send(list(pending))()
         window = adding(window, here, factor).run([])._replace(norm=None)
     factor = ratio * window.scale
-    if all_reduce is not None or not _HALVES.isdisjoint(map(dtype_of, parameters)):
+    if all_reduce is not None or window.mixed:
         return _Adder(box, op, window, all_reduce).run(loss, factor)
     for parameter, main in zip(parameters, window.sums):
         parameter.grad = main
@@ -336,7 +333,7 @@ class _Adder:
         box, parameters = self._box, self._parameters
         if self._all_reduce is not None:
             return list(range(len(parameters)))
-        if box.settings.accumulate_in_backward and any_half(parameters):
+        if box.settings.accumulate_in_backward and self._window.mixed:
             return [i for i, p in enumerate(parameters) if p.dtype in HALF_DTYPES]
         return [i for i, far in enumerate(box.target.goes_to_host()) if far]
 
@@ -378,7 +375,7 @@ class _Adder:
     def _add(self, grads: list[Tensor | None]) -> None:
         """Take the sums to which autograd has added, and add gradients of half precision."""
         window, parameters = self._window, self._parameters
-        if not any_half(parameters):
+        if not window.mixed:
             self._window = adopt(window, grads)
             return
         halves: list[Tensor | None] = [None] * len(grads)
@@ -485,7 +482,7 @@ def _backward_apart(
                     accumulated=True, carried=sharded is not None,
                 )  # fmt: skip
             return
-        part = micro_batch.part or Window(parameters, [None] * len(parameters), scale=scale)
+        part = micro_batch.part or Window(scale=scale)
         part = _run_pass(box, op, part.of(parameters), loss, carried, pending)
         after = micro_batch._replace(weight=weight, part=part)
         box.state = box.state._replace(micro_batch=after)

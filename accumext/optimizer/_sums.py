@@ -13,7 +13,6 @@ from accumext import ops
 from accumext._checks import message
 from accumext._scalars import Scalar, divide, maximum, to_device, to_host_if_free
 from accumext._tensor_kinds import (
-    HALF_DTYPES,
     any_dtensor,
     dense_storage,
     dtype_of,
@@ -43,11 +42,6 @@ _bytes_of = attrgetter("nbytes")
 _requires_grad = attrgetter("requires_grad")
 _storage_of = methodcaller("untyped_storage")
 _bytes_of_storage = methodcaller("nbytes")
-
-
-def any_half(parameters: Sequence[Tensor]) -> bool:
-    """Whether the sum of any is float32, and its gradients are not."""
-    return not set(HALF_DTYPES).isdisjoint(map(dtype_of, parameters))
 
 
 _ONE: Scalar = 1.0
@@ -324,15 +318,13 @@ def take_out(box: Box, parameters: Sequence[Tensor]) -> None:
             box.state = box.state._replace(window=aligned)
         return
     grads = grads_of(parameters)
-    empty = window._replace(
-        parameters=parameters, sums=[None] * len(grads), in_grad=False, unchecked=False
-    )
     with torch.no_grad():
         if window.unchecked:
-            start = Window(parameters, empty.sums, held_back=window.held_back)
+            start = Window(held_back=window.held_back).of(parameters)
             out = add_if_finite(start, grads, window.weight, window.scale)([])
         else:
-            out = adding(empty, grads, 1.0).run([])
+            start = window._replace(in_grad=False, parameters=(), sums=()).of(parameters)
+            out = adding(start, grads, 1.0).run([])
     out = out._replace(loss_scale=window.loss_scale)
     box.commit(box.state._replace(window=out), parameters)
 

@@ -35,6 +35,7 @@ class Window(NamedTuple):
     """
 
     parameters: Sequence[Tensor] = ()
+    mixed: bool = False  # whether any is of half precision, so that its sum is float32
     sums: Sequence[Tensor | None] = ()  # None: no gradient yet
     in_grad: bool = False
     unchecked: bool = False  # in `.grad`, and to be dropped if it is not finite
@@ -58,7 +59,8 @@ class Window(NamedTuple):
             return self
         known = {id(p): main for p, main in zip(before, self.sums, strict=True)}
         sums = [known.get(id(p)) for p in parameters]
-        return self._replace(parameters=parameters, sums=sums, norm=None)
+        mixed = any(p.dtype in HALF_DTYPES for p in parameters)
+        return self._replace(parameters=parameters, mixed=mixed, sums=sums, norm=None)
 
     def out_of_grad(self, parameters: Sequence[Tensor]) -> Window:
         """As it is without `.grad`: its sums are the gradients that lie there."""
@@ -71,8 +73,8 @@ class Window(NamedTuple):
         pairs = zip(parameters, grads, strict=True)
         sums = [None if g is None else g.detach().to(main_dtype(p)) for p, g in pairs]
         kept = 1.0 if self.unchecked else None
-        out = self._replace(parameters=parameters, sums=sums, finite=kept)
-        return out._replace(in_grad=False, unchecked=False)
+        out = self._replace(in_grad=False, unchecked=False, parameters=(), sums=(), finite=kept)
+        return out.of(parameters)._replace(sums=sums)
 
 
 NO_WINDOW = Window()
@@ -326,8 +328,8 @@ def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
     numbers = {f: _unpacked(op, name, packed[name], device) for name, f in _SCALARS.items()}
     found = numbers["found_inf"]
     numbers["found_inf"] = 0.0 if found is None else to_host_if_free((found != 0).double())
-    window = Window(parameters, sums, micro_batches=count, held_back=held_back)
-    return window._replace(**numbers)
+    window = NO_WINDOW.of(parameters)
+    return window._replace(sums=sums, micro_batches=count, held_back=held_back, **numbers)
 
 
 def _unpacked_sums(op: str, sums: Any, parameters: Sequence[Tensor]) -> list[Tensor | None]:
