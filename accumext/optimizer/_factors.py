@@ -14,17 +14,7 @@ from torch import Tensor
 
 from accumext import _scalars, ops
 from accumext._checks import Reduction
-from accumext._scalars import (
-    Scalar,
-    any_nonfinite,
-    as_flag,
-    as_tensor,
-    at_most_one,
-    divide,
-    maximum,
-    sent,
-    to_host_if_free,
-)
+from accumext._scalars import Scalar, as_tensor, divide, maximum, sent, to_host_if_free
 from accumext._tensor_kinds import zero_flag
 from accumext._torch_private import call_of_operator
 from accumext.optimizer._window import Window
@@ -76,89 +66,54 @@ class WindowFactors(NamedTuple):
     inverse: Tensor | None = None  # 1 / factor in float32, where a device has formed it
 
 
-def _formula(
-    norm: Tensor,  # []
-    quotient: Normaliser,
-    *,
-    max_norm: Scalar | None,  # None: no clip
-    normalised: bool,  # the norm is that of the normalised gradient already
-    checks_norm: bool,  # a norm that is not finite skips the step
-    overflow: Tensor | None,  # []; 1.0 where a sum is not finite
-    found_inf: Scalar,  # 1.0 where a gradient that came in was not finite
-    finite: Scalar | None,  # micro-batches that were, where the others were left out
-) -> WindowFactors:
-    """What follows from the norm of the sums."""
-    factor, number = quotient.value(), to_host_if_free(norm)
-    broken = any_nonfinite(number, factor) if checks_norm else any_nonfinite(factor)
-    if overflow is not None:
-        broken = maximum(broken, to_host_if_free(overflow))
-    if not normalised:
-        number = number * factor
-    clip_coef: Scalar = 1.0
-    if max_norm is not None:
-        clip_coef = at_most_one(max_norm / (number + 1e-6))
-        factor = factor * clip_coef
-    anything = maximum(broken, found_inf)
-    skip = anything if finite is None else maximum(broken, as_flag(finite == 0))
-    return WindowFactors(number, clip_coef, factor, skip, anything)
-
-
 def _kernel(
     numbers: Tensor,  # fp64 [3]: norm, clip_coef, factor
     flags: Tensor,  # fp32 [3]: 1 / factor, skip, found_inf
-    main_grads: Sequence[Tensor],
-    norm: Tensor | None,  # [], as are the tensors that follow
+    main_grads: Sequence[Tensor],  # the sums, looked at where no norm is given
+    norm: Tensor | None,  # []; None: their 2-norm, and whether they are finite, is found
     *,
     unit: float,
-    device_unit: Tensor | None,  # in place of unit
+    device_unit: Tensor | None,  # [], as are the tensors that follow; in place of unit
     weight: Tensor | None,
     scale: Tensor | None,  # None: 1
-    max_norm: float | None,
-    normalised: bool,
-    checks_norm: bool,
-    overflow: Tensor | None,  # None: 0
-    found_inf: Tensor | None,  # None: 0
-    finite: Tensor | None,
+    max_norm: float | None,  # None: no clip
+    normalised: bool,  # the norm is that of the normalised gradient already
+    checks_norm: bool,  # a norm that is not finite skips the step
+    overflow: Tensor | None,  # 1.0 where a sum is not finite; None: 0
+    found_inf: Tensor | None,  # 1.0 where a gradient that came in was not finite; None: 0
+    finite: Tensor | None,  # micro-batches that were, where the others were left out
 ) -> None:
-    """The operator in plain PyTorch: in float64, on the device of the numbers."""
-
-    def wide(number: Scalar) -> Scalar:
-        return to_host_if_free(as_tensor(number, torch.float64, numbers.device))
-
-    def tensor(number: Scalar) -> Tensor:
-        return as_tensor(number, torch.float64, numbers.device)
-
+    """The operator in plain PyTorch; on the host, in numbers. In float64 either way."""
+    device, wide = numbers.device, torch.float64
     if norm is None:
-        overflow = zero_flag(numbers.device)
+        overflow = zero_flag(device)
         norm = ops.total_norm(main_grads, found_inf=overflow)
-    factors = _formula(
-        norm,
-        Normaliser(
-            wide(unit if device_unit is None else device_unit),
-            None if weight is None else tensor(weight),
-            wide(1.0 if scale is None else scale),
-        ),
-        max_norm=max_norm,
-        normalised=normalised,
-        checks_norm=checks_norm,
-        overflow=overflow,
-        found_inf=0.0 if found_inf is None else wide(found_inf),
-        finite=finite,
-    )
-    inverse = divide(1.0, factors.factor)
-    rows = numbers, (factors.norm, factors.clip_coef, factors.factor)
-    for written, values in rows, (flags, (inverse, factors.skip, factors.found_inf)):
-        written.copy_(torch.stack([tensor(value) for value in values]))
+    if device_unit is None:  # a number divided by a tensor would be rounded twice
+        device_unit = as_tensor(unit, wide, device)
+    factor = Normaliser(
+        to_host_if_free(device_unit),
+        None if weight is None else as_tensor(weight, wide, device),
+        1.0 if scale is None else to_host_if_free(scale),
+    ).value()
+    total = to_host_if_free(norm)
+    broken = _scalars.any_nonfinite(total if checks_norm else 0.0, factor)
+    if overflow is not None:
+        broken = maximum(broken, to_host_if_free(overflow))
+    if not normalised:
+        total = total * factor
+    clip_coef: Scalar = 1.0
+    if max_norm is not None:
+        clip_coef = _scalars.at_most_one(max_norm / (total + 1e-6))
+        factor = factor * clip_coef
+    anything = broken if found_inf is None else maximum(broken, to_host_if_free(found_inf))
+    skip = anything if finite is None else maximum(broken, _scalars.as_flag(finite == 0))
+    rows = (total, clip_coef, factor), (divide(1.0, factor), skip, anything)
+    for written, row in zip((numbers, flags), rows, strict=True):
+        written.copy_(torch.stack([as_tensor(number, wide, device) for number in row]))
 
 
-# Where no norm is given it is the 2-norm of the sums, which are checked, too; else they
-# are not looked at.
-torch.library.define(
-    "accumext::window_factors",
-    "(Tensor(a!) numbers, Tensor(b!) flags, Tensor[] main_grads, Tensor? norm, *, float unit, "
-    "Tensor? device_unit, Tensor? weight, Tensor? scale, float? max_norm, bool normalised, "
-    "bool checks_norm, Tensor? overflow, Tensor? found_inf, Tensor? finite) -> ()",
-)
+_SCHEMA = torch.library.infer_schema(_kernel, mutates_args=("numbers", "flags"))
+torch.library.define("accumext::window_factors", _SCHEMA)
 torch.library.impl("accumext::window_factors", "default", _kernel)
 torch.library.register_fake("accumext::window_factors", lambda *_, **__: None)
 
@@ -180,8 +135,10 @@ def window_factors(
 ) -> WindowFactors:
     """What follows from the norm, by the operator; numbers of the host where it has them free."""
     unit, weight, scale = quotient
-    found = found_inf if isinstance(found_inf, Tensor) or found_inf != 0.0 else None
-    numbers = torch.empty(3, dtype=torch.float64, device=device)
+    wide = torch.float64
+    ones = not isinstance(scale, Tensor) and scale == 1.0
+    none_found = not isinstance(found_inf, Tensor) and found_inf == 0.0
+    numbers = torch.empty(3, dtype=wide, device=device)
     flags = torch.empty(3, dtype=torch.float32, device=device)
     _call(
         numbers,
@@ -190,14 +147,14 @@ def window_factors(
         norm,
         unit=1.0 if isinstance(unit, Tensor) else unit,
         device_unit=sent(unit, device) if isinstance(unit, Tensor) else None,
-        weight=weight if weight is None else sent(weight, device),
-        scale=None if not isinstance(scale, Tensor) and scale == 1.0 else _there(scale, device),
+        weight=None if weight is None else sent(weight, device),
+        scale=None if ones else as_tensor(scale, wide, device),
         max_norm=max_norm,
         normalised=normalised,
         checks_norm=checks_norm,
         overflow=overflow,
-        found_inf=None if found is None else _there(found, device),
-        finite=None if finite is None else _there(finite, device),
+        found_inf=None if none_found else as_tensor(found_inf, wide, device),
+        finite=None if finite is None else as_tensor(finite, wide, device),
     )
     if _scalars.on_host(numbers):
         (total, clip_coef, factor), (_, skip, anything) = numbers.tolist(), flags.tolist()
@@ -212,8 +169,3 @@ def window_factors(
         anything,
         inverse,
     )
-
-
-def _there(number: Scalar, device: torch.device) -> Tensor:
-    """On the device of the operator."""
-    return as_tensor(number, torch.float64, device)

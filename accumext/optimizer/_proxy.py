@@ -1,14 +1,17 @@
-"""An optimizer around an optimizer that owns nothing an optimizer owns."""
+"""An optimizer around an optimizer that owns nothing an optimizer owns; and trainers around it."""
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
 from torch.optim import Optimizer
 
+from accumext import _checks
 from accumext._torch_private import HOOK_ATTRIBUTES
 
 # What GradScaler and learning-rate schedulers set on an optimizer; no part of a copy.
@@ -48,8 +51,7 @@ class OptimizerProxy(Optimizer, ABC):
         try:
             return getattr(self.optimizer, name)
         except AttributeError:
-            mine, theirs = type(self).__name__, type(self.optimizer).__name__
-            raise AttributeError(f"neither {mine} nor {theirs} has {name!r}") from None
+            raise self._has_no(name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         mine = name.startswith("_") or name == "optimizer" or name in _TRANSIENT
@@ -58,11 +60,13 @@ class OptimizerProxy(Optimizer, ABC):
         elif hasattr(self.optimizer, name):
             setattr(self.optimizer, name, value)
         else:
-            kinds = f"neither {type(self).__name__} nor {type(self.optimizer).__name__}"
             known = [n for n in (*dir(type(self)), *dir(self.optimizer)) if not n.startswith("_")]
             near = get_close_matches(name, known, n=1)
-            advice = f"; did you mean {near[0]!r}?" if near else ""
-            raise AttributeError(f"{kinds} has {name!r}{advice}")
+            raise self._has_no(name, f"; did you mean {near[0]!r}?" if near else "")
+
+    def _has_no(self, name: str, advice: str = "") -> AttributeError:
+        kinds = f"neither {type(self).__name__} nor {type(self.optimizer).__name__}"
+        return AttributeError(f"{kinds} has {name!r}{advice}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
@@ -71,13 +75,37 @@ class OptimizerProxy(Optimizer, ABC):
         self.__dict__.update(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Exactly the wrapped optimizer's, so that checkpoints move both ways."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of the wrapped optimizer, from with or without this wrapper."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
+
+
+def refuse_second_accumulation(op: str, window: int) -> None:
+    """RuntimeError where Accelerate leaves out steps itself: the two windows would multiply.
+
+    Its state is one per process, and says nothing before Accelerate is imported. Other trainers
+    keep theirs to themselves: several backward passes before a step may be a micro-batch.
+    """
+    state = sys.modules.get("accelerate.state")
+    steps = 1 if window == 1 or state is None else state.GradientState().num_steps
+    if steps > 1:
+        got = f"window={window} and gradient_accumulation_steps={steps}"
+        advice = "Pass gradient_accumulation_steps=1 to Accelerator, or window=1 to the optimizer"
+        contract = "be 1 where Accelerate accumulates too"
+        raise RuntimeError(_checks.message(op, "window", contract, got, advice))
+
+
+def tell_of_a_skipped_step(optimizer: object) -> None:
+    """Have Accelerate know, under a GradScaler, that no step was taken: its schedules wait then.
+
+    It takes a call of `step` for a step taken, and wraps `step` for that while the scaler runs.
+    """
+    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
+    for cell in getattr(vars(optimizer).get("step"), "__closure__", None) or ():
+        with suppress(ValueError):  # a variable of the closure that is not set
+            if isinstance(cell.cell_contents, wrapper):
+                cell.cell_contents._accelerate_step_called = False

@@ -30,9 +30,15 @@ class WindowReport:
         clip_coef: `min(1, max_norm / (total_norm + 1e-6))`, 1 without `max_norm` (0-dim).
         loss_scale: loss scale of the last micro-batch, 1 without a scaler (0-dim).
         weight: sum of the weights that entered the gradient (0-dim).
-        micro_batches: how many micro-batches entered the gradient.
-        skipped: whether the optimizer step was left out.
-        nonfinite: parameters with an inf or NaN, where one was found.
+        micro_batches: how many micro-batches entered the gradient. Reads the device if bad ones
+            are dropped.
+        skipped: whether the optimizer step was left out. Reads the device.
+        nonfinite: names of parameters with an inf or NaN gradient; of sharded ones, those whose
+            shard on this process has one. Empty unless something was dropped. The names are those
+            that the wrapped optimizer was made with, as in
+            `torch.optim.AdamW(model.named_parameters())`. Where it was made without, as with
+            `model.parameters()`, they are indices in that order. After a fused step on a GPU the
+            host does not know yet: ask before the gradients are cleared.
     """
 
     def __init__(
@@ -47,53 +53,36 @@ class WindowReport:
         device: torch.device,  # of the norm
         empty_if_skipped: bool = False,  # a skip has dropped the only micro-batch
     ) -> None:
-        self._skipped = skipped
-        self._empty_if_skipped = empty_if_skipped
-        self._total_norm = total_norm
-        self._clip_coef = clip_coef
-        self._loss_scale = loss_scale
-        self._weight = weight
-        self._micro_batches = micro_batches
-        self._dtype = dtype
-        self._device = device
+        self._skipped, self._empty_if_skipped = skipped, empty_if_skipped
+        self._total_norm, self._clip_coef, self._loss_scale = total_norm, clip_coef, loss_scale
+        self._weight, self._micro_batches = weight, micro_batches
+        self._dtype, self._device = dtype, device
         self._nonfinite: list[Name] = []
         # Gradients to look into when asked, until they are cleared, and names of some of them.
         self.evidence: tuple[Sequence[Tensor], Callable[[Sequence[int]], list[Name]]] | None = None
 
     @property
     def total_norm(self) -> Tensor:
-        """Norm of the window's gradient before clipping."""
         return as_tensor(self._total_norm, self._dtype, self._device)
 
     @property
     def clip_coef(self) -> Tensor:
-        """`min(1, max_norm / (total_norm + 1e-6))`, 1 without `max_norm`."""
         return as_tensor(self._clip_coef, self._dtype, self._device)
 
     @property
     def loss_scale(self) -> Tensor:
-        """Loss scale of the last micro-batch, 1 without a scaler."""
         return as_tensor(self._loss_scale, torch.float64)
 
     @property
     def weight(self) -> Tensor:
-        """Sum of the weights that entered the gradient."""
         return as_tensor(self._kept(self._weight), torch.float64)
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches entered the gradient. Reads the device if bad ones are dropped."""
         return int(self._kept(self._micro_batches))
-
-    def _kept(self, number: Scalar | int) -> Scalar | int:
-        """What counts of a number, formed when it is asked for."""
-        if not self._empty_if_skipped:
-            return number
-        return number * (1.0 - as_tensor(self._skipped, torch.float64))
 
     @property
     def skipped(self) -> bool:
-        """Whether the optimizer step was left out. Reads the device."""
         return bool(self._skipped)
 
     @property
@@ -103,20 +92,17 @@ class WindowReport:
 
     @property
     def nonfinite(self) -> list[Name]:
-        """Names of parameters with an inf or NaN gradient.
-
-        The names are those that the wrapped optimizer was made with, as in
-        `torch.optim.AdamW(model.named_parameters())`. Where it was made without, as with
-        `model.parameters()`, they are indices in that order.
-        Of sharded ones, those whose shard on this process has one.
-        Empty unless something was dropped. After a fused step on a GPU the host does not know yet:
-        ask before the gradients are cleared.
-        """
         if self.evidence is not None and self.skipped:
             grads, names_of = self.evidence
             self._nonfinite = names_of(nonfinite(grads))
         self.evidence = None
         return self._nonfinite
+
+    def _kept(self, number: Scalar | int) -> Scalar | int:
+        """What counts of a number, formed when it is asked for."""
+        if not self._empty_if_skipped:
+            return number
+        return number * (1.0 - as_tensor(self._skipped, torch.float64))
 
     def name(self, culprits: list[Name]) -> None:
         """Tell which parameters had an inf or NaN."""

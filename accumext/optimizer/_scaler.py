@@ -14,12 +14,7 @@ from torch.amp import GradScaler
 from accumext import _scalars
 from accumext._checks import fail_value, message
 from accumext._scalars import Scalar, as_tensor, to_host_if_free
-from accumext._torch_private import (
-    OptState,
-    optimizer_states,
-    saved_factor,
-    scale_tensor,
-)
+from accumext._torch_private import OptState, optimizer_states, saved_factor, scale_tensor
 from accumext.optimizer._settings import OP
 
 # Operations after scaler.scale that are looked through, as in `scaler.scale(loss) / n`.
@@ -27,12 +22,7 @@ _STEPS_FROM_SCALE = 4
 
 
 def scale_for(op: str, scaler: GradScaler, loss: Tensor, *optimizers: object) -> Scalar:
-    """What an unscaled loss is to be multiplied with; the scaler creates its scale if it has none.
-
-    Raises:
-        ValueError: the loss is scaled already.
-        RuntimeError: `scaler.unscale_` was called for one of the optimizers.
-    """
+    """What an unscaled loss is to be multiplied with; a scaler without a scale creates it."""
     scale, states = scale_tensor(scaler), optimizer_states(scaler)
     if scale is not None and _is_scaled_with(loss, scale):
         contract = "be unscaled where the optimizer was given the scaler, which it scales with"
@@ -80,17 +70,13 @@ def refuse_unscaled(op: str, scaler: GradScaler | None, *optimizers: object) -> 
 def begin_update(
     op: str, scaler: GradScaler | None, proxy: object, optimizer: object, device: torch.device
 ) -> object:
-    """What `update` takes; the scaler of a copy, which has no scale yet, creates it.
-
-    Raises:
-        RuntimeError: `update` would let the scaler forget that it has unscaled another optimizer,
-            or `scaler.unscale_` was called for this one.
-    """
+    """What `update` takes; the scaler of a copy, which has no scale yet, creates it."""
     if scaler is None:
         return None
     states = optimizer_states(scaler)
     if states:
         refuse_unscaled(op, scaler, proxy, optimizer)
+        # The update would let the scaler forget that it has unscaled another optimizer.
         if any(state["stage"] is OptState.UNSCALED for state in states.values()):
             contract = "have no optimizer that is unscaled and has not stepped"
             advice = "Call scaler.step for that one first"
@@ -101,11 +87,7 @@ def begin_update(
 
 
 def update(
-    scaler: GradScaler,
-    begun: object,
-    optimizer: object,
-    found_inf: Scalar,
-    device: torch.device,
+    scaler: GradScaler, begun: object, optimizer: object, found_inf: Scalar, device: torch.device
 ) -> None:
     """Update the scale, once, as `scaler.step(optimizer); scaler.update()` does."""
     if optimizer_states(scaler) is not begun:
@@ -141,22 +123,14 @@ class OuterScale(NamedTuple):
 
 
 def outer_scale(op: str, proxy: object, scaler: GradScaler | None, accumulated: bool) -> OuterScale:
-    """What the GradScaler that is calling `step` has set on the optimizer.
-
-    Args:
-        scaler: the optimizer's own.
-        accumulated: whether the optimizer has accumulated gradients since the last step.
-
-    Raises:
-        RuntimeError: the outer scaler comes too late, or beside the optimizer's own.
-    """
-    attributes = vars(proxy)
+    """What the GradScaler that calls `step` has set on the optimizer. It is refused beside the
+    optimizer's own `scaler`, and after gradients were accumulated that it has not seen."""
     if scaler is not None:
         advice = "Leave scaler=None where a GradScaler is called around the optimizer"
         refuse_outer_scale(op, "an outer GradScaler beside its own", advice)
     if accumulated:
         refuse_outer_scale(op, "gradients taken in before the GradScaler could see them")
-    scale, found_inf = attributes["grad_scale"], attributes["found_inf"]
+    scale, found_inf = vars(proxy)["grad_scale"], vars(proxy)["found_inf"]
     return OuterScale(
         1.0 if scale is None else to_host_if_free(scale),
         to_host_if_free(found_inf != 0) if isinstance(found_inf, Tensor) else 0.0,
@@ -165,9 +139,9 @@ def outer_scale(op: str, proxy: object, scaler: GradScaler | None, accumulated: 
 
 def refuse_outer_scale(op: str, got: str, advice: str | None = None) -> NoReturn:
     """Raise for a GradScaler that calls `step`."""
-    advice = advice or f"Pass the scaler to the constructor: {OP}(..., scaler=scaler)"
     contract = "be called directly, not through scaler.step"
-    raise RuntimeError(message(op, "step", contract, got, advice))
+    own = f"Pass the scaler to the constructor: {OP}(..., scaler=scaler)"
+    raise RuntimeError(message(op, "step", contract, got, advice or own))
 
 
 def forget_scale(attributes: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from accumext.optimizer._closing import Closing, StepWatch
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import fresh, grad_of, grads_of, is_none, present, put
 from accumext.optimizer._processes import sum_over_processes
+from accumext.optimizer._proxy import refuse_second_accumulation, tell_of_a_skipped_step
 from accumext.optimizer._report import WindowReport, named
 from accumext.optimizer._scaler import (
     OuterScale,
@@ -38,7 +39,6 @@ from accumext.optimizer._scaler import (
 )
 from accumext.optimizer._settings import OP
 from accumext.optimizer._sums import add_micro_batch, count_in, raise_nonfinite
-from accumext.optimizer._trainers import refuse_second_accumulation, tell_of_a_skipped_step
 from accumext.optimizer._window import NO_WINDOW, Box
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from accumext.optimizer._trainers import refuse_second_accumulation, tell_of_a_skipped_step
+from accumext.optimizer._proxy import refuse_second_accumulation, tell_of_a_skipped_step
 
 
 @pytest.fixture
