@@ -115,20 +115,3 @@ def check_weight(op: str, weight: object) -> Scalar:
     if math.isinf(value):
         _checks.fail_value(op, "weight", "be finite", value)
     return value
-
-
-def packed_group(settings: Settings) -> Settings:
-    """With the group as a pickle or copy can hold it: the default one, or none."""
-    default: Any = "default"
-    if settings.process_group is None:
-        return settings
-    if settings.process_group is not dist.group.WORLD:
-        contract = "be the default group to be copied or pickled"
-        raise RuntimeError(_checks.message(OP, "process_group", contract, "another"))
-    return settings._replace(process_group=default)
-
-
-def unpacked_group(settings: Settings) -> Settings:
-    """With the group of the process that unpickles."""
-    group = None if settings.process_group is None else dist.group.WORLD
-    return settings._replace(process_group=group)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,7 +23,7 @@ from accumext._wgrad_fusion import MainGrads
 from accumext.masters import Target
 from accumext.optimizer._grads import Used, clear, grads_of
 from accumext.optimizer._report import Name, WindowReport
-from accumext.optimizer._settings import OP, Settings, packed_group, unpacked_group
+from accumext.optimizer._settings import OP, Settings
 from accumext.sharding import ShardedWindow
 
 
@@ -130,7 +131,12 @@ class Box:
         self.refuse_while_reducing(f"{OP}.__getstate__")
         if self.sharded is not None:
             self.sharded.refuse_while_held(f"{OP}.__getstate__")
-        settings = packed_group(self.settings)
+        group: Any = self.settings.process_group
+        if group is not None and group is not dist.group.WORLD:
+            contract = "be the default group to be copied or pickled"
+            raise RuntimeError(message(OP, "process_group", contract, "another"))
+        group = None if group is None else "default"
+        settings = self.settings._replace(process_group=group)
         window = self.state.window.out_of_grad(self.target.parameters())
         state = State(  # copies come without `.grad`, and share no model's group
             window=window,
@@ -144,7 +150,8 @@ class Box:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.settings = unpacked_group(self.settings)
+        if self.settings.process_group is not None:  # that of the process that unpickles
+            self.settings = self.settings._replace(process_group=dist.group.WORLD)
         self.main_grads = MainGrads(self, self.target.parameters())
         _alive.add(self)
 
