@@ -60,6 +60,12 @@ def fail_type(
     raise TypeError(message(op, argument, contract, got, advice))
 
 
+def instance(op: str, argument: str, value: Any, kind: type, contract: str) -> None:
+    """A value of a type."""
+    if not isinstance(value, kind):
+        fail_type(op, argument, contract, type_name(value))
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")

@@ -266,6 +266,7 @@ class Gathered(NamedTuple):
     whole: Tensor | None  # what the module holds in its place while it is gathered
     dtype: torch.dtype  # of the whole
     grad_dtype: torch.dtype  # of its gradient, while that is not reduced
+    elements: int  # of the whole, with what fills its shards up to equal sizes
 
 
 def gathered_parameters(model: nn.Module) -> Iterator[Gathered]:
@@ -276,11 +277,18 @@ def gathered_parameters(model: nn.Module) -> Iterator[Gathered]:
         dtype = policy.param_dtype or own
         unreduced = own if hasattr(parameter, "unsharded_grad_dtype") else dtype
         whole = getattr(parameter, "_unsharded_param", None)  # there once it was gathered
-        yield Gathered(parameter.sharded_param, whole, dtype, policy.reduce_dtype or unreduced)
+        shards = getattr(parameter.mesh_info, "shard_mesh_size", 1)  # 1 where it is replicated
+        elements = parameter.padded_sharded_param_size.numel() * shards
+        grad_dtype = policy.reduce_dtype or unreduced
+        yield Gathered(parameter.sharded_param, whole, dtype, grad_dtype, elements)
 
 
-def drop_unsharded_grads(root: nn.Module) -> None:
-    """What `FSDPModule.reset_iter_state` does to gradients, in releases that do not have it."""
+def drop_unsharded_grads(root: Any) -> None:
+    """Have FSDP drop gradients that it has not reduced, and what an exception left of a pass."""
+    if is_root(root) and hasattr(root, "reset_iter_state"):  # from torch 2.13 on
+        root.reset_iter_state()
+    if hasattr(root, "finalize_backward"):  # from torch 2.15 on that was all
+        return
     for parameter, _ in _sharded_parameters(root):
         if "unsharded_accumulated_grad" in vars(parameter):  # a property from torch 2.15 on
             parameter.unsharded_accumulated_grad = None

@@ -3,6 +3,4 @@
 from accumext.masters._masters import Rounding as Rounding
 from accumext.masters._masters import Target as Target
 from accumext.masters._masters import masters as masters
-from accumext.masters._masters import target_of as target_of
-from accumext.masters._parameters import parameters_in as parameters_in
-from accumext.masters._parameters import params_of as params_of
+from accumext.masters._masters import params_of as params_of

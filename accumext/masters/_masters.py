@@ -8,34 +8,63 @@ parameter gets the rounded master after every step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from itertools import count
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, chain, count, groupby, repeat
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accumext import _checks, _memory_overlap, ops
-from accumext._scalars import Scalar
+from accumext._scalars import Scalar, as_tensor
 from accumext._tensor_kinds import HALF_DTYPES, dense_storage, is_dtensor, main_dtype, versions
-from accumext.masters._host_transfer import Sending, crosses, send_rounded
-from accumext.masters._parameters import Parameters, parameters_of
+
+Grads: TypeAlias = list[Tensor | None]
+State: TypeAlias = dict[str, Any]  # of an optimizer, as its `state_dict` returns it
+
+# Bytes of parameters that are rounded on the host before they are sent to their device: enough for
+# the bus's full speed, little enough for the sending to overlap with the rounding of the next.
+BUNDLE_BYTES = 16 * 2**20
+
+params_of = itemgetter("params")
 
 
-class Link(NamedTuple):
+@dataclass(eq=False)
+class Link:
     """What a master stands for."""
 
     parameter: Tensor  # half precision
-    stochastic: bool  # whether the parameter gets the master rounded stochastically
-    version: int | None = None  # of the parameter when the master was made; None: not known
+    stochastic: bool  # whether the master is rounded into it stochastically
+    version: int | None = None  # of the parameter when the two last agreed; None: not known
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Link, (self.parameter, self.stochastic)  # copies of tensors count their writes anew
 
+    @torch.no_grad()
+    def settle(self, master: Tensor, write_master: bool) -> None:
+        """Where the parameter is no rounding of its master, write the one into the other."""
+        half, wide = dense_storage(self.parameter.detach()), dense_storage(master.detach())
+        values = half.to(wide.device, wide.dtype)
+        nearest = wide.to(half.dtype).to(wide.dtype)
+        agree = nearest == values
+        if self.stochastic:
+            # The other neighbour lies beyond the master, and nothing lies between the two: what is
+            # halfway is rounded to one of them.
+            beyond = (nearest != wide) & ((nearest < wide) == (wide < values))
+            halfway = (nearest * 0.5 + values * 0.5).to(half.dtype).to(wide.dtype)
+            agree |= beyond & ((halfway == nearest) | (halfway == values))
+        if write_master:
+            wide.copy_(torch.where(agree, wide, values))
+        else:
+            half.copy_(torch.where(agree, values, wide))
 
-def _link_of(master: Tensor) -> Link | None:
-    return getattr(master, "master_of", None)
+
+def links_of(tensors: Iterable[Tensor]) -> dict[Tensor, Link]:
+    """The masters among these, and what each stands for."""
+    return {t: link for t in tensors if (link := getattr(t, "master_of", None)) is not None}
 
 
 def masters(
@@ -75,23 +104,19 @@ def masters(
     if isinstance(parameters, (Tensor, dict, str)) or not isinstance(parameters, Iterable):
         contract = "be an iterable of parameters"
         _checks.fail_type(op, "parameters", contract, _checks.type_name(parameters))
+    _checks.instance(op, "stochastic_rounding", stochastic_rounding, bool, "be a bool")
     place = None if device is None else torch.device(device)
-    if not isinstance(stochastic_rounding, bool):
-        got = _checks.type_name(stochastic_rounding)
-        _checks.fail_type(op, "stochastic_rounding", "be a bool", got)
+    made: dict[Tensor, nn.Parameter] = {}
     given = list(parameters)
     for index, parameter in enumerate(given):
         _check_parameter(op, f"parameters[{index}]", parameter, place)
-    made: dict[Tensor, nn.Parameter] = {}
-    for parameter in given:
         if parameter not in made:
             made[parameter] = _master_of(parameter, place, stochastic_rounding)
     return [made[parameter] for parameter in given]
 
 
 def _check_parameter(op: str, name: str, parameter: Any, place: torch.device | None) -> None:
-    if not isinstance(parameter, Tensor):
-        _checks.fail_type(op, name, "be a parameter", _checks.type_name(parameter))
+    _checks.instance(op, name, parameter, Tensor, "be a parameter")
     if not parameter.is_leaf:
         _checks.fail_value(op, name, "be a leaf", "a tensor with a graph")
     if place is not None and is_dtensor(parameter) and place.type != parameter.device.type:
@@ -111,287 +136,232 @@ def _master_of(parameter: Tensor, place: torch.device | None, stochastic: bool) 
     return master
 
 
-def _links_of(tensors: Iterable[Tensor]) -> dict[Tensor, Link]:
-    """The masters among these, and what each stands for."""
-    return {t: link for t in tensors if (link := _link_of(t)) is not None}
+def _crosses(parameter: Tensor, master: Tensor) -> bool:
+    """Whether the one is on a device and the other in the host's memory."""
+    return master.is_cpu and not parameter.is_cpu
 
 
-def _check_one_each(op: str, links: dict[Tensor, Link], name: str = "masters") -> None:
-    """Raise unless every element that masters are rounded into has one master."""
-    if len({link.parameter for link in links.values()}) < len(links):
-        contract = "hold one master of a parameter"
-        advice = "Call accumext.masters once, with all parameters"
-        _checks.fail_value(op, name, contract, "two", advice)
-    parameters = [dense_storage(link.parameter.detach()) for link in links.values()]
-    if _memory_overlap.any_shared(parameters):
-        contract = "be of parameters that share no memory"
-        advice = "Tie parameters by using one, not by views of it"
-        _checks.fail_value(op, name, contract, "some of the same elements", advice)
+class Target:
+    """What an optimizer steps on: the model's parameters, or masters of some of them."""
 
-
-def target_of(op: str, optimizer: Optimizer, given: Any) -> Target:
-    """What an optimizer that was given `masters` steps on.
-
-    Raises:
-        TypeError: `given` is no list of parameters.
-        ValueError: the optimizer steps on a master that is not among them, or on a parameter that
-            has a master among them.
-    """
-    if given is not None and (
-        not isinstance(given, (list, tuple)) or not all(isinstance(m, Tensor) for m in given)
-    ):
-        contract = "be what accumext.masters returned, or None"
-        _checks.fail_type(op, "masters", contract, _checks.type_name(given))
-    stepped_on = parameters_of(optimizer)
-    known = set(given or ())
-    links = _links_of(stepped_on)
-    if not links.keys() <= known:
-        contract = "hold every master that the optimizer steps on"
-        got = "None" if given is None else "a list without some"
-        _checks.fail_value(op, "masters", contract, got, "Pass what accumext.masters returned")
-    halves = {link.parameter for link in _links_of(known).values()}
-    if not halves.isdisjoint(stepped_on):
-        contract = "be what the optimizer steps on"
-        advice = "Make the optimizer of the masters, not of the model's parameters"
-        _checks.fail_value(op, "masters", contract, "masters of its parameters", advice)
-    _check_one_each(op, links)
-    return MasterWeights(optimizer, links) if links else Parameters(optimizer)
-
-
-class MasterWeights:
-    """The masters that an optimizer steps on, and the parameters that they stand for."""
-
-    is_parameters = False
-
-    def __init__(self, optimizer: Optimizer, links: dict[Tensor, Link]) -> None:
+    def __init__(self, op: str, optimizer: Optimizer, masters: Any) -> None:
+        known = () if masters is None else masters
+        if not isinstance(known, (list, tuple)) or not all(isinstance(m, Tensor) for m in known):
+            contract = "be what accumext.masters returned, or None"
+            _checks.fail_type(op, "masters", contract, _checks.type_name(masters))
         self._optimizer = optimizer
-        self._links = links  # by master
-        self._roundings = 0  # what seeds the next stochastic rounding: alike on all processes
-        # Of the parameters when they were last rounded to. None: perhaps written since.
-        self._versions = [link.version for link in links.values()]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Copies of tensors begin their counts anew.
-        return {**self.__dict__, "_versions": [None] * len(self._links)}
-
-    # Who stands for whom
+        self.links = links_of(self.stepped_on())  # by master
+        self.is_parameters = not self.links  # whether it steps on the parameters themselves
+        self.roundings = 0  # what seeds the next stochastic rounding: alike on all processes
+        if not self.links.keys() <= set(known):
+            contract = "hold every master that the optimizer steps on"
+            got = "None" if masters is None else "a list without some"
+            _checks.fail_value(op, "masters", contract, got, "Pass what accumext.masters returned")
+        if not {link.parameter for link in links_of(known).values()}.isdisjoint(self.stepped_on()):
+            contract = "be what the optimizer steps on"
+            advice = "Make the optimizer of the masters, not of the model's parameters"
+            _checks.fail_value(op, "masters", contract, "masters of its parameters", advice)
+        _check_one_each(op, "masters", self.links)
 
     def stepped_on(self) -> list[Tensor]:
-        return parameters_of(self._optimizer)
+        """What the optimizer holds."""
+        return list(chain.from_iterable(map(params_of, self._optimizer.param_groups)))
 
     def parameters(self) -> list[Tensor]:
-        links = self._links
-        return [links[p].parameter if p in links else p for p in self.stepped_on()]
-
-    # Gradients on their way to the masters
+        """What gradients are formed for, in the same order."""
+        stepped_on, links = self.stepped_on(), self.links
+        if self.is_parameters:
+            return stepped_on
+        return [links[p].parameter if p in links else p for p in stepped_on]
 
     def goes_to_host(self) -> list[bool]:
-        if not any(crosses(link.parameter, master) for master, link in self._links.items()):
+        """Of which parameters gradients leave their device, for sums on the host; [] if of none."""
+        if not any(_crosses(link.parameter, master) for master, link in self.links.items()):
             return []
-        return list(map(crosses, self.parameters(), self.stepped_on()))
+        return list(map(_crosses, self.parameters(), self.stepped_on()))
 
-    def send(self, grads: list[Tensor | None]) -> Callable[[], list[Tensor | None]]:
-        far = self.goes_to_host()
-        return Sending(grads, far).wait if far else lambda: grads
+    def send(self, grads: Grads) -> Callable[[], Grads]:
+        """Begin to bring all gradients to where their sums are; what is returned waits for them."""
+        if not (to_host := self.goes_to_host()):
+            return lambda: grads
+        there, devices = list(grads), set()
+        for i, (grad, far) in enumerate(zip(grads, to_host, strict=True)):
+            if far and grad is not None:
+                there[i] = grad.detach().to("cpu", non_blocking=True)  # in pinned memory
+                devices.add(grad.device)
+        streams = [torch.accelerator.current_stream(d) for d in devices if d.type != "cpu"]
+        events = [stream.record_event() for stream in streams]
+
+        def wait() -> Grads:
+            for event in events:
+                event.synchronize()
+            return there
+
+        return wait
 
     @torch.no_grad()
     def lend_grads(self) -> None:
-        for master, link in self._links.items():
+        """Give the masters their parameters' gradients as they are now."""
+        for master, link in self.links.items():
             grad = link.parameter.grad
             master.grad = None if grad is None else grad.to(master.device, master.dtype)
 
     def take_grads_back(self) -> None:
-        for master in self._links:
+        """Undo that."""
+        for master in self.links:
             master.grad = None
 
-    # Rounding the masters into the parameters
-
     def take_over(self) -> None:
-        """Let a master follow its parameter where that was written by others: loaded, averaged.
-
-        That is every element that is no rounding of the master's. Only parameters whose version
-        tells of a write are looked at.
-        """
-        before, after = self._versions, self._parameter_versions()
-        if before == after:
-            return
-        with torch.no_grad():
-            for (master, link), old, new in zip(self._links.items(), before, after, strict=True):
-                if old != new or new is None:
-                    _follow_parameter(master, link)
-        self._versions = after
+        """Let masters follow parameters that others have written, as their versions tell."""
+        now = versions([link.parameter for link in self.links.values()])
+        for (master, link), version in zip(self.links.items(), now, strict=True):
+            if version is None or version != link.version:
+                link.settle(master, write_master=True)
+                link.version = version
 
     def rounding(self, skip: Scalar = 0.0, *, every: bool = False) -> Rounding:
-        mine = self._links.items()
-        links = {m: link for m, link in mine if every or m.grad is not None}
-        return Rounding(links, self._roundings, skip, self._rounded)
+        """What writes the parameters of which a gradient was lent, or every one, unless `skip`."""
+        return Rounding(self, [m for m in self.links if every or m.grad is not None], skip)
 
     def followed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """A method of the optimizer, after which parameters follow the masters that it wrote."""
+        if self.is_parameters:
+            return method
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            masters = list(self._links)
+            self.take_over()
+            masters = list(self.links)
             before = versions(masters)
             try:
                 return method(*args, **kwargs)
             finally:
                 pairs = zip(masters, before, versions(masters), strict=True)
-                links = {m: self._links[m] for m, old, new in pairs if old != new}
-                Rounding(links, self._roundings, 0.0, self._rounded).write()
+                Rounding(self, [master for master, old, new in pairs if old != new]).write()
 
         return call
 
-    def _rounded(self, roundings: int) -> None:
-        self._roundings, self._versions = roundings, self._parameter_versions()
-
-    def check_added(self, op: str, given: Sequence[Tensor]) -> None:
-        """Raise unless every parameter is stepped on once, with these given later.
-
-        Raises:
-            ValueError: one is a second master of a parameter, or has a master here.
-        """
-        if any(link.parameter is p for link in self._links.values() for p in given):
+    def check_added(self, op: str, param_group: Any) -> None:
+        """Raise where masters forbid a group; what else is wrong with it the optimizer says."""
+        given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
+        if isinstance(given, Iterator):  # it can be read only once
+            given = param_group["params"] = list(given)
+        members = [given] if isinstance(given, Tensor) else given
+        members = [m[1] if isinstance(m, tuple) and len(m) == 2 else m for m in members]
+        tensors = [m for m in members if isinstance(m, Tensor)]
+        added = links_of(tensors)
+        if added and self.is_parameters:
+            contract = "hold masters only where the optimizer was made with some"
+            advice = "Pass AccumulatingOptimizer(..., masters=...)"
+            _checks.fail_value(op, "params", contract, "a master", advice)
+        if not {link.parameter for link in self.links.values()}.isdisjoint(tensors):
             contract = "hold masters in place of their parameters"
             _checks.fail_value(op, "params", contract, "a parameter that has a master here")
-        _check_one_each(op, self._links | _links_of(given), "params")
+        _check_one_each(op, "params", self.links | added)
 
     def know(self) -> None:
-        new = {m: k for m, k in _links_of(self.stepped_on()).items() if m not in self._links}
-        self._links |= new
-        self._versions += [link.version for link in new.values()]
+        """Look again: parameters were added to the optimizer."""
+        if not self.is_parameters:
+            self.links |= links_of(self.stepped_on())
 
-    def _parameter_versions(self) -> list[int | None]:
-        return versions([link.parameter for link in self._links.values()])
+    def state_dict(self, packed: State) -> State:
+        """The optimizer's, with the masters by index and the count of roundings if it has any."""
+        mine = {i: p.detach() for i, p in enumerate(self.stepped_on()) if p in self.links}
+        saved = {"parameters": mine, "roundings": self.roundings}
+        return {**packed, "masters": saved} if mine else packed
 
-    # Checkpoints
-
-    def state_dict(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """With the masters by index of the optimizer's parameters, and the count of roundings."""
-        mine = {i: p.detach() for i, p in self._mine().items()}
-        return {**packed, "masters": {"parameters": mine, "roundings": self._roundings}}
-
-    def _mine(self) -> dict[int, Tensor]:
-        """The masters by index."""
-        return {i: p for i, p in enumerate(self.stepped_on()) if p in self._links}
-
-    @torch.no_grad()
-    def load_state_dict(
-        self, op: str, packed: dict[str, Any], load: Callable[[dict[str, Any]], None]
-    ) -> None:
-        """Masters are rounded into the parameters; where none were saved, they follow those."""
-        saved, mine = packed.get("masters"), self._mine()
+    def load_state_dict(self, op: str, packed: State, load: Callable[[State], None]) -> None:
+        """Check, `load` into the optimizer, and round saved masters into their parameters; where
+        none were saved, masters become what their parameters are."""
+        saved = None if self.is_parameters else packed.get("masters")
+        mine = {i: p for i, p in enumerate(self.stepped_on()) if p in self.links}
         if saved is not None:
-            _check_state(op, saved, mine)
+            _check_saved(op, saved, mine)
         load(packed)
         for index, master in mine.items():
-            link = self._links[master]
-            if saved is None:
-                master.copy_(link.parameter)
-            else:
-                master.copy_(saved["parameters"][index])
-                _follow_master(master, link)
+            link = self.links[master]
+            source = link.parameter if saved is None else saved["parameters"][index]
+            master.detach().copy_(source.detach())
+            link.settle(master, write_master=False)
         if saved is not None:
-            self._roundings = saved["roundings"]
-        self._versions = self._parameter_versions()
-
-
-def _check_state(op: str, state: Any, mine: dict[int, Tensor]) -> None:
-    """Raise unless this is what `state_dict` returned for these masters by index."""
-    name = "state_dict['masters']"
-    if not isinstance(state, dict) or set(state) != {"parameters", "roundings"}:
-        contract = "be what the state_dict of an optimizer with masters has there"
-        _checks.fail_value(op, name, contract, _checks.type_name(state))
-    roundings = state["roundings"]
-    if isinstance(roundings, bool) or not isinstance(roundings, int):
-        kind = _checks.type_name(roundings)
-        _checks.fail_type(op, f"{name}['roundings']", "be an int", kind)
-    if not isinstance(state["parameters"], dict):
-        kind = _checks.type_name(state["parameters"])
-        _checks.fail_type(op, f"{name}['parameters']", "be a dict", kind)
-    if state["parameters"].keys() != mine.keys():
-        got = sorted(state["parameters"])
-        _checks.fail_value(op, name, f"be of the parameters {sorted(mine)}", got)
-    for index, master in mine.items():
-        saved = state["parameters"][index]
-        part = f"{name}['parameters'][{index}]"
-        if not isinstance(saved, Tensor) or not saved.is_floating_point():
-            contract = "be a floating-point tensor"
-            _checks.fail_type(op, part, contract, _checks.type_name(saved))
-        if saved.shape != master.shape:
-            contract = f"have shape {list(master.shape)}"
-            _checks.fail_value(op, part, contract, list(saved.shape))
+            self.roundings = saved["roundings"]
 
 
 class Rounding:
     """Masters on their way into their parameters: once, unless they are written again."""
 
-    def __init__(
-        self,
-        links: dict[Tensor, Link],  # by master
-        roundings: int,
-        skip: Scalar,  # not zero: nothing is written
-        done: Callable[[int], None],  # told how many roundings there have been then
-    ) -> None:
-        self._links, self._roundings, self._skip, self._done = links, roundings, skip, done
+    def __init__(self, target: Target, masters: list[Tensor], skip: Scalar = 0.0) -> None:
+        self._target, self._masters = target, masters
+        self._skip = skip  # not zero: nothing is written
+        self._first_seed = target.roundings
         self._written: list[int | None] = []  # versions of the masters then
 
     @torch.no_grad()
     def write(self) -> None:
         """Write the parameters. After an interrupt another call writes the same."""
-        if self._written and self._written == versions(list(self._links)):
+        if self._written and self._written == versions(self._masters):
             return
-        numbers = count(self._roundings)
-        for (device, far, stochastic), (parameters, masters) in self._calls().items():
-            seeds = None
+        links = [self._target.links[master] for master in self._masters]
+        calls: dict[tuple[torch.device, bool, bool], list[tuple[Tensor, Tensor]]] = {}
+        for master, link in zip(self._masters, links, strict=True):
+            key = master.device, _crosses(link.parameter, master), link.stochastic
+            pair = dense_storage(link.parameter.detach()), dense_storage(master.detach())
+            calls.setdefault(key, []).append(pair)
+        numbers, skip = count(self._first_seed), self._skip
+        for (device, far, stochastic), pairs in calls.items():
+            seeds: Iterator[Tensor | None] = repeat(None)
             if stochastic:
-                seeds = (torch.full((), n, dtype=torch.int64, device=device) for n in numbers)
-            if far:
-                if not self._skip:  # a device's word of it has to be waited for here
-                    send_rounded(parameters, masters, seeds)
-                continue
-            seed = None if seeds is None else next(seeds)
-            flag = self._skip.to(device, torch.float32) if isinstance(self._skip, Tensor) else None
-            ops.copy_rounded_(parameters, masters, seed=seed, found_inf=flag)
-        self._done(next(numbers))
-        self._written = versions(list(self._links))
-
-    def _calls(self) -> dict[tuple[torch.device, bool, bool], tuple[list[Tensor], list[Tensor]]]:
-        """Parameters and masters of one call each: their device, whether they cross, and how."""
-        calls: dict[tuple[torch.device, bool, bool], tuple[list[Tensor], list[Tensor]]] = {}
-        for master, (parameter, stochastic, _) in self._links.items():
-            key = (master.device, crosses(parameter, master), stochastic)
-            parameters, masters = calls.setdefault(key, ([], []))
-            parameters.append(dense_storage(parameter.detach()))
-            masters.append(dense_storage(master.detach()))
-        return calls
+                seeds = (as_tensor(number, torch.int64, device) for number in numbers)
+            if not far:
+                parameters, masters = map(list, zip(*pairs, strict=True))
+                flag = skip.to(device, torch.float32) if isinstance(skip, Tensor) else None
+                ops.copy_rounded_(parameters, masters, seed=next(seeds), found_inf=flag)
+            elif not skip:  # a device's word of it has to be waited for here
+                _send_rounded(pairs, seeds)
+        self._target.roundings = next(numbers)
+        for link, version in zip(links, versions([link.parameter for link in links]), strict=True):
+            link.version = version
+        self._written = versions(self._masters)
 
 
-def _follow_parameter(master: Tensor, link: Link) -> None:
-    """Take over the elements of a parameter that are no rounding of its master's."""
-    parameter, mine = dense_storage(link.parameter.detach()), dense_storage(master.detach())
-    values = parameter.to(mine.device, mine.dtype)
-    mine.copy_(torch.where(_rounds_to(mine, values, link), mine, values))
+def _send_rounded(pairs: list[tuple[Tensor, Tensor]], seeds: Iterator[Tensor | None]) -> None:
+    """Round masters on the host: one bundle, while that before it is on its way to its device."""
+    ends = accumulate(parameter.nbytes for parameter, _ in pairs)
+    entries = zip(pairs, ends, strict=True)
+    for _, together in groupby(entries, key=lambda entry: entry[1] // BUNDLE_BYTES):
+        bundle = [pair for pair, _ in together]
+        rounded = [torch.empty_like(m, dtype=p.dtype, pin_memory=not p.is_cpu) for p, m in bundle]
+        ops.copy_rounded_(rounded, [master for _, master in bundle], seed=next(seeds))
+        for (parameter, _), values in zip(bundle, rounded, strict=True):
+            parameter.copy_(values, non_blocking=True)
 
 
-def _follow_master(master: Tensor, link: Link) -> None:
-    """Round the elements of a master that its parameter is no rounding of."""
-    parameter, mine = dense_storage(link.parameter.detach()), dense_storage(master.detach())
-    values = parameter.to(mine.device, mine.dtype)
-    parameter.copy_(torch.where(_rounds_to(mine, values, link), values, mine))
+def _check_one_each(op: str, name: str, links: dict[Tensor, Link]) -> None:
+    """Raise unless every element that masters are rounded into has one master."""
+    parameters = [link.parameter for link in links.values()]
+    if len(set(parameters)) < len(parameters):
+        advice = "Call accumext.masters once, with all parameters"
+        _checks.fail_value(op, name, "hold one master of a parameter", "two", advice)
+    if _memory_overlap.any_shared([dense_storage(p.detach()) for p in parameters]):
+        contract = "be of parameters that share no memory"
+        advice = "Tie parameters by using one, not by views of it"
+        _checks.fail_value(op, name, contract, "some of the same elements", advice)
 
 
-def _rounds_to(master: Tensor, values: Tensor, link: Link) -> Tensor:
-    """Where a master may have been rounded to these values of its parameter."""
-    dtype = link.parameter.dtype
-    nearest = master.to(dtype).to(master.dtype)
-    if not link.stochastic:
-        return nearest == values
-    # The other neighbour lies beyond the master, and nothing lies between the two: what is halfway
-    # is rounded to one of them.
-    halfway = (nearest * 0.5 + values * 0.5).to(dtype).to(master.dtype)
-    beyond = ((nearest < master) & (master < values)) | ((values < master) & (master < nearest))
-    return (nearest == values) | (beyond & ((halfway == nearest) | (halfway == values)))
-
-
-Target: TypeAlias = Parameters | MasterWeights  # what an optimizer steps on
+def _check_saved(op: str, saved: Any, mine: dict[int, Tensor]) -> None:
+    """Raise unless this is what `Target.state_dict` saved of these masters by index."""
+    name = "state_dict['masters']"
+    if not isinstance(saved, dict) or saved.keys() != {"parameters", "roundings"}:
+        contract = "be what the state_dict of an optimizer with masters has there"
+        _checks.fail_value(op, name, contract, _checks.type_name(saved))
+    _checks.integer(op, f"{name}['roundings']", saved["roundings"])
+    values = saved["parameters"]
+    _checks.instance(op, f"{name}['parameters']", values, dict, "be a dict")
+    if values.keys() != mine.keys():
+        _checks.fail_value(op, name, f"be of the parameters {list(mine)}", list(values))
+    for index, master in mine.items():
+        part, value = f"{name}['parameters'][{index}]", values[index]
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            _checks.fail_type(op, part, "be a floating-point tensor", _checks.type_name(value))
+        if value.shape != master.shape:
+            _checks.fail_value(op, part, f"have shape {list(master.shape)}", list(value.shape))

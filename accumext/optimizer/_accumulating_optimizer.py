@@ -16,7 +16,7 @@ from accumext import _checks
 from accumext._checks import OnNonfinite, Reduction, Synchronize
 from accumext._tensor_kinds import Group
 from accumext._torch_private import HAS_STEPPED, STEP_IS_WRAPPED, TAKES_SCALE
-from accumext.masters import parameters_in, target_of
+from accumext.masters import Target
 from accumext.optimizer._backward import (
     UNWEIGHTED,
     check_loss_and_weight,
@@ -167,7 +167,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             synchronize=synchronize,
         )
         self.optimizer = optimizer
-        self._box = Box(optimizer, settings, target_of(OP, optimizer, masters))
+        self._box = Box(optimizer, settings, Target(OP, optimizer, masters))
 
     def backward(self, loss: Tensor, weight: float | Tensor = UNWEIGHTED) -> None:
         """Scale the loss, run its backward pass and add the gradients as one micro-batch.
@@ -494,8 +494,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             ValueError: it holds masters and none of the others do, or a parameter would be stepped
                 on twice.
         """
-        given = parameters_in(param_group)
-        self._box.target.check_added(f"{OP}.add_param_group", given)
+        self._box.target.check_added(f"{OP}.add_param_group", param_group)
         super().add_param_group(param_group)
         self._box.know_parameters()
 

@@ -9,7 +9,7 @@ from support.optimizer_oracle import loss_of, make_model, sgd
 from torch import nn
 
 import accumext
-from accumext.masters import _host_transfer, _masters
+from accumext.masters import Target, _masters
 from accumext.optimizer import _backward
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
@@ -21,16 +21,15 @@ class Stop(Exception):
 @pytest.fixture
 def on_a_device(monkeypatch):
     """Every parameter counts as one of a device, and every gradient that is sent is counted."""
-    sent = []
-    monkeypatch.setattr(_masters, "crosses", lambda parameter, master: True)
-    send = _host_transfer._sent
+    sent, send = [], Target.send
 
-    def counting(grad):
-        sent.append(grad)
-        return send(grad)
+    def counting(target, grads):
+        sent.extend(grad for grad in grads if grad is not None)
+        return send(target, grads)
 
-    monkeypatch.setattr(_host_transfer, "_sent", counting)
-    monkeypatch.setattr(_host_transfer, "BUNDLE_BYTES", 30)  # two parameters or three
+    monkeypatch.setattr(_masters, "_crosses", lambda parameter, master: True)
+    monkeypatch.setattr(Target, "send", counting)
+    monkeypatch.setattr(_masters, "BUNDLE_BYTES", 30)  # two parameters or three
     monkeypatch.setattr(_backward, "BUNDLE_BYTES", 1)
     return sent
 

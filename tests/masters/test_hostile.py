@@ -21,9 +21,15 @@ def one_step(opt, model):
     opt.step()
 
 
-def still(parameters):
+class Still(torch.optim.SGD):
     """An optimizer that leaves everything where it is."""
-    return sgd(parameters, lr=0.0)
+
+    def look(self):
+        """A method that writes nothing."""
+
+
+def still(parameters):
+    return Still(parameters, lr=0.0)
 
 
 def write(model, value):
@@ -54,6 +60,18 @@ def test_what_is_loaded_before_a_group_is_added_stays():
     one_step(opt, model)
     write(model, 0.5)
     opt.add_param_group({"params": accumext.masters(other.parameters())})
+    one_step(opt, model)
+    assert_all([*model.parameters(), *masters], 0.5)
+
+
+@pytest.mark.parametrize("call", ["a method", "a step without gradients"])
+def test_what_is_loaded_before_another_call_of_the_optimizer_stays(call):
+    model = make_model(torch.bfloat16)
+    opt, masters = with_masters(model, still)
+    one_step(opt, model)
+    opt.zero_grad()
+    write(model, 0.5)
+    opt.step() if call == "a step without gradients" else opt.look()
     one_step(opt, model)
     assert_all([*model.parameters(), *masters], 0.5)
 
@@ -195,6 +213,14 @@ def test_a_group_that_would_step_on_a_parameter_twice_is_refused(kind):
     assert len(opt.param_groups) == 1
     with pytest.raises(ValueError, match="masters must"):
         AccumulatingOptimizer(sgd([*first, *second]), masters=[*first, *second])
+
+
+def test_a_group_that_is_a_set_is_refused_as_by_torch():
+    """The order of its parameters would change from run to run."""
+    opt = AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2))]))
+    with pytest.raises(TypeError, match="ordered"):
+        opt.add_param_group({"params": {nn.Parameter(torch.zeros(2))}})
+    assert len(opt.param_groups) == 1
 
 
 # Optimizers that write masters in their own way

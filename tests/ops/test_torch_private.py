@@ -365,6 +365,7 @@ def test_the_parameters_of_a_sharded_module(sharded):
     assert [g.whole for g in gathered] == list(sharded.parameters())
     assert {g.dtype for g in gathered} == {torch.bfloat16}
     assert [g.grad_dtype for g in gathered] == [g.whole.grad.dtype for g in gathered]
+    assert [g.elements for g in gathered] == [6, 2]
 
 
 def test_sharding(sharded):
