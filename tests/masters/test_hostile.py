@@ -6,19 +6,13 @@ import copy
 
 import pytest
 import torch
-from support.masters import with_masters
-from support.optimizer_oracle import assert_equal, loss_of, make_batches, make_model, sgd
+from support.masters import BATCHES, rounded, train, values, with_masters
+from support.optimizer_oracle import assert_equal, loss_of, make_model, sgd
+from support.tensors import HALF_DTYPES, dtype_id
 from torch import nn
 
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-
-BATCHES = [batch.bfloat16() for batch in make_batches(4)]
-
-
-def one_step(opt, model):
-    opt.backward(loss_of(model, BATCHES[0]))
-    opt.step()
 
 
 def still(parameters):
@@ -26,12 +20,12 @@ def still(parameters):
     return sgd(parameters, lr=0.0)
 
 
-def write(model, value):
+def write(model, value=0.5):
     """As `load_state_dict` does: one counted write of every parameter."""
     model.load_state_dict({k: torch.full_like(v, value) for k, v in model.state_dict().items()})
 
 
-def assert_all(tensors, value):
+def assert_all(tensors, value=0.5):
     for tensor in tensors:
         assert torch.equal(tensor.detach(), torch.full_like(tensor, value))
 
@@ -39,41 +33,37 @@ def assert_all(tensors, value):
 # Parameters that others write
 
 
-def test_what_is_loaded_before_the_optimizer_is_wrapped_stays():
+@pytest.mark.parametrize("before", ["the optimizer is wrapped", "a group is added"])
+def test_what_is_loaded_stays(before):
     model = make_model(torch.bfloat16)
     masters = accumext.masters(model.parameters())
-    write(model, 0.5)
-    opt = AccumulatingOptimizer(still(masters), masters=masters)
-    one_step(opt, model)
-    assert_all([*model.parameters(), *masters], 0.5)
-
-
-def test_what_is_loaded_before_a_group_is_added_stays():
-    model, other = make_model(torch.bfloat16), make_model(torch.bfloat16)
-    opt, masters = with_masters(model, still)
-    one_step(opt, model)
-    write(model, 0.5)
-    opt.add_param_group({"params": accumext.masters(other.parameters())})
-    one_step(opt, model)
-    assert_all([*model.parameters(), *masters], 0.5)
+    if before == "the optimizer is wrapped":
+        write(model)
+        opt = AccumulatingOptimizer(still(masters), masters=masters)
+    else:
+        opt = AccumulatingOptimizer(still(masters), masters=masters)
+        train(opt, model)
+        write(model)
+        others = make_model(torch.bfloat16).parameters()
+        opt.add_param_group({"params": accumext.masters(others)})
+    train(opt, model)
+    assert_all([*model.parameters(), *masters])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_what_is_loaded_into_a_copy_stays(steps):
     """A copy of a tensor begins its count of writes anew."""
-    model = make_model(torch.bfloat16)
-    opt, _ = with_masters(model, still)
-    for _ in range(steps):
-        one_step(opt, model)
+    model, opt, _ = with_masters(still)
+    train(opt, model, BATCHES[:steps])
     for writes in range(1, 6):
         theirs, its = copy.deepcopy((model, opt))
         for _ in range(writes):
-            write(theirs, 0.5)
-        one_step(its, theirs)
-        assert_all(theirs.parameters(), 0.5)
+            write(theirs)
+        train(its, theirs)
+        assert_all(theirs.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
 def test_a_written_neighbour_of_the_stochastic_rounding_is_taken_over(dtype):
     """1.75 is exact, so it is rounded to itself alone: another number was written by others."""
     weight = nn.Parameter(torch.full((4,), 1.75, dtype=dtype))
@@ -90,15 +80,13 @@ def test_a_written_neighbour_of_the_stochastic_rounding_is_taken_over(dtype):
 
 def test_masters_loaded_by_hand_before_the_first_step_stay():
     """As from a float32 checkpoint: the parameters have not been written."""
-    model = make_model(torch.bfloat16)
-    masters = accumext.masters(model.parameters())
+    model, opt, masters = with_masters(still)
     with torch.no_grad():
         for master in masters:
             master.fill_(0.3)
-    opt = AccumulatingOptimizer(still(masters), masters=masters)
-    one_step(opt, model)
+    train(opt, model)
     assert_all(masters, 0.3)
-    assert_equal([p.detach() for p in model.parameters()], [m.bfloat16() for m in masters])
+    assert_equal(values(model.parameters()), rounded(masters))
 
 
 @pytest.mark.parametrize("kind", ["two of the same", "one of itself"])
@@ -133,15 +121,14 @@ def closure_of(model, opt, factor=1.0):
 
 @pytest.mark.parametrize("written", [False, True])
 def test_a_closure_that_gives_nan_moves_nothing(written):
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, lbfgs)
+    model, opt, masters = with_masters(lbfgs)
     if written:
-        write(model, 0.5)
-    before = [p.detach().clone() for p in model.parameters()]
+        write(model)
+    before = values(model.parameters())
     opt.step(closure_of(model, opt, float("nan")))
     assert opt.last.skipped
-    assert_equal([p.detach() for p in model.parameters()], before)
-    assert_equal([m.detach().bfloat16() for m in masters], before)
+    assert_equal(values(model.parameters()), before)
+    assert_equal(rounded(masters), before)
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -159,8 +146,7 @@ class Sharpness(torch.optim.Optimizer):
 
 
 def test_the_model_follows_an_optimizer_with_a_closure_at_every_evaluation():
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, Sharpness)
+    model, opt, masters = with_masters(Sharpness)
     seen, after, closure = [], [], closure_of(model, opt)
 
     def in_step():
@@ -204,35 +190,25 @@ class Stop(Exception):
     """What an optimizer raises."""
 
 
-class Swapping(torch.optim.SGD):
-    """Has a method that writes masters, and then fails."""
-
-    @torch.no_grad()
-    def eval(self):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.fill_(0.5)
-        raise Stop
-
-
-def test_the_model_follows_a_method_that_fails():
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, lambda p: Swapping(p, lr=0.1))
-    with pytest.raises(Stop):
-        opt.eval()
-    assert_all([*masters, *model.parameters()], 0.5)
-
-
-class Decaying(torch.optim.SGD):
-    """Moves parameters without gradients, too."""
+class Moving(torch.optim.SGD):
+    """Moves parameters without gradients, in its step and in a method that then fails."""
 
     @torch.no_grad()
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             parameter.fill_(0.5)
 
+    def eval(self):
+        self.step()
+        raise Stop
 
-def test_the_model_follows_a_step_without_gradients():
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, lambda p: Decaying(p, lr=0.1))
-    opt.step()
-    assert_all([*masters, *model.parameters()], 0.5)
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_follows_a_step_without_gradients_and_a_method_that_fails(fails):
+    model, opt, masters = with_masters(Moving)
+    if fails:
+        with pytest.raises(Stop):
+            opt.eval()
+    else:
+        opt.step()
+    assert_all([*masters, *model.parameters()])
