@@ -68,6 +68,11 @@ def wrapped_scalar(window: int = 1, **kwargs) -> tuple[nn.Parameter, Accumulatin
     return parameter, AccumulatingOptimizer(named, window=window, **kwargs)
 
 
+def wrapped(model: nn.Module, make: Callable = sgd, **options) -> AccumulatingOptimizer:
+    """An optimizer of all parameters of a model."""
+    return AccumulatingOptimizer(make(model.parameters()), **options)
+
+
 def accumulating(model: nn.Module, in_backward: bool = True, **kwargs) -> AccumulatingOptimizer:
     """With a window of three, to which backward passes add gradients themselves."""
     options = {"window": 3, "accumulate_in_backward": in_backward, **kwargs}
