@@ -44,23 +44,12 @@ class Once:
 # Steps
 
 
-KINDS = {
-    "sgd": {},
-    "momentum": {"momentum": 0.9},
-    "foreach": {"momentum": 0.9, "foreach": True},
-    "fused": {"momentum": 0.9, "fused": True},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("own_backward", [False, True], ids=["opt.backward", "loss.backward"])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "fused": True}], ids=["plain", "fused"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
-@pytest.mark.parametrize("max_norm", [None, 0.0, 0.37, 1e3])
+@pytest.mark.parametrize("max_norm", [None, 0.0, 0.37])
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_id)
-def test_a_failed_step_leaves_the_same_gradient(
-    dtype, window, max_norm, scaled, own_backward, kind
-):
+def test_a_failed_step_leaves_the_same_gradient(dtype, window, max_norm, scaled, options):
     """Up to one rounding, by which the factor is taken back; and it may be tried again."""
     rounding = 2 * torch.finfo(dtype).eps
     results = []
@@ -68,23 +57,17 @@ def test_a_failed_step_leaves_the_same_gradient(
         model = make_model(dtype)
         parameters = list(model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-        options = {"window": window, "max_norm": max_norm, "scaler": scaler}
-        opt = wrapped(model, partial(sgd, **kind), **options)
+        settings = {"window": window, "max_norm": max_norm, "scaler": scaler}
+        opt = wrapped(model, partial(sgd, **options), **settings)
         for batch in BATCHES[:window]:
-            loss = loss_of(model, batch.to(dtype))
-            if own_backward:
-                (loss if scaler is None else scaler.scale(loss)).backward()
-                opt.accumulate()
-            else:
-                opt.backward(loss)
+            opt.backward(loss_of(model, batch.to(dtype)))
         if fails:
             before = [opt.main_grad(p) for p in parameters]
-            values = [p.detach().clone() for p in parameters]
             opt.register_step_pre_hook(Once(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 opt.step()
             assert not opt.stepped
-            assert_equal(parameters_of(model), values)
+            assert_equal(parameters_of(model), parameters_of(make_model(dtype)))
             assert not vars(opt.optimizer).keys() & {"grad_scale", "found_inf"}
             assert_close([opt.main_grad(p) for p in parameters], before, rounding)
         opt.step()
@@ -185,54 +168,3 @@ def test_a_part_that_failed_takes_its_micro_batch_with_it(policy):
     assert all(p.grad is None for p in parameters)
     if policy == "skip_micro_batch":
         assert state_of(opt, parameters) == before
-
-
-# Memory
-
-
-class Memory:
-    """torch's functions that make memory, of which one call fails."""
-
-    def __init__(self, failing):
-        self.left = failing
-
-    def patch(self, patch):
-        for name in ("empty_like", "zeros_like", "zeros", "full"):
-            patch.setattr(torch, name, self.counting(getattr(torch, name)))
-
-    def counting(self, function):
-        def call(*args, **kwargs):
-            self.left -= 1
-            if self.left == -1:
-                raise torch.OutOfMemoryError
-            return function(*args, **kwargs)
-
-        return call
-
-
-@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_an_allocation_that_fails_changes_nothing(monkeypatch, window, dtype, policy):
-    """At any of the calls that make memory while a micro-batch is taken in."""
-    for failing in range(100):
-        model = make_model(dtype)
-        parameters = list(model.parameters())
-        opt = wrapped(model, window=window, on_nonfinite=policy)
-        for batch in BATCHES[: window - 1]:
-            opt.backward(loss_of(model, batch.to(dtype)))
-        loss_of(model, BATCHES[3].to(dtype)).backward()
-        before = state_of(opt, parameters)
-        with monkeypatch.context() as patch:
-            Memory(failing).patch(patch)
-            try:
-                opt.accumulate()
-            except torch.OutOfMemoryError:
-                pass
-            else:
-                break
-        assert state_of(opt, parameters) == before
-        opt.discard()
-    # None is made where a first gradient is taken over, nor where there is a sum to add it to.
-    none = window > 1 or dtype == torch.float32
-    assert (failing == 0) == (policy == "skip_window" and none)

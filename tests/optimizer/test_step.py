@@ -1,4 +1,4 @@
-"""`step` is the wrapped one's: without gradients, with keywords and closures, and in its answer."""
+"""`step` is the wrapped one's: with keywords and closures, and in its answer."""
 
 from __future__ import annotations
 
