@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -159,39 +160,30 @@ def test_a_skipped_window_leaves_everything(make, stochastic):
     assert scaler.get_scale() == 8.0
 
 
+def wrap(parameters, masters=None):
+    return AccumulatingOptimizer(sgd(parameters), masters=masters)
+
+
 MUST = "AccumulatingOptimizer: masters must"
 HOLD = f"{MUST} hold every master that the optimizer steps on, got"
+OF = "masters: parameters"
+REFUSED = [
+    (lambda m, _: wrap(m), ValueError, f"{HOLD} None. Pass what"),
+    (lambda m, _: wrap(m, m[1:]), ValueError, f"{HOLD} a"),
+    (lambda m, half: wrap(half, m), ValueError, f"{MUST} be what the optimizer steps on, got mas"),
+    (lambda m, _: wrap(m, m[0]), TypeError, f"{MUST} be what accumext.masters returned, or None"),
+    (lambda _, half: accumext.masters(half[0]), TypeError, f"{OF} must be an"),
+    (lambda _, half: accumext.masters([half[0], 3]), TypeError, f"{OF}[1] must"),
+    (lambda _, half: accumext.masters([half[0] * 2]), ValueError, f"{OF}[0] must be a leaf, got a"),
+    (
+        lambda _, h: accumext.masters(h, None, 1),
+        TypeError,
+        "masters: stochastic_rounding must be a",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda m, _: AccumulatingOptimizer(sgd(m)), ValueError, f"{HOLD} None. Pass what"),
-        (lambda m, _: AccumulatingOptimizer(sgd(m), masters=m[1:]), ValueError, f"{HOLD} a"),
-        (
-            lambda m, half: AccumulatingOptimizer(sgd(half), masters=m),
-            ValueError,
-            f"{MUST} be what the optimizer steps on, got masters of its parameters. Make the",
-        ),
-        (
-            lambda m, _: AccumulatingOptimizer(sgd(m), masters=m[0]),
-            TypeError,
-            f"{MUST} be what accumext.masters returned, or None, got a float32 tensor",
-        ),
-        (lambda _, half: accumext.masters(half[0]), TypeError, "masters: parameters must be an"),
-        (lambda _, half: accumext.masters([half[0], 3]), TypeError, "masters: parameters[1] must"),
-        (
-            lambda _, half: accumext.masters([half[0] * 2]),
-            ValueError,
-            "masters: parameters[0] must be a leaf, got a tensor with a graph",
-        ),
-        (
-            lambda _, half: accumext.masters(half, stochastic_rounding=1),
-            TypeError,
-            "masters: stochastic_rounding must be a bool, got int",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED)
 def test_what_masters_must_be(call, error, text):
     half = list(make_model(torch.bfloat16).parameters())
     with pytest.raises(error, match=says(text)):
@@ -244,10 +236,12 @@ class Averaging(torch.optim.SGD):
     """Shows the average of parameters between `eval()` and `train()`, as schedule-free ones do."""
 
     @torch.no_grad()
-    def eval(self):
+    def eval(self, fails):
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["kept"] = parameter.clone()
             parameter.mul_(0.5)
+        if fails:
+            raise Stop
         return "evaluating"
 
     @torch.no_grad()
@@ -256,14 +250,16 @@ class Averaging(torch.optim.SGD):
             parameter.copy_(self.state[parameter]["kept"])
 
 
-def test_the_model_follows_what_a_method_of_the_optimizer_writes():
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_follows_what_a_method_of_the_optimizer_writes(fails):
     model, opt, masters = with_masters(partial(Averaging, lr=0.1))
     train(opt, model)
     trained = values(masters)
-    assert opt.eval() == "evaluating"
+    with pytest.raises(Stop) if fails else nullcontext():
+        assert opt.eval(fails) == "evaluating"
     assert_equal(values(model.parameters()), [(m * 0.5).bfloat16() for m in trained])
     opt.train()
-    assert_equal(values(model.parameters()), [m.bfloat16() for m in trained])
+    assert_equal(values(model.parameters()), rounded(trained))
     assert_equal(values(masters), trained)
 
 

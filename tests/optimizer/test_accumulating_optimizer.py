@@ -87,20 +87,6 @@ def test_weights_equal_oracle(loop, on_nonfinite, window, reduction, own, as_ten
     assert_close(parameters_of(model), expected)
 
 
-def test_flush_and_discard_on_an_empty_window_do_nothing():
-    model = make_model()
-    opt = wrapped(model, adam, window=2)
-    opt.flush()
-    opt.backward(loss_of(model, BATCHES[0]))
-    opt.discard()
-    opt.flush()
-    opt.discard()
-    assert not opt.stepped
-    assert opt.last is None
-    assert opt.stats() == {}
-    assert_equal(parameters_of(model), parameters_of(make_model()))
-
-
 # Bit for bit the bare optimizer
 
 SINGLE = make_batches(20, torch.float32)
@@ -141,3 +127,4 @@ def test_it_prints_its_settings_its_scaler_and_how_full_the_window_is():
     bare = repr(wrapped(model, sgd))
     assert "scaler=None" in bare
     assert bare.endswith("reduction='mean', 0/1 micro-batches)")
+    assert opt.stats() == {}

@@ -67,17 +67,6 @@ def test_a_norm_whose_powers_overflow_only_while_scaled(kind, max_norm):
     torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=0)
 
 
-def test_the_norm_covers_parameters_that_the_last_micro_batch_left_out():
-    """The last pass may know the norm already, but only of the gradients that it went over."""
-    a, b = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
-    opt = AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), window=2, reduction="sum")
-    for loss in (3 * a + 2 * b, 2 * b):
-        loss.sum().backward()
-        opt.accumulate()
-    opt.step()
-    assert opt.last.total_norm.item() == 5.0
-
-
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch"])
 def test_the_norm_adds_up_in_the_order_of_the_optimizer(on_nonfinite, window):
