@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
@@ -230,44 +231,45 @@ CASES = [
 # What is compared
 
 
-def plain(value: Any) -> Any:
-    """Nested values as lists and numbers."""
-    if isinstance(value, Tensor):
-        value = value.to_dense() if value.is_sparse else value
-        return (str(value.dtype), tuple(value.shape), value.detach().double().tolist())
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return value
+def plain(*values: Any) -> list[Any]:
+    """Nested values as one list of numbers and names."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            dense = leaf.detach().to_dense() if leaf.is_sparse else leaf.detach()
+            leaves += [str(leaf.dtype), *dense.double().flatten().tolist()]
+        else:
+            leaves.append(leaf)
+    return leaves
 
 
 def same(a: Any, b: Any, tolerance: float) -> bool:
-    """Whether plain values are equal up to a rounding."""
+    """Whether what was seen is equal up to a rounding."""
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k], tolerance) for k in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+    if isinstance(a, list):
         return len(a) == len(b) and all(same(x, y, tolerance) for x, y in zip(a, b))
+    if isinstance(a, dict):
+        return all(same(a[k], b[k], tolerance) for k in a)
     return bool(a == b)
 
 
-def seen(c: Case) -> dict[str, Any]:
+def seen(c: Case) -> dict[str, list[Any]]:
     """Everything that an interrupted call may not leave in the middle.
 
     What lies in `.grad` shows in what becomes of it; what is used up may go at any time.
     """
     packed = c.opt.accumulation_state_dict()
+    optimizers = vars(c.opt) | vars(c.opt.optimizer)
     return {
-        "parameters": plain(list(c.parameters)),
+        "parameters": plain(c.parameters),
         "window": plain([c.opt.main_grad(p) for p in c.parameters]),
-        "weight": plain([packed["micro_batches"], packed["weight"]]),
+        "weight": plain(packed["micro_batches"], packed["weight"]),
         "state": plain(c.opt.state_dict()),
-        "scaler": None if c.scaler is None else c.scaler.state_dict(),
-        "last": c.opt.stats(),
-        "grad mode": torch.is_grad_enabled(),
-        "left": sorted({"grad_scale", "found_inf"} & (vars(c.opt) | vars(c.opt.optimizer)).keys()),
+        "scaler": plain(c.scaler and c.scaler.state_dict()),
+        "last": plain(c.opt.stats()),
+        "grad mode": [torch.is_grad_enabled()],
+        "left": sorted({"grad_scale", "found_inf"} & optimizers.keys()),
     }
 
 
