@@ -231,14 +231,22 @@ class ByHand:
         coef = min(1.0, self.max_norm / (norm + 1e-6))
         return [None if g is None else g * coef for g in grads]
 
-    def step(self) -> None:
+    def give(self) -> None:
+        """The window's gradient to what the optimizer steps on; the next window begins."""
         for p, grad in zip(self._held(), self.clipped()):
             p.grad = None if grad is None else grad.to(p.dtype)
-        self.optimizer.step()
         self._sums, self._weight = {}, 0.0
-        with torch.no_grad():
-            for p, original in self._original.items():
-                original.copy_(p)
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """The parameters to those that the optimizer steps on."""
+        for p, original in self._original.items():
+            original.copy_(p)
+
+    def step(self) -> None:
+        self.give()
+        self.optimizer.step()
+        self.round()
 
 
 def window_gradient(
