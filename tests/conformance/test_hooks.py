@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.optimizer_oracle import (
     INF,
+    ByHand,
     adam,
     assert_close,
     loss_of,
@@ -15,22 +16,15 @@ from support.optimizer_oracle import (
     outer_scaler,
     own_backward,
     parameters_of,
-    window_gradient,
     windows_of,
+    wrapped,
 )
-from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-
 BATCHES = make_batches(8)
-
-
-def wrapped(model, **kwargs):
-    return AccumulatingOptimizer(adam(model.parameters()), **{"window": 3, **kwargs})
 
 
 @pytest.mark.parametrize("loop", [one_call, own_backward, outer_scaler])
@@ -38,7 +32,7 @@ def wrapped(model, **kwargs):
 def test_step_hooks_run_once_per_real_step(loop, skipped):
     """Step hooks, local and global, run once per real step, with the wrapped optimizer"""
     model = make_model()
-    opt = wrapped(model)
+    opt = wrapped(model, adam, window=3)
     opt._patch_step_function()  # what torch does to every optimizer it makes or unpickles
     calls = []
 
@@ -69,38 +63,30 @@ def test_step_hooks_run_once_per_real_step(loop, skipped):
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_pre_hook_sees_and_may_change_the_gradient(window, max_norm):
     """A step pre-hook sees the window's gradient in `.grad`, clipped, and may change it"""
-    model = make_model()
-    parameters = list(model.parameters())
-    opt = wrapped(model, window=window, max_norm=max_norm)
+    reference, model = make_model(), make_model()
+    opt = wrapped(model, adam, window=window, max_norm=max_norm)
     seen = []
 
     def halve(optimizer, args, kwargs):
-        seen.append([p.grad.clone() for p in parameters])
-        for parameter in parameters:
+        seen.append([p.grad.clone() for p in optimizer.param_groups[0]["params"]])
+        for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad *= 0.5
 
     opt.register_step_pre_hook(halve)
-    reference = make_model()
-    optimizer = adam(reference.parameters())
+    by_hand = ByHand(reference.parameters(), adam, max_norm=max_norm)
+    by_hand.optimizer.register_step_pre_hook(halve)
     for some in windows_of(BATCHES[:6], window):
-        grads = window_gradient(reference, some, [1.0] * len(some))
-        for parameter, grad in zip(reference.parameters(), grads):
-            parameter.grad = grad
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
-        expected = [p.grad.clone() for p in reference.parameters()]
-        for parameter in reference.parameters():
-            parameter.grad *= 0.5
-        optimizer.step()
         for batch in some:
-            one_call(opt, loss_of(model, batch), None)
-        assert_close(seen[-1], expected)
+            one_call(opt, loss_of(model, batch))
+            by_hand.add(loss_of(reference, batch))
+        by_hand.step()
+        assert_close(seen[-2], seen[-1])
     assert_close(parameters_of(model), parameters_of(reference))
 
 
 def test_state_dict_hooks_are_the_wrapped_optimizers():
     """`state_dict` and `load_state_dict` hooks get the wrapped optimizer and may change a dict"""
-    opt = wrapped(make_model())
+    opt = wrapped(make_model(), adam)
     seen = []
 
     def added(optimizer, state):
@@ -128,32 +114,24 @@ def test_state_dict_hooks_are_the_wrapped_optimizers():
 def test_hooks_on_a_parameter_run_once_per_micro_batch(loop, window, in_backward):
     """`Tensor.register_hook` on a parameter sees and changes each micro-batch's own gradient"""
     limit = 0.01
-    model = make_model()
-    opt = wrapped(model, window=window, accumulate_in_backward=in_backward)
-    seen = []
+    reference, model = make_model(), make_model()
+    opt = wrapped(model, adam, window=window, accumulate_in_backward=in_backward)
+    by_hand = ByHand(reference.parameters(), adam)
+    seen, expected = [], []
+    for net, gradients in ((model, seen), (reference, expected)):
 
-    def clamp(grad):
-        seen.append(grad.clone())
-        return grad.clamp(-limit, limit)
+        def clamp(grad, gradients=gradients):
+            gradients.append(grad.clone())
+            return grad.clamp(-limit, limit)
 
-    model[0].weight.register_hook(clamp)
-    reference = make_model()
-    optimizer = adam(reference.parameters())
-    expected_seen = []
+        net[0].weight.register_hook(clamp)
     for some in windows_of(BATCHES, window):
-        total = [torch.zeros_like(p) for p in reference.parameters()]
         for batch in some:
-            grads = window_gradient(reference, [batch], [1.0])
-            expected_seen.append(grads[0])
-            grads[0] = grads[0].clamp(-limit, limit)
-            total = [t + grad / len(some) for t, grad in zip(total, grads)]
-        for parameter, grad in zip(reference.parameters(), total):
-            parameter.grad = grad
-        optimizer.step()
-    for batch in BATCHES:
-        loop(opt, loss_of(model, batch), None)
+            by_hand.add(loss_of(reference, batch))
+            loop(opt, loss_of(model, batch))
+        by_hand.step()
     opt.flush()
-    assert_close(seen, expected_seen)
+    assert_close(seen, expected)
     assert any((grad.abs() > limit).any() for grad in seen)
     assert_close(parameters_of(model), parameters_of(reference))
 
@@ -161,10 +139,10 @@ def test_hooks_on_a_parameter_run_once_per_micro_batch(loop, window, in_backward
 def test_the_profiler_shows_the_work():
     """The profiler shows `accumext::step` per window; in half precision `accumext::accumulate`"""
     model = make_model(torch.bfloat16)
-    opt = wrapped(model)
+    opt = wrapped(model, adam, window=3)
     with torch.profiler.profile() as profile:
         for batch in BATCHES[:6]:
-            one_call(opt, loss_of(model, batch.bfloat16()), None)
+            one_call(opt, loss_of(model, batch.bfloat16()))
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["accumext::accumulate"] == 6
     assert counts["accumext::step"] == 2

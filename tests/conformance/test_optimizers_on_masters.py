@@ -5,51 +5,24 @@ Optimizers step on float32 masters; the model keeps half precision.
 
 from __future__ import annotations
 
+from functools import partial
+
 import masters_in_ranks as does
 import pytest
 import ranks
 import torch
 from optimizer_cases import CLASSES, WITHOUT_CLOSURE, batches_for, cases, make_optimizer, model_for
-from support.optimizer_oracle import assert_equal, loss_of, own_backward, parameters_of
+from support.optimizer_oracle import (
+    ByHand,
+    assert_equal,
+    loss_of,
+    one_call,
+    own_backward,
+    parameters_of,
+)
 
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-
-
-class InFloat32:
-    """Any optimizer on float32 copies, given the gradients of a half-precision model by hand."""
-
-    def __init__(self, model, make):
-        self.parameters = list(model.parameters())
-        self.wide = [p.detach().to(torch.float32) for p in self.parameters]
-        self.optimizer = make(self.wide)
-
-    def step(self, closure=None):
-        if closure is None:
-            self._widen()
-            self.optimizer.step()
-        else:
-            self.optimizer.step(lambda: self._evaluate(closure))
-        self._round()
-
-    def _evaluate(self, closure):
-        self._round()
-        value = closure()
-        self._widen()
-        return value
-
-    def zero_grad(self):
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def _widen(self):
-        for wide, parameter in zip(self.wide, self.parameters, strict=True):
-            wide.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
-
-    @torch.no_grad()
-    def _round(self):
-        for parameter, wide in zip(self.parameters, self.wide, strict=True):
-            parameter.copy_(wide)
 
 
 def on_masters(model, make):
@@ -57,32 +30,23 @@ def on_masters(model, make):
     return AccumulatingOptimizer(make(masters), masters=masters), masters
 
 
-def one_call(opt, loss):
-    opt.backward(loss)
-    opt.step()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loop", [one_call, own_backward])
 @pytest.mark.parametrize(("name", "variant"), cases(WITHOUT_CLOSURE))
 def test_masters_are_the_optimizer_in_float32(name, variant, loop, dtype):
     """Every class of `torch.optim` on masters: bit for bit itself in float32, `fused` too"""
-    batches = [
-        batch if name == "SparseAdam" else batch.to(dtype)
-        for batch in batches_for(name, [5] * 6, torch.float32)
-    ]
-
-    def make(parameters):
-        return make_optimizer(name, parameters, variant)
-
+    batches = batches_for(name, [5] * 6, torch.float32)
+    make = partial(make_optimizer, name, variant=variant)
     reference, model = model_for(name, dtype), model_for(name, dtype)
-    by_hand = InFloat32(reference, make)
+    by_hand = ByHand(reference.parameters(), make, wide=torch.float32)
     opt, masters = on_masters(model, make)
     for batch in batches:
-        own_backward(by_hand, loss_of(reference, batch))
+        batch = batch if name == "SparseAdam" else batch.to(dtype)
+        by_hand.add(loss_of(reference, batch))
+        by_hand.step()
         loop(opt, loss_of(model, batch))
-    assert_equal([m.detach() for m in masters], by_hand.wide)
-    assert_equal(parameters_of(model), [wide.to(dtype) for wide in by_hand.wide])
+    assert_equal([m.detach() for m in masters], by_hand.stepped_on)
+    assert_equal(parameters_of(model), parameters_of(reference))
     assert not torch.equal(parameters_of(model)[0], parameters_of(model_for(name, dtype))[0])
 
 
@@ -90,33 +54,35 @@ def test_lbfgs_on_masters():
     """LBFGS on masters: the model is rounded before every evaluation of the closure, bit for bit"""
     assert set(CLASSES) - set(WITHOUT_CLOSURE) == {"LBFGS"}
 
-    def make(parameters):
-        return make_optimizer("LBFGS", parameters)
+    make, batch = partial(make_optimizer, "LBFGS"), batches_for("LBFGS", [5], torch.bfloat16)[0]
+    reference, model = (model_for("LBFGS", torch.bfloat16) for _ in range(2))
+    by_hand = ByHand(reference.parameters(), make, wide=torch.float32)
+    opt, masters = on_masters(model, make)
+    losses, our_losses = [], []
 
-    batch = batches_for("LBFGS", [5], torch.bfloat16)[0]
-    results = []
-    for make_both in (
-        lambda model: (by_hand := InFloat32(model, make), by_hand.wide),
-        lambda model: on_masters(model, make),
-    ):
-        model, losses = model_for("LBFGS", torch.bfloat16), []
-        opt, wide = make_both(model)
+    def evaluated_by_hand():
+        by_hand.round()
+        loss = loss_of(reference, batch)
+        by_hand.add(loss)
+        by_hand.give()
+        losses.append(loss.item())
+        return loss
 
-        def closure(model=model, opt=opt, losses=losses):
-            opt.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            losses.append(loss.item())
-            return loss
+    def evaluated():
+        opt.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        our_losses.append(loss.item())
+        return loss
 
-        for _ in range(3):
-            opt.step(closure)
-        results.append(([w.detach() for w in wide], parameters_of(model), losses))
-    (wide, parameters, losses), (masters, ours, our_losses) = results
+    for _ in range(3):
+        by_hand.optimizer.step(evaluated_by_hand)
+        by_hand.round()
+        opt.step(evaluated)
     assert len(losses) > 6
     assert losses == our_losses
-    assert_equal(masters, wide)
-    assert_equal(ours, parameters)
+    assert_equal([m.detach() for m in masters], by_hand.stepped_on)
+    assert_equal(parameters_of(model), parameters_of(reference))
 
 
 @pytest.fixture(scope="module")

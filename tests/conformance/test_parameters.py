@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.optimizer_oracle import (
+    ByHand,
     assert_close,
+    growing_scaler,
     loss_of,
     make_batches,
     make_model,
@@ -15,6 +17,7 @@ from support.optimizer_oracle import (
     own_backward,
     parameters_of,
     windows_of,
+    wrapped,
 )
 from torch import nn
 
@@ -22,41 +25,12 @@ from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(9)
 POLICIES = ["skip_window", "skip_micro_batch", "raise"]
+LOOPS = [one_call, own_backward, outer_scaler]
 
 
 def sgd(parameters):
     """A parameter without a gradient keeps its value; one with a gradient of zero decays."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
-
-
-LOOPS = [one_call, own_backward, outer_scaler]
-
-
-def make_scaler():
-    return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-
-
-class ByHand:
-    """Steps on the mean over micro-batches, in which a gradient that is missing counts as zero."""
-
-    def __init__(self, optimizer):
-        self.optimizer, self.total, self.count = optimizer, {}, 0
-
-    def held(self):
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def add(self, loss):
-        wanted = [p for p in self.held() if p.requires_grad]
-        for p, grad in zip(wanted, torch.autograd.grad(loss, wanted, allow_unused=True)):
-            if grad is not None:
-                self.total[p] = self.total.get(p, 0.0) + grad
-        self.count += 1
-
-    def step(self):
-        for p in self.held():
-            p.grad = self.total[p] / self.count if p in self.total else None
-        self.optimizer.step()
-        self.total, self.count = {}, 0
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["afterwards", "in-backward"])
@@ -66,11 +40,9 @@ class ByHand:
 def test_parameters_may_freeze_and_thaw(loop, window, frozen, in_backward):
     """Parameters frozen and unfrozen during the run, between windows or inside one"""
     reference, model = make_model(), make_model()
-    by_hand = ByHand(sgd(reference.parameters()))
-    opt = AccumulatingOptimizer(
-        sgd(model.parameters()), window=window, accumulate_in_backward=in_backward
-    )
-    scaler = make_scaler()
+    by_hand = ByHand(reference.parameters(), sgd)
+    opt = wrapped(model, sgd, window=window, accumulate_in_backward=in_backward)
+    scaler = growing_scaler()
     for i, batch in enumerate(BATCHES):
         for some in (reference, model):
             some[0].requires_grad_(i not in frozen)
@@ -104,9 +76,9 @@ def test_tied_parameters(loop, window, sparse):
     """One weight at both ends of a model, also with a sparse gradient from one end"""
     texts = [torch.tensor(t) for t in ([1, 2, 3, 1], [0, 4, 4, 5], [2, 1, 0, 3])] * 2
     reference, model = Tied(sparse=False), Tied(sparse)
-    by_hand = ByHand(sgd(reference.parameters()))
-    opt = AccumulatingOptimizer(sgd(model.parameters()), window=window)
-    scaler = make_scaler()
+    by_hand = ByHand(reference.parameters(), sgd)
+    opt = wrapped(model, sgd, window=window)
+    scaler = growing_scaler()
     for some in windows_of(texts, window):
         for text in some:
             by_hand.add(reference(text))
@@ -133,23 +105,15 @@ def test_sparse_gradients(loop, window, max_norm, on_nonfinite):
         return torch.optim.SGD(parameters, lr=0.1)
 
     dense, sparse = make(False), make(True)
-    optimizer = plain_sgd(dense.parameters())
-    scaler = make_scaler()
-    opt = AccumulatingOptimizer(
-        plain_sgd(sparse.parameters()),
-        window=window,
-        max_norm=max_norm,
-        scaler=scaler if loop is one_call else None,
-        on_nonfinite=on_nonfinite,
-    )
+    by_hand, scaler = ByHand(dense.parameters(), plain_sgd, max_norm=max_norm), growing_scaler()
+    options = {"max_norm": max_norm, "on_nonfinite": on_nonfinite}
+    own = scaler if loop is one_call else None
+    opt = wrapped(sparse, plain_sgd, window=window, scaler=own, **options)
     for some in windows_of(tokens, window):
-        optimizer.zero_grad()
-        (sum(dense(t).square().sum() for t in some) / len(some)).backward()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(dense.parameters(), max_norm)
-        optimizer.step()
         for t in some:
+            by_hand.add(dense(t).square().sum())
             loop(opt, sparse(t).square().sum(), scaler)
+        by_hand.step()
     assert_close(parameters_of(sparse), parameters_of(dense))
 
 
@@ -187,13 +151,14 @@ def test_sparse_and_dense_gradients_by_turns(loop, on_nonfinite, order):
 
     start = torch.linspace(-1, 1, 18, dtype=torch.float64).reshape(6, 3)
     reference, weight = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    by_hand = ByHand(sgd([reference]))
+    by_hand, scaler = ByHand([reference], sgd), growing_scaler()
     opt = AccumulatingOptimizer(sgd([weight]), window=4, on_nonfinite=on_nonfinite)
-    scaler = make_scaler()
+    weights = iter([2.0, 3.0, 0.0, 0.5] if loop is one_call else [1.0] * 4)
     for _ in range(2):
         for expected, loss in zip(losses(reference, False), losses(weight, True)):
-            by_hand.add(expected)
-            loop(opt, loss, scaler)
+            counts = next(weights)
+            by_hand.add(expected, counts)
+            loop(opt, loss, scaler, counts)
     by_hand.step()
     assert opt.stepped
     assert_close([weight.detach()], [reference.detach()])
@@ -205,7 +170,7 @@ def test_parameters_without_gradients_in_some_micro_batches(loop, own, on_nonfin
     """Parameters without a gradient in some micro-batches, or in all of a window"""
     a, b, never = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
     decay = torch.optim.SGD([a, b, never], lr=1.0, weight_decay=0.5)
-    scaler = make_scaler()
+    scaler = growing_scaler()
     opt = AccumulatingOptimizer(
         decay, window=4, scaler=scaler if own else None, on_nonfinite=on_nonfinite
     )
@@ -216,16 +181,16 @@ def test_parameters_without_gradients_in_some_micro_batches(loop, own, on_nonfin
     assert never.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("on_nonfinite", POLICIES[:2])
 @pytest.mark.parametrize("before", ["frozen", "trainable"])
 @pytest.mark.parametrize("added_at", [3, 4], ids=["between-windows", "inside-a-window"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_parameter_group_is_added(loop, added_at, before):
+def test_a_parameter_group_is_added(loop, added_at, before, on_nonfinite):
     """`add_param_group` between windows or inside one, with a learning rate of its own"""
-    window = 3
     reference, model = make_model(), make_model()
-    by_hand = ByHand(sgd(reference[2].parameters()))
-    opt = AccumulatingOptimizer(sgd(model[2].parameters()), window=window)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    by_hand = ByHand(reference[2].parameters(), sgd)
+    opt = wrapped(model[2], sgd, window=3, on_nonfinite=on_nonfinite)
+    scaler = growing_scaler()
     for some in (reference, model):
         some[0].requires_grad_(before == "trainable")
     for i, batch in enumerate(BATCHES):
@@ -246,8 +211,8 @@ def test_a_parameter_group_is_added(loop, added_at, before):
 def test_the_gradients_of_others_are_left_alone(loop, window):
     """An optimizer over a part of the model leaves the other gradients in `.grad`"""
     reference, model = make_model(), make_model()
-    by_hand = ByHand(sgd(reference[2].parameters()))
-    opt = AccumulatingOptimizer(sgd(model[2].parameters()), window=window)
+    by_hand = ByHand(reference[2].parameters(), sgd)
+    opt = wrapped(model[2], sgd, window=window)
     others = [torch.zeros_like(p) for p in reference[0].parameters()]
     for i, batch in enumerate(BATCHES):
         loss = loss_of(reference, batch)

@@ -22,12 +22,12 @@ from scaler_protocols import (
 )
 from support.optimizer_oracle import (
     EXACT,
+    ByHand,
     assert_close,
     make_batches,
     make_model,
     parameters_of,
     train_by_hand,
-    window_gradient,
     windows_of,
 )
 from support.optimizer_oracle import loss_of as model_loss
@@ -70,14 +70,7 @@ def test_models_are_as_exact_as_without_a_scaler(protocol, dtype):
     batches = make_batches(COUNT, dtype)
     truth = train_by_hand(sgd, make_batches(COUNT), WINDOW)
 
-    reference = make_model(dtype)
-    optimizer = sgd(reference.parameters())
-    for some in windows_of(batches, WINDOW):
-        grads = [window_gradient(reference, [batch], [1.0]) for batch in some]
-        for parameter, its in zip(reference.parameters(), zip(*grads)):
-            parameter.grad = (sum(grad.float() for grad in its) / WINDOW).to(dtype)
-        optimizer.step()
-
+    reference = train_by_hand(sgd, batches, WINDOW, dtype=dtype)
     scaler = make_scaler(protocol)
     model = make_model(dtype)
     opt = make_optimizer(protocol, model.parameters(), scaler)
@@ -86,7 +79,7 @@ def test_models_are_as_exact_as_without_a_scaler(protocol, dtype):
 
     # A gradient or a parameter may be rounded the other way in each of the steps.
     tolerance = COUNT // WINDOW * torch.finfo(dtype).eps
-    for actual, by_hand, exact in zip(model.parameters(), reference.parameters(), truth):
+    for actual, by_hand, exact in zip(model.parameters(), reference, truth):
         error, reference_error = ((p.double() - exact).abs().max() for p in (actual, by_hand))
         assert error <= reference_error + tolerance
 
@@ -136,21 +129,16 @@ def test_clipping_between_unscale_and_step(window):
     """Your own clip between `scaler.unscale_` and `scaler.step` clips each micro-batch"""
     max_norm = 0.1
     reference, model = make_model(), make_model()
-    optimizer = sgd(reference.parameters())
-    for some in windows_of(BATCHES, window):
-        total = [torch.zeros_like(p) for p in reference.parameters()]
-        for batch in some:
-            grads = window_gradient(reference, [batch], [1.0])
-            norm = torch.cat([grad.flatten() for grad in grads]).norm()
-            coef = min(1.0, max_norm / (norm.item() + 1e-6))
-            assert coef < 1.0
-            total = [t + coef * grad / len(some) for t, grad in zip(total, grads)]
-        for parameter, grad in zip(reference.parameters(), total):
-            parameter.grad = grad
-        optimizer.step()
-    scaler = make_scaler("each")
+    by_hand, scaler = ByHand(reference.parameters(), sgd), make_scaler("each")
     opt = AccumulatingOptimizer(sgd(model.parameters()), window=window)
-    for batch in BATCHES:
+    for number, batch in enumerate(BATCHES, 1):
+        loss = model_loss(reference, batch)
+        grads = torch.autograd.grad(loss, list(reference.parameters()), retain_graph=True)
+        coef = max_norm / (torch.cat([grad.flatten() for grad in grads]).norm().item() + 1e-6)
+        assert coef < 1.0
+        by_hand.add(coef * loss)
+        if number % window == 0:
+            by_hand.step()
         scaler.scale(model_loss(model, batch)).backward()
         scaler.unscale_(opt)
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)

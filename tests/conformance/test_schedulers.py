@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import io
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from support.optimizer_oracle import (
     loss_of,
     make_batches,
     make_model,
+    one_call,
+    own_backward,
     parameters_of,
 )
 from torch.optim import lr_scheduler
@@ -25,7 +28,8 @@ from torch.optim.swa_utils import SWALR
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 WINDOW = 2
-BATCHES = make_batches(16)
+COUNT = 16
+BATCHES = make_batches(COUNT)
 # What a validation loss might be after each window: it falls, then stays.
 METRICS = [1.0, 0.9, 0.9, 0.9, 0.9, 0.8, 0.8, 0.8]
 
@@ -106,12 +110,40 @@ def train_bare(make_optimizer, make_scheduler):
     return parameters_of(model), history
 
 
-def saved(*objects):
-    """Their state, as a file holds it."""
-    buffer = io.BytesIO()
-    torch.save([thing.state_dict() for thing in objects], buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
+class Wrapped:
+    """The same with windows of two micro-batches."""
+
+    def __init__(self, make_optimizer, make_scheduler):
+        self.model = make_model()
+        optimizer = make_optimizer(groups_of(self.model))
+        self.opt = AccumulatingOptimizer(optimizer, window=WINDOW)
+        self.scheduler = make_scheduler(self.opt)
+        self.history = [rates(optimizer)]
+
+    def run(self, start=0, stop=COUNT, loop=one_call):
+        for i in range(start, stop):
+            loop(self.opt, loss_of(self.model, BATCHES[i]))
+            if self.opt.stepped:
+                advance(self.scheduler, i // WINDOW)
+                self.history.append(rates(self.opt.optimizer))
+
+    def saved(self):
+        """Its state, as a file holds it."""
+        buffer = io.BytesIO()
+        torch.save([thing.state_dict() for thing in self.things()], buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=True)
+
+    def things(self):
+        return self.model, self.opt, self.scheduler
+
+    def load(self, states):
+        for thing, state in zip(self.things(), states):
+            thing.load_state_dict(state)
+
+    def check(self, expected):
+        assert self.history == expected[1]
+        assert_close(parameters_of(self.model), expected[0])
 
 
 @pytest.mark.parametrize("reload", ["never", "in-place", "into-new-objects"])
@@ -119,51 +151,38 @@ def saved(*objects):
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_scheduler_reaches_the_wrapped_optimizer(name, kind, reload):
     """Every `lr_scheduler` class and SWALR, momentum too, before and after `load_state_dict`"""
-    expected, expected_history = train_bare(OPTIMIZERS[kind], SCHEDULERS[name])
-    assert len({tuple(rates[0] for rates in row) for row in expected_history}) > 1
-
-    def build():
-        model = make_model()
-        opt = AccumulatingOptimizer(OPTIMIZERS[kind](groups_of(model)), window=WINDOW)
-        return model, opt, SCHEDULERS[name](opt)
-
-    model, opt, scheduler = build()
-    history = [rates(opt.optimizer)]
-    for i, batch in enumerate(BATCHES):
-        if i in (6, 10) and reload != "never":
-            states = saved(model, opt, scheduler)
-            if reload == "into-new-objects":
-                model, opt, scheduler = build()
-            for thing, state in zip((model, opt, scheduler), states):
-                thing.load_state_dict(state)
-        opt.backward(loss_of(model, batch))
-        opt.step()
-        if opt.stepped:
-            advance(scheduler, i // WINDOW)
-            history.append(rates(opt.optimizer))
-    assert history == expected_history
-    assert_close(parameters_of(model), expected)
+    made = OPTIMIZERS[kind], SCHEDULERS[name]
+    expected = train_bare(*made)
+    assert len({tuple(rates[0] for rates in row) for row in expected[1]}) > 1
+    training = Wrapped(*made)
+    for start, stop in pairwise((0, 6, 10, COUNT)):
+        if start and reload != "never":
+            states, history = training.saved(), training.history
+            training = Wrapped(*made) if reload == "into-new-objects" else training
+            training.load(states)
+            training.history = history
+        training.run(start, stop)
+    training.check(expected)
 
 
 @pytest.mark.parametrize("scheduled", ["before-wrapping", "after-wrapping"])
 def test_a_scheduler_of_the_bare_optimizer_goes_on(scheduled):
     """A scheduler made of the optimizer itself, before or after it is wrapped"""
-    kind, make = OPTIMIZERS["sgd-momentum"], SCHEDULERS["OneCycleLR"]
-    expected, expected_history = train_bare(kind, make)
-    model = make_model()
-    bare = kind(groups_of(model))
-    scheduler = make(bare) if scheduled == "before-wrapping" else None
-    opt = AccumulatingOptimizer(bare, window=WINDOW)
-    scheduler = scheduler or make(bare)
-    history = [rates(opt)]
-    for batch in BATCHES:
-        opt.backward(loss_of(model, batch))
-        opt.step()
-        if opt.stepped:
-            scheduler.step()
-            history.append(rates(opt))
-    assert history == expected_history
-    assert_close(parameters_of(model), expected)
+    make, schedule = OPTIMIZERS["sgd-momentum"], SCHEDULERS["OneCycleLR"]
+    schedulers = []
+
+    def scheduled_before(groups):
+        bare = make(groups)
+        if scheduled == "before-wrapping":
+            schedulers.append(schedule(bare))
+        return bare
+
+    def scheduler_of(opt):
+        return schedulers[0] if schedulers else schedule(opt.optimizer)
+
+    training = Wrapped(scheduled_before, scheduler_of)
+    training.run()
+    training.check(train_bare(make, schedule))
 
 
 @pytest.mark.parametrize("reload", [False, True], ids=["fresh", "after-load-state-dict"])
@@ -171,16 +190,12 @@ def test_learning_rates_set_by_hand(reload):
     """A learning rate written into `opt.param_groups` by hand"""
     model = make_model()
     opt = AccumulatingOptimizer(OPTIMIZERS["sgd-momentum"](groups_of(model)))
-    groups = opt.param_groups
     if reload:
         opt.load_state_dict(opt.state_dict())
-        groups = opt.param_groups
-    groups[0]["lr"] = 0.0
-    before = [p.clone() for p in parameters_of(model)]
-    opt.backward(loss_of(model, BATCHES[0]))
-    opt.step()
-    moved = [not torch.equal(a, b) for a, b in zip(before, parameters_of(model))]
-    assert moved == [False, False, True, True]
+    opt.param_groups[0]["lr"] = 0.0
+    one_call(opt, loss_of(model, BATCHES[0]))
+    moved = map(torch.equal, parameters_of(make_model()), parameters_of(model))
+    assert list(moved) == [True, True, False, False]
 
 
 @pytest.mark.parametrize("first", ["skipped", "flushed"])
@@ -191,8 +206,7 @@ def test_no_warning_about_the_order_of_steps(first):
     scheduler = gamma(opt)
     if first == "skipped":
         for batch in BATCHES[:WINDOW]:
-            opt.backward(loss_of(model, batch) * INF)
-            opt.step()
+            one_call(opt, loss_of(model, batch) * INF)
     else:
         opt.backward(loss_of(model, BATCHES[0]))
         opt.flush()
@@ -208,14 +222,6 @@ def test_a_warmup_from_zero_counts_every_window():
     def warmup(opt):
         return lr_scheduler.LambdaLR(opt, lambda n: n / 4)
 
-    expected, _ = train_bare(OPTIMIZERS["adam"], warmup)
-    model = make_model()
-    opt = AccumulatingOptimizer(OPTIMIZERS["adam"](groups_of(model)), window=WINDOW)
-    scheduler = warmup(opt)
-    for batch in BATCHES:
-        loss_of(model, batch).backward()
-        opt.step()
-        opt.zero_grad()
-        if opt.stepped:
-            scheduler.step()
-    assert_close(parameters_of(model), expected)
+    training = Wrapped(OPTIMIZERS["adam"], warmup)
+    training.run(loop=own_backward)
+    training.check(train_bare(OPTIMIZERS["adam"], warmup))

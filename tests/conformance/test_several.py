@@ -7,12 +7,17 @@ import torch
 from support.optimizer_oracle import (
     EXACT,
     INF,
+    ByHand,
     adam,
     assert_close,
     assert_equal,
+    growing_scaler,
     loss_of,
     make_batches,
     make_model,
+    one_call,
+    outer_scaler,
+    own_backward,
     parameters_of,
     train_by_hand,
     windows_of,
@@ -26,19 +31,22 @@ BATCHES = make_batches(12)
 
 
 def make_scaler():
-    return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    return growing_scaler(init_scale=64.0)
 
 
 def taken_by_hand(window, bad, on_nonfinite):
     """Parameters after stepping on the windows, or what is left of them, without `bad`."""
+    kept = [number for number in range(len(BATCHES)) if number != bad]
+    if bad is not None and on_nonfinite == "skip_window":
+        kept = [number for number in kept if number // window != bad // window]
     model = make_model()
-    optimizer = adam(model.parameters())
-    for numbers in windows_of(range(len(BATCHES)), window):
-        kept = [number for number in numbers if number != bad]
-        if kept and (len(kept) == len(numbers) or on_nonfinite == "skip_micro_batch"):
-            optimizer.zero_grad()
-            (sum(loss_of(model, BATCHES[number]) for number in kept) / len(kept)).backward()
-            optimizer.step()
+    by_hand = ByHand(model.parameters(), adam)
+    for last in range(window - 1, len(BATCHES), window):
+        some = [number for number in kept if number // window == last // window]
+        for number in some:
+            by_hand.add(loss_of(model, BATCHES[number]))
+        if some:
+            by_hand.step()
     return parameters_of(model)
 
 
@@ -155,22 +163,14 @@ class Gan:
 def train_gan_by_hand(windows):
     """Each network on the mean of its own window, with autograd.grad, so that nothing leaks."""
     gan = Gan()
-    sides = []
-    for network, loss, window in (
-        (gan.discriminator, gan.discriminator_loss, windows[0]),
-        (gan.generator, gan.generator_loss, windows[1]),
-    ):
-        held = list(network.parameters())
-        sides.append((adam(held), held, loss, window, [torch.zeros_like(p) for p in held]))
-    for number, batch in enumerate(BATCHES):
-        for optimizer, held, loss, window, total in sides:
-            for t, grad in zip(total, torch.autograd.grad(loss(batch), held)):
-                t += grad / window
-            if (number + 1) % window == 0:
-                for p, t in zip(held, total):
-                    p.grad = t.clone()
-                    t.zero_()
-                optimizer.step()
+    networks = (gan.discriminator, gan.generator)
+    sides = [ByHand(network.parameters(), adam) for network in networks]
+    for number, batch in enumerate(BATCHES, 1):
+        losses = (gan.discriminator_loss, gan.generator_loss)
+        for by_hand, loss, window in zip(sides, losses, windows):
+            by_hand.add(loss(batch))
+            if number % window == 0:
+                by_hand.step()
     return [p.detach() for p in gan.parameters()]
 
 
@@ -192,15 +192,11 @@ def test_a_gan_with_two_wrappers(protocol, windows, freeze):
     def play(opt, loss):
         opt.zero_grad()
         if protocol in ("none", "own"):
-            opt.backward(loss)
-            opt.step()
+            one_call(opt, loss)
         elif protocol == "raw":
-            loss.backward()
-            opt.step()
+            own_backward(opt, loss)
         else:
-            scaler.scale(loss).backward()
-            scaler.step(opt)
-            scaler.update()
+            outer_scaler(opt, loss, scaler)
 
     for batch in BATCHES:
         play(opts[0], gan.discriminator_loss(batch))

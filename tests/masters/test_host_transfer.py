@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.masters import BATCHES, ByHand, halves_of, with_masters
-from support.optimizer_oracle import loss_of, make_model, sgd
+from support.masters import BATCHES, adamw, with_masters
+from support.optimizer_oracle import (
+    in_parts,
+    loss_of,
+    one_call,
+    own_backward,
+    said_by,
+    sgd,
+    train_by_hand,
+)
 from torch import nn
 
 import accumext
@@ -34,22 +42,12 @@ def on_a_device(monkeypatch):
     return sent
 
 
-def in_parts(opt, model, batch):
-    with opt.micro_batch():
-        opt.backward(0.5 * loss_of(model, batch))
-        opt.backward(0.5 * loss_of(model, batch))
-    opt.step()
-
-
 def in_one(opt, model, batch):
-    opt.backward(loss_of(model, batch))
-    opt.step()
+    one_call(opt, loss_of(model, batch))
 
 
 def by_the_user(opt, model, batch):
-    loss_of(model, batch).backward()
-    opt.step()
-    opt.zero_grad()
+    own_backward(opt, loss_of(model, batch))
 
 
 @pytest.mark.parametrize("loop", [in_one, by_the_user, in_parts])
@@ -59,20 +57,15 @@ def by_the_user(opt, model, batch):
 )
 def test_masters_on_the_host(on_a_device, loop, policy, in_backward):
     options = {"accumulate_in_backward": in_backward, "on_nonfinite": policy}
-    model, reference = make_model(torch.bfloat16), make_model(torch.bfloat16)
-    opt, masters = with_masters(model, window=2, max_norm=0.1, **options)
-    batches = halves_of(BATCHES[:4], torch.bfloat16)
-    for batch in batches:
+    model, opt, masters = with_masters(window=2, max_norm=0.1, **options)
+    for batch in BATCHES[:4]:
         loop(opt, model, batch)
     assert len(on_a_device) >= 4 * len(masters)
     assert all(p.grad is None for p in [*model.parameters(), *masters])
-    by_hand = ByHand(reference)
-    for begin in (0, 2):
-        grads = by_hand.gradients(loss_of(reference, b) for b in batches[begin : begin + 2])
-        total = torch.cat([g.flatten() / 2 for g in grads]).norm()
-        by_hand.step(grads, 0.5 * min(1.0, 0.1 / (float(total) + 1e-6)))
+    options = {"max_norm": 0.1, "dtype": torch.bfloat16, "wide": torch.float32}
+    by_hand = train_by_hand(adamw, BATCHES[:4], 2, **options)
     # The clip, and AdamW's quotient of a gradient and its size where both are small.
-    for master, wide in zip(masters, by_hand.wide, strict=True):
+    for master, wide in zip(masters, by_hand, strict=True):
         torch.testing.assert_close(master.detach(), wide, rtol=1e-5, atol=1e-6)
 
 
@@ -91,27 +84,25 @@ def test_masters_on_the_host_are_rounded_stochastically_too(on_a_device):
 
 def test_gradients_leave_for_the_host_while_backward_runs(on_a_device):
     """Three of four are on their way before the last one, the first layer's weight's, is there."""
-    model = make_model(torch.bfloat16)
-    opt, _ = with_masters(model, window=2)
+    model, opt, _ = with_masters(window=2)
     model[0].weight.register_hook(lambda grad: seen.append(len(on_a_device)))
     seen = []
-    opt.backward(loss_of(model, BATCHES[0].bfloat16()))
+    opt.backward(loss_of(model, BATCHES[0]))
     assert seen == [3]
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_window_of_masters_on_the_host_is_dropped_with_its_backward_pass(on_a_device):
-    model = make_model(torch.bfloat16)
-    opt, _ = with_masters(model, window=2)
-    opt.backward(loss_of(model, BATCHES[0].bfloat16()))
+    model, opt, _ = with_masters(window=2)
+    opt.backward(loss_of(model, BATCHES[0]))
 
     def stop(grad):
         raise Stop
 
     handle = model[0].weight.register_hook(stop)
     with pytest.raises(Stop) as caught:
-        opt.backward(loss_of(model, BATCHES[0].bfloat16()))
+        opt.backward(loss_of(model, BATCHES[0]))
     handle.remove()
-    assert "the open window was dropped" in "".join(getattr(caught.value, "__notes__", ()))
+    assert "the open window was dropped" in said_by(caught.value)
     assert all(p.grad is None for p in model.parameters())
     assert opt.main_grad(model[0].weight) is None

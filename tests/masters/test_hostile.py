@@ -6,19 +6,13 @@ import copy
 
 import pytest
 import torch
-from support.masters import with_masters
-from support.optimizer_oracle import assert_equal, loss_of, make_batches, make_model, sgd
+from support.masters import BATCHES, rounded, train, values, with_masters
+from support.optimizer_oracle import assert_equal, loss_of, make_model, sgd
+from support.tensors import HALF_DTYPES, dtype_id
 from torch import nn
 
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-
-BATCHES = [batch.bfloat16() for batch in make_batches(4)]
-
-
-def one_step(opt, model):
-    opt.backward(loss_of(model, BATCHES[0]))
-    opt.step()
 
 
 class Still(torch.optim.SGD):
@@ -32,12 +26,12 @@ def still(parameters):
     return Still(parameters, lr=0.0)
 
 
-def write(model, value):
+def write(model, value=0.5):
     """As `load_state_dict` does: one counted write of every parameter."""
     model.load_state_dict({k: torch.full_like(v, value) for k, v in model.state_dict().items()})
 
 
-def assert_all(tensors, value):
+def assert_all(tensors, value=0.5):
     for tensor in tensors:
         assert torch.equal(tensor.detach(), torch.full_like(tensor, value))
 
@@ -45,53 +39,48 @@ def assert_all(tensors, value):
 # Parameters that others write
 
 
-def test_what_is_loaded_before_the_optimizer_is_wrapped_stays():
+@pytest.mark.parametrize("before", ["the optimizer is wrapped", "a group is added"])
+def test_what_is_loaded_stays(before):
     model = make_model(torch.bfloat16)
     masters = accumext.masters(model.parameters())
-    write(model, 0.5)
-    opt = AccumulatingOptimizer(still(masters), masters=masters)
-    one_step(opt, model)
-    assert_all([*model.parameters(), *masters], 0.5)
-
-
-def test_what_is_loaded_before_a_group_is_added_stays():
-    model, other = make_model(torch.bfloat16), make_model(torch.bfloat16)
-    opt, masters = with_masters(model, still)
-    one_step(opt, model)
-    write(model, 0.5)
-    opt.add_param_group({"params": accumext.masters(other.parameters())})
-    one_step(opt, model)
-    assert_all([*model.parameters(), *masters], 0.5)
+    if before == "the optimizer is wrapped":
+        write(model)
+        opt = AccumulatingOptimizer(still(masters), masters=masters)
+    else:
+        opt = AccumulatingOptimizer(still(masters), masters=masters)
+        train(opt, model)
+        write(model)
+        others = make_model(torch.bfloat16).parameters()
+        opt.add_param_group({"params": accumext.masters(others)})
+    train(opt, model)
+    assert_all([*model.parameters(), *masters])
 
 
 @pytest.mark.parametrize("call", ["a method", "a step without gradients"])
 def test_what_is_loaded_before_another_call_of_the_optimizer_stays(call):
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, still)
-    one_step(opt, model)
+    model, opt, masters = with_masters(still)
+    train(opt, model)
     opt.zero_grad()
-    write(model, 0.5)
+    write(model)
     opt.step() if call == "a step without gradients" else opt.look()
-    one_step(opt, model)
-    assert_all([*model.parameters(), *masters], 0.5)
+    train(opt, model)
+    assert_all([*model.parameters(), *masters])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_what_is_loaded_into_a_copy_stays(steps):
     """A copy of a tensor begins its count of writes anew."""
-    model = make_model(torch.bfloat16)
-    opt, _ = with_masters(model, still)
-    for _ in range(steps):
-        one_step(opt, model)
+    model, opt, _ = with_masters(still)
+    train(opt, model, BATCHES[:steps])
     for writes in range(1, 6):
         theirs, its = copy.deepcopy((model, opt))
         for _ in range(writes):
-            write(theirs, 0.5)
-        one_step(its, theirs)
-        assert_all(theirs.parameters(), 0.5)
+            write(theirs)
+        train(its, theirs)
+        assert_all(theirs.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
 def test_a_written_neighbour_of_the_stochastic_rounding_is_taken_over(dtype):
     """1.75 is exact, so it is rounded to itself alone: another number was written by others."""
     weight = nn.Parameter(torch.full((4,), 1.75, dtype=dtype))
@@ -108,26 +97,20 @@ def test_a_written_neighbour_of_the_stochastic_rounding_is_taken_over(dtype):
 
 def test_masters_loaded_by_hand_before_the_first_step_stay():
     """As from a float32 checkpoint: the parameters have not been written."""
-    model = make_model(torch.bfloat16)
-    masters = accumext.masters(model.parameters())
+    model, opt, masters = with_masters(still)
     with torch.no_grad():
         for master in masters:
             master.fill_(0.3)
-    opt = AccumulatingOptimizer(still(masters), masters=masters)
-    one_step(opt, model)
+    train(opt, model)
     assert_all(masters, 0.3)
-    assert_equal([p.detach() for p in model.parameters()], [m.bfloat16() for m in masters])
+    assert_equal(values(model.parameters()), rounded(masters))
 
 
-@pytest.mark.parametrize("kind", ["two of the same", "one of itself"])
-def test_parameters_that_share_memory_are_refused_at_once(kind):
+@pytest.mark.parametrize("views", [(lambda m: m, lambda m: m[1:]), (lambda m: m.expand(4, 3),)])
+def test_parameters_that_share_memory_are_refused_at_once(views):
     """Two masters would round into the same elements, and a step would fail half-way."""
     memory = torch.zeros(4, 1, dtype=torch.bfloat16)
-    if kind == "two of the same":
-        parameters = [nn.Parameter(memory), nn.Parameter(memory[1:])]
-    else:
-        parameters = [nn.Parameter(memory.expand(4, 3))]
-    masters = accumext.masters(parameters)
+    masters = accumext.masters([nn.Parameter(view(memory)) for view in views])
     with pytest.raises(ValueError, match="memory"):
         AccumulatingOptimizer(sgd(masters), masters=masters)
 
@@ -151,15 +134,14 @@ def closure_of(model, opt, factor=1.0):
 
 @pytest.mark.parametrize("written", [False, True])
 def test_a_closure_that_gives_nan_moves_nothing(written):
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, lbfgs)
+    model, opt, masters = with_masters(lbfgs)
     if written:
-        write(model, 0.5)
-    before = [p.detach().clone() for p in model.parameters()]
+        write(model)
+    before = values(model.parameters())
     opt.step(closure_of(model, opt, float("nan")))
     assert opt.last.skipped
-    assert_equal([p.detach() for p in model.parameters()], before)
-    assert_equal([m.detach().bfloat16() for m in masters], before)
+    assert_equal(values(model.parameters()), before)
+    assert_equal(rounded(masters), before)
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -177,8 +159,7 @@ class Sharpness(torch.optim.Optimizer):
 
 
 def test_the_model_follows_an_optimizer_with_a_closure_at_every_evaluation():
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, Sharpness)
+    model, opt, masters = with_masters(Sharpness)
     seen, after, closure = [], [], closure_of(model, opt)
 
     def in_step():
@@ -215,6 +196,7 @@ def test_a_group_that_would_step_on_a_parameter_twice_is_refused(kind):
         AccumulatingOptimizer(sgd([*first, *second]), masters=[*first, *second])
 
 
+<<<<<<< HEAD
 def test_a_group_that_is_a_set_is_refused_as_by_torch():
     """The order of its parameters would change from run to run."""
     opt = AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2))]))
@@ -248,6 +230,8 @@ def test_the_model_follows_a_method_that_fails():
     assert_all([*masters, *model.parameters()], 0.5)
 
 
+=======
+>>>>>>> wtC
 class Decaying(torch.optim.SGD):
     """Moves parameters without gradients, too."""
 
@@ -258,7 +242,6 @@ class Decaying(torch.optim.SGD):
 
 
 def test_the_model_follows_a_step_without_gradients():
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, lambda p: Decaying(p, lr=0.1))
+    model, opt, masters = with_masters(Decaying)
     opt.step()
-    assert_all([*masters, *model.parameters()], 0.5)
+    assert_all([*masters, *model.parameters()])

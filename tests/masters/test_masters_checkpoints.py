@@ -5,36 +5,31 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
-from support.masters import BATCHES, adamw, values, with_masters
+from support.masters import BATCHES, adamw, train, values, with_masters
 from support.optimizer_oracle import assert_equal, loss_of, make_model, sgd
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_masters_follow_parameters_that_others_write(stochastic):
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, lambda p: sgd(p, lr=0.0), stochastic=stochastic)
-
-    def step():
-        opt.backward(loss_of(model, BATCHES[0].bfloat16()))
-        opt.step()
-
+    model, opt, masters = with_masters(partial(sgd, lr=0.0), stochastic=stochastic)
     with torch.no_grad():
         for master in masters:
             master.add_(1e-4)  # what a training run has gathered below half a unit
     gathered = values(masters)
-    step()
+    train(opt, model)
     rounded = values(model.parameters())
     model.load_state_dict(model.state_dict())  # writes what is there
-    step()
+    train(opt, model)
     assert_equal(values(masters), gathered)
     if not stochastic:
         assert_equal(values(model.parameters()), rounded)
     with torch.no_grad():
         model[0].weight[0] = 5.0
-    step()
+    train(opt, model)
     gathered[0][0] = 5.0
     assert_equal(values(masters), gathered)
     assert torch.equal(model[0].weight[0].detach(), torch.full((3,), 5.0, dtype=torch.bfloat16))
@@ -43,47 +38,37 @@ def test_masters_follow_parameters_that_others_write(stochastic):
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_a_run_resumes_bit_for_bit(order, stochastic):
-    def run(model, opt, batches):
-        for batch in batches:
-            opt.backward(loss_of(model, batch.bfloat16()))
-            opt.step()
-
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, stochastic=stochastic)
-    run(model, opt, BATCHES[:6])
+    model, opt, masters = with_masters(stochastic=stochastic)
+    train(opt, model, BATCHES[:6])
     saved = copy.deepcopy({"model": model.state_dict(), "opt": opt.state_dict()})
-    run(model, opt, BATCHES[6:])
+    train(opt, model, BATCHES[6:])
 
-    again = make_model(torch.bfloat16)
+    again, resumed, restored = with_masters(stochastic=stochastic)
     with torch.no_grad():
         again[0].weight.mul_(2)
-    resumed, restored = with_masters(again, stochastic=stochastic)
     loads = [lambda: again.load_state_dict(saved["model"])]
     loads.insert(order == "model first", lambda: resumed.load_state_dict(saved["opt"]))
     for load in loads:
         load()
-    run(again, resumed, BATCHES[6:])
+    train(resumed, again, BATCHES[6:])
     assert_equal(values(restored), values(masters))
     assert_equal(values(again.parameters()), values(model.parameters()))
 
 
 def test_checkpoints_move_between_runs_with_and_without_masters():
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model)
-    opt.backward(loss_of(model, BATCHES[0].bfloat16()))
-    opt.step()
+    model, opt, masters = with_masters()
+    train(opt, model)
     saved = copy.deepcopy(opt.state_dict())
     assert set(saved["masters"]["parameters"]) == set(range(len(masters)))
     bare = adamw(make_model(torch.bfloat16).parameters())
     bare.load_state_dict(saved)
     assert_equal(
-        [state["exp_avg"].float() for state in bare.state.values()],
-        [state["exp_avg"].bfloat16().float() for state in opt.state.values()],
+        [state["exp_avg"] for state in bare.state.values()],
+        [state["exp_avg"].bfloat16() for state in opt.state.values()],
     )
-    other = make_model(torch.bfloat16)
+    other, loaded, theirs = with_masters()
     with torch.no_grad():
         other[0].weight.fill_(0.5)
-    loaded, theirs = with_masters(other)
     loaded.load_state_dict(bare.state_dict())
     assert_equal(values(theirs), [p.detach().float() for p in other.parameters()])
     assert loaded.state[theirs[0]]["exp_avg"].dtype == torch.float32
@@ -100,10 +85,8 @@ def test_checkpoints_move_between_runs_with_and_without_masters():
     ],
 )
 def test_a_checkpoint_of_other_masters_is_refused_before_anything_changes(change, text):
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model)
-    opt.backward(loss_of(model, BATCHES[0].bfloat16()))
-    opt.step()
+    model, opt, masters = with_masters()
+    train(opt, model)
     before = values([*masters, *model.parameters()])
     saved = copy.deepcopy(opt.state_dict())
     saved["param_groups"][0]["lr"] = 7.0
@@ -116,34 +99,31 @@ def test_a_checkpoint_of_other_masters_is_refused_before_anything_changes(change
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_of_model_and_optimizer_trains_by_itself(copied):
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, window=2)
-    opt.backward(loss_of(model, BATCHES[0].bfloat16()))
+    model, opt, masters = with_masters(window=2)
+    opt.backward(loss_of(model, BATCHES[0]))
     other, its = copied((model, opt))
     for net, optimizer in ((model, opt), (other, its)):
-        optimizer.backward(loss_of(net, BATCHES[1].bfloat16()))
-        optimizer.step()
+        train(optimizer, net, BATCHES[1:2])
     assert its.stepped
-    assert its.param_groups[0]["params"][0] is not masters[0]
+    its_masters = its.param_groups[0]["params"]
+    assert its_masters[0] is not masters[0]
     assert_equal(values(other.parameters()), values(model.parameters()))
-    assert_equal(values(its.param_groups[0]["params"]), values(masters))
-    other_before = values(other.parameters())
-    opt.backward(loss_of(model, BATCHES[2].bfloat16()))
-    opt.flush()
-    assert_equal(values(other.parameters()), other_before)
+    assert_equal(values(its_masters), values(masters))
+    before = values(its_masters)
+    train(opt, model, BATCHES[2:4])
+    assert_equal(values(its_masters), before)
 
 
 def test_a_window_with_masters_is_saved_and_loaded():
-    def train(resume):
-        model = make_model(torch.bfloat16)
-        opt, masters = with_masters(model, window=3)
-        for i, batch in enumerate(BATCHES[:3]):
-            if i == 2 and resume:
-                saved = copy.deepcopy(opt.accumulation_state_dict())
-                opt.discard()
-                opt.load_accumulation_state_dict(saved)
-            opt.backward(loss_of(model, batch.bfloat16()))
-            opt.step()
-        return values(masters)
-
-    assert_equal(train(True), train(False))
+    results = []
+    for resume in (False, True):
+        model, opt, masters = with_masters(window=3)
+        train(opt, model, BATCHES[:2])
+        if resume:
+            saved = copy.deepcopy(opt.accumulation_state_dict())
+            opt.discard()
+            opt.load_accumulation_state_dict(saved)
+        train(opt, model, BATCHES[2:3])
+        assert opt.stepped
+        results.append(values(masters))
+    assert_equal(*results)

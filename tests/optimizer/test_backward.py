@@ -4,49 +4,39 @@ while it runs, in bundles, with one layer in memory; the same results, and no ho
 from __future__ import annotations
 
 import copy
-import math
 import time
-from itertools import pairwise
+import weakref
 from threading import Thread
 
 import pytest
 import torch
 from support.optimizer_oracle import (
     INF,
-    NAN,
     ONE_BY_ONE,
     OP,
     accumulating,
     assert_close,
     assert_equal,
-    fail_in_backward,
     growing_scaler,
-    hooks_of,
     loss_of,
     make_batches,
     make_model,
     parameters_of,
-    said_by,
     says,
     scalar,
     sgd,
-    train_by_hand,
-    window_gradient,
+    wrapped_scalar,
 )
 from support.tensors import HALF_DTYPES, dtype_id
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import accumext
-from accumext.demo.memory import peak_memory
 from accumext.optimizer import _backward
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 from accumext.optimizer._backward import GradCollector
 
-BATCHES = make_batches(7)
-MIB = 2**20
-
+BATCHES = make_batches(2, torch.bfloat16)
 # Autograd adds
 
 
@@ -93,19 +83,6 @@ def test_a_loss_is_never_multiplied_by_more_than_its_scale(scaled, reduction, as
     assert parameter.item() == -3.0 * (sum(weights) if reduction == "sum" else 1.0)
 
 
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
-def test_a_weight_of_zero_leaves_out_nan(dtype, window):
-    parameter = nn.Parameter(torch.zeros(2, dtype=dtype))
-    opt = AccumulatingOptimizer(sgd([parameter]), window=window)
-    for factor, weight in ((NAN, 0.0), (3.0, 2.0), (INF, 0.0))[:window]:
-        opt.backward((parameter * factor).sum(), weight)
-        opt.step()
-    assert opt.stepped
-    assert not opt.last.skipped
-    assert parameter.tolist() == [0.0 if window == 1 else -3.0] * 2
-
-
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
 def test_a_loss_of_half_precision_does_not_round_its_weight(dtype):
     """Its gradient is 1 exactly; 257 / 1000 is no number of half precision."""
@@ -115,86 +92,53 @@ def test_a_loss_of_half_precision_does_not_round_its_weight(dtype):
     assert opt.main_grad(parameter).item() == pytest.approx(sum(weights), rel=1e-6)
 
 
-def test_two_passes_in_a_window_of_one_are_two_micro_batches():
-    model = make_model()
-    opt = AccumulatingOptimizer(sgd(model.parameters()))
-    for batch, weight in zip(BATCHES[:2], (1.0, 3.0)):
-        opt.backward(loss_of(model, batch), weight)
-    mean = window_gradient(model, BATCHES[:2], [1.0, 3.0])
-    expected = [p.detach() - g for p, g in zip(model.parameters(), mean, strict=True)]
-    opt.step()
-    assert opt.last.micro_batches == 2
-    assert_close(parameters_of(model), expected)
-
-
 # Micro-batches of several passes
 
 
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
-def test_half_parameters_add_up_in_float32_inside_a_micro_batch(dtype):
-    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
-    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0))
+@pytest.mark.parametrize("half_first", [True, False])
+def test_parts_of_a_micro_batch_may_be_losses_of_several_dtypes(half_first):
+    """A loss of half precision cannot carry its weight; the first part decides for all of them."""
+    parameter = nn.Parameter(torch.zeros(2))
+    opt = AccumulatingOptimizer(sgd([parameter]), window=2)
+    opt.backward(parameter.sum() * 4.0, weight=3.0)
     with opt.micro_batch():
-        for grad in [2048.0] + [1.0] * 15:
-            opt.backward((parameter.float() * grad).sum())
+        for half in (half_first, not half_first):
+            loss = parameter.sum() * 8.0
+            opt.backward(loss.bfloat16() if half else loss, weight=1.0)
     opt.step()
-    assert_equal([parameter.detach()], [torch.full((3,), -2063.0).to(dtype)])
+    assert opt.last.micro_batches == 2
+    # The weight over the unit, 1/3, is rounded once where the loss of half precision carries it.
+    expected = torch.full((2,), -(3.0 * 4.0 + 1.0 * 16.0) / 4.0)
+    torch.testing.assert_close(parameter.detach(), expected, rtol=2.0**-8, atol=0.0)
 
 
-def test_an_empty_micro_batch_does_not_count():
-    model = make_model()
-    opt = AccumulatingOptimizer(sgd(model.parameters()), window=1)
-    with opt.micro_batch():
-        pass
-    opt.step()
-    assert not opt.stepped
+def test_micro_batches_without_gradients_and_without_passes():
+    """One counts of which nothing reaches the parameters; one without a backward pass does not."""
+    used, unused = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    opt = AccumulatingOptimizer(sgd([used]), window=2)
+    for leaf in (unused, None, used):
+        with opt.micro_batch():
+            if leaf is not None:
+                opt.backward(leaf.sum())
+        opt.step()
+        assert opt.stepped == (leaf is used)
+    assert opt.last.micro_batches == 2
+    assert used.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("second", [2.0, torch.tensor(2.0)], ids=["number", "tensor"])
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
 def test_a_micro_batch_has_one_weight(second, policy):
-    model = make_model()
-    opt = AccumulatingOptimizer(sgd(model.parameters()), window=2, on_nonfinite=policy)
+    parameter, opt = wrapped_scalar(2, on_nonfinite=policy)
 
     def two_weights():
         with opt.micro_batch():
-            opt.backward(loss_of(model, BATCHES[1]), 1.0)
-            opt.backward(loss_of(model, BATCHES[1]), second)
+            opt.backward(parameter * 1, 1.0)
+            opt.backward(parameter * 1, second)
 
     text = f"{OP}.backward: weight must be that of the whole micro-batch, 1, got 2.0"
     with pytest.raises(ValueError, match=says(text)):
         two_weights()
-
-
-@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
-@pytest.mark.parametrize("window", [1, 2])
-def test_parts_of_a_weighted_micro_batch_and_raw_passes(window, policy):
-    """The weight is that of all parts, also of passes that are not the wrapper's."""
-    model, weights = make_model(), [2.0, 5.0][:window]
-    opt = AccumulatingOptimizer(sgd(model.parameters()), window=window, on_nonfinite=policy)
-    for batch, weight in zip(BATCHES, weights):
-        with opt.micro_batch():
-            (0.25 * loss_of(model, batch)).backward()
-            opt.backward(0.25 * loss_of(model, batch), weight)
-            opt.backward(0.25 * loss_of(model, batch), weight)
-            (0.25 * loss_of(model, batch)).backward()
-        opt.step()
-    assert opt.last.micro_batches == window
-    assert_close(
-        parameters_of(model), train_by_hand(sgd, BATCHES[:window], window, weights=weights)
-    )
-
-
-def test_a_micro_batch_without_gradients_counts():
-    """Nothing of it reaches the parameters, as where a branch of the model is used in turn."""
-    used, unused = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
-    opt = AccumulatingOptimizer(sgd([used]), window=2)
-    for leaf in (unused, used):
-        with opt.micro_batch():
-            opt.backward(leaf.sum())
-        opt.step()
-    assert opt.last.micro_batches == 2
-    assert used.tolist() == [0.5, 0.5]
 
 
 # Half precision, with accumulate_in_backward and without
@@ -206,120 +150,81 @@ def bundles(request, monkeypatch):
     monkeypatch.setattr(_backward, "BUNDLE_BYTES", request.param)
 
 
-def both_ways(train):
-    """Parameters and report, with the option and without: equal bit for bit."""
-    (with_it, report), (without, expected) = (train(in_backward) for in_backward in (True, False))
-    assert_equal(with_it, without)
-    assert report == expected
+def weighted(weights):
+    """A micro-batch of the weight with its number."""
+
+    def micro_batch(opt, model, batch, number):
+        opt.backward(loss_of(model, batch), weights[number])
+
+    return micro_batch
 
 
-def step_through(opt, model, batches, weights):
-    for batch, weight in zip(batches, weights):
-        opt.backward(loss_of(model, batch.to(next(model.parameters()).dtype)), weight)
-        opt.step()
-    opt.flush()
-    return parameters_of(model), opt.stats()
+def in_parts(opt, model, batch, number):
+    with opt.micro_batch():
+        for part in batch.split(2):
+            opt.backward(loss_of(model, part), 2.0)
 
 
-WEIGHTS = {
-    "equal": [1.0] * 7,
-    "unequal": [3.0, 1.0, 7.0, 0.0, 2.0, 5.0, 0.3],
-    "tensors": [torch.tensor(w) for w in (3.0, 1.0, 0.0, 2.0, 2.0, 5.0, 0.3)],
+def of_one_layer(opt, model, batch, number):
+    """Which came first in the window must not show in the order of a norm's sum."""
+    layer = (model[2], model[0], model)[number % 3]
+    opt.backward(sum(p.float().square().sum() for p in layer.parameters()))
+
+
+def with_inf_in_the_second(opt, model, batch, number):
+    opt.backward(loss_of(model, batch) * (INF if number % 3 == 1 else 1.0))
+
+
+def beside_the_users(opt, model, batch, number):
+    """What lies in `.grad` already belongs to the micro-batch."""
+    loss_of(model, batch).backward()
+    opt.backward(model[2].weight.float().square().sum())
+
+
+def twice_differentiated(opt, model, batch, number):
+    inputs = batch.clone().requires_grad_()
+    slope = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)[0]
+    opt.backward(slope.square().sum())
+
+
+def after_a_thaw(opt, model, batch, number):
+    model[0].weight.requires_grad_(number % 3 > 0)
+    opt.backward(loss_of(model, batch))
+
+
+MICRO_BATCHES = {
+    "equal weights": weighted([1.0] * 7),
+    "unequal weights": weighted([3.0, 1.0, 7.0, 0.0, 2.0, 5.0, 0.3]),
+    "tensors": weighted([torch.tensor(w) for w in (3.0, 1.0, 0.0, 2.0, 2.0, 5.0, 0.3)]),
+    "in parts": in_parts,
+    "of one layer": of_one_layer,
+    "with inf in the second": with_inf_in_the_second,
+    "beside the user's": beside_the_users,
+    "twice differentiated": twice_differentiated,
+    "after a thaw": after_a_thaw,
 }
 
 
 @pytest.mark.usefixtures("bundles")
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
-@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("micro_batch", MICRO_BATCHES.values(), ids=MICRO_BATCHES)
 @pytest.mark.parametrize("window", [1, 3])
-def test_bit_for_bit_what_it_is_without(dtype, window, weights, scaled):
-    def train(in_backward):
+def test_bit_for_bit_what_it_is_without(dtype, window, micro_batch, scaled):
+    results = []
+    for in_backward in (True, False):
         model = make_model(dtype)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) if scaled else None
         opt = accumulating(model, in_backward, window=window, scaler=scaler, max_norm=0.05)
-        return step_through(opt, model, BATCHES, weights)
-
-    both_ways(train)
-
-
-def in_parts(opt, model, batch):
-    with opt.micro_batch():
-        for part in batch.split(2):
-            opt.backward(loss_of(model, part), 2.0)
-
-
-def of_one_layer(opt, model, batch):
-    """Which came first in the window must not show in the order of a norm's sum."""
-    layer = (model[2], model[0], model)[opt._box.state.window.micro_batches]
-    opt.backward(sum(p.float().square().sum() for p in layer.parameters()))
-
-
-def with_inf_in_the_second(opt, model, batch):
-    factor = INF if opt._box.state.window.micro_batches == 1 else 1.0
-    opt.backward(loss_of(model, batch) * factor)
-
-
-def beside_the_users(opt, model, batch):
-    """What lies in `.grad` already belongs to the micro-batch."""
-    loss_of(model, batch).backward()
-    opt.backward(model[2].weight.float().square().sum())
-
-
-def twice_differentiated(opt, model, batch):
-    inputs = batch.clone().requires_grad_()
-    slope = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)[0]
-    opt.backward(slope.square().sum())
-
-
-def after_a_thaw(opt, model, batch):
-    frozen = opt._box.state.window.micro_batches == 0
-    model[0].weight.requires_grad_(not frozen)
-    opt.backward(loss_of(model, batch))
-
-
-MICRO_BATCHES = [
-    in_parts,
-    of_one_layer,
-    with_inf_in_the_second,
-    beside_the_users,
-    twice_differentiated,
-    after_a_thaw,
-]
-
-
-@pytest.mark.usefixtures("bundles")
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("micro_batch", MICRO_BATCHES, ids=lambda function: function.__name__)
-def test_all_kinds_of_micro_batches(micro_batch, dtype):
-    def train(in_backward):
-        model = make_model(dtype)
-        opt = accumulating(model, in_backward, max_norm=0.05)
-        for batch in BATCHES[:6]:
-            micro_batch(opt, model, batch.to(dtype))
+        for number, batch in enumerate(make_batches(7, dtype)):
+            micro_batch(opt, model, batch, number)
             opt.step()
-        stats = {k: v for k, v in opt.stats().items() if not math.isnan(v)}
-        return parameters_of(model), (stats, opt.last.skipped, opt.last.nonfinite)
-
-    both_ways(train)
-
-
-@pytest.mark.usefixtures("bundles")
-@pytest.mark.parametrize("held", [0, 1])
-def test_an_error_while_gradients_are_taken_drops_the_window(held):
-    model = make_model(torch.bfloat16)
-    opt = accumulating(model)
-    for batch in BATCHES[:held]:
-        opt.backward(loss_of(model, batch.bfloat16()))
-    with pytest.raises((ZeroDivisionError, RuntimeError)) as raised:
-        opt.backward(fail_in_backward(model, BATCHES[1].bfloat16()))
-    assert ("the open window was dropped" in said_by(raised.value)) == bool(held)
-    assert not hooks_of(model)
-    assert all(p.grad is None and opt.main_grad(p) is None for p in model.parameters())
-
-    fresh = make_model(torch.bfloat16)
-    expected = step_through(accumulating(fresh), fresh, BATCHES[:3], [1.0] * 3)
-    assert_equal(step_through(opt, model, BATCHES[:3], [1.0] * 3)[0], expected[0])
+        opt.flush()
+        # NaN is NaN as a text.
+        results.append((parameters_of(model), f"{opt.stats()}, {opt.last.nonfinite}"))
+    (with_it, report), (without, expected) = results
+    assert_equal(with_it, without)
+    assert report == expected
 
 
 # Hooks
@@ -341,63 +246,28 @@ def test_a_parameter_whose_parts_come_one_by_one(monkeypatch):
     assert_close([opt.main_grad(model.weight)], [expected], tolerance=2.0**-4)
 
 
-def test_every_gradient_is_free_before_the_next_layers_is_made(monkeypatch):
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_every_gradient_is_free_before_the_next_layers_is_made(monkeypatch, in_backward):
     monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
-    model = make_model(torch.bfloat16)
-    opt = accumulating(model)
+    model, made = make_model(torch.bfloat16), []
+    opt = accumulating(model, in_backward)
+    last = model[2].weight
+    last.register_post_accumulate_grad_hook(lambda p: made.append(weakref.ref(p.grad)))
     for batch in BATCHES[:2]:
         freed = []
-        hidden = model[0](batch.bfloat16())
-        hidden.register_hook(lambda _, seen=freed: seen.append(model[2].weight.grad is None))
+        hidden = model[0](batch)
+        hidden.register_hook(lambda _, seen=freed: seen.append(made[-1]() is None))
         opt.backward(model[2](model[1](hidden)).square().mean())
-        assert freed == [True]
-        assert not hooks_of(model)
-
-
-def layers(dtype):
-    """Each of one bundle: 4 MiB of half gradients."""
-    sizes = [1024, 2048] * 4 + [1024]
-    return nn.Sequential(*(nn.Linear(a, b, bias=False, dtype=dtype) for a, b in pairwise(sizes)))
-
-
-def scratch(dtype):
-    """What torch's products of such layers take beside a gradient: some processors repack."""
-
-    def of(inputs, outputs):
-        layer = nn.Linear(inputs, outputs, bias=False, dtype=dtype)
-        x = torch.ones(2, inputs, dtype=dtype, requires_grad=True)
-        return peak_memory(lambda: layer(x).float().square().mean().backward()) - 4 * MIB
-
-    return max(of(1024, 2048), of(2048, 1024))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
-def test_memory_peaks_at_the_main_gradients_and_one_layer(dtype):
-    def peak(in_backward):
-        model = layers(dtype)
-        opt = accumulating(model, in_backward)
-
-        def two_micro_batches():
-            for _ in range(2):
-                opt.backward(model(torch.ones(2, 1024, dtype=dtype)).float().square().mean())
-
-        return peak_memory(two_micro_batches)
-
-    main_grads, layer = 8 * 8 * MIB, 4 * MIB
-    slack = MIB // 4 + scratch(dtype)  # activations
-    if accumext.backend() == "reference":
-        slack += 2 * 8 * MIB  # plain PyTorch makes a product and a sum of the layer in float32
-    assert peak(in_backward=True) < main_grads + layer + slack
-    assert peak(in_backward=False) > main_grads + 8 * layer
+        assert freed == [in_backward]
 
 
 def test_small_gradients_share_a_call():
     """All of this model's wait until the end of the pass, and are taken in at once."""
     model = make_model(torch.bfloat16)
     opt = accumulating(model)
-    opt.backward(loss_of(model, BATCHES[0].bfloat16()))
+    opt.backward(loss_of(model, BATCHES[0]))
     with torch.profiler.profile() as profile:
-        opt.backward(loss_of(model, BATCHES[1].bfloat16()))
+        opt.backward(loss_of(model, BATCHES[1]))
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["accumext::accumulate_"] == 1
 
@@ -413,7 +283,7 @@ def test_a_hook_of_the_users_comes_first_and_may_take_the_gradient():
 
     model[0].bias.register_post_accumulate_grad_hook(take)
     for batch in BATCHES[:2]:
-        opt.backward(loss_of(model, batch.bfloat16()))
+        opt.backward(loss_of(model, batch))
     assert len(taken) == 2
     assert opt.main_grad(model[0].bias) is None
     assert opt.main_grad(model[2].bias) is not None
@@ -425,7 +295,7 @@ def test_ddp_may_not_write_a_gradient_after_it_was_taken_in(bucket_view, monkeyp
     monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
     model = DistributedDataParallel(make_model(torch.bfloat16), gradient_as_bucket_view=bucket_view)
     opt = accumulating(model)
-    batch = BATCHES[0].bfloat16()
+    batch = BATCHES[0]
     text = r"backward: \.grad must be complete when .* Use `with opt\.micro_batch\(model\):`"
     with pytest.raises(RuntimeError, match=text):
         opt.backward(loss_of(model, batch))
@@ -458,20 +328,3 @@ def test_threads_of_two_devices_take_turns(monkeypatch):
             thread.join()
     assert most == [1, 1]
     assert [p.grad for p in parameters] == [None, None]
-
-
-@pytest.mark.parametrize("half_first", [True, False])
-def test_parts_of_a_micro_batch_may_be_losses_of_several_dtypes(half_first):
-    """A loss of half precision cannot carry its weight; the first part decides for all of them."""
-    parameter = nn.Parameter(torch.zeros(2))
-    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=2)
-    opt.backward(parameter.sum() * 4.0, weight=3.0)
-    with opt.micro_batch():
-        for half in (half_first, not half_first):
-            loss = parameter.sum() * 8.0
-            opt.backward(loss.bfloat16() if half else loss, weight=1.0)
-    opt.step()
-    assert opt.last.micro_batches == 2
-    # The weight over the unit, 1/3, is rounded once where the loss of half precision carries it.
-    expected = torch.full((2,), -(3.0 * 4.0 + 1.0 * 16.0) / 4.0)
-    torch.testing.assert_close(parameter.detach(), expected, rtol=2.0**-8, atol=0.0)

@@ -15,70 +15,56 @@ from support.optimizer_oracle import (
     parameters_of,
     sgd,
     train_by_hand,
+    wrapped,
 )
 from torch import nn
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-BATCHES = make_batches(12)
-SINGLE = make_batches(20, torch.float32)
 
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("window", [1, 4])
-def test_every_optimizer_clips_alike(kind, window):
-    # One division more or less per gradient, in float32, over 20 steps of at most 0.1 each.
-    tolerance = 1e-5
-    expected = train_by_hand(OPTIMIZERS[kind], SINGLE, window, max_norm=0.05, dtype=torch.float32)
-    model = make_model(torch.float32)
-    opt = AccumulatingOptimizer(OPTIMIZERS[kind](model.parameters()), window=window, max_norm=0.05)
+def test_every_optimizer_clips_alike(kind, window, dtype):
+    """A fused one loses no float64, though its `grad_scale` is float32; and has none afterwards."""
+    # One division more or less per gradient, over 20 steps of at most 0.1 each.
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    model, batches = make_model(dtype), make_batches(20, dtype)
+    opt = wrapped(model, OPTIMIZERS[kind], window=window, max_norm=0.05)
     clipped = []
-    for batch in SINGLE:
-        opt.backward(loss_of(model, batch))
+    for batch in batches:
+        opt.backward(loss_of(model, batch), 3.0)
         opt.step()
         clipped.append(opt.stepped and bool(opt.last.clip_coef < 1.0))
     assert any(clipped)
+    expected = train_by_hand(OPTIMIZERS[kind], batches, window, max_norm=0.05, dtype=dtype)
     assert_close(parameters_of(model), expected, tolerance)
+    assert not {"grad_scale", "found_inf"} & set(vars(opt.optimizer))
 
 
-@pytest.mark.parametrize("window", [1, 4])
-def test_a_fused_optimizer_loses_no_float64(window):
-    """Its `grad_scale` is float32; afterwards it must be as no GradScaler had been there."""
-    expected = train_by_hand(OPTIMIZERS["adamw-fused"], BATCHES, window, max_norm=0.05)
-    model = make_model()
-    fused = OPTIMIZERS["adamw-fused"](model.parameters())
-    opt = AccumulatingOptimizer(fused, window=window, max_norm=0.05)
-    for batch in BATCHES:
-        opt.backward(loss_of(model, batch), 3.0)
-        opt.step()
-    assert_close(parameters_of(model), expected)
-    assert not {"grad_scale", "found_inf"} & set(vars(fused))
+OVERFLOWS = {  # dtype, norm_type, scale, window and the factor of (3, 4)
+    "cubes": (torch.float64, 3.0, 2.0**100, 1, 1e90),  # cubed and scaled, beyond float64
+    "squares": (torch.float32, 2.0, 2.0**70, 2, 1.0),  # the scale squared is no float32
+}
 
 
-def test_a_norm_whose_powers_overflow_only_while_scaled():
-    """1e90 times 2^100, cubed, is beyond float64; 1e90 cubed is not."""
-    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    opt = AccumulatingOptimizer(
-        torch.optim.SGD([parameter], lr=1.0),
-        max_norm=1.0,
-        norm_type=3.0,
-        scaler=growing_scaler(init_scale=2.0**100),
-    )
-    opt.backward((1e90 * parameter).sum())
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("kind", OVERFLOWS)
+def test_a_norm_whose_powers_overflow_only_while_scaled(kind, max_norm):
+    """Also in the pass that adds the second micro-batch, whose gradients are still scaled."""
+    dtype, norm_type, scale, window, factor = OVERFLOWS[kind]
+    parameter = nn.Parameter(torch.zeros(2, dtype=dtype))
+    options = {"window": window, "max_norm": max_norm, "norm_type": norm_type}
+    scaler = growing_scaler(init_scale=scale)
+    opt = AccumulatingOptimizer(sgd([parameter]), scaler=scaler, **options)
+    grad = torch.tensor([3.0, 4.0], dtype=dtype) * factor
+    for _ in range(window):
+        opt.backward((parameter * grad).sum())
     opt.step()
-    assert opt.last.total_norm.item() == pytest.approx(1e90 * 3 ** (1 / 3), rel=1e-12)
-    assert parameter.detach().tolist() == pytest.approx([-(3 ** (-1 / 3))] * 3, rel=1e-12)
-
-
-def test_the_norm_covers_parameters_that_the_last_micro_batch_left_out():
-    """The last pass may know the norm already, but only of the gradients that it went over."""
-    a, b = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
-    opt = AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), window=2, reduction="sum")
-    for loss in (3 * a + 2 * b, 2 * b):
-        loss.sum().backward()
-        opt.accumulate()
-    opt.step()
-    assert opt.last.total_norm.item() == 5.0
+    norm = factor * (3.0**norm_type + 4.0**norm_type) ** (1 / norm_type)
+    assert opt.last.total_norm.item() == pytest.approx(norm, rel=1e-6)
+    expected = -grad * (1.0 if max_norm is None else max_norm / norm)
+    torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -131,19 +117,3 @@ def test_gradients_that_share_memory_are_scaled_once(shared, scaled_by, fused):
     else:
         opt.step()
     torch.testing.assert_close([p.detach() for p in parameters], expected)
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_a_norm_whose_squares_overflow_only_while_scaled(max_norm):
-    """The pass that adds the second micro-batch finds it of gradients that are still scaled."""
-    parameter = nn.Parameter(torch.zeros(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**70)  # whose square is no float32
-    sgd = torch.optim.SGD([parameter], lr=1.0)
-    opt = AccumulatingOptimizer(sgd, window=2, max_norm=max_norm, scaler=scaler)
-    for _ in range(2):
-        opt.backward((parameter * torch.tensor([3.0, 4.0])).sum())
-    opt.step()
-    assert not opt.last.skipped
-    assert opt.last.total_norm.item() == 5.0
-    clipped = torch.tensor([-3.0, -4.0]) * (1.0 if max_norm is None else max_norm / 5.0)
-    torch.testing.assert_close(parameter.detach(), clipped, rtol=1e-6, atol=0)

@@ -9,20 +9,19 @@ from support.optimizer_oracle import (
     INF,
     adam,
     assert_close,
+    growing_scaler,
     loss_of,
     make_batches,
     make_model,
+    one_call,
+    outer_scaler,
+    parameters_of,
+    sgd,
     window_gradient,
+    wrapped,
 )
 
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-
 BATCHES = make_batches(6, torch.float32)
-
-
-BATCHES64 = make_batches(3)
-
-
 # One multiplication by the clip coefficient more or less in float32, over two Adam steps of 0.05.
 ROUNDING = 1e-6
 
@@ -33,27 +32,20 @@ def device():
         yield
 
 
-def train(bad=(), *, window=3, scaled=True, policy="skip_window", outer=False):
+def adam_fused(parameters):
+    return adam(parameters, fused=True)
+
+
+def train(bad=(), *, make=adam_fused, window=3, scaled=True, policy="skip_window", outer=False):
     model = make_model(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
-    opt = AccumulatingOptimizer(
-        adam(model.parameters(), fused=True),
-        window=window,
-        max_norm=0.1,
-        scaler=None if outer else scaler,
-        on_nonfinite=policy,
-    )
-    weight = torch.tensor(3.0)
+    own = None if outer else scaler
+    opt = wrapped(model, make, window=window, max_norm=0.1, scaler=own, on_nonfinite=policy)
+    loop, weight = outer_scaler if outer else one_call, torch.tensor(3.0)
     with DeviceReads() as reads:
         for i, batch in enumerate(BATCHES):
             loss = loss_of(model, batch) * (INF if i in bad else 1.0)
-            if outer:
-                scaler.scale(loss).backward()
-                scaler.step(opt)
-                scaler.update()
-            else:
-                opt.backward(loss, weight)
-                opt.step()
+            loop(opt, loss, scaler, weight)
     assert reads.made == 0
     return model, opt, reads.count
 
@@ -63,10 +55,8 @@ def train(bad=(), *, window=3, scaled=True, policy="skip_window", outer=False):
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
 @pytest.mark.parametrize("protocol", ["none", "own", "outer"])
 def test_nothing_is_read_with_a_fused_optimizer(protocol, policy, window):
-    outer = protocol == "outer"
-    _, opt, reads = train(
-        window=window, scaled=protocol != "none", policy=policy, outer=outer and window > 1
-    )
+    outer = protocol == "outer" and window > 1
+    _, opt, reads = train(window=window, scaled=protocol != "none", policy=policy, outer=outer)
     assert opt.stepped
     assert reads == 0
 
@@ -75,14 +65,7 @@ def test_nothing_is_read_with_a_fused_optimizer(protocol, policy, window):
 @pytest.mark.parametrize("window", [1, 3])
 def test_one_value_is_read_per_window_with_any_other_optimizer(window):
     """Whether to skip. Adam would read its step counts too; SGD reads nothing."""
-    model = make_model(torch.float32)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    opt = AccumulatingOptimizer(sgd, window=window, max_norm=0.1)
-    with DeviceReads() as reads:
-        for batch in BATCHES:
-            opt.backward(loss_of(model, batch), torch.tensor(3.0))
-            opt.step()
-    assert reads.count == len(BATCHES) // window
+    assert train(make=sgd, window=window, scaled=False)[2] == len(BATCHES) // window
 
 
 @pytest.mark.parametrize("bad", [{0}, {4}, {3, 4, 5}], ids=str)
@@ -92,7 +75,7 @@ def test_the_device_decides_as_the_host_would(policy, bad):
         model, opt, reads = train(bad, policy=policy)
     assert reads == 0
     expected_model, expected, _ = train(bad, policy=policy)
-    assert_close(list(model.parameters()), list(expected_model.parameters()), ROUNDING)
+    assert_close(parameters_of(model), parameters_of(expected_model), ROUNDING)
     assert opt.last.skipped == expected.last.skipped
     assert opt.last.micro_batches == expected.last.micro_batches
     assert opt.scaler.get_scale() == expected.scaler.get_scale()
@@ -102,7 +85,7 @@ def test_the_device_decides_as_the_host_would(policy, bad):
 @pytest.mark.parametrize("window", [1, 2])
 def test_names_are_found_when_asked(window):
     model = make_model(torch.float32)
-    opt = AccumulatingOptimizer(adam(model.parameters(), fused=True), window=window, max_norm=0.1)
+    opt = wrapped(model, adam_fused, window=window, max_norm=0.1)
 
     def skip():
         for batch in BATCHES[:window]:
@@ -129,22 +112,15 @@ def test_names_are_found_when_asked(window):
 @pytest.mark.parametrize("scale", [None, 64.0])
 def test_weights_of_a_window_on_the_device(scale, reduction, policy, weights):
     """The first one sets the unit, also where only the device knows whether it is zero."""
-    model = make_model()
-    total = window_gradient(model, BATCHES64[:3], weights, "sum")
-    expected = window_gradient(model, BATCHES64[:3], weights, reduction)
-    before = [p.detach().clone() for p in model.parameters()]
-    opt = AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        window=3,
-        reduction=reduction,
-        scaler=None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale),
-        on_nonfinite=policy,
-    )
-    for batch, weight in zip(BATCHES64, weights):
+    model, batches = make_model(), make_batches(3)
+    total, expected = (window_gradient(model, batches, weights, how) for how in ("sum", reduction))
+    before = [p.clone() for p in parameters_of(model)]
+    scaler = None if scale is None else growing_scaler(init_scale=scale)
+    options = {"window": 3, "reduction": reduction, "scaler": scaler, "on_nonfinite": policy}
+    opt = wrapped(model, sgd, **options)
+    for batch, weight in zip(batches, weights):
         opt.backward(loss_of(model, batch), torch.tensor(weight))
-        if batch is BATCHES64[2]:
-            assert_close([opt.main_grad(p) for p in model.parameters()], total)
-        opt.step()
+    assert_close([opt.main_grad(p) for p in model.parameters()], total)
+    opt.step()
     assert opt.stats()["weight"] == sum(weights)
-    moved = [old - p.detach() for p, old in zip(model.parameters(), before)]
-    assert_close(moved, expected)
+    assert_close([old - p for p, old in zip(parameters_of(model), before)], expected)

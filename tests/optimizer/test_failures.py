@@ -4,26 +4,30 @@ a backward pass had added to the window: then it is dropped, and the exception s
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from support.optimizer_oracle import (
+    ONE_BY_ONE,
     OP,
     assert_close,
     assert_equal,
+    hooks_of,
     loss_of,
     make_batches,
     make_model,
     parameters_of,
     said_by,
-    scalar,
     sgd,
     state_of,
     train_by_hand,
+    wrapped,
+    wrapped_scalar,
 )
 from support.tensors import dtype_id
 
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+from accumext.optimizer import _backward
 
 BATCHES = make_batches(5)
 DROPPED = "the open window was dropped: it had been added to"
@@ -44,36 +48,12 @@ class Once:
 # Steps
 
 
-def test_a_failed_batch_is_cleared_by_zero_grad():
-    parameter = scalar()
-    opt = AccumulatingOptimizer(sgd([parameter]))
-    opt.register_step_pre_hook(Once())
-    (parameter * 1).backward()
-    with pytest.raises(torch.OutOfMemoryError):
-        opt.step()
-    opt.zero_grad()
-    (parameter * 3).backward()
-    opt.step()
-    assert parameter.item() == -3.0
-
-
-KINDS = {
-    "sgd": {},
-    "momentum": {"momentum": 0.9},
-    "foreach": {"momentum": 0.9, "foreach": True},
-    "fused": {"momentum": 0.9, "fused": True},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("own_backward", [False, True], ids=["opt.backward", "loss.backward"])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "fused": True}], ids=["plain", "fused"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
-@pytest.mark.parametrize("max_norm", [None, 0.0, 0.37, 1e3])
+@pytest.mark.parametrize("max_norm", [None, 0.0, 0.37])
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_id)
-def test_a_failed_step_leaves_the_same_gradient(
-    dtype, window, max_norm, scaled, own_backward, kind
-):
+def test_a_failed_step_leaves_the_same_gradient(dtype, window, max_norm, scaled, options):
     """Up to one rounding, by which the factor is taken back; and it may be tried again."""
     rounding = 2 * torch.finfo(dtype).eps
     results = []
@@ -81,24 +61,17 @@ def test_a_failed_step_leaves_the_same_gradient(
         model = make_model(dtype)
         parameters = list(model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-        opt = AccumulatingOptimizer(
-            sgd(parameters, **kind), window=window, max_norm=max_norm, scaler=scaler
-        )
+        settings = {"window": window, "max_norm": max_norm, "scaler": scaler}
+        opt = wrapped(model, partial(sgd, **options), **settings)
         for batch in BATCHES[:window]:
-            loss = loss_of(model, batch.to(dtype))
-            if own_backward:
-                (loss if scaler is None else scaler.scale(loss)).backward()
-                opt.accumulate()
-            else:
-                opt.backward(loss)
+            opt.backward(loss_of(model, batch.to(dtype)))
         if fails:
             before = [opt.main_grad(p) for p in parameters]
-            values = [p.detach().clone() for p in parameters]
             opt.register_step_pre_hook(Once(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 opt.step()
             assert not opt.stepped
-            assert_equal(parameters_of(model), values)
+            assert_equal(parameters_of(model), parameters_of(make_model(dtype)))
             assert not vars(opt.optimizer).keys() & {"grad_scale", "found_inf"}
             assert_close([opt.main_grad(p) for p in parameters], before, rounding)
         opt.step()
@@ -107,110 +80,77 @@ def test_a_failed_step_leaves_the_same_gradient(
     assert_close(*results, rounding)
 
 
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("max_norm", [None, 1e-3])
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_post_hook_that_raises_leaves_the_window_closed(window, max_norm, fused):
-    model = make_model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    opt = AccumulatingOptimizer(
-        sgd(model.parameters(), fused=fused), window=window, max_norm=max_norm, scaler=scaler
-    )
-    opt.register_step_post_hook(Once())
-    for batch in BATCHES[:window]:
-        opt.backward(loss_of(model, batch))
-    with pytest.raises(torch.OutOfMemoryError):
-        opt.step()
-    assert opt.stepped
-    assert scaler.get_scale() == 16.0
-    moved = [p.clone() for p in parameters_of(model)]
-    opt.step()
-    assert_equal(parameters_of(model), moved)
-    assert not opt.stepped
-
-
 # Backward passes
 
 
-def one_pass(opt, model, batch):
-    opt.backward(loss_of(model, batch))
-
-
-def in_parts(opt, model, batch):
+def micro_batch(opt, losses, raises_after=None):
+    """Of several passes if there are several losses; the user's own code may raise inside."""
+    if len(losses) == 1:
+        opt.backward(losses[0])
+        return
     with opt.micro_batch():
-        opt.backward(0.5 * loss_of(model, batch))
-        opt.backward(0.5 * loss_of(model, batch))
+        for number, loss in enumerate(losses):
+            if number == raises_after:
+                raise ZeroDivisionError
+            opt.backward(loss)
 
 
-def beside_the_users(opt, model, batch):
-    """On a gradient that lies in `.grad` already, and belongs to the micro-batch."""
-    loss_of(model, batch).backward()
-    opt.backward(loss_of(model, batch))
+FAULTS = {  # passes, the one whose hook raises, and before which one the user's code does
+    "one pass": (1, 0, None),
+    "the first part": (2, 0, None),
+    "the second part": (2, 1, None),
+    "between the parts": (2, None, 1),
+    "before the first part": (2, None, 0),
+    "beside the user's": (1, 1, None),  # on a gradient in `.grad`, which belongs to the micro-batch
+}
 
 
-@pytest.mark.parametrize(
-    ("micro_batch", "passes"), [(one_pass, 0), (in_parts, 0), (in_parts, 1), (beside_the_users, 1)]
-)
-@pytest.mark.parametrize("held", [0, 1, 2])
-@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("held", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=dtype_id)
-def test_a_backward_pass_that_fails(dtype, policy, held, micro_batch, passes):
+@pytest.mark.parametrize(
+    ("policy", "in_backward"),
+    [("skip_window", False), ("skip_window", True), ("skip_micro_batch", False), ("raise", False)],
+)
+def test_a_backward_pass_that_fails(dtype, policy, in_backward, held, fault, monkeypatch):
     """Drops what was added to, says so once, and leaves what is kept apart."""
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
+    passes, failing, raises_after = FAULTS[fault]
     model, batches = make_model(dtype), [batch.to(dtype) for batch in BATCHES]
     parameters = list(model.parameters())
-    opt = AccumulatingOptimizer(sgd(parameters), window=held + 1, on_nonfinite=policy)
+    options = {"on_nonfinite": policy, "accumulate_in_backward": in_backward}
+    opt = wrapped(model, window=held + 1, **options)
     for batch in batches[:held]:
         opt.backward(loss_of(model, batch))
-    before = state_of(opt, parameters)
-    parameters[0].register_hook(Once(calls=passes))
-    with pytest.raises(RuntimeError) as raised:  # also of memory, or one that says what was lost
-        micro_batch(opt, model, batches[3])
-    drops = policy == "skip_window" and held > 0
+    before = state_of(opt, parameters, grads=False)
+    if failing is not None:
+        parameters[0].register_hook(Once(calls=failing))
+    if fault == "beside the user's":
+        loss_of(model, batches[3]).backward()
+    with pytest.raises((RuntimeError, ZeroDivisionError)) as raised:
+        micro_batch(opt, [loss_of(model, batches[3]) for _ in range(passes)], raises_after)
+    drops = policy == "skip_window" and held > 0 and fault != "before the first part"
     if held:
         assert said_by(raised.value).count(DROPPED) == drops
     assert all(p.grad is None for p in parameters)
+    assert not hooks_of(model)
     if not drops:
-        assert state_of(opt, parameters) == before
+        assert state_of(opt, parameters, grads=False) == before
     kept = [] if drops else BATCHES[:held]
     rest = BATCHES[held : 2 * held + 1] if drops else BATCHES[held : held + 1]
     for batch in rest:
         opt.backward(loss_of(model, batch.to(dtype)))
     opt.step()
     assert opt.stepped
-    if dtype == torch.float64:
-        expected = train_by_hand(sgd, [*kept, *rest], held + 1)
-        assert_close(parameters_of(model), expected)
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["parts-added", "before-the-first"])
-@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
-def test_an_exception_inside_a_micro_batch(policy, before):
-    """Of the user's own, between two passes or before the first."""
-    model = make_model()
-    parameters = list(model.parameters())
-    opt = AccumulatingOptimizer(sgd(parameters), window=3, on_nonfinite=policy)
-    opt.backward(loss_of(model, BATCHES[0]))
-    loss_of(model, BATCHES[2]).backward()  # cleared when the micro-batch begins, or inside
-    kept = state_of(opt, parameters, grads=False)
-
-    def interrupted():
-        with opt.micro_batch():
-            if not before:
-                opt.backward(loss_of(model, BATCHES[1]))
-            raise ZeroDivisionError
-
-    with pytest.raises((ZeroDivisionError, RuntimeError)) as raised:
-        interrupted()
-    drops = policy == "skip_window" and not before
-    assert said_by(raised.value).count(DROPPED) == drops
-    assert (state_of(opt, parameters, grads=False) == kept) == (not drops)
-    assert (opt.main_grad(parameters[0]) is None) == drops
+    expected = train_by_hand(sgd, [b.to(dtype) for b in [*kept, *rest]], held + 1, dtype=dtype)
+    # In half precision one more rounding may decide how a parameter is rounded.
+    rounding = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
+    assert_close(parameters_of(model), expected, rounding)
 
 
 @pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="Python has no notes")
 def test_the_exception_says_so_beside_a_note_of_the_users():
-    parameter = scalar()
-    opt = AccumulatingOptimizer(sgd([parameter]), window=2)
+    parameter, opt = wrapped_scalar(2)
     opt.backward(parameter * 1)
     error = torch.OutOfMemoryError("once")
     error.add_note("in step 5")
@@ -224,7 +164,7 @@ def test_the_exception_says_so_beside_a_note_of_the_users():
 def test_a_part_that_failed_takes_its_micro_batch_with_it(policy):
     model = make_model()
     parameters = list(model.parameters())
-    opt = AccumulatingOptimizer(sgd(parameters), window=2, on_nonfinite=policy)
+    opt = wrapped(model, window=2, on_nonfinite=policy)
     opt.backward(loss_of(model, BATCHES[0]))
     before = state_of(opt, parameters)
     parameters[0].register_hook(Once())
@@ -240,54 +180,3 @@ def test_a_part_that_failed_takes_its_micro_batch_with_it(policy):
     assert all(p.grad is None for p in parameters)
     if policy == "skip_micro_batch":
         assert state_of(opt, parameters) == before
-
-
-# Memory
-
-
-class Memory:
-    """torch's functions that make memory, of which one call fails."""
-
-    def __init__(self, failing):
-        self.left = failing
-
-    def patch(self, patch):
-        for name in ("empty_like", "zeros_like", "zeros", "full"):
-            patch.setattr(torch, name, self.counting(getattr(torch, name)))
-
-    def counting(self, function):
-        def call(*args, **kwargs):
-            self.left -= 1
-            if self.left == -1:
-                raise torch.OutOfMemoryError
-            return function(*args, **kwargs)
-
-        return call
-
-
-@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_an_allocation_that_fails_changes_nothing(monkeypatch, window, dtype, policy):
-    """At any of the calls that make memory while a micro-batch is taken in."""
-    for failing in range(100):
-        model = make_model(dtype)
-        parameters = list(model.parameters())
-        opt = AccumulatingOptimizer(sgd(parameters), window=window, on_nonfinite=policy)
-        for batch in BATCHES[: window - 1]:
-            opt.backward(loss_of(model, batch.to(dtype)))
-        loss_of(model, BATCHES[3].to(dtype)).backward()
-        before = state_of(opt, parameters)
-        with monkeypatch.context() as patch:
-            Memory(failing).patch(patch)
-            try:
-                opt.accumulate()
-            except torch.OutOfMemoryError:
-                pass
-            else:
-                break
-        assert state_of(opt, parameters) == before
-        opt.discard()
-    # None is made where a first gradient is taken over, nor where there is a sum to add it to.
-    none = window > 1 or dtype == torch.float32
-    assert (failing == 0) == (policy == "skip_window" and none)

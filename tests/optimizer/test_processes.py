@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support.optimizer_oracle import OP, make_model, says, scalar, sgd
+from support.optimizer_oracle import OP, make_model, says, scalar, sgd, wrapped_scalar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accumext.optimizer import _processes
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-from accumext.optimizer._processes import Bucket, WindowAllReduce, _plan, hold_back
+from accumext.optimizer._processes import Bucket, _plan, hold_back
 
 RANKS = range(2)
 
@@ -37,36 +37,17 @@ def test_the_default_group_is_copied_by_name_and_no_other_can_be():
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_plain_model_holds_nothing_back():
-    for model in (None, make_model()):
-        for group in (None, dist.group.WORLD):
-            context, needed = hold_back("op", model, group)
-            assert needed is group
-            with context:
-                pass
-
-
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("given", [False, True])
-def test_every_replica_in_a_model_is_held_back_inside_alone(given):
-    own, other = dist.new_group([0]), dist.new_group([0])
-    parts = [DistributedDataParallel(make_model(), process_group=own) for _ in range(2)]
-    context, needed = hold_back("op", nn.Sequential(*parts), other if given else None)
-    assert needed is (other if given else own)
-    assert [part.require_backward_grad_sync for part in parts] == [True, True]
+@pytest.mark.parametrize("replicas", [0, 1, 2], ids=["plain", "replica", "two-replicas"])
+def test_every_replica_in_a_model_is_held_back_inside_alone(replicas, given):
+    own, other = dist.new_group([0]), dist.new_group([0]) if given else None
+    parts = [DistributedDataParallel(make_model(), process_group=own) for _ in range(replicas)]
+    context, needed = hold_back("op", nn.Sequential(make_model(), *parts), other)
+    assert needed is (other or (own if replicas else None))
+    assert all(part.require_backward_grad_sync for part in parts)
     with context:
-        assert [part.require_backward_grad_sync for part in parts] == [False, False]
-    assert [part.require_backward_grad_sync for part in parts] == [True, True]
-
-
-@pytest.mark.usefixtures("alone")
-def test_replicas_of_two_groups_need_one_that_is_given():
-    groups = [dist.new_group([0]), dist.new_group([0])]
-    model = nn.Sequential(*(DistributedDataParallel(make_model(), process_group=g) for g in groups))
-    text = "op: model must have DistributedDataParallel parts of one process group, got several"
-    with pytest.raises(ValueError, match=says(text)):
-        hold_back("op", model, None)
-    assert hold_back("op", model, groups[1])[1] is groups[1]
+        assert not any(part.require_backward_grad_sync for part in parts)
+    assert all(part.require_backward_grad_sync for part in parts)
 
 
 @pytest.fixture
@@ -82,7 +63,7 @@ def groups(monkeypatch):
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    return [SimpleNamespace(rank=lambda r=rank: r, size=lambda: 2) for rank in RANKS]
+    return [dist.ProcessGroup(rank, 2) for rank in RANKS]
 
 
 def on_both(call):
@@ -90,10 +71,9 @@ def on_both(call):
         return [done.result() for done in [threads.submit(call, rank) for rank in RANKS]]
 
 
-def sparse(shape, *rows):
+def sparse(*rows):
     """Ones in some rows."""
-    values = torch.ones(len(rows), *shape[1:])
-    return torch.sparse_coo_tensor(torch.tensor([rows]), values, shape, check_invariants=True)
+    return torch.sparse_coo_tensor([rows], torch.ones(2, 2), (4, 2), check_invariants=True)
 
 
 def test_buckets_are_of_one_dtype_and_the_last_parameters_come_first(monkeypatch):
@@ -104,77 +84,54 @@ def test_buckets_are_of_one_dtype_and_the_last_parameters_come_first(monkeypatch
     assert planned == [[3, 1], [2], [0]]  # halves are summed in float32, so two make 64 bytes
 
 
-KINDS = {
-    "dense": lambda: torch.arange(6.0).view(2, 3),
-    "transposed": lambda: torch.arange(6.0).view(3, 2).t(),
-    "cut out": lambda: torch.arange(24.0).view(4, 6)[1:3, ::2],
-    "complex": lambda: torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3),
-    "empty": lambda: torch.zeros(0, 3),
-    "number": lambda: torch.tensor(2.5),
-    "half": lambda: torch.arange(5.0).bfloat16(),
+LAYOUTS = {  # of a parameter that has a gradient on both processes
+    "dense": torch.arange(6.0).view(2, 3),
+    "transposed": torch.arange(6.0).view(3, 2).t(),
+    "cut out": torch.arange(24.0).view(4, 6)[1:3, ::2],
+    "complex": torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3),
+    "empty": torch.zeros(0, 3),
+    "number": torch.tensor(2.5),
+    "half": torch.arange(5.0).bfloat16(),
+}
+DENSE, SPARSE, MISSING = torch.full((4, 2), 3.0), sparse(1, 3), None
+CASES = {name: (value, value, 2 * value) for name, value in LAYOUTS.items()} | {
+    "missing and missing": (DENSE, MISSING, MISSING),
+    "missing and dense": (DENSE, MISSING, DENSE),
+    "missing and sparse": (DENSE, MISSING, SPARSE),
+    "sparse and dense": (DENSE, SPARSE, DENSE),
+    "sparse and sparse": (DENSE, SPARSE, sparse(0, 1)),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bucket_gives_the_sum_as_the_parameter_lies(groups, monkeypatch, kind):
+@pytest.mark.parametrize("case", CASES)
+def test_a_bucket_gives_the_sum_as_the_parameter_lies(groups, monkeypatch, case):
     """Also where memory that nobody has written is NaN: what lies between gradients is sent too."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(math.nan))
-    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(KINDS[kind]())]
-    wide = torch.float32 if kind == "half" else parameters[1].dtype
-    mains = [[torch.ones(3), KINDS[kind]().to(wide) * (1 + rank)] for rank in RANKS]
+    value, *mains = CASES[case]
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(value)]
+    wide = torch.float32 if case == "half" else value.dtype
+    mains = [None if main is None else main.to(wide) for main in mains]
 
     def summed(rank):
-        bucket, mine = Bucket([0, 1], parameters), list(mains[rank])
+        bucket, mine = Bucket([0, 1], parameters), [torch.ones(3), mains[rank]]
         bucket.send(mine, 0.5, groups[rank])
         assert mine == [None, None]
         assert not bucket._flat.isnan().any()
         bucket.receive(mine)
         return mine
 
+    there = [main for main in mains if main is not None]
     for first, got in on_both(summed):
         assert torch.equal(first, torch.ones(3))
+        assert (got is None) == (not there)
+        if got is None:
+            continue
         assert got.dtype == wide
-        assert torch.equal(got, 0.5 * (mains[0][1] + mains[1][1]))
-        like = torch.empty_like(parameters[1])  # without the gaps of what was cut out
-        assert got.stride() == like.stride()
-
-
-DENSE, SPARSE, MISSING = torch.full((4, 2), 3.0), sparse((4, 2), 1, 3), None
-PAIRS = {
-    "missing and missing": (MISSING, MISSING, None),
-    "missing and dense": (MISSING, DENSE, torch.strided),
-    "missing and sparse": (MISSING, SPARSE, torch.sparse_coo),
-    "sparse and dense": (SPARSE, DENSE, torch.strided),
-    "sparse and sparse": (SPARSE, sparse((4, 2), 0, 1), torch.sparse_coo),
-}
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_what_some_processes_lack_or_have_sparse(groups, pair):
-    *mains, layout = PAIRS[pair]
-    parameters = [nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(2))]
-
-    def summed(rank):
-        bucket, mine = Bucket([0, 1], parameters), [mains[rank], torch.ones(2)]
-        bucket.send(mine, 1.0, groups[rank])
-        bucket.receive(mine)
-        return mine
-
-    dense = [torch.zeros(4, 2) if main is None else main.to_dense() for main in mains]
-    for got, other in on_both(summed):
-        assert torch.equal(other, torch.full((2,), 2.0))
-        assert (got is None) == (layout is None)
-        if layout is not None:
-            assert got.layout == layout
-            assert torch.equal(got.to_dense(), dense[0] + dense[1])
-
-
-def in_group(group, parameter, **options):
-    """An optimizer of one of the processes."""
-    opt = AccumulatingOptimizer(sgd([parameter]), **options)
-    opt._box.settings = opt._box.settings._replace(process_group=group)
-    return opt
+        assert torch.equal(got.to_dense(), 0.5 * sum(main.to_dense() for main in there))
+        assert got.is_sparse == all(main.is_sparse for main in there)
+        if not got.is_sparse:  # without the gaps of what was cut out
+            assert got.stride() == torch.empty_like(parameters[1]).stride()
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
@@ -186,7 +143,8 @@ def test_two_windows_become_one(groups, in_backward, reduction, max_norm):
     def closed(rank):
         parameter = scalar()
         options = {"reduce_in_backward": in_backward, "reduction": reduction, "max_norm": max_norm}
-        opt = in_group(groups[rank], parameter, window=2, **options)
+        options["process_group"] = groups[rank]
+        opt = AccumulatingOptimizer(sgd([parameter]), window=2, **options)
         for grad, weight in ([(2.0, 1.0), (4.0, 2.0)], [(5.0, 3.0), (1.0, 2.0)])[rank]:
             opt.backward(parameter * grad, weight)
             opt.step()
@@ -212,7 +170,8 @@ def test_two_windows_become_one(groups, in_backward, reduction, max_norm):
 def test_windows_that_differ_are_refused_on_every_process(groups, counts, windows, sizes, text):
     def refused(rank):
         parameter = nn.Parameter(torch.zeros(sizes[rank]))
-        opt = in_group(groups[rank], parameter, window=windows[rank])
+        options = {"window": windows[rank], "process_group": groups[rank]}
+        opt = AccumulatingOptimizer(sgd([parameter]), **options)
         for _ in range(counts[rank]):
             opt.backward(parameter.sum())
         full = counts[rank] == windows[rank]
@@ -225,19 +184,10 @@ def test_windows_that_differ_are_refused_on_every_process(groups, counts, window
     assert all(text in said for said in on_both(refused))
 
 
-def test_a_flush_of_nothing_steps_nowhere(groups):
-    def flushed(rank):
-        opt = in_group(groups[rank], scalar())
-        opt.flush()
-        return opt.stepped
-
-    assert on_both(flushed) == [False, False]
-
-
 def test_a_process_that_gives_up_has_the_others_skip(groups):
     def closed(rank):
-        parameter = scalar()
-        opt = in_group(groups[rank], parameter, reduce_in_backward=True)
+        options = {"reduce_in_backward": True, "process_group": groups[rank]}
+        parameter, opt = wrapped_scalar(**options)
         if rank == 0:
             parameter.register_hook(lambda grad: 1 / 0)
             with pytest.raises((ZeroDivisionError, RuntimeError)):
@@ -248,11 +198,3 @@ def test_a_process_that_gives_up_has_the_others_skip(groups):
         return opt.last.skipped and parameter.item() == 0.0
 
     assert on_both(closed) == [True, True]
-
-
-def test_a_gradient_in_several_parts_is_refused(groups):
-    opt = in_group(groups[0], scalar())
-    both = WindowAllReduce(opt._box, opt._box.state.window, groups[0])
-    both.send_complete("op", [None], 1.0, [0])
-    with pytest.raises(RuntimeError, match=says("op: .grad must be complete when autograd has")):
-        both.send_complete("op", [None], 1.0, [0])

@@ -11,34 +11,27 @@ from support.optimizer_oracle import (
     loss_of,
     make_batches,
     make_model,
+    one_call,
+    window_gradient,
+    wrapped,
 )
 from torch import Tensor
 
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 from accumext.optimizer._report import WindowReport, named
 
-BATCHES = make_batches(12)
+BATCHES = make_batches(2)
 
 
 @pytest.mark.parametrize("max_norm", [0.01, None])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 def test_report_of_a_window(norm_type, max_norm):
-    model = make_model()
-    opt = AccumulatingOptimizer(
-        adam(model.parameters()),
-        window=2,
-        max_norm=max_norm,
-        norm_type=norm_type,
-        scaler=growing_scaler(),
-    )
-    grads = [torch.zeros_like(p) for p in model.parameters()]
+    model, scaler = make_model(), growing_scaler()
+    options = {"window": 2, "max_norm": max_norm, "norm_type": norm_type, "scaler": scaler}
+    opt = wrapped(model, adam, **options)
+    grads = window_gradient(model, BATCHES, [3.0, 1.0])
     for batch, weight in zip(BATCHES, [3.0, 1.0]):
-        for grad, new in zip(grads, torch.autograd.grad(loss_of(model, batch), model.parameters())):
-            grad += weight / 4.0 * new
-        opt.backward(loss_of(model, batch), weight)
-        opt.step()
-    flat: Tensor = torch.cat([grad.flatten() for grad in grads])
-    norm = torch.linalg.vector_norm(flat, norm_type).item()
+        one_call(opt, loss_of(model, batch), weight=weight)
+    norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]), norm_type).item()
     assert opt.stepped
     assert opt.last.total_norm.item() == pytest.approx(norm, rel=1e-12)
     clip_coef = 1.0 if max_norm is None else max_norm / (norm + 1e-6)
@@ -46,21 +39,15 @@ def test_report_of_a_window(norm_type, max_norm):
     assert (opt.last.weight, opt.last.micro_batches, opt.last.loss_scale) == (4.0, 2, 1024.0)
     assert not opt.last.skipped
     assert opt.last.nonfinite == []
-    assert opt.stats() == {
-        "total_norm": opt.last.total_norm.item(),
-        "clip_coef": opt.last.clip_coef.item(),
-        "loss_scale": 1024.0,
-        "weight": 4.0,
-        "micro_batches": 2.0,
-        "skipped": 0.0,
-    }
+    numbers = ["total_norm", "clip_coef", "loss_scale", "weight", "micro_batches", "skipped"]
+    assert opt.stats() == {name: float(getattr(opt.last, name)) for name in numbers}
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
 def test_the_report_keeps_the_loss_scale_of_a_window_that_left_grad(policy, weight):
     model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=4.0)
-    opt = AccumulatingOptimizer(adam(model.parameters()), scaler=scaler, on_nonfinite=policy)
+    opt = wrapped(model, adam, scaler=scaler, on_nonfinite=policy)
     opt.backward(loss_of(model, BATCHES[0]), weight)
     opt.zero_grad()
     opt.flush()
@@ -70,19 +57,12 @@ def test_the_report_keeps_the_loss_scale_of_a_window_that_left_grad(policy, weig
 def report_of(skipped):
     """A window whose numbers are on the host, or on a device that the host must not wait for."""
 
-    def number(value):
-        return torch.tensor(value) if isinstance(skipped, Tensor) else value
-
-    return WindowReport(
-        skipped=skipped,
-        total_norm=number(0.25),
-        clip_coef=number(0.5),
-        loss_scale=number(8.0),
-        weight=number(3.0),
-        micro_batches=number(2.0),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    numbers = {"total_norm": 0.25, "clip_coef": 0.5, "loss_scale": 8.0, "weight": 3.0}
+    numbers["micro_batches"] = 2.0
+    if isinstance(skipped, Tensor):
+        numbers = {name: torch.tensor(value) for name, value in numbers.items()}
+    where = {"dtype": torch.float32, "device": torch.device("cpu")}
+    return WindowReport(skipped=skipped, **numbers, **where)
 
 
 @pytest.mark.parametrize("skipped", [0.0, 1.0])

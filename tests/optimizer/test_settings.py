@@ -1,75 +1,81 @@
-"""What is refused as a setting, a weight, a loss or a call, and in which words; nothing changes."""
+"""What is refused as a setting, an argument or a call, and in which words; nothing changes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support.optimizer_oracle import INF, NAN, OP, loss_of, make_batches, make_model, says, sgd
+from support.optimizer_oracle import (
+    INF,
+    NAN,
+    OP,
+    make_model,
+    says,
+    sgd,
+    wrapped,
+    wrapped_scalar,
+)
 from torch import nn
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-BATCHES = make_batches(4)
-
-# The first is wrong, beside the others.
+POLICIES = "one of 'skip_window', 'skip_micro_batch', 'raise'"
 SETTINGS = [
-    ({"window": 0}, ValueError, "window must be at least 1, got 0"),
-    ({"window": -2}, ValueError, "window must be at least 1, got -2"),
-    ({"window": 2.0}, TypeError, "window must be an int, got float"),
-    ({"window": True}, TypeError, "window must be an int, got bool"),
-    ({"max_norm": NAN}, ValueError, "max_norm must be at least 0, got nan"),
-    ({"max_norm": -1.0}, ValueError, "max_norm must be at least 0, got -1.0"),
-    ({"max_norm": "1"}, TypeError, "max_norm must be a number, got str"),
-    ({"norm_type": 0}, ValueError, "norm_type must be nonzero, got 0"),
-    ({"norm_type": NAN}, ValueError, "norm_type must not be NaN, got nan"),
-    ({"norm_type": None}, TypeError, "norm_type must be a number, got NoneType"),
-    ({"scaler": 2.0}, TypeError, "scaler must be a torch.amp.GradScaler or None, got float"),
-    (
-        {"on_nonfinite": "skip"},
-        ValueError,
-        "on_nonfinite must be one of 'skip_window', 'skip_micro_batch', 'raise', got 'skip'",
-    ),
-    ({"on_nonfinite": None}, TypeError, "on_nonfinite must be one of"),
-    ({"reduction": "none"}, ValueError, "reduction must be one of 'mean', 'sum'"),
-    (
-        {"process_group": [0]},
-        TypeError,
-        "process_group must be a torch.distributed process group or None, got list",
-    ),
-    ({"synchronize": "step"}, ValueError, "synchronize must be one of 'backward', 'window'"),
+    ("window", 0, ValueError, "at least 1, got 0"),
+    ("window", -2, ValueError, "at least 1, got -2"),
+    ("window", 2.0, TypeError, "an int, got float"),
+    ("window", True, TypeError, "an int, got bool"),
+    ("max_norm", NAN, ValueError, "at least 0, got nan"),
+    ("max_norm", -1.0, ValueError, "at least 0, got -1.0"),
+    ("max_norm", "1", TypeError, "a number, got str"),
+    ("norm_type", 0, ValueError, "nonzero, got 0"),
+    ("norm_type", None, TypeError, "a number, got NoneType"),
+    ("scaler", 2.0, TypeError, "a torch.amp.GradScaler or None, got float"),
+    ("on_nonfinite", "skip", ValueError, f"{POLICIES}, got 'skip'"),
+    ("on_nonfinite", None, TypeError, POLICIES),
+    ("reduction", "none", ValueError, "one of 'mean', 'sum'"),
+    ("process_group", [0], TypeError, "a torch.distributed process group or None, got list"),
+    ("synchronize", "step", ValueError, "one of 'backward', 'window', got 'step'"),
+    ("accumulate_in_backward", 1, TypeError, "a bool, got int"),
+    ("reduce_in_backward", 1, TypeError, "a bool, got int"),
 ]
-for name in ("accumulate_in_backward", "reduce_in_backward"):
-    false = f"{name} must be False for"
-    SETTINGS += [
-        ({name: 1}, TypeError, f"{name} must be a bool, got int"),
-        ({name: True, "synchronize": "window"}, ValueError, f"{false} synchronize='window'"),
-        *(
-            ({name: True, "on_nonfinite": p}, ValueError, f"{false} on_nonfinite={p!r}, which")
-            for p in ("skip_micro_batch", "raise")
-        ),
-    ]
+# Values that do not go with another setting, or with an optimizer that needs a closure.
+TOGETHER = [
+    (name, True, {other: value}, f"False for {other}={value!r}")
+    for name in ("accumulate_in_backward", "reduce_in_backward")
+    for other, value in (
+        ("synchronize", "window"),
+        ("on_nonfinite", "skip_micro_batch"),
+        ("on_nonfinite", "raise"),
+    )
+] + [("on_nonfinite", "raise", {"synchronize": "window"}, "'skip_window' for synchronize='window'")]
+CLOSURE = "for LBFGS, which needs a closure, got"
+WITH_CLOSURE = [
+    ("window", 2, f"1 {CLOSURE} 2"),
+    ("max_norm", 1.0, f"None {CLOSURE}"),
+    ("scaler", torch.amp.GradScaler("cpu"), f"None {CLOSURE}"),
+    ("accumulate_in_backward", True, f"False {CLOSURE}"),
+    ("reduce_in_backward", True, f"False {CLOSURE}"),
+]
+CASES = [
+    *((sgd, {}, name, value, error, text) for name, value, error, text in SETTINGS),
+    (sgd, {}, "norm_type", NAN, ValueError, "not be NaN, got nan"),
+    *((sgd, others, name, value, ValueError, text) for name, value, others, text in TOGETHER),
+    *((torch.optim.LBFGS, {}, name, value, ValueError, text) for name, value, text in WITH_CLOSURE),
+]
 
 
-@pytest.mark.parametrize(("arguments", "error", "text"), SETTINGS, ids=str)
-def test_a_setting_is_checked_in_the_constructor_and_when_it_is_assigned(arguments, error, text):
-    parameters = list(make_model().parameters())
-    with pytest.raises(error, match=says(f"{OP}: {text}")):
-        AccumulatingOptimizer(sgd(parameters), **arguments)
-    (name, value), *others = arguments.items()
-    opt = AccumulatingOptimizer(sgd(parameters), **dict(others))
+@pytest.mark.parametrize(("make", "others", "name", "value", "error", "text"), CASES, ids=str)
+def test_a_setting_is_checked_in_the_constructor_and_when_it_is_assigned(
+    make, others, name, value, error, text
+):
+    pattern = says(f"{OP}: {name} must {'' if text.startswith('not ') else 'be '}{text}")
+    with pytest.raises(error, match=pattern):
+        wrapped(make_model(), make, **others, **{name: value})
+    opt = wrapped(make_model(), make, **others)
     before = getattr(opt, name)
-    with pytest.raises(error, match=says(f"{OP}: {text}")):
+    with pytest.raises(error, match=pattern):
         setattr(opt, name, value)
     assert getattr(opt, name) == before
-
-
-@pytest.mark.parametrize("value", [{"window": 2}, {"max_norm": 1.0}, {"reduce_in_backward": True}])
-def test_settings_of_an_optimizer_that_needs_a_closure(value):
-    ((name, wrong),) = value.items()
-    opt = AccumulatingOptimizer(torch.optim.LBFGS(make_model().parameters()))
-    text = rf"^{OP}: {name} must be \w+ for LBFGS, which needs a closure, got"
-    with pytest.raises(ValueError, match=text):
-        setattr(opt, name, wrong)
 
 
 def test_an_assigned_setting_is_in_force():
@@ -88,7 +94,7 @@ def test_an_assigned_setting_is_in_force():
 
 
 def test_an_unknown_attribute_is_an_error_with_the_nearest_name():
-    opt = AccumulatingOptimizer(sgd(make_model().parameters()))
+    opt = wrapped(make_model())
     for name, near in (("max_nrom", "max_norm"), ("param_group", "param_groups")):
         with pytest.raises(AttributeError, match=f"has '{name}'; did you mean '{near}'"):
             setattr(opt, name, 1.0)
@@ -108,38 +114,14 @@ def test_bad_micro_batches_are_dropped_on_one_device_only():
         AccumulatingOptimizer(sgd(parameters), on_nonfinite="skip_micro_batch")
 
 
-@pytest.mark.parametrize("wrong", [None, 3, make_model(), "wrapped"], ids=str)
+@pytest.mark.parametrize("wrong", [None, 3, make_model(), wrapped_scalar()[1]], ids=str)
 def test_constructor_wants_an_unwrapped_optimizer(wrong):
-    if wrong == "wrapped":
-        wrong = AccumulatingOptimizer(sgd(make_model().parameters()))
     text = f"{OP}: optimizer must be a torch.optim.Optimizer that is not wrapped already, got"
     with pytest.raises(TypeError, match=says(text)):
         AccumulatingOptimizer(wrong)
 
 
-@pytest.mark.parametrize(
-    ("weight", "error", "text"),
-    [
-        (-1.0, ValueError, "at least 0, got -1.0"),
-        (NAN, ValueError, "at least 0, got nan"),
-        (INF, ValueError, "finite, got inf"),
-        ("1", TypeError, "a number, got str"),
-        (None, TypeError, "a number, got NoneType"),
-        (torch.tensor(-1.0), ValueError, "at least 0, got -1.0"),
-        (torch.tensor(INF), ValueError, "finite, got inf"),
-        (torch.ones(2), ValueError, "a number or a 0-dim tensor, got shape [2]"),
-        (torch.tensor(True), TypeError, "a real number, got a bool tensor"),
-    ],
-    ids=str,
-)
-def test_weight(halfway, weight, error, text):
-    model, opt = halfway
-    with pytest.raises(error, match=says(f"{OP}.backward: weight must be {text}")):
-        opt.backward(loss_of(model, BATCHES[1]), weight)
-    loss_of(model, BATCHES[1]).backward()
-    with pytest.raises(error, match=says(f"{OP}.accumulate: weight must be {text}")):
-        opt.accumulate(weight)
-    opt.zero_grad()
+# Calls in the middle of a window
 
 
 class HoldsBack(nn.Module):
@@ -149,37 +131,78 @@ class HoldsBack(nn.Module):
         raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("method", "argument", "error", "text"),
-    [
-        ("backward", 1.0, TypeError, "loss must be a tensor, got float"),
-        ("backward", torch.ones(2, requires_grad=True), ValueError, "loss must be 0-dim, got"),
-        ("backward", torch.tensor(1.0), ValueError, "loss must have a graph, got a tensor without"),
-        ("accumulate", 2.0, RuntimeError, ".grad must hold new gradients, got none"),
-        ("main_grad", torch.ones(4, 3), ValueError, "parameter must be a parameter of this"),
-        ("micro_batch", 3, TypeError, "model must be a torch.nn.Module or None, got int"),
-        ("micro_batch", len, TypeError, "model must be a torch.nn.Module or None, got builtin"),
-        ("micro_batch", HoldsBack(), TypeError, "model must be a DistributedDataParallel or fully"),
-    ],
-)
-def test_arguments_of_calls(halfway, method, argument, error, text):
-    call = getattr(halfway[1], method)
-    with pytest.raises(error, match=says(f"{OP}.{method}: {text}")):
-        call(argument) if method != "micro_batch" else call(argument).__enter__()
+LOAD = "load_accumulation_state_dict"
+WEIGHTS = [
+    (-1.0, ValueError, "at least 0, got -1.0"),
+    (NAN, ValueError, "at least 0, got nan"),
+    (INF, ValueError, "finite, got inf"),
+    ("1", TypeError, "a number, got str"),
+    (None, TypeError, "a number, got NoneType"),
+    (torch.tensor(-1.0), ValueError, "at least 0, got -1.0"),
+    (torch.tensor(INF), ValueError, "finite, got inf"),
+    (torch.ones(2), ValueError, "a number or a 0-dim tensor, got shape [2]"),
+    (torch.tensor(True), TypeError, "a real number, got a bool tensor"),
+]
+SAVED = [  # entries of a saved window
+    ("micro_batches", -1, ValueError, "an int"),
+    ("micro_batches", 1.0, ValueError, "an int"),
+    ("held_back", 1, TypeError, "a bool, got int"),
+    ("weight", None, TypeError, "a number"),
+    ("weight", NAN, ValueError, "finite"),
+    ("unit_scale", "1", TypeError, "a number"),
+    ("unit_weight", 0.0, ValueError, "positive"),
+    ("loss_scale", torch.ones(2), ValueError, "a"),
+    ("norm", 1.0, TypeError, "a 0-dim tensor or None"),
+    ("main_grads", [], TypeError, "a dict, got list"),
+]
+MAINS = [  # of a parameter
+    (4, torch.zeros(2), ValueError, "be one of the 4 parameters, got index 4"),
+    (0, torch.zeros(2, dtype=torch.float64), ValueError, "have shape [4, 3], got [2]"),
+    (0, torch.zeros(1, dtype=torch.int64), TypeError, "be a torch.float64 tensor, got an int64"),
+    (0, 1.0, TypeError, "be a tensor, got float"),
+]
+CALLS = [
+    ("backward", 1.0, TypeError, "loss must be a tensor, got float"),
+    ("backward", torch.ones(2, requires_grad=True), ValueError, "loss must be 0-dim, got"),
+    ("backward", torch.tensor(1.0), ValueError, "loss must have a graph, got a tensor without"),
+    ("accumulate", 2.0, RuntimeError, ".grad must hold new gradients, got none"),
+    ("main_grad", torch.ones(4, 3), ValueError, "parameter must be a parameter of this"),
+    ("micro_batch", 3, TypeError, "model must be a torch.nn.Module or None, got int"),
+    ("micro_batch", len, TypeError, "model must be a torch.nn.Module or None, got builtin"),
+    ("micro_batch", HoldsBack(), TypeError, "model must be a DistributedDataParallel or fully"),
+    (LOAD, None, TypeError, "state_dict must be a dict, got NoneType"),
+    (LOAD, {}, ValueError, "state_dict must have the keys"),
+    (LOAD, {"more": 1}, ValueError, "state_dict must have the keys"),
+    *((LOAD, {k: v}, e, f"state_dict['{k}'] must be {text}") for k, v, e, text in SAVED),
+    *(
+        (LOAD, {"main_grads": {i: v}}, e, f"state_dict['main_grads'][{i}] must {text}")
+        for i, v, e, text in MAINS
+    ),
+    *(("accumulate", weight, error, f"weight must be {text}") for weight, error, text in WEIGHTS),
+]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda opt: opt.accumulate(),
-        lambda opt: opt.step(),
-        lambda opt: opt.flush(),
-        lambda opt: opt.discard(),
-        lambda opt: opt.micro_batch().__enter__(),
-        lambda opt: opt.load_accumulation_state_dict({}),
-    ],
-)
-def test_calls_that_a_micro_batch_cannot_contain(halfway, call):
+@pytest.mark.parametrize(("name", "argument", "error", "text"), CALLS, ids=str)
+def test_a_call_is_refused(halfway, name, argument, error, text):
+    model, opt = halfway
+    if name == LOAD and argument:
+        argument = {**opt.accumulation_state_dict(), **argument}
+    if text.startswith("weight"):
+        model[0].weight.sum().backward()
+    with pytest.raises(error, match=says(f"{OP}.{name}: {text}")):
+        getattr(opt, name)(argument).__enter__()  # of `micro_batch`; the others have raised
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize(("weight", "error", "text"), WEIGHTS, ids=str)
+def test_a_weight_is_checked_before_the_backward_pass(halfway, weight, error, text):
+    model, opt = halfway
+    with pytest.raises(error, match=says(f"{OP}.backward: weight must be {text}")):
+        opt.backward(model[0].weight.sum(), weight)
+
+
+@pytest.mark.parametrize("name", ["accumulate", "step", "flush", "discard", "micro_batch", LOAD])
+def test_calls_that_a_micro_batch_cannot_contain(halfway, name):
     opt = halfway[1]
     with opt.micro_batch(), pytest.raises(RuntimeError, match=r"be outside micro_batch\(\)"):
-        call(opt)
+        getattr(opt, name)(*[{}][: name == LOAD]).__enter__()

@@ -1,4 +1,4 @@
-"""`step` is the wrapped one's: without gradients, with keywords and closures, and in its answer."""
+"""`step` is the wrapped one's: with keywords and closures, and in its answer."""
 
 from __future__ import annotations
 
@@ -16,33 +16,6 @@ from support.optimizer_oracle import (
 )
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-
-
-@pytest.mark.parametrize("cleared", ["never made", "zero_grad"])
-def test_without_gradients_the_wrapped_step_runs_its_hooks(cleared):
-    parameter, calls = scalar(), []
-    opt = AccumulatingOptimizer(sgd([parameter]))
-    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
-    opt.register_step_post_hook(lambda *_: calls.append("post"))
-    if cleared == "zero_grad":
-        (parameter * 1).backward()
-        opt.zero_grad()
-    opt.step()
-    assert calls == ["pre", "post"]
-    assert not opt.stepped  # no window was closed
-    assert parameter.item() == 0.0
-
-
-def test_a_larger_window_without_gradients_is_left_alone():
-    parameter, calls = scalar(), []
-    opt = AccumulatingOptimizer(sgd([parameter]), window=2)
-    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
-    opt.backward(parameter * 1)
-    for _ in range(3):
-        opt.step()
-    assert calls == []
-    opt.flush()
-    assert calls == ["pre"]
 
 
 class Talking(torch.optim.SGD):

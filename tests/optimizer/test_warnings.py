@@ -10,13 +10,21 @@ import torch
 from support.optimizer_oracle import (
     NAN,
     OP,
+    accumulated,
+    growing_scaler,
+    in_parts,
+    loss_of,
+    make_batches,
+    make_model,
+    one_call,
+    outer_scaler,
+    outer_scaler_unscaled,
+    own_backward,
+    wrapped,
     wrapped_scalar,
 )
 from support.recorded_warnings import warnings_as
-from torch import nn
 from torch.nn.utils import clip_grad_norm_
-
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 
 def warnings_of(use):
@@ -46,34 +54,20 @@ def test_a_step_after_every_window_or_a_clip_of_every_micro_batch_is_said_once(c
     assert said.filename == __file__
 
 
-@pytest.mark.parametrize("loop", ["own", "plain", "outer", "unscaled", "micro_batch"])
+LOOPS = [one_call, own_backward, accumulated, outer_scaler, outer_scaler_unscaled, in_parts]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_the_usual_loops_say_nothing(loop):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    opt = AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), window=2)
-    scaler = torch.amp.GradScaler("cpu")
+    model, scaler = make_model(), growing_scaler()
+    opt = wrapped(model, window=2)
 
     def train():
-        for _ in range(4):
-            loss = model(torch.randn(5, 3)).square().mean()
-            if loop == "own":
-                opt.backward(loss)
-                opt.step()
-            elif loop == "micro_batch":
-                with opt.micro_batch():
-                    for half in (loss / 2, model(torch.randn(5, 3)).square().mean() / 2):
-                        opt.backward(half)
-                opt.step()
-            elif loop == "plain":
-                loss.backward()
-                opt.step()
-                opt.zero_grad()
+        for batch in make_batches(4):
+            if loop is in_parts:
+                loop(opt, model, batch)
             else:
-                scaler.scale(loss).backward()
-                if loop == "unscaled":
-                    scaler.unscale_(opt)
-                scaler.step(opt)
-                scaler.update()
-                opt.zero_grad()
+                loop(opt, loss_of(model, batch), scaler)
 
     assert warnings_of(train) == []
 
@@ -86,12 +80,8 @@ def test_the_last_window_is_lost_without_a_flush():
 
     (said,) = warnings_of(lambda: train(lambda opt: None))
     assert "ended with micro-batches in its window that no step has used, 1." in str(said.message)
-    for end in (
-        lambda opt: opt.flush(),
-        lambda opt: opt.discard(),
-        lambda opt: opt.accumulation_state_dict(),
-    ):
-        assert warnings_of(lambda end=end: train(end)) == []
+    for end in ("flush", "discard", "accumulation_state_dict"):
+        assert warnings_of(lambda end=end: train(lambda opt: getattr(opt, end)())) == []
 
 
 PROGRAM = """
@@ -138,23 +128,15 @@ def test_a_scaler_that_looks_for_its_scale_is_quiet_until_there_is_nothing_to_fi
 
     def train():
         for _ in range(6):
-            opt.backward(parameter * NAN)
-            opt.step()
+            one_call(opt, parameter * NAN)
             skips.append(scaler.get_scale())
 
     (said,) = warnings_of(train)
     assert "a window was skipped" in str(said.message)
     assert skips == [4.0, 2.0, 1.0, 0.5, 0.25, 0.125]
 
-    outer = torch.amp.GradScaler("cpu", init_scale=8.0)
     parameter, opt = wrapped_scalar()
-
-    def loop():
-        outer.scale(parameter * NAN).backward()
-        outer.step(opt)
-        outer.update()
-
-    assert warnings_of(loop) == []
+    assert warnings_of(lambda: outer_scaler(opt, parameter * NAN, growing_scaler())) == []
 
 
 def test_a_warning_that_is_an_error_leaves_the_window_closed():
@@ -163,6 +145,5 @@ def test_a_warning_that_is_an_error_leaves_the_window_closed():
     with warnings_as("error"), pytest.raises(UserWarning, match="a window was skipped"):
         opt.step()
     assert opt.last.skipped
-    opt.backward(parameter * 2)
-    opt.step()
+    one_call(opt, parameter * 2)
     assert parameter.item() == -2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.optimizer_oracle import one_call, outer_scaler
 from torch import nn
 
 import accumext
@@ -21,60 +22,43 @@ OPTIMIZERS = {
 }
 
 
-def by_hand(optimizer, parameters, loss_of, window, scaler, max_norm):
-    def run():
-        for i in range(window):
-            scaler.scale(loss_of(i) / window).backward()
-        scaler.unscale_(optimizer)
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, max_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-    return run
-
-
-def own_calls(optimizer, parameters, loss_of, window, scaler, max_norm):
-    opt = accumext.AccumulatingOptimizer(optimizer, window=window, max_norm=max_norm, scaler=scaler)
-
-    def run():
-        for i in range(window):
-            opt.backward(loss_of(i))
-            opt.step()
-        assert opt.stepped
-        assert not opt.last.skipped
-        assert (opt.last.clip_coef < 1.0) == (max_norm is not None)
-
-    return run
-
-
-def usual_loop(optimizer, parameters, loss_of, window, scaler, max_norm):
-    opt = accumext.AccumulatingOptimizer(optimizer, window=window, max_norm=max_norm)
-
-    def run():
-        for i in range(window):
-            scaler.scale(loss_of(i)).backward()
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
-        assert opt.stepped
-        assert not opt.last.skipped
-
-    return run
-
-
 def peak(loop, kind, window, scaled, max_norm):
-    """Sets of gradients at the highest point of a window, with what the step itself takes."""
+    """Sets of gradients at the highest point of a window, with what the step itself takes.
+
+    `loop` is that of a micro-batch; None is plain PyTorch's.
+    """
     parameters = [nn.Parameter(torch.zeros(SIZE)) for _ in range(PARAMETERS)]
     batches = [torch.full((SIZE,), 1.0 + i) for i in range(window)]
     # One that is not enabled hands everything through.
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    opt = bare = OPTIMIZERS[kind](parameters)
+    if loop is not None:
+        own = scaler if loop is one_call else None
+        opt = accumext.AccumulatingOptimizer(bare, window=window, max_norm=max_norm, scaler=own)
 
     def loss_of(i):
         return torch.stack([parameter @ batches[i] for parameter in parameters]).sum()
 
-    run = loop(OPTIMIZERS[kind](parameters), parameters, loss_of, window, scaler, max_norm)
+    def by_hand():
+        for i in range(window):
+            scaler.scale(loss_of(i) / window).backward()
+        scaler.unscale_(bare)
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+        scaler.step(bare)
+        scaler.update()
+        bare.zero_grad()
+
+    def run():
+        if loop is None:
+            by_hand()
+            return
+        for i in range(window):
+            loop(opt, loss_of(i), scaler)
+        assert opt.stepped
+        assert not opt.last.skipped
+        assert (opt.last.clip_coef < 1.0) == (max_norm is not None)
+
     run()  # the optimizer has its state
     for parameter in parameters:
         parameter.grad = None
@@ -92,11 +76,11 @@ def peak(loop, kind, window, scaled, max_norm):
 @pytest.mark.parametrize("max_norm", [None, MAX_NORM], ids=["unclipped", "clipped"])
 def test_a_window_holds_what_a_loop_by_hand_does(kind, window, scaled, max_norm):
     case = kind, window, scaled, max_norm
-    least = peak(by_hand, *case)
+    least = peak(None, *case)
     assert least >= 1.0
-    assert peak(own_calls, *case) <= least + SLACK
+    assert peak(one_call, *case) <= least + SLACK
     # Whoever calls `loss.backward()` has the micro-batch's gradients beside the sums.
-    assert peak(usual_loop, *case) <= least + 1.0 + SLACK
+    assert peak(outer_scaler, *case) <= least + 1.0 + SLACK
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

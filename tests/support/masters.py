@@ -1,4 +1,4 @@
-"""A half-precision model with float32 masters, and the same by hand."""
+"""A half-precision model with float32 masters."""
 
 from __future__ import annotations
 
@@ -6,56 +6,31 @@ import torch
 
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-from support.optimizer_oracle import make_batches
+from support.optimizer_oracle import loss_of, make_batches, make_model
 
-BATCHES = make_batches(12)
+BATCHES = make_batches(12, torch.bfloat16)
 
 
 def adamw(parameters, **kwargs):
     return torch.optim.AdamW(parameters, **{"lr": 0.01, "weight_decay": 0.1, **kwargs})
 
 
-def with_masters(model, make=adamw, device=None, stochastic=False, **kwargs):
-    """An optimizer on masters of all parameters of a model, and these."""
+def with_masters(make=adamw, device=None, stochastic=False, dtype=torch.bfloat16, **kwargs):
+    """A model, an optimizer on masters of all its parameters, and these."""
+    model = make_model(dtype)
     masters = accumext.masters(model.parameters(), device, stochastic)
-    return AccumulatingOptimizer(make(masters), masters=masters, **kwargs), masters
+    return model, AccumulatingOptimizer(make(masters), masters=masters, **kwargs), masters
 
 
-class ByHand:
-    """float32 parameters that any optimizer steps on; a model of half precision gets them rounded.
-
-    Gradients are those of the half-precision model, by plain autograd, summed in float32.
-    """
-
-    def __init__(self, model, make=adamw, **kwargs):
-        self.model, self.parameters = model, list(model.parameters())
-        self.wide = [p.detach().to(torch.float32) for p in self.parameters]
-        self.optimizer = make(self.wide, **kwargs)
-
-    def gradients(self, losses):
-        """The sum of the gradients of these losses, each of half precision."""
-        sums = [None] * len(self.wide)
-        for loss in losses:
-            grads = torch.autograd.grad(loss, self.parameters)
-            wide = [g.to(torch.float32) for g in grads]
-            sums = wide if sums[0] is None else [a + b for a, b in zip(sums, wide, strict=True)]
-        return sums
-
-    def step(self, gradients, factor=1.0):
-        for wide, grad in zip(self.wide, gradients, strict=True):
-            wide.grad = grad * factor
-        self.optimizer.step()
-        self.round()
-
-    @torch.no_grad()
-    def round(self):
-        for parameter, wide in zip(self.parameters, self.wide, strict=True):
-            parameter.copy_(wide)
-
-
-def halves_of(batches, dtype):
-    return [batch.to(dtype) for batch in batches]
+def train(opt, model, batches=BATCHES[:1]):
+    for batch in batches:
+        opt.backward(loss_of(model, batch))
+        opt.step()
 
 
 def values(tensors):
     return [t.detach().clone() for t in tensors]
+
+
+def rounded(masters, dtype=torch.bfloat16):
+    return [m.detach().to(dtype) for m in masters]

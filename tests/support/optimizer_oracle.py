@@ -68,6 +68,11 @@ def wrapped_scalar(window: int = 1, **kwargs) -> tuple[nn.Parameter, Accumulatin
     return parameter, AccumulatingOptimizer(named, window=window, **kwargs)
 
 
+def wrapped(model: nn.Module, make: Callable = sgd, **options) -> AccumulatingOptimizer:
+    """An optimizer of all parameters of a model."""
+    return AccumulatingOptimizer(make(model.parameters()), **options)
+
+
 def accumulating(model: nn.Module, in_backward: bool = True, **kwargs) -> AccumulatingOptimizer:
     """With a window of three, to which backward passes add gradients themselves."""
     options = {"window": 3, "accumulate_in_backward": in_backward, **kwargs}
@@ -120,22 +125,45 @@ def fail_in_backward(model, batch):
     return model[2](hidden).square().mean()
 
 
-def one_call(opt, loss, scaler=None):
-    opt.backward(loss)
+# One micro-batch, and a step, as training loops write it
+
+
+def one_call(opt, loss, scaler=None, weight=1.0):
+    opt.backward(loss, weight)
     opt.step()
 
 
-def own_backward(opt, loss, scaler=None):
+def accumulated(opt, loss, scaler=None, weight=1.0):
+    (loss if opt.scaler is None else opt.scaler.scale(loss)).backward()
+    opt.accumulate(weight)
+    opt.step()
+
+
+def own_backward(opt, loss, scaler=None, weight=1.0):
     loss.backward()
     opt.step()
     opt.zero_grad()
 
 
-def outer_scaler(opt, loss, scaler):
+def outer_scaler(opt, loss, scaler, weight=1.0, unscales=False):
     scaler.scale(loss).backward()
+    if unscales:
+        scaler.unscale_(opt)
     scaler.step(opt)
     scaler.update()
     opt.zero_grad()
+
+
+def outer_scaler_unscaled(opt, loss, scaler, weight=1.0):
+    outer_scaler(opt, loss, scaler, unscales=True)
+
+
+def in_parts(opt, model, batch, weight=1.0):
+    """Three `opt.backward` in one micro-batch, of shares that round nothing."""
+    with opt.micro_batch():
+        for share in (0.5, 0.25, 0.25):
+            opt.backward(share * loss_of(model, batch), weight)
+    opt.step()
 
 
 def run(opt, model, batches):
@@ -144,21 +172,91 @@ def run(opt, model, batches):
         one_call(opt, loss_of(model, batch))
 
 
+# By hand
+
+
 def windows_of(items: Sequence, size: int) -> list[Sequence]:
     return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+class ByHand:
+    """What a window is to do, in plain PyTorch: sums of `autograd.grad`, and a step on them.
+
+    Half-precision gradients are summed in float32. With `wide`, the optimizer has copies of that
+    dtype, from which the parameters are rounded after every step.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        make: Callable[[list[Tensor]], torch.optim.Optimizer],
+        *,
+        max_norm: float | None = None,
+        reduction: str = "mean",
+        wide: torch.dtype | None = None,
+    ) -> None:
+        originals = list(parameters)
+        self.stepped_on = [p.detach().to(wide) for p in originals] if wide else originals
+        self.optimizer = make(self.stepped_on)
+        self.max_norm, self.reduction = max_norm, reduction
+        self._original = dict(zip(self.stepped_on, originals)) if wide else {}
+        self._sums: dict[Tensor, Tensor] = {}
+        self._weight = 0.0
+
+    def _held(self) -> list[Tensor]:
+        """What the optimizer steps on, groups that were added later too."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def add(self, loss: Tensor, weight: float = 1.0) -> None:
+        """One micro-batch. Parameters that the loss does not reach may have no gradient at all."""
+        of = {self._original.get(p, p): p for p in self._held()}
+        wanted = [p for p in of if p.requires_grad]
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True)
+        for p, grad in zip(wanted, grads):
+            if grad is not None:
+                term = weight * grad.to(torch.promote_types(grad.dtype, torch.float32))
+                self._sums[of[p]] = self._sums[of[p]] + term if of[p] in self._sums else term
+        self._weight += weight
+
+    def gradient(self) -> list[Tensor | None]:
+        """The window's, before it is clipped."""
+        divisor = (self._weight or 1.0) if self.reduction == "mean" else 1.0
+        return [self._sums[p] / divisor if p in self._sums else None for p in self._held()]
+
+    def clipped(self) -> list[Tensor | None]:
+        grads = self.gradient()
+        if self.max_norm is None:
+            return grads
+        norm = torch.cat([g.flatten() for g in grads if g is not None]).norm().item()
+        coef = min(1.0, self.max_norm / (norm + 1e-6))
+        return [None if g is None else g * coef for g in grads]
+
+    def give(self) -> None:
+        """The window's gradient to what the optimizer steps on; the next window begins."""
+        for p, grad in zip(self._held(), self.clipped()):
+            p.grad = None if grad is None else grad.to(p.dtype)
+        self._sums, self._weight = {}, 0.0
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """The parameters to those that the optimizer steps on."""
+        for p, original in self._original.items():
+            original.copy_(p)
+
+    def step(self) -> None:
+        self.give()
+        self.optimizer.step()
+        self.round()
 
 
 def window_gradient(
     model: nn.Module, batches: Sequence[Tensor], weights: Sequence[float], reduction: str = "mean"
 ) -> list[Tensor]:
     """sum(w * g), over sum(w) for "mean"; zero where that is zero."""
-    parameters = list(model.parameters())
-    total = [torch.zeros_like(p) for p in parameters]
+    by_hand = ByHand(model.parameters(), sgd, reduction=reduction)
     for batch, weight in zip(batches, weights):
-        grads = torch.autograd.grad(loss_of(model, batch), parameters)
-        total = [t + weight * g for t, g in zip(total, grads)]
-    divisor = (sum(weights) or 1.0) if reduction == "mean" else 1.0
-    return [t / divisor for t in total]
+        by_hand.add(loss_of(model, batch), weight)
+    return by_hand.gradient()
 
 
 def train_by_hand(
@@ -170,21 +268,22 @@ def train_by_hand(
     max_norm: float | None = None,
     reduction: str = "mean",
     dtype: torch.dtype = torch.float64,
+    wide: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """The parameters after stepping on each window's gradient, the last window perhaps partial."""
+    """The parameters after stepping on each window's gradient, the last window perhaps partial.
+
+    With `wide` those of that dtype, which a model of `dtype` gets rounded.
+    """
     model = make_model(dtype)
-    parameters = list(model.parameters())
-    optimizer = make_optimizer(parameters)
+    by_hand = ByHand(
+        model.parameters(), make_optimizer, max_norm=max_norm, reduction=reduction, wide=wide
+    )
     weights = [1.0] * len(batches) if weights is None else weights
     for some, their in zip(windows_of(batches, window), windows_of(weights, window)):
-        for parameter, grad in zip(
-            parameters, window_gradient(model, some, their, reduction), strict=True
-        ):
-            parameter.grad = grad
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, max_norm)
-        optimizer.step()
-    return [p.detach() for p in parameters]
+        for batch, weight in zip(some, their):
+            by_hand.add(loss_of(model, batch), weight)
+        by_hand.step()
+    return [p.detach() for p in by_hand.stepped_on]
 
 
 def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
