@@ -196,7 +196,6 @@ def test_a_group_that_would_step_on_a_parameter_twice_is_refused(kind):
         AccumulatingOptimizer(sgd([*first, *second]), masters=[*first, *second])
 
 
-<<<<<<< HEAD
 def test_a_group_that_is_a_set_is_refused_as_by_torch():
     """The order of its parameters would change from run to run."""
     opt = AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2))]))
@@ -208,30 +207,6 @@ def test_a_group_that_is_a_set_is_refused_as_by_torch():
 # Optimizers that write masters in their own way
 
 
-class Stop(Exception):
-    """What an optimizer raises."""
-
-
-class Swapping(torch.optim.SGD):
-    """Has a method that writes masters, and then fails."""
-
-    @torch.no_grad()
-    def eval(self):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.fill_(0.5)
-        raise Stop
-
-
-def test_the_model_follows_a_method_that_fails():
-    model = make_model(torch.bfloat16)
-    opt, masters = with_masters(model, lambda p: Swapping(p, lr=0.1))
-    with pytest.raises(Stop):
-        opt.eval()
-    assert_all([*masters, *model.parameters()], 0.5)
-
-
-=======
->>>>>>> wtC
 class Decaying(torch.optim.SGD):
     """Moves parameters without gradients, too."""
 
