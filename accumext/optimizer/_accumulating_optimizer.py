@@ -339,15 +339,14 @@ class AccumulatingOptimizer(OptimizerProxy):
         empty = set_to_none and all(map(is_none, map(grad_of, parameters)))
         if not empty or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none)
-        if not box.target.is_parameters:  # it has cleared only that of the masters
-            for parameter in parameters:
-                if set_to_none or parameter.grad is None:
-                    parameter.grad = None
-                else:
+        theirs = [] if box.target.is_parameters else parameters  # it has cleared the masters'
+        if not set_to_none:
+            for parameter in theirs:
+                if parameter.grad is not None:
                     parameter.grad = parameter.grad.detach().zero_()
-        if box.state.used.seen or not set_to_none:
+        if box.state.used.seen or theirs or not set_to_none:
             used = Used() if set_to_none else Used().after(grads_of(parameters))
-            box.state = box.state._replace(used=used)
+            box.commit(box.state._replace(used=used), theirs if set_to_none else ())
 
     @property
     def stepped(self) -> bool:
