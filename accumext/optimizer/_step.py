@@ -91,6 +91,8 @@ def run_step(
             result = box.target.followed(optimizer.step)(**kwargs)
         if outer is not None and not _took_a_step(box):
             tell_of_a_skipped_step(proxy)
+        if box.state.accumulated:
+            box.state = box.state._replace(accumulated=False)
         return value if result is None else result
     except BaseException:
         # GradScaler deletes these only when step returns, and multiplies what is left into the
