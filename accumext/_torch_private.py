@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
-_R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # The imports of `tree_*`: recurrent states nest tensors in tuples, lists and dicts, and torch has
@@ -49,13 +48,6 @@ def base_of(tensor: Tensor) -> Tensor:
 def not_compiled(function: _F) -> _F:
     """`torch.compiler.disable`, which would import the compiler, for seconds, with the package."""
     return cast(_F, _disable_dynamo(function))
-
-
-@not_compiled
-def run_uncompiled(function: Callable[..., _R], *args: Any) -> _R:
-    """Call a function while something else is being compiled. A decorated function costs
-    microseconds in every call; this one is for where `is_compiling` says so."""
-    return function(*args)
 
 
 # --- tensors --------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from accumext._tensor_kinds import (
 )
 from accumext._torch_private import (
     TAKES_SCALE,
+    not_compiled,
     step_post_hooks,
     write_count,
 )
@@ -102,6 +103,7 @@ class Closing:
 
     # Before the step
 
+    @not_compiled
     def begin(self) -> bool:
         """Measure the gradient, form it, and put it where the optimizer finds it; whether there is
         a step to take."""
@@ -287,6 +289,7 @@ class Closing:
 
     # After the step
 
+    @not_compiled
     def finish(self) -> None:
         """Close the window. May be called twice."""
         box, window, state = self._box, self._window, self._box.state
@@ -304,6 +307,7 @@ class Closing:
         if box.settings.scaler is not None:
             update(box.settings.scaler, self._begun, self._proxy, self._found_inf, self._device)
 
+    @not_compiled
     def recover(self) -> None:
         """After an exception: finish if the step has been taken, else leave all as it was."""
         closed = self._closed is not None and self._box.state is self._closed

@@ -16,8 +16,8 @@ from accumext import _checks, _scalars
 from accumext._scalars import to_host_if_free
 from accumext._tensor_kinds import global_norm, nonfinite, versions, zero_flag
 from accumext._torch_private import (
+    not_compiled,
     record_function,
-    run_uncompiled,
     set_grad_enabled,
     takes_scale,
 )
@@ -80,10 +80,7 @@ def run_step(
             refuse_unscaled(op, settings.scaler, proxy, optimizer)
             if state.through_backward:
                 box.state = box.state._replace(through_backward=False)
-            if torch.compiler.is_compiling():  # which is after the wrapped step alone
-                run_uncompiled(take_pending, box, op, parameters, outer)
-            else:
-                take_pending(box, op, parameters, outer)
+            take_pending(box, op, parameters, outer)
         if box.state.window.micro_batches >= settings.window:
             result = close_window(box, proxy, op, parameters, kwargs)
         elif settings.window == 1 and empty and box.keeps_at_once:
@@ -116,6 +113,7 @@ def flush(box: Box, proxy: Optimizer, op: str) -> None:
     close_window(box, proxy, op, parameters, {}, flushing=True)
 
 
+@not_compiled  # torch.compile cannot trace it, and is after the wrapped step alone
 def take_pending(
     box: Box, op: str, parameters: list[Tensor], outer: OuterScale | None, new: bool = False
 ) -> None:
@@ -213,14 +211,11 @@ def close_window(
         begun = begin_update(op, settings.scaler, proxy, box.optimizer, device)
         closing, result = Closing(box, proxy, parameters, begun), None
         try:
-            if run_uncompiled(closing.begin) if compiling else closing.begin():
+            if closing.begin():
                 result = box.optimizer.step(**kwargs)
-            if compiling:
-                run_uncompiled(closing.finish)
-            else:
-                closing.finish()
+            closing.finish()
         except BaseException:
-            run_uncompiled(closing.recover)
+            closing.recover()
             raise
     if not isinstance(closing.skip, Tensor) and closing.skip:
         _warn_of_skip(box, proxy)

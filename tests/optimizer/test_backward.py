@@ -112,6 +112,23 @@ def test_parts_of_a_micro_batch_may_be_losses_of_several_dtypes(half_first):
     torch.testing.assert_close(parameter.detach(), expected, rtol=2.0**-8, atol=0.0)
 
 
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_parts_of_a_weighted_micro_batch_and_raw_passes(window, policy):
+    """The weight is that of all parts, also of passes that are not the wrapper's."""
+    parameter, opt = wrapped_scalar(window, on_nonfinite=policy)
+    weights, grads = [2.0, 5.0][:window], [3.0, 7.0][:window]
+    for weight, grad in zip(weights, grads):
+        with opt.micro_batch():
+            (parameter * (0.25 * grad)).backward()
+            opt.backward(parameter * (0.25 * grad), weight)
+            opt.backward(parameter * (0.25 * grad), weight)
+            (parameter * (0.25 * grad)).backward()
+        opt.step()
+    mean = sum(w * g for w, g in zip(weights, grads)) / sum(weights)
+    assert parameter.item() == pytest.approx(-mean, rel=1e-6)  # a float32
+
+
 def test_micro_batches_without_gradients_and_without_passes():
     """One counts of which nothing reaches the parameters; one without a backward pass does not."""
     used, unused = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)

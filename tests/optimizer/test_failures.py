@@ -49,11 +49,12 @@ class Once:
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "fused": True}], ids=["plain", "fused"])
+@pytest.mark.parametrize("users", [False, True], ids=["opt.backward", "loss.backward"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
 @pytest.mark.parametrize("max_norm", [None, 0.0, 0.37])
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_id)
-def test_a_failed_step_leaves_the_same_gradient(dtype, window, max_norm, scaled, options):
+def test_a_failed_step_leaves_the_same_gradient(dtype, window, max_norm, scaled, users, options):
     """Up to one rounding, by which the factor is taken back; and it may be tried again."""
     rounding = 2 * torch.finfo(dtype).eps
     results = []
@@ -64,7 +65,13 @@ def test_a_failed_step_leaves_the_same_gradient(dtype, window, max_norm, scaled,
         settings = {"window": window, "max_norm": max_norm, "scaler": scaler}
         opt = wrapped(model, partial(sgd, **options), **settings)
         for batch in BATCHES[:window]:
-            opt.backward(loss_of(model, batch.to(dtype)))
+            loss = loss_of(model, batch.to(dtype))
+            if not users:
+                opt.backward(loss)
+                continue
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if window > 1:  # in a window of one, what lies in `.grad` is the window
+                opt.accumulate()
         if fails:
             before = [opt.main_grad(p) for p in parameters]
             opt.register_step_pre_hook(Once(KeyboardInterrupt))
