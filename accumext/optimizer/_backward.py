@@ -246,6 +246,8 @@ def _backward_into_sums(
     except BaseException as error:
         box.drop()
         clear(parameters)
+        if inside is not None:  # whoever catches this is told at its end
+            box.state = box.state._replace(micro_batch=OpenMicroBatch(failed=True))
         if before.window.micro_batches:
             explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
         raise
@@ -509,15 +511,16 @@ def open_micro_batch(op: str, box: Box, model: nn.Module | None) -> Iterator[Non
         take_out(box, parameters)
         before = box.state.window
         try:
-            box.state = box.state._replace(micro_batch=OpenMicroBatch())
+            opened = OpenMicroBatch(base=before.micro_batches)
+            box.state = box.state._replace(micro_batch=opened)
             with held:
                 yield
             _close_micro_batch(op, box, held_back=model is not None)
         except BaseException as error:
             clear(parameters)
-            state = box.state
-            added = state.window.micro_batches != before.micro_batches
-            if added and state.micro_batch is not None and state.all_reduce is None:
+            state, mine = box.state, box.state.micro_batch
+            added = mine is not None and state.window.micro_batches != mine.base
+            if added and state.all_reduce is None:
                 box.drop()
                 if before.micro_batches:
                     explain(error, f"{op}: the open window was dropped: it had been added to")

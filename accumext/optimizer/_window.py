@@ -88,6 +88,7 @@ class OpenMicroBatch(NamedTuple):
     ratio: Scalar = 1.0  # weight / unit
     part: Window | None = None  # its gradients, where they are looked at before they are added
     failed: bool = False  # a backward pass did not come to its end
+    base: int = 0  # micro-batches that the window held before it
 
 
 class State(NamedTuple):

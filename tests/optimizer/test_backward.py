@@ -345,3 +345,34 @@ def test_threads_of_two_devices_take_turns(monkeypatch):
             thread.join()
     assert most == [1, 1]
     assert [p.grad for p in parameters] == [None, None]
+
+
+@pytest.mark.parametrize("held", [0, 1])
+@pytest.mark.parametrize("first_fails", [True, False])
+def test_a_part_whose_exception_is_caught_drops_the_micro_batch(first_fails, held):
+    """Parts that come after it count as little as those before."""
+    parameter = nn.Parameter(torch.zeros(()))
+    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=held + 1)
+    for _ in range(held):
+        opt.backward(parameter * 1.0)
+
+    def fail(_):
+        raise torch.OutOfMemoryError
+
+    def parts():
+        with opt.micro_batch():
+            if not first_fails:
+                opt.backward(parameter * 1.0)
+            hook = parameter.register_hook(fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                opt.backward(parameter * 1.0)
+            hook.remove()
+            opt.backward(parameter * 1.0)
+
+    with pytest.raises(RuntimeError, match="micro-batch is dropped"):
+        parts()
+    assert opt.accumulation_state_dict()["micro_batches"] == 0
+    for _ in range(held + 1):
+        opt.backward(parameter * 3.0)
+    opt.step()
+    assert parameter.item() == -3.0

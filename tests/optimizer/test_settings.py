@@ -64,7 +64,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("make", "others", "name", "value", "error", "text"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("make", "others", "name", "value", "error", "text"),
+    CASES,
+    ids=lambda value: getattr(value, "__name__", str(value).partition(" object at ")[0]),
+)
 def test_a_setting_is_checked_in_the_constructor_and_when_it_is_assigned(
     make, others, name, value, error, text
 ):
