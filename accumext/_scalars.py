@@ -65,24 +65,3 @@ def maximum(a: Scalar, b: Scalar) -> Scalar:
     if isinstance(a, Tensor):
         return a.clamp(min=b)
     return b.clamp(min=a) if isinstance(b, Tensor) else max(a, b)
-
-
-def any_nonfinite(*numbers: Scalar) -> Scalar:
-    """1.0 where any of the numbers is inf or NaN, else 0.0."""
-    result: Scalar = 0.0
-    for number in numbers:
-        if isinstance(number, Tensor):
-            result = maximum(result, (~number.isfinite()).double())
-        elif not math.isfinite(number):
-            result = maximum(result, 1.0)
-    return result
-
-
-def at_most_one(number: Scalar) -> Scalar:
-    """`min(number, 1)`; NaN stays NaN."""
-    return number.clamp(max=1.0) if isinstance(number, Tensor) else min(number, 1.0)
-
-
-def as_flag(condition: Tensor | bool) -> Scalar:
-    """1.0 where the condition holds, else 0.0."""
-    return condition.double() if isinstance(condition, Tensor) else float(condition)

@@ -555,3 +555,12 @@ def copy_rounded_(
             raise broken from None
         _through_copies(lambda plain: op(plain, sources, **options), targets)
     _mark_written(targets)
+
+
+_define_overload(
+    "window_factors",
+    torch.library.infer_schema(reference.window_factors, mutates_args=("numbers", "flags")),
+    reference.window_factors,
+    lambda *_, **__: None,
+)
+WINDOW_FACTORS: Callable[..., None] = call_of_operator(_ops.window_factors.default)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from accumext import _checks
+from accumext._scalars import Scalar, divide
 
 _CHUNK_SIZE = 2048  # elements; short sums in float32 are accurate, and torch does not split them
 
@@ -110,6 +111,61 @@ def copy_rounded_(
         if found_inf is not None:
             rounded = torch.where(found_inf != 0, target, rounded.to(target.dtype))
         target.copy_(rounded)
+
+
+def window_factors(
+    numbers: Tensor,  # [3] float64: norm, clip_coef, factor
+    flags: Tensor,  # [3] float32: 1 / factor, skip, found_inf
+    main_grads: Sequence[Tensor],  # the sums of a window, looked at where no norm is given
+    norm: Tensor | None,  # []; None: their 2-norm, and whether they are finite, is found
+    *,
+    unit: float,
+    device_unit: Tensor | None,  # [], as are the tensors that follow; in place of unit
+    weight: Tensor | None,
+    scale: Tensor | None,  # None: 1
+    max_norm: float | None,  # None: no clip
+    normalised: bool,  # the norm is that of the normalised gradient already
+    checks_norm: bool,  # a norm that is not finite skips the step
+    overflow: Tensor | None,  # not 0 where a sum is not finite; None: 0
+    found_inf: Tensor | None,  # not 0 where a gradient that came in was not finite; None: 0
+    finite: Tensor | None,  # micro-batches that were, where the others were left out
+) -> None:
+    """`factor = unit / weight / scale * clip_coef`, and whether to step on `sums * factor`."""
+    if norm is None:
+        overflow = torch.zeros((), device=numbers.device)
+        _mark_nonfinite(overflow, main_grads)
+        norm = _norm(main_grads, 2.0)
+    norm, one = norm.double(), torch.ones_like(numbers[0])
+    # Tensors even of what the host knows: a number divided by a tensor would be rounded twice.
+    numerator = one * unit if device_unit is None else device_unit
+    factor = one * window_quotient(numerator, weight, one if scale is None else scale)
+    broken = ~factor.isfinite()
+    if checks_norm:
+        broken |= ~norm.isfinite()
+    if overflow is not None:
+        broken |= overflow != 0
+    if not normalised:
+        norm = norm * factor
+    coef = one
+    if max_norm is not None:
+        coef = (one * max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = factor * coef
+    found = broken if found_inf is None else broken | (found_inf != 0)
+    skip = found if finite is None else broken | (finite == 0)
+    numbers.copy_(torch.stack([norm, coef, factor]))
+    flags.copy_(torch.stack([1.0 / factor, skip, found]))
+
+
+def window_quotient(
+    unit: Scalar,
+    weight: Tensor | None,  # [] float64; 0, where nothing counts, makes 0 of everything
+    scale: Scalar,
+) -> Scalar:
+    """`unit / weight / scale`: what makes the window's gradient of its sums."""
+    if weight is not None:
+        positive = weight > 0
+        unit = unit / torch.where(positive, weight, 1.0) * positive
+    return divide(unit, scale)
 
 
 def _stochastically_rounded(source: Tensor, dtype: torch.dtype, seed: Tensor, i: int) -> Tensor:

@@ -472,7 +472,7 @@ class AccumulatingOptimizer(OptimizerProxy):
 
         With masters it has one entry more, "masters", which optimizers without them pass over.
         """
-        return self._box.target.state_dict(super().state_dict())
+        return self._box.target.state_dict(self.optimizer.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of the wrapped optimizer, from with or without this wrapper.
@@ -483,8 +483,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         Raises:
             ValueError: its groups, or its masters, are not of this optimizer's parameters.
         """
-        load = super().load_state_dict
-        self._box.target.load_state_dict(f"{OP}.load_state_dict", state_dict, load)
+        load, op = self.optimizer.load_state_dict, f"{OP}.load_state_dict"
+        self._box.target.load_state_dict(op, state_dict, load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer; it may hold masters if others do.
@@ -494,7 +494,7 @@ class AccumulatingOptimizer(OptimizerProxy):
                 on twice.
         """
         self._box.target.check_added(f"{OP}.add_param_group", param_group)
-        super().add_param_group(param_group)
+        self.optimizer.add_param_group(param_group)
         self._box.know_parameters()
 
     def __repr__(self) -> str:

@@ -1,7 +1,6 @@
 """What a window's step needs to know, found from the norm of its sums by one operator.
 
-On a device it does so in the launch that finishes the norm. The formula stands here, for the
-default kernel, and in csrc/math/window_factors.h.
+On a device it does so in the launch that finishes the norm.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accumext import _scalars, ops
+from accumext import _scalars, ops, reference
 from accumext._checks import Reduction
-from accumext._scalars import Scalar, as_tensor, divide, maximum, sent, to_host_if_free
-from accumext._tensor_kinds import zero_flag
-from accumext._torch_private import call_of_operator
+from accumext._scalars import Scalar, as_tensor, sent
 from accumext.optimizer._window import Window
 
 
@@ -29,11 +26,7 @@ class Normaliser(NamedTuple):
 
     def value(self) -> Scalar:
         """The quotient."""
-        unit, weight, scale = self
-        if weight is not None:
-            positive = weight > 0
-            unit = unit / torch.where(positive, weight, 1.0) * positive
-        return divide(unit, scale)
+        return reference.window_quotient(*self)
 
     @property
     def on_device(self) -> bool:
@@ -66,60 +59,6 @@ class WindowFactors(NamedTuple):
     inverse: Tensor | None = None  # 1 / factor in float32, where a device has formed it
 
 
-def _kernel(
-    numbers: Tensor,  # fp64 [3]: norm, clip_coef, factor
-    flags: Tensor,  # fp32 [3]: 1 / factor, skip, found_inf
-    main_grads: Sequence[Tensor],  # the sums, looked at where no norm is given
-    norm: Tensor | None,  # []; None: their 2-norm, and whether they are finite, is found
-    *,
-    unit: float,
-    device_unit: Tensor | None,  # [], as are the tensors that follow; in place of unit
-    weight: Tensor | None,
-    scale: Tensor | None,  # None: 1
-    max_norm: float | None,  # None: no clip
-    normalised: bool,  # the norm is that of the normalised gradient already
-    checks_norm: bool,  # a norm that is not finite skips the step
-    overflow: Tensor | None,  # 1.0 where a sum is not finite; None: 0
-    found_inf: Tensor | None,  # 1.0 where a gradient that came in was not finite; None: 0
-    finite: Tensor | None,  # micro-batches that were, where the others were left out
-) -> None:
-    """The operator in plain PyTorch; on the host, in numbers. In float64 either way."""
-    device, wide = numbers.device, torch.float64
-    if norm is None:
-        overflow = zero_flag(device)
-        norm = ops.total_norm(main_grads, found_inf=overflow)
-    if device_unit is None:  # a number divided by a tensor would be rounded twice
-        device_unit = as_tensor(unit, wide, device)
-    factor = Normaliser(
-        to_host_if_free(device_unit),
-        None if weight is None else as_tensor(weight, wide, device),
-        1.0 if scale is None else to_host_if_free(scale),
-    ).value()
-    total = to_host_if_free(norm)
-    broken = _scalars.any_nonfinite(total if checks_norm else 0.0, factor)
-    if overflow is not None:
-        broken = maximum(broken, to_host_if_free(overflow))
-    if not normalised:
-        total = total * factor
-    clip_coef: Scalar = 1.0
-    if max_norm is not None:
-        clip_coef = _scalars.at_most_one(max_norm / (total + 1e-6))
-        factor = factor * clip_coef
-    anything = broken if found_inf is None else maximum(broken, to_host_if_free(found_inf))
-    skip = anything if finite is None else maximum(broken, _scalars.as_flag(finite == 0))
-    rows = (total, clip_coef, factor), (divide(1.0, factor), skip, anything)
-    for written, row in zip((numbers, flags), rows, strict=True):
-        written.copy_(torch.stack([as_tensor(number, wide, device) for number in row]))
-
-
-_SCHEMA = torch.library.infer_schema(_kernel, mutates_args=("numbers", "flags"))
-torch.library.define("accumext::window_factors", _SCHEMA)
-torch.library.impl("accumext::window_factors", "default", _kernel)
-torch.library.register_fake("accumext::window_factors", lambda *_, **__: None)
-
-_call = call_of_operator(torch.ops.accumext.window_factors.default)
-
-
 def window_factors(
     device: torch.device,
     sums: Sequence[Tensor],
@@ -140,7 +79,7 @@ def window_factors(
     none_found = not isinstance(found_inf, Tensor) and found_inf == 0.0
     numbers = torch.empty(3, dtype=wide, device=device)
     flags = torch.empty(3, dtype=torch.float32, device=device)
-    _call(
+    ops.WINDOW_FACTORS(
         numbers,
         flags,
         [] if norm is not None else sums,

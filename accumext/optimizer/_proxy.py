@@ -74,15 +74,6 @@ class OptimizerProxy(Optimizer, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-
 
 def refuse_second_accumulation(op: str, window: int) -> None:
     """RuntimeError where Accelerate leaves out steps itself: the two windows would multiply.

@@ -1,5 +1,5 @@
 // What a window's step needs to know, found from the norm of its main gradients: the formula of
-// accumext/optimizer/_factors.py, in double.
+// accumext/reference.py, in double.
 #pragma once
 
 #include "math/accumulate.h"

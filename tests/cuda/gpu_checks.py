@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from accumext import reference
 from accumext.backend import _build
 from accumext.decoder import _operators_reference
-from accumext.optimizer import _factors
 
 PATIENCE = 20.0  # s, that a row may take
 
@@ -120,7 +119,7 @@ OPERATORS: dict[str, Operator] = {
         reference.unscale_check_clip_accumulate_,
         MAIN_GRADS,
     ),
-    "window_factors": Operator(closing, _factors._kernel, slice(2)),
+    "window_factors": Operator(closing, reference.window_factors, slice(2)),
     "total_norm": Operator(
         lambda: one_list(norm_type=3.0, inv_scale=factor(), found_inf=flag()),
         reference.total_norm,

@@ -48,25 +48,6 @@ def test_maximum(pair):
         same(pair(_scalars.maximum, a, b), max(a, b))
 
 
-def test_any_nonfinite(pair):
-    for a, b, expected in [(1.0, 2.0, 0.0), (INF, 2.0, 1.0), (1.0, -INF, 1.0), (NAN, NAN, 1.0)]:
-        same(pair(_scalars.any_nonfinite, a, b), expected)
-
-
-@pytest.mark.parametrize("kind", [float, number], ids=["host", "device"])
-def test_at_most_one(kind):
-    for value, expected in [(0.25, 0.25), (1.0, 1.0), (7.0, 1.0), (INF, 1.0), (NAN, NAN)]:
-        same(_scalars.at_most_one(kind(value)), expected)
-
-
-@pytest.mark.parametrize("condition", [False, True])
-def test_a_condition_as_a_flag(condition):
-    assert _scalars.as_flag(condition) == float(condition)
-    flag = _scalars.as_flag(torch.tensor(condition))
-    assert flag.dtype == torch.float64
-    same(flag, float(condition))
-
-
 def test_the_host_takes_what_is_free_and_no_more():
     assert _scalars.to_host_if_free(torch.tensor(0.5)) == 0.5
     assert isinstance(_scalars.to_host_if_free(torch.tensor(0.5)), float)
