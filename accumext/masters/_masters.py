@@ -261,8 +261,7 @@ class Target:
 
     def know(self) -> None:
         """Look again: parameters were added to the optimizer."""
-        if not self.is_parameters:
-            self.links |= links_of(self.stepped_on())
+        self.links |= links_of(self.stepped_on())
 
     def state_dict(self, packed: State) -> State:
         """The optimizer's, with the masters by index and the count of roundings if it has any."""

@@ -553,8 +553,7 @@ def _close_micro_batch(op: str, box: Box, held_back: bool) -> None:
     if part is not None:
         grads, scale = list(window.sums), window.scale
     elif weight is not None or not left:
-        accumulated = weight is not None or box.state.accumulated
-        box.state = box.state._replace(window=window, micro_batch=None, accumulated=accumulated)
+        box.state = box.state._replace(window=window, micro_batch=None)
         return
     carried = box.sharded is not None and weight is not None
     count = 1.0 if weight is None else weight
