@@ -323,7 +323,7 @@ def take_out(box: Box, parameters: Sequence[Tensor]) -> None:
             start = Window(held_back=window.held_back).of(parameters)
             out = add_if_finite(start, grads, window.weight, window.scale)([])
         else:
-            start = window._replace(in_grad=False, parameters=(), sums=()).of(parameters)
+            start = window._replace(in_grad=False, sums=()).of(parameters)
             out = adding(start, grads, 1.0).run([])
     out = out._replace(loss_scale=window.loss_scale)
     box.commit(box.state._replace(window=out), parameters)

@@ -74,7 +74,7 @@ class Window(NamedTuple):
         pairs = zip(parameters, grads, strict=True)
         sums = [None if g is None else g.detach().to(main_dtype(p)) for p, g in pairs]
         kept = 1.0 if self.unchecked else None
-        out = self._replace(in_grad=False, unchecked=False, parameters=(), sums=(), finite=kept)
+        out = self._replace(in_grad=False, unchecked=False, sums=(), finite=kept)
         return out.of(parameters)._replace(sums=sums)
 
 
