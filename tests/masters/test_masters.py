@@ -12,6 +12,7 @@ from support.optimizer_oracle import (
     INF,
     ONE_BY_ONE,
     ByHand,
+    assert_close,
     assert_equal,
     loss_of,
     make_batches,
@@ -38,33 +39,23 @@ fused_or_not = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize("loop", [one_call, own_backward])
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("window", [1, 4])
 @fused_or_not
-def test_windows_reach_the_masters_unrounded(dtype, window, make, loop):
-    model, opt, masters = with_masters(make, window=window, dtype=dtype)
+def test_windows_reach_the_masters_unrounded(dtype, window, make, loop, max_norm):
+    model, opt, masters = with_masters(make, window=window, max_norm=max_norm, dtype=dtype)
     batches = make_batches(12, dtype)
     for batch in batches:
         loop(opt, loss_of(model, batch))
     opt.zero_grad()
-    assert_equal(
-        values(masters), train_by_hand(make, batches, window, dtype=dtype, wide=torch.float32)
-    )
+    assert (opt.stats()["clip_coef"] < 1.0) == (max_norm is not None)
+    options = {"max_norm": max_norm, "dtype": dtype, "wide": torch.float32}
+    by_hand = train_by_hand(make, batches, window, **options)
+    assert_close(values(masters), by_hand, 0.0 if max_norm is None else CLIP)
     assert_equal(values(model.parameters()), rounded(masters, dtype))
     assert all(p.grad is None for p in [*model.parameters(), *masters])
-
-
-@fused_or_not
-def test_the_clip_is_of_the_windows_float32_gradient(make):
-    model, opt, masters = with_masters(make, window=2, max_norm=0.05)
-    train(opt, model, BATCHES)
-    options = {"max_norm": 0.05, "dtype": torch.bfloat16, "wide": torch.float32}
-    by_hand = train_by_hand(make, BATCHES, 2, **options)
-    assert opt.stats()["clip_coef"] < 1.0
-    # Near 0 it is that of what six steps have moved them by, 0.1 at most.
-    for master, wide in zip(masters, by_hand, strict=True):
-        torch.testing.assert_close(master.detach(), wide, rtol=CLIP, atol=0.1 * CLIP)
 
 
 def test_updates_below_half_a_unit_add_up():
@@ -175,11 +166,7 @@ REFUSED = [
     (lambda _, half: accumext.masters(half[0]), TypeError, f"{OF} must be an"),
     (lambda _, half: accumext.masters([half[0], 3]), TypeError, f"{OF}[1] must"),
     (lambda _, half: accumext.masters([half[0] * 2]), ValueError, f"{OF}[0] must be a leaf, got a"),
-    (
-        lambda _, h: accumext.masters(h, None, 1),
-        TypeError,
-        "masters: stochastic_rounding must be a",
-    ),
+    (lambda *_: accumext.masters([], None, 1), TypeError, "masters: stochastic_rounding must be a"),
 ]
 
 
@@ -203,23 +190,15 @@ def test_a_scaler_around_the_step_is_refused():
         scaler.step(opt)
 
 
-class Stop(Exception):
-    """What a hook raises."""
-
-
 @fused_or_not
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_an_exception_of_a_hook_leaves_all_as_before_or_as_after(when, make):
     model, opt, masters = with_masters(make, window=2)
-
-    def stop(*_):
-        raise Stop
-
     for batch in BATCHES[:2]:
         opt.backward(loss_of(model, batch))
     before = values([*model.parameters(), *masters])
-    handle = getattr(opt, f"register_step_{when}_hook")(stop)
-    with pytest.raises(Stop):
+    handle = getattr(opt, f"register_step_{when}_hook")(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         opt.step()
     handle.remove()
     assert all(p.grad is None for p in [*model.parameters(), *masters])
@@ -241,7 +220,7 @@ class Averaging(torch.optim.SGD):
             self.state[parameter]["kept"] = parameter.clone()
             parameter.mul_(0.5)
         if fails:
-            raise Stop
+            raise ZeroDivisionError
         return "evaluating"
 
     @torch.no_grad()
@@ -255,7 +234,7 @@ def test_the_model_follows_what_a_method_of_the_optimizer_writes(fails):
     model, opt, masters = with_masters(partial(Averaging, lr=0.1))
     train(opt, model)
     trained = values(masters)
-    with pytest.raises(Stop) if fails else nullcontext():
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         assert opt.eval(fails) == "evaluating"
     assert_equal(values(model.parameters()), [(m * 0.5).bfloat16() for m in trained])
     opt.train()

@@ -20,6 +20,7 @@ from support.optimizer_oracle import (
     outer_scaler_unscaled,
     own_backward,
     parameters_of,
+    run,
     sgd,
     train_by_hand,
     windows_of,
@@ -28,14 +29,6 @@ from support.optimizer_oracle import (
 
 BATCHES = make_batches(12)
 WEIGHTS = [3.0, 1.0, 7.0, 2.0, 2.0, 5.0, 1.0, 1.0, 4.0, 9.0, 0.0, 6.0]
-
-
-def run(loop, opt, model, batches, weights=None, outer=None):
-    for batch, weight in zip(batches, weights or [1.0] * len(batches)):
-        if loop is in_parts:
-            loop(opt, model, batch, weight)
-        else:
-            loop(opt, loss_of(model, batch), outer, weight)
 
 
 def own_accumulation(opt, model, batches, outer):
@@ -59,31 +52,10 @@ def test_loop_equals_oracle(loop, window, max_norm, on_nonfinite):
     model = make_model()
     options = {"window": window, "max_norm": max_norm, "on_nonfinite": on_nonfinite}
     opt = wrapped(model, adam, **options)
-    run(loop, opt, model, BATCHES, outer=growing_scaler())
+    weights = WEIGHTS if loop in WEIGHTED_LOOPS else None
+    run(opt, model, BATCHES, loop, weights, growing_scaler())
     opt.flush()  # of five, the last window is partial: it is divided by what it holds
-    assert_close(parameters_of(model), train_by_hand(adam, BATCHES, window, max_norm=max_norm))
-
-
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["numbers", "tensors"])
-@pytest.mark.parametrize("own", [False, True], ids=["no-scaler", "own-scaler"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("window", [1, 4, 5])
-@POLICIES
-@pytest.mark.parametrize("loop", WEIGHTED_LOOPS)
-def test_weights_equal_oracle(loop, on_nonfinite, window, reduction, own, as_tensor):
-    model = make_model()
-    opt = wrapped(
-        model,
-        adam,
-        window=window,
-        scaler=growing_scaler() if own else None,
-        reduction=reduction,
-        on_nonfinite=on_nonfinite,
-    )
-    weights = [torch.tensor(w, dtype=torch.float64) for w in WEIGHTS] if as_tensor else WEIGHTS
-    run(loop, opt, model, BATCHES, weights)
-    opt.flush()
-    expected = train_by_hand(adam, BATCHES, window, weights=WEIGHTS, reduction=reduction)
+    expected = train_by_hand(adam, BATCHES, window, weights=weights, max_norm=max_norm)
     assert_close(parameters_of(model), expected)
 
 
@@ -109,8 +81,8 @@ def test_window_of_one_is_the_bare_optimizer(kind, loop, bare, weights, on_nonfi
         loop(optimizer, reference, SINGLE, growing_scaler())
         loop(opt, model, SINGLE, growing_scaler())
     else:
-        run(bare, optimizer, reference, SINGLE, outer=growing_scaler())
-        run(loop, opt, model, SINGLE, weights, growing_scaler())
+        run(optimizer, reference, SINGLE, bare, scaler=growing_scaler())
+        run(opt, model, SINGLE, loop, weights, growing_scaler())
     assert_equal(parameters_of(model), parameters_of(reference))
 
 

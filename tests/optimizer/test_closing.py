@@ -16,6 +16,7 @@ from support.optimizer_oracle import (
     sgd,
     train_by_hand,
     wrapped,
+    wrapped_zeros,
 )
 from torch import nn
 
@@ -53,10 +54,9 @@ OVERFLOWS = {  # dtype, norm_type, scale, window and the factor of (3, 4)
 def test_a_norm_whose_powers_overflow_only_while_scaled(kind, max_norm):
     """Also in the pass that adds the second micro-batch, whose gradients are still scaled."""
     dtype, norm_type, scale, window, factor = OVERFLOWS[kind]
-    parameter = nn.Parameter(torch.zeros(2, dtype=dtype))
-    options = {"window": window, "max_norm": max_norm, "norm_type": norm_type}
-    scaler = growing_scaler(init_scale=scale)
-    opt = AccumulatingOptimizer(sgd([parameter]), scaler=scaler, **options)
+    options = {"max_norm": max_norm, "norm_type": norm_type}
+    options["scaler"] = growing_scaler(init_scale=scale)
+    parameter, opt = wrapped_zeros(window, 2, dtype, **options)
     grad = torch.tensor([3.0, 4.0], dtype=dtype) * factor
     for _ in range(window):
         opt.backward((parameter * grad).sum())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from support.device import DeviceReads, cpu_as_device
 from support.optimizer_oracle import (
     INF,
+    OPTIMIZERS,
     adam,
     assert_close,
+    assert_equal,
     growing_scaler,
     loss_of,
     make_batches,
@@ -17,6 +21,7 @@ from support.optimizer_oracle import (
     outer_scaler,
     parameters_of,
     sgd,
+    train_by_hand,
     window_gradient,
     wrapped,
 )
@@ -24,19 +29,10 @@ from support.optimizer_oracle import (
 BATCHES = make_batches(6, torch.float32)
 # One multiplication by the clip coefficient more or less in float32, over two Adam steps of 0.05.
 ROUNDING = 1e-6
+FUSED = OPTIMIZERS["adamw-fused"]
 
 
-@pytest.fixture
-def device():
-    with cpu_as_device():
-        yield
-
-
-def adam_fused(parameters):
-    return adam(parameters, fused=True)
-
-
-def train(bad=(), *, make=adam_fused, window=3, scaled=True, policy="skip_window", outer=False):
+def train(bad=(), *, make=FUSED, window=3, scaled=True, policy="skip_window", outer=False):
     model = make_model(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
     own = None if outer else scaler
@@ -50,7 +46,7 @@ def train(bad=(), *, make=adam_fused, window=3, scaled=True, policy="skip_window
     return model, opt, reads.count
 
 
-@pytest.mark.usefixtures("device")
+@cpu_as_device()
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
 @pytest.mark.parametrize("protocol", ["none", "own", "outer"])
@@ -61,7 +57,7 @@ def test_nothing_is_read_with_a_fused_optimizer(protocol, policy, window):
     assert reads == 0
 
 
-@pytest.mark.usefixtures("device")
+@cpu_as_device()
 @pytest.mark.parametrize("window", [1, 3])
 def test_one_value_is_read_per_window_with_any_other_optimizer(window):
     """Whether to skip. Adam would read its step counts too; SGD reads nothing."""
@@ -81,11 +77,11 @@ def test_the_device_decides_as_the_host_would(policy, bad):
     assert opt.scaler.get_scale() == expected.scaler.get_scale()
 
 
-@pytest.mark.usefixtures("device")
+@cpu_as_device()
 @pytest.mark.parametrize("window", [1, 2])
 def test_names_are_found_when_asked(window):
     model = make_model(torch.float32)
-    opt = wrapped(model, adam_fused, window=window, max_norm=0.1)
+    opt = wrapped(model, FUSED, window=window, max_norm=0.1)
 
     def skip():
         for batch in BATCHES[:window]:
@@ -103,7 +99,7 @@ def test_names_are_found_when_asked(window):
         opt.discard()
 
 
-@pytest.mark.usefixtures("device")
+@cpu_as_device()
 @pytest.mark.parametrize(
     "weights", [[0.5, 3.0, 0.25], [0.0, 0.5, 3.0], [2.0, 0.0, 0.0], [0.0] * 3], ids=str
 )
@@ -113,8 +109,7 @@ def test_names_are_found_when_asked(window):
 def test_weights_of_a_window_on_the_device(scale, reduction, policy, weights):
     """The first one sets the unit, also where only the device knows whether it is zero."""
     model, batches = make_model(), make_batches(3)
-    total, expected = (window_gradient(model, batches, weights, how) for how in ("sum", reduction))
-    before = [p.clone() for p in parameters_of(model)]
+    total = window_gradient(model, batches, weights, "sum")
     scaler = None if scale is None else growing_scaler(init_scale=scale)
     options = {"window": 3, "reduction": reduction, "scaler": scaler, "on_nonfinite": policy}
     opt = wrapped(model, sgd, **options)
@@ -123,4 +118,31 @@ def test_weights_of_a_window_on_the_device(scale, reduction, policy, weights):
     assert_close([opt.main_grad(p) for p in model.parameters()], total)
     opt.step()
     assert opt.stats()["weight"] == sum(weights)
-    assert_close([old - p for p, old in zip(parameters_of(model), before)], expected)
+    expected = train_by_hand(sgd, batches, 3, weights=weights, reduction=reduction)
+    assert_close(parameters_of(model), expected)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["numbers", "device"])
+def test_a_copy_goes_on_bit_for_bit_with_numbers_on_a_device(as_tensor, window):
+    weights = [torch.tensor(w) if as_tensor else w for w in (2.0, 5.0, 1.0)]
+    batches = make_batches(3, torch.float32)
+
+    def build():
+        model = make_model(torch.float32)
+        options = {"window": window, "scaler": growing_scaler(), "max_norm": 0.1}
+        return model, wrapped(model, adam, **options)
+
+    with cpu_as_device():
+        model, opt = build()
+        opt.backward(loss_of(model, batches[0]), weights[0])
+        twin = pickle.loads(pickle.dumps((model, opt)))
+        other = build()
+        other[1].load_accumulation_state_dict(opt.accumulation_state_dict())
+        for net, optimizer in ((model, opt), twin, other):
+            for batch, weight in zip(batches[1:window], weights[1:]):
+                optimizer.backward(loss_of(net, batch), weight)
+            optimizer.step()
+            assert optimizer.stepped
+    for net, _ in (twin, other):
+        assert_equal(parameters_of(net), parameters_of(model))

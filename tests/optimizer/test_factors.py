@@ -8,15 +8,7 @@ import pytest
 import torch
 from support import oracle
 from support.device import cpu_as_device
-from support.window_cases import (
-    CASES,
-    Case,
-    assert_factors,
-    expected,
-    number,
-    operands,
-    unwritten,
-)
+from support.window_cases import CASES, Case, assert_factors, expected, number, operands, unwritten
 
 import accumext
 from accumext import reference

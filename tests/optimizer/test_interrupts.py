@@ -355,18 +355,15 @@ def faults(variant: dict[str, Any], window: int, before: Callable, name: str) ->
         with contextlib.suppress(RuntimeError):
             c.opt.accumulate()
 
-    def zero_grad(c: Case) -> None:
-        c.opt.zero_grad()
-
     allow()
     c = prepared()
     with contextlib.suppress(RuntimeError), Lines() as clean:  # nothing to accumulate is an error
         call(c)
     outcomes.append((seen(c), go_on(c)))
     if name in ("backward", "micro_batch"):  # `.grad` is empty, and the window may be dropped
-        allow(zero_grad)
+        allow(CALLS["zero_grad"])
         if "on_nonfinite" not in variant:
-            allow(zero_grad, lambda c: c.opt.discard())
+            allow(CALLS["zero_grad"], CALLS["discard"])
     if name in ("step", "step with a closure", "scaler.step", "flush"):  # as after accumulate()
         allow(stopped_step)
         if name != "scaler.step":

@@ -19,7 +19,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.optimizer_oracle import growing_scaler
+from support.optimizer_oracle import OPTIMIZERS, growing_scaler
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,14 +113,14 @@ class Given(torch.autograd.Function):
         return (None, *(ctx.grads.pop(0) for _ in SHAPES))
 
 
-def run(loop, optimizer, dtype, window, own=False, *, max_norm=1e-3):
+def run(loop, fused, dtype, window, own=False, *, max_norm=1e-3):
     """Traffic of the second window: of its micro-batches, and of the step that closes it.
 
     In the first, the optimizer makes its state.
     """
     scaler, (micro_batch, last_step) = growing_scaler(init_scale=8.0), LOOPS[loop]
     parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
-    inner = optimizer(parameters)
+    inner = OPTIMIZERS["adamw-fused" if fused else "sgd"](parameters)
     own_scaler = scaler if own else None
     opt = AccumulatingOptimizer(inner, window=window, max_norm=max_norm, scaler=own_scaler)
     for _ in range(2):
@@ -141,14 +141,6 @@ def run(loop, optimizer, dtype, window, own=False, *, max_norm=1e-3):
         assert (opt.last.clip_coef < 1.0) == (max_norm is not None)
         assert not opt.last.skipped
     return filling, closing
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, fused=True)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def scaled_backward(opt, losses, scaler, passes=1):
@@ -229,7 +221,7 @@ def with_step(closing, dtype, window, fused):
     ids=str,
 )
 def test_passes(loop, dtype, window, own, fused):
-    filling, closing = run(loop, adamw if fused else sgd, dtype, window, own)
+    filling, closing = run(loop, fused, dtype, window, own)
     expected_filling, expected_closing = TABLE[loop, dtype, window]
     assert filling.table() == expected_filling
     assert closing.table() == with_step(expected_closing, dtype, window, fused)
@@ -243,7 +235,7 @@ def test_passes(loop, dtype, window, own, fused):
 @pytest.mark.parametrize("window", [1, 4])
 def test_passes_without_a_clip(window, fused, own):
     """Where only a known factor is left, finding the norm multiplies in the same pass."""
-    _, closing = run("1", adamw if fused else sgd, F32, window, own, max_norm=None)
+    _, closing = run("1", fused, F32, window, own, max_norm=None)
     one = window == 1 and not own
     if fused:
         assert closing.table() == NORM | {ADAMW: (4, 0 if one else 4)}

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support.optimizer_oracle import OP, make_model, says, scalar, sgd, wrapped_scalar
+from support.optimizer_oracle import OP, make_model, says, scalar, sgd, wrapped_zeros
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -141,10 +141,8 @@ def test_two_windows_become_one(groups, in_backward, reduction, max_norm):
     """With weights 1, 2 on one process and 3, 2 on the other."""
 
     def closed(rank):
-        parameter = scalar()
         options = {"reduce_in_backward": in_backward, "reduction": reduction, "max_norm": max_norm}
-        options["process_group"] = groups[rank]
-        opt = AccumulatingOptimizer(sgd([parameter]), window=2, **options)
+        parameter, opt = wrapped_zeros(2, process_group=groups[rank], **options)
         for grad, weight in ([(2.0, 1.0), (4.0, 2.0)], [(5.0, 3.0), (1.0, 2.0)])[rank]:
             opt.backward(parameter * grad, weight)
             opt.step()
@@ -169,9 +167,7 @@ def test_two_windows_become_one(groups, in_backward, reduction, max_norm):
 )
 def test_windows_that_differ_are_refused_on_every_process(groups, counts, windows, sizes, text):
     def refused(rank):
-        parameter = nn.Parameter(torch.zeros(sizes[rank]))
-        options = {"window": windows[rank], "process_group": groups[rank]}
-        opt = AccumulatingOptimizer(sgd([parameter]), **options)
+        parameter, opt = wrapped_zeros(windows[rank], sizes[rank], process_group=groups[rank])
         for _ in range(counts[rank]):
             opt.backward(parameter.sum())
         full = counts[rank] == windows[rank]
@@ -187,7 +183,7 @@ def test_windows_that_differ_are_refused_on_every_process(groups, counts, window
 def test_a_process_that_gives_up_has_the_others_skip(groups):
     def closed(rank):
         options = {"reduce_in_backward": True, "process_group": groups[rank]}
-        parameter, opt = wrapped_scalar(**options)
+        parameter, opt = wrapped_zeros(**options)
         if rank == 0:
             parameter.register_hook(lambda grad: 1 / 0)
             with pytest.raises((ZeroDivisionError, RuntimeError)):

@@ -17,7 +17,7 @@ from support.optimizer_oracle import (
     sgd,
     train_by_hand,
     wrapped,
-    wrapped_scalar,
+    wrapped_zeros,
 )
 
 BATCHES = make_batches(2)
@@ -50,7 +50,7 @@ def test_a_step_of_an_outer_scaler_that_is_refused_leaves_nothing_of_it(inside):
 @pytest.mark.parametrize("earlier", [0, 1])
 @pytest.mark.parametrize("window", [1, 3])
 def test_an_outer_scaler_that_comes_too_late(window, earlier):
-    parameter, opt = wrapped_scalar(window)
+    parameter, opt = wrapped_zeros(window)
     scaler = torch.amp.GradScaler("cpu")
     for _ in range(earlier):
         opt.backward(parameter * 1)
@@ -64,7 +64,7 @@ def test_an_outer_scaler_that_comes_too_late(window, earlier):
 
 
 def test_own_scaler_wants_scaled_losses():
-    parameter, opt = wrapped_scalar(scaler=torch.amp.GradScaler("cpu"))
+    parameter, opt = wrapped_zeros(scaler=torch.amp.GradScaler("cpu"))
     (parameter * 1).backward()
     for name in ("accumulate", "step"):
         text = f"{OP}.{name}: the loss must be scaled first, got a scaler that has not scaled any"
@@ -76,7 +76,7 @@ def test_own_scaler_wants_scaled_losses():
 @pytest.mark.parametrize("inner", [False, True])
 def test_unscaling_what_the_optimizer_unscales(window, inner):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    parameter, opt = wrapped_scalar(window, scaler=scaler)
+    parameter, opt = wrapped_zeros(window, scaler=scaler)
     opt.backward(parameter * 1)
     if window == 2:
         parameter.grad = torch.ones(())  # unscale_ wants to see one
@@ -93,7 +93,7 @@ def test_unscaling_what_the_optimizer_unscales(window, inner):
 @pytest.mark.parametrize("then", [lambda loss: loss, lambda loss: loss / 4, lambda loss: -loss * 2])
 def test_scaling_what_the_optimizer_scales(then):
     scaler = torch.amp.GradScaler("cpu")
-    parameter, opt = wrapped_scalar(scaler=scaler)
+    parameter, opt = wrapped_zeros(scaler=scaler)
     text = f"{OP}.backward: loss must be unscaled where the optimizer was given the scaler"
     with pytest.raises(ValueError, match=says(text)):
         opt.backward(then(scaler.scale(parameter * 1)))

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.optimizer_oracle import (
-    INF,
-    NAN,
-    OP,
-    make_model,
-    says,
-    sgd,
-    wrapped,
-    wrapped_scalar,
-)
+from support.optimizer_oracle import INF, NAN, OP, make_model, says, sgd, wrapped, wrapped_zeros
 from torch import nn
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
@@ -83,8 +74,7 @@ def test_a_setting_is_checked_in_the_constructor_and_when_it_is_assigned(
 
 
 def test_an_assigned_setting_is_in_force():
-    parameter = nn.Parameter(torch.zeros(2))
-    opt = AccumulatingOptimizer(sgd([parameter]), window=2)
+    parameter, opt = wrapped_zeros(2, shape=2)
     values = {"window": 1, "max_norm": 0.5, "norm_type": INF, "reduction": "sum"}
     for name, value in values.items():
         setattr(opt, name, value)
@@ -118,7 +108,7 @@ def test_bad_micro_batches_are_dropped_on_one_device_only():
         AccumulatingOptimizer(sgd(parameters), on_nonfinite="skip_micro_batch")
 
 
-@pytest.mark.parametrize("wrong", [None, 3, make_model(), wrapped_scalar()[1]], ids=str)
+@pytest.mark.parametrize("wrong", [None, 3, make_model(), wrapped_zeros()[1]], ids=str)
 def test_constructor_wants_an_unwrapped_optimizer(wrong):
     text = f"{OP}: optimizer must be a torch.optim.Optimizer that is not wrapped already, got"
     with pytest.raises(TypeError, match=says(text)):

@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
-from support.optimizer_oracle import (
-    OP,
-    assert_close,
-    assert_equal,
-    growing_scaler,
-    make_batches,
-    make_model,
-    parameters_of,
-    run,
-    says,
-    sgd,
-    train_by_hand,
-    wrapped,
-    wrapped_scalar,
-)
+from support.optimizer_oracle import OP, assert_equal, growing_scaler, says, sgd, wrapped_zeros
 from support.tensors import HALF_DTYPES, dtype_id
 from torch import nn
 
@@ -34,16 +19,11 @@ from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 @pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
 def test_half_parameters_add_up_in_float32(dtype, on_nonfinite, scaled, inside):
     """256 + 1 is 256 in bfloat16, 2048 + 1 is 2048 in float16: only a float32 sum sees the ones."""
-    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
     big = 256.0 if dtype == torch.bfloat16 else 2048.0
     grads = [big] + [1.0] * 15
-    opt = AccumulatingOptimizer(
-        sgd([parameter]),
-        window=2 if inside else 16,
-        reduction="sum",
-        scaler=growing_scaler(init_scale=4.0) if scaled else None,
-        on_nonfinite=on_nonfinite,
-    )
+    scaler = growing_scaler(init_scale=4.0) if scaled else None
+    options = {"reduction": "sum", "scaler": scaler, "on_nonfinite": on_nonfinite}
+    parameter, opt = wrapped_zeros(2 if inside else 16, 3, dtype, **options)
     with opt.micro_batch() if inside else nullcontext():
         for grad in grads:
             opt.backward((parameter.float() * grad).sum())
@@ -52,23 +32,8 @@ def test_half_parameters_add_up_in_float32(dtype, on_nonfinite, scaled, inside):
     assert_equal([parameter.detach()], [torch.full((3,), -sum(grads)).to(dtype)])
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05])
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
-def test_half_model_against_float32_sums(dtype, window, fused, max_norm):
-    """By hand: float32 sums of the half gradients, divided, clipped, rounded once into `.grad`."""
-    model, batches = make_model(dtype), make_batches(8, dtype)
-    opt = wrapped(model, partial(sgd, fused=fused), window=window, max_norm=max_norm)
-    run(opt, model, batches)
-    expected = train_by_hand(sgd, batches, window, max_norm=max_norm, dtype=dtype)
-    # A float32 bit in the sum may round one step of the parameter the other way.
-    assert_close(parameters_of(model), expected, tolerance=2 * torch.finfo(dtype).eps)
-
-
 def test_an_overflow_in_the_cast_to_float16_skips():
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    opt = AccumulatingOptimizer(sgd([parameter]), window=2, reduction="sum")
+    parameter, opt = wrapped_zeros(2, 2, torch.float16, reduction="sum")
     for _ in range(2):
         opt.backward((parameter.float() * 60000.0).sum())
     opt.step()
@@ -77,8 +42,7 @@ def test_an_overflow_in_the_cast_to_float16_skips():
 
 
 def test_complex_parameters():
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
-    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=2, max_norm=1.0)
+    parameter, opt = wrapped_zeros(2, 2, torch.complex128, max_norm=1.0)
     for factor in (3.0, 3.0):
         opt.backward((parameter * factor).real.sum())
         opt.step()
@@ -97,8 +61,7 @@ LAZY = {  # a tensor whose values are computed when it is read, and the same tha
 @pytest.mark.parametrize("make", LAZY.values(), ids=LAZY)
 def test_a_conjugate_or_negative_view_is_its_value(make, window, max_norm):
     grad = make().resolve_conj().resolve_neg()
-    parameter = nn.Parameter(torch.zeros_like(grad))
-    opt = AccumulatingOptimizer(sgd([parameter]), window=window, max_norm=max_norm)
+    parameter, opt = wrapped_zeros(window, 1000, grad.dtype, max_norm=max_norm)
     for _ in range(window):
         parameter.grad = make()
         opt.step()
@@ -145,8 +108,7 @@ def test_meta_parameters(window, max_norm):
 @pytest.mark.parametrize("loop", ["accumulate", "step", "backward"])
 def test_the_first_gradient_is_taken_without_a_copy(loop):
     """Also where the user holds it, who then sees it change, as with stock PyTorch."""
-    parameter = nn.Parameter(torch.zeros(2))
-    opt = AccumulatingOptimizer(sgd([parameter]), window=3, reduction="sum")
+    parameter, opt = wrapped_zeros(3, shape=2, reduction="sum")
     held = []
     parameter.register_post_accumulate_grad_hook(lambda p: held.append(p.grad))
     if loop == "backward":
@@ -173,8 +135,7 @@ SHARING = {
 
 @pytest.mark.parametrize("make", SHARING.values(), ids=SHARING)
 def test_memory_that_is_shared_is_copied(make):
-    parameter, memory = nn.Parameter(torch.zeros(2)), torch.zeros(4)
-    opt = AccumulatingOptimizer(sgd([parameter]), window=2, reduction="sum")
+    (parameter, opt), memory = wrapped_zeros(2, shape=2, reduction="sum"), torch.zeros(4)
     for value in (1.0, 10.0):
         memory.fill_(value)
         parameter.grad = make(memory)
@@ -186,7 +147,7 @@ def test_memory_that_is_shared_is_copied(make):
 
 @pytest.mark.parametrize("call", ["accumulate", "step", "flush"])
 def test_a_tensor_that_the_window_took_is_refused_in_the_same_window(call):
-    (parameter, opt), grad = wrapped_scalar(2), torch.tensor(2.0)
+    (parameter, opt), grad = wrapped_zeros(2), torch.tensor(2.0)
     parameter.grad = grad
     opt.step()
     parameter.grad = grad

@@ -13,15 +13,15 @@ from support.optimizer_oracle import (
     accumulated,
     growing_scaler,
     in_parts,
-    loss_of,
     make_batches,
     make_model,
     one_call,
     outer_scaler,
     outer_scaler_unscaled,
     own_backward,
+    run,
     wrapped,
-    wrapped_scalar,
+    wrapped_zeros,
 )
 from support.recorded_warnings import warnings_as
 from torch.nn.utils import clip_grad_norm_
@@ -36,7 +36,7 @@ def warnings_of(use):
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_step_after_every_window_or_a_clip_of_every_micro_batch_is_said_once(clips):
-    parameter, opt = wrapped_scalar(3)
+    parameter, opt = wrapped_zeros(3)
 
     def train():
         for i in range(12):
@@ -59,22 +59,14 @@ LOOPS = [one_call, own_backward, accumulated, outer_scaler, outer_scaler_unscale
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_usual_loops_say_nothing(loop):
-    model, scaler = make_model(), growing_scaler()
+    model = make_model()
     opt = wrapped(model, window=2)
-
-    def train():
-        for batch in make_batches(4):
-            if loop is in_parts:
-                loop(opt, model, batch)
-            else:
-                loop(opt, loss_of(model, batch), scaler)
-
-    assert warnings_of(train) == []
+    assert warnings_of(lambda: run(opt, model, make_batches(4), loop, None, growing_scaler())) == []
 
 
 def test_the_last_window_is_lost_without_a_flush():
     def train(end):
-        parameter, opt = wrapped_scalar(3)
+        parameter, opt = wrapped_zeros(3)
         opt.backward(parameter * 1)
         end(opt)
 
@@ -108,7 +100,7 @@ def test_the_end_of_a_program_says_it_too(end, lost):
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
 def test_a_skip_without_a_scaler_is_said_once_with_names(window, policy):
-    parameter, opt = wrapped_scalar(window, on_nonfinite=policy)
+    parameter, opt = wrapped_zeros(window, on_nonfinite=policy)
 
     def train():
         for _ in range(4 * window):
@@ -123,7 +115,7 @@ def test_a_skip_without_a_scaler_is_said_once_with_names(window, policy):
 
 def test_a_scaler_that_looks_for_its_scale_is_quiet_until_there_is_nothing_to_find():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    parameter, opt = wrapped_scalar(scaler=scaler)
+    parameter, opt = wrapped_zeros(scaler=scaler)
     skips = []
 
     def train():
@@ -135,12 +127,12 @@ def test_a_scaler_that_looks_for_its_scale_is_quiet_until_there_is_nothing_to_fi
     assert "a window was skipped" in str(said.message)
     assert skips == [4.0, 2.0, 1.0, 0.5, 0.25, 0.125]
 
-    parameter, opt = wrapped_scalar()
+    parameter, opt = wrapped_zeros()
     assert warnings_of(lambda: outer_scaler(opt, parameter * NAN, growing_scaler())) == []
 
 
 def test_a_warning_that_is_an_error_leaves_the_window_closed():
-    parameter, opt = wrapped_scalar()
+    parameter, opt = wrapped_zeros()
     opt.backward(parameter * NAN)
     with warnings_as("error"), pytest.raises(UserWarning, match="a window was skipped"):
         opt.step()

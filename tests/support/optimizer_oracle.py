@@ -61,9 +61,14 @@ def scalar(value: float = 0.0) -> nn.Parameter:
     return nn.Parameter(torch.tensor(value))
 
 
-def wrapped_scalar(window: int = 1, **kwargs) -> tuple[nn.Parameter, AccumulatingOptimizer]:
-    """A parameter of one number, with a name, and an optimizer around it."""
-    parameter = scalar()
+def wrapped_zeros(
+    window: int = 1,
+    shape: int | Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
+    **kwargs,
+) -> tuple[nn.Parameter, AccumulatingOptimizer]:
+    """A parameter of zeros, with a name, and an optimizer around it."""
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     named = sgd([{"params": [("weight", parameter)]}])
     return parameter, AccumulatingOptimizer(named, window=window, **kwargs)
 
@@ -104,14 +109,12 @@ def said_by(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
-def state_of(opt: AccumulatingOptimizer, parameters: Sequence[Tensor], grads: bool = True) -> list:
-    """Everything that an exception leaves as before the call or as after it, to be compared."""
+def state_of(opt: AccumulatingOptimizer, parameters: Sequence[Tensor]) -> list:
+    """All but `.grad` that an exception leaves as before the call or after it, to be compared."""
     window = opt.accumulation_state_dict()
     mains = {i: main.tolist() for i, main in window.pop("main_grads").items()}
     numbers = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in window.items()}
-    lying = [None if p.grad is None else (id(p.grad), p.grad.tolist()) for p in parameters]
-    values = [p.detach().tolist() for p in parameters]
-    return [mains, numbers, lying if grads else [], values, torch.is_grad_enabled()]
+    return [mains, numbers, [p.detach().tolist() for p in parameters], torch.is_grad_enabled()]
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -166,10 +169,13 @@ def in_parts(opt, model, batch, weight=1.0):
     opt.step()
 
 
-def run(opt, model, batches):
-    """A micro-batch and a step for every batch."""
-    for batch in batches:
-        one_call(opt, loss_of(model, batch))
+def run(opt, model, batches, loop=one_call, weights=None, scaler=None):
+    """A micro-batch and a step for every batch, as one of these loops writes them."""
+    for batch, weight in zip(batches, weights or [1.0] * len(batches)):
+        if loop is in_parts:
+            loop(opt, model, batch, weight)
+        else:
+            loop(opt, loss_of(model, batch), scaler, weight)
 
 
 # By hand
