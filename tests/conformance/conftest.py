@@ -5,6 +5,20 @@ from __future__ import annotations
 import sys
 
 import pytest
+import ranks
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids="{}-processes".format)
+def world(request):
+    """How many processes run the scenarios of a file, which may say another number."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def seen(request, world, tmp_path_factory):
+    """What each process saw of the scenarios of a file."""
+    module = request.module
+    return ranks.run_on(world, module.SCENARIOS, module.__name__, tmp_path_factory)
 
 
 @pytest.fixture
