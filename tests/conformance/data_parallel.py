@@ -17,6 +17,7 @@ from shares import (
     error_of,
     in_group,
     inside,
+    made,
     of_the_user,
     outcome,
     own_share,
@@ -39,11 +40,6 @@ def buckets(meanwhile):
     return ranks.small_buckets() if meanwhile else nullcontext()
 
 
-def made(**options):
-    model = make_model()
-    return model, in_group(model, **options)
-
-
 def grouped(rank, world, meanwhile=False, scaled=False, **options):
     options |= {"max_norm": MAX_NORM, "reduce_in_backward": meanwhile}
     with buckets(meanwhile):
@@ -51,14 +47,14 @@ def grouped(rank, world, meanwhile=False, scaled=False, **options):
         return shares.trained(rank, world, made, scaler=scaler, **options)
 
 
-def ddp(rank, world, loop=HALVES, meanwhile=False, compiled=False, **options):
+def ddp(rank, world, loop=HALVES, meanwhile=False, compiled=False, weighted=True, **options):
     """`torch.compile` of a DDP model forwards the attributes of what is inside."""
     module = make_model()
     model = DistributedDataParallel(module, **options)
     model = torch.compile(model, backend="eager") if compiled else model
     opt = in_group(module, process_group=None, max_norm=MAX_NORM, reduce_in_backward=meanwhile)
     with buckets(meanwhile):
-        train(opt, model, own_share(rank, world), loop)
+        train(opt, model, own_share(rank, world, weighted=weighted), loop)
     return outcome(module, opt)
 
 
@@ -73,7 +69,7 @@ WEIGHTED = {
 }
 UNWEIGHTED = {
     "plain_loop_in_group": partial(grouped, loop=of_the_user),
-    "ddp_synchronising": partial(ddp, loop=of_the_user, gradient_as_bucket_view=True),
+    "ddp_synchronising": partial(ddp, loop=called, weighted=False, gradient_as_bucket_view=True),
 }
 
 

@@ -53,8 +53,6 @@ def training(dtype=torch.float64, model=None, optimizer=adam, shards=None, **opt
 
 
 train = partial(shares.train, loop=inside, mixed=True)
-
-
 trained = partial(shares.trained, make=training, loop=inside, mixed=True)
 EQUAL = {
     "once_per_window": trained,

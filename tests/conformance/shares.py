@@ -55,7 +55,13 @@ def by_windows(world, *windows, model=None, make=adam, max_norm=MAX_NORM):
 
 
 def in_group(model, make=adam, **options):
+    """A wrapper whose windows all processes sum."""
     return wrapped(model, make, **{"window": WINDOW, "process_group": dist.group.WORLD, **options})
+
+
+def made(**options):
+    model = make_model()
+    return model, in_group(model, **options)
 
 
 # One micro-batch, and a step

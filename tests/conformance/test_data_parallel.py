@@ -191,8 +191,8 @@ def test_parameters_used_on_some_ranks_only(seen, world):
 
 def test_ddp_with_one_parameter_in_a_bucket(seen):
     """DDP with `gradient_as_bucket_view`, also where a bucket is one parameter"""
-    for seen_by_rank in ranks.of(seen, "one_bucket", "seen"):
-        assert seen_by_rank == [0.0, -5.5, -5.5, -11.0, -11.0, -16.5]
+    for values in ranks.of(seen, "one_bucket", "seen"):
+        assert values == [0.0, -5.5, -5.5, -11.0, -11.0, -16.5]
 
 
 def test_branches_used_in_some_micro_batches_only(seen):

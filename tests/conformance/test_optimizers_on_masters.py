@@ -16,6 +16,7 @@ from support.masters import adamw, rounded
 from support.optimizer_oracle import (
     ByHand,
     assert_equal,
+    closure_of,
     loss_of,
     make_batches,
     make_model,
@@ -78,17 +79,10 @@ def test_lbfgs_on_masters():
         losses.append(loss.item())
         return loss
 
-    def evaluated():
-        opt.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        our_losses.append(loss.item())
-        return loss
-
     for _ in range(3):
         by_hand.optimizer.step(evaluated_by_hand)
         by_hand.round()
-        opt.step(evaluated)
+        opt.step(closure_of(opt, model, batch, our_losses))
     assert len(losses) > 6
     assert losses == our_losses
     assert_equal([m.detach() for m in masters], by_hand.stepped_on)
@@ -150,35 +144,30 @@ SCENARIOS = {
 }
 
 
-@pytest.fixture(scope="module")
-def world():
-    return 2
-
-
 def assert_nearest(first):
     """The parameters are the masters, rounded."""
     assert_equal(first["parameters"], rounded(first["masters"]))
 
 
-def test_masters_of_replicas(seen, world):
+def test_masters_of_replicas(pair):
     """Masters under DistributedDataParallel: windows are summed over processes in float32"""
-    first = ranks.agreed(seen, "replicas")
-    batches = make_batches(COUNT * world, HALF)
+    first = ranks.agreed(pair, "replicas")
+    batches = make_batches(2 * COUNT, HALF)
     numbers = {"dtype": HALF, "wide": torch.float32}
-    assert_equal(first["masters"], train_by_hand(adamw, batches, WINDOW * world, **numbers))
+    assert_equal(first["masters"], train_by_hand(adamw, batches, 2 * WINDOW, **numbers))
     assert_nearest(first)
 
 
-def test_replicas_are_rounded_alike(seen):
+def test_replicas_are_rounded_alike(pair):
     """Stochastic rounding gives all processes the same parameters, whatever their seeds"""
-    first = ranks.agreed(seen, "rounded_stochastically")
-    assert_equal(first["masters"], seen[1]["rounded_stochastically"]["masters"])
+    first = ranks.agreed(pair, "rounded_stochastically")
+    assert_equal(first["masters"], pair[1]["rounded_stochastically"]["masters"])
     assert not all(map(torch.equal, first["parameters"], rounded(first["masters"])))
 
 
-def test_masters_of_shards(seen):
+def test_masters_of_shards(pair):
     """Masters of `fully_shard` parameters are shards, also in checkpoints; bit for bit by hand"""
-    first = ranks.agreed(seen, "shards")
+    first = ranks.agreed(pair, "shards")
     assert first["sharded"]
     assert_equal(first["masters"], first["expected"])
     assert_nearest(first)

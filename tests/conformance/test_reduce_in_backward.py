@@ -9,7 +9,19 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from shares import BATCHES, WINDOW, called, error_of, held, in_group, outcome
+from shares import (
+    BATCHES,
+    WINDOW,
+    by_hand,
+    error_of,
+    held,
+    in_group,
+    inside,
+    made,
+    outcome,
+    own_share,
+    train,
+)
 from support.optimizer_oracle import (
     OP,
     ByHand,
@@ -19,22 +31,20 @@ from support.optimizer_oracle import (
     make_model,
     parameters_of,
     sgd,
-    train_by_hand,
 )
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 LATE = "must come after step or discard, got one for a window that is summed over processes"
 
 
-def started(rank, world, **kwargs):
+def started(rank, world):
     """An optimizer whose window is full and on its way."""
-    model = make_model()
-    opt = in_group(model, reduce_in_backward=True, **kwargs)
-    for i in range(WINDOW):
-        opt.backward(loss_of(model, BATCHES[i * world + rank]))
-        if i < WINDOW - 1:
-            opt.step()
+    model, opt = made(reduce_in_backward=True)
+    *share, (batch, weight) = own_share(rank, world, WINDOW)
+    train(opt, model, share)
+    opt.backward(loss_of(model, batch), weight)
     return model, opt
 
 
@@ -69,14 +79,12 @@ def two_in_a_micro_batch(rank, world):
     """The second backward pass of the last micro-batch is refused; the first one's sum arrives."""
     model = DistributedDataParallel(make_model())
     opt = in_group(model, process_group=None, reduce_in_backward=True)
-    for i in range(WINDOW - 1):
-        with opt.micro_batch(model):
-            opt.backward(loss_of(model, BATCHES[i * world + rank]))
-        opt.step()
+    *share, (batch, weight) = own_share(rank, world, WINDOW)
+    train(opt, model, share, inside)
 
     def last():
         with opt.micro_batch(model):
-            opt.backward(loss_of(model, BATCHES[(WINDOW - 1) * world + rank]))
+            opt.backward(loss_of(model, batch), weight)
             opt.backward(loss_of(model, BATCHES[0]))
 
     return finished(model.module, opt, errors={"backward": error_of(last)})
@@ -86,15 +94,13 @@ def discarded(rank, world):
     """A window on its way may be dropped by all ranks; they go on with the next."""
     model, opt = started(rank, world)
     opt.discard()
-    for i in range(WINDOW):
-        called(opt, model, BATCHES[i * world + rank])
+    train(opt, model, own_share(rank, world, WINDOW))
     return outcome(model, opt)
 
 
 def gradients_in_parts(rank, world):
     """A reentrant checkpoint used twice hands over the gradient of one layer in two parts."""
-    model = make_model()
-    opt = in_group(model, window=1, reduce_in_backward=True)
+    model, opt = made(window=1, reduce_in_backward=True)
     before = [p.detach().clone() for p in model.parameters()]
     with ranks.small_buckets():
         batch = BATCHES[rank].clone().requires_grad_()
@@ -105,14 +111,12 @@ def gradients_in_parts(rank, world):
     return {"error": error, "untouched": untouched and clear and held(opt) == 0}
 
 
-class Partly(torch.nn.Module):
+class Partly(nn.Module):
     """Two layers, of which a rank may leave out the first."""
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(n, n, dtype=torch.float64) for n in (3, 3)
-        )
+        self.layers = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
 
     def loss(self, batch, both):
         loss = self.layers[1](batch).square().mean()
@@ -178,8 +182,8 @@ def payload_fails(opt, model, rank):
 
 def step_fails(rank, world):
     """The wrapped optimizer's step fails once, after the sum: it is not summed again."""
-    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    model = torch.nn.ParameterList([weight])
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    model = nn.ParameterList([weight])
     opt = in_group(model, sgd, window=1, reduction="sum")
     failures = ["disk full"]
 
@@ -200,7 +204,7 @@ def frozen_on_one_rank(rank, world):
     opt = in_group(model, window=1)
     opt.backward(loss_of(model, BATCHES[0]))
     kept = held(opt)
-    return {"errors": [error_of(opt.step)], "held": kept}
+    return {"error": error_of(opt.step), "held": kept}
 
 
 def all_frozen(rank, world):
@@ -212,11 +216,11 @@ def all_frozen(rank, world):
 
 def groups_differ(rank, world):
     alone = [dist.new_group([n]) for n in range(world)][rank]
-    model = torch.nn.ModuleList(
+    model = nn.ModuleList(
         DistributedDataParallel(make_model(), process_group=group) for group in (None, alone)
     )
     opt = in_group(model, process_group=None)
-    return {"errors": [error_of(opt.micro_batch(model).__enter__)]}
+    return {"error": error_of(opt.micro_batch(model).__enter__)}
 
 
 ARRIVING = ranks.named(too_late, two_in_a_micro_batch, discarded)
@@ -238,24 +242,19 @@ SCENARIOS = {
 }
 
 
-@pytest.fixture(scope="module")
-def world():
-    return 2
-
-
 @pytest.mark.parametrize("scenario", ARRIVING)
-def test_a_window_on_its_way_arrives(seen, scenario):
+def test_a_window_on_its_way_arrives(pair, scenario):
     """A window that is being sent takes no more gradients, says so, and arrives; or is discarded"""
-    first = ranks.agreed(seen, scenario)
-    assert_close(first["parameters"], train_by_hand(adam, BATCHES[: 2 * WINDOW], 2 * WINDOW))
-    for rank in seen:
+    first = ranks.agreed(pair, scenario)
+    assert_close(first["parameters"], by_hand(2, 0, WINDOW, max_norm=None))
+    for rank in pair:
         assert rank[scenario]["stepped"]
         for call, error in rank[scenario].get("errors", {}).items():
             assert error.startswith(f"RuntimeError: {OP}.{call}: the call {LATE}"), (call, error)
 
 
 @pytest.mark.parametrize("scenario", DROPPED)
-def test_ranks_train_on_after_a_dropped_window(seen, scenario):
+def test_ranks_train_on_after_a_dropped_window(pair, scenario):
     """Ranks train on together after a window on its way was dropped, by you or by an error"""
     torch.manual_seed(5)
     model = Partly()
@@ -264,9 +263,9 @@ def test_ranks_train_on_after_a_dropped_window(seen, scenario):
         for batch in BATCHES[start : start + 2]:
             plain.add(model.loss(batch, True))
         plain.step()
-    first = ranks.agreed(seen, scenario)
+    first = ranks.agreed(pair, scenario)
     assert_close(first["parameters"], parameters_of(model))
-    errors = ranks.of(seen, scenario, "errors")
+    errors = ranks.of(pair, scenario, "errors")
     if scenario in FAILING:
         assert errors == [["ValueError: out of memory", False], ["", True]]
     if scenario == "payload_fails":
@@ -276,30 +275,30 @@ def test_ranks_train_on_after_a_dropped_window(seen, scenario):
             assert not stepped
 
 
-def test_a_failed_step_is_not_summed_again(seen):
+def test_a_failed_step_is_not_summed_again(pair):
     """A step that fails after the sum over ranks is tried again without another sum"""
-    first = ranks.agreed(seen, "step_fails")
+    first = ranks.agreed(pair, "step_fails")
     assert first["parameters"][0].tolist() == [-2.0, -2.0]
     assert first["stats"]["weight"] == 2.0
-    for failed, late in ranks.of(seen, "step_fails", "errors"):
+    for failed, late in ranks.of(pair, "step_fails", "errors"):
         assert failed == "RuntimeError: disk full"
         assert LATE in late
 
 
-def test_gradients_in_parts_are_an_error(seen):
+def test_gradients_in_parts_are_an_error(pair):
     """A gradient that comes in parts after it was sent is an error, and nothing was stepped on"""
-    for rank in seen:
+    for rank in pair:
         assert "got one in several parts, as reentrant" in rank["gradients_in_parts"]["error"]
         assert rank["gradients_in_parts"]["untouched"]
 
 
-def test_ranks_must_train_the_same(seen):
+def test_ranks_must_train_the_same(pair):
     """Parameters frozen on some ranks only, or parts in several groups, are refused in words"""
-    for rank in seen:
-        (error,) = rank["frozen_on_one_rank"]["errors"]
+    for rank in pair:
+        error = rank["frozen_on_one_rank"]["error"]
         text = "the window must be of the same trainable parameters on every process"
         assert error == f"RuntimeError: {OP}.step: {text}, got 26, 10 elements by rank"
         assert rank["frozen_on_one_rank"]["held"] == 1
-        (error,) = rank["groups_differ"]["errors"]
+        error = rank["groups_differ"]["error"]
         assert "must have DistributedDataParallel parts of one process group, got several" in error
         assert not rank["all_frozen"]["stepped"]

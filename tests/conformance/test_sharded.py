@@ -36,8 +36,8 @@ from support.optimizer_oracle import (
     parameters_of,
     sgd,
     window_gradient,
+    wrapped,
 )
-from support.optimizer_oracle import wrapped as wrapping
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +56,7 @@ def sharded(dtype=torch.float64, fused=False, policy=None, **options):
     kwargs = {} if policy is None else {"mp_policy": policy}
     fully_shard(model[0], **kwargs)
     fully_shard(model, **kwargs)
-    return model, wrapping(model, partial(adam, fused=fused), **{"window": WINDOW, **options})
+    return model, wrapped(model, partial(adam, fused=fused), **{"window": WINDOW, **options})
 
 
 trained = partial(shares.trained, make=sharded, max_norm=MAX_NORM)
@@ -85,7 +85,7 @@ def unsummed_norm(rank, world):
     weight = torch.randn(2, 3, generator=generator, dtype=torch.float64)
     inputs = torch.randn(6, 3, generator=generator, dtype=torch.float64)
     parameter = nn.Parameter(distribute_tensor(weight.clone(), mesh, [Replicate()]))
-    opt = wrapping(nn.ParameterList([parameter]), sgd, window=2, max_norm=0.5)
+    opt = wrapped(nn.ParameterList([parameter]), sgd, window=2, max_norm=0.5)
     for rows in inputs.split(3):
         output = distribute_tensor(rows, mesh, [Shard(0)]) @ parameter.T
         opt.backward(output.square().sum())

@@ -38,11 +38,6 @@ pytestmark = pytest.mark.process
 WORLD = 2
 
 
-@pytest.fixture(scope="module")
-def world():
-    return WORLD
-
-
 def step_that_fails(rank, world, synchronize):
     """The first full window's step fails; a fifth micro-batch joins it; then usual windows."""
     slow = partial(sgd, lr=0.1)
@@ -235,9 +230,9 @@ def descent(*windows):
 
 
 @pytest.mark.parametrize("scenario", FAILING_STEPS)
-def test_a_micro_batch_after_a_sharded_step_that_failed(seen, scenario):
+def test_a_micro_batch_after_a_sharded_step_that_failed(pair, scenario):
     """A micro-batch after a sharded step that failed joins its window, and the next is its own"""
-    first = ranks.agreed(seen, scenario)
+    first = ranks.agreed(pair, scenario)
     assert first["error"] == "KeyError: 'the first'"
     assert_close(first["joined"]["parameters"], descent((0, 5)))
     assert first["joined"]["stats"]["micro_batches"] == 5
@@ -246,9 +241,9 @@ def test_a_micro_batch_after_a_sharded_step_that_failed(seen, scenario):
     assert_close(first["parameters"], descent((0, 5), (4, 8)))
 
 
-def test_an_interrupt_while_a_held_window_is_reduced(seen):
+def test_an_interrupt_while_a_held_window_is_reduced(pair):
     """Ctrl-C while FSDP reduces a held window drops it and says so; training goes on"""
-    first = ranks.agreed(seen, "reduction_that_fails")
+    first = ranks.agreed(pair, "reduction_that_fails")
     note = f"{OP}.backward: the open window was dropped: it had been added to"
     if FINALIZES:
         note = f"{OP}.step: the open window was dropped: it was being reduced"
@@ -259,29 +254,29 @@ def test_an_interrupt_while_a_held_window_is_reduced(seen):
 
 
 @pytest.mark.parametrize("scenario", AS_USUAL)
-def test_training_goes_on_as_in_one_process(seen, scenario):
+def test_training_goes_on_as_in_one_process(pair, scenario):
     """Sharded training after such errors, or evaluation in a window, is that of one process"""
-    assert_close(ranks.agreed(seen, scenario)["parameters"], by_hand(WORLD, 0, 8))
+    assert_close(ranks.agreed(pair, scenario)["parameters"], by_hand(WORLD, 0, 8))
 
 
-def test_an_exception_before_the_first_forward(seen):
+def test_an_exception_before_the_first_forward(pair):
     """An exception inside the first `micro_batch`, before its forward, is the user's own"""
-    for error in ranks.of(seen, "exception_before_the_first_forward", "error"):
+    for error in ranks.of(pair, "exception_before_the_first_forward", "error"):
         assert error == "KeyError: 'no batch'"
 
 
-def test_a_part_of_a_sharded_model(seen):
+def test_a_part_of_a_sharded_model(pair):
     """`micro_batch` of a part of what FSDP gathers together is an error"""
-    for error in ranks.of(seen, "part_of_a_model", "error"):
+    for error in ranks.of(pair, "part_of_a_model", "error"):
         assert error == (
             f"ValueError: {OP}.micro_batch: model must be all of what FSDP gathers together, where "
             "synchronize='window', got a part of it"
         )
 
 
-def test_copies_of_a_window_that_fsdp_holds(seen):
+def test_copies_of_a_window_that_fsdp_holds(pair):
     """Copies, pickles and `main_grad` of a window that FSDP holds are errors in words"""
-    for errors in ranks.of(seen, "copied_while_held", "errors"):
+    for errors in ranks.of(pair, "copied_while_held", "errors"):
         assert errors == [
             f"RuntimeError: {OP}.{name}: the window must be closed, where FSDP holds its "
             "gradients unreduced, got an open one. Do this where opt.stepped is true"
@@ -289,9 +284,9 @@ def test_copies_of_a_window_that_fsdp_holds(seen):
         ]
 
 
-def test_a_flush_where_one_rank_has_dropped_its_window(seen):
+def test_a_flush_where_one_rank_has_dropped_its_window(pair):
     """A `flush` where one rank has discarded its micro-batches is an error on all, not a hang"""
-    for number, rank in enumerate(seen):
+    for number, rank in enumerate(pair):
         for error, kept, seconds in rank["one_rank_discards"]["seen"]:
             assert error.startswith(
                 f"RuntimeError: {OP}.flush: the window must hold the same number of "
@@ -301,31 +296,31 @@ def test_a_flush_where_one_rank_has_dropped_its_window(seen):
             assert seconds < 20.0  # of 60 that a hang would take
 
 
-def test_a_weight_of_zero_on_one_rank(seen):
+def test_a_weight_of_zero_on_one_rank(pair):
     """`on_nonfinite="raise"` with a weight of zero on one rank: all look at the gradients"""
     weights = list(WEIGHTS)
     weights[WORLD] = 0.0  # the second micro-batch of the first rank
-    first = ranks.agreed(seen, "zero_weight_on_one_rank")
+    first = ranks.agreed(pair, "zero_weight_on_one_rank")
     assert_close(first["parameters"], by_hand(WORLD, 0, 8, weights=weights))
 
 
-def test_a_run_that_is_resumed_where_a_window_is_closed(seen):
+def test_a_run_that_is_resumed_where_a_window_is_closed(pair):
     """A sharded run is resumed where a window is closed, bit for bit"""
-    first = ranks.agreed(seen, "resumed_where_a_window_is_closed")
+    first = ranks.agreed(pair, "resumed_where_a_window_is_closed")
     assert_equal(first["resumed"], first["parameters"])
 
 
-def test_micro_batches_of_shards_read_no_device(seen):
+def test_micro_batches_of_shards_read_no_device(pair):
     """Micro-batches of sharded parameters whose weights are on a device read nothing from it"""
-    for results in ranks.of(seen, "reads_of_a_device", "seen"):
+    for results in ranks.of(pair, "reads_of_a_device", "seen"):
         for count, lists, weight in results:
             assert (count, lists) == (0, 0)
             assert weight == pytest.approx(sum(WEIGHTS[2 * WORLD : 4 * WORLD]) / WORLD)
 
 
-def test_gradients_that_fsdp_sums(seen):
+def test_gradients_that_fsdp_sums(pair):
     """Where FSDP sums gradients, `reduction="sum"` does too, and "mean" is refused"""
-    for rank in seen:
+    for rank in pair:
         found = rank["gradients_that_fsdp_sums"]
         assert found["error"] == (
             f"ValueError: {OP}.micro_batch: model must average gradients over processes with "

@@ -16,7 +16,7 @@ from shares import (
     by_hand,
     called,
     error_of,
-    in_group,
+    made,
     outcome,
     own_share,
     train,
@@ -26,7 +26,6 @@ from support.optimizer_oracle import (
     adam,
     assert_close,
     loss_of,
-    make_model,
     state_of,
     train_by_hand,
 )
@@ -34,8 +33,7 @@ from support.optimizer_oracle import (
 
 def uneven(rank, world, counts, **kwargs):
     """Rank r has counts[r] micro-batches; then all drop what is open, and train on evenly."""
-    model = make_model()
-    opt = in_group(model, window=WINDOW, **kwargs)
+    model, opt = made(**kwargs)
     share = own_share(rank, world)
     calls = []
     for batch, weight in share[: counts[rank]]:
@@ -64,8 +62,7 @@ CASES = {
 
 def weight_of_zero(rank, world):
     """Rank 1 fills its last window up with what counts for nothing."""
-    model = make_model()
-    opt = in_group(model)
+    model, opt = made()
     share = own_share(rank, world, WINDOW)
     if rank == 1:
         share[-1] = share[-1][0], 0.0
@@ -79,16 +76,11 @@ SCENARIOS = {
 }
 
 
-@pytest.fixture(scope="module")
-def world():
-    return 2
-
-
 @pytest.mark.parametrize("scenario", CASES)
-def test_an_uneven_last_window_is_an_error_on_all_ranks(seen, scenario):
+def test_an_uneven_last_window_is_an_error_on_all_ranks(pair, scenario):
     """A rank with fewer micro-batches ends in an error that says so, and nothing has changed"""
     contract = "the window must hold the same number of micro-batches on every process"
-    for rank in seen:
+    for rank in pair:
         result = rank[scenario]
         assert f"{contract}, got {CASES[scenario][1]} by rank." in result["error"]
         assert result["error"].startswith(f"RuntimeError: {OP}")
@@ -96,15 +88,14 @@ def test_an_uneven_last_window_is_an_error_on_all_ranks(seen, scenario):
         assert result["same"]
         assert result["seconds"] < 20.0  # of 60 that a hang would take
         assert result["stepped"]
-    after = ranks.agreed(seen, scenario)["parameters"]
+    after = ranks.agreed(pair, scenario)["parameters"]
     assert_close(after, by_hand(2, 0, WINDOW, max_norm=None))
 
 
 def alone(rank: int, folder: str, leaves: bool) -> None:
     """Rank 1 never closes its window: it goes, or does something else until rank 0 has given up."""
     ranks.join(rank, 2, f"{folder}/meeting", seconds=4)
-    model = make_model()
-    opt = in_group(model, window=1)
+    model, opt = made(window=1)
     said = Path(folder, "said")
     called(opt, model, BATCHES[rank])
     opt.backward(loss_of(model, BATCHES[rank]))
@@ -129,9 +120,9 @@ def test_a_rank_that_never_closes_its_window(tmp_path, leaves):
     assert "call step and flush on all of them" in said
 
 
-def test_a_filler_of_weight_zero_makes_ranks_even(seen):
+def test_a_filler_of_weight_zero_makes_ranks_even(pair):
     """A micro-batch of `weight=0` fills a rank's last window and counts for nothing"""
-    first = ranks.agreed(seen, "weight_of_zero")
+    first = ranks.agreed(pair, "weight_of_zero")
     count = 2 * WINDOW - 1
     expected = train_by_hand(adam, BATCHES[:count], count, weights=WEIGHTS[:count])
     assert_close(first["parameters"], expected)
