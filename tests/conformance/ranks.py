@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,7 @@ PRELOADED = [
 ]
 
 Scenario: TypeAlias = Callable[[int, int], dict[str, Any]]  # rank, number of processes
+Scenarios: TypeAlias = Mapping[str, Scenario]
 
 
 @contextmanager
@@ -69,20 +70,29 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def work(rank: int, world: int, scenarios: Sequence[Scenario], folder: str) -> None:
+def named(*functions: Scenario) -> Scenarios:
+    """Scenarios that are called like their functions."""
+    return {function.__name__: function for function in functions}
+
+
+def work(rank: int, world: int, scenarios: Scenarios, folder: str) -> None:
     join(rank, world, f"{folder}/meeting")
     seen = {}
-    for scenario in scenarios:
+    for name, scenario in scenarios.items():
         torch.manual_seed(0)
-        seen[scenario.__name__] = scenario(rank, world)
+        seen[name] = scenario(rank, world)
     torch.save(seen, f"{folder}/{rank}.pt")
     leave()
 
 
 def run_on(
-    world: int, scenarios: Sequence[Scenario], name: str, temporary: pytest.TempPathFactory
+    world: int,
+    scenarios: Scenarios | Sequence[Scenario],
+    name: str,
+    temporary: pytest.TempPathFactory,
 ) -> list[dict[str, dict[str, Any]]]:
     """What each rank saw; run once for all workers of the test session."""
+    scenarios = scenarios if isinstance(scenarios, Mapping) else named(*scenarios)
 
     def run(folder: Path) -> None:
         spawn(work, (world, scenarios, str(folder)), world)
@@ -91,9 +101,15 @@ def run_on(
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
-def agreed(seen: Sequence[dict[str, dict[str, Any]]], scenario: Scenario) -> dict[str, Any]:
+def of(seen: Sequence[dict[str, dict[str, Any]]], scenario: str, what: str) -> list[Any]:
+    """One thing that every rank saw of a scenario."""
+    return [rank[scenario][what] for rank in seen]
+
+
+def agreed(seen: Sequence[dict[str, dict[str, Any]]], scenario: Scenario | str) -> dict[str, Any]:
     """What rank 0 saw of a scenario; parameters and statistics are equal on all ranks."""
-    first, *others = (rank[scenario.__name__] for rank in seen)
+    name = scenario if isinstance(scenario, str) else scenario.__name__
+    first, *others = (rank[name] for rank in seen)
     for other in others:
         if "parameters" in first:
             assert_equal(other["parameters"], first["parameters"])

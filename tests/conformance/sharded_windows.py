@@ -6,11 +6,13 @@ import copy
 import gc
 import time
 from collections import Counter
+from functools import partial
 
+import ranks
+import shares
 import torch
-import torch.distributed as dist
-from data_parallel import BATCHES, MAX_NORM, WINDOW, adam, own_share
-from support.optimizer_oracle import INF, loss_of, make_model
+from shares import MAX_NORM, WINDOW, error_of, held, inside, outcome, own_share, whole
+from support.optimizer_oracle import adam, loss_of, make_model, own_backward, sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -39,57 +41,29 @@ def sharded(dtype=torch.float64, model=None, **kwargs):
     return fully_shard(model, **kwargs)
 
 
-def wrapped(model, **kwargs):
+def wrapped(model, optimizer=adam, **kwargs):
     options = {"window": WINDOW, "max_norm": MAX_NORM, "synchronize": "window", **kwargs}
-    return AccumulatingOptimizer(adam(model.parameters()), **options)
+    return AccumulatingOptimizer(optimizer(model.parameters()), **options)
 
 
-def run(opt, model, batch, weight=1.0, factor=1.0):
-    with opt.micro_batch(model):
-        opt.backward(loss_of(model, batch) * factor, weight)
-    opt.step()
+def training(dtype=torch.float64, model=None, optimizer=adam, shards=None, **options):
+    """A sharded model, and a wrapper of it."""
+    model = sharded(dtype, model, **(shards or {}))
+    return model, wrapped(model, optimizer, **options)
 
 
-def train(opt, model, share):
-    for i, (batch, weight) in enumerate(share):
-        run(opt, model, batch, weight if i % 2 else torch.tensor(weight))
-
-
-def outcome(model, opt, **more):
-    full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return {"parameters": [p.detach() for p in full], "stats": opt.stats(), **more}
-
-
-def once_per_window(rank, world):
-    model = sharded()
-    opt = wrapped(model)
-    train(opt, model, own_share(rank, world))
-    return outcome(model, opt)
-
-
-def in_parts(rank, world):
-    model = sharded()
-    opt = wrapped(model)
-    for batch, weight in own_share(rank, world):
-        with opt.micro_batch(model):
-            opt.backward(0.25 * loss_of(model, batch), weight)
-            opt.backward(0.75 * loss_of(model, batch), weight)
-        opt.step()
-    return outcome(model, opt)
-
-
-def every_backward(rank, world):
-    """The default, with weights that differ between ranks and between micro-batches."""
-    model = sharded()
-    opt = wrapped(model, synchronize="backward")
-    train(opt, model, own_share(rank, world))
-    return outcome(model, opt)
+train = partial(shares.train, loop=inside, mixed=True)
+trained = partial(shares.trained, make=training, loop=inside, mixed=True)
+EQUAL = {
+    "once_per_window": trained,
+    "in_parts": partial(trained, loop=partial(inside, parts=(0.25, 0.75))),
+    "every_backward": partial(trained, synchronize="backward"),
+}
 
 
 def partial_windows(rank, world):
     """A flush after three of four, and after one."""
-    model = sharded()
-    opt = wrapped(model)
+    model, opt = training()
     share = own_share(rank, world)
     train(opt, model, share[:3])
     opt.flush()
@@ -98,36 +72,26 @@ def partial_windows(rank, world):
     return outcome(model, opt)
 
 
-def refused(call):
-    """The words of an error that is expected before torch 2.15."""
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
 def a_partial_window_is_refused(rank, world):
     """Before torch 2.15; then what is held is dropped, and training goes on."""
-    model = sharded()
-    opt = wrapped(model)
+    model, opt = training()
     share = own_share(rank, world)
     train(opt, model, share[:3])
-    told = [refused(opt.flush), refused(opt.accumulation_state_dict)]
-    held = opt._box.state.window.micro_batches
+    told = [error_of(opt.flush), error_of(opt.accumulation_state_dict)]
+    dropped = held(opt)
     opt.discard()
     train(opt, model, share[:8])
-    return outcome(model, opt, errors=told, held=held)
+    return outcome(model, opt, errors=told, dropped=dropped)
 
 
-def counted(rank, world, synchronize, micro_batches=WINDOW):
-    """Collectives of the second window."""
-    model = sharded()
-    opt = wrapped(model, synchronize=synchronize)
-    train(opt, model, own_share(rank, world)[:WINDOW])
+def counted(rank, world, make=training, micro_batches=WINDOW, flush=True, **options):
+    """Collectives of the second window, and of a flush, which sends nothing where it is full."""
+    model, opt = make(**options)
+    train(opt, model, own_share(rank, world, WINDOW))
     with torch.profiler.profile() as profile:
-        train(opt, model, own_share(rank, world)[:micro_batches])
-        opt.flush()
+        train(opt, model, own_share(rank, world, micro_batches))
+        if flush:
+            opt.flush()
     counts = Counter()
     for event in profile.key_averages():
         if event.key in COLLECTIVES:
@@ -135,74 +99,47 @@ def counted(rank, world, synchronize, micro_batches=WINDOW):
     return {"counts": dict(counts)}
 
 
-def counted_every_backward(rank, world):
-    return counted(rank, world, "backward")
-
-
-def counted_once_per_window(rank, world):
-    return counted(rank, world, "window")
-
-
-def counted_partial_window(rank, world):
-    return counted(rank, world, "window", 3)
-
-
-def inf_on_one_rank(rank, world):
-    model = sharded()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    opt = wrapped(model, window=2, scaler=scaler, max_norm=None)
-    skipped = []
-    for i, (batch, weight) in enumerate(own_share(rank, world, 4 * world)):
-        run(opt, model, batch, weight, INF if i == 0 and rank == 1 else 1.0)
-        if opt.stepped:
-            skipped.append(opt.last.skipped)
-    return outcome(model, opt, skipped=skipped, scale=scaler.get_scale())
-
-
-def an_exception(rank, world):
-    """In the third micro-batch, before its backward pass; the window is dropped."""
-    model = sharded()
-    opt = wrapped(model)
+def failing(rank, world, fail, count=2, again=0):
+    """After so many micro-batches one fails, and the window is dropped; others train on."""
+    model, opt = training()
     share = own_share(rank, world)
-    train(opt, model, share[:2])
-    notes = []
-    try:
-        with opt.micro_batch(model):
-            loss_of(model, share[2][0])
-            raise KeyError
-    except KeyError as error:
-        notes = error.__notes__
-    held = opt._box.state.window.micro_batches
-    train(opt, model, share[:8])
-    return outcome(model, opt, notes=notes, held=held)
+    train(opt, model, share[:count])
+    error = error_of(lambda: fail(opt, model, *share[count]))
+    after = {
+        "error": error,
+        "left": held(opt),
+        "grads": [p.grad is not None for p in parameters(opt)],
+    }
+    train(opt, model, share[again:8])
+    return outcome(model, opt, **after)
 
 
-def an_exception_in_backward(rank, world):
-    """On the way to the first layer, when the gradients of the last are there."""
-    model = sharded()
-    opt = wrapped(model)
-    share = own_share(rank, world)
-    train(opt, model, share[:2])
+def parameters(opt):
+    return opt.param_groups[0]["params"]
 
-    def stop(grad):
+
+def before_backward(opt, model, batch, weight):
+    with opt.micro_batch(model):
+        loss_of(model, batch)
         raise KeyError
 
-    try:
-        with opt.micro_batch(model):
-            hidden = model[0](share[2][0])
-            hidden.register_hook(stop)
-            opt.backward(model[2](hidden).square().mean())
-    except KeyError:
-        pass
-    train(opt, model, share[:8])
-    return outcome(model, opt)
+
+def in_backward(opt, model, batch, weight, error=KeyError):
+    """On the way to the first layer, when the gradients of the last are there."""
+
+    def stop(grad):
+        raise error
+
+    with opt.micro_batch(model):
+        hidden = model[0](batch)
+        hidden.register_hook(stop)
+        opt.backward(model[2](hidden).square().mean(), weight)
 
 
 def frozen(rank, world):
     whole = make_model()
     whole[0].weight.requires_grad_(False)
-    model = sharded(model=whole)
-    opt = wrapped(model)
+    model, opt = training(model=whole)
     train(opt, model, own_share(rank, world))
     return outcome(model, opt)
 
@@ -210,13 +147,11 @@ def frozen(rank, world):
 def saved_inside(rank, world):
     """The open window is saved after two of four, and resumed by another model and optimizer."""
     share = own_share(rank, world)
-    model = sharded()
-    opt = wrapped(model)
+    model, opt = training()
     train(opt, model, share[:2])
     saved = copy.deepcopy(opt.accumulation_state_dict())
     train(opt, model, share[2:WINDOW])
-    again = sharded()
-    resumed = wrapped(again)
+    again, resumed = training()
     resumed.load_accumulation_state_dict(saved)
     train(resumed, again, share[2:WINDOW])
     return outcome(model, opt, resumed=outcome(again, resumed)["parameters"])
@@ -224,39 +159,25 @@ def saved_inside(rank, world):
 
 def misuse(rank, world):
     """What is refused in words."""
-    model = sharded()
-    opt = wrapped(model)
+    model, opt = training()
     batch, weight = own_share(rank, world)[0]
-    errors = {}
-
-    def told(name, call):
-        try:
-            call()
-        except (RuntimeError, ValueError) as error:
-            errors[name] = f"{type(error).__name__}: {error}"
-
-    def outside():
-        opt.backward(loss_of(model, batch))
-
-    def by_the_user():
-        loss_of(model, batch).backward()
-        opt.step()
 
     def cleared():
-        run(opt, model, batch, weight)
+        inside(opt, model, batch, weight)
         model.zero_grad()
-        run(opt, model, batch, weight)
+        inside(opt, model, batch, weight)
 
     def empty():
         with opt.micro_batch(model):
             pass
 
-    told("outside", outside)
-    told("by the user", by_the_user)
+    errors = {
+        "outside": error_of(lambda: opt.backward(loss_of(model, batch))),
+        "by the user": error_of(lambda: own_backward(opt, loss_of(model, batch))),
+    }
     opt.zero_grad()
-    told("unsharded", lambda: opt.micro_batch(nn.Linear(1, 1)).__enter__())
-    told("empty", empty)
-    told("cleared", cleared)
+    errors["unsharded"] = error_of(opt.micro_batch(nn.Linear(1, 1)).__enter__)
+    errors |= {"empty": error_of(empty), "cleared": error_of(cleared)}
     opt.discard()
     train(opt, model, own_share(rank, world))
     return outcome(model, opt, errors=errors)
@@ -303,12 +224,11 @@ def memory(rank, world):
         (torch.bfloat16, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}),
     ):
         for synchronize in ("backward", "window"):
-            model = sharded(model=Wide(dtype), **options)
-            opt = wrapped(model, synchronize=synchronize)
+            model, opt = training(model=Wide(dtype), shards=options, synchronize=synchronize)
             batch = torch.randn(2, 301, dtype=dtype)
             before = live_bytes()
             for _ in range(2):
-                run(opt, model, batch)
+                inside(opt, model, batch)
             found.append((live_bytes() - before, accumext.window_memory(model, synchronize)))
             opt.discard()
     return {"memory": found}
@@ -319,102 +239,57 @@ def half_precision(rank, world):
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     model = sharded(torch.bfloat16, mp_policy=policy)
     masters = accumext.masters(model.parameters())
-    sgd = torch.optim.SGD(masters, lr=1.0)
-    opt = AccumulatingOptimizer(sgd, window=WINDOW, masters=masters, synchronize="window")
-    before = [m.full_tensor().detach() for m in masters]
-    for batch, _ in own_share(rank, world)[:WINDOW]:
-        run(opt, model, batch.bfloat16())
-    after = [m.full_tensor().detach() for m in masters]
-    return {"moved": [a - b for a, b in zip(before, after, strict=True)]}
+    opt = AccumulatingOptimizer(sgd(masters), window=WINDOW, masters=masters, synchronize="window")
+    before = [m.detach().clone() for m in whole(masters)]
+    train(opt, model, own_share(rank, world, WINDOW, torch.bfloat16))
+    return {"moved": [a - b.detach() for a, b in zip(before, whole(masters), strict=True)]}
 
 
-def mesh_2d():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def hybrid(rank, world, synchronize="window", **kwargs):
-    """HSDP: `fully_shard` on a mesh of two dimensions."""
-    model = sharded(mesh=mesh_2d())
-    opt = wrapped(model, synchronize=synchronize, **kwargs)
-    train(opt, model, own_share(rank, world))
-    return outcome(model, opt)
-
-
-def hybrid_every_backward(rank, world):
-    return hybrid(rank, world, "backward")
-
-
-def shards_of_replicas(rank, world, synchronize="window"):
-    """`fully_shard` within pairs, and the optimizer's own group over the replicas."""
-    mesh = mesh_2d()
-    model = sharded(mesh=mesh["shard"])
-    opt = wrapped(model, synchronize=synchronize, process_group=mesh["replicate"].get_group())
-    train(opt, model, own_share(rank, world))
-    return outcome(model, opt)
-
-
-def shards_of_replicas_every_backward(rank, world):
-    return shards_of_replicas(rank, world, "backward")
-
-
-def hybrid_counted(rank, world):
-    seen = {}
-    mesh = mesh_2d()
-    for name, options, synchronize in (
-        ("usual hybrid", {"mesh": mesh}, "backward"),
-        ("hybrid", {"mesh": mesh}, "window"),
-        ("shards of replicas", {"mesh": mesh["shard"]}, "window"),
-    ):
-        model = sharded(**options)
-        own = mesh["replicate"].get_group() if name == "shards of replicas" else None
-        opt = wrapped(model, process_group=own, synchronize=synchronize)
-        train(opt, model, own_share(rank, world)[:WINDOW])
-        with torch.profiler.profile() as profile:
-            train(opt, model, own_share(rank, world)[:WINDOW])
-        counts = Counter()
-        for event in profile.key_averages():
-            if event.key in COLLECTIVES:
-                counts[COLLECTIVES[event.key]] += event.count
-        seen[name] = dict(counts)
-    return {"counts": seen}
+def hybrid(replicated=False, **options):
+    """HSDP: `fully_shard` on a mesh of two dimensions; or shards in pairs, whose replicas the
+    optimizer's own group sums."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if replicated:
+        options["process_group"] = mesh["replicate"].get_group()
+    return training(shards={"mesh": mesh["shard"] if replicated else mesh}, **options)
 
 
 def hybrid_partial_window(rank, world):
-    model = sharded(mesh=mesh_2d())
-    opt = wrapped(model)
-    train(opt, model, own_share(rank, world)[:3])
-    told = refused(opt.flush)
-    if told is not None:
+    model, opt = hybrid()
+    train(opt, model, own_share(rank, world, 3))
+    error = error_of(opt.flush)
+    if error:
         opt.discard()
-        return {"error": told}
+        return {"error": error}
     return outcome(model, opt)
 
 
-EQUAL = (once_per_window, in_parts, every_backward)
-ALONE = (
-    *EQUAL,
-    counted_every_backward,
-    counted_once_per_window,
-    inf_on_one_rank,
-    frozen,
-    misuse,
-    memory,
-    half_precision,
-    an_exception,
-    *((an_exception_in_backward,) if RECOVERS else ()),
-)
-FINALIZING = (partial_windows, counted_partial_window, saved_inside)
-SCENARIOS = (*ALONE, *(FINALIZING if FINALIZES else (a_partial_window_is_refused,)))
-EQUAL_HYBRIDS = (
-    hybrid,
-    hybrid_every_backward,
-    shards_of_replicas,
-    shards_of_replicas_every_backward,
-)
-HYBRIDS = (
-    *EQUAL_HYBRIDS,
-    hybrid_counted,
-    hybrid_partial_window,
-)
-assert len(BATCHES) % (WINDOW * 3) == 0
-assert dist.is_available()
+SCENARIOS = {
+    **EQUAL,
+    "counted_every_backward": partial(counted, synchronize="backward"),
+    "counted_once_per_window": counted,
+    "inf_on_one_rank": partial(shares.poisoned, make=training, loop=inside, max_norm=None),
+    "an_exception": partial(failing, fail=before_backward),
+    **ranks.named(frozen, misuse, memory, half_precision),
+}
+if RECOVERS:
+    SCENARIOS["an_exception_in_backward"] = partial(failing, fail=in_backward)
+if FINALIZES:
+    SCENARIOS["counted_partial_window"] = partial(counted, micro_batches=3)
+    SCENARIOS |= ranks.named(partial_windows, saved_inside)
+else:
+    SCENARIOS |= ranks.named(a_partial_window_is_refused)
+EQUAL_HYBRIDS = {
+    f"{kind}-{synchronize}": partial(
+        trained, make=hybrid, replicated=replicated, synchronize=synchronize
+    )
+    for kind, replicated in (("hybrid", False), ("shards_of_replicas", True))
+    for synchronize in ("backward", "window")
+}
+HYBRIDS = {
+    **EQUAL_HYBRIDS,
+    "usual": partial(counted, make=hybrid, synchronize="backward"),
+    "once": partial(counted, make=hybrid),
+    "replicas": partial(counted, make=hybrid, replicated=True, flush=False),
+    "hybrid_partial_window": hybrid_partial_window,
+}

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from optimizer_cases import CLASSES, batches_for, make_optimizer, model_for
 from support.optimizer_oracle import (
+    adam,
     assert_close,
     assert_equal,
-    loss_of,
+    closure_of,
     make_batches,
     make_model,
     parameters_of,
     run,
+    through_a_file,
     train_by_hand,
     windows_of,
 )
@@ -35,21 +36,7 @@ BATCHES = make_batches(12)
 def run_bare(opt, model, batches, window=WINDOW):
     """On the joined batches of each window."""
     for some in windows_of(batches, window):
-
-        def closure(some=some):
-            opt.zero_grad()
-            loss = loss_of(model, torch.cat(some))
-            loss.backward()
-            return loss
-
-        opt.step(closure)
-
-
-def through_a_file(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
+        opt.step(closure_of(opt, model, torch.cat(some)))
 
 
 @pytest.mark.parametrize("first", ["bare", "wrapped"])
@@ -82,10 +69,6 @@ def test_checkpoints_move_both_ways(name, first):
 
 def test_loading_leaves_the_open_window_alone():
     """`load_state_dict` inside a window changes the optimizer's state and leaves the window"""
-
-    def adam(parameters):
-        return torch.optim.Adam(parameters, lr=0.05)
-
     model = make_model()
     opt = AccumulatingOptimizer(adam(model.parameters()), window=WINDOW)
     run(opt, model, BATCHES[:3])
@@ -101,7 +84,7 @@ def test_loading_leaves_the_open_window_alone():
 
 
 OPTIMIZERS = {
-    "adam": lambda p: torch.optim.Adam(p, lr=0.05),
+    "adam": adam,
     "tensor-lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.05)),
     "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),  # which never has any state

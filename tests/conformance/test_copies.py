@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -17,30 +17,20 @@ from support.optimizer_oracle import (
     make_model,
     parameters_of,
     run,
+    through_a_file,
     train_by_hand,
 )
+from support.optimizer_oracle import wrapped as wrapping
 from torch.optim import lr_scheduler
-
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(9)
 
 
-def wrapped(model, **kwargs):
-    return AccumulatingOptimizer(adam(model.parameters()), **{"window": 3, **kwargs})
-
-
-def through_a_file(pair):
-    buffer = io.BytesIO()
-    torch.save(pair, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
+wrapped = partial(wrapping, make=adam, window=3)
 CLONES = {
     "copy.deepcopy": copy.deepcopy,
     "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
-    "torch.save": through_a_file,
+    "torch.save": partial(through_a_file, weights_only=False),
 }
 
 

@@ -21,6 +21,7 @@ from support.optimizer_oracle import (
     adam,
     assert_close,
     assert_equal,
+    closure_of,
     growing_scaler,
     loss_of,
     make_batches,
@@ -147,13 +148,7 @@ def test_steps_with_a_closure_without_gradients_and_on_the_same_ones(name, varia
         opt.register_step_pre_hook(lambda *_: calls.append("pre"))
         opt.register_step_post_hook(lambda *_: calls.append("post"))
         batches = batches_for(name, [4, 5])
-
-        def closure():
-            opt.zero_grad()
-            loss = loss_of(model, batches[0])
-            loss.backward()
-            return loss
-
+        closure = closure_of(opt, model, batches[0])
         returned = [opt.step(closure).item() for _ in range(2)]
         opt.zero_grad()
         opt.step()
@@ -178,14 +173,7 @@ def test_lbfgs_is_handed_its_closure():
     for wrap in (lambda bare: bare, AccumulatingOptimizer):
         model, losses = make_model(), []
         opt = wrap(make_optimizer("LBFGS", model.parameters()))
-
-        def closure(model=model, opt=opt, losses=losses):
-            opt.zero_grad()
-            loss = loss_of(model, BATCHES[0])
-            loss.backward()
-            losses.append(loss.item())
-            return loss
-
+        closure = closure_of(opt, model, BATCHES[0], losses)
         values = [opt.step(closure).item() for _ in range(3)]
         results.append((parameters_of(model), [losses, values]))
     (expected, seen), (actual, ours) = results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ from support.optimizer_oracle import (
     make_model,
     parameters_of,
     run,
+    through_a_file,
     train_by_hand,
 )
+from support.optimizer_oracle import wrapped as wrapping
 from torch import nn
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
@@ -26,8 +28,7 @@ from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 BATCHES = make_batches(3)
 
 
-def wrapped(model, **kwargs):
-    return AccumulatingOptimizer(adam(model.parameters()), **{"window": 3, **kwargs})
+wrapped = partial(wrapping, make=adam, window=3)
 
 
 @pytest.mark.parametrize("middle", [0, 1, 2])
@@ -63,18 +64,15 @@ def test_resume_in_the_middle_of_a_window_bit_for_bit(dtype, scaled, on_nonfinit
 
     model, opt, scaler = build()
     go(model, opt, 0, 3 + middle)
-    buffer = io.BytesIO()
     saved = {
         "model": model.state_dict(),
         "opt": opt.state_dict(),
         "open": opt.accumulation_state_dict(),
         "scaler": scaler.state_dict() if scaled else None,
     }
-    torch.save(saved, buffer)
+    loaded = through_a_file(saved)
     reports = go(model, opt, 3 + middle, 9)
 
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=True)
     other, resumed, other_scaler = build()
     other.load_state_dict(loaded["model"])
     resumed.load_state_dict(loaded["opt"])

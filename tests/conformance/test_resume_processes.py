@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,23 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from data_parallel import BATCHES, adam
+from shares import BATCHES, WEIGHTS, inside, outcome, own_share, train
 from support.optimizer_oracle import (
     INF,
+    adam,
     assert_close,
     assert_equal,
     loss_of,
     make_model,
+    parameters_of,
+    sgd,
     train_by_hand,
+    wrapped,
 )
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import ProcessExitedException
 from torch.nn.parallel import DistributedDataParallel
-
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 END = 14  # micro-batches; windows of 4, so the last is open
 KILLED_AFTER = (1, 6, 11)  # in the first window, in the middle and before the end of a later one
@@ -52,13 +55,15 @@ class Training:
         self.module = make_model(dtype)
         self.model = DistributedDataParallel(self.module) if world > 1 else self.module
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-        self.opt = AccumulatingOptimizer(
-            torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9),
-            window=4,
-            scaler=self.scaler,
-            **options,
-        )
+        momentum = partial(sgd, lr=0.1, momentum=0.9)
+        self.opt = wrapped(self.module, momentum, window=4, scaler=self.scaler, **options)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.7)
+        self.parts = {
+            "model": self.module,
+            "optimizer": self.opt,
+            "scaler": self.scaler,
+            "schedule": self.schedule,
+        }
         self.done = 0
 
     def run(self, until):
@@ -74,21 +79,13 @@ class Training:
                 self.schedule.step()
         self.done = until
 
-    def parts(self):
-        return {
-            "model": self.module,
-            "optimizer": self.opt,
-            "scaler": self.scaler,
-            "schedule": self.schedule,
-        }
-
     def save(self, path):
-        state = {name: part.state_dict() for name, part in self.parts().items()}
+        state = {name: part.state_dict() for name, part in self.parts.items()}
         torch.save({**state, "open": self.opt.accumulation_state_dict(), "done": self.done}, path)
 
     def load(self, path):
         state = torch.load(path)
-        for name, part in self.parts().items():
+        for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.opt.load_accumulation_state_dict(state["open"])
         self.done = state["done"]
@@ -101,9 +98,8 @@ class Training:
             reports.append(list(self.opt.stats().values()))
         self.opt.flush()
         scale = torch.tensor(self.scaler.get_scale())
-        parameters = [p.detach() for p in self.module.parameters()]
         last = torch.tensor(reports[KILLED_AFTER[-1] - END :])  # norms of skipped windows are NaN
-        return [*parameters, scale, last.nan_to_num()]
+        return [*parameters_of(self.module), scale, last.nan_to_num()]
 
 
 def cases(rank, world, folder):
@@ -156,59 +152,55 @@ def test_a_killed_run_goes_on_bit_for_bit(world, tmp_path):
 WINDOW = 12  # micro-batches of all processes together, in any number of them
 
 
-def train(model, opt, rank, world, batches):
-    for batch in batches[rank::world]:
-        with opt.micro_batch(model):
-            opt.backward(loss_of(model, batch))
-        opt.step()
-
-
-def replicated(rank, world, folder, meeting, part):
-    """One window under DistributedDataParallel, from the checkpoint of the one before."""
-    ranks.join(rank, world, meeting)
-    module = make_model()
-    model = DistributedDataParallel(module) if world > 1 else module
-    opt = AccumulatingOptimizer(adam(module.parameters()), window=WINDOW // world)
-    path = Path(folder, "checkpoint.pt")
-    if part > 0:
+@contextmanager
+def replicated(model, opt, path, going_on):
+    """From the checkpoint of the window before to that of this one."""
+    path = f"{path}.pt"
+    if going_on:
         state = torch.load(path)
-        module.load_state_dict(state["model"])
+        model.load_state_dict(state["model"])
         opt.load_state_dict(state["optimizer"])
         opt.load_accumulation_state_dict(state["open"])
-    train(model, opt, rank, world, BATCHES[part * WINDOW :][:WINDOW])
+    yield
     dist.barrier()
-    if rank == 0:
-        state = {"model": module.state_dict(), "optimizer": opt.state_dict()}
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": opt.state_dict()}
         torch.save({**state, "open": opt.accumulation_state_dict()}, path)
-    ranks.leave()
 
 
-def sharded(rank, world, folder, meeting, part):
-    """The same under fully_shard, with torch.distributed.checkpoint."""
-    ranks.join(rank, world, meeting)
-    model = fully_shard(make_model())
-    opt = AccumulatingOptimizer(adam(model.parameters()), window=WINDOW // world)
-    path = str(Path(folder, "sharded"))
-    if part > 0:
+@contextmanager
+def sharded(model, opt, path, going_on):
+    """The same with torch.distributed.checkpoint."""
+    if going_on:
         weights, state = get_state_dict(model, opt)
         dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
         set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=state)
-    train(model, opt, rank, world, BATCHES[part * WINDOW :][:WINDOW])
+    yield
     weights, state = get_state_dict(model, opt)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-    if rank == 0:
-        torch.save({"model": full}, Path(folder, "checkpoint.pt"))
+
+
+def one_window(rank, world, folder, part, checkpoints):
+    ranks.join(rank, world, f"{folder}/meeting-{part}")
+    module = make_model()
+    if checkpoints is sharded:
+        model = fully_shard(module)
+    else:
+        model = DistributedDataParallel(module) if world > 1 else module
+    opt = wrapped(module, adam, window=WINDOW // world)
+    share = own_share(rank, world)[part * WINDOW // world :][: WINDOW // world]
+    with checkpoints(module, opt, f"{folder}/checkpoint", part > 0):
+        train(opt, model, share, inside)
+    torch.save(outcome(module, opt)["parameters"], f"{folder}/parameters-{rank}.pt")
     ranks.leave()
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("worlds", [(2, 3), (3, 1)], ids=["2-to-3", "3-to-1"])
-@pytest.mark.parametrize("kind", [replicated, sharded], ids=["ddp", "fully_shard"])
-def test_a_closed_window_goes_on_in_another_number_of_processes(kind, worlds, tmp_path):
+@pytest.mark.parametrize("checkpoints", [replicated, sharded], ids=["ddp", "fully_shard"])
+def test_a_closed_window_goes_on_in_another_number_of_processes(checkpoints, worlds, tmp_path):
     """After a closed window a run goes on in any number of processes"""
     for part, world in enumerate(worlds):
-        arguments = (world, str(tmp_path), f"{tmp_path}/meeting-{part}", part)
-        ranks.spawn(kind, arguments, world)
-    model = torch.load(tmp_path / "checkpoint.pt")["model"]
-    assert_close(list(model.values()), train_by_hand(adam, BATCHES, WINDOW))
+        ranks.spawn(one_window, (world, str(tmp_path), part, checkpoints), world)
+    parameters = torch.load(tmp_path / "parameters-0.pt")
+    assert_close(parameters, train_by_hand(adam, BATCHES, WINDOW, weights=WEIGHTS))

@@ -7,7 +7,6 @@ that the optimizer stepped first.
 from __future__ import annotations
 
 import inspect
-import io
 from itertools import pairwise
 
 import pytest
@@ -21,6 +20,7 @@ from support.optimizer_oracle import (
     one_call,
     own_backward,
     parameters_of,
+    through_a_file,
 )
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -129,10 +129,7 @@ class Wrapped:
 
     def saved(self):
         """Its state, as a file holds it."""
-        buffer = io.BytesIO()
-        torch.save([thing.state_dict() for thing in self.things()], buffer)
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=True)
+        return through_a_file([thing.state_dict() for thing in self.things()])
 
     def things(self):
         return self.model, self.opt, self.scheduler

@@ -156,22 +156,10 @@ class Gan:
     def generator_loss(self, batch):
         return self.judge(self.generator(batch.flip(0)), True)
 
-    def parameters(self):
-        return [*self.generator.parameters(), *self.discriminator.parameters()]
-
-
-def train_gan_by_hand(windows):
-    """Each network on the mean of its own window, with autograd.grad, so that nothing leaks."""
-    gan = Gan()
-    networks = (gan.discriminator, gan.generator)
-    sides = [ByHand(network.parameters(), adam) for network in networks]
-    for number, batch in enumerate(BATCHES, 1):
-        losses = (gan.discriminator_loss, gan.generator_loss)
-        for by_hand, loss, window in zip(sides, losses, windows):
-            by_hand.add(loss(batch))
-            if number % window == 0:
-                by_hand.step()
-    return [p.detach() for p in gan.parameters()]
+    def sides(self):
+        """Each network with its loss, in the order in which they play."""
+        discriminator = self.discriminator, self.discriminator_loss
+        return discriminator, (self.generator, self.generator_loss)
 
 
 @pytest.mark.parametrize("freeze", [False, True], ids=["leaking", "frozen-meanwhile"])
@@ -179,14 +167,13 @@ def train_gan_by_hand(windows):
 @pytest.mark.parametrize("protocol", ["none", "raw", "own", "each"])
 def test_a_gan_with_two_wrappers(protocol, windows, freeze):
     """A GAN with a wrapper for each side: the other side's gradients count nowhere"""
-    gan, scaler = Gan(), make_scaler()
+    gan, plain, scaler = Gan(), Gan(), make_scaler()
+    own = scaler if protocol == "own" else None
+    # By autograd.grad, so that nothing leaks
+    by_hand = [ByHand(network.parameters(), adam) for network, _ in plain.sides()]
     opts = [
-        AccumulatingOptimizer(
-            adam(network.parameters()),
-            window=window,
-            scaler=scaler if protocol == "own" else None,
-        )
-        for network, window in zip((gan.discriminator, gan.generator), windows)
+        AccumulatingOptimizer(adam(network.parameters()), window=window, scaler=own)
+        for (network, _), window in zip(gan.sides(), windows)
     ]
 
     def play(opt, loss):
@@ -198,12 +185,16 @@ def test_a_gan_with_two_wrappers(protocol, windows, freeze):
         else:
             outer_scaler(opt, loss, scaler)
 
-    for batch in BATCHES:
-        play(opts[0], gan.discriminator_loss(batch))
-        gan.discriminator.requires_grad_(not freeze)
-        play(opts[1], gan.generator_loss(batch))
-        gan.discriminator.requires_grad_(True)
-    assert_close([p.detach() for p in gan.parameters()], train_gan_by_hand(windows))
+    for number, batch in enumerate(BATCHES, 1):
+        for side, (_, loss), window in zip(by_hand, plain.sides(), windows):
+            side.add(loss(batch))
+            if number % window == 0:
+                side.step()
+        for opt, (network, loss) in zip(opts, gan.sides()):
+            gan.discriminator.requires_grad_(network is gan.discriminator or not freeze)
+            play(opt, loss(batch))
+    for (network, _), (expected, _) in zip(gan.sides(), plain.sides()):
+        assert_close(parameters_of(network), parameters_of(expected))
 
 
 @pytest.mark.parametrize("skip", [None, 4], ids=["finite", "inf"])

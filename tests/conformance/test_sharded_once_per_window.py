@@ -9,21 +9,24 @@ import pytest
 import ranks
 import sharded_windows as does
 import torch
-from data_parallel import BATCHES, MAX_NORM, WEIGHTS, WINDOW, adam
+from shares import (
+    BATCHES,
+    COUNT,
+    WEIGHTS,
+    WINDOW,
+    by_hand,
+    by_windows,
+    error_of,
+    own_share,
+)
 from support.optimizer_oracle import (
+    OP,
     assert_close,
     make_model,
-    train_by_hand,
     window_gradient,
-    windows_of,
 )
 
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-
 pytestmark = pytest.mark.process
-
-# float32 main gradients of bfloat16 activations and weights, whose products are rounded to 8 bits.
-HALF = {"rtol": 0.05, "atol": 0.01}
 
 REFUSED = (
     "the window must be full to be synchronised, or torch 2.15 or later, got a part of one, with "
@@ -31,14 +34,7 @@ REFUSED = (
 )
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda world: f"{world}-processes")
-def world(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def seen(world, tmp_path_factory):
-    return ranks.run_on(world, does.SCENARIOS, "sharded_window", tmp_path_factory)
+SCENARIOS = does.SCENARIOS
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +42,7 @@ def hybrids(tmp_path_factory):
     return ranks.run_on(4, does.HYBRIDS, "hybrid_window", tmp_path_factory)
 
 
-def by_hand(world, count=None, window=WINDOW, **kwargs):
-    options = {"weights": WEIGHTS[:count], "max_norm": MAX_NORM, **kwargs}
-    return train_by_hand(adam, BATCHES[:count], window * world, **options)
-
-
-@pytest.mark.parametrize("scenario", does.EQUAL, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("scenario", does.EQUAL)
 def test_windows_that_are_sent_once_equal_one_process(seen, world, scenario):
     """`synchronize="window"` with other weights on every rank equals one process"""
     first = ranks.agreed(seen, scenario)
@@ -64,107 +55,83 @@ def test_windows_that_are_sent_once_equal_one_process(seen, world, scenario):
 def test_partial_windows_that_are_sent_once(seen, world):
     """`flush` sends a partial window once; before torch 2.15 it is refused and can be dropped"""
     if not does.FINALIZES:
-        first = ranks.agreed(seen, does.a_partial_window_is_refused)
-        assert first["errors"][0] == f"AccumulatingOptimizer.flush: {REFUSED}"
-        assert first["held"] == 3
-        assert_close(first["parameters"], by_hand(world, 8 * world))
+        first = ranks.agreed(seen, "a_partial_window_is_refused")
+        assert first["errors"][0] == f"RuntimeError: {OP}.flush: {REFUSED}"
+        assert first["dropped"] == 3
+        assert_close(first["parameters"], by_hand(world, 0, 8))
         return
-    first = ranks.agreed(seen, does.partial_windows)
-    model = make_model()
-    optimizer = adam(model.parameters())
-    for begin, end in ((0, 3), (3, 7), (7, 8)):
-        some = slice(begin * world, end * world)
-        grads = window_gradient(model, BATCHES[some], WEIGHTS[some])
-        norm = torch.cat([g.flatten() for g in grads]).norm()
-        for parameter, grad in zip(model.parameters(), grads, strict=True):
-            parameter.grad = grad * min(1.0, MAX_NORM / (float(norm) + 1e-6))
-        optimizer.step()
-    assert_close(first["parameters"], [p.detach() for p in model.parameters()])
+    first = ranks.agreed(seen, "partial_windows")
+    assert_close(first["parameters"], by_windows(world, (0, 3), (3, 7), (7, 8)))
     assert first["stats"]["micro_batches"] == 1
-    for rank in seen:  # of three micro-batches
-        once = rank["counted_partial_window"]["counts"]
+    for once in ranks.of(seen, "counted_partial_window", "counts"):  # of three micro-batches
         assert once == {"all-gathers": 8, "reduce-scatters": 2, "all-reduces": 2}
 
 
 def test_a_window_is_sent_once(seen):
     """A window of 4, 2 groups: 10 all-gathers instead of 16, 2 reduce-scatters instead of 8"""
-    for rank in seen:
-        usual = rank["counted_every_backward"]["counts"]
+    for usual in ranks.of(seen, "counted_every_backward", "counts"):
         assert usual == {"all-gathers": 16, "reduce-scatters": 8, "all-reduces": 2}
-        once = rank["counted_once_per_window"]["counts"]
+    for once in ranks.of(seen, "counted_once_per_window", "counts"):
         assert once == {"all-gathers": 10, "reduce-scatters": 2, "all-reduces": 2}
 
 
 def test_an_inf_on_one_rank_skips_the_window_on_all(seen, world):
     """An inf on one rank skips the window on all of them, and loss scales stay equal"""
-    first = ranks.agreed(seen, does.inf_on_one_rank)
-    for rank in seen:
-        assert rank["inf_on_one_rank"]["skipped"] == [True, False]
-        assert rank["inf_on_one_rank"]["scale"] == 4.0
-    good, weights = BATCHES[2 * world : 4 * world], WEIGHTS[2 * world : 4 * world]
-    assert_close(first["parameters"], train_by_hand(adam, good, 2 * world, weights=weights))
+    first = ranks.agreed(seen, "inf_on_one_rank")
+    for closed in ranks.of(seen, "inf_on_one_rank", "closed"):
+        assert [report[:2] for report in closed] == [(True, 4.0), (False, 4.0)]
+    assert_close(first["parameters"], by_hand(world, 2, 4, 2, max_norm=None))
 
 
 def test_an_exception_drops_the_window(seen, world):
     """An exception inside `micro_batch` drops the window and says so; training goes on"""
-    first = ranks.agreed(seen, does.an_exception)
-    assert first["notes"] == [
-        "AccumulatingOptimizer.micro_batch: the open window was dropped: FSDP holds it in one sum"
-    ]
-    assert first["held"] == 0
-    assert_close(first["parameters"], by_hand(world, 8 * world))
+    first = ranks.agreed(seen, "an_exception")
+    dropped = f"{OP}.micro_batch: the open window was dropped: FSDP holds it in one sum"
+    assert first["error"] == f"KeyError: \n{dropped}"
+    assert first["left"] == 0
+    assert_close(first["parameters"], by_hand(world, 0, 8))
 
 
 @pytest.mark.skipif(not does.RECOVERS, reason="FSDP recovers from torch 2.13 on")
 def test_an_exception_in_the_middle_of_a_backward_pass(seen, world):
     """So does one in the middle of a backward pass, of which FSDP recovers (torch 2.13)"""
-    first = ranks.agreed(seen, does.an_exception_in_backward)
-    assert_close(first["parameters"], by_hand(world, 8 * world))
+    first = ranks.agreed(seen, "an_exception_in_backward")
+    assert_close(first["parameters"], by_hand(world, 0, 8))
 
 
 def test_frozen_parameters_of_windows_that_are_sent_once(seen, world):
     """Frozen parameters stay, others train as in one process"""
-    first = ranks.agreed(seen, does.frozen)
+    first = ranks.agreed(seen, "frozen")
     model = make_model()
     model[0].weight.requires_grad_(False)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = adam(parameters)
-    pairs = list(zip(BATCHES, WEIGHTS, strict=True))
-    for some in windows_of(pairs, WINDOW * world):
-        losses = [model(batch).square().mean() * weight for batch, weight in some]
-        grads = torch.autograd.grad(sum(losses) / sum(w for _, w in some), parameters)
-        norm = torch.cat([g.flatten() for g in grads]).norm()
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad * min(1.0, MAX_NORM / (float(norm) + 1e-6))
-        optimizer.step()
-    assert_close(first["parameters"], [p.detach() for p in model.parameters()])
+    windows = [(n, n + WINDOW) for n in range(0, COUNT // world, WINDOW)]
+    assert_close(first["parameters"], by_windows(world, *windows, model=model))
 
 
 def test_a_window_that_fsdp_holds_is_saved(seen, world):
     """An open window can be saved and resumed; before torch 2.15 that is refused in words"""
     if not does.FINALIZES:
-        first = ranks.agreed(seen, does.a_partial_window_is_refused)
-        op = "AccumulatingOptimizer.accumulation_state_dict"
-        assert first["errors"][1] == f"{op}: {REFUSED}"
+        first = ranks.agreed(seen, "a_partial_window_is_refused")
+        text = f"RuntimeError: {OP}.accumulation_state_dict: {REFUSED}"
+        assert first["errors"][1] == text
         return
-    first = ranks.agreed(seen, does.saved_inside)
-    assert_close(first["parameters"], by_hand(world, WINDOW * world))
-    assert_close(first["resumed"], by_hand(world, WINDOW * world))
+    first = ranks.agreed(seen, "saved_inside")
+    assert_close(first["parameters"], by_hand(world, 0, WINDOW))
+    assert_close(first["resumed"], by_hand(world, 0, WINDOW))
 
 
 def test_what_does_not_go_with_windows_that_are_sent_once(seen, world):
     """What FSDP would reduce at once, and held gradients that were cleared, are errors in words"""
-    first = ranks.agreed(seen, does.misuse)
-    op = "AccumulatingOptimizer"
+    first = ranks.agreed(seen, "misuse")
     inside = "must be formed inside `with opt.micro_batch(model):` where synchronize='window'"
     expected = {
-        "outside": f"RuntimeError: {op}.backward: gradients {inside}, got some of another pass",
-        "by the user": f"RuntimeError: {op}.step: gradients {inside}, got some of another pass",
-        "unsharded": f"ValueError: {op}.micro_batch: model must hold fully_shard modules where "
+        "outside": f"RuntimeError: {OP}.backward: gradients {inside}, got some of another pass",
+        "by the user": f"RuntimeError: {OP}.step: gradients {inside}, got some of another pass",
+        "unsharded": f"ValueError: {OP}.micro_batch: model must hold fully_shard modules where "
         "synchronize='window', got Linear",
-        "empty": f"RuntimeError: {op}.micro_batch: the micro-batch must have an opt.backward where "
+        "empty": f"RuntimeError: {OP}.micro_batch: the micro-batch must have an opt.backward where "
         "synchronize='window', got none",
-        "cleared": f"RuntimeError: {op}.micro_batch: gradients that FSDP holds must stay where "
+        "cleared": f"RuntimeError: {OP}.micro_batch: gradients that FSDP holds must stay where "
         "they are until the window is closed, got some that were cleared. Use opt.zero_grad(), "
         "not that of the model; opt.discard() drops the window",
     }
@@ -174,46 +141,44 @@ def test_what_does_not_go_with_windows_that_are_sent_once(seen, world):
 
 def test_the_memory_of_a_window_is_as_predicted(seen):
     """`window_memory` within 10 % of what is measured, for float32, mixed precision and bfloat16"""
-    for rank in seen:
-        for measured, predicted in rank["memory"]["memory"]:
+    for measurements in ranks.of(seen, "memory", "memory"):
+        for measured, predicted in measurements:
             assert predicted == pytest.approx(measured, rel=0.1)
 
 
 def test_half_precision_is_held_in_float32(seen, world):
     """bfloat16 parameters with `reduce_dtype=float32` hold float32 gradients, and have masters"""
-    grads = window_gradient(make_model(), BATCHES[: WINDOW * world], [1.0] * WINDOW * world)
-    for rank in seen:
-        for moved, grad in zip(rank["half_precision"]["moved"], grads, strict=True):
-            torch.testing.assert_close(moved.double(), grad, **HALF)
+    grads = window_gradient(make_model(), BATCHES[: WINDOW * world], WEIGHTS)
+    for moved in ranks.of(seen, "half_precision", "moved"):
+        # Activations, weights and their products are rounded to 8 bits.
+        torch.testing.assert_close([m.double() for m in moved], grads, rtol=0.05, atol=0.01)
 
 
-@pytest.mark.parametrize("scenario", does.EQUAL_HYBRIDS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("scenario", does.EQUAL_HYBRIDS)
 def test_hybrid_shards_equal_one_process(hybrids, scenario):
     """HSDP on a 2x2 mesh, and shards in pairs whose replicas the wrapper sums: as one process"""
     first = ranks.agreed(hybrids, scenario)
-    count = len(BATCHES) // 4 // WINDOW * WINDOW * 4
-    assert_close(first["parameters"], by_hand(4, count))
+    assert_close(first["parameters"], by_hand(4, 0, WINDOW))
 
 
 def test_partial_windows_of_hybrid_shards(hybrids):
     """A partial window of HSDP is sent once; before torch 2.15 it is refused"""
-    first = ranks.agreed(hybrids, does.hybrid_partial_window)
+    first = ranks.agreed(hybrids, "hybrid_partial_window")
     if does.FINALIZES:
-        assert_close(first["parameters"], by_hand(4, 12, 3))
+        assert_close(first["parameters"], by_hand(4, 0, 3))
     else:
-        assert first["error"] == f"AccumulatingOptimizer.flush: {REFUSED}"
+        assert first["error"] == f"RuntimeError: {OP}.flush: {REFUSED}"
 
 
 def test_a_window_of_hybrid_shards_is_sent_once(hybrids):
     """HSDP 2x2: 10 all-gathers, 2 reduce-scatters, and 2 small all-reduces beside the gradients'"""
+    expected = {"all-gathers": 10, "reduce-scatters": 2, "all-reduces": 2 + 2}
+    every_backward = {"all-gathers": 16, "reduce-scatters": 8, "all-reduces": 8 + 2}
     for rank in hybrids:
-        counts = rank["hybrid_counted"]["counts"]
-        usual = {"all-gathers": 16, "reduce-scatters": 8, "all-reduces": 8 + 2}
-        assert counts["usual hybrid"] == usual
-        assert counts["hybrid"] == {"all-gathers": 10, "reduce-scatters": 2, "all-reduces": 2 + 2}
+        assert rank["usual"]["counts"] == every_backward
+        assert rank["once"]["counts"] == expected
         # One bucket holds this model's gradients.
-        expected = {"all-gathers": 10, "reduce-scatters": 2, "all-reduces": 1 + 2}
-        assert counts["shards of replicas"] == expected
+        assert rank["replicas"]["counts"] == {**expected, "all-reduces": 1 + 2}
 
 
 @pytest.mark.parametrize(
@@ -228,22 +193,20 @@ def test_a_window_of_hybrid_shards_is_sent_once(hybrids):
 )
 def test_settings_that_do_not_go_with_it(arguments, text):
     """Policies that look at every micro-batch's gradient are refused with `synchronize="window"`"""
-    options = {"synchronize": "window", **arguments}
     with pytest.raises(ValueError, match=f"^AccumulatingOptimizer: {text}"):
-        AccumulatingOptimizer(adam(make_model().parameters()), **options)
+        does.wrapped(make_model(), **arguments)
 
 
 def uneven(rank: int, folder: str) -> None:
     """Rank 1 has three of four micro-batches; each writes what the error said."""
     ranks.join(rank, 2, f"{folder}/meeting", seconds=4)
-    model = does.sharded()
-    opt = does.wrapped(model)
-    said = ""
-    try:
-        does.train(opt, model, does.own_share(rank, 2)[: WINDOW - rank])
+    model, opt = does.training()
+
+    def run():
+        does.train(opt, model, own_share(rank, 2, WINDOW - rank))
         opt.flush()
-    except RuntimeError as error:
-        said = str(error)
+
+    said = error_of(run)
     Path(folder, f"said-{rank}").write_text(said, encoding="utf-8")
     os._exit(0)  # the group has failed
 
@@ -253,7 +216,7 @@ def test_a_rank_with_fewer_micro_batches(tmp_path):
     """A rank with fewer micro-batches is an error on all after the group's timeout, not a hang"""
     ranks.spawn(uneven, (str(tmp_path),), 2)
     said = [(tmp_path / f"said-{rank}").read_text(encoding="utf-8") for rank in range(2)]
-    op = "AccumulatingOptimizer.flush"
     assert said[0]  # in a collective of the model, which waited for the other rank's
-    assert said[1].startswith(f"{op}: the window must be closed by every process, got no answer")
+    text = f"RuntimeError: {OP}.flush: the window must be closed by every process, got no answer"
+    assert said[1].startswith(text)
     assert "Give every process the same number" in said[1]

@@ -4,118 +4,109 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ranks
-import torch
-from data_parallel import BATCHES, adam, in_group
-from support.optimizer_oracle import assert_close, assert_equal, loss_of, make_model, train_by_hand
-
-WINDOW = 4
-OP = "AccumulatingOptimizer"
-
-
-def state_of(model, opt):
-    """Everything that an error must leave as it was."""
-    packed = opt.accumulation_state_dict()
-    numbers = [packed["micro_batches"], packed["weight"], packed["unit_weight"] or 0.0]
-    return [
-        *(p.detach().clone() for p in model.parameters()),
-        *packed["main_grads"].values(),
-        torch.tensor(numbers, dtype=torch.float64),
-    ]
+from shares import (
+    BATCHES,
+    WEIGHTS,
+    WINDOW,
+    by_hand,
+    called,
+    error_of,
+    made,
+    outcome,
+    own_share,
+    train,
+)
+from support.optimizer_oracle import (
+    OP,
+    adam,
+    assert_close,
+    loss_of,
+    state_of,
+    train_by_hand,
+)
 
 
 def uneven(rank, world, counts, **kwargs):
     """Rank r has counts[r] micro-batches; then all drop what is open, and train on evenly."""
-    model = make_model()
-    opt = in_group(model, window=WINDOW, **kwargs)
+    model, opt = made(**kwargs)
+    share = own_share(rank, world)
     calls = []
-    for batch in BATCHES[rank::world][: counts[rank]]:
-        calls += [lambda batch=batch: opt.backward(loss_of(model, batch)), opt.step]
-    seen = {"error": ""}
+    for batch, weight in share[: counts[rank]]:
+        calls += [partial(opt.backward, loss_of(model, batch), weight), opt.step]
     start = time.monotonic()
     for call in [*calls, opt.flush]:
-        before = state_of(model, opt)
-        try:
-            call()
-        except RuntimeError as error:
-            seen = {"error": str(error), "before": before, "after": state_of(model, opt)}
+        before = state_of(opt, list(model.parameters()))
+        error = error_of(call)
+        if error:
             break
+    seen = {"error": error, "same": state_of(opt, list(model.parameters())) == before}
     seen["seconds"] = time.monotonic() - start
     opt.discard()
-    for batch in BATCHES[rank : WINDOW * world : world]:
-        opt.backward(loss_of(model, batch))
-        opt.step()
-    return {**seen, "parameters": [p.detach() for p in model.parameters()], "stepped": opt.stepped}
+    train(opt, model, share[:WINDOW])
+    return outcome(model, opt, **seen)
 
 
-def a_step_meets_a_flush(rank, world):
-    return uneven(rank, world, [4, 3])
+# The scenarios, with what the error says of their counts
+CASES = {
+    "a_step_meets_a_flush": ([4, 3], "full with 4, 3", {}),
+    "flushes_with_different_counts": ([3, 2], "3, 2", {}),
+    "flush_of_nothing": ([1, 0], "1, 0", {}),
+    "a_last_backward_meets_a_flush": ([4, 3], "full with 4, 3", {"reduce_in_backward": True}),
+}
 
 
-def flushes_with_different_counts(rank, world):
-    return uneven(rank, world, [3, 2])
+def weight_of_zero(rank, world):
+    """Rank 1 fills its last window up with what counts for nothing."""
+    model, opt = made()
+    share = own_share(rank, world, WINDOW)
+    if rank == 1:
+        share[-1] = share[-1][0], 0.0
+    train(opt, model, share)
+    return outcome(model, opt)
 
 
-def flush_of_nothing(rank, world):
-    return uneven(rank, world, [1, 0])
+SCENARIOS = {
+    "weight_of_zero": weight_of_zero,
+    **{name: partial(uneven, counts=case[0], **case[2]) for name, case in CASES.items()},
+}
 
 
-def a_last_backward_meets_a_flush(rank, world):
-    return uneven(rank, world, [4, 3], reduce_in_backward=True)
-
-
-SCENARIOS = (
-    a_step_meets_a_flush,
-    flushes_with_different_counts,
-    flush_of_nothing,
-    a_last_backward_meets_a_flush,
-)
-COUNTS = ("full with 4, 3", "3, 2", "1, 0", "full with 4, 3")  # as the error has them
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    return ranks.run_on(2, SCENARIOS, "uneven", tmp_path_factory)
-
-
-@pytest.mark.parametrize(("scenario", "counts"), [*zip(SCENARIOS, COUNTS, strict=True)])
-def test_an_uneven_last_window_is_an_error_on_all_ranks(seen, scenario, counts):
+@pytest.mark.parametrize("scenario", CASES)
+def test_an_uneven_last_window_is_an_error_on_all_ranks(pair, scenario):
     """A rank with fewer micro-batches ends in an error that says so, and nothing has changed"""
     contract = "the window must hold the same number of micro-batches on every process"
-    for rank in seen:
-        result = rank[scenario.__name__]
-        assert f"{contract}, got {counts} by rank." in result["error"]
-        assert result["error"].startswith(OP)
+    for rank in pair:
+        result = rank[scenario]
+        assert f"{contract}, got {CASES[scenario][1]} by rank." in result["error"]
+        assert result["error"].startswith(f"RuntimeError: {OP}")
         assert "with weight=0 counts for nothing" in result["error"]
-        assert_equal(result["after"], result["before"])
+        assert result["same"]
         assert result["seconds"] < 20.0  # of 60 that a hang would take
         assert result["stepped"]
-    after = ranks.agreed(seen, scenario)["parameters"]
-    assert_close(after, train_by_hand(adam, BATCHES[: 2 * WINDOW], 2 * WINDOW))
+    after = ranks.agreed(pair, scenario)["parameters"]
+    assert_close(after, by_hand(2, 0, WINDOW, max_norm=None))
 
 
 def alone(rank: int, folder: str, leaves: bool) -> None:
     """Rank 1 never closes its window: it goes, or does something else until rank 0 has given up."""
     ranks.join(rank, 2, f"{folder}/meeting", seconds=4)
-    model = make_model()
-    opt = in_group(model, window=1)
+    model, opt = made(window=1)
     said = Path(folder, "said")
-    opt.backward(loss_of(model, BATCHES[rank]))
-    opt.step()
+    called(opt, model, BATCHES[rank])
     opt.backward(loss_of(model, BATCHES[rank]))
     if rank == 1:
         while not leaves and not said.exists():
             time.sleep(0.05)
         os._exit(0)
-    before = state_of(model, opt)
-    try:
-        opt.step()
-    except RuntimeError as error:
-        assert_equal(state_of(model, opt), before)
-        said.write_text(str(error), encoding="utf-8")
+    before = state_of(opt, list(model.parameters()))
+    error = error_of(opt.step)
+    assert state_of(opt, list(model.parameters())) == before
+    said.write_text(error, encoding="utf-8")
 
 
 @pytest.mark.process
@@ -124,25 +115,15 @@ def test_a_rank_that_never_closes_its_window(tmp_path, leaves):
     """A rank that never closes its window is an error after the group's timeout, not a hang"""
     ranks.spawn(alone, (str(tmp_path), leaves), 2)
     said = (tmp_path / "said").read_text(encoding="utf-8")
-    assert said.startswith(f"{OP}.step: the window must be closed by every process, got no answer")
+    contract = "the window must be closed by every process, got no answer"
+    assert said.startswith(f"RuntimeError: {OP}.step: {contract}")
     assert "call step and flush on all of them" in said
 
 
-def weight_of_zero(rank, world):
-    """Rank 1 fills its last window up with what counts for nothing."""
-    model = make_model()
-    opt = in_group(model, window=WINDOW)
-    for i, batch in enumerate(BATCHES[rank : WINDOW * world : world]):
-        filler = rank == 1 and i == WINDOW - 1
-        opt.backward(loss_of(model, batch), weight=0.0 if filler else 1.0)
-        opt.step()
-    return {"parameters": [p.detach() for p in model.parameters()], "stats": opt.stats()}
-
-
-def test_a_filler_of_weight_zero_makes_ranks_even(tmp_path_factory):
+def test_a_filler_of_weight_zero_makes_ranks_even(pair):
     """A micro-batch of `weight=0` fills a rank's last window and counts for nothing"""
-    seen = ranks.run_on(2, (weight_of_zero,), "filler", tmp_path_factory)
-    first = ranks.agreed(seen, weight_of_zero)
-    good = BATCHES[: 2 * WINDOW - 1]
-    assert_close(first["parameters"], train_by_hand(adam, good, len(good)))
-    assert first["stats"]["weight"] == len(good)
+    first = ranks.agreed(pair, "weight_of_zero")
+    count = 2 * WINDOW - 1
+    expected = train_by_hand(adam, BATCHES[:count], count, weights=WEIGHTS[:count])
+    assert_close(first["parameters"], expected)
+    assert first["stats"]["weight"] == sum(WEIGHTS[:count])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -176,6 +177,28 @@ def run(opt, model, batches, loop=one_call, weights=None, scaler=None):
             loop(opt, model, batch, weight)
         else:
             loop(opt, loss_of(model, batch), scaler, weight)
+
+
+def closure_of(opt, model, batch, losses=None):
+    """A forward and a backward pass, for `step`; its losses are noted in a list."""
+
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        if losses is not None:
+            losses.append(loss.item())
+        return loss
+
+    return closure
+
+
+def through_a_file(state, weights_only=True):
+    """What `torch.load` makes of what `torch.save` has written."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=weights_only)
 
 
 # By hand

@@ -1,0 +1,148 @@
+"""Trainings that several processes share, and the one process that they are compared with."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from support.optimizer_oracle import (
+    INF,
+    ByHand,
+    adam,
+    loss_of,
+    make_batches,
+    make_model,
+    one_call,
+    outer_scaler,
+    own_backward,
+    parameters_of,
+    said_by,
+    train_by_hand,
+    wrapped,
+)
+from torch.distributed.tensor import DTensor
+
+WINDOW = 4
+COUNT = 24  # micro-batches: whole windows for 2 processes and for 3
+BATCHES = make_batches(COUNT)
+WEIGHTS = [float(n % 7 + 1) for n in range(COUNT)]
+MAX_NORM = 0.02  # clips every window
+
+
+def own_share(rank, world, count=None, dtype=torch.float64, weighted=True):
+    """A rank's first micro-batches, and weights. A window of all ranks is of consecutive ones."""
+    batches = [batch.to(dtype) for batch in BATCHES[rank::world]]
+    weights = WEIGHTS[rank::world] if weighted else [1.0] * len(batches)
+    return list(zip(batches, weights))[:count]
+
+
+def by_hand(world, begin=0, end=COUNT, window=WINDOW, make=adam, weights=WEIGHTS, **options):
+    """One process that sees the micro-batches of all; `begin` and `end` are those of a rank."""
+    some = slice(begin * world, end * world)
+    options = {"weights": weights and weights[some], "max_norm": MAX_NORM, **options}
+    return train_by_hand(make, BATCHES[some], window * world, **options)
+
+
+def by_windows(world, *windows, model=None, make=adam, max_norm=MAX_NORM):
+    """The same after windows of any size: each from one micro-batch of every rank to another."""
+    model = make_model() if model is None else model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    plain = ByHand(trained, make, max_norm=max_norm)
+    for begin, end in windows:
+        for number in range(begin * world, end * world):
+            plain.add(loss_of(model, BATCHES[number]), WEIGHTS[number])
+        plain.step()
+    return parameters_of(model)
+
+
+def in_group(model, make=adam, **options):
+    """A wrapper whose windows all processes sum."""
+    return wrapped(model, make, **{"window": WINDOW, "process_group": dist.group.WORLD, **options})
+
+
+def made(**options):
+    model = make_model()
+    return model, in_group(model, **options)
+
+
+# One micro-batch, and a step
+
+
+def called(opt, model, batch, weight=1.0, factor=1.0, scaler=None):
+    one_call(opt, loss_of(model, batch) * factor, weight=weight)
+
+
+def of_the_user(opt, model, batch, weight=1.0, factor=1.0, scaler=None):
+    """A loop that knows nothing of the wrapper, where every weight is 1."""
+    loss = loss_of(model, batch) * factor
+    if scaler is None:
+        own_backward(opt, loss)
+    else:
+        outer_scaler(opt, loss, scaler)
+
+
+def inside(opt, model, batch, weight=1.0, factor=1.0, scaler=None, parts=(1.0,)):
+    with opt.micro_batch(model):
+        for part in parts:
+            opt.backward(part * loss_of(model, batch) * factor, weight)
+    opt.step()
+
+
+def train(opt, model, share, loop=called, bad=(), scaler=None, mixed=False):
+    """The micro-batches of a share; those with a number in `bad` hold an inf.
+
+    Every second weight is a tensor if they are `mixed`. Returns of every step whether it was
+    skipped, the scale after it, and which parameters were not finite.
+    """
+    closed = []
+    for i, (batch, weight) in enumerate(share):
+        weight = torch.tensor(weight) if mixed and i % 2 == 0 else weight
+        loop(opt, model, batch, weight, INF if i in bad else 1.0, scaler)
+        if opt.stepped:
+            scale = None if scaler is None else scaler.get_scale()
+            closed.append((opt.last.skipped, scale, opt.last.nonfinite))
+    return closed
+
+
+# What it led to
+
+
+def whole(tensors):
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def outcome(model, opt, **more):
+    seen = {"parameters": whole(parameters_of(model)), "stats": opt.stats()}
+    return {**seen, "stepped": opt.stepped, **more}
+
+
+def held(opt):
+    """How many micro-batches are in the open window."""
+    return opt._box.state.window.micro_batches
+
+
+def error_of(call):
+    """The exception that a call raises, in words, with its notes; "" if there is none."""
+    try:
+        call()
+    except BaseException as error:
+        return f"{type(error).__name__}: {said_by(error)}"
+    return ""
+
+
+# Scenarios, of what `make(**options)` gives: a model, and a wrapper
+
+
+def trained(rank, world, make, loop=called, mixed=False, **options):
+    model, opt = make(**options)
+    train(opt, model, own_share(rank, world), loop, mixed=mixed)
+    return outcome(model, opt)
+
+
+def poisoned(rank, world, make, bad_ranks=(1,), bad=0, loop=called, **options):
+    """An inf in the first or last micro-batch of some ranks, then a window that is good."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    own = None if loop is of_the_user else scaler
+    model, opt = make(window=2, scaler=own, **options)
+    share = own_share(rank, world, 4, next(model.parameters()).dtype)
+    closed = train(opt, model, share, loop, [bad] if rank in bad_ranks else [], scaler)
+    return outcome(model, opt, closed=closed)
