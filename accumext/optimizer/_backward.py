@@ -349,7 +349,6 @@ class _Adder:
             if not (self._box.settings.accumulate_in_backward and parameter.dtype in HALF_DTYPES):
                 return None
             self._window, main = made(self._window, index)
-        self._window = self._window._replace(norm=None)
         return main if _is_plain(main) and main.device == parameter.device else None
 
     def _take(self, indices: list[int]) -> None:

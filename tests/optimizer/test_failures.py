@@ -19,6 +19,7 @@ from support.optimizer_oracle import (
     make_model,
     parameters_of,
     said_by,
+    scalar,
     sgd,
     state_of,
     train_by_hand,
@@ -28,6 +29,7 @@ from support.optimizer_oracle import (
 from support.tensors import dtype_id
 
 from accumext.optimizer import _backward
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = make_batches(5)
 DROPPED = "the open window was dropped: it had been added to"
@@ -81,6 +83,20 @@ def test_a_failed_step_leaves_the_same_gradient(dtype, window, max_norm, scaled,
     assert opt.stepped
     expected = train_by_hand(make, batches, max_norm=max_norm, window=window, dtype=dtype)
     assert_close(parameters_of(model), expected, rounding)
+
+
+def test_a_failed_step_makes_nothing_new_of_a_gradient_that_is_used():
+    """It has multiplied it and taken that back; `flush` looks for what no step has used."""
+    unused, parameter = scalar(), scalar()
+    opt = AccumulatingOptimizer(sgd([unused, parameter]), max_norm=0.5)
+    (parameter * 3).backward()
+    opt.step()
+    stepped = parameter.item()
+    opt.register_step_pre_hook(Once(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    opt.flush()
+    assert parameter.item() == stepped
 
 
 # Backward passes

@@ -130,14 +130,17 @@ def test_window_of_one_keeps_gradients_visible():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_group_added_before_the_step_joins_and_steps_once():
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_group_added_before_the_step_joins_and_steps_once(window):
     first, second = scalar(), scalar()
-    opt = AccumulatingOptimizer(sgd([first]))
-    opt.backward((first * 3).sum())
+    opt = AccumulatingOptimizer(sgd([first]), window=window)
+    for _ in range(window):
+        opt.backward((first * 3).sum())
     opt.add_param_group({"params": [second]})
     opt.step()
     opt.step()
     assert (first.item(), second.item()) == (-3.0, 0.0)
-    opt.backward(first * 1 + second * 5)
+    for _ in range(window):
+        opt.backward(first * 1 + second * 5)
     opt.step()
     assert (first.item(), second.item()) == (-4.0, -5.0)

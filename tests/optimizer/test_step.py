@@ -7,6 +7,7 @@ import torch
 from support.optimizer_oracle import (
     INF,
     OP,
+    growing_scaler,
     loss_of,
     make_batches,
     make_model,
@@ -59,7 +60,27 @@ def test_a_closure_finds_the_gradients_that_a_step_without_one_would(max_norm):
     assert parameter.item() == -10.0
 
 
-@pytest.mark.parametrize("policy", ["skip_window", "raise"])
+@pytest.mark.parametrize(("reduction", "gradient"), [("mean", 2.0), ("sum", 6.0)])
+def test_a_closure_may_call_backward_with_a_weight(reduction, gradient):
+    """What it brings is stepped on as without a closure; a GradScaler may come afterwards."""
+    parameter, opt = wrapped_zeros(reduction=reduction)
+
+    def closure():
+        opt.zero_grad()
+        loss = parameter * 2.0
+        opt.backward(loss, weight=3.0)
+        return loss
+
+    opt.step(closure)
+    assert parameter.item() == -gradient
+    opt.zero_grad()
+    scaler = growing_scaler()
+    scaler.scale(parameter * 1.0).backward()
+    scaler.step(opt)
+    assert parameter.item() == -gradient - 1.0
+
+
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
 def test_a_closure_that_gives_no_finite_gradient(policy):
     parameter = scalar()
     opt = AccumulatingOptimizer(sgd([parameter], momentum=0.5), on_nonfinite=policy)
@@ -78,6 +99,8 @@ def test_a_closure_that_gives_no_finite_gradient(policy):
         opt.step(lambda: closure(INF))
         assert opt.last.skipped
         assert opt.last.nonfinite == [0]
+        assert opt.last.micro_batches == opt.last.weight == (policy == "skip_window")
+        assert opt.last.loss_scale == 1.0
     assert parameter.item() == -2.0
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import pytest
 import torch
-from support.optimizer_oracle import OP, assert_equal, growing_scaler, says, sgd, wrapped_zeros
+from support.device import cpu_as_device
+from support.optimizer_oracle import (
+    OP,
+    assert_equal,
+    growing_scaler,
+    says,
+    scalar,
+    sgd,
+    wrapped_zeros,
+)
 from support.tensors import HALF_DTYPES, dtype_id
 from torch import nn
 
@@ -32,13 +42,33 @@ def test_half_parameters_add_up_in_float32(dtype, on_nonfinite, scaled, inside):
     assert_equal([parameter.detach()], [torch.full((3,), -sum(grads)).to(dtype)])
 
 
-def test_an_overflow_in_the_cast_to_float16_skips():
+@pytest.mark.parametrize("where", [nullcontext, cpu_as_device], ids=["host", "device"])
+def test_an_overflow_in_the_cast_to_float16_skips(where):
     parameter, opt = wrapped_zeros(2, 2, torch.float16, reduction="sum")
-    for _ in range(2):
-        opt.backward((parameter.float() * 60000.0).sum())
-    opt.step()
+    with where():
+        for _ in range(2):
+            opt.backward((parameter.float() * 60000.0).sum())
+        opt.step()
     assert opt.last.skipped
     assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_the_norm_is_that_of_half_and_full_precision():
+    half, full = nn.Parameter(torch.zeros((), dtype=torch.bfloat16)), scalar()
+    opt = AccumulatingOptimizer(sgd([half, full]), window=2, max_norm=1.0)
+    (half.float() * 3 + full * 4).backward()
+    opt.step()
+    opt.flush()
+    assert opt.last.total_norm == 5.0
+
+
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
+def test_what_counts_for_nothing_may_hold_nan(policy):
+    parameter, opt = wrapped_zeros(2, on_nonfinite=policy)
+    opt.backward(parameter * math.nan, weight=0.0)
+    opt.backward(parameter * 1.0)
+    opt.step()
+    assert (parameter.item(), opt.last.micro_batches) == (-1.0, 2)
 
 
 def test_complex_parameters():
