@@ -80,6 +80,16 @@ def test_a_closure_may_call_backward_with_a_weight(reduction, gradient):
     assert parameter.item() == -gradient - 1.0
 
 
+def test_a_grad_scaler_may_come_around_step_after_a_step_without_it():
+    parameter, opt = wrapped_zeros(2)
+    opt.backward(parameter * 1.0)
+    opt.step()
+    scaler = growing_scaler()
+    scaler.scale(parameter * 3.0).backward()
+    scaler.step(opt)
+    assert parameter.item() == -2.0
+
+
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
 def test_a_closure_that_gives_no_finite_gradient(policy):
     parameter = scalar()
