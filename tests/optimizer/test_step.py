@@ -72,6 +72,7 @@ def test_a_closure_may_call_backward_with_a_weight(reduction, gradient):
         return loss
 
     opt.step(closure)
+    opt.step()  # finds what is used up
     assert parameter.item() == -gradient
     opt.zero_grad()
     scaler = growing_scaler()

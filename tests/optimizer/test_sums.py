@@ -62,6 +62,18 @@ def test_the_norm_is_that_of_half_and_full_precision():
     assert opt.last.total_norm == 5.0
 
 
+def test_gradients_of_another_loss_scale_wait_for_backward():
+    """They join its micro-batch, whose loss carries the scale of the window's first."""
+    scaler = growing_scaler(init_scale=4.0)
+    parameter, opt = wrapped_zeros(2, scaler=scaler)
+    opt.backward(parameter * 1.0)
+    scaler.update(8.0)
+    scaler.scale(parameter * 2.0).backward()
+    opt.backward(parameter * 3.0)
+    opt.step()
+    assert parameter.item() == -3.0
+
+
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
 def test_what_counts_for_nothing_may_hold_nan(policy):
     parameter, opt = wrapped_zeros(2, on_nonfinite=policy)
