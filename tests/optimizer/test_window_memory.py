@@ -107,3 +107,30 @@ def test_decode_loss_adds_its_large_gradients_to_the_window(tied):
     first, *others = peaks
     assert first > 4 * vocabulary * size
     assert max(others) < workspace + 4 * vocabulary * size / 2
+
+
+def test_decode_loss_adds_half_precision_to_the_window_from_the_first_micro_batch_on():
+    """With accumulate_in_backward the sum, in float32, is the only tensor of the head's size."""
+    vocabulary, size, steps, batch = 20_000, 64, 5, 3
+    modules = nn.ModuleList(
+        [nn.Embedding(vocabulary, size), nn.GRUCell(size, size), nn.Linear(size, vocabulary)]
+    ).bfloat16()
+    embedding, cell, head = modules
+    embedding.requires_grad_(False)
+    opt = accumext.AccumulatingOptimizer(
+        torch.optim.SGD(modules.parameters()), window=2, accumulate_in_backward=True
+    )
+    targets = torch.arange(steps * batch).view(steps, batch)
+    state = torch.zeros(batch, size, dtype=torch.bfloat16)
+    workspace = 2 * 4 * vocabulary * batch  # logits of a step, and their gradients
+
+    def micro_batch():
+        out = accumext.decode_loss(
+            embedding, cell, head, targets, state, feedback="teacher", memory_budget=workspace
+        )
+        opt.backward(out.loss)
+
+    grad = 2 * vocabulary * size
+    first, second = peak_memory(micro_batch), peak_memory(micro_batch)
+    assert first < 2 * grad + workspace + grad / 2
+    assert second < workspace + grad / 2
