@@ -317,9 +317,10 @@ class Closing:
         self._take_back()
         state, in_grad = self._box.state, self._window.in_grad
         if self._done:  # the same gradient, up to a rounding
+            between = versions(self._grads)
             multiply([], self._multiplied, divide(1.0, self._factor))
             if in_grad:
-                used = state.used.after_writes(self._grads, writes=2)
+                used = state.used.after_writes(self._grads, between)
                 self._box.state = state = state._replace(used=used)
         if in_grad and not self._window.sums:  # the user's own, as before
             self._box.state = state._replace(window=NO_WINDOW)

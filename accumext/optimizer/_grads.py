@@ -73,11 +73,14 @@ class Used(NamedTuple):
             ours = [mine or old for mine, old in zip(ours, gone, strict=True)]
         return Used(list(map(_weakly, grads)), versions(grads), ours)
 
-    def after_writes(self, grads: Sequence[Tensor | None], writes: int) -> Used:
-        """The same where these were written so often since, and hold what they did."""
-        now = versions(grads)
-        rest = zip(self.versions, now, strict=False)
-        known = [n if n is not None and o == n - writes else o for o, n in rest]
+    def after_writes(self, grads: Sequence[Tensor | None], between: Sequence[int | None]) -> Used:
+        """The same where these were written twice since, alike, and hold what they did: what
+        versions they had between the writes tells how many one counts."""
+        rows = zip(self.versions, between, versions(grads), strict=False)
+        known = [
+            now if now is not None and mid is not None and old == 2 * mid - now else old
+            for old, mid, now in rows
+        ]
         return self._replace(versions=known)
 
     def unchanged(self, grads: Sequence[Tensor | None]) -> list[bool]:
