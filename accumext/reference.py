@@ -136,7 +136,8 @@ def window_factors(
         _mark_nonfinite(overflow, main_grads)
         norm = _norm(main_grads, 2.0)
     norm, one = norm.double(), torch.ones_like(numbers[0])
-    # Tensors even of what the host knows: a number divided by a tensor would be rounded twice.
+    # Tensors even of what the host knows: a number divided by a tensor would be rounded twice, as
+    # torch's clip and `clip_coef` do.
     numerator = one * unit if device_unit is None else device_unit
     factor = one * window_quotient(numerator, weight, one if scale is None else scale)
     broken = ~factor.isfinite()

@@ -130,7 +130,8 @@ def test_decode_loss_adds_half_precision_to_the_window_from_the_first_micro_batc
         )
         opt.backward(out.loss)
 
-    grad = 2 * vocabulary * size
+    grad = 2 * vocabulary * size  # in bfloat16, beside the sum of twice its size; half is slack
     first, second = peak_memory(micro_batch), peak_memory(micro_batch)
+    opt.discard()
     assert first < 2 * grad + workspace + grad / 2
     assert second < workspace + grad / 2
