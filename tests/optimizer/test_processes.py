@@ -50,6 +50,17 @@ def test_every_replica_in_a_model_is_held_back_inside_alone(replicas, given):
     assert all(part.require_backward_grad_sync for part in parts)
 
 
+@pytest.mark.usefixtures("alone")
+def test_replicas_of_several_groups_need_process_group():
+    groups = [dist.new_group([0]) for _ in range(2)]
+    replicas = [DistributedDataParallel(make_model(), process_group=group) for group in groups]
+    text = "op: model must have DistributedDataParallel parts of one process group, got several"
+    with pytest.raises(ValueError, match=says(text)):
+        hold_back("op", nn.ModuleList(replicas), None)
+    _, needed = hold_back("op", nn.ModuleList(replicas), groups[1])
+    assert needed is groups[1]
+
+
 @pytest.fixture
 def groups(monkeypatch):
     """A process group for each of two threads, whose all_reduce adds what both have sent."""
