@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from accumext import _checks
 from accumext._checks import OnNonfinite, Reduction, Synchronize
-from accumext._tensor_kinds import Group
+from accumext._tensor_kinds import Group, main_dtype
 from accumext._torch_private import HAS_STEPPED, STEP_IS_WRAPPED, TAKES_SCALE
 from accumext.masters import Target
 from accumext.optimizer._backward import (
@@ -409,7 +409,9 @@ class AccumulatingOptimizer(OptimizerProxy):
             box.sharded.refuse_while_held(f"{OP}.main_grad")
         window = box.state.window.of(parameters)
         main = parameter.grad if window.in_grad else window.sums[index]
-        return None if main is None else main * normaliser(window, "sum").value()
+        if main is None:
+            return None
+        return main.to(main_dtype(parameter)) * normaliser(window, "sum").value()
 
     @torch.no_grad()
     def accumulation_state_dict(self) -> dict[str, Any]:

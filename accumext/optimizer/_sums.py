@@ -336,7 +336,7 @@ def add_micro_batch(
     box: Box,
     op: str,
     parameters: list[Tensor],
-    grads: list[Tensor | None],  # of the micro-batch; `.grad` is emptied of them
+    grads: list[Tensor | None],  # of the micro-batch
     weight: Scalar,
     scale: Scalar,  # what they are multiplied with
     *,
@@ -344,7 +344,10 @@ def add_micro_batch(
     accumulated: bool = False,  # whether an outer GradScaler is too late then
     carried: bool = False,  # whether the loss was multiplied by its weight, too
 ) -> None:
-    """Add one micro-batch to the window, or after an exception none of it; in no_grad."""
+    """Add one micro-batch to the window and empty `.grad`; after an exception neither. In no_grad.
+
+    What is used up goes, too: the window may have taken the same tensor from another parameter.
+    """
     policy = box.settings.on_nonfinite
     if policy == "raise":
         raise_nonfinite(box, op, grads, weight, carried)
@@ -359,25 +362,23 @@ def add_micro_batch(
             window, ratio = count_in(window, weight, scale, fixed, found_inf)
             factor = (1.0 if carried else ratio) * divide(window.scale, scale)
             run = adding(window, here, factor).run
-        _commit(box, run, parameters, grads, accumulated)
+        _commit(box, run, parameters, accumulated)
 
 
 def _commit(
     box: Box,
     run: Callable[[list[Tensor]], Window],  # adds, once: a norm in the list says that it did
     parameters: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
     accumulated: bool,
 ) -> None:
     """Add, and store that it was done; after an exception both or neither."""
     before, norms = box.state, list[Tensor]()
-    emptied = [p for p, grad in zip(parameters, grads, strict=True) if grad is not None]
 
     def rest() -> None:
         after = before._replace(
             window=run(norms), accumulated=accumulated or before.accumulated, micro_batch=None
         )
-        box.commit(after, emptied)
+        box.commit(after, parameters)
 
     try:
         rest()

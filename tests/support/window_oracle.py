@@ -233,7 +233,7 @@ class Oracle:
         """Take gradients out of `.grad`; False if they are refused."""
         if self.settings.policy == "raise" and weight > 0.0 and not all_finite(cells):
             return False
-        self.slots = [None if taken else now for taken, now in zip(cells, self.slots)]
+        self.clear()
         self.take(cells, weight, scale)
         return True
 
