@@ -20,6 +20,7 @@ from accumext._tensor_kinds import (
     dtype_of,
     fit_one_call,
     global_norm,
+    local_tensor,
     nonfinite,
     versions,
     zero_flag,
@@ -35,7 +36,7 @@ from accumext.optimizer._factors import Normaliser, WindowFactors, normaliser, w
 from accumext.optimizer._grads import grad_of, grads_of, is_none, present
 from accumext.optimizer._report import Name, WindowReport
 from accumext.optimizer._scaler import update
-from accumext.optimizer._sums import multiply, own_their_memory, products
+from accumext.optimizer._sums import multiply, products
 from accumext.optimizer._window import NO_WINDOW, Box, State
 
 _WIDE = {torch.float64, torch.complex128}
@@ -222,15 +223,15 @@ class Closing:
         return [i for i, (grad, p) in pairs if grad is not None and grad.dtype != p.dtype]
 
     def _may_write(self) -> bool:
-        """Whether the gradients may be multiplied in place. The sums are the window's own; what the
-        user put into `.grad` may share memory, or be of inference mode."""
+        """Whether the gradients may be multiplied in place. The sums are the window's own; what
+        lies in `.grad` may share memory, be of inference mode, or be computed as it is read."""
         tensors = self._tensors
-        if not self._window.in_grad or own_their_memory(tensors):
+        if not self._window.in_grad:
             return True
         for apart in (Tensor.is_inference, Tensor.is_neg, Tensor.is_conj):
             if any(map(apart, tensors)):
                 return False
-        return not _memory_overlap.any_shared(tensors)
+        return not _memory_overlap.any_shared(list(map(local_tensor, tensors)))
 
     def _form(self, factors: WindowFactors, fused: bool) -> tuple[Scalar, Sequence[Tensor]]:
         """Multiply the gradients: in place, in new memory where they are cast or may not be

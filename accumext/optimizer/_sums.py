@@ -27,7 +27,6 @@ from accumext._tensor_kinds import (
     zero_flag,
 )
 from accumext._torch_private import (
-    is_view,
     not_compiled,
     record_function,
     sparse_values,
@@ -209,7 +208,7 @@ def own_their_memory(grads: Sequence[Tensor]) -> bool:
     parts = list(map(local_tensor, grads))
     if any(map(is_sparse, parts)):
         return False
-    for shared in (is_view, Tensor.is_inference, Tensor.is_neg, Tensor.is_conj, _requires_grad):
+    for shared in (Tensor.is_inference, Tensor.is_neg, Tensor.is_conj, _requires_grad):
         if any(map(shared, parts)):
             return False
     storages = list(map(_storage_of, parts))
