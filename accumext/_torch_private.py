@@ -65,7 +65,6 @@ sparse_indices: Callable[[Tensor], Tensor] = methodcaller("_indices")
 # autograd records, and waits for collectives that are on their way.
 local_part: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
-is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 negated_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view of the same memory
 zero_all_: Callable[[list[Tensor]], None] = torch._foreach_zero_  # one launch for a list
 
@@ -396,7 +395,7 @@ class Allocations(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())
         parts = [part for part in args if isinstance(part, Tensor)]
-        in_place = func is torch.ops.aten.add.Tensor and not all(map(is_view, parts))
+        in_place = func is torch.ops.aten.add.Tensor and not all(part._is_view() for part in parts)
         if not in_place and func is not torch.ops.aten.stack.default:
             self.peak = max(self.peak, self.now)
         return results

@@ -13,7 +13,7 @@ def run(request, world):
     return ranks.run_on(world, request.module.SCENARIOS, request.module.__name__, temporary)
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids="{}-processes".format)
+@pytest.fixture(scope="module", params=[2, ranks.THREE], ids="{}-processes".format)
 def world(request):
     """How many processes run the scenarios of a file."""
     return request.param

@@ -26,6 +26,7 @@ PRELOADED = [
     "accumext",
 ]
 
+THREE = pytest.param(3, marks=pytest.mark.full)  # processes: two run by default
 Scenario: TypeAlias = Callable[[int, int], dict[str, Any]]  # rank, number of processes
 Scenarios: TypeAlias = Mapping[str, Scenario]
 

@@ -216,7 +216,7 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda world: f"{world}-processes")
+@pytest.fixture(scope="module", params=[2, ranks.THREE], ids=lambda world: f"{world}-processes")
 def seen(request, tmp_path_factory):
     return ranks.run_on(
         request.param, (*SCENARIOS, all_reduces_of_a_rollout), "decoders", tmp_path_factory

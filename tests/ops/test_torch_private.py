@@ -195,12 +195,6 @@ def test_local_part(tmp_path):
         dist.destroy_process_group()
 
 
-def test_is_view():
-    base = torch.zeros(2)
-    assert private.is_view(base[:1])
-    assert not private.is_view(base)
-
-
 def test_storage_users():
     base = torch.zeros(2)
     alone = private.storage_users(base.untyped_storage())

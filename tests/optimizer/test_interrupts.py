@@ -216,12 +216,16 @@ BEFORE = {  # by what is interrupted, what is done before
 }
 
 
-def is_quick(variant: str, call: str) -> bool:
-    return variant == "plain" or (variant in ("half", "skip-micro-batch") and call == "accumulate")
+def marks(variant: str, call: str, before: Callable[[Case], None], window: int) -> Any:
+    """Some run by default, more in CI, and all at night."""
+    if variant != "plain" and (call != "accumulate" or variant not in ("half", "skip-micro-batch")):
+        return NIGHTLY
+    return () if window == 2 or before is used_up else pytest.mark.full
 
 
 CASES = [
-    pytest.param(v, b, c, id=f"{v}-{b.__name__}-{c}", marks=[] if is_quick(v, c) else NIGHTLY)
+    pytest.param(v, b, c, w, id=f"{v}-{b.__name__}-{c}-{w}", marks=marks(v, c, b, w))
+    for w in (1, 2)
     for v, variant in VARIANTS.items()
     for c, befores in BEFORE.items()
     for b in befores
@@ -393,8 +397,7 @@ def stop(*_: object) -> None:
     raise Stop
 
 
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize(("variant", "before", "name"), CASES)
-def test_an_exception_at_any_line(variant, window, before, name):
+@pytest.mark.parametrize(("variant", "before", "name", "window"), CASES)
+def test_an_exception_at_any_line(variant, before, name, window):
     found = faults(VARIANTS[variant], window, before, name)
     assert not found, "\n".join(found)
