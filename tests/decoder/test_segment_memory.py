@@ -132,8 +132,16 @@ def compare(cell: Any, steps: int, state: Any = None, **call: Any) -> None:
     assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
 
 
+SHAPES = [  # places of the attention, steps
+    pytest.param(10, 18, marks=pytest.mark.full),
+    pytest.param(100, 18, marks=pytest.mark.full),
+    (400, 18),
+    (100, 3),
+]
+
+
 @pytest.mark.parametrize("grad", [False, True], ids=["constant", "grad"])
-@pytest.mark.parametrize(("places", "steps"), [(10, 18), (100, 18), (400, 18), (100, 3)])
+@pytest.mark.parametrize(("places", "steps"), SHAPES)
 @pytest.mark.parametrize("attention", [Attention, AdditiveAttention])
 def test_attention(attention: Any, places: int, grad: bool, steps: int) -> None:
     memory = torch.randn(BATCH, places, SIZE, requires_grad=grad)
@@ -169,7 +177,7 @@ def test_options(call: dict[str, Any]) -> None:
     compare(AdditiveAttention(), 24, context=(memory,), **call)
 
 
-@pytest.mark.parametrize("places", [20, 400])
+@pytest.mark.parametrize("places", [pytest.param(20, marks=pytest.mark.full), 400])
 @pytest.mark.parametrize("attention", [Attention, AdditiveAttention])
 def test_a_graph_that_is_kept(attention: Any, places: int) -> None:
     """Without a budget, of as many of the last steps as are small: of all, or of few."""
