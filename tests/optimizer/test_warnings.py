@@ -85,7 +85,9 @@ opt.backward(p * 1)
 """
 
 
-@pytest.mark.parametrize(("end", "lost"), [("", True), ("raise SystemExit", True), ("1 / 0", False)])
+@pytest.mark.parametrize(
+    ("end", "lost"), [("", True), ("raise SystemExit", True), ("1 / 0", False)]
+)
 def test_the_end_of_a_program_says_it_too(end, lost):
     """Not after an error, which says more."""
     done = subprocess.run(
