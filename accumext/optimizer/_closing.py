@@ -225,13 +225,13 @@ class Closing:
     def _may_write(self) -> bool:
         """Whether the gradients may be multiplied in place. The sums are the window's own; what
         lies in `.grad` may share memory, be of inference mode, or be computed as it is read."""
-        tensors = self._tensors
         if not self._window.in_grad:
             return True
+        parts = list(map(local_tensor, self._tensors))
         for apart in (Tensor.is_inference, Tensor.is_neg, Tensor.is_conj):
-            if any(map(apart, tensors)):
+            if any(map(apart, parts)):
                 return False
-        return not _memory_overlap.any_shared(list(map(local_tensor, tensors)))
+        return not _memory_overlap.any_shared(parts)
 
     def _form(self, factors: WindowFactors, fused: bool) -> tuple[Scalar, Sequence[Tensor]]:
         """Multiply the gradients: in place, in new memory where they are cast or may not be

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:AccumulatingOptimizer")
 # parameters have moved; before its own first line nothing does. What GradScaler sets before it
 # calls `step` goes once that has begun.
 UNKNOWABLE = {"_end", "step", "__setattr__"}
-BEFORE_STEP = "enabled = torch.is_grad_enabled()"  # to be put back when its `try:` ends
+BEFORE_STEP = "enabled = torch.is_grad_enabled()"  # the line before the `try:` of a step
 
 
 # What is interrupted
