@@ -163,12 +163,12 @@ def test_layers_within_a_callable(steps: int) -> None:
     "call",
     [
         {"k1": 4, "k2": 4},
-        {"k1": 4, "k2": 12},
-        {"state_grad_clip": 0.1},
+        pytest.param({"k1": 4, "k2": 12}, marks=pytest.mark.full),
+        pytest.param({"state_grad_clip": 0.1}, marks=pytest.mark.full),
         {"lengths": torch.arange(BATCH) + 8},
         {"eos": 3},
         {"feedback": "teacher"},
-        {"reduction": "sum", "label_smoothing": 0.1},
+        pytest.param({"reduction": "sum", "label_smoothing": 0.1}, marks=pytest.mark.full),
     ],
     ids=lambda call: ", ".join(call),
 )
