@@ -17,7 +17,6 @@ from accumext._checks import (
     Reduction,
     fail_type,
     fail_value,
-    integer,
     one_of,
     positive_int,
     type_name,
@@ -25,6 +24,8 @@ from accumext._checks import (
 from accumext.decoder._feedback import Feedback, feedback_of
 from accumext.decoder._recurrent_state import (
     State,
+    batch_dim_of,
+    check_batch_dim,
     check_nesting,
     check_unwritten,
     detach,
@@ -81,7 +82,7 @@ def tbptt(
     generator: torch.Generator | None = None,
     lengths: Tensor | None = None,  # int64 [B]
     context: tuple[Tensor, ...] = (),
-    batch_dim: int = 0,
+    batch_dim: int | None = None,
 ) -> TBPTTResult:
     """Truncated BPTT(k1, k2) over any module: a backward pass every k1 steps, through k2 steps.
 
@@ -141,7 +142,7 @@ def tbptt(
     )  # fmt: skip
     steps = targets.shape[0]
     loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
-    rows = None if live is None else _Rows(live, batch_dim)
+    rows = None if live is None else _Rows(live, batch_dim or 0)
     running = _Steps(step, _Losses(criterion, targets, rows), source, rows)
     history = _StateHistory(k2, targets.device) if k1 < k2 else None
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
@@ -363,13 +364,14 @@ def _check(
     if k2 < k1:
         fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
     one_of(OP, "reduction", reduction, REDUCTIONS)
-    if integer(OP, "batch_dim", batch_dim) < 0:
-        fail_value(OP, "batch_dim", "be at least 0", batch_dim)
+    batch_dim_of(OP, batch_dim)
     steps, batch = targets.shape[:2]
+    _check_layout(targets, state)
     whose = "the device of targets"
     live = None
     if lengths is not None:
         live = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
+        check_batch_dim(OP, state, batch, batch_dim)
     given_floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
     if targets.is_floating_point() or given_floats:
         source = Feedback(_known_inputs(targets, feedback, start, inputs), None)
@@ -399,6 +401,14 @@ def _check_targets(targets: Any, state: Any) -> None:
             fail_type(OP, "targets", contract, type_name(targets), advice)
     elif targets.dim() != 2:
         fail_value(OP, "targets", "have shape [T, B]", list(targets.shape), advice)
+
+
+def _check_layout(targets: Tensor, state: State) -> None:
+    """Raise where every matrix of the state says that B is the targets' other dimension."""
+    steps, batch = targets.shape[:2]
+    if steps != batch and {len(t) for t in tensors(state) if t.dim() == 2} == {steps}:
+        advice = "Did you mean targets.transpose(0, 1)?"
+        fail_value(OP, "targets", f"be [T, B] with B = {steps}", list(targets.shape), advice)
 
 
 def _known_inputs(targets: Tensor, feedback: Any, start: Any, inputs: Any) -> Tensor:

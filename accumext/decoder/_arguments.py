@@ -147,8 +147,9 @@ def check_arguments(call: Mapping[str, Any]) -> DecodeArguments:
         cell.check_state(OP, state, batch)
         same_device(OP, "state", tensors(state), device)
     resets = _resets(call["resets"], (steps, batch), cell, state, device)
-    if resets is not None or call["lengths"] is not None or call["eos"] is not None:
-        notices += _check_batch_dim(cell, state, batch)
+    of_rows = any(call[name] is not None for name in ("resets", "lengths", "eos"))
+    if cell.state_shapes is None and (of_rows or call["truncation"] == "random"):
+        check_batch_dim(OP, state, batch, call["batch_dim"])
     context = context_of(OP, call["context"], cell, device)
     dropout = _dropout(call)
     criterion = _criterion(call, vocabulary, device)
@@ -297,24 +298,6 @@ def _resets(
     return resets_of(value, device)
 
 
-def _check_batch_dim(cell: Cell, state: State, batch: int) -> list[str]:
-    """Raise if a callable's state has not the batch where its rows are frozen or reset. Warnings
-    about one that may have it elsewhere, too."""
-    if cell.state_shapes is not None:
-        return []
-    notices = []
-    for leaf in tensors(state):
-        if leaf.dim() == 0:  # of the whole batch
-            continue
-        check_batch_dim(OP, leaf, cell.batch_dim, batch)
-        if cell.batch_dim == 0 and leaf.dim() > 2 and leaf.shape[1] == batch:
-            notices.append(
-                f"dimension 0 of a state of shape {list(leaf.shape)} is read as the batch. "
-                "Pass batch_dim=1 if dimension 1 is"
-            )
-    return notices[:1]
-
-
 def _dropout(call: Mapping[str, Any]) -> tuple[float, float]:
     """Rates of the embedding's and the output's dropout: 0 in the eval mode of the cell."""
     rates = []
@@ -353,10 +336,13 @@ def _check_layout(call: Mapping[str, Any], cell: Cell, targets: Tensor) -> list[
     for given in (call["lengths"], call["start"]):
         if isinstance(given, (tuple, list)) or (isinstance(given, Tensor) and given.dim() > 0):
             sizes.add(len(given))
-    if cell.state_shapes is not None and call["state"] is not None:
-        batch_dim = cell.batch_dim
-        parts = tensors(call["state"])
-        sizes |= {t.shape[batch_dim] for t in parts if t.dim() > max(1, batch_dim)}
+    batch_dim = cell.batch_dim
+    known = cell.state_shapes is not None or call["batch_dim"] is not None
+    for part in tensors(
+        call["state"]
+    ):  # one of a callable with more than two may begin with layers
+        if part.dim() > max(1, batch_dim) and (known or part.dim() == 2):
+            sizes.add(part.shape[batch_dim])
     if sizes == {steps} and steps != batch:
         batch_first = bool(call["batch_first"])
         order, shape = ("[B, T]", [batch, steps]) if batch_first else ("[T, B]", [steps, batch])

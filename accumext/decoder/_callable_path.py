@@ -21,7 +21,7 @@ from accumext._torch_private import base_of, leaves_since, next_node_number, wri
 from accumext.decoder._arguments import OP, DecodeArguments
 from accumext.decoder._cells import check_output, parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
-from accumext.decoder._memory import KEPT_GRAPH, workspace_plan
+from accumext.decoder._memory import keeps_graph, workspace_plan
 from accumext.decoder._operators_reference import all_ended
 from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._recurrent_state import (
@@ -33,6 +33,7 @@ from accumext.decoder._recurrent_state import (
     map_tensors,
     replay_rng,
     rng_state,
+    size_of,
     tensors,
     write_counts,
 )
@@ -122,14 +123,14 @@ class _Steps:
         args, found = self.args, []
         period, steps = args.k1 if args.k2 is not None else None, args.steps
         measures = self.builds_graph and args.memory_budget is None
-        keeps = steps  # the step from which on the graph is kept
+        graph = size = 0  # bytes of the first step's graph, and of the state after it
         for begin, end in segments(steps, period, self.segment, 1 if measures else 0):
             if begin == 0 and measures:
                 given = (0, 0, end, state, self.anchor, *args.context)
-                with measured_graph(args.context) as size:
+                with measured_graph(args.context) as sizes:
                     segment, state = self._run_steps(*given)
-                keeps = max(1, steps - KEPT_GRAPH // max(1, sum(size.values())))
-            elif begin >= keeps:
+                graph, size = sum(sizes.values()), size_of(state)
+            elif measures and keeps_graph(steps - begin, graph, size_of(state) - size):
                 segment, state = self._run_steps(
                     begin, begin, end, state, self.anchor, *args.context
                 )

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accumext._checks import fail_type, fail_value, integer, type_name
+from accumext._checks import fail_type, fail_value, type_name
 from accumext._torch_private import translated_from
-from accumext.decoder._recurrent_state import State, check_nesting, copy_nesting
+from accumext.decoder._recurrent_state import State, batch_dim_of, check_nesting, copy_nesting
 
 Step = Callable[..., tuple[Tensor, State, State]]
 
@@ -47,15 +47,17 @@ class Cell:
             fail_type(op, "state", f"be {what} for this cell", type_name(state))
         for index, (part, shape) in enumerate(zip(parts, self.state_shapes, strict=True)):
             expected = list(self._with_batch(shape, batch))
+            name = "state" if len(parts) == 1 else f"state[{index}]"
             if list(part.shape) != expected:
-                name = "state" if len(parts) == 1 else f"state[{index}]"
                 fail_value(op, name, f"have shape {expected}", list(part.shape))
+            if not part.is_floating_point():
+                fail_type(op, name, "be floating-point", type_name(part))
 
     def _with_batch(self, shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
         return (*shape[: self.batch_dim], batch, *shape[self.batch_dim :])
 
 
-def cell_of(op: str, cell: Any, batch_dim: Any = 0) -> Cell:
+def cell_of(op: str, cell: Any, batch_dim: Any = None) -> Cell:
     """The cell argument: one of torch's recurrent modules (one direction), or any callable, whose
     states have the batch in `batch_dim`."""
     if isinstance(cell, nn.RNNCellBase):
@@ -65,9 +67,6 @@ def cell_of(op: str, cell: Any, batch_dim: Any = 0) -> Cell:
     if not callable(cell):
         fail_type(op, "cell", "be a recurrent module or callable", type_name(cell))
     _check_translation(op, cell)
-    batch_dim = integer(op, "batch_dim", batch_dim)
-    if batch_dim < 0:
-        fail_value(op, "batch_dim", "be at least 0", batch_dim)
     module = cell if isinstance(cell, nn.Module) else None
 
     def step(x: Tensor, state: State, *context: Tensor) -> tuple[Tensor, State, State]:
@@ -83,7 +82,7 @@ def cell_of(op: str, cell: Any, batch_dim: Any = 0) -> Cell:
         check_nesting(op, "extras", extras)
         return output, state, extras
 
-    return Cell(step, module, None, None, None, batch_dim, draws=True)
+    return Cell(step, module, None, None, None, batch_dim_of(op, batch_dim), draws=True)
 
 
 def _check_translation(op: str, cell: Any) -> None:

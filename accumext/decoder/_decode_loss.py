@@ -95,7 +95,7 @@ def decode_loss(
     embedding_dropout: float = 0.0,
     output_dropout: float = 0.0,
     resets: Tensor | None = None,  # bool [T, B]
-    batch_dim: int = 0,
+    batch_dim: int | None = None,
     return_outputs: bool = False,
 ) -> DecodeOutput:
     """Run a decoder on its own predictions, or the targets, for a loss with exact gradients.

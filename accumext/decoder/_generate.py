@@ -81,7 +81,7 @@ def generate(
     generator: torch.Generator | None = None,
     context: tuple[Tensor, ...] = (),
     lengths: Tensor | list[int] | None = None,  # [B]
-    batch_dim: int = 0,
+    batch_dim: int | None = None,
     batch_first: bool = False,
 ) -> GenerateOutput:
     """Generate tokens: greedily, by sampling, or by beam search.
@@ -264,9 +264,7 @@ def _state(call: Mapping[str, Any], modules: DecoderModules, batch: int, ends: b
     cell.check_state(OP, state, batch)
     same_device(OP, "state", tensors(state), modules.head_weight.device)
     if cell.state_shapes is None and (ends or call["search"] == "beam"):
-        for leaf in tensors(state):
-            if leaf.dim() > 0:
-                check_batch_dim(OP, leaf, cell.batch_dim, batch)
+        check_batch_dim(OP, state, batch, call["batch_dim"])
     return state
 
 

@@ -71,6 +71,12 @@ def longest_segment(args: DecodeArguments) -> int:
     return max(1, min(SEGMENT, args.steps, period))
 
 
+def keeps_graph(steps: int, graph: int, growth: int) -> bool:
+    """Whether the graph of so many last steps is kept: by the bytes of the first step's, and those
+    by which the state has grown since. It keeps what it reads of a cache, and a frozen copy."""
+    return steps * (graph + 2 * growth) <= KEPT_GRAPH
+
+
 def workspace_plan(args: DecodeArguments) -> WorkspacePlan:
     """The sizes of this call."""
     vocabulary, dtypes = args.head_weight.shape[0], args.dtypes

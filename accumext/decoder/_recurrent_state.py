@@ -10,9 +10,18 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from accumext._checks import dtype_name, fail_type, fail_value, lengths_tensor, message, type_name
+from accumext._checks import (
+    dtype_name,
+    fail_type,
+    fail_value,
+    integer,
+    lengths_tensor,
+    message,
+    type_name,
+)
 from accumext._torch_private import tree_leaves, tree_map, write_count
 
 # A tensor, None, or any nesting of tuples, lists, dicts and dataclasses of them.
@@ -57,6 +66,11 @@ def tensors(state: State) -> list[Tensor]:
     return [leaf for leaf in leaves(state) if isinstance(leaf, Tensor)]
 
 
+def size_of(state: State) -> int:
+    """The bytes of its tensors."""
+    return sum(tensor.nbytes for tensor in tensors(state))
+
+
 def check_nesting(op: str, name: str, state: State) -> None:
     """Raise for any other container: its tensors would be neither detached nor frozen."""
     for leaf in leaves(state):
@@ -99,7 +113,11 @@ def detach(state: State) -> State:
 
 
 def freeze(op: str, live: Tensor, new: State, old: State, batch_dim: int) -> State:
-    """`new` in the rows where `live` [B] is true, `old` in the others."""
+    """`new` in the rows where `live` [B] is true, `old` in the others.
+
+    A tensor may have grown in one dimension, such as a cache of keys: what the others did not get
+    is 0.
+    """
 
     def choose(new_leaf: Any) -> Any:
         old_leaf = next(before)
@@ -107,7 +125,8 @@ def freeze(op: str, live: Tensor, new: State, old: State, batch_dim: int) -> Sta
             return new_leaf
         if new_leaf.dim() == 0:  # of the whole batch, such as a counter
             return new_leaf
-        check_batch_dim(op, new_leaf, batch_dim, live.shape[0])
+        _check_rows(op, new_leaf, batch_dim, live.shape[0])
+        old_leaf = _grown(op, old_leaf, new_leaf, batch_dim)
         shape = [-1 if dim == batch_dim else 1 for dim in range(new_leaf.dim())]
         return torch.where(live.view(shape), new_leaf, old_leaf)
 
@@ -116,9 +135,21 @@ def freeze(op: str, live: Tensor, new: State, old: State, batch_dim: int) -> Sta
     entries = leaves(old)
     if len(leaves(new)) != len(entries):
         contract = f"return a state with the {len(entries)} entries of the one before"
-        fail_value(op, "cell", contract, len(leaves(new)))
+        advice = "Keep a cache in one tensor that grows: torch.cat([keys, key[:, None]], 1)"
+        fail_value(op, "cell", contract, len(leaves(new)), advice)
     before = iter(entries)
     return map_leaves(choose, new)
+
+
+def _grown(op: str, old: Tensor, new: Tensor, batch_dim: int) -> Tensor:
+    """`old` with zeros behind it, as long as `new`."""
+    if old.shape == new.shape:
+        return old
+    longer = [now - was for was, now in zip(old.shape, new.shape, strict=False)]
+    if old.dim() != new.dim() or longer[batch_dim] or any(sorted(longer)[:-1]):
+        contract = "return a state of the shapes of the one before, or longer in one dimension"
+        fail_value(op, "cell", contract, f"{list(new.shape)} after {list(old.shape)}")
+    return F.pad(old, [size for by in reversed(longer) for size in (0, by)])
 
 
 def write_counts(given: list[Tensor]) -> list[int]:
@@ -153,7 +184,29 @@ def within_length_of(
     return torch.lt(torch.arange(steps, device=device)[:, None], lengths)
 
 
-def check_batch_dim(op: str, tensor: Tensor, batch_dim: int, batch: int) -> None:
+def batch_dim_of(op: str, value: Any) -> int:
+    """The argument `batch_dim`, checked; 0 where it is None."""
+    if value is not None and integer(op, "batch_dim", value) < 0:
+        fail_value(op, "batch_dim", "be at least 0", value)
+    return int(value or 0)
+
+
+def check_batch_dim(op: str, state: State, batch: int, batch_dim: int | None) -> None:
+    """Raise unless the tensors of a state have the batch where its rows are told apart: in
+    `batch_dim`; in dimension 0 if that is None, where no other dimension may be meant."""
+    shapes = [tensor.shape for tensor in tensors(state) if tensor.dim() > 0]
+    for tensor in tensors(state):
+        if tensor.dim() > 0:
+            _check_rows(op, tensor, batch_dim or 0, batch)
+    # The last dimension is one of features.
+    inner = range(1, min(map(len, shapes), default=1) - 1)
+    others = [dim for dim in inner if all(shape[dim] == batch for shape in shapes)]
+    if batch_dim is None and others and batch > 1:
+        contract = f"be given where dimensions 0 and {others[0]} may both be the batch of {batch}"
+        fail_value(op, "batch_dim", contract, f"a state of shape {list(shapes[0])}")
+
+
+def _check_rows(op: str, tensor: Tensor, batch_dim: int, batch: int) -> None:
     """Raise if a tensor of a state has not the batch where its rows are to be frozen."""
     if tensor.dim() > batch_dim and tensor.shape[batch_dim] == batch:
         return

@@ -9,7 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from accumext.decoder._recurrent_state import State, freeze
+from accumext._checks import fail_value
+from accumext.decoder._recurrent_state import State, freeze, tensors
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class Resets:
         """What the state before this step becomes."""
         if step not in self.steps:
             return state
+        for now, first in zip(tensors(state), tensors(initial), strict=False):
+            if now.shape != first.shape:  # a cell would read the zeros behind what it began with
+                contract = "keep the shapes of its state where rows are reset"
+                advice = "Keep a cache as long as it gets, and how much of it each row has, [B]"
+                got = f"{list(now.shape)} after {list(first.shape)}"
+                fail_value(op, "cell", contract, got, advice)
         return freeze(op, ~self.at(step, live), state, initial, batch_dim)
 
     def spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:

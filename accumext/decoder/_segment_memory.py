@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,8 @@ from accumext._torch_private import (
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._callable_path import run_steps, segments
 from accumext.decoder._cells import parameter_tensors
-from accumext.decoder._memory import KEPT_GRAPH, SEGMENT, SegmentMemory, longest_segment
-from accumext.decoder._recurrent_state import map_tensors, tensors
+from accumext.decoder._memory import SEGMENT, SegmentMemory, keeps_graph, longest_segment
+from accumext.decoder._recurrent_state import State, map_tensors, tensors
 
 # A cell that does not run without data is taken to be a GRU as torch builds it: tensors of [B, H]
 # that the graph of one step keeps, as measured; and its gates, where its weights are not known.
@@ -42,32 +43,40 @@ def segment_memory(args: DecodeArguments, cell: Any) -> SegmentMemory:
     Nothing is computed, drawn or written, and the modules that the cell is made of get back what
     their attributes were.
     """
+    late, ahead = args, args.steps - longest_segment(args)
     try:
         with (
             fake_tensors() as fake, unchanged(_modules(cell)), _own_autocast_cache(),
             torch.enable_grad(), warnings.catch_warnings(),
         ):  # fmt: skip
             warnings.simplefilter("ignore")  # the call itself will warn
-            alone = _measured(args, fake, False)
-            several = args.steps > longest_segment(args)
-            after_others = _measured(args, fake, True)[0] if several else alone[0]
+            late = replace(args, state=_grown(args, fake, ahead))
+            alone = _measured(late, fake, False)
+            after_others = _measured(late, fake, True)[0] if ahead > 0 else alone[0]
+            first = alone if late.state is args.state else _measured(args, fake, False, 1)
     except Exception:  # whatever a cell raises that asks for values
-        alone = _like_gru(args)
+        alone = first = _like_gru(args)
         after_others = alone[0]
     finally:
         args.table.discard_gradients()
     peak, gradients, state, graph = alone
-    return SegmentMemory(peak, after_others, gradients, state, graph, _kept_steps(args, graph))
+    kept = _kept_steps(args, first[3], (state - first[2]) // max(1, args.steps - 1))
+    graph -= (graph - first[3]) * kept // max(1, 2 * args.steps)  # of those on average
+    return SegmentMemory(peak, after_others, gradients, (first[2] + state) // 2, graph, kept)
 
 
-def _kept_steps(args: DecodeArguments, graph: int) -> int:
-    """Steps whose graph the path for callables keeps, by the bytes of one: see `_Steps.once`."""
+def _kept_steps(args: DecodeArguments, graph: int, growth: int) -> int:
+    """Steps whose graph the path for callables keeps, by the bytes of the first one's and those
+    that each adds to the state: see `_Steps.once`."""
     if args.memory_budget is not None or len(args.windows()) > 1:
         return 0
     period = None if args.k2 is None else args.k1
-    keeps = max(1, args.steps - KEPT_GRAPH // max(1, graph))
     spans = segments(args.steps, period, SEGMENT, 1)
-    return sum(end - begin for begin, end in spans if begin == 0 or begin >= keeps)
+    return sum(
+        end - begin
+        for begin, end in spans
+        if begin == 0 or keeps_graph(args.steps - begin, graph, growth * (begin - 1))
+    )
 
 
 def _like_gru(args: DecodeArguments) -> tuple[int, int, int, int]:
@@ -81,23 +90,18 @@ def _like_gru(args: DecodeArguments) -> tuple[int, int, int, int]:
     return peak, weights, args.batch * hidden * size, graph
 
 
-def _measured(args: DecodeArguments, fake: Any, after_others: bool) -> tuple[int, int, int, int]:
+def _measured(
+    args: DecodeArguments, fake: Any, after_others: bool, steps: int | None = None
+) -> tuple[int, int, int, int]:
     """Bytes of a segment's graph and backward pass, of the gradients that are left, of a state, and
     of a step's graph.
 
     After other segments' passes the gradients that these leave are there already.
     """
-    table, steps, batch = args.table.weight, longest_segment(args), args.batch
-    empty = partial(torch.empty, device=table.device)
+    steps = longest_segment(args) if steps is None else steps
     state = map_tensors(partial(_copy, requires_grad=True), args.state)
-    context = [_copy(tensor, tensor.requires_grad) for tensor in args.context]
-    anchor = empty(0, dtype=table.dtype, requires_grad=table.requires_grad)
-    d_hidden = empty(steps, batch, args.head_weight.shape[1], dtype=table.dtype)
-    live = None
-    if args.eos is not None or args.within_length is not None:
-        live = empty(steps, batch, dtype=torch.bool)
-    words = empty(steps, batch, dtype=torch.int64)
-    tokens: Any = SimpleNamespace(args=args, inputs=words, live=live)
+    tokens, anchor, context = _without_data(args, steps)
+    d_hidden = anchor.new_empty(steps, args.batch, args.head_weight.shape[1])
 
     with Allocations(fake) as memory:
         first = next_node_number()
@@ -115,12 +119,42 @@ def _measured(args: DecodeArguments, fake: Any, after_others: bool) -> tuple[int
         for weight in weights if after_others else ():
             # Autograd makes the sum of these two, and adds to it.
             roots += [get_gradient_edge(weight)] * 2
-            gradients += [empty((), dtype=weight.dtype).expand(weight.shape)] * 2
+            gradients += [weight.new_empty(()).expand(weight.shape)] * 2
         del last, differentiable
         torch.autograd.grad(roots, edges, gradients, allow_unused=True)
     unseen = sum(weight.nbytes for weight in hooked)
     left = sum(weight.nbytes for weight in weights) + unseen
     return memory.peak + unseen, left, size, graph
+
+
+def _without_data(args: DecodeArguments, steps: int) -> tuple[Any, Tensor, list[Tensor]]:
+    """Tokens, the embedding's anchor and the context for so many steps, in tensors without data."""
+    table, shape = args.table.weight, (steps, args.batch)
+    empty = partial(torch.empty, device=table.device)
+    ends = args.eos is not None or args.within_length is not None
+    live = empty(shape, dtype=torch.bool) if ends else None
+    tokens = SimpleNamespace(args=args, inputs=empty(shape, dtype=torch.int64), live=live)
+    anchor = empty(0, dtype=table.dtype, requires_grad=table.requires_grad)
+    return tokens, anchor, [_copy(tensor, tensor.requires_grad) for tensor in args.context]
+
+
+def _grown(args: DecodeArguments, fake: Any, ahead: int) -> State:
+    """The state `ahead` steps later: each adds to it what the second does."""
+    if ahead < 2:
+        return args.state
+    tokens, anchor, context = _without_data(args, 1)
+    with Allocations(fake), torch.no_grad():
+        start = map_tensors(partial(_copy, requires_grad=False), args.state)
+        _, one = run_steps(tokens, 1, start, anchor, context)
+        _, two = run_steps(tokens, 1, one, anchor, context)
+    before = iter(tensors(one))
+
+    def longer(leaf: Tensor) -> Tensor:
+        sizes = zip(next(before).shape, leaf.shape, strict=True)
+        return leaf.new_empty([was + (ahead - 1) * (now - was) for was, now in sizes])
+
+    grows = [t.shape for t in tensors(one)] != [t.shape for t in tensors(two)]
+    return map_tensors(longer, two) if grows else args.state
 
 
 def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:

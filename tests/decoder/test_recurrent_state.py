@@ -126,15 +126,13 @@ def test_rows_are_those_of_the_batch_dimension(batch: int, option: str) -> None:
     gradients = [list(torch.autograd.grad(out.loss, leaves)) for out in (actual, expected)]
     assert relative_distance(*gradients) < EXACT
     call = (embedding, cell, head, targets, state)
+    text = "state must hold tensors with the batch in dimension 0 to be frozen by row, got "
+    text += "shape [3, 2, 5]. Pass batch_dim=1 if it is there"
     if batch == 3:
-        with pytest.warns(
-            UserWarning, match=r"dimension 0 of a state of shape \[3, 3, 5\] is read"
-        ):
-            accumext.decode_loss(*call, **options)
-    else:
-        text = "state must hold tensors with the batch in dimension 0 to be frozen by row, got "
-        with raises(ValueError, text + "shape [3, 2, 5]. Pass batch_dim=1 if it is there"):
-            accumext.decode_loss(*call, **options)
+        text = "batch_dim must be given where dimensions 0 and 1 may both be the batch of 3, got "
+        text += "a state of shape [3, 3, 5]"
+    with raises(ValueError, text):
+        accumext.decode_loss(*call, **options)
 
 
 def test_the_batch_dimension_is_checked() -> None:

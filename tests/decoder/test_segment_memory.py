@@ -132,6 +132,30 @@ def compare(cell: Any, steps: int, state: Any = None, **call: Any) -> None:
     assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
 
 
+class Cached(nn.Module):
+    """Attention over all inputs so far, whose keys and values are its state, [B, t, H] each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        query, *new = self.project(x)[:, None].chunk(3, -1)
+        if state is not None:
+            new = [torch.cat(pair, 1) for pair in zip(state, new, strict=True)]
+        read = F.scaled_dot_product_attention(query, *new)
+        return self.out(read[:, 0]).tanh(), tuple(new)
+
+
+@pytest.mark.parametrize("steps", [pytest.param(16, marks=pytest.mark.full), 112])
+@pytest.mark.parametrize("call", [{}, {"memory_budget": None}, {"lengths": [16, 3] * 8}], ids=str)
+def test_a_state_that_grows(call: dict[str, Any], steps: int) -> None:
+    """The graph of the last steps, where it is longest, is the largest."""
+    if "lengths" in call:
+        call = {"lengths": [steps, 3] * 8}
+    compare(Cached(), steps, (torch.zeros(BATCH, 0, SIZE),) * 2, **call)
+
+
 SHAPES = [  # places of the attention, steps
     pytest.param(10, 18, marks=pytest.mark.full),
     pytest.param(100, 18, marks=pytest.mark.full),
