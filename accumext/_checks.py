@@ -131,6 +131,16 @@ def one_of(op: str, argument: str, value: Any, choices: tuple[str, ...]) -> str:
     return value
 
 
+def check_first_order(op: str) -> None:
+    """Raise in a backward pass that is to have derivatives itself, where a node has none: what
+    `once_differentiable` lets pass without a word, as gradients without a graph."""
+    if torch.is_grad_enabled():
+        contract = "run without create_graph"
+        advice = "The loop by hand has second derivatives, and so has accumext.rollout"
+        text = message(op, "the backward pass", contract, "create_graph=True", advice)
+        raise RuntimeError(text)
+
+
 def users_level() -> int:
     """The `stacklevel` of the user's line, for a warning that the caller is to give."""
     level, frame = 1, sys._getframe(1)

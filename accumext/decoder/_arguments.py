@@ -338,9 +338,7 @@ def _check_layout(call: Mapping[str, Any], cell: Cell, targets: Tensor) -> list[
             sizes.add(len(given))
     batch_dim = cell.batch_dim
     known = cell.state_shapes is not None or call["batch_dim"] is not None
-    for part in tensors(
-        call["state"]
-    ):  # one of a callable with more than two may begin with layers
+    for part in tensors(call["state"]):  # a callable's may begin with layers
         if part.dim() > max(1, batch_dim) and (known or part.dim() == 2):
             sizes.add(part.shape[batch_dim])
     if sizes == {steps} and steps != batch:

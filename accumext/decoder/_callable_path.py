@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from accumext._checks import message
+from accumext._checks import check_first_order, message
 from accumext._torch_private import base_of, leaves_since, next_node_number, write_count
 from accumext.decoder._arguments import OP, DecodeArguments
 from accumext.decoder._cells import check_output, parameter_tensors
@@ -340,8 +339,8 @@ class HeadLoss(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order(OP)
         saved: SavedForBackward = ctx.saved
         args = saved.args
         saved.check_unchanged()

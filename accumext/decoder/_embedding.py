@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from accumext._checks import check_first_order
 
 
 @dataclass
@@ -78,8 +79,8 @@ class _Anchor(torch.autograd.Function):
         return weight.new_empty(0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor | None]:
+        check_first_order("decode_loss")
         table: EmbeddingTable = ctx.table
         return None, table.take_gradient()
 
@@ -94,8 +95,8 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(tokens, table.weight.detach(), None, limit, table.norm_type)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        check_first_order("decode_loss")
         table: EmbeddingTable = ctx.table
         table.rows.append((ctx.tokens.flatten(), gradient.flatten(0, -2)))
         return None, gradient.new_zeros(0), None

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from accumext._checks import check_first_order
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
@@ -72,10 +72,10 @@ class RnnDecode(torch.autograd.Function):
         return value.clone(), outputs, *last
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, upstream: Tensor | None, d_outputs: Tensor | None, *d_last: Tensor | None
     ) -> tuple[Any, ...]:
+        check_first_order("decode_loss")
         saved: SavedForBackward = ctx.saved
         buffers: RnnBuffers = ctx.buffers
         args = saved.args

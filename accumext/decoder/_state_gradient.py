@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from accumext._checks import check_first_order
 from accumext.decoder._recurrent_state import State, map_tensors
 
 
@@ -62,8 +62,8 @@ class _Gate(torch.autograd.Function):
         return state.view_as(state)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        check_first_order("decode_loss")
         gate: StateGradientGate = ctx.gate
         if ctx.factor is not None:
             factor = ctx.factor.to(gradient.dtype)

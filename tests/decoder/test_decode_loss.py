@@ -141,3 +141,16 @@ def test_results_are_the_callers_to_write() -> None:
     for result in (out.inputs, out.tokens, out.token_losses):
         result.zero_()
     assert relative_distance(decoder.gradients(out.loss), expected) == 0
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("of_loss", [False, True])
+def test_second_derivatives_are_refused(called: bool, of_loss: bool) -> None:
+    """Some, or parts, of them would be missing without a word."""
+    decoder = make_decoder("gru_cell")
+    cell = decoder.step if called else decoder.cell
+    out = run(decoder, cell, return_outputs=True)
+    loss = out.loss * decoder.head.bias.sum() if of_loss else out.outputs.square().sum()
+    text = "decode_loss: the backward pass must run without create_graph, got create_graph=True. "
+    with pytest.raises(RuntimeError, match=text):
+        torch.autograd.grad(loss, decoder.leaves, create_graph=True, allow_unused=True)
