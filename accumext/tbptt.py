@@ -150,7 +150,7 @@ def tbptt(
     # frees: then the last window of all takes the gradients of the state along.
     together = any(tensor.requires_grad for tensor in context)
     losses = []
-    for first, begin, end in windows(steps, k1, k2) if steps else []:
+    for first, begin, end in windows(steps, k1, k2) if targets.shape[:2].numel() else []:
         if history is not None:
             state = history.restore(first, state)
         ends = end == steps
@@ -171,7 +171,7 @@ def tbptt(
         losses.append(loss.detach())
         backward(loss)
         state = detach(state)
-    if not losses:
+    if not losses:  # no steps, or no rows, whose mean would be NaN
         return TBPTTResult(torch.zeros((), device=targets.device), targets.clone(), detach(state))
     return TBPTTResult(torch.stack(losses).sum(), torch.stack(running.outputs), detach(state))
 

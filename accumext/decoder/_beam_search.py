@@ -3,7 +3,8 @@
 At each step the K B live hypotheses are continued by every token. Of a row's continuations, best
 first, those among the first K that end are set aside, with their score / length **
 length_penalty, and the best K of these are kept; the first K that do not end live on. A row is
-done once none of its live hypotheses could become better than the worst that is kept.
+done once none of its live hypotheses could become better than the worst that is kept. A score that
+is NaN compares as the best, so that what comes of NaN logits has it.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class _Search:
             is_eos = candidates.token == self.model.eos
         over = is_eos | ends
         if _may_be_any(over):
-            possible = self.open & (candidates.score[: self.beams] > -torch.inf)
+            possible = self.open & (candidates.score[: self.beams] != -torch.inf)
             self._keep(step, candidates, over[: self.beams] & possible, state)
             self.some_kept = True
         live = _Candidates(*(column[: self.beams] for column in candidates))
@@ -108,9 +109,9 @@ class _Search:
         self.path.append((live.parent.clone(), live.token.clone(), live.log_prob.clone()))
         at = (live.parent * self.batch + self.rows).flatten()
         self.state = map_tensors(partial(self._select, at=at), state)
-        self.open = self.open & ~ends & (self.scores[0] > -torch.inf)
+        self.open = self.open & ~ends & (self.scores[0] != -torch.inf)
         if self.some_kept:
-            self.open &= self.kept.score[-1] < self._attainable(step)
+            self.open &= ~(self.kept.score[-1] >= self._attainable(step))
 
     def results(self) -> tuple[Generated, Tensor]:
         """The hypotheses kept, from their last tokens to their first."""
@@ -178,7 +179,7 @@ class _Search:
         layer = self.model.layer
         if hidden.device.type != "cpu":
             return layer.likeliest(hidden, count)
-        is_live = (self.scores > -torch.inf) & self.open
+        is_live = (self.scores != -torch.inf) & self.open
         if is_live.all():
             return layer.likeliest(hidden, count)
         live = is_live.flatten().nonzero()[:, 0]
@@ -197,7 +198,7 @@ class _Search:
         both = _Kept(*map(torch.cat, zip(self.kept, more, strict=True)))
         order = both.score.sort(dim=0, descending=True, stable=True).indices[:size]
         self.kept = _Kept(*(column.gather(0, order) for column in both))
-        is_new = (order[0] >= size) & (self.kept.score[0] > -torch.inf)
+        is_new = (order[0] >= size) & (self.kept.score[0] != -torch.inf)
         at = self.kept.parent[0] * self.batch + self.rows
         state = map_tensors(partial(self._select, at=at), state)
         self.best_state = freeze(OP, is_new, state, self.best_state, self.model.cell.batch_dim)

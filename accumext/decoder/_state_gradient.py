@@ -33,7 +33,7 @@ class StateGradientGate:
             return state
 
         def attach(leaf: Tensor) -> Tensor:
-            if not (leaf.requires_grad and leaf.is_floating_point()):
+            if not leaf.requires_grad:
                 return leaf
             shape = [-1 if dim == batch_dim else 1 for dim in range(leaf.dim())]
             factor = None if self.factors is None else self.factors[step].view(shape)
@@ -70,6 +70,8 @@ class _Gate(torch.autograd.Function):
             # A cut also stops infinities and NaN, which 0 as a factor would not.
             gradient = torch.where(factor == 0, 0, gradient * factor)
         if gate.limit is not None:
-            limit = gate.limit.to(gradient.dtype)
-            gradient = gradient.clamp(-limit, limit)
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            limit = gate.limit.to(real.dtype)
+            real = real.clamp(-limit, limit)
+            gradient = torch.view_as_complex(real) if gradient.is_complex() else real
         return gradient, None, None

@@ -437,13 +437,26 @@ def test_forbidden_words_are_in_no_hypothesis() -> None:
 
 
 def test_a_beam_ends_where_no_hypothesis_is_left() -> None:
-    """Here because logits are NaN: nothing could become better any more."""
+    """Here because nothing but the end may be said, with fewer hypotheses than the beam has."""
+    decoder = make_decoder("gru_cell", vocabulary=4)
+    with torch.no_grad():
+        decoder.head.bias[1:] = -torch.inf
+    call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
+    out = accumext.generate(*call, max_length=10**12, search="beam", beams=2, eos=0)
+    assert out.lengths.tolist() == [[1, 0]] * BATCH
+
+
+@pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
+def test_logits_that_are_nan_give_scores_that_are(search: str) -> None:
+    """And tokens, as many as there may be."""
     decoder = make_decoder("gru_cell", vocabulary=4)
     with torch.no_grad():
         decoder.head.bias[2] = torch.nan
     call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
-    out = accumext.generate(*call, max_length=10**12, search="beam", beams=2)
-    assert not out.lengths.any()
+    out = accumext.generate(*call, max_length=3, search=search, beams=3)
+    assert len(out.tokens) == 3
+    assert out.scores.isnan().all()
+    assert (out.lengths == 3).all()
 
 
 def test_a_number_of_all_rows_counts_every_step_of_a_beam() -> None:

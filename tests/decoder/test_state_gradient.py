@@ -271,3 +271,26 @@ def test_cells_in_modules_are_cut_in_the_batch_dimension() -> None:
     )  # fmt: skip
     again = list(torch.autograd.grad(out.loss, [*cell.parameters(), decoder.state]))
     assert relative_distance(again, grads[0]) < EXACT
+
+
+@pytest.mark.parametrize("call", [{"truncation": "random", "k2": 2}, {"state_grad_clip": 1e-3}])
+def test_complex_states_are_pairs_of_numbers(call: dict[str, Any]) -> None:
+    """As those of a linear recurrence with complex eigenvalues."""
+    decoder, targets = decoder_and_targets("gru_cell")
+    rotation = torch.randn(5, dtype=torch.complex128, requires_grad=True)
+
+    def turn(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        z = z * rotation + x
+        return z.real + z.imag, z
+
+    def pairs(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        output, z = turn(x, torch.view_as_complex(state))
+        return output, torch.view_as_real(z)
+
+    found = []
+    start = torch.ones(BATCH, 5, 2, dtype=torch.float64)
+    for cell, decoder.state in ((turn, torch.view_as_complex(start)), (pairs, start)):
+        generator = torch.Generator().manual_seed(3)
+        loss = run(decoder, targets, cell, generator=generator, **call).loss
+        found.append([torch.view_as_real(torch.autograd.grad(loss, rotation)[0])])
+    assert relative_distance(*found) < EXACT

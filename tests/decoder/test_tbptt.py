@@ -364,13 +364,14 @@ def test_tbptt_backward_is_the_users_and_memory_is_a_window() -> None:
         alive[-1](torch.ones(BATCH, VOCABULARY, dtype=torch.float64))
 
 
-def test_tbptt_of_no_steps() -> None:
+@pytest.mark.parametrize("shape", [(0, BATCH), (4, 0)])
+def test_tbptt_of_no_steps_or_rows(shape: tuple[int, int]) -> None:
     result = accumext.tbptt(
-        Model(), torch.zeros(0, BATCH, dtype=torch.int64), torch.zeros(BATCH, 5),
+        Model(), torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[1], 5),
         criterion=F.cross_entropy,
     )  # fmt: skip
     assert result.loss == 0
-    assert result.tokens.shape == (0, BATCH)
+    assert result.tokens.shape == shape
 
 
 # --- floating-point inputs and targets, lengths, context -------------------------------------------
