@@ -118,11 +118,11 @@ def tbptt(
             argument, bool [B]: the rows that count. A step past all lengths has loss 0.
         context: tensors handed to `step` at every step, such as attention memory. Gradients reach
             them from every window, in the last backward pass.
-        batch_dim: where the state's tensors have the batch, if there are `lengths`; 0-dim tensors
-            are everyone's.
+        batch_dim: where the state's tensors have the batch, if there are `lengths`, as in
+            `decode_loss`; 0-dim tensors are everyone's, and others may grow in one dimension.
 
     Returns:
-        A `TBPTTResult`. Nothing in it is read from the device.
+        A `TBPTTResult`, whose loss is 0 where T or B is. Nothing in it is read from the device.
 
     Raises:
         ValueError: a value or shape is wrong, such as k2 < k1.

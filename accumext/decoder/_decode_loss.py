@@ -144,7 +144,8 @@ def decode_loss(
         lengths: ints [B], a tensor or a list. A row past its length keeps its state, counts
             nowhere, and reads the padding token. Here, with `eos` and with `resets` a callable's
             state is given, not None, and every tensor of it has the batch in `batch_dim` (0-dim
-            tensors are everyone's).
+            tensors are everyone's). A tensor may grow in one other dimension, such as a cache of
+            keys [B, n, E]: a row that has ended has zeros behind its own entries.
         eos: a row that predicted this token stops after that step, as if its length ended there.
         ignore_index, label_smoothing, class_weight, reduction: as in `F.cross_entropy`. Class
             weights are floats [V], a tensor or a list; the reduction is "mean", "sum" or "none".
@@ -170,20 +171,23 @@ def decode_loss(
             none).
         output_dropout: the same of what the head reads.
         resets: bool [T, B], best on the CPU: before step t the state of these rows is their initial
-            state again, whose gradient comes from there, too. What they read is not changed.
-        batch_dim: where the tensors of a callable's state have the batch.
+            state again, whose gradient comes from there, too. What they read is not changed, and no
+            tensor of the state may grow.
+        batch_dim: where the tensors of a callable's state have the batch. None: in dimension 0, or
+            an error where by its size another one might be meant, as in [layers, B, H] of as many
+            layers.
         return_outputs: whether `out.outputs` has the outputs of the cell, before any dropout, and
             `out.extras` carry a graph as they do.
 
     Returns:
         A `DecodeOutput`. A call in which nothing counts has loss 0 and zero gradients. Ties of the
-        argmax go to the lowest index.
+        argmax go to the lowest index. There are no second derivatives.
 
     Raises:
         ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.
         TypeError: a type is wrong.
         RuntimeError: a callable writes into its state or context, or into what it has returned; in
-            the backward pass, if a parameter has changed since.
+            the backward pass, if a parameter has changed since, or with `create_graph=True`.
 
     Example:
         >>> embedding, cell, head = nn.Embedding(100, 8), nn.GRUCell(8, 16), nn.Linear(16, 100)
@@ -254,7 +258,8 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     parameters, not the parameters. A callable cell is called on tensors without data, for at most
     16 steps: nothing is computed or drawn, and modules that it is, is bound to or names keep their
     buffers and attributes, but what else it does in Python, such as counting its calls in a list of
-    yours, is done. One that asks for values of tensors is taken for a GRU with its weights.
+    yours, is done. One that asks for values of tensors is taken for a GRU with its weights. A state
+    that grows is taken to grow in every step as in the second.
 
     Returns:
         Bytes.

@@ -111,14 +111,16 @@ def generate(
         generator: of "sample"; by default one seeded from torch's global generator.
         lengths: ints [B], a tensor or a list: how many tokens each row has at most. Here, with
             `eos` and with "beam" every tensor of a callable's state has the batch in `batch_dim`
-            (0-dim tensors are everyone's). A callable that starts its own state, None, has taken a
-            step in rows of length 0, too.
+            (0-dim tensors are everyone's), and may grow in one other dimension, with zeros behind
+            what a row that has ended has of its own. A callable that starts its own state, None,
+            has taken a step in rows of length 0, too.
         batch_first: prompt and results are [B, T], or [B, T, K].
 
     Returns:
         A `GenerateOutput`, T being the length of the longest row. `log_probs` are those of the
         model, before temperature, top_k and top_p. Where a row has fewer than K hypotheses, the
-        others have length 0 and score -inf. Logits that are NaN give any tokens.
+        others have length 0 and score -inf. Logits that are NaN give any tokens, and scores that
+        are NaN.
 
     Raises:
         ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.

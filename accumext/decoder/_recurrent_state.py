@@ -234,7 +234,7 @@ def join(op: str, function: Callable[[list[Tensor]], Tensor], parts: list[State]
 
 def zero_gradient_tie(given: list[Tensor]) -> Tensor | None:
     """A 0 that depends on every given tensor, whose backward gives each a zero gradient."""
-    ties = [t.reshape(-1)[:0].sum() for t in given if t.requires_grad]
+    ties = [t.reshape(-1)[:0].sum().real for t in given if t.requires_grad]
     return torch.stack([t.to(ties[0].dtype) for t in ties]).sum() if ties else None
 
 

@@ -159,7 +159,8 @@ def _grown(args: DecodeArguments, fake: Any, ahead: int) -> State:
 
 def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
     """The tensor without its data, a leaf."""
-    return torch.empty_like(tensor).requires_grad_(requires_grad and tensor.is_floating_point())
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return torch.empty_like(tensor).requires_grad_(requires_grad and differentiable)
 
 
 def _leaves(

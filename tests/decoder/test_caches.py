@@ -326,3 +326,15 @@ def test_rows_cannot_be_reset_to_less_than_the_others_hold() -> None:
         accumext.decode_loss(
             *call, parts.state, feedback="greedy", context=(parts.memory,), resets=resets
         )
+
+
+def test_complex_states_count_in_calls_of_no_steps() -> None:
+    """Whose loss ties all of a state together, without a word about what a cast discards."""
+    decoder = make_parts("growing", 3, 0)
+    state = (decoder.memory, torch.zeros(3, SIZE, dtype=torch.complex128, requires_grad=True))
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    out = accumext.decode_loss(
+        decoder.embedding, lambda x, s: (x, s), decoder.head, none, state, feedback="teacher"
+    )
+    gradients = torch.autograd.grad(out.loss, state)
+    assert not any(gradient.any() for gradient in gradients)
