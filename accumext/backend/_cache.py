@@ -1,9 +1,9 @@
 """Where libraries compiled on first use are kept, and which of them are loaded.
 
 A library is code that runs as the user who loads it. So they are kept in a folder that belongs to
-this user and that nobody else can write to, and one counts only if it is, byte for byte, what was
-kept. It appears there whole, in one rename: neither a process that is killed nor a full disk leaves
-half of one.
+this user and that nobody else can write to, as do a library's own folder and files, and one counts
+only if it is, byte for byte, what was kept. It appears there whole, in one rename: neither a
+process that is killed nor a full disk leaves half of one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _WAIT_S = 600.0  # several times the longest compile: beyond it the other proces
 _STALE_S = 24 * 3600.0  # no compile takes as long: a folder of this age was left by a killed one
 _LINKS = 40  # as many symbolic links as Linux follows
 _ADVICE = "set TORCH_EXTENSIONS_DIR to a folder of your own"
+_KINDS = {"folder": stat.S_IFDIR, "file": stat.S_IFREG}
 
 
 # --- whose folder it is ------------------------------------------------------------------------
@@ -75,14 +76,19 @@ def _own_folder(place: Path) -> Path:
     root = _reached(place) / f"accumext-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
-    found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(f"{root} is not a folder")
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"{root} belongs to user {found.st_uid}")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"others can write to {root}")
+    _require_own(root, "folder")
     return root
+
+
+def _require_own(path: Path, kind: str) -> None:
+    """OSError unless this is a "folder" or "file" of this user that nobody else can write to."""
+    found = path.lstat()
+    if stat.S_IFMT(found.st_mode) != _KINDS[kind]:
+        raise OSError(f"{path} is not a {kind}")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to user {found.st_uid}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others can write to {path}")
 
 
 def _reached(place: Path) -> Path:
@@ -135,9 +141,15 @@ def kept(root: Path, key: str, file: str) -> list[Path]:
 
 def _is_whole(library: Path) -> bool:
     try:
+        _require_own(library.parent, "folder")
+        for file in (library, _seal_path(library)):
+            _require_own(file, "file")
         return _seal_path(library).read_bytes() == _seal(library)
-    except OSError:
-        return False
+    except PermissionError as error:
+        _log.warning("%s is not loaded: %s", library, _words(error))
+    except OSError:  # damage
+        pass
+    return False
 
 
 def _seal_path(library: Path) -> Path:
@@ -161,7 +173,7 @@ def turn(lock: Path) -> Iterator[None]:
     """
     import fcntl
 
-    with lock.open("ab") as file:
+    with lock.open("a+b", buffering=0) as file:  # not to be written alone: a FIFO would wait
         give_up = time.monotonic() + _WAIT_S
         while True:
             try:
@@ -201,6 +213,7 @@ def keep(library: Path, folder: Path) -> None:
         library = library.rename(new / library.name)
         _seal_path(library).write_bytes(_seal(library))
         for path in (library, _seal_path(library), new):
+            path.chmod(0o700)  # whatever the umask is
             _to_disk(path)
         with contextlib.suppress(FileNotFoundError):
             folder.rename(made / "damaged")

@@ -143,6 +143,81 @@ def test_a_folder_that_others_can_write_to_is_not_used(
     assert f"others can write to {library.parents[1]}; set TORCH_EXTENSIONS_DIR" in reason
 
 
+@pytest.fixture
+def kept_library(tmp_path: Path) -> Path:
+    """What passes for a library, kept while the umask forbids nothing."""
+    before = os.umask(0)
+    try:
+        with _cache.workshop(tmp_path / "key") as workshop:
+            (workshop / "library.so").write_bytes(b"compiled")
+            _cache.keep(workshop / "library.so", tmp_path / "key")
+    finally:
+        os.umask(before)
+    return tmp_path / "key" / "library.so"
+
+
+def parts_of(library: Path) -> list[Path]:
+    """All that a library is loaded by."""
+    return [library.parent, library, _cache._seal_path(library)]
+
+
+def believed(library: Path) -> bool:
+    return _cache.kept(library.parents[1], library.parent.name, library.name) == [library]
+
+
+@pytest.mark.parametrize("part", range(3), ids=["folder", "library", "record"])
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_what_others_can_write_to_is_not_loaded(
+    mode: int, part: int, kept_library: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert believed(kept_library)
+    path = parts_of(kept_library)[part]
+    path.chmod(mode)
+    assert not believed(kept_library)
+    assert f"{kept_library} is not loaded: others can write to {path}" in caplog.text
+
+
+@as_root
+@pytest.mark.parametrize("part", range(3), ids=["folder", "library", "record"])
+def test_what_another_user_owns_is_not_loaded(
+    part: int, kept_library: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = parts_of(kept_library)[part]
+    os.chown(path, OTHER_USER, OTHER_USER)
+    assert not believed(kept_library)
+    assert f"is not loaded: {path} belongs to user {OTHER_USER}" in caplog.text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", range(3), ids=["folder", "library", "record"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("moved")])
+def test_what_is_no_file_in_a_folder_is_damage(
+    make: Callable[[Path], None], part: int, kept_library: Path
+) -> None:
+    path = parts_of(kept_library)[part]
+    path.rename(path.with_name("moved"))
+    make(path)
+    assert not believed(kept_library)
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_in_the_place_of_a_lock_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    with _cache.turn(tmp_path / "lock"):
+        pass
+
+
+def test_a_library_that_others_could_write_is_compiled_again(tree: Tree, planted: bytes) -> None:
+    library = library_of(tree)
+    library.write_bytes(planted)
+    seal(library)
+    library.parent.chmod(0o777)
+    result, _, reason = tree.show()
+    assert (result, f"in {library.parent})" in reason) == (NATIVE, True)
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+    assert tree.show(**without_compiler())[0] == NATIVE
+
+
 def opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
     """The cache of this process, for a TORCH_EXTENSIONS_DIR."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(place))
