@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -244,8 +244,12 @@ class WindowAllReduce:
         for i in self._buckets[-1].indices if self._buckets else ():
             parameter = self._parameters[i]
             sums[i] = torch.full_like(_like(parameter), math.nan, device=parameter.device)
-        with suppress(RuntimeError):  # others that are gone need nothing
+        try:
             self.finish(sums, window)
+        except torch.OutOfMemoryError:  # the others wait
+            raise
+        except RuntimeError:  # those that are gone need nothing
+            pass
 
 
 def sum_over_processes(box: Box, op: str, flushing: bool) -> bool:
@@ -283,10 +287,9 @@ def sum_over_processes(box: Box, op: str, flushing: bool) -> bool:
         window = all_reduce.finish(sums, window)
         sums = box.target.send(list(window.sums))()
         box.state = box.state._replace(window=window._replace(sums=sums))
-    except RuntimeError as error:
-        contract = "be summed over all processes"
-        got = f"an error ({str(error).splitlines()[0]}), and it was dropped"
-        raise RuntimeError(_checks.message(op, "the window", contract, got)) from error
+    except BaseException as error:
+        explain(error, f"{op}: the open window was dropped: it was being summed over all processes")
+        raise
     return True
 
 

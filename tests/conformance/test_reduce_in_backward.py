@@ -269,9 +269,10 @@ def test_ranks_train_on_after_a_dropped_window(pair, scenario):
     if scenario in FAILING:
         assert errors == [["ValueError: out of memory", False], ["", True]]
     if scenario == "payload_fails":
-        text = "the window must be summed over all processes, got an error (connection"
+        text = f"{OP}.step: the open window was dropped: it was being summed over all processes"
         for said, stepped in errors:
-            assert said.startswith(f"RuntimeError: {OP}.step: {text}")
+            assert said.startswith("RuntimeError: ")
+            assert text in said
             assert not stepped
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support.optimizer_oracle import OP, make_model, says, scalar, sgd, wrapped_zeros
+from support.optimizer_oracle import OP, make_model, said_by, says, scalar, sgd, wrapped_zeros
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -205,3 +205,25 @@ def test_a_process_that_gives_up_has_the_others_skip(groups):
         return opt.last.skipped and parameter.item() == 0.0
 
     assert on_both(closed) == [True, True]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", ["step", "discard"])
+def test_an_error_while_a_window_is_sent_stays_what_it_is(groups, monkeypatch, call, error):
+    """Others wait for this process then: that it had no memory is not that they are gone."""
+
+    def fail(*args):
+        raise error("full")
+
+    def sending(rank):
+        parameter, opt = wrapped_zeros(reduce_in_backward=True, process_group=groups[rank])
+        opt.backward(parameter * 1)
+        return parameter, opt
+
+    parameter, opt = on_both(sending)[0]
+    monkeypatch.setattr(Bucket, "send", fail)
+    with pytest.raises((error, RuntimeError)) as raised:  # Python 3.10 has no notes
+        getattr(opt, call)()
+    if call == "step":
+        assert "the open window was dropped: it was being summed" in said_by(raised.value)
+    assert opt.main_grad(parameter) is None
