@@ -401,3 +401,21 @@ def stop(*_: object) -> None:
 def test_an_exception_at_any_line(variant, before, name, window):
     found = faults(VARIANTS[variant], window, before, name)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("variant", ["scaler-around", "scaler-around-fused"])
+def test_a_step_that_does_not_begin_leaves_no_scale_to_the_next(variant):
+    """GradScaler multiplies what it finds on an optimizer into the scale of its step."""
+
+    def stepped(interrupted: bool) -> list[Any]:
+        c = case(**VARIANTS[variant])
+        c.plain_backward()
+        if interrupted:
+            c.opt.step = stop
+            with pytest.raises(Stop):
+                c.scaler.step(c.opt)
+            del c.opt.step
+        c.scaler.step(c.opt)
+        return [plain(c.parameters), c.opt.stats()]
+
+    assert stepped(True) == stepped(False)
