@@ -220,15 +220,23 @@ class Box:
         """Whether the next micro-batch stays in `.grad`, where the optimizer finds it."""
         return self.target.is_parameters and self.keeps_at_once
 
-    def commit(self, state: State, emptied: Sequence[Tensor] = ()) -> None:
-        """Replace the state and empty `.grad` of these parameters; after an exception both or
-        neither."""
+    def commit(
+        self, state: State, emptied: Sequence[Tensor] = (), dropped: ShardedWindow | None = None
+    ) -> None:
+        """Replace the state, empty `.grad` of these parameters and have FSDP drop what it holds;
+        after an exception all of that or nothing."""
+
+        def rest() -> None:
+            clear(emptied)
+            if dropped is not None:
+                dropped.drop()
+
         try:
             self.state = state
-            clear(emptied)
+            rest()
         except BaseException:
             if self.state is state:
-                clear(emptied)
+                rest()
             raise
 
     def drop(self, successor: Window = NO_WINDOW) -> None:
@@ -237,11 +245,10 @@ class Box:
         after = state._replace(
             window=successor, micro_batch=None, all_reduce=None, accumulated=False
         )
-        self.commit(after, self.target.parameters() if state.window.in_grad else ())
+        emptied = self.target.parameters() if state.window.in_grad else ()
+        self.commit(after, emptied, self.sharded)
         if state.all_reduce is not None:
             state.all_reduce.abandon(state.window)
-        if self.sharded is not None:
-            self.sharded.drop()
 
     # Errors and warnings
 

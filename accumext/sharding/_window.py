@@ -122,10 +122,12 @@ class ShardedWindow:
         self._forget()
 
     def drop(self) -> None:
-        """Have FSDP drop what it holds, and whatever state an exception has left it in."""
-        for root in self._forget():
+        """Have FSDP drop what it holds, and whatever state an exception has left it in. May be
+        called again after an exception."""
+        for root in self._holding:
             drop_unsharded_grads(root)
             _leave_unreduced(root, False)
+        self._forget()
 
     def refuse_while_held(self, op: str) -> None:
         """Raise for what needs the gradients of the open window while FSDP holds them."""
@@ -147,10 +149,9 @@ class ShardedWindow:
             advice = "Use opt.zero_grad(), not that of the model; opt.discard() drops the window"
             raise RuntimeError(_checks.message(op, name, contract, got, advice))
 
-    def _forget(self) -> list[Any]:
-        """Hold nothing more; the roots that did."""
-        roots, self._holding, self._held, self._reduced = self._holding, [], [], False
-        return roots
+    def _forget(self) -> None:
+        """Hold nothing more."""
+        self._holding, self._held, self._reduced = [], [], False
 
 
 def closing_groups(parameters: Sequence[Tensor], group: Group | None) -> tuple[list[Group], int]:

@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 import accumext
@@ -419,3 +420,32 @@ def test_a_step_that_does_not_begin_leaves_no_scale_to_the_next(variant):
         return [plain(c.parameters), c.opt.stats()]
 
     assert stepped(True) == stepped(False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_exception_at_any_line_of_discard_where_fsdp_holds_the_window():
+    def gone_on(discards: bool, stop_at: int | None = None) -> tuple[list[str], list[Any]]:
+        model = fully_shard(nn.Linear(2, 1, bias=False))
+        nn.init.ones_(model.weight)
+        opt = AccumulatingOptimizer(
+            MOMENTUM(list(model.parameters())), window=2, synchronize="window"
+        )
+
+        def add(value: float) -> None:
+            with opt.micro_batch(model):
+                opt.backward(model(torch.full((2,), value)).sum())
+            opt.step()
+
+        add(1.0)
+        with contextlib.suppress(Stop), Lines(stop_at) as lines:
+            if discards:
+                opt.discard()
+        for value in (2.0, 4.0, 8.0, 16.0):
+            add(value)
+        opt.discard()
+        (shard,) = opt.param_groups[0]["params"]
+        return lines.places, [model.weight is shard, *plain(shard.to_local())]
+
+    (_, before), (places, after) = gone_on(False), gone_on(True)
+    left = {place: gone_on(True, at)[1] for at, place in enumerate(places, 1)}
+    assert not {place: seen for place, seen in left.items() if seen not in (before, after)}
