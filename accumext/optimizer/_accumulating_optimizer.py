@@ -17,6 +17,7 @@ from accumext._checks import OnNonfinite, Reduction, Synchronize
 from accumext._tensor_kinds import Group, main_dtype
 from accumext._torch_private import HAS_STEPPED, STEP_IS_WRAPPED, TAKES_SCALE
 from accumext.masters import Target
+from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._backward import (
     UNWEIGHTED,
     check_loss_and_weight,
@@ -223,6 +224,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             advice = "Run a backward pass first; backward() has accumulated already"
             contract = "hold new gradients"
             raise RuntimeError(_checks.message(op, ".grad", contract, "none", advice))
+        agree_on_shards(op, box)
         if box.state.last is not None:
             box.state.last.evidence = None
         scale = current_scale(op, box.settings.scaler)

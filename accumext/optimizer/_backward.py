@@ -24,6 +24,7 @@ from accumext._tensor_kinds import (
 )
 from accumext._torch_private import record_function
 from accumext.masters import params_of
+from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import (
     clear,
@@ -88,6 +89,7 @@ def run_backward(
     if sharded is not None:
         if settings.synchronize == "window" and not sharded.is_open:
             sharded.refuse_synchronised(op)
+        agree_on_shards(op, box)
         sharded.idle = False
     if inside is not None:
         _check_weight_inside(op, inside, weight)

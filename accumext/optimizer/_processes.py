@@ -6,33 +6,28 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accumext import _checks, _scalars, ops
-from accumext._scalars import Scalar, as_tensor, sent, to_device, to_host_if_free
+from accumext import _checks, ops
+from accumext._scalars import Scalar, sent, to_device
 from accumext._tensor_kinds import Group, dense_storage, is_dtensor, main_dtype
-from accumext._torch_private import assert_on_device, zero_all_
+from accumext._torch_private import zero_all_
+from accumext.optimizer._agreement import agree, trained
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import clear, grads_of, put
 from accumext.optimizer._sums import adding
 from accumext.optimizer._window import Box, Window, explain
-from accumext.sharding import ShardedWindow, closing_groups
+from accumext.sharding import ShardedWindow
 
 # What DistributedDataParallel sends at a time: enough for full bandwidth, and little enough
 # that it overlaps with filling the next bucket, or with the backward pass.
 BUCKET_BYTES = 25 * 2**20
 
 ALIGNMENT = 16  # elements; where gradients begin, for aligned vector loads
-
-_SAME_COUNT = (
-    "Give every process the same number, where a micro-batch with weight=0 counts for nothing, and "
-    "call step and flush on all of them"
-)
 
 
 def hold_back(
@@ -136,75 +131,20 @@ class Bucket:
                 sums[i] = main if dense else main.to_sparse(round(sparse_dims / sparse))
 
 
-class Agreement(NamedTuple):
-    """The numbers of a window, of all processes."""
-
-    weight: Scalar  # of shards the mean
-    kept: Scalar  # micro-batches
-    found_inf: Scalar
-    any_held: bool  # whether any process has something in the window
-
-
-def _agree(op: str, box: Box, window: Window, group: Group | None, flushing: bool) -> Agreement:
-    """Sum the numbers of the window, and raise where processes do not close the same one.
-
-    The group is beside the mesh of the shards. If only a device knows the sums, a flush alone looks
-    at them.
-    """
-    parameters = box.target.parameters()
-    groups, shards = closing_groups(parameters, group)
-    world, rank = math.prod(each.size() for each in groups), 0
-    for each in groups:
-        rank = rank * each.size() + each.rank()
-    # That which the groups serve; others may be on the host.
-    device = next(filter(is_dtensor, parameters), parameters[0]).device
-    count = window.micro_batches
-    closing = torch.zeros(2, world, dtype=torch.float64, device=device)
-    closing[0, rank] = count if flushing else -box.settings.window  # of a full one its size
-    closing[1, rank] = sum(parameters[i].numel() for i in _trained(parameters, window))
-    kept = count if window.finite is None else window.finite
-    mine = [as_tensor(n, torch.float64, device) for n in (window.weight, kept, window.found_inf)]
-    numbers = torch.cat([torch.stack(mine), closing.flatten()])
-    try:
-        for each in groups:
-            dist.all_reduce(numbers, group=each)
-    except RuntimeError as error:
-        got = f"no answer from some ({str(error).splitlines()[0]})"
-        text = _checks.message(op, "the window", "be closed by every process", got, _SAME_COUNT)
-        raise RuntimeError(text) from error
-    total, finite = map(to_host_if_free, numbers[:2] / shards)
-    found_inf = to_host_if_free((numbers[2] != 0).double())
-    if not flushing and not _scalars.on_host(numbers):
-        alike = (numbers[3 : 3 + world] == numbers[3]).all()
-        assert_on_device(alike, f"{op}: the window must be of one size on every process")
-        return Agreement(total, finite, found_inf, True)
-    counts, elements = numbers[3:].view(2, world).tolist()
-    if len(set(counts)) > 1:  # those of a full window come negative
-        each_count = (f"{n:.0f}" if n >= 0 else f"full with {-n:.0f}" for n in counts)
-        got = ", ".join(each_count) + " by rank"
-        contract = "hold the same number of micro-batches on every process"
-        raise RuntimeError(_checks.message(op, "the window", contract, got, _SAME_COUNT))
-    if len(set(elements)) > 1:
-        got = ", ".join(f"{n:.0f}" for n in elements) + " elements by rank"
-        contract = "be of the same trainable parameters on every process"
-        raise RuntimeError(_checks.message(op, "the window", contract, got))
-    return Agreement(total, finite, found_inf, any(counts))
-
-
 class WindowAllReduce:
     """The sum of one window over a group of processes: of all that is trained or has a gradient."""
 
     def __init__(self, box: Box, window: Window, group: Group) -> None:
         self._box, self._group = box, group
         self._parameters = box.target.parameters()
-        self._buckets = _plan(self._parameters, _trained(self._parameters, window))
+        self._buckets = _plan(self._parameters, trained(self._parameters, window))
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._sent = 0  # buckets; all processes send them in one order
 
     def agree(self, op: str, window: Window, weight: Scalar, count: int, flushing: bool) -> bool:
         """Whether any process has something in the window, once all agree on what closes it."""
         window = window._replace(weight=weight, micro_batches=count)
-        self.agreed = _agree(op, self._box, window, self._group, flushing)
+        self.agreed = agree(op, self._box, window, self._group, flushing)
         return self.agreed.any_held
 
     def send_complete(
@@ -301,7 +241,7 @@ def _close_shards(box: Box, sharded: ShardedWindow, op: str, flushing: bool) -> 
         return True
     if window.micro_batches == 0 and (sharded.idle or not flushing):
         return False
-    agreed = _agree(op, box, window, None, flushing)
+    agreed = agree(op, box, window, None, flushing)
     if not agreed.any_held:
         sharded.idle = True
         return False
@@ -337,13 +277,6 @@ def collect_held(box: Box, op: str) -> None:
         put(parameters, before)
         explain(error, f"{op}: the open window was dropped: it was being reduced")
         raise
-
-
-def _trained(parameters: Sequence[Tensor], window: Window) -> list[int]:
-    """Which are trained or have a gradient."""
-    sums = window.of(parameters).sums or [None] * len(parameters)
-    rows = enumerate(zip(parameters, sums, strict=True))
-    return [i for i, (p, m) in rows if p.requires_grad or m is not None or p.grad is not None]
 
 
 def _plan(parameters: Sequence[Tensor], indices: Sequence[int]) -> list[Bucket]:

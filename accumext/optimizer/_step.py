@@ -22,6 +22,7 @@ from accumext._torch_private import (
     takes_scale,
 )
 from accumext.masters import params_of
+from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._closing import Closing, StepWatch
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import fresh, grad_of, grads_of, is_none, present, put
@@ -132,6 +133,7 @@ def take_pending(
         box.refuse_while_reducing(op)
     if settings.synchronize == "window" and box.sharded is not None:
         box.sharded.refuse_synchronised(op)
+    agree_on_shards(op, box)
     if settings.window > 1 and state.window.micro_batches == 0:
         refuse_second_accumulation(op, settings.window)
         if outer is None:

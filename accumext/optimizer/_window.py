@@ -126,6 +126,8 @@ class Box:
         self.state = State()
         self.sharded = ShardedWindow.of(target.parameters())
         self.main_grads = MainGrads(self, target.parameters())
+        # Settings that all processes are known to have, and what they were compared by.
+        self.agreed: tuple[Settings, Tensor] | None = None
         _alive.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,7 +149,8 @@ class Box:
             saved=window.micro_batches,  # the original is there to step on them
             warned=self.state.warned,
         )
-        return {**vars(self), "settings": settings, "state": state, "main_grads": None}
+        changed = {"settings": settings, "state": state, "main_grads": None, "agreed": None}
+        return {**vars(self), **changed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -189,6 +192,7 @@ class Box:
     def know_parameters(self) -> None:
         """Look at the parameters again: the optimizer has been given more."""
         self.target.know()
+        self.agreed = None
         parameters = self.target.parameters()
         self.main_grads.declare(parameters)
         if self.sharded is None:

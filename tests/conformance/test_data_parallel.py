@@ -137,7 +137,8 @@ def test_loops_that_know_nothing_of_ranks(seen, world, scenario):
 @pytest.mark.parametrize("scenario", TRAFFIC)
 def test_main_grads_travel_once_per_window(seen, world, scenario):
     """One all-reduce per window, in buckets, or while the last backward pass still runs"""
-    numbers = (3 + 2 * world) * 8  # weight, micro-batches, found_inf; how each closes, and what
+    # Weight, micro-batches, found_inf; of each process how it closes, what, and eight settings.
+    numbers = (3 + 10 * world) * 8
     bucket = (64 + 16 + 3 * 2) * 8  # a layer, its bias padded; three words per parameter
     backward = [f"gradient {number}" for number in (3, 2, 1, 0)]
     after = [numbers, *[bucket] * 4]
@@ -155,9 +156,9 @@ def test_main_grads_travel_once_per_window(seen, world, scenario):
 
 @pytest.mark.parametrize("scenario", READS)
 def test_ranks_read_no_device(seen, world, scenario):
-    """Windows of several ranks with a fused optimizer read nothing from the device"""
+    """Windows of several ranks, fused optimizer: after the first nothing is read from the device"""
     first = ranks.agreed(seen, scenario)
-    assert ranks.of(seen, scenario, "reads") == [[0, 0]] * world
+    assert ranks.of(seen, scenario, "reads") == [[0, 1]] * world  # settings are compared
     expected = by_hand(world, 0, 4, 2)
     # Sums and the clip are in float32, and Adam divides by the size of each element.
     assert_close([p.double() for p in first["parameters"]], expected, 1e-5)

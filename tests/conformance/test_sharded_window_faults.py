@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ import ranks
 import torch
 from sharded_windows import FINALIZES, failing, in_backward, train, training, wrapped
 from shares import (
+    MAX_NORM,
     WEIGHTS,
     by_hand,
     by_windows,
@@ -19,6 +21,7 @@ from shares import (
     error_of,
     held,
     inside,
+    of_the_user,
     outcome,
     own_share,
 )
@@ -127,6 +130,25 @@ def one_rank_discards(rank, world):
     return outcome(model, opt, seen=seen)
 
 
+def told_differently(rank, world):
+    """Ranks with windows of other sizes, which call FSDP equally often; then alike; then with one
+    that was assigned another clip."""
+    seen = {}
+    share = own_share(rank, world, 8)
+    for synchronize, loop in (("backward", called), ("backward", of_the_user), ("window", inside)):
+        model, opt = training(synchronize=synchronize, window=4 - rank)
+        errors = [error_of(partial(train, opt, model, share[:4], loop=loop))]
+        opt.zero_grad()
+        opt.window = 4
+        train(opt, model, share[:4], loop=loop)
+        opt.max_norm = MAX_NORM * (rank + 1)
+        errors.append(error_of(partial(train, opt, model, share[4:], loop=loop)))
+        opt.max_norm = MAX_NORM
+        opt.step()
+        seen[loop.__name__] = [errors, outcome(model, opt)["parameters"]]
+    return seen
+
+
 def zero_weight_on_one_rank(rank, world):
     """With `on_nonfinite="raise"` all look at the gradients, whatever they weigh on one rank."""
     model, opt = training(synchronize="backward", on_nonfinite="raise")
@@ -177,15 +199,16 @@ def resumed_where_a_window_is_closed(rank, world):
 
 
 def reads_of_a_device(rank, world):
-    """The CPU plays a device: what the host reads while micro-batches of two windows run."""
+    """The CPU plays a device: what the host reads while micro-batches of two windows run, after
+    the first, at which ranks compare their settings."""
     seen = []
     for synchronize in ("backward", "window"):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         model, opt = training(torch.float32, window=2, scaler=scaler, synchronize=synchronize)
         reads = DeviceReads()
         with cpu_as_device():
-            for batch, weight in own_share(rank, world, 4, torch.float32):
-                with reads, opt.micro_batch(model):
+            for i, (batch, weight) in enumerate(own_share(rank, world, 4, torch.float32)):
+                with reads if i > 0 else nullcontext(), opt.micro_batch(model):
                     opt.backward(loss_of(model, batch), torch.tensor(weight))
                 opt.step()
         seen.append([reads.count, reads.lists, opt.stats()["weight"]])
@@ -220,7 +243,7 @@ SCENARIOS = {
     **FAILING_STEPS,
     **AS_USUAL,
     "reduction_that_fails": partial(failing, fail=interrupted_reduction, count=3),
-    **ranks.named(zero_weight_on_one_rank, resumed_where_a_window_is_closed),
+    **ranks.named(told_differently, zero_weight_on_one_rank, resumed_where_a_window_is_closed),
     **ranks.named(reads_of_a_device, gradients_that_fsdp_sums),
 }
 
@@ -294,6 +317,18 @@ def test_a_flush_where_one_rank_has_dropped_its_window(pair):
             )
             assert kept == (0 if number == 1 else 3)
             assert seconds < 20.0  # of 60 that a hang would take
+
+
+def test_ranks_of_a_mesh_that_were_told_differently(pair):
+    """Ranks of a mesh with other settings end in an error; with the same the window is closed"""
+    for rank in pair:
+        for loop, (errors, parameters) in rank["told_differently"].items():
+            assert "got full with 4, full with 3 by rank" in errors[0]
+            clip = f"got {MAX_NORM}, {2 * MAX_NORM} by rank"
+            said = "step: max_norm must be the same on every process"
+            assert errors[1] == f"RuntimeError: {OP}.{said}, {clip}"
+            weights = None if loop == "of_the_user" else WEIGHTS
+            assert_close(parameters, by_hand(WORLD, 0, 8, weights=weights))
 
 
 def test_a_weight_of_zero_on_one_rank(pair):

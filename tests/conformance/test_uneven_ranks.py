@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+import torch
 from shares import (
     BATCHES,
     WEIGHTS,
@@ -16,6 +17,7 @@ from shares import (
     by_hand,
     called,
     error_of,
+    in_group,
     made,
     outcome,
     own_share,
@@ -26,6 +28,7 @@ from support.optimizer_oracle import (
     adam,
     assert_close,
     loss_of,
+    make_model,
     state_of,
     train_by_hand,
 )
@@ -70,8 +73,29 @@ def weight_of_zero(rank, world):
     return outcome(model, opt)
 
 
+def told_differently(rank, world, **options):
+    """Ranks with float64 and float32 parameters, then with different clips, then alike."""
+    share, errors = own_share(rank, world, WINDOW), []
+    dtype = (torch.float64, torch.float32)[rank]
+    model = make_model(dtype)
+    opt = in_group(model, window=1, **options)
+    errors.append(error_of(partial(train, opt, model, own_share(rank, world, 1, dtype))))
+    opt.discard()
+    model, opt = made(window=1, max_norm=rank + 1.0, **options)
+    errors.append(error_of(partial(train, opt, model, share)))
+    opt.discard()
+    opt.max_norm = None
+    train(opt, model, share)
+    return outcome(model, opt, errors=errors)
+
+
+TOLD_DIFFERENTLY = {
+    "told_differently": told_differently,
+    "told_differently_in_backward": partial(told_differently, reduce_in_backward=True),
+}
 SCENARIOS = {
     "weight_of_zero": weight_of_zero,
+    **TOLD_DIFFERENTLY,
     **{name: partial(uneven, counts=case[0], **case[2]) for name, case in CASES.items()},
 }
 
@@ -90,6 +114,21 @@ def test_an_uneven_last_window_is_an_error_on_all_ranks(pair, scenario):
         assert result["stepped"]
     after = ranks.agreed(pair, scenario)["parameters"]
     assert_close(after, by_hand(2, 0, WINDOW, max_norm=None))
+
+
+@pytest.mark.parametrize("scenario", TOLD_DIFFERENTLY)
+def test_ranks_that_were_told_differently(pair, scenario):
+    """Ranks with other settings or dtypes end in an error that says which; alike they train on"""
+    for errors in ranks.of(pair, scenario, "errors"):
+        for error, name, got in zip(
+            errors,
+            ("parameters must have the same dtypes", "max_norm must be the same"),
+            ("float64, float32", "1.0, 2.0"),
+        ):
+            assert error.startswith(f"RuntimeError: {OP}")
+            assert error.endswith(f": {name} on every process, got {got} by rank")
+    after = ranks.agreed(pair, scenario)["parameters"]
+    assert_close(after, by_hand(2, 0, WINDOW, window=1, max_norm=None))
 
 
 def alone(rank: int, folder: str, leaves: bool) -> None:

@@ -1,6 +1,9 @@
-"""An optimizer in the middle of a window, and a process group of one."""
+"""An optimizer in the middle of a window, and process groups: of one, and of two threads."""
 
 from __future__ import annotations
+
+from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -36,3 +39,19 @@ def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """A process group for each of two threads, whose all_reduce adds what both have sent."""
+    barrier, sent = Barrier(2, timeout=60), [None, None]
+
+    def all_reduce(tensor, group, async_op=False):
+        sent[group.rank()] = tensor.clone()
+        barrier.wait()
+        tensor.copy_(sent[0] + sent[1])
+        barrier.wait()
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return [dist.ProcessGroup(rank, 2) for rank in range(2)]

@@ -5,22 +5,26 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.optimizer_oracle import OP, make_model, said_by, says, scalar, sgd, wrapped_zeros
+from support.optimizer_oracle import (
+    OP,
+    make_model,
+    on_both,
+    said_by,
+    says,
+    scalar,
+    sgd,
+    wrapped_zeros,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accumext.optimizer import _processes
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 from accumext.optimizer._processes import Bucket, _plan, hold_back
-
-RANKS = range(2)
 
 
 @pytest.mark.usefixtures("alone")
@@ -59,27 +63,6 @@ def test_replicas_of_several_groups_need_process_group():
         hold_back("op", nn.ModuleList(replicas), None)
     _, needed = hold_back("op", nn.ModuleList(replicas), groups[1])
     assert needed is groups[1]
-
-
-@pytest.fixture
-def groups(monkeypatch):
-    """A process group for each of two threads, whose all_reduce adds what both have sent."""
-    barrier, sent = Barrier(2, timeout=60), [None, None]
-
-    def all_reduce(tensor, group, async_op=False):
-        sent[group.rank()] = tensor.clone()
-        barrier.wait()
-        tensor.copy_(sent[0] + sent[1])
-        barrier.wait()
-        return SimpleNamespace(wait=lambda: None)
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    return [dist.ProcessGroup(rank, 2) for rank in RANKS]
-
-
-def on_both(call):
-    with ThreadPoolExecutor(2) as threads:
-        return [done.result() for done in [threads.submit(call, rank) for rank in RANKS]]
 
 
 def sparse(*rows):
@@ -165,30 +148,6 @@ def test_two_windows_become_one(groups, in_backward, reduction, max_norm):
         assert (stats["weight"], stats["micro_batches"]) == (8.0, 4.0)
         assert stats["total_norm"] == pytest.approx(norm, rel=1e-6)
         assert moved == pytest.approx(-min(norm, max_norm or norm), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("counts", "windows", "sizes", "text"),
-    [
-        ((2, 3), (9, 9), (1, 1), "number of micro-batches on every process, got 2, 3 by"),
-        ((2, 2), (9, 2), (1, 1), "got 2, full with 2 by rank. Give every process the same"),
-        ((3, 2), (3, 2), (1, 1), "got full with 3, full with 2 by rank. Give every process"),
-        ((2, 2), (2, 2), (1, 4), "be of the same trainable parameters on every process, got"),
-    ],
-)
-def test_windows_that_differ_are_refused_on_every_process(groups, counts, windows, sizes, text):
-    def refused(rank):
-        parameter, opt = wrapped_zeros(windows[rank], sizes[rank], process_group=groups[rank])
-        for _ in range(counts[rank]):
-            opt.backward(parameter.sum())
-        full = counts[rank] == windows[rank]
-        with pytest.raises(RuntimeError, match=f"{OP}.*: the window must ") as raised:
-            (opt.step if full else opt.flush)()
-        assert opt.main_grad(parameter).tolist() == [counts[rank]] * sizes[rank]
-        opt.discard()
-        return str(raised.value)
-
-    assert all(text in said for said in on_both(refused))
 
 
 def test_a_process_that_gives_up_has_the_others_skip(groups):

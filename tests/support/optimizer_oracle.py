@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +110,12 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
 def said_by(error: BaseException) -> str:
     """The words of an exception and of its notes, which Python 3.10 does not have."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def on_both(call: Callable[[int], Any]) -> list[Any]:
+    """What a call with each of two ranks returns, in a thread each."""
+    with ThreadPoolExecutor(2) as threads:
+        return [done.result() for done in [threads.submit(call, rank) for rank in range(2)]]
 
 
 def state_of(opt: AccumulatingOptimizer, parameters: Sequence[Tensor]) -> list:
