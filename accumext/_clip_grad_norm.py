@@ -19,6 +19,7 @@ from accumext._tensor_kinds import (
     is_dtensor,
     zero_flag,
 )
+from accumext._wgrad_fusion import say_nothing_to_clip
 from accumext.ops import scale_, total_norm
 
 
@@ -86,6 +87,8 @@ def clip_grad_norm_(
     except (AttributeError, RuntimeError, TypeError, ValueError):
         _checks.clip_grad_norm_(parameters)
         norm, usual = _norm_anywhere(grads, p), False
+    if not grads:
+        say_nothing_to_clip(parameters)
     if error_if_nonfinite and not norm.isfinite():
         advice = "To scale by a non-finite norm anyway, set error_if_nonfinite=False"
         op, got = "clip_grad_norm_", norm.item()

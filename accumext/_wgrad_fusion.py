@@ -28,6 +28,9 @@ class Holder(Protocol):
     def expects_sum(self, parameter: Tensor) -> bool:
         """Whether the next backward pass adds to a sum of this parameter that is there."""
 
+    def nothing_to_clip(self) -> None:
+        """`clip_grad_norm_` has found no gradient of its parameters."""
+
 
 class _Owner:
     """The main gradients of an optimizer, while it lives; unknown to a pickled parameter."""
@@ -63,6 +66,12 @@ class MainGrads:
         """See `may_fuse`."""
         holder = self._holder()
         return holder is not None and holder.expects_sum(parameter)
+
+    def nothing_to_clip(self) -> None:
+        """See `say_nothing_to_clip`."""
+        holder = self._holder()
+        if holder is not None:
+            holder.nothing_to_clip()
 
     def hand_out(self, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
         """See `destination`."""
@@ -110,3 +119,13 @@ def destination(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
     """
     owner = _owner_of(parameter)
     return None if owner is None else owner.hand_out(parameter, dtype)
+
+
+def say_nothing_to_clip(parameters: Iterable[Tensor]) -> None:
+    """Tell an optimizer that none of these parameters had a gradient in `.grad`."""
+    for parameter in parameters:
+        owner = getattr(parameter, _OWNER, None)
+        main_grads = None if owner is None else owner.reference()
+        if main_grads is not None:
+            main_grads.nothing_to_clip()
+            return

@@ -38,6 +38,7 @@ from accumext.optimizer._settings import (
 from accumext.optimizer._step import flush, run_step
 from accumext.optimizer._sums import add_micro_batch, take_out
 from accumext.optimizer._window import Box, pack, unpack
+from accumext.optimizer._wrong_loops import Watch, warn_of_a_full_window
 
 
 def _setting(name: str, doc: str) -> Any:
@@ -169,6 +170,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         )
         self.optimizer = optimizer
         self._box = Box(optimizer, settings, Target(OP, optimizer, masters))
+        self._box.watch = Watch()
 
     def backward(self, loss: Tensor, weight: float | Tensor = UNWEIGHTED) -> None:
         """Scale the loss, run its backward pass and add the gradients as one micro-batch.
@@ -225,6 +227,8 @@ class AccumulatingOptimizer(OptimizerProxy):
             contract = "hold new gradients"
             raise RuntimeError(_checks.message(op, ".grad", contract, "none", advice))
         agree_on_shards(op, box)
+        if box.state.window.micro_batches >= box.settings.window:
+            warn_of_a_full_window(box)
         if box.state.last is not None:
             box.state.last.evidence = None
         scale = current_scale(op, box.settings.scaler)

@@ -50,6 +50,7 @@ from accumext.optimizer._sums import (
     take_out,
 )
 from accumext.optimizer._window import NO_WINDOW, Box, OpenMicroBatch, Window, explain
+from accumext.optimizer._wrong_loops import warn_of_a_full_window
 
 # Bytes of gradients that one call adds. A GPU moves them, and the sums, in about the time that a
 # call takes to launch, so more in a call saves little, and less would cost calls.
@@ -93,6 +94,10 @@ def run_backward(
         sharded.idle = False
     if inside is not None:
         _check_weight_inside(op, inside, weight)
+    if box.watch is not None:
+        box.watch.see_loss(box, loss)
+    if window.micro_batches >= settings.window and (inside is None or inside.weight is None):
+        warn_of_a_full_window(box)
     if state.last is not None:
         state.last.evidence = None
     parameters = list(chain.from_iterable(map(params_of, box.optimizer.param_groups)))

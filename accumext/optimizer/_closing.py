@@ -247,10 +247,7 @@ class Closing:
         # What divides in a fused kernel is a float32. It writes back what it has divided.
         dense = self._one_call or not any(grad.is_sparse for grad in tensors)
         folds = fused and dense and not casts and not self._wide
-        nothing_left = self._box.settings.max_norm == 0.0  # of which to make the sums again
-        everything = (self._window.in_grad and not self._may_write()) or (
-            nothing_left and not folds
-        )
+        everything = self._window.in_grad and not self._may_write()
         if folds and not everything:
             inverse = factors.inverse
             return divide(1.0, factor) if inverse is None else inverse, ()

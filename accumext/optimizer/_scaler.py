@@ -126,7 +126,7 @@ def outer_scale(op: str, proxy: object, scaler: GradScaler | None, accumulated: 
     """What the GradScaler that calls `step` has set on the optimizer. It is refused beside the
     optimizer's own `scaler`, and after gradients were accumulated that it has not seen."""
     if scaler is not None:
-        advice = "Leave scaler=None where a GradScaler is called around the optimizer"
+        advice = "Leave scaler.step, update and unscale_ out, or scaler=None in the constructor"
         refuse_outer_scale(op, "an outer GradScaler beside its own", advice)
     if accumulated:
         refuse_outer_scale(op, "gradients taken in before the GradScaler could see them")

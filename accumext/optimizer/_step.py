@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accumext import _checks, _scalars
+from accumext import _checks
 from accumext._scalars import to_host_if_free
-from accumext._tensor_kinds import global_norm, nonfinite, versions, zero_flag
+from accumext._tensor_kinds import global_norm, nonfinite, zero_flag
 from accumext._torch_private import (
     not_compiled,
     record_function,
@@ -28,7 +27,7 @@ from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import fresh, grad_of, grads_of, is_none, present, put
 from accumext.optimizer._processes import sum_over_processes
 from accumext.optimizer._proxy import refuse_second_accumulation, tell_of_a_skipped_step
-from accumext.optimizer._report import WindowReport, named
+from accumext.optimizer._report import WindowReport
 from accumext.optimizer._scaler import (
     OuterScale,
     begin_update,
@@ -38,9 +37,9 @@ from accumext.optimizer._scaler import (
     refuse_outer_scale,
     refuse_unscaled,
 )
-from accumext.optimizer._settings import OP
 from accumext.optimizer._sums import add_micro_batch, count_in, raise_nonfinite
 from accumext.optimizer._window import NO_WINDOW, Box
+from accumext.optimizer._wrong_loops import warn_of_skip, warn_of_unscaled
 
 
 def run_step(
@@ -74,17 +73,17 @@ def run_step(
         parameters = list(chain.from_iterable(map(params_of, optimizer.param_groups)))
         if not box.target.is_parameters:
             parameters = box.target.parameters()
-        empty = all(map(is_none, map(grad_of, parameters)))
-        if not empty and not window.in_grad:
-            if closure is None and not optimizer.state and _is_priming(optimizer):
-                return optimizer.step(**kwargs)
+        pending = not (window.in_grad or all(map(is_none, map(grad_of, parameters))))
+        if pending and closure is None and not optimizer.state and _is_priming(optimizer):
+            return optimizer.step(**kwargs)
+        if box.watch is not None:
+            box.watch.see_step(box, parameters, pending, scaled=outer is not None)
+        if pending:
             refuse_unscaled(op, settings.scaler, proxy, optimizer)
-            if state.through_backward:
-                box.state = box.state._replace(through_backward=False)
             take_pending(box, op, parameters, outer)
         if box.state.window.micro_batches >= settings.window:
             result = close_window(box, proxy, op, parameters, kwargs)
-        elif settings.window == 1 and empty and box.keeps_at_once:
+        elif settings.window == 1 and not pending and box.keeps_at_once:
             # The optimizer runs its hooks, as it would without the wrapper.
             result = box.target.followed(optimizer.step)(**kwargs)
         if outer is not None and not _took_a_step(box):
@@ -131,13 +130,15 @@ def take_pending(
         state.last.evidence = None
     if state.all_reduce is not None or state.window.world is not None:
         box.refuse_while_reducing(op)
+    if state.through_backward:
+        box.state = state = state._replace(through_backward=False)
+        if settings.scaler is not None:
+            warn_of_unscaled(box)
     if settings.synchronize == "window" and box.sharded is not None:
         box.sharded.refuse_synchronised(op)
     agree_on_shards(op, box)
     if settings.window > 1 and state.window.micro_batches == 0:
         refuse_second_accumulation(op, settings.window)
-        if outer is None:
-            _warn_of_sums(box, op, pending)
     scale, found_inf = (current_scale(op, settings.scaler), 0.0) if outer is None else outer
     if not box.keeps_in_grad:
         add_micro_batch(box, op, parameters, pending, 1.0, scale, found_inf=found_inf)
@@ -174,22 +175,6 @@ def _is_priming(optimizer: Optimizer) -> bool:
     return bool(grads) and not any(bool(torch.any(grad != 0)) for grad in grads)
 
 
-def _warn_of_sums(box: Box, op: str, grads: Sequence[Tensor | None]) -> None:
-    """Say once that a window counts calls of `step`, where each may be meant to end one."""
-    window = box.settings.window
-    if "sums" not in box.state.warned and all(
-        version is None or version > 0 for version in versions(grads)
-    ):
-        box.warn_once(
-            "sums",
-            f"{op}: every gradient was added to, or changed, since autograd made it, and "
-            f"window={window} counts this call of step as one micro-batch. Call "
-            "step after every backward pass, not after every window; put several passes that "
-            "are one micro-batch into `with opt.micro_batch():`; and leave the clip to "
-            "max_norm",
-        )
-
-
 def close_window(
     box: Box,
     proxy: Optimizer,  # the AccumulatingOptimizer, under whose id the scaler knows it
@@ -220,26 +205,8 @@ def close_window(
             closing.recover()
             raise
     if not isinstance(closing.skip, Tensor) and closing.skip:
-        _warn_of_skip(box, proxy)
+        warn_of_skip(box, proxy)
     return result
-
-
-def _warn_of_skip(box: Box, proxy: Optimizer) -> None:
-    """Say once that a window was skipped where no loss scale is to be found by trying."""
-    last = box.state.last
-    if last is None or "found_inf" in vars(proxy):
-        return
-    scale = float(last.loss_scale) if _scalars.on_host(last.loss_scale) else math.inf
-    if scale > 1.0:
-        return
-    names = named(last.nonfinite)
-    where = f"the gradient of {names}" if names else f"its sum, with a loss scale of {scale:g}"
-    box.warn_once(
-        "skip",
-        f"{OP}: a window was skipped, for inf or NaN in {where}. This is said once; "
-        "opt.last.skipped and opt.last.nonfinite tell of every window, and "
-        "on_nonfinite='raise' stops at the first",
-    )
 
 
 # Optimizers that evaluate closures

@@ -104,10 +104,21 @@ class State(NamedTuple):
     accumulated: bool = False  # since the last step: too late for an outer GradScaler
     through_backward: bool = False  # the latest micro-batch came through `backward`
     saved: int = 0  # micro-batches of the window that are in a checkpoint, or another's
-    warned: frozenset[str] = frozenset()  # of what: each once
 
 
 _alive: WeakSet[Box] = WeakSet()
+
+
+def others_of(box: Box) -> list[Box]:
+    """Those of other optimizers that have taken gradients of the same parameters."""
+    mine = set(map(id, box.target.parameters()))
+    return [
+        other
+        for other in _alive
+        if other is not box
+        and (other.state.window.micro_batches or other.state.last)
+        and not mine.isdisjoint(map(id, other.target.parameters()))
+    ]
 
 
 @atexit.register
@@ -124,6 +135,8 @@ class Box:
         self.settings = settings
         self.target = target  # what it steps on
         self.state = State()
+        self.warned = set[str]()  # of what: each once
+        self.watch: Any = None  # the Watch of the first windows
         self.sharded = ShardedWindow.of(target.parameters())
         self.main_grads = MainGrads(self, target.parameters())
         # Settings that all processes are known to have, and what they were compared by.
@@ -147,10 +160,9 @@ class Box:
             stepped=self.state.stepped,
             accumulated=self.state.accumulated,
             saved=window.micro_batches,  # the original is there to step on them
-            warned=self.state.warned,
         )
-        changed = {"settings": settings, "state": state, "main_grads": None, "agreed": None}
-        return {**vars(self), **changed}
+        gone = dict.fromkeys(("main_grads", "agreed", "watch"))
+        return {**vars(self), "settings": settings, "state": state, **gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -165,7 +177,7 @@ class Box:
         if lost > self.state.saved and not hasattr(sys, "last_type"):
             self.state = self.state._replace(saved=lost)
             text = (
-                f"{OP} ended with micro-batches in its window that no step has used, {lost}. "
+                f"{OP}: it ended with micro-batches in its window that no step has used, {lost}. "
                 "Call opt.flush() after the last batch, or opt.discard()"
             )
             warnings.warn(text, stacklevel=2)
@@ -278,11 +290,20 @@ class Box:
             contract = "step without a closure"
             raise RuntimeError(message(op, "the optimizer", contract, kind, advice))
 
+    def nothing_to_clip(self) -> None:
+        """`clip_grad_norm_` has found no gradient."""
+        if self.state.window.micro_batches:
+            self.warn_once(
+                "clip",
+                "clip_grad_norm_ found no gradient to clip, because it lies in the window. Leave "
+                "the call out, and pass max_norm to the optimizer",
+            )
+
     def warn_once(self, topic: str, text: str) -> None:
         """A warning that points at the user's line, the first time."""
-        if topic not in self.state.warned:
-            self.state = self.state._replace(warned=self.state.warned | {topic})
-            warnings.warn(text, stacklevel=users_level())
+        if topic not in self.warned:
+            self.warned.add(topic)
+            warnings.warn(f"{OP}: {text}", stacklevel=users_level())
 
 
 _DROPPED = "the open window was dropped"

@@ -363,6 +363,7 @@ def test_ignite_accumulates():
     assert_as_plain(model, opt, BATCHES, 3)
 
 
+@pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. every gradient was added to")
 @pytest.mark.parametrize("framework", ["trainer", "lightning", "ignite"])
 def test_two_windows_multiply(tmp_path, framework):
     """Trainer, Lightning and ignite: 2 batches of theirs in `window=3` are one step of 6"""

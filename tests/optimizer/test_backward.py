@@ -125,6 +125,7 @@ def test_parts_of_a_weighted_micro_batch_and_raw_passes(window, policy):
     assert parameter.item() == pytest.approx(-mean, rel=1e-6)  # a float32
 
 
+@pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. 2 calls of step found no gradient")
 def test_micro_batches_without_gradients_and_without_passes():
     """One counts of which nothing reaches the parameters; one without a backward pass does not."""
     used, unused = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
@@ -243,6 +244,7 @@ def test_bit_for_bit_what_it_is_without(dtype, window, micro_batch, scaled):
 # Hooks
 
 
+@pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. one more micro-batch")
 def test_a_parameter_whose_parts_come_one_by_one(monkeypatch):
     """Reentrant checkpoints run backward passes of their own; each hands over what it has."""
     monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)

@@ -67,6 +67,7 @@ def test_a_norm_whose_powers_overflow_only_while_scaled(kind, max_norm):
     torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. one more micro-batch")
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch"])
 def test_the_norm_adds_up_in_the_order_of_the_optimizer(on_nonfinite, window):

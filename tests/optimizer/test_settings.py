@@ -17,6 +17,7 @@ SETTINGS = [
     ("window", True, TypeError, "an int, got bool"),
     ("max_norm", NAN, ValueError, "at least 0, got nan"),
     ("max_norm", -1.0, ValueError, "at least 0, got -1.0"),
+    ("max_norm", 0, ValueError, "positive, got 0.0. Pass None not to clip"),
     ("max_norm", "1", TypeError, "a number, got str"),
     ("norm_type", 0, ValueError, "nonzero, got 0"),
     ("norm_type", None, TypeError, "a number, got NoneType"),

@@ -1,0 +1,221 @@
+"""Loops that train wrongly without an error: what shows it, and one warning each.
+
+A loop is wrong from its beginning, so what costs anything to look at is looked at in the first
+windows alone, by a `Watch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
+
+from accumext import _scalars
+from accumext._tensor_kinds import versions
+from accumext._torch_private import leaf_of, not_compiled, saved_factor
+from accumext.optimizer._grads import grads_of, is_none
+from accumext.optimizer._report import named
+from accumext.optimizer._window import Box, others_of
+
+_WINDOWS = 2  # that are watched
+_MEAN = 1  # what nodes of torch's losses save of `reduction`
+
+
+def warn_of_a_full_window(box: Box) -> None:
+    """A micro-batch comes where a step should have."""
+    box.warn_once(
+        "full",
+        f"one more micro-batch comes into a window of {box.settings.window} that is full. Call "
+        "opt.step(), not that of the wrapped optimizer, after every micro-batch, and put several "
+        "backward passes that are one micro-batch into `with opt.micro_batch():`",
+    )
+
+
+def warn_of_unscaled(box: Box) -> None:
+    """Some losses come through `opt.backward`, which scales them, and another did not."""
+    box.warn_once(
+        "unscaled",
+        "a backward pass of your own left gradients, and they are divided by the loss scale. Call "
+        "opt.backward(loss) for every loss, or scaler.scale(loss).backward()",
+    )
+
+
+def warn_of_skip(box: Box, proxy: Optimizer) -> None:
+    """A window was skipped where no loss scale is to be found by trying."""
+    last = box.state.last
+    if last is None or "found_inf" in vars(proxy):
+        return
+    scale = float(last.loss_scale) if _scalars.on_host(last.loss_scale) else math.inf
+    if scale > 1.0:
+        return
+    names = named(last.nonfinite)
+    where = f"the gradient of {names}" if names else f"its sum, with a loss scale of {scale:g}"
+    box.warn_once(
+        "skip",
+        f"a window was skipped, for inf or NaN in {where}. This is said once; opt.last.skipped and "
+        "opt.last.nonfinite tell of every window, and on_nonfinite='raise' stops at the first",
+    )
+
+
+class Watch:
+    """Looks at the first windows of an optimizer, and leaves it."""
+
+    def __init__(self) -> None:
+        self._windows = 0  # that were full
+        self._divided = 0  # losses in a row that were divided by the window
+        self._without = 0  # calls of step in a row that found no gradient
+        self._rates: list[float] = []  # at the first call of step in a window
+        self._passes: _Passes | None = None  # since the last call of step
+
+    def see_loss(self, box: Box, loss: Tensor) -> None:
+        """Before a backward pass: whether the loss is divided by what `step` divides by, too."""
+        window = box.settings.window
+        whole = box.state.micro_batch is None and box.settings.reduction == "mean"
+        self._divided = self._divided + 1 if whole and _is_divided(loss, window) else 0
+        if self._divided == window:
+            box.warn_once(
+                "divided",
+                f"the loss was divided by {window}, and a window is the mean of its micro-batches "
+                "already. Pass the loss itself: opt.backward(loss)",
+            )
+
+    @not_compiled
+    def see_step(self, box: Box, parameters: Sequence[Tensor], pending: bool, scaled: bool) -> None:
+        """Before a call of step takes what is in `.grad`, which a GradScaler may have looked at."""
+        window, size = box.state.window, box.settings.window
+        self._see_gradients(box, parameters)
+        if size > 1:
+            self._see_rates(box, first=window.micro_batches + pending <= 1)
+        if self._passes is not None:
+            self._passes.end()
+            clips = not (scaled or (dist.is_available() and dist.is_initialized()))
+            if size > 1 and pending and self._passes.sum_up(parameters, clips):
+                box.warn_once(
+                    "sums",
+                    "every gradient was added to, or changed, since autograd made it, and "
+                    f"window={size} counts this call of step as one micro-batch. Call step after "
+                    "every backward pass, not after every window; put several passes that are one "
+                    "micro-batch into `with opt.micro_batch():`; and leave the clip to max_norm",
+                )
+        self._windows += window.micro_batches + pending >= size
+        if self._windows == _WINDOWS:
+            box.watch = None
+            return
+        watches = size > 1 and pending and not self._windows and box.sharded is None
+        self._passes = _Passes(parameters) if watches else None
+
+    def _see_gradients(self, box: Box, parameters: Sequence[Tensor]) -> None:
+        window, calls = box.state.window, max(box.settings.window, 2)
+        found = not all(map(is_none, (*grads_of(parameters), *window.sums)))
+        if found or window.finite is not None or box.settings.synchronize == "window":
+            self._without = 0  # or one was dropped, or FSDP has them
+        elif any(parameter.requires_grad for parameter in parameters):
+            self._without += 1
+        if self._without == calls:
+            text = (
+                f"{calls} calls of step found no gradient of any parameter. Call zero_grad after "
+                "step, not before it, and make the optimizer of the parameters that the loss is "
+                "computed from, after the last of them was replaced"
+            )
+            if others_of(box):
+                text += ". Another AccumulatingOptimizer has taken gradients of them: use one"
+            box.warn_once("nothing", text)
+
+    def _see_rates(self, box: Box, first: bool) -> None:
+        groups = [group.get("lr", 0.0) for group in box.optimizer.param_groups]
+        known = [r if not isinstance(r, Tensor) or _scalars.on_host(r) else 0.0 for r in groups]
+        before, rates = self._rates, list(map(float, known))
+        if first or not before:
+            self._rates = rates
+        elif any(a != b for a, b in zip(before, rates)):  # groups may have been added
+            box.warn_once(
+                "rates",
+                "the learning rate changed inside a window. Change it between two: if opt.stepped: "
+                "schedule.step()",
+            )
+
+
+def _is_divided(loss: Tensor, by: int) -> bool:
+    """Whether the last that was done to a loss is its division by a number.
+
+    That of a sum makes a mean of it, and half of a loss is a loss of its own.
+    """
+    node: Any = loss.grad_fn
+    name = "" if node is None or by == 1 else node.name()
+    known = name == "DivBackward0" or (name == "MulBackward0" and by != 2)
+    number = saved_factor(node) if known else None
+    inner = None if number is None else node.next_functions[0][0]
+    if not isinstance(number, Tensor) or number.dim() or not _scalars.on_host(number) or not inner:
+        return False
+    if inner.name().startswith(("Add", "Sub", "Sum")):
+        return False
+    if getattr(inner, "_saved_reduction", _MEAN) != _MEAN:
+        return False
+    with suppress(RuntimeError):  # a dispatch mode is on, in which numbers are no tensors
+        return float(number) == (by if name == "DivBackward0" else 1 / by)
+    return False
+
+
+class _Gradient(NamedTuple):
+    """What lies in `.grad` of a parameter after a backward pass."""
+
+    tensor: ReferenceType[Tensor]
+    version: int
+    passes: int  # that are in it
+    total: Tensor  # of its elements
+
+
+class _Passes:
+    """The backward passes that reach parameters, from here to `end`."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._left = dict[int, _Gradient]()  # by the id of a parameter
+        # Nodes, not parameters, have the hooks: copies and pickles of a parameter find none.
+        self._nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
+        self._handles = [node.register_hook(partial(self._take, node)) for node in self._nodes]
+
+    @torch.no_grad()
+    def _take(self, node: Any, *_: object) -> None:
+        parameter = leaf_of(node)
+        if parameter is None or parameter.grad is None:  # a hook of the user's was faster
+            return
+        grad, before = parameter.grad, self._left.get(id(parameter))
+        version, passes = versions([grad])[0] or 0, 1
+        # One write is autograd's; zeros that `zero_grad` leaves are another.
+        if before is not None and before.tensor() is grad and version == before.version + 1:
+            passes += before.passes
+        self._left[id(parameter)] = _Gradient(ref(grad), version, passes, grad.sum())
+
+    def end(self) -> None:
+        """Look no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def sum_up(self, parameters: Sequence[Tensor], clips: bool) -> bool:
+        """Whether all gradients that are there are of several passes, or were changed since.
+
+        Args:
+            clips: whether a change is a clip, and no scaler's or DistributedDataParallel's.
+        """
+        known = [(p.grad, self._left[id(p)]) for p in parameters if id(p) in self._left]
+        once = [(grad, left) for grad, left in known if grad is not None and left.passes == 1]
+        written = (
+            clips
+            and all(left.tensor() is grad for grad, left in once)
+            and all(
+                now != left.version for now, (_, left) in zip(versions([g for g, _ in once]), once)
+            )
+        )
+        if not once or not written:
+            return bool(known) and not once
+        # A clip may have multiplied by 1, to know the norm.
+        return any(bool((grad.sum() - left.total).abs() > 0) for grad, left in once)
