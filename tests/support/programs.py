@@ -9,6 +9,9 @@ from pathlib import Path
 
 from support import ROOT
 
+# Variables of a program, and of those that it starts, in which a warning of the wrapper is an error.
+NO_WARNINGS = {"PYTHONWARNINGS": "error:AccumulatingOptimizer:UserWarning"}
+
 
 def compiler() -> list[str]:
     return (os.environ.get("CXX") or "c++").split()
@@ -29,7 +32,7 @@ def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, script, *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": search},
+        env=os.environ | {"PYTHONPATH": search} | NO_WARNINGS,
         capture_output=True,
         text=True,
     )

@@ -61,7 +61,7 @@ class Section:
 
     def message(self) -> str:
         """What the heading claims that the error says."""
-        return self.heading.removeprefix("RuntimeError: ")
+        return self.heading.removeprefix("RuntimeError: ").removeprefix("AssertionError: ")
 
     def cure(self, number: int = 0) -> dict[str, Any]:
         """Run one of its blocks; all names afterwards."""
@@ -154,6 +154,25 @@ def test_unscale_twice() -> None:
     names = Section("RuntimeError: unscale_()").cure()
     assert names["opt"].stats()["micro_batches"] == 2  # of six batches the last two
     assert not names["opt"].last.skipped
+
+
+def test_an_update_that_is_left_over() -> None:
+    section = Section("AssertionError: No inf checks")
+    model, (inputs, labels) = section.names["model"], section.names["loader"][0]
+    scaler = torch.amp.GradScaler("cpu")
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    opt = accumext.AccumulatingOptimizer(sgd, scaler=scaler)
+    opt.backward(F.cross_entropy(model(inputs), labels))
+    opt.step()
+    with pytest.raises(AssertionError) as raised:
+        scaler.update()
+    assert section.message() in str(raised.value)
+    with pytest.raises(RuntimeError, match=r"Leave scaler.step, update and unscale_ out"):
+        scaler.step(opt)
+
+    names = Section("AssertionError: No inf checks").cure()
+    assert names["opt"].stats()["micro_batches"] == 2
+    assert names["opt"].last.loss_scale == names["scaler"].get_scale()
 
 
 def test_modified_in_place_by_a_step() -> None:
@@ -358,7 +377,7 @@ def test_calls_of_step() -> None:
     def counted_twice() -> None:
         nonlocal opt
         opt = accumext.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), 0.1), window=4)
-        for i, (inputs, labels) in enumerate(each_batch(section.names)):
+        for i, (inputs, labels) in enumerate(2 * each_batch(section.names)):
             (F.cross_entropy(model(inputs), labels) / 4).backward()
             if (i + 1) % 4 == 0:
                 opt.step()
