@@ -206,16 +206,15 @@ class _Passes:
         Args:
             clips: whether a change is a clip, and no scaler's or DistributedDataParallel's.
         """
-        known = [(p.grad, self._left[id(p)]) for p in parameters if id(p) in self._left]
-        once = [(grad, left) for grad, left in known if grad is not None and left.passes == 1]
-        written = (
-            clips
-            and all(left.tensor() is grad for grad, left in once)
-            and all(
-                now != left.version for now, (_, left) in zip(versions([g for g, _ in once]), once)
-            )
-        )
-        if not once or not written:
-            return bool(known) and not once
+        grads = [(p.grad, self._left[id(p)]) for p in parameters if id(p) in self._left]
+        known = [(grad, left) for grad, left in grads if grad is not None]
+        if not known or any(left.tensor() is not grad for grad, left in known):
+            return False
+        once = [(grad, left) for grad, left in known if left.passes == 1]
+        if not (once and clips):
+            return not once
+        now = versions([grad for grad, _ in once])
+        if any(version == left.version for version, (_, left) in zip(now, once)):
+            return False
         # A clip may have multiplied by 1, to know the norm.
         return any(bool((grad.sum() - left.total).abs() > 0) for grad, left in once)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from support import ROOT
 
-# Variables of a program, and of those that it starts, in which a warning of the wrapper is an error.
+# Variables of a program and of those that it starts: a warning of the wrapper is an error.
 NO_WARNINGS = {"PYTHONWARNINGS": "error:AccumulatingOptimizer:UserWarning"}
 
 
