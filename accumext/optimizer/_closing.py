@@ -313,6 +313,7 @@ class Closing:
             self.finish()
             return
         self._take_back()
+        self._box.warned.add("full")  # which the window is, and another micro-batch may join it
         state, in_grad = self._box.state, self._window.in_grad
         if self._done:  # the same gradient, up to a rounding
             between = versions(self._grads)

@@ -116,8 +116,8 @@ class Watch:
     def _see_gradients(self, box: Box, parameters: Sequence[Tensor]) -> None:
         window, calls = box.state.window, max(box.settings.window, 2)
         found = not all(map(is_none, (*grads_of(parameters), *window.sums)))
-        if found or window.finite is not None or box.settings.synchronize == "window":
-            self._without = 0  # or one was dropped, or FSDP has them
+        if found or window.finite is not None or box.group is not None or box.sharded is not None:
+            self._without = 0  # or one was dropped, or it is on another process
         elif any(parameter.requires_grad for parameter in parameters):
             self._without += 1
         if self._without == calls:

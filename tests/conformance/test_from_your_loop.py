@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.usefixtures("forget_accelerate"),
     # What Lightning calls of torch, and its advice where there are more cores or a GPU.
     pytest.mark.filterwarnings(
+        "error:AccumulatingOptimizer:UserWarning",  # also of its end, and of what is skipped
         r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
         "ignore:.*does not have many workers",
         "ignore:GPU available but not used",

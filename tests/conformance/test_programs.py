@@ -9,6 +9,8 @@ import sys
 import pytest
 from support import ROOT
 
+pytestmark = pytest.mark.filterwarnings("error:AccumulatingOptimizer:UserWarning")
+
 FOLDER = ROOT / "examples" / "programs"
 PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if path.stem != "comparison")
 TABLES = {  # program -> how many comparisons it prints
