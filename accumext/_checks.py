@@ -141,6 +141,15 @@ def check_first_order(op: str) -> None:
         raise RuntimeError(text)
 
 
+def zero_dim_loss(op: str, argument: str, loss: Any, advice: str | None = None) -> Tensor:
+    """What a user's function is to return: a loss of one element, of any shape, as 0-dim."""
+    if not isinstance(loss, Tensor):
+        fail_type(op, argument, "return a tensor", type_name(loss), advice)
+    if loss.numel() != 1:
+        fail_value(op, argument, "return a 0-dim loss", f"shape {list(loss.shape)}", advice)
+    return loss if loss.dim() == 0 else loss.reshape(())
+
+
 def users_level() -> int:
     """The `stacklevel` of the user's line, for a warning that the caller is to give."""
     level, frame = 1, sys._getframe(1)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from accumext import _scalars
@@ -20,6 +24,7 @@ from accumext._checks import (
     one_of,
     positive_int,
     type_name,
+    zero_dim_loss,
 )
 from accumext._scalars import Scalar
 from accumext._torch_private import (
@@ -36,6 +41,12 @@ from accumext.decoder._sharded_modules import gathered_once
 OP = "chunked_loss"
 IGNORED = -100  # the default `ignore_index` of F.cross_entropy
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)  # that can hold it
+_CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss)
+_LINEAR_CROSS_ENTROPY = getattr(F, "linear_cross_entropy", None)  # of torch 2.13
+_ADVICE = (
+    "Pass weights=, what each row counts: targets != ignore_index, class_weight[targets], or "
+    "torch.ones(len(inputs)) if all count alike"
+)
 
 
 class _Share(NamedTuple):
@@ -56,12 +67,14 @@ def chunked_loss(
 ) -> Tensor:
     """The loss of `fn` over a batch, computed slice by slice in the memory of one slice.
 
-    `mean`: sum_i w_i / w * fn(slice i), with w_i the weight of slice i and w that of all, so a mean
-    over rows, or over what counts of them, stays the mean over the batch; `sum`: sum_i fn(slice i).
-    The forward pass keeps no graph of a slice; the
-    backward pass runs each slice again, takes its gradients under the upstream factor that reached
-    the loss, and frees its graph before the next. So it is a loss like any other: the trunk runs
-    once, DDP's hooks fire once, and a loss scale protects half-precision gradients inside `fn`.
+    `mean`: sum_i w_i / w * fn(slice i), with w_i what the mean of slice i divides by and w that of
+    all, so it stays the mean over the batch: the divisor of the F.cross_entropy or F.nll_loss
+    (their modules, too) that `fn` calls, whatever its targets, `ignore_index` and class weights, or
+    else the number of rows. `sum`: sum_i fn(slice i). The forward pass keeps no graph of a slice;
+    the backward pass runs each slice again, takes its gradients under the upstream factor that
+    reached the loss, and frees its graph before the next. So it is a loss like any other: the trunk
+    runs once, DDP's hooks fire once, and a loss scale protects half-precision gradients inside
+    `fn`.
 
     Args:
         fn: `(inputs_slice, *args_slices) -> 0-dim loss`, over any parameters. Called twice per
@@ -72,21 +85,23 @@ def chunked_loss(
         chunks: number of slices, as equal as they can be (at most N). Give this or `chunk_size`.
         chunk_size: rows per slice; the last may have fewer.
         reduction: "mean" or "sum".
-        weights: what each row counts in the divisor of `fn`'s mean, for "mean": `targets != -100`
-            where targets are ignored, `class_weight[targets]` with weighted classes; by default 1.
-            Bools, ints or floats [N, ...], of which trailing dimensions are summed. A slice of
-            weight 0 adds exactly 0 to the loss and to every gradient, even if `fn` is NaN there; so
-            nothing else, no other loss either, may use a tensor with a graph that `fn` made in it.
+        weights: what each row counts in the divisor, for "mean", where `fn` takes another mean than
+            torch's of a cross entropy, or several: `targets != ignore_index` where targets are left
+            out, `class_weight[targets]` with weighted classes. Bools, ints or floats [N, ...], of
+            which trailing dimensions are summed. A slice of weight 0 adds exactly 0 to the loss and
+            to every gradient, even if `fn` is NaN there; so nothing else, no other loss either, may
+            use a tensor with a graph that `fn` made in it.
 
     Returns:
         A 0-dim loss.
 
     Raises:
-        RuntimeError: with `weights`, `fn` uses a part of the graph of an earlier slice, such as a
-            tensor that it computed once and kept.
+        RuntimeError: with weights of rows or classes, `fn` uses a part of the graph of an earlier
+            slice, such as a tensor that it computed once and kept.
         ValueError: a value or shape is wrong; not exactly one of `chunks` and `chunk_size` is
-            given; or an integer tensor in `args` holds -100, which F.cross_entropy ignores, under
-            "mean" without `weights`. Values on a GPU are device asserts instead.
+            given; or `weights` are missing under "mean": `fn` has several cross entropies that do
+            not count all rows alike, or a sum of one that leaves targets out; or it has none, and
+            an integer tensor in `args` holds -100. Values on a GPU are device asserts instead.
         TypeError: a type is wrong.
 
     Example:
@@ -98,65 +113,136 @@ def chunked_loss(
     Source: Chen et al. 2016 (recomputation), by `torch.utils.checkpoint`.
     """
     borders = _check(fn, inputs, args, chunks, chunk_size, reduction)
-    total: Tensor | None = None
+    shares = _known_shares(inputs, borders, reduction, weights)
+    watched: list[_CrossEntropies] = []
+    losses: list[Tensor] = []
     stopped: list[range] = []  # numbers of nodes of slices that may weigh nothing
     with gathered_once(OP, fn) as gathered:
-        for (begin, end), share in zip(
-            borders, _shares(inputs, args, borders, reduction, weights), strict=True
-        ):
+        for index, (begin, end) in enumerate(borders):
             slices = [a[begin:end] if isinstance(a, Tensor) else a for a in (inputs, *args)]
-            first = 0 if share.empty is None else next_node_number()
+            first, part = next_node_number(), fn
+            if shares is None:
+                watched.append(part := _CrossEntropies(fn))
             loss = (
-                checkpoint(fn, *slices, use_reentrant=False)
+                checkpoint(part, *slices, use_reentrant=False)
                 if torch.is_grad_enabled()
-                else fn(*slices)
+                else part(*slices)
             )
-            if not isinstance(loss, Tensor):
-                fail_type(OP, "fn", "return a tensor", type_name(loss))
-            if loss.dim() != 0:
-                fail_value(OP, "fn", "return a 0-dim loss", f"shape {list(loss.shape)}")
+            loss = zero_dim_loss(OP, "fn", loss, "Such as lambda h, y: F.cross_entropy(head(h), y)")
             if stopped:
                 _check_apart(loss, stopped)
-            if share.empty is not None:
-                _stop_gradients_where(share.empty, loss, first)
+            empty = watched[-1].empty() if shares is None else shares[index].empty
+            if empty is not None:
+                _stop_gradients_where(empty, loss, first)
                 stopped.append(range(first, next_node_number()))
                 torch.clear_autocast_cache()  # what it has cast is a part of its graph
-            loss = _share_of(loss, share)
-            total = loss if total is None else total + loss
-        if total is not None:
+            losses.append(loss)
+        if losses:
+            shares = shares or _watched_shares(watched, args, borders)
+            total = functools.reduce(operator.add, map(_share_of, losses, shares))
             return total if gathered is None else gathered.finish(total)
     rows = inputs if inputs.is_floating_point() else inputs.float()
     return rows.sum()  # of no rows: 0, with a zero gradient
 
 
-def _shares(
-    inputs: Tensor,
-    args: tuple[Any, ...],
-    borders: list[tuple[int, int]],
-    reduction: Reduction,
-    weights: Tensor | None,
-) -> list[_Share]:
-    """What every slice counts."""
+class _CrossEntropies(TorchFunctionMode):
+    """`fn`, and what the means of torch's cross entropies in it divide by."""
+
+    def __init__(self, fn: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def __call__(self, *slices: Any) -> Tensor:
+        self.divisors: list[Tensor] = []  # 0-dim
+        self.left_out: list[Tensor] = []  # 0-dim bool: by one that is a sum, or no reduction
+        self.may_be_nan = False  # the gradient of a mean of nothing
+        with self:
+            return self.fn(*slices)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CROSS_ENTROPIES:
+            self._take(*args, **kwargs)
+        elif func is _LINEAR_CROSS_ENTROPY:
+            self._take(*args[1:], **kwargs)
+            self.may_be_nan = True
+        return func(*args, **kwargs)
+
+    def _take(
+        self, input: Tensor, target: Tensor, weight: Tensor | None = None,
+        size_average: bool | None = None, ignore_index: int | None = None,
+        reduce: bool | None = None, reduction: str = "mean", **_: Any,
+    ) -> None:  # fmt: skip
+        """The arguments of F.cross_entropy."""
+        if target.is_floating_point():  # probabilities of the classes, of which every row counts
+            target, weight = target.select(min(1, target.dim() - 1), 0), None
+            counted = torch.ones_like(target, dtype=torch.bool)
+        else:
+            counted = target != (IGNORED if ignore_index is None else ignore_index)
+        if reduction != "mean" or size_average is not None or reduce is not None:
+            self.left_out.append(~counted.all())
+        elif weight is None:
+            self.divisors.append(counted.sum())
+        else:
+            self.may_be_nan = True
+            of_targets = weight.detach()[torch.where(counted, target, 0).long()]
+            self.divisors.append(torch.where(counted, of_targets, 0).sum(dtype=torch.float64))
+
+    def empty(self) -> Tensor | None:
+        """Whether the slice weighs nothing and has NaN for gradients; None: known not to."""
+        if not (self.may_be_nan and self.divisors):
+            return None
+        empty = torch.stack(self.divisors).sum() == 0
+        return None if _scalars.on_host(empty) and not empty else empty
+
+
+def _known_shares(
+    inputs: Tensor, borders: list[tuple[int, int]], reduction: Reduction, weights: Tensor | None
+) -> list[_Share] | None:
+    """What every slice counts; None where `fn` is to tell."""
     if weights is not None:
         _check_weights(weights, inputs, reduction)
-        return _weighted_shares(weights.detach(), borders)
-    if reduction == "sum":
-        return [_Share(1.0)] * len(borders)
+        weights = weights.detach()
+        dtype = torch.float64 if weights.is_floating_point() else torch.int64
+        return _shares([weights[begin:end].sum(dtype=dtype) for begin, end in borders])
+    return [_Share(1.0)] * len(borders) if reduction == "sum" else None
+
+
+def _watched_shares(
+    watched: list[_CrossEntropies], args: tuple[Any, ...], borders: list[tuple[int, int]]
+) -> list[_Share]:
+    """What every slice counts: what its cross entropy divides by, or else its rows."""
+    rows = [end - begin for begin, end in borders]
+    calls = {len(part.divisors) for part in watched}
+    if calls == {1}:
+        return _shares([part.divisors[0] for part in watched])
     for index, arg in enumerate(args):
-        if isinstance(arg, Tensor) and arg.dtype in INTEGERS:
+        if calls == {0} and isinstance(arg, Tensor) and arg.dtype in INTEGERS:
             _check_nothing_is_ignored(f"args[{index}]", arg)
-    return [_Share((end - begin) / len(inputs)) for begin, end in borders]
+    for left_out in (flag for part in watched for flag in part.left_out):
+        contract = "not leave targets out of an F.cross_entropy that is no mean"
+        _require(~left_out, "fn", contract, lambda: "some", _ADVICE)
+    if calls != {0}:
+        contract = "call one F.cross_entropy in every slice, or several that count all rows alike"
+        if len(calls) > 1:
+            fail_value(OP, "fn", contract, f"{min(calls)} to {max(calls)} calls", _ADVICE)
+        table = torch.stack([torch.stack(part.divisors).double() for part in watched])
+        of_rows = torch.tensor(rows).to(table.device, non_blocking=True)[:, None]
+        alike = (table * rows[0] == table[0] * of_rows).all()
+        _require(alike, "fn", contract, lambda: "others", _ADVICE)
+    return [_Share(count / sum(rows)) for count in rows]
 
 
-def _weighted_shares(weights: Tensor, borders: list[tuple[int, int]]) -> list[_Share]:
-    """Weights over their sum, on the host where they are there."""
-    if not borders:
+def _shares(counts: list[Tensor]) -> list[_Share]:
+    """Counts, each 0-dim, over their sum, on the host where they are there."""
+    if not counts:
         return []
-    dtype = torch.float64 if weights.is_floating_point() else torch.int64
-    sums = torch.stack([weights[begin:end].sum(dtype=dtype) for begin, end in borders])
+    sums = torch.stack(counts)
     empty = sums == 0
     factors = torch.where(empty, 0, sums / sums.sum().double())
-    if not _scalars.on_host(weights):
+    if not _scalars.on_host(sums):
         return [_Share(*share) for share in zip(factors, empty, strict=True)]
     shares = zip(factors.tolist(), empty.tolist(), empty, strict=True)
     return [_Share(factor, flag if is_empty else None) for factor, is_empty, flag in shares]
@@ -241,17 +327,22 @@ def _check_weights(weights: Any, inputs: Tensor, reduction: Reduction) -> None:
     if weights.dtype == torch.bool:
         return
     right, contract = weights.isfinite() & (weights >= 0), "be finite and at least 0"
-    if not _scalars.on_host(weights):
-        assert_on_device(right.all(), message(OP, "weights", contract, "others"))
-    elif not right.all():
-        fail_value(OP, "weights", contract, weights[~right][0].item())
+    _require(right.all(), "weights", contract, lambda: weights[~right][0].item())
 
 
 def _check_nothing_is_ignored(name: str, targets: Tensor) -> None:
     """Raise for targets that F.cross_entropy leaves out of its mean, which then counts no rows."""
     ignored, contract = targets == IGNORED, f"have no ignored targets ({IGNORED}) without weights"
     advice = f"Pass weights=({name} != {IGNORED}), or weights=torch.ones(len(inputs)) if all count"
-    if not _scalars.on_host(targets):
-        assert_on_device(~ignored.any(), message(OP, name, contract, "some", advice))
-    elif ignored.any():
-        fail_value(OP, name, contract, f"{int(ignored.sum())} of them", advice)
+    _require(~ignored.any(), name, contract, lambda: f"{int(ignored.sum())} of them", advice)
+
+
+def _require(
+    right: Tensor,  # 0-dim bool
+    argument: str, contract: str, got: Callable[[], object], advice: str | None = None,
+) -> None:  # fmt: skip
+    """Raise unless it is so, or have the device assert it where the host would wait to know."""
+    if not _scalars.on_host(right):
+        assert_on_device(right, message(OP, argument, contract, "others", advice))
+    elif not right:
+        fail_value(OP, argument, contract, got(), advice)

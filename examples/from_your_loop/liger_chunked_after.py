@@ -11,6 +11,4 @@ def loss_of(model, x, y):
 
     hidden = model.trunk(x).flatten(0, 1)
     y = y.flatten()
-    return accumext.chunked_loss(
-        head_loss, hidden, y, chunks=8, weights=(y != -100)
-    )
+    return accumext.chunked_loss(head_loss, hidden, y, chunks=8)

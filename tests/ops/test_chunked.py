@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,84 @@ def test_parameters_of_slices_that_count_nothing(on_device: bool) -> None:
     assert [not g.to_dense().any() for g in seen] == [True, True]
 
 
+OF_CLASS = torch.tensor([0.0, 1.0, 3.0, 0.5], dtype=torch.float64)
+PADDED = torch.tensor(
+    [[0, 0, 1, 2, 3, 0, 1, 2], [0, 0, 0, 0, 3, 2, 1, 0], [0] * 8, [1, 2, 3, 1] * 2]
+)
+
+
+def masked(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[y != 0], y[y != 0])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile asks it
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("chunks", [1, 3, 4, 8])
+@pytest.mark.parametrize("y", PADDED, ids=["some", "slices", "all", "none"])
+@pytest.mark.parametrize(
+    "loss_of",
+    {
+        "ignored": lambda z, y: F.cross_entropy(z, y, ignore_index=0),
+        "module": nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1),
+        "weighted": partial(F.cross_entropy, weight=OF_CLASS),
+        "both": nn.CrossEntropyLoss(OF_CLASS + 1, ignore_index=0, label_smoothing=0.1),
+        "log-softmax": lambda z, y: F.nll_loss(z.log_softmax(1), y, OF_CLASS) * 2 + 1,
+        "selected": masked,
+        "compiled": torch.compile(nn.CrossEntropyLoss(ignore_index=0), backend="eager"),
+        "of sequences": lambda z, y: F.cross_entropy(z[..., None], y[:, None], ignore_index=0),
+        "probabilities": lambda z, y: F.cross_entropy(z[y != 0], z.detach().softmax(1)[y != 0]),
+    }.items(),
+    ids=lambda case: case[0],
+)
+def test_the_divisor_is_that_of_the_loss(
+    loss_of: Any, y: torch.Tensor, chunks: int, on_device: bool
+) -> None:
+    """Whatever its mean leaves out or weighs: the whole batch's loss, and 0 where that is NaN."""
+    model, (x, _), loss_of = Model(), batch(8), loss_of[1]
+    whole = loss_of(model.head(model.trunk(x)), y)
+    expected = [torch.zeros_like(p) for p in model.parameters()]
+    if whole.isfinite():
+        expected = list(torch.autograd.grad(whole, [*model.parameters()]))
+    reads = host_waits_for_nothing if on_device and loss_of is not masked else nullcontext
+    with reads():
+        loss = accumext.chunked_loss(
+            lambda h, t: loss_of(model.head(h), t), model.trunk(x), y, chunks=chunks
+        )
+    actual = list(torch.autograd.grad(loss, [*model.parameters()]))
+    torch.testing.assert_close(loss, whole.nan_to_num(0), rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(actual, expected, rtol=EXACT, atol=EXACT)
+
+
+def test_divisors_that_no_one_weight_can_be() -> None:
+    """Several means in `fn`, or one that is taken by hand: an error that asks for weights."""
+    model, (x, _) = Model(), batch(8)
+    y, padded = PADDED[3], PADDED[0]
+
+    def call(*losses: Any, **how: Any) -> torch.Tensor:
+        def fn(h: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+            return sum(loss(model.head(h), t) for loss, t in zip(losses, targets, strict=True))
+
+        return accumext.chunked_loss(fn, model.trunk(x), y, padded, chunks=3, **how)
+
+    def by_hand(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(z, t, ignore_index=0, reduction="sum") / (t != 0).sum()
+
+    plain, ignoring = F.cross_entropy, nn.CrossEntropyLoss(ignore_index=0)
+    whole = sum(plain(model.head(model.trunk(x)), t) for t in (y, padded))
+    torch.testing.assert_close(call(plain, plain), whole, rtol=EXACT, atol=0)
+    several = "fn must call one F.cross_entropy in every slice, or several that count all rows"
+    for losses, text in [
+        ((plain, ignoring), several),
+        ((plain, lambda z, t: plain(z, t) if (t == 3).any() else z.sum()), several),
+        ((by_hand, by_hand), "fn must not leave targets out of an F.cross_entropy that is no mean"),
+    ]:
+        with pytest.raises(ValueError, match=f"^chunked_loss: {text}.* Pass weights=, what each"):
+            call(*losses)
+        call(*losses, weights=padded != 0)
+    with cpu_as_device(), pytest.raises(RuntimeError, match=several):
+        call(plain, ignoring)
+
+
 def test_ignored_targets_without_weights() -> None:
     model, (x, _) = Model(), batch()
     y = torch.tensor(IGNORED[0])
@@ -191,7 +270,7 @@ def test_ignored_targets_without_weights() -> None:
     )
 
     def fn(h: torch.Tensor, scale: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return model.loss(h, t, "sum")
+        return model.loss(h, t.long(), "sum")
 
     def call(y: torch.Tensor, **how: Any) -> torch.Tensor:
         return accumext.chunked_loss(fn, model.trunk(x), x[:, 0], y, chunks=3, **how)
@@ -200,7 +279,6 @@ def test_ignored_targets_without_weights() -> None:
         call(y)
     with pytest.raises(ValueError, match=r"args\[1\] must have no ignored targets"):
         call(y.to(torch.int8))
-    assert model.calls == 0
     with cpu_as_device(), pytest.raises(RuntimeError, match=r"args\[1\] must have no ignored"):
         call(y)
     call(y, reduction="sum")  # of which ignored targets are no part
