@@ -141,6 +141,16 @@ def check_first_order(op: str) -> None:
         raise RuntimeError(text)
 
 
+def without_effect(
+    op: str, argument: str, value: Any, neutral: tuple[Any, ...], used_where: str
+) -> None:
+    """Raise for an option that asks for what a call does not do; not for its default, which comes
+    first in `neutral`, nor for what asks for just what the call does."""
+    if value not in neutral:
+        contract = "be None" if neutral[0] is None else f"be left at {neutral[0]!r}"
+        fail_value(op, argument, f"{contract} unless {used_where}", repr(value))
+
+
 def zero_dim_loss(op: str, argument: str, loss: Any, advice: str | None = None) -> Tensor:
     """What a user's function is to return: a loss of one element, of any shape, as 0-dim."""
     if not isinstance(loss, Tensor):

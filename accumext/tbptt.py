@@ -21,7 +21,7 @@ from accumext._checks import (
     positive_int,
     type_name,
 )
-from accumext.decoder._feedback import Feedback, feedback_of
+from accumext.decoder._feedback import Feedback, check_options, feedback_of
 from accumext.decoder._recurrent_state import (
     State,
     batch_dim_of,
@@ -375,6 +375,7 @@ def _check(
     given_floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
     if targets.is_floating_point() or given_floats:
         source = Feedback(_known_inputs(targets, feedback, start, inputs), None)
+        check_options(OP, "teacher", teacher_forcing, temperature, generator)
         return source, k1, k2, live
     fed = targets.clamp(min=0)
     source = feedback_of(

@@ -13,6 +13,7 @@ from accumext._checks import DrawWord, FeedbackWord, TokenReduction, Truncation
 from accumext.decoder._arguments import OP, DecodeArguments, check_arguments
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._cells import parameter_tensors
+from accumext.decoder._feedback import check_options
 from accumext.decoder._memory import predicted_peak
 from accumext.decoder._modules import embedding_table
 from accumext.decoder._recurrent_state import (
@@ -129,7 +130,8 @@ def decode_loss(
         start: the first input token, an int or ints [B].
         inputs: ints [T, B], the tokens fed where a target would be; by default `start` followed by
             `targets[:-1]`, with `embedding.padding_idx` (or 0) where that target is ignored.
-        teacher_forcing: probability of feeding the target under "scheduled".
+        teacher_forcing: probability of feeding the target under "scheduled": at 1 it is "teacher".
+            Left as it is elsewhere.
         k1: steps between the ends of two windows of truncated BPTT; k2 if only that is given. Of no
             effect when k2 is None, which a warning says.
         k2: steps a gradient flows back from the end of a window, at least k1 (Williams & Peng 1990;
@@ -152,8 +154,9 @@ def decode_loss(
         z_loss: coefficient of `logsumexp**2` per counted token, under the same divisor.
         num_items: divisor of "mean" instead of this call's token count (or sum of class weights),
             for windows of several calls.
-        temperature: of samples.
+        temperature: of samples; left as it is where none are drawn.
         generator: of samples and "scheduled"; by default one seeded from torch's global generator.
+            Nothing is drawn from it otherwise.
         context: tensors handed to the cell at every step, such as attention memory. Gradients reach
             them.
         memory_budget: bytes of logits that may exist at once, at least one row's; None chooses.
@@ -288,7 +291,10 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     for name in ("targets", "state", "inputs", "lengths", "feedback", "context"):
         call[name] = map_tensors(on_device, call[name])
     if isinstance(call["feedback"], str) and call["feedback"] in ("sample", "scheduled"):
-        call["feedback"] = "greedy"  # the same memory, and nothing is drawn
+        names = ("teacher_forcing", "temperature", "generator", "draw")
+        check_options(OP, call["feedback"], *(call[name] for name in names))
+        # The same memory, and nothing is drawn.
+        call |= {"feedback": "greedy", "teacher_forcing": 1, "temperature": 1, "draw": "argmax"}
     if call["truncation"] == "random":
         call["truncation"], call["k2"] = "fixed", None
     checked = check_arguments(call)

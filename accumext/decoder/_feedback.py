@@ -18,6 +18,7 @@ from accumext._checks import (
     one_of,
     token_tensor,
     type_name,
+    without_effect,
 )
 from accumext.decoder._recurrent_state import own_generator
 
@@ -87,18 +88,7 @@ def feedback_of(
             fail_value(op, "feedback", f"be on the device of targets, {device}", feedback.device)
     else:
         word = one_of(op, "feedback", feedback, FEEDBACK_WORDS)
-    probability = number(op, "teacher_forcing", teacher_forcing, 0)
-    if probability > 1:
-        fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
-    if number(op, "temperature", temperature) <= 0:
-        fail_value(op, "temperature", "be greater than 0", temperature)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        fail_type(op, "generator", "be a torch.Generator or None", type_name(generator))
-    sampled = one_of(op, "draw", draw, DRAW_WORDS) == "sample" or word == "sample"
-    if sampled and word in ("teacher", "greedy"):
-        contract = "be 'argmax' unless feedback is 'sample', 'scheduled' or a mask"
-        fail_value(op, "draw", contract, repr(draw))
-
+    sampled = check_options(op, word, teacher_forcing, temperature, generator, draw)
     if word == "teacher":
         return Feedback(teacher, None)
     if sampled or word == "scheduled":
@@ -106,13 +96,37 @@ def feedback_of(
     if isinstance(feedback, Tensor):
         mask = feedback
     elif word == "scheduled":
-        mask = torch.rand(shape, device=device, generator=generator) < probability
+        mask = torch.rand(shape, device=device, generator=generator) < teacher_forcing
     else:
         mask = torch.zeros(shape, dtype=torch.bool, device=device)
     if not sampled:
         return Feedback(teacher, mask)
     uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
     return Feedback(teacher, mask, float(temperature), uniforms)
+
+
+def check_options(
+    op: str, word: str, teacher_forcing: Any, temperature: Any, generator: Any, draw: Any = "argmax"
+) -> bool:
+    """Whether this feedback, "mask" for one, draws samples. Raise for options that it has no use
+    for; a generator is none: that nothing is drawn from it changes no result."""
+    if number(op, "teacher_forcing", teacher_forcing, 0) > 1:
+        fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
+    if number(op, "temperature", temperature) <= 0:
+        fail_value(op, "temperature", "be greater than 0", temperature)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        fail_type(op, "generator", "be a torch.Generator or None", type_name(generator))
+    one_of(op, "draw", draw, DRAW_WORDS)
+    if word in ("teacher", "greedy"):
+        others = "feedback is 'sample', 'scheduled' or a mask"
+        without_effect(op, "draw", draw, ("argmax",), others)
+    if word != "scheduled":
+        neutral = (1.0,) if word == "teacher" else (1.0, 0.0)
+        without_effect(op, "teacher_forcing", teacher_forcing, neutral, "feedback is 'scheduled'")
+    sampled = draw == "sample" or word == "sample"
+    if not sampled:
+        without_effect(op, "temperature", temperature, (1.0,), "samples are drawn")
+    return sampled
 
 
 def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | None) -> Tensor:

@@ -21,6 +21,7 @@ from accumext._checks import (
     positive_int,
     token_tensor,
     type_name,
+    without_effect,
 )
 from accumext.decoder._arguments import batch_size, context_of
 from accumext.decoder._beam_search import beam_search
@@ -270,6 +271,15 @@ def _state(call: Mapping[str, Any], modules: DecoderModules, batch: int, ends: b
     return state
 
 
+# Which search, which option, and what it is without one. (One beam is what greedy search has.)
+_OF_ONE_SEARCH = (
+    ("sample", "temperature", 1.0),
+    ("sample", "top_k", None),
+    ("sample", "top_p", None),
+    ("beam", "beams", 4, 1),
+)
+
+
 def _filter(call: Mapping[str, Any]) -> TokenFilter:
     """What samples are drawn from."""
     top_k, top_p = call["top_k"], call["top_p"]
@@ -277,9 +287,9 @@ def _filter(call: Mapping[str, Any]) -> TokenFilter:
         advice = 'search="greedy" is the limit of 0' if call["temperature"] == 0 else None
         contract = "be greater than 0 and finite"
         fail_value(OP, "temperature", contract, call["temperature"], advice)
-    for name in ("top_k", "top_p"):
-        if call[name] is not None and call["search"] != "sample":
-            fail_value(OP, name, "be None unless search is 'sample'", call[name])
+    for word, name, *neutral in _OF_ONE_SEARCH:
+        if call["search"] != word:
+            without_effect(OP, name, call[name], tuple(neutral), f"search is {word!r}")
     top_k = None if top_k is None else positive_int(OP, "top_k", top_k)
     if top_p is not None and not 0 < (top_p := number(OP, "top_p", top_p)) <= 1:
         fail_value(OP, "top_p", "be in (0, 1]", call["top_p"])

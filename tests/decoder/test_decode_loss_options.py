@@ -230,6 +230,8 @@ def drawn(
         keywords["memory_budget"] = budget * words * 8
     if periods is not None:
         keywords["k1"], keywords["k2"] = periods
+    if feedback == "scheduled":
+        keywords["teacher_forcing"] = 0.4
     mask = None
     if feedback in ("mask", "spans", "all-teacher"):
         mask = torch.rand(steps, batch) < 0.5
@@ -246,7 +248,7 @@ def run(call: Call) -> Found:
     decoder, flip = call.decoder, call.flip
     out = accumext.decode_loss(
         decoder.embedding, decoder.cell, decoder.head, flip(call.targets),
-        feedback=call.feedback if call.mask is None else flip(call.mask), teacher_forcing=0.4,
+        feedback=call.feedback if call.mask is None else flip(call.mask),
         **call.keywords,
     )  # fmt: skip
     each = flip(out.token_losses), flip(out.tokens), flip(out.inputs)

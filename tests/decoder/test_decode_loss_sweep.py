@@ -82,7 +82,9 @@ def test_any_options(
     else:
         call["feedback"] = feedback
     if feedback in ("scheduled", "mask"):
-        call |= {"teacher_forcing": 0.5, "draw": "sample" if sampled else "argmax"}
+        call["draw"] = "sample" if sampled else "argmax"
+    if feedback == "scheduled":
+        call["teacher_forcing"] = 0.5
     if own:
         call["steps"] = steps
     cell, call["batch_dim"] = decoder.cell, int(CELLS[kind][1] is not None)

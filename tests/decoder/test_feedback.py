@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+import pytest
 import torch
+import torch.nn.functional as F
 from support.decode_oracle import make_decoder
 from support.decoding import BATCH, EXACT, STEPS, TARGETS, VOCABULARY, run
 from torch import nn
@@ -40,7 +45,10 @@ def test_scheduled_draws_per_token_and_repeats_under_a_generator() -> None:
     def run(feedback: str, seed: int) -> accumext.DecodeOutput:
         generator = torch.Generator().manual_seed(seed)
         return accumext.decode_loss(
-            *call, feedback=feedback, teacher_forcing=0.3, generator=generator
+            *call,
+            feedback=feedback,
+            generator=generator,
+            **({"teacher_forcing": 0.3} if feedback == "scheduled" else {}),
         )
 
     for feedback in ("scheduled", "sample"):
@@ -100,3 +108,63 @@ def test_lengths_replay_a_sampled_run_that_ended() -> None:
     again = run(decoder, inputs=out.inputs, lengths=out.lengths)
     torch.testing.assert_close(again.loss, out.loss, rtol=EXACT, atol=0)
     assert torch.equal(again.lengths, out.lengths)
+
+
+MASK = torch.ones(5, 3, dtype=torch.bool)
+COIN = "teacher_forcing must be left at 1.0 unless feedback is 'scheduled', got 0"
+HEAT = "temperature must be left at 1.0 unless samples are drawn, got 2.0"
+
+
+@pytest.mark.parametrize("op", ["decode_loss", "decode_memory", "tbptt"])
+@pytest.mark.parametrize(
+    ("feedback", "option", "text"),
+    [
+        ("teacher", {"teacher_forcing": 0.5}, COIN),
+        ("teacher", {"teacher_forcing": 0.0}, COIN),
+        ("greedy", {"teacher_forcing": 0.5}, COIN),
+        ("sample", {"teacher_forcing": 0.5}, COIN),
+        (MASK, {"teacher_forcing": 0.5}, COIN),
+        ("teacher", {"temperature": 2.0}, HEAT),
+        ("greedy", {"temperature": 2.0}, HEAT),
+        ("scheduled", {"temperature": 2.0}, HEAT),
+        (MASK, {"temperature": 2.0}, HEAT),
+        ("greedy", {"teacher_forcing": 0.0}, None),  # as ever
+        ("sample", {"teacher_forcing": 1, "temperature": 2.0}, None),
+        ("scheduled", {}, None),  # of share 1, by default and at the begin of a schedule
+        ("greedy", {"generator": torch.Generator()}, None),
+    ],
+    ids=str,
+)
+def test_options_without_effect(
+    op: str, feedback: Any, option: dict[str, Any], text: str | None
+) -> None:
+    decoder = make_decoder("gru_cell")
+    targets, state = torch.zeros(5, 3, dtype=torch.int64), decoder.state
+
+    def step(token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = decoder.cell(decoder.embedding(token), state)
+        return decoder.head(state), state
+
+    def call() -> object:
+        if op == "tbptt":
+            criterion = F.cross_entropy
+            return accumext.tbptt(
+                step, targets, state, criterion=criterion, feedback=feedback, **option
+            )
+        modules = (decoder.embedding, decoder.cell, decoder.head)
+        return getattr(accumext, op)(*modules, targets, state, feedback=feedback, **option)
+
+    if text is None:
+        call()
+        return
+    name = "decode_loss" if op.startswith("decode") else "tbptt"
+    with pytest.raises(ValueError, match=f"^{name}: {re.escape(text)}"):
+        call()
+
+
+def test_options_without_effect_on_numbers() -> None:
+    numbers = torch.randn(5, 3, requires_grad=True)
+    call = {"criterion": F.mse_loss, "feedback": "teacher", "start": torch.zeros(3)}
+    for option, text in ({"teacher_forcing": 0.5}, COIN), ({"temperature": 2.0}, HEAT):
+        with pytest.raises(ValueError, match=f"^tbptt: {re.escape(text)}"):
+            accumext.tbptt(lambda x, s: (x + s, s), numbers, numbers[0], **call, **option)

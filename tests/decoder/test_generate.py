@@ -363,7 +363,8 @@ def test_a_number_of_all_rows_may_be_written_too(search: str, context: bool) -> 
         out = accumext.generate(
             decoder.embedding, partial(cell, written=written), decoder.head,
             (decoder.state, torch.zeros((), dtype=torch.float64)), max_length=9, search=search,
-            beams=3, eos=2, lengths=[9, 4, 1], context=(memory,) if context else (),
+            beams=3 if search == "beam" else 1, eos=2, lengths=[9, 4, 1],
+            context=(memory,) if context else (),
         )  # fmt: skip
         found.append(out)
     assert torch.equal(found[0].tokens, found[1].tokens)
@@ -586,6 +587,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"generator": 3}, TypeError, "generator must be a torch.Generator or None, got int"),
     ({"top_k": 3}, ValueError, "top_k must be None unless search is 'sample', got 3"),
     ({"top_p": 0.3, "search": "beam"}, ValueError, "top_p must be None unless search is 'sample'"),
+    ({"beams": 3}, ValueError, "beams must be left at 4 unless search is 'beam', got 3"),
+    (
+        {"temperature": 0.5, "search": "beam"},
+        ValueError,
+        "temperature must be left at 1.0 unless search is 'sample', got 0.5",
+    ),
     ({"top_k": 0, "search": "sample"}, ValueError, "top_k must be at least 1, got 0"),
     ({"top_p": 0.0, "search": "sample"}, ValueError, "top_p must be in (0, 1], got 0.0"),
     ({"top_p": 1.5, "search": "sample"}, ValueError, "top_p must be in (0, 1], got 1.5"),

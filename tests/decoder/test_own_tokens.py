@@ -72,13 +72,12 @@ def test_scheduled_sampling_feeds_samples(kind: str, feedback: str) -> None:
     """With one random number per token both, a call that never feeds the target is `sample`."""
     decoder = make_decoder("gru_cell")
     cell = decoder.cell if kind == "gru_cell" else decoder.step
-    never: Any = "scheduled" if feedback == "scheduled" else torch.zeros(6, BATCH).bool()
-    out = run(decoder, cell, feedback=never, teacher_forcing=0.0, draw="sample", temperature=2.0)
+    never: Any = {"feedback": torch.zeros(6, BATCH).bool()}
+    if feedback == "scheduled":
+        never = {"feedback": feedback, "teacher_forcing": 0.0}
+    out = run(decoder, cell, **never, draw="sample", temperature=2.0)
     assert torch.equal(out.inputs[1:], out.tokens[:-1])
-    drawn = [
-        run(decoder, cell, feedback=never, teacher_forcing=0.0, draw="sample").tokens[0, 0]
-        for _ in range(40)
-    ]
+    drawn = [run(decoder, cell, **never, draw="sample").tokens[0, 0] for _ in range(40)]
     assert len({int(token) for token in drawn}) > 1  # the argmax would be one and the same
     mixed = run(decoder, cell, feedback="scheduled", teacher_forcing=0.5, draw="sample")
     target, said = TARGETS[:-1] == mixed.inputs[1:], mixed.tokens[:-1] == mixed.inputs[1:]
@@ -145,7 +144,7 @@ def test_what_does_not_go_together() -> None:
         speak(decoder, feedback=torch.ones(9, BATCH).bool())
     with raises(ValueError, "inputs must be None where targets are None, got an int64 tensor"):
         speak(decoder, inputs=torch.zeros(9, BATCH).long())
-    contract = "draw must be 'argmax' unless feedback is 'sample', 'scheduled' or a mask"
+    contract = "draw must be left at 'argmax' unless feedback is 'sample', 'scheduled' or a mask"
     for feedback in ("teacher", "greedy"):
         with raises(ValueError, contract):
             run(decoder, feedback=feedback, draw="sample")

@@ -30,7 +30,12 @@ def test_reductions_and_divisors() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"num_items": 40}, {"num_items": 0.5}, {"eos": 1}], ids=str
 )
-@pytest.mark.parametrize("feedback", ["teacher", "greedy", "sample", "scheduled"])
+@pytest.mark.parametrize(
+    "feedback",
+    [{"feedback": word} for word in ("teacher", "greedy", "sample")]
+    + [{"feedback": "scheduled", "teacher_forcing": 0.5}],
+    ids=lambda given: given["feedback"],
+)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["module", "callable"])
 def test_no_number_of_the_host_is_copied_to_the_device(wrapped, feedback, options) -> None:
     """Such a copy waits until the device has done all that it was given."""
@@ -43,9 +48,7 @@ def test_no_number_of_the_host_is_copied_to_the_device(wrapped, feedback, option
 
     call = (decoder.embedding, step if wrapped else decoder.cell, decoder.head, targets)
     with DeviceReads() as reads:
-        out = accumext.decode_loss(
-            *call, decoder.state, feedback=feedback, teacher_forcing=0.5, **options
-        )
+        out = accumext.decode_loss(*call, decoder.state, **feedback, **options)
         out.loss.backward()
     assert reads.made == 0
 
