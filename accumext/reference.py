@@ -247,9 +247,10 @@ def clip_coef(
 ) -> Tensor:  # []
     """`min(1, max_norm / (norm + 1e-6))`; NaN where the norm is NaN, as in torch.
 
-    Without a limit it is 1, also where the norm of finite gradients overflowed.
+    Without a limit, or one beyond the dtype of the norm, it is 1, also where the norm of finite
+    gradients overflowed.
     """
-    if max_norm == math.inf:
+    if max_norm > torch.finfo(norm.dtype).max:
         return torch.ones_like(norm)
     coef: Tensor = max_norm / (norm + 1e-6)
     return coef.clamp(max=1.0)

@@ -184,7 +184,8 @@ def decode_loss(
 
     Returns:
         A `DecodeOutput`. A call in which nothing counts has loss 0 and zero gradients. Ties of the
-        argmax go to the lowest index. There are no second derivatives.
+        argmax go to the lowest index, and a row whose largest logit is infinite or NaN predicts
+        what `torch.argmax` finds, also where tokens are sampled. There are no second derivatives.
 
     Raises:
         ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.

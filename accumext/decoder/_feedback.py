@@ -52,17 +52,22 @@ def sample(
     temperature: float,
 ) -> Tensor:
     """Samples [M] of softmax(logits / temperature), by inversion: the first token at which the
-    running sum of the probabilities passes the uniform number."""
-    tokens = []
+    running sum of the probabilities passes the uniform number. The argmax of a row that is no
+    distribution, for its largest logit is infinite or NaN."""
+    tokens, peaks = [], []
     # a few rows at a time: the running sums take twice the memory of the logits
     for row, uniform in zip(logits.split(4), uniforms.split(4), strict=True):
-        shifted = (row - row.amax(1, keepdim=True)) / temperature
+        peaks.append(peak := row.amax(1, keepdim=True))
+        shifted = (row - peak) / temperature
         running = shifted.exp_().cumsum(1, dtype=torch.float64)
         whole = running[:, -1:].contiguous()
         token = torch.searchsorted(running, uniform[:, None] * whole, right=True)
         possible = torch.searchsorted(running, whole)  # the last one: products are rounded
         tokens.append(torch.minimum(token, possible).squeeze(1))
-    return torch.cat(tokens).clamp_(max=logits.shape[1] - 1)
+    sampled, drawn = torch.cat(tokens), torch.cat(peaks).squeeze(1).isfinite()
+    if logits.device.type == "cpu" and bool(drawn.all()):
+        return sampled
+    return torch.where(drawn, sampled, logits.argmax(1))
 
 
 def feedback_of(

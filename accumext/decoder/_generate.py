@@ -120,8 +120,8 @@ def generate(
     Returns:
         A `GenerateOutput`, T being the length of the longest row. `log_probs` are those of the
         model, before temperature, top_k and top_p. Where a row has fewer than K hypotheses, the
-        others have length 0 and score -inf. Logits that are NaN give any tokens, and scores that
-        are NaN.
+        others have length 0 and score -inf. A row whose largest logit is infinite or NaN has no
+        distribution: its token is that of `torch.argmax`, also of "sample", and its score is NaN.
 
     Raises:
         ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.

@@ -27,11 +27,15 @@ class TokenFilter:
 
     def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Tokens [M] of logits [M, V] by uniform numbers, fp64 [M] in [0, 1): the first, in the
-        order of the vocabulary, at which the running sum of what is left passes the number."""
+        order of the vocabulary, at which the running sum of what is left passes the number; the
+        argmax where `_feedback.sample` takes it."""
+        peak, argmax = logits.max(1)
         if self.top_k is None or self.top_k >= logits.shape[1]:
-            return self._invert(logits, uniforms)[:, 0]
-        tokens = largest(logits, self.top_k)
-        return tokens.gather(1, self._invert(logits.gather(1, tokens), uniforms))[:, 0]
+            tokens = self._invert(logits, uniforms)
+        else:
+            tokens = largest(logits, self.top_k)
+            tokens = tokens.gather(1, self._invert(logits.gather(1, tokens), uniforms))
+        return torch.where(peak.isfinite(), tokens[:, 0], argmax)
 
     def _invert(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Positions [M, 1] in logits [M, n]."""
@@ -49,7 +53,7 @@ def largest(logits: Tensor, count: int) -> Tensor:
     first."""
     if logits.device.type == "cpu":
         values, columns = logits.topk(count)
-        if not ((logits >= values[:, -1:]).sum(1) > count).any():  # no equals are left out
+        if not ((~(logits < values[:, -1:])).sum(1) > count).any():  # no equals are left out
             return columns.sort(1).values
     return logits.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
 

@@ -250,6 +250,42 @@ def test_a_nan_stays_in_its_row(dtypes: tuple[torch.dtype, torch.dtype], sampled
     assert found.total[broken].isnan().all()
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: dtype_id(d[1]))
+@pytest.mark.parametrize("words", [1, 3, 481, 1500])
+def test_rows_that_are_no_distribution(
+    words: int, dtypes: tuple[torch.dtype, torch.dtype], temperature: float
+) -> None:
+    """torch.argmax says the token, also where it was to be drawn: of NaN, inf, -inf the first."""
+    some = [(x, y) for x in (math.inf, -math.inf, math.nan, 0.5) for y in (math.inf, math.nan)]
+    uniforms, hidden = torch.tensor([0.1, 0.5, 0.98]).double(), torch.ones(3, 2, dtype=dtypes[0])
+    weight = torch.zeros(words, 2, dtype=dtypes[1])
+    for row in [*some, (-math.inf, -math.inf)]:
+        bias = torch.randn(words, dtype=dtypes[0])
+        bias[torch.randperm(words)[:2]] = bias.new_tensor(row[-words:])
+        if row[1] == -math.inf:
+            bias[:] = row[1]
+        call = hidden, weight, bias
+        expected = bias.argmax().expand(3)
+        for drawn in (None, uniforms):
+            found = forward(*call, None, drawn, temperature)
+            assert torch.equal(found.tokens, expected)
+            torch.testing.assert_close(found.peak, bias[expected], equal_nan=True)
+            assert found.total.isnan().all()
+        tokens, stats = torch.empty(3, dtype=torch.int64), hidden.new_empty(3, 3)
+        for top_k, top_p in (words, 0.9), (min(2, words), 1.0), (min(2, words), 0.5):
+            torch.ops.accumext.head_sample(
+                *call, uniforms, temperature, top_k, top_p, 2, tokens, stats
+            )
+            assert torch.equal(tokens, expected)
+        top = min(3, words)
+        best, tokens = hidden.new_empty(3, top), torch.empty(3, top, dtype=torch.int64)
+        torch.ops.accumext.head_top(*call, 2, best, tokens, stats[:2])
+        order = bias.sort(descending=True, stable=True)
+        assert torch.equal(tokens, order.indices[:top].expand(3, top))
+        torch.testing.assert_close(best, order.values[:top].expand(3, top), equal_nan=True)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: dtype_id(d[1]))
 @pytest.mark.parametrize("words", [1, 2, 13, 480, 481, 1500])

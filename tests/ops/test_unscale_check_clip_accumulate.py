@@ -131,9 +131,14 @@ def test_no_tensors():
     assert accumext.unscale_check_clip_accumulate_([], [], max_norm=1.0).item() == 0.0
 
 
-def test_without_a_limit_an_overflowed_norm_clips_nothing() -> None:
+@pytest.mark.parametrize("max_norm", [math.inf, 1e39])  # beyond float32
+def test_without_a_limit_an_overflowed_norm_clips_nothing(max_norm: float) -> None:
     grads = [torch.full((4,), 1e30)]  # finite, but their squares are not
     main_grads = [torch.zeros(4)]
-    norm = accumext.unscale_check_clip_accumulate_(main_grads, grads, max_norm=math.inf)
+    norm = accumext.unscale_check_clip_accumulate_(main_grads, grads, max_norm=max_norm)
     assert norm.isinf()
     assert torch.equal(main_grads[0], grads[0])
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = grads[0].clone()
+    assert accumext.clip_grad_norm_(parameter, max_norm).isinf()
+    assert torch.equal(parameter.grad, grads[0])

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <vector>
@@ -80,7 +81,7 @@ class Head {
         tempered);
     for (int64_t i = 0; i < n; ++i) {
       rows.total[i] = static_cast<T>(column_sum(sums_, n, i));
-      if (rows.uniforms != nullptr) {
+      if (!took_first(logits, rows, i) && rows.uniforms != nullptr) {
         rows.tokens[i] = sample(logits, i, rows.uniforms[i], tempered ? tempered_ : sums_);
       }
       const int64_t target = rows.targets == nullptr ? rows.tokens[i] : rows.targets[i];
@@ -96,7 +97,8 @@ class Head {
     exponentials(logits, /*tempered=*/false);
     for (int64_t i = 0; i < n; ++i) rows.total[i] = static_cast<T>(column_sum(sums_, n, i));
     for_each_row(n, [&](int64_t i) {
-      const std::vector<Token<T>> found = largest_of(logits, i, rows.size);
+      const std::vector<Token<T>> found = largest_of(logits, i, rows.size, rows.total[i]);
+      rows.peak[i] = found[0].logit;
       for (int64_t k = 0; k < rows.size; ++k) {
         rows.logits[i * rows.size + k] = found[k].logit;
         rows.tokens[i * rows.size + k] = found[k].token;
@@ -113,12 +115,16 @@ class Head {
     const bool by_share = rows.top_k == product_.rows;  // all tokens are candidates
     if (by_share) temper(logits);
     for_each_row(n, [&](int64_t i) {
+      if (took_first(logits, rows, i)) {
+        rows.logit[i] = rows.peak[i];
+        return;
+      }
       if (by_share) {
         TopPFilter<T> filter(elements<T>(*weights_) + i, n, product_.rows);
         filter.keep(rows.top_p, logits.z + i, n);
         rows.tokens[i] = filter.sample(rows.uniforms[i]);
       } else {
-        std::vector<Token<T>> found = largest_of(logits, i, rows.top_k);
+        std::vector<Token<T>> found = largest_of(logits, i, rows.top_k, rows.total[i]);
         rows.tokens[i] = sample_of(found, inverse_temperature_, rows.top_p, rows.uniforms[i]);
       }
       rows.logit[i] = logits.z[rows.tokens[i] * n + i];
@@ -181,16 +187,26 @@ class Head {
     });
   }
 
+  // Whether the row is no distribution, for its largest logit is infinite or NaN: then its token is
+  // the argmax, also where one was to be drawn.
+  template <typename Rows>
+  bool took_first(const Logits<T>& logits, const Rows& rows, int64_t i) const {
+    if (!std::isnan(rows.total[i])) return false;
+    const Token<T> first = largest_of(logits, i, 1, rows.total[i])[0];
+    rows.peak[i] = first.logit;
+    rows.tokens[i] = first.token;
+    return true;
+  }
+
   // The largest logits, largest first. Only spans whose largest one is among the `size` largest of
-  // all spans have one of them.
-  std::vector<Token<T>> largest_of(const Logits<T>& logits, int64_t column, int64_t size) const {
+  // all spans have one of them; or any, where a NaN is one, which `total` shows.
+  std::vector<Token<T>> largest_of(const Logits<T>& logits, int64_t column, int64_t size,
+                                   T total) const {
     const int64_t n = logits.columns;
-    std::vector<T> bounds(spans_);
-    for (int64_t span = 0; span < spans_; ++span) {
-      bounds[span] = comparable(peaks_[span * n + column]);
-    }
     T least = -std::numeric_limits<T>::infinity();
-    if (size < spans_) {
+    if (size < spans_ && !std::isnan(total)) {
+      std::vector<T> bounds(spans_);
+      for (int64_t span = 0; span < spans_; ++span) bounds[span] = peaks_[span * n + column];
       std::nth_element(bounds.begin(), bounds.begin() + size - 1, bounds.end(), std::greater<T>());
       least = bounds[size - 1];
     }

@@ -16,18 +16,12 @@ struct Token {
   int64_t token;
 };
 
-// NaN is as large as anything, as it is for torch.
-template <typename T>
-T comparable(T x) {
-  return std::isnan(x) ? std::numeric_limits<T>::infinity() : x;
-}
-
-// Larger logits come first, of equal ones the first in the vocabulary.
+// Larger logits come first, NaN before all as for torch, of equal ones the first in the vocabulary.
 template <typename T>
 bool before(const Token<T>& a, const Token<T>& b) {
-  const T x = comparable(a.logit);
-  const T y = comparable(b.logit);
-  return x > y || (x == y && a.token < b.token);
+  const bool no_number = std::isnan(a.logit);
+  if (no_number != std::isnan(b.logit)) return no_number;
+  return a.logit > b.logit || (!(a.logit < b.logit) && a.token < b.token);
 }
 
 // A sample of the fewest of these tokens, largest first, whose share of them all reaches `top_p`:
