@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import numbers
 import operator
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, NoReturn, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -122,10 +125,13 @@ def number(op: str, argument: str, value: Any, low: float = -math.inf) -> float:
     return float(value)
 
 
-def one_of(op: str, argument: str, value: Any, choices: tuple[str, ...]) -> str:
-    """One of a few words."""
+def one_of(
+    op: str, argument: str, value: Any, choices: tuple[str, ...], advice: str | None = None
+) -> str:
+    """One of a few words; the advice is for what is no word at all."""
     if not isinstance(value, str):
-        fail_type(op, argument, f"be one of {', '.join(map(repr, choices))}", type_name(value))
+        contract = f"be one of {', '.join(map(repr, choices))}"
+        fail_type(op, argument, contract, type_name(value), advice)
     if value not in choices:
         fail_value(op, argument, f"be one of {', '.join(map(repr, choices))}", repr(value))
     return value
@@ -139,6 +145,11 @@ def check_first_order(op: str) -> None:
         advice = "The loop by hand has second derivatives, and so has accumext.rollout"
         text = message(op, "the backward pass", contract, "create_graph=True", advice)
         raise RuntimeError(text)
+
+
+def forward_of(module: Any) -> Any:
+    """The function that a module's forward is, by which one of torch's is known from a subclass."""
+    return getattr(getattr(module, "forward", None), "__func__", None)
 
 
 def without_effect(
@@ -156,6 +167,7 @@ def zero_dim_loss(op: str, argument: str, loss: Any, advice: str | None = None) 
     if not isinstance(loss, Tensor):
         fail_type(op, argument, "return a tensor", type_name(loss), advice)
     if loss.numel() != 1:
+        advice = advice or "Take its mean() or sum()"
         fail_value(op, argument, "return a 0-dim loss", f"shape {list(loss.shape)}", advice)
     return loss if loss.dim() == 0 else loss.reshape(())
 
@@ -170,6 +182,84 @@ def users_level() -> int:
 
 def _is_ours(module: str) -> bool:
     return module.split(".")[0] in ("accumext", "contextlib", "torch")
+
+
+# --- calls whose arguments have other names, or are missing --------------------------------------
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What arguments are called elsewhere.
+_ELSEWHERE = {
+    "accumulate_grad_batches": "window",
+    "accumulation_steps": "window",
+    "beam_size": "beams",
+    "bos_token_id": "start",
+    "clip_grad_norm": "max_norm",
+    "do_sample": "search",
+    "eos_token_id": "eos",
+    "grad_clip": "max_norm",
+    "grad_scaler": "scaler",
+    "gradient_accumulation_steps": "window",
+    "gradient_clip_val": "max_norm",
+    "hidden": "state",
+    "loss_fn": "criterion",
+    "max_grad_norm": "max_norm",
+    "max_len": "max_length",
+    "max_new_tokens": "max_length",
+    "mode": "feedback",
+    "num_beams": "beams",
+    "teacher_forcing_ratio": "teacher_forcing",
+}
+_PARTS = "It takes the parts of a model: model.embedding, model.cell, model.head; tbptt a whole one"
+_MISSING = {
+    "feedback": f"One of {', '.join(map(repr, FEEDBACK_WORDS))}, or a bool mask [T, B]",
+    "criterion": "Such as F.cross_entropy",
+    "loss": "Such as lambda output, t: F.mse_loss(output, series[t])",
+}
+
+
+def explained(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, whose errors about names of arguments say what to type."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # from inside of the function
+            sentence = _what_to_type(function, args, kwargs)
+            if sentence is None:
+                raise
+            raise TypeError(sentence) from None
+
+    return call
+
+
+def _what_to_type(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str | None:
+    """The error of a call that does not bind; None if Python's own says all that is known."""
+    op = function.__qualname__.removesuffix(".__init__")
+    parameters = inspect.signature(function).parameters
+    for name in kwargs:
+        if name in parameters:
+            continue
+        near = _ELSEWHERE.get(name)
+        if near not in parameters:
+            near = next(iter(get_close_matches(name, parameters, n=1)), None)
+        if near is None:
+            return None
+        contract = "have the names of its signature"
+        return message(op, "arguments", contract, name, f"Did you mean {near}?")
+    required = [n for n, p in parameters.items() if p.default is p.empty and n not in kwargs]
+    for name in required[len(args) :]:
+        of_parts = "head" in parameters and name in ("cell", "head", "targets")
+        advice = _PARTS if of_parts else _MISSING.get(name)
+        if advice is not None:
+            return message(op, name, "be given", "nothing", advice)
+    return None
 
 
 # --- the gradient operations of ops.py -----------------------------------------------------------

@@ -358,6 +358,11 @@ def end_sharded_forward(state: Any, module: nn.Module, outputs: list[Tensor]) ->
 # --- tensors without data -------------------------------------------------------------------------
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor is one of FakeTensorMode, whose class takes a while to import."""
+    return hasattr(tensor, "fake_mode")
+
+
 def fake_tensors() -> AbstractContextManager[Any]:
     """Inside of it, and of `Allocations`, operators compute shapes and nothing else."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a while to import

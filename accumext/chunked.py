@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -18,8 +18,10 @@ from accumext import _scalars
 from accumext._checks import (
     REDUCTIONS,
     Reduction,
+    explained,
     fail_type,
     fail_value,
+    forward_of,
     message,
     one_of,
     positive_int,
@@ -43,6 +45,7 @@ IGNORED = -100  # the default `ignore_index` of F.cross_entropy
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)  # that can hold it
 _CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss)
 _LINEAR_CROSS_ENTROPY = getattr(F, "linear_cross_entropy", None)  # of torch 2.13
+_LOSS = "Pass one such as lambda h, y: F.cross_entropy(head(h), y)"
 _ADVICE = (
     "Pass weights=, what each row counts: targets != ignore_index, class_weight[targets], or "
     "torch.ones(len(inputs)) if all count alike"
@@ -56,6 +59,7 @@ class _Share(NamedTuple):
     empty: Tensor | None = None  # 0-dim bool: weighs nothing; None: known not to be so
 
 
+@explained
 def chunked_loss(
     fn: Callable[..., Tensor],
     inputs: Tensor,  # [N, ...]
@@ -128,7 +132,7 @@ def chunked_loss(
                 if torch.is_grad_enabled()
                 else part(*slices)
             )
-            loss = zero_dim_loss(OP, "fn", loss, "Such as lambda h, y: F.cross_entropy(head(h), y)")
+            loss = zero_dim_loss(OP, "fn", loss, _LOSS)
             if stopped:
                 _check_apart(loss, stopped)
             empty = watched[-1].empty() if shares is None else shares[index].empty
@@ -293,6 +297,8 @@ def _check(
     """The [begin, end) rows of every slice."""
     if not callable(fn):
         fail_type(OP, "fn", "be callable", type_name(fn))
+    if args and forward_of(fn) in (nn.Linear.forward, nn.Sequential.forward):
+        fail_type(OP, "fn", "be the loss of its arguments", f"a layer, {type_name(fn)}", _LOSS)
     if not isinstance(inputs, Tensor):
         fail_type(OP, "inputs", "be a tensor [N, ...]", type_name(inputs))
     if inputs.dim() == 0:

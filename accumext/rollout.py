@@ -15,12 +15,16 @@ from accumext._checks import (
     REDUCTIONS,
     Reduction,
     Truncation,
+    explained,
     fail_type,
     fail_value,
     integer,
+    message,
     one_of,
     positive_int,
     type_name,
+    users_level,
+    zero_dim_loss,
 )
 from accumext.decoder._checkpoint_plan import Plan, Sizes, choose_plan, least_budget
 from accumext.decoder._recomputed_steps import RecomputedSteps
@@ -59,6 +63,7 @@ class RolloutOutput(NamedTuple):
         return with_shapes(self)
 
 
+@explained
 def rollout(
     step: Callable[[State, State], tuple[State, State]],
     state: State,
@@ -196,16 +201,19 @@ class _OneStep:
         """Behind the last step its output stands in the place of an input."""
         if self.factors is not None and t > 0:
             carry = _weighted(carry, self.factors[t])
-        result = self.step(*carry)
+        try:
+            result = self.step(*carry)
+        except (AttributeError, TypeError) as error:
+            if t > 0 or carry[0] is not None or "NoneType" not in str(error):
+                raise
+            text = message(OP, "start", "be given, the input of step 0, if step reads it", None)
+            raise TypeError(text) from error
         if not isinstance(result, tuple) or len(result) != 2:
             fail_type(OP, "step", "return (output, state)", type_name(result))
         output, state = result
         with torch.set_grad_enabled(counted and torch.is_grad_enabled()):
             loss = self.loss(output, t)
-        if not isinstance(loss, Tensor):
-            fail_type(OP, "loss", "return a tensor", type_name(loss))
-        if loss.dim() != 0:
-            fail_value(OP, "loss", "return a 0-dim loss", f"shape {list(loss.shape)}")
+        loss = zero_dim_loss(OP, "loss", loss)
         following = output
         if self.feed is not None and t + 1 < self.steps:
             following = self.feed(output, t)
@@ -271,5 +279,5 @@ def _check(
         positive_int(OP, "memory_budget", memory_budget)
     one_of(OP, "reduction", reduction, REDUCTIONS)
     if k1 is not None and k2 is None:
-        warnings.warn(f"{OP}: {unused_k1(k1)}", stacklevel=3)  # where the user called
+        warnings.warn(f"{OP}: {unused_k1(k1)}", stacklevel=users_level())
     return steps, k1, k2

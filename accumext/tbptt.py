@@ -15,11 +15,14 @@ from accumext._checks import (
     REDUCTIONS,
     FeedbackWord,
     Reduction,
+    explained,
     fail_type,
     fail_value,
+    message,
     one_of,
     positive_int,
     type_name,
+    zero_dim_loss,
 )
 from accumext.decoder._feedback import Feedback, check_options, feedback_of
 from accumext.decoder._recurrent_state import (
@@ -43,6 +46,10 @@ from accumext.decoder._sharded_modules import gathered_once
 from accumext.decoder._windows import windows
 
 OP = "tbptt"
+_SEQUENCES = (
+    "A module of sequences reads a step of them: token[None], or token[:, None] with batch_first; "
+    "return the output of that step"
+)
 IGNORED = -100  # `ignore_index` of `F.cross_entropy`
 
 
@@ -64,6 +71,7 @@ class TBPTTResult(NamedTuple):
         return with_shapes(self)
 
 
+@explained
 def tbptt(
     step: Callable[..., tuple[Tensor, State]],
     targets: Tensor,  # int64 [T, B], or floating-point [T, B, ...]
@@ -207,11 +215,15 @@ class _Losses:
     def of(self, t: int, output: Tensor) -> Tensor:
         rows = self.rows
         given = (rows.counted[t],) if rows is not None and self.masks else ()
-        loss = self.criterion(output, self.targets[t], *given)
-        if not isinstance(loss, Tensor):
-            fail_type(OP, "criterion", "return a tensor", type_name(loss))
-        if loss.dim() != 0:
-            fail_value(OP, "criterion", "return a 0-dim loss", f"shape {list(loss.shape)}")
+        try:
+            loss = self.criterion(output, self.targets[t], *given)
+        except (IndexError, RuntimeError, ValueError) as error:
+            shape = list(output.shape)
+            if self.masks or len(shape) != 3 or 1 not in shape[:2]:
+                raise
+            advice = "Return output[0]" if shape[0] == 1 else "Return output[:, 0]"
+            raise ValueError(message(OP, "step", "return logits [B, V]", shape, advice)) from error
+        loss = zero_dim_loss(OP, "criterion", loss)
         return loss if rows is None else torch.where(rows.any[t], loss, 0)
 
 
@@ -241,13 +253,22 @@ class _Steps:
                 history.save(t, state)
             given = self._read_again(t, state, history)
             counts = write_counts(given)
-            result = self.step(self.inputs[t], state, *self.context)
+            try:
+                result = self.step(self.inputs[t], state, *self.context)
+            except RuntimeError as error:
+                if "hx should also be" not in str(error):
+                    raise
+                text = message(OP, "step", "take tokens [B]", "a RuntimeError", _SEQUENCES)
+                raise TypeError(text) from error
             what = "no tensor of its input, state or context"
             check_unwritten(OP, "step", what, given, counts)
             if not isinstance(result, tuple) or len(result) != 2:
-                fail_type(OP, "step", "return (logits, state)", type_name(result))
+                advice = "Return both: return logits, state"
+                fail_type(OP, "step", "return (logits, state)", type_name(result), advice)
             output, new_state = result
             check_nesting(OP, "state", new_state)
+            if t == 0:
+                _check_order(output, state, new_state)
             state = new_state if self.rows is None else self.rows.freeze(t, new_state, state)
             if t < begin:
                 continue  # replayed for its graph; its loss belonged to an earlier window
@@ -268,6 +289,20 @@ class _Steps:
         self.outputs.append(chosen)
         if t + 1 < self.count:
             self.inputs.append(self.source.next(t + 1, self.outputs[t]))
+
+
+def _check_order(output: Any, state: State, new_state: State) -> None:
+    """Raise for a step that returns (state, logits)."""
+    swapped = not isinstance(output, Tensor)
+    if not swapped and isinstance(state, Tensor) and isinstance(new_state, Tensor):
+        swapped = output.shape == state.shape != new_state.shape
+    if swapped:
+        got = f"({_shape(output)}, {_shape(new_state)})"
+        fail_type(OP, "step", "return (logits, state)", got, "Return them in this order")
+
+
+def _shape(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type_name(value)
 
 
 class _SavedState(NamedTuple):
@@ -352,6 +387,10 @@ def _check(
     for name, function in (("step", step), ("criterion", criterion), ("backward", backward)):
         if not callable(function):
             fail_type(OP, name, "be callable", type_name(function))
+        if isinstance(function, type) and issubclass(function, torch.nn.Module):
+            name_of = function.__name__
+            advice = f"Pass an instance, {name_of}()"
+            fail_type(OP, name, "be a function or module", f"the class {name_of}", advice)
     _check_targets(targets, state)
     check_nesting(OP, "state", state)
     if isinstance(context, Tensor) or not isinstance(context, (tuple, list)):

@@ -357,6 +357,7 @@ def _check_layout(call: Mapping[str, Any], cell: Cell, targets: Tensor) -> list[
 
 
 def _criterion(call: Mapping[str, Any], vocabulary: int, device: torch.device) -> Criterion:
+    num_items = _num_items(call["num_items"], call["reduction"])
     reduction = one_of(OP, "reduction", call["reduction"], TOKEN_REDUCTIONS)
     smoothing = number(OP, "label_smoothing", call["label_smoothing"], 0)
     if smoothing > 1:
@@ -369,10 +370,10 @@ def _criterion(call: Mapping[str, Any], vocabulary: int, device: torch.device) -
             weight = torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
         check_vector(OP, "class_weight", weight, FLOAT_DTYPES, contract, vocabulary, device)
         weight = weight.detach().clone()  # the pass back may read it again
-    return Criterion(smoothing, z_loss, weight, reduction, _num_items(call["num_items"], reduction))
+    return Criterion(smoothing, z_loss, weight, reduction, num_items)
 
 
-def _num_items(value: Any, reduction: str) -> float | Tensor | None:
+def _num_items(value: Any, reduction: Any) -> float | Tensor | None:
     if value is None:
         return None
     if reduction != "mean":

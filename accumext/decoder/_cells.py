@@ -6,11 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from accumext._checks import fail_type, fail_value, type_name
+from accumext._checks import fail_type, fail_value, forward_of, message, type_name
 from accumext._torch_private import translated_from
-from accumext.decoder._recurrent_state import State, batch_dim_of, check_nesting, copy_nesting
+from accumext.decoder._recurrent_state import (
+    State,
+    batch_dim_of,
+    check_nesting,
+    copy_nesting,
+    tensors,
+)
 
 Step = Callable[..., tuple[Tensor, State, State]]
 
@@ -38,6 +45,10 @@ class Cell:
     def check_state(self, op: str, state: State, batch: int) -> None:
         """Raise if a state given to one of torch's modules has not its shape."""
         check_nesting(op, "state", state)
+        for part in tensors(state):
+            if part.layout != torch.strided:
+                layout = str(part.layout).removeprefix("torch.")
+                fail_type(op, "state", "be dense", f"a {layout} tensor", "Pass state.to_dense()")
         if self.state_shapes is None:
             return
         pair = len(self.state_shapes) == 2
@@ -57,6 +68,41 @@ class Cell:
         return (*shape[: self.batch_dim], batch, *shape[self.batch_dim :])
 
 
+# Of errors that a callable raises a piece of what torch says, and what it comes from.
+_CURES = (
+    (
+        "argument #1 'indices'",
+        "x is what the embedding has looked up, [B, E], and no tokens: leave its nn.Embedding out, "
+        "or use tbptt, which feeds tokens",
+    ),
+    (
+        "argument 'hx' (position 2) must be tuple",
+        "An LSTMCell returns (h, c): h, c = cell(x, s); return h, (h, c)",
+    ),
+    (
+        "hx should also be",
+        "A module of sequences reads one step of them: y, s = rnn(x[None], s); return y[0], s",
+    ),
+)
+_STEP = "take (x [B, E], state) and return (output [B, H], state)"
+_LAYERS = (
+    "Pass nn.GRU, LSTM or RNN with num_layers, or one function whose state is a tuple: "
+    "def cell(x, s): a = first(x, s[0]); b = second(a, s[1]); return b, (a, b)"
+)
+
+
+def parts_of(model: Any) -> str | None:
+    """What to pass of a whole model; None for a module that has no embedding."""
+    names = []
+    for kind in (nn.Embedding, (nn.RNNBase, nn.RNNCellBase), nn.Linear):
+        found = model.named_modules() if isinstance(model, nn.Module) else ()
+        names.append(next((name for name, part in found if name and isinstance(part, kind)), None))
+    if names[0] is None:
+        return None
+    parts = ", ".join(f"model.{name}" for name in names if name is not None)
+    return f"Pass the parts of the model, {parts}, or use tbptt, which takes it whole"
+
+
 def cell_of(op: str, cell: Any, batch_dim: Any = None) -> Cell:
     """The cell argument: one of torch's recurrent modules (one direction), or any callable, whose
     states have the batch in `batch_dim`."""
@@ -64,13 +110,22 @@ def cell_of(op: str, cell: Any, batch_dim: Any = None) -> Cell:
         return _from_rnn_cell(cell)
     if isinstance(cell, nn.RNNBase):
         return _from_rnn(op, cell)
-    if not callable(cell):
-        fail_type(op, "cell", "be a recurrent module or callable", type_name(cell))
+    no_cell = forward_of(cell) in (nn.Sequential.forward, nn.ModuleList.forward)
+    if no_cell or not callable(cell):
+        advice = _LAYERS if no_cell or isinstance(cell, (list, tuple)) else None
+        fail_type(op, "cell", "be a recurrent module or callable", type_name(cell), advice)
     _check_translation(op, cell)
     module = cell if isinstance(cell, nn.Module) else None
 
     def step(x: Tensor, state: State, *context: Tensor) -> tuple[Tensor, State, State]:
-        result = cell(x, copy_nesting(state), *context)
+        try:
+            result = cell(x, copy_nesting(state), *context)
+        except (RuntimeError, TypeError) as error:
+            for piece, cure in _CURES:
+                if piece in str(error):
+                    text = message(op, "cell", _STEP, type_name(error), parts_of(cell) or cure)
+                    raise TypeError(text) from error
+            raise
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type_name(result)
             both = "Return both: h = cell(x, s); return h, h"

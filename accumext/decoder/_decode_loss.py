@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext._checks import DrawWord, FeedbackWord, TokenReduction, Truncation
+from accumext._checks import DrawWord, FeedbackWord, TokenReduction, Truncation, explained
 from accumext.decoder._arguments import OP, DecodeArguments, check_arguments
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._cells import parameter_tensors
@@ -62,6 +62,7 @@ class DecodeOutput(NamedTuple):
 _PER_TOKEN = ("loss", "tokens", "inputs", "token_losses", "outputs")
 
 
+@explained
 def decode_loss(
     embedding: nn.Embedding | Tensor,
     cell: nn.Module | Callable[..., Any],
@@ -298,7 +299,7 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
         call |= {"feedback": "greedy", "teacher_forcing": 1, "temperature": 1, "draw": "argmax"}
     if call["truncation"] == "random":
         call["truncation"], call["k2"] = "fixed", None
-    checked = check_arguments(call)
+    checked = check_arguments(call | {"without_data": True})
     segment = None if checked.rnn_weights is not None else segment_memory(checked, call["cell"])
     return predicted_peak(checked, segment)
 

@@ -22,6 +22,8 @@ from accumext._checks import (
 )
 from accumext.decoder._recurrent_state import own_generator
 
+_SHARE = "feedback='scheduled', teacher_forcing=0.5"
+
 
 @dataclass(frozen=True)
 class Feedback:
@@ -86,13 +88,15 @@ def feedback_of(
     if isinstance(feedback, Tensor):
         word = "mask"
         if feedback.dtype != torch.bool:
-            fail_type(op, "feedback", "be a word or a bool mask [T, B]", type_name(feedback))
+            advice = f"One is drawn by {_SHARE}"
+            contract = "be a word or a bool mask [T, B]"
+            fail_type(op, "feedback", contract, type_name(feedback), advice)
         if feedback.shape != shape:
             fail_value(op, "feedback", f"have shape {list(shape)}", list(feedback.shape))
         if feedback.device != device:
             fail_value(op, "feedback", f"be on the device of targets, {device}", feedback.device)
     else:
-        word = one_of(op, "feedback", feedback, FEEDBACK_WORDS)
+        word = feedback
     sampled = check_options(op, word, teacher_forcing, temperature, generator, draw)
     if word == "teacher":
         return Feedback(teacher, None)
@@ -111,10 +115,13 @@ def feedback_of(
 
 
 def check_options(
-    op: str, word: str, teacher_forcing: Any, temperature: Any, generator: Any, draw: Any = "argmax"
+    op: str, word: Any, teacher_forcing: Any, temperature: Any, generator: Any, draw: Any = "argmax"
 ) -> bool:
     """Whether this feedback, "mask" for one, draws samples. Raise for options that it has no use
     for; a generator is none: that nothing is drawn from it changes no result."""
+    if word != "mask":
+        advice = f"Or a bool mask [T, B]; one of a share is drawn by {_SHARE}"
+        one_of(op, "feedback", word, FEEDBACK_WORDS, advice)
     if number(op, "teacher_forcing", teacher_forcing, 0) > 1:
         fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
     if number(op, "temperature", temperature) <= 0:
@@ -128,7 +135,7 @@ def check_options(
     if word != "scheduled":
         neutral = (1.0,) if word == "teacher" else (1.0, 0.0)
         without_effect(op, "teacher_forcing", teacher_forcing, neutral, "feedback is 'scheduled'")
-    sampled = draw == "sample" or word == "sample"
+    sampled = "sample" in (draw, word)
     if not sampled:
         without_effect(op, "temperature", temperature, (1.0,), "samples are drawn")
     return sampled

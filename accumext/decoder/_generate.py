@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accumext._checks import (
     SEARCHES,
     Search,
+    explained,
     fail_type,
     fail_value,
     integer,
@@ -26,7 +27,12 @@ from accumext._checks import (
 from accumext.decoder._arguments import batch_size, context_of
 from accumext.decoder._beam_search import beam_search
 from accumext.decoder._generation_model import OP, GenerationModel
-from accumext.decoder._modules import DecoderModules, check_vector, modules_of, same_device
+from accumext.decoder._modules import (
+    DecoderModules,
+    check_vector,
+    modules_of,
+    same_device,
+)
 from accumext.decoder._output_layer import OutputLayer
 from accumext.decoder._recurrent_state import (
     State,
@@ -63,6 +69,7 @@ class GenerateOutput(NamedTuple):
         return with_shapes(self)
 
 
+@explained
 def generate(
     embedding: nn.Embedding | Tensor,
     cell: nn.Module | Callable[..., Any],

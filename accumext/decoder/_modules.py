@@ -8,14 +8,15 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from accumext._checks import FLOAT_DTYPES, fail_type, fail_value, type_name
+from accumext._checks import FLOAT_DTYPES, dtype_name, fail_type, fail_value, message, type_name
 from accumext._torch_private import (
     forward_hooks,
+    is_fake,
     only_sharding,
     sharded_state,
     translated_from,
 )
-from accumext.decoder._cells import Cell, cell_of
+from accumext.decoder._cells import Cell, cell_of, parts_of
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._precision import Dtypes, dtypes_of
 from accumext.decoder._sharded_modules import is_shard
@@ -34,19 +35,45 @@ class DecoderModules(NamedTuple):
 def modules_of(op: str, call: Mapping[str, Any]) -> DecoderModules:
     """The arguments embedding, cell, head and batch_dim of a call."""
     table, (weight, bias) = embedding_table(op, call["embedding"]), head_of(op, call["head"])
+    if "without_data" not in call:  # of decode_memory
+        _check_computable(op, "embedding", table.weight)
+        _check_computable(op, "head", weight)
     of_cell = list(call["cell"].parameters()) if isinstance(call["cell"], nn.Module) else []
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         _check_whole(op, {"embedding": [table.weight], "cell": of_cell, "head": [weight, bias]})
     same_device(op, "embedding", [table.weight], weight.device)
     same_device(op, "cell", of_cell, weight.device)
+    others = {parameter.dtype for parameter in of_cell} - {table.weight.dtype}
     cell = cell_of(op, call["cell"], call["batch_dim"])
     width = table.weight.shape[1]
     if cell.input_size is not None and cell.input_size != width:
         fail_value(op, "embedding", f"have the cell's input size, {cell.input_size}", width)
+    if others and cell.input_size is not None and not weight.is_meta:
+        _check_casts(op, table.weight, others)
     if cell.output_size is not None and cell.output_size != weight.shape[1]:
         contract = f"take the cell's output, {cell.output_size} wide"
         fail_value(op, "head", contract, list(weight.shape))
     return DecoderModules(table, cell, weight, bias, dtypes_of(weight))
+
+
+def _check_casts(op: str, embedding: Tensor, others: set[torch.dtype]) -> None:
+    """Raise for one of torch's cells that is of other dtypes than its input, without autocast."""
+    if not torch.is_autocast_enabled(embedding.device.type):
+        dtype, got = dtype_name(embedding.dtype), ", ".join(sorted(map(dtype_name, others)))
+        advice = f"Pass cell.to(torch.{dtype}), or call it under torch.autocast"
+        fail_type(op, "cell", f"have the embedding's dtype, {dtype}", got, advice)
+
+
+def _check_computable(op: str, name: str, weight: Tensor) -> None:
+    """Raise for a weight without numbers, and for one whose changes autograd does not know."""
+    if weight.is_meta or (type(weight) not in (Tensor, nn.Parameter) and is_fake(weight)):
+        got = "a meta tensor" if weight.is_meta else "a fake tensor"
+        advice = "accumext.decode_memory takes such tensors, for the memory of a call"
+        fail_type(op, name, "hold numbers", got, advice)
+    if weight.is_inference() and not torch.is_inference_mode_enabled():
+        contract = "not be made in torch.inference_mode where it is to be used outside"
+        advice = "Make the module outside, or copy.deepcopy(module) there"
+        raise RuntimeError(message(op, name, contract, "an inference tensor", advice))
 
 
 def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
@@ -97,13 +124,36 @@ def _fail_module(op: str, name: str, contract: str, given: Any) -> NoReturn:
     if translated is not None:
         itself = "Pass the module itself, of which only the weights are read"
         fail_type(op, name, contract, " ".join(translated), itself)
-    advice: str | None = None
-    if name == "head" and isinstance(given, nn.Module):
-        advice = "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"
-        if isinstance(given, nn.Sequential) and len(given) and isinstance(given[-1], nn.Linear):
-            before = ", and let the cell apply the layers before it to its output; or use tbptt"
-            advice = f"Pass head[-1]{before}" if len(given) > 1 else "Pass head[0]"
-    fail_type(op, name, contract, type_name(given), advice)
+    fail_type(op, name, contract, type_name(given), _instead(op, name, given))
+
+
+def _instead(op: str, name: str, given: Any) -> str | None:
+    """What to pass in place of an embedding or head that is none."""
+    whole = parts_of(given)
+    if name == "head" and isinstance(given, (nn.Embedding, Tensor)):
+        word = "embedding.weight" if isinstance(given, nn.Embedding) else "weight"
+        return f"Pass ({word}, None)"
+    if isinstance(given, nn.AdaptiveLogSoftmaxWithLoss):
+        return "Its logits are no one matrix product: use tbptt, or chunked_loss"
+    if isinstance(given, nn.Sequential):
+        kind = nn.Linear if name == "head" else nn.Embedding
+        at = [i for i, layer in enumerate(given) if isinstance(layer, kind)]
+        rates = [layer.p for layer in given if isinstance(layer, nn.Dropout)]
+        first_or_last = len(given) - 1 if name == "head" else 0
+        if at == [first_or_last] and len(rates) == len(given) - 1:
+            option = "output_dropout" if name == "head" else "embedding_dropout"
+            dropout = f" and {option}={rates[0]}" if rates and op == "decode_loss" else ""
+            return f"Pass {name}[{at[0]}]{dropout}"
+        if name == "head" and at and at[-1] == first_or_last:
+            before = "let the cell apply the layers before it to its output"
+            return f"Pass head[-1], and {before}; or use tbptt"
+        if name == "head" and isinstance(given[-1], (nn.LogSoftmax, nn.Softmax)):
+            return "The loss is that of logits: leave the softmax out"
+    if whole is None and name == "head" and isinstance(given, nn.Module):
+        return "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"
+    if whole is None and not isinstance(given, nn.Module) and callable(given):
+        return "Pass the module itself; what else is computed belongs into the cell, or use tbptt"
+    return whole
 
 
 def head_of(op: str, head: Any) -> tuple[Tensor, Tensor | None]:

@@ -105,7 +105,11 @@ def masters(
         contract = "be an iterable of parameters"
         _checks.fail_type(op, "parameters", contract, _checks.type_name(parameters))
     _checks.instance(op, "stochastic_rounding", stochastic_rounding, bool, "be a bool")
-    place = None if device is None else torch.device(device)
+    try:
+        place = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        contract = "be None, for that of each parameter, or a device such as 'cpu'"
+        _checks.fail_value("masters", "device", contract, repr(device))
     made: dict[Tensor, nn.Parameter] = {}
     given = list(parameters)
     for index, parameter in enumerate(given):

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from accumext import _checks
-from accumext._checks import OnNonfinite, Reduction, Synchronize
+from accumext._checks import OnNonfinite, Reduction, Synchronize, explained
 from accumext._tensor_kinds import Group, main_dtype
 from accumext._torch_private import HAS_STEPPED, STEP_IS_WRAPPED, TAKES_SCALE
 from accumext.masters import Target
@@ -136,6 +136,7 @@ class AccumulatingOptimizer(OptimizerProxy):
     )
     synchronize = _setting("synchronize", "When gradients of sharded parameters are reduced.")
 
+    @explained
     def __init__(
         self,
         optimizer: Optimizer,
@@ -178,14 +179,15 @@ class AccumulatingOptimizer(OptimizerProxy):
         Inside `micro_batch()` the gradients join that micro-batch instead.
 
         Args:
-            loss: 0-dim, with a graph.
+            loss: of one element, with a graph.
             weight: what the micro-batch counts, at least 0, for example its number of tokens if the
                 loss is a mean over them. A number, or a 0-dim tensor that stays on its device. It
                 need not be the same on every process.
 
         Raises:
             TypeError: `loss` is not a tensor, or `weight` neither a number nor a tensor.
-            ValueError: `loss` is not 0-dim or has no graph, or `weight` is negative or not finite.
+            ValueError: `loss` has several elements or no graph, or `weight` is negative or not
+                finite.
             RuntimeError: with `on_nonfinite="raise"`, a gradient is not finite.
 
         Example:
@@ -369,7 +371,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         """The last closed window, None before the first.
 
         Example:
-            >>> if opt.last.skipped:
+            >>> if opt.stepped and opt.last.skipped:
             ...     print("not finite:", opt.last.nonfinite)
         """
         return self._box.state.last

@@ -64,8 +64,9 @@ def check_loss_and_weight(op: str, loss: object, weight: object) -> Scalar:
     """The loss must be 0-dim and have a graph; returns the weight as `check_weight` does."""
     if not isinstance(loss, Tensor):
         fail_type(op, "loss", "be a tensor", type_name(loss))
-    if loss.dim() != 0:
-        fail_value(op, "loss", "be 0-dim", f"shape {list(loss.shape)}")
+    if loss.numel() != 1:
+        advice = "Take its mean() or sum()"
+        fail_value(op, "loss", "be 0-dim", f"shape {list(loss.shape)}", advice)
     if not loss.requires_grad:
         advice = "Compute it from the parameters with gradients enabled"
         fail_value(op, "loss", "have a graph", "a tensor without one", advice)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from support import decoding
 from support.decode_oracle import decode, make_decoder, relative_distance
 from support.decoding import EXACT, raises, run
@@ -71,7 +72,9 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "state[1] must have shape [2, 3, 5], got [1, 3, 5]"),
     ({"feedback": "argmax"}, ValueError,
      "feedback must be one of 'teacher', 'greedy', 'sample', 'scheduled', got 'argmax'"),
-    ({"feedback": torch.ones(T, B)}, TypeError, "feedback must be a word or a bool mask [T, B], got a float32 tensor"),
+    ({"feedback": torch.ones(T, B)}, TypeError,
+     "feedback must be a word or a bool mask [T, B], got a float32 tensor. "
+     "One is drawn by feedback='scheduled', teacher_forcing=0.5"),
     ({"feedback": torch.ones(B, T, dtype=torch.bool)}, ValueError, "feedback must have shape [4, 3], got [3, 4]"),
     ({"start": V}, ValueError, "start must be in [0, 7), got 7"),
     ({"start": 1.0}, TypeError, "start must be an int or an integer tensor [B], got float"),
@@ -382,3 +385,146 @@ def test_parametrizations_are_followed() -> None:
     losses, divisor, _ = decode(decoder, decoding.TARGETS, out.inputs)
     expected = decoder.gradients(losses.sum() / divisor)
     assert relative_distance(decoder.gradients(out.loss), expected) < EXACT
+
+
+class Whole(nn.Module):
+    """A model as people have it: (tokens [B], state) -> (logits [B, V], state)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.rnn, self.out = nn.Embedding(V, H), nn.GRUCell(H, H), nn.Linear(H, V)
+
+    def forward(
+        self, token: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self.rnn(self.words(token), state)
+        return self.out(state), state
+
+
+def made_in_inference_mode() -> nn.Embedding:
+    with torch.inference_mode():
+        return nn.Embedding(V, H)
+
+
+WHOLE, LSTM, GRU, ZEROS = Whole(), nn.LSTMCell(H, H), nn.GRU(H, H), torch.zeros(B, H)
+BATCH_FIRST = nn.GRU(H, H, batch_first=True)
+PARTS = "Pass the parts of the model, model.words, model.rnn, model.out, or use tbptt"
+CURES: list[tuple[dict[str, Any], str]] = [  # what people pass, and what the error has them type
+    ({"embedding": WHOLE}, PARTS),
+    ({"cell": WHOLE}, PARTS),
+    ({"head": WHOLE}, PARTS),
+    ({"cell": lambda x, s: WHOLE(x, s)}, "leave its nn.Embedding out, or use tbptt"),
+    ({"cell": lambda x, s: LSTM(x, s), "state": (ZEROS, ZEROS)}, "h, c = cell(x, s); return h, (h, c)"),
+    ({"cell": lambda x, s: GRU(x, s), "state": ZEROS[None]}, "y, s = rnn(x[None], s); return y[0], s"),
+    ({"cell": [WHOLE.rnn, WHOLE.rnn]}, "Pass nn.GRU, LSTM or RNN with num_layers, or one function"),
+    ({"cell": nn.ModuleList([WHOLE.rnn])}, "Pass nn.GRU, LSTM or RNN with num_layers, or one function"),
+    ({"cell": nn.Sequential(WHOLE.rnn)}, "Pass nn.GRU, LSTM or RNN with num_layers, or one function"),
+    ({"cell": nn.GRUCell(H, H).double()}, "Pass cell.to(torch.float32), or call it under torch.autocast"),
+    ({"head": WHOLE.words}, "Pass (embedding.weight, None)"),
+    ({"head": WHOLE.out.weight}, "Pass (weight, None)"),
+    ({"head": nn.Sequential(nn.Dropout(0.1), WHOLE.out)}, "Pass head[1] and output_dropout=0.1"),
+    ({"head": nn.Sequential(WHOLE.out, nn.LogSoftmax(1))}, "leave the softmax out"),
+    ({"head": nn.AdaptiveLogSoftmaxWithLoss(H, V, [3])}, "use tbptt, or chunked_loss"),
+    ({"head": lambda h: WHOLE.out(h)}, "Pass the module itself"),
+    ({"embedding": nn.Sequential(WHOLE.words, nn.Dropout(0.1))}, "Pass embedding[0] and embedding_dropout=0.1"),
+    ({"embedding": nn.Embedding(V, H, device="meta")}, "accumext.decode_memory takes such tensors"),
+    ({"embedding": made_in_inference_mode()}, "Make the module outside, or copy.deepcopy(module)"),
+    ({"state": ZEROS.to_sparse()}, "Pass state.to_dense()"),
+    ({"feedback": 0.5}, "feedback='scheduled', teacher_forcing=0.5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "cure"), CURES)
+def test_what_to_type_instead(change: dict[str, Any], cure: str) -> None:
+    call = {"embedding": WHOLE.words, "cell": WHOLE.rnn, "head": WHOLE.out, "feedback": "greedy"}
+    with pytest.raises((TypeError, RuntimeError), match=re.escape(cure)) as caught:
+        accumext.decode_loss(**{**call, "targets": TARGETS, **change})
+    assert re.match(r"decode_loss: \w+ must .*, got ", str(caught.value))
+
+
+def test_modules_with_a_forward_of_their_own_are_cells() -> None:
+    class Stack(nn.Sequential):
+        def forward(self, x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            s = self[0](x, s)
+            return s, s
+
+    call = (WHOLE.words, Stack(WHOLE.rnn), WHOLE.out, TARGETS, ZEROS)
+    assert accumext.decode_loss(*call, feedback="greedy").loss.isfinite()
+
+
+def one_step(token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y, state = GRU(WHOLE.words(token[None]), state)
+    return WHOLE.out(y), state
+
+
+def one_step_batch_first(
+    token: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, state = BATCH_FIRST(WHOLE.words(token[:, None]), state)
+    return WHOLE.out(y), state
+
+
+@pytest.mark.parametrize(
+    ("change", "cure"),
+    [
+        ({"step": lambda t, s: WHOLE(t, s)[::-1]}, "got ([3, 5], [3, 7]). Return them in this order"),
+        ({"step": lambda t, s: ((s, s), s)}, "got (tuple, [3, 5]). Return them in this order"),
+        ({"step": lambda t, s: WHOLE(t, s)[0]}, "Return both: return logits, state"),
+        ({"step": one_step, "state": ZEROS[None]}, "Return output[0]"),
+        ({"step": one_step_batch_first, "state": ZEROS[None]}, "Return output[:, 0]"),
+        ({"step": lambda t, s: GRU(WHOLE.words(t), s), "state": ZEROS[None]}, "token[None], or token[:, None]"),
+        ({"criterion": nn.CrossEntropyLoss}, "Pass an instance, CrossEntropyLoss()"),
+        ({"criterion": nn.CrossEntropyLoss(reduction="none")}, "Take its mean() or sum()"),
+    ],
+)  # fmt: skip
+def test_what_to_type_instead_in_tbptt(change: dict[str, Any], cure: str) -> None:
+    call = {"step": WHOLE, "targets": TARGETS, "state": ZEROS, "criterion": F.cross_entropy}
+    accumext.tbptt(**call)
+    with pytest.raises((TypeError, ValueError), match=f"^tbptt: .*{re.escape(cure)}"):
+        accumext.tbptt(**{**call, **change})
+
+
+def test_rollout_without_a_start() -> None:
+    def step(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + s, s
+
+    text = "rollout: start must be given, the input of step 0, if step reads it, got None"
+    with pytest.raises(TypeError, match=text):
+        accumext.rollout(step, ZEROS, 3, loss=lambda x, t: x.sum())
+
+
+def test_losses_of_one_element() -> None:
+    """As torch takes them."""
+
+    def loss_of(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(z, y).view(1, 1)
+
+    def gradient(run_backward: Any, one: Any) -> torch.Tensor:
+        WHOLE.zero_grad()
+        found = run_backward(one)
+        assert WHOLE.out.weight.grad is not None or found is not None
+        return WHOLE.out.weight.grad if found is None else found
+
+    def accumulated(one: Any) -> torch.Tensor | None:
+        opt = accumext.AccumulatingOptimizer(torch.optim.SGD(WHOLE.parameters(), 0.1), window=2)
+        opt.backward(one(WHOLE.out(x), y))
+        found = opt.main_grad(WHOLE.out.weight)
+        opt.discard()
+        return found
+
+    def step(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return WHOLE.out(s), s
+
+    def sliced(one: Any) -> None:
+        accumext.chunked_loss(lambda h, t: one(WHOLE.out(h), t), x, y, chunks=2).backward()
+
+    def in_windows(one: Any) -> None:
+        accumext.tbptt(step, y[None], x, criterion=one)
+
+    def rolled_out(one: Any) -> None:
+        accumext.rollout(step, x, 2, loss=lambda z, t: one(z, y)).loss.backward()
+
+    x, y = torch.randn(6, H), torch.arange(6)
+    for run_backward in (accumulated, sliced, in_windows, rolled_out):
+        expected = gradient(run_backward, F.cross_entropy)
+        torch.testing.assert_close(gradient(run_backward, loss_of), expected)

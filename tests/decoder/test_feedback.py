@@ -133,7 +133,6 @@ HEAT = "temperature must be left at 1.0 unless samples are drawn, got 2.0"
         ("scheduled", {}, None),  # of share 1, by default and at the begin of a schedule
         ("greedy", {"generator": torch.Generator()}, None),
     ],
-    ids=str,
 )
 def test_options_without_effect(
     op: str, feedback: Any, option: dict[str, Any], text: str | None

@@ -191,7 +191,7 @@ def test_tbptt_keeps_what_only_early_windows_use() -> None:
     ("criterion", "kind", "text"),
     [
         (lambda z, y: F.cross_entropy(z, y, reduction="none"), ValueError,
-         "criterion must return a 0-dim loss, got shape [3]"),
+         "criterion must return a 0-dim loss, got shape [3]. Take its mean() or sum()"),
         (lambda z, y: 3.0, TypeError, "criterion must return a tensor, got float"),
     ],
     ids=["rows", "number"],

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import accumext
 from accumext import _checks
@@ -236,3 +241,68 @@ def test_numbers_of_numpy(kind):
 def test_what_is_no_number(value):
     with pytest.raises(TypeError, match="op: x must be a number, got"):
         _checks.number("op", "x", value)
+
+
+# --- calls whose arguments have other names, or are missing
+
+E, C, H = nn.Embedding(7, 5), nn.GRUCell(5, 5), nn.Linear(5, 7)
+Y, S = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(3, 5)
+SGD = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+DECODE = {"embedding": E, "cell": C, "head": H, "targets": Y}
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "text"),
+    [
+        (accumext.decode_loss, {"teacher_forcing_ratio": 0.5}, "Did you mean teacher_forcing?"),
+        (accumext.decode_loss, {"feed_back": "greedy"}, "Did you mean feedback?"),
+        (accumext.generate, {"num_beams": 3}, "Did you mean beams?"),
+        (accumext.generate, {"max_new_tokens": 3}, "Did you mean max_length?"),
+        (accumext.AccumulatingOptimizer, {"max_grad_norm": 1.0}, "Did you mean max_norm?"),
+        (
+            accumext.AccumulatingOptimizer,
+            {"gradient_accumulation_steps": 4},
+            "Did you mean window?",
+        ),
+        (accumext.tbptt, {"loss_fn": F.cross_entropy}, "Did you mean criterion?"),
+        (accumext.rollout, {"memory_bugdet": 3}, "Did you mean memory_budget?"),
+        (accumext.chunked_loss, {"chunksize": 3}, "Did you mean chunk_size?"),
+        (accumext.decode_loss, DECODE, "got nothing. One of 'teacher', 'greedy', 'sample', 'sch"),
+        (
+            accumext.decode_loss,
+            {"embedding": H, "feedback": "greedy"},
+            "model.embedding, model.cell",
+        ),
+        (
+            accumext.generate,
+            {"embedding": H, "state": S, "max_length": 3},
+            "model.embedding, model.c",
+        ),
+        (accumext.tbptt, {"step": H, "targets": Y, "state": S}, "Such as F.cross_entropy"),
+    ],
+)
+def test_what_to_type(call: Any, given: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{call.__name__}: \w+ must .*{re.escape(text)}"):
+        call(**given)
+
+
+def test_other_errors_are_as_they_were() -> None:
+    """Of Python where nothing is like it, and of what is called, with its traceback."""
+    with pytest.raises(TypeError, match=r"generate\(\) got an unexpected keyword argument 'zzz'"):
+        accumext.generate(E, C, H, zzz=1)
+    with pytest.raises(TypeError, match=r"takes .* positional arguments but 8 were given"):
+        accumext.tbptt(*range(8))
+
+    def fn(_: torch.Tensor) -> torch.Tensor:
+        raise TypeError("of the user")
+
+    with pytest.raises(TypeError, match=r"^of the user$"):
+        accumext.chunked_loss(fn, S, chunks=1)
+
+
+@pytest.mark.parametrize("call", [accumext.decode_loss, accumext.AccumulatingOptimizer])
+def test_signatures_and_help_are_those_of_the_function(call: Any) -> None:
+    parameters = inspect.signature(call).parameters
+    assert "args" not in parameters
+    assert {"feedback", "window"} & set(parameters)
+    assert inspect.getdoc(call)

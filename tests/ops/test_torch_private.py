@@ -110,6 +110,14 @@ def test_unchanged():
     assert norm.weight.sum() == 3
 
 
+def test_is_fake():
+    with private.fake_tensors():
+        assert private.is_fake(torch.zeros(1))
+        assert private.is_fake(nn.Linear(1, 1).weight)
+    assert not private.is_fake(torch.zeros(1))
+    assert not private.is_fake(nn.Linear(1, 1, device="meta").weight)
+
+
 def test_fake_tensors():
     weight, counter = parameter(), torch.zeros((), dtype=torch.int64)
     generator = torch.get_rng_state()
