@@ -336,11 +336,12 @@ def _check_layout(call: Mapping[str, Any], cell: Cell, targets: Tensor) -> list[
     for given in (call["lengths"], call["start"]):
         if isinstance(given, (tuple, list)) or (isinstance(given, Tensor) and given.dim() > 0):
             sizes.add(len(given))
-    batch_dim = cell.batch_dim
-    known = cell.state_shapes is not None or call["batch_dim"] is not None
-    for part in tensors(call["state"]):  # a callable's may begin with layers
-        if part.dim() > max(1, batch_dim) and (known or part.dim() == 2):
-            sizes.add(part.shape[batch_dim])
+    if call["state"] is not None:
+        batch_dim = cell.batch_dim
+        known = cell.state_shapes is not None or call["batch_dim"] is not None
+        for part in tensors(call["state"]):  # a callable's may begin with layers
+            if part.dim() > max(1, batch_dim) and (known or part.dim() == 2):
+                sizes.add(part.shape[batch_dim])
     if sizes == {steps} and steps != batch:
         batch_first = bool(call["batch_first"])
         order, shape = ("[B, T]", [batch, steps]) if batch_first else ("[T, B]", [steps, batch])
