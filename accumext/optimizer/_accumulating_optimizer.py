@@ -170,8 +170,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             synchronize=synchronize,
         )
         self.optimizer = optimizer
-        self._box = Box(optimizer, settings, Target(OP, optimizer, masters))
-        self._box.watch = Watch()
+        self._box = Box(optimizer, settings, Target(OP, optimizer, masters), Watch())
 
     def backward(self, loss: Tensor, weight: float | Tensor = UNWEIGHTED) -> None:
         """Scale the loss, run its backward pass and add the gradients as one micro-batch.

@@ -130,13 +130,15 @@ def _warn_at_exit() -> None:
 class Box:
     """What one optimizer knows. Never replaced: trainers copy the attributes of an optimizer."""
 
-    def __init__(self, optimizer: Optimizer, settings: Settings, target: Target) -> None:
+    def __init__(
+        self, optimizer: Optimizer, settings: Settings, target: Target, watch: Any
+    ) -> None:
         self.optimizer = optimizer  # the wrapped one
         self.settings = settings
         self.target = target  # what it steps on
         self.state = State()
         self.warned = set[str]()  # of what: each once
-        self.watch: Any = None  # the Watch of the first windows
+        self.watch = watch  # the Watch of the first windows, then None
         self.sharded = ShardedWindow.of(target.parameters())
         self.main_grads = MainGrads(self, target.parameters())
         # Settings that all processes are known to have, and what they were compared by.
