@@ -253,8 +253,9 @@ def _what_to_type(
             return None
         contract = "have the names of its signature"
         return message(op, "arguments", contract, name, f"Did you mean {near}?")
-    required = [n for n, p in parameters.items() if p.default is p.empty and n not in kwargs]
-    for name in required[len(args) :]:
+    for name, parameter in [*parameters.items()][len(args) :]:
+        if name in kwargs or parameter.default is not parameter.empty:
+            continue
         of_parts = "head" in parameters and name in ("cell", "head", "targets")
         advice = _PARTS if of_parts else _MISSING.get(name)
         if advice is not None:

@@ -148,7 +148,15 @@ class Cached(nn.Module):
 
 
 @pytest.mark.parametrize("steps", [pytest.param(16, marks=pytest.mark.full), 112])
-@pytest.mark.parametrize("call", [{}, {"memory_budget": None}, {"lengths": [16, 3] * 8}], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        pytest.param({"memory_budget": None}, marks=pytest.mark.full),
+        pytest.param({"lengths": [16, 3] * 8}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_a_state_that_grows(call: dict[str, Any], steps: int) -> None:
     """The graph of the last steps, where it is longest, is the largest."""
     if "lengths" in call:

@@ -286,6 +286,11 @@ def test_what_to_type(call: Any, given: dict[str, Any], text: str) -> None:
         call(**given)
 
 
+def test_what_to_type_where_arguments_have_no_names() -> None:
+    with pytest.raises(TypeError, match=r"^decode_loss: feedback must be given, got nothing. One"):
+        accumext.decode_loss(E, C, H, Y, S)
+
+
 def test_other_errors_are_as_they_were() -> None:
     """Of Python where nothing is like it, and of what is called, with its traceback."""
     with pytest.raises(TypeError, match=r"generate\(\) got an unexpected keyword argument 'zzz'"):

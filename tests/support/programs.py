@@ -9,8 +9,9 @@ from pathlib import Path
 
 from support import ROOT
 
-# Variables of a program and of those that it starts: a warning of the wrapper is an error.
-NO_WARNINGS = {"PYTHONWARNINGS": "error:AccumulatingOptimizer:UserWarning"}
+# Variables of a program and of those that it starts: a warning of ours is an error.
+_OURS = ("AccumulatingOptimizer", "decode_loss", "tbptt", "rollout", "chunked_loss", "generate")
+NO_WARNINGS = {"PYTHONWARNINGS": ",".join(f"error:{op}:UserWarning" for op in _OURS)}
 
 
 def compiler() -> list[str]:
