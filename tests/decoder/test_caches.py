@@ -162,7 +162,8 @@ FEEDBACKS = ["teacher", "greedy", "sample", "mask"]
 CUTS = [None, (1, 1), (3, 3), (1, 2), (2, 5), (4, 20)]
 
 
-@settings(max_examples=examples(400), deadline=None)
+@pytest.mark.timeout(0)  # hours, every night
+@settings(max_examples=examples(400, nightly=16_000), deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     held=st.sampled_from([0, 0, 1, 5]),
@@ -221,7 +222,8 @@ def test_any_configuration(
     assert relative_distance(ours, theirs) < EXACT
 
 
-@settings(max_examples=examples(100), deadline=None)
+@pytest.mark.timeout(0)
+@settings(max_examples=examples(100, nightly=4_000), deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     held=st.sampled_from([0, 3]),

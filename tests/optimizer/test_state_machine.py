@@ -520,7 +520,7 @@ NIGHTLY = settings.get_current_profile_name() == "nightly"
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=20_000 if NIGHTLY else examples(300),
+    max_examples=examples(300, nightly=20_000),
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

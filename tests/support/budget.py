@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 # --hypothesis-profile: "default" is what everybody runs, "ci" what .ci/run does; "nightly" is for
-# tests that have a long form, the state machine and the interrupts.
+# tests that have a long form: the state machine, the interrupts, the decoders with caches.
 DEFAULT, CI, NIGHTLY = "default", "ci", "nightly"
 SHARE = 5
 
@@ -17,6 +17,9 @@ def register() -> None:
     settings.register_profile(NIGHTLY, max_examples=100)
 
 
-def examples(count: int) -> int:
-    """Of this many, those that run in the profile that was chosen."""
-    return max(10, count // SHARE) if settings.get_current_profile_name() == DEFAULT else count
+def examples(count: int, nightly: int | None = None) -> int:
+    """Of this many, those that run in the profile that was chosen; every night more."""
+    profile = settings.get_current_profile_name()
+    if profile == NIGHTLY and nightly is not None:
+        return nightly
+    return max(10, count // SHARE) if profile == DEFAULT else count
