@@ -254,6 +254,7 @@ def programs() -> Lines:
         ("word_language_model", ""): "language model, a chunk",
         ("self_critical_captioner", ""): "self-critical captions",
         ("recurrent_forecaster", ""): "forecaster",
+        ("transformer_decoder", ""): "Transformer with a cache",
     }
     entries = {(e["program"], e["title"]): e["runs"] for e in result("programs_cpu")["programs"]}
     rows = []
