@@ -269,7 +269,7 @@ def test_windows_of_any_module(
 @pytest.mark.parametrize("search", ["greedy", "beam"])
 def test_generation(kind: str, search: str) -> None:
     """A batch says what each row says by itself."""
-    for seed in range(5):
+    for seed in range(2):
         torch.manual_seed(seed)
         parts, batch_dim = make_parts(kind, 3, 2 * (seed % 2)), BATCH_DIM.get(kind, 0)
         call: dict[str, Any] = {"max_length": 9, "eos": EOS, "search": search}

@@ -221,7 +221,8 @@ def marks(variant: str, call: str, before: Callable[[Case], None], window: int) 
     """Some run by default, more in CI, and all at night."""
     if variant != "plain" and (call != "accumulate" or variant not in ("half", "skip-micro-batch")):
         return NIGHTLY
-    return () if window == 2 or before is used_up else pytest.mark.full
+    quick = (window == 2 or before is used_up) and call not in ("flush", "micro_batch")
+    return () if quick else pytest.mark.full
 
 
 CASES = [
