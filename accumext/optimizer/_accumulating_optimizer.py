@@ -119,7 +119,15 @@ class AccumulatingOptimizer(OptimizerProxy):
     inside a window.
     """
 
-    locals()[TAKES_SCALE] = True  # so GradScaler always calls step, and sets found_inf
+    def _takes_scale(self) -> bool:
+        """True, so that GradScaler always calls step, and sets `grad_scale` and `found_inf` before.
+        It would multiply its scale by what a step that did not begin has left there.
+        """
+        if "found_inf" in vars(self):
+            vars(self).pop("grad_scale", None)
+        return True
+
+    locals()[TAKES_SCALE] = property(_takes_scale)
 
     window = _setting("window", "Micro-batches per optimizer step.")
     max_norm = _setting("max_norm", "Global norm to clip the window's gradient to, or None.")

@@ -41,22 +41,6 @@ class OptimizerProxy(Optimizer, ABC):
     defaults = _forwarded("defaults")
     vars().update((name, _forwarded(name)) for name in HOOK_ATTRIBUTES)
 
-    @property
-    def grad_scale(self) -> Any:
-        """What GradScaler sets for one `step`, and `found_inf` after it. It would multiply into the
-        next one what is left, with that, of a step that did not begin."""
-        if "found_inf" in vars(self) or "grad_scale" not in vars(self):
-            raise AttributeError  # it is looked up in the wrapped optimizer
-        return vars(self)["grad_scale"]
-
-    @grad_scale.setter
-    def grad_scale(self, scale: Any) -> None:
-        vars(self)["grad_scale"] = scale
-
-    @grad_scale.deleter
-    def grad_scale(self) -> None:
-        del vars(self)["grad_scale"]
-
     @abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, in whatever way the proxy is for."""
