@@ -120,7 +120,7 @@ def check_options(
     """Whether this feedback, "mask" for one, draws samples. Raise for options that it has no use
     for; a generator is none: that nothing is drawn from it changes no result."""
     if word != "mask":
-        advice = f"Or a bool mask [T, B]; one of a share is drawn by {_SHARE}"
+        advice = f"A share of the targets is fed by {_SHARE}, given ones by a bool mask [T, B]"
         one_of(op, "feedback", word, FEEDBACK_WORDS, advice)
     if number(op, "teacher_forcing", teacher_forcing, 0) > 1:
         fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
