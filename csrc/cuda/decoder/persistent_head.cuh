@@ -139,7 +139,7 @@ class PersistentHead {
   __device__ StreamPosition predict(int64_t step, const StreamPosition& position) const {
     load_hidden(step);
     WeightStream<kTiles> stream(memory_, position);
-    Statistics found[2];
+    Statistics found[2] = {of_no_logits(), of_no_logits()};
     const Octet* const hidden = memory_.in_shared<Octet>(plan_.hidden) +
                                 lane_row() * (plan_.hidden_stride / kOctet) + lane_octet();
     const int chunks = static_cast<int>(chunks_of(call_.units));
@@ -193,6 +193,8 @@ class PersistentHead {
   __device__ void keep(const float (&sums)[kTiles][kColumnTiles][4], int task,
                        Statistics (&found)[2]) const {
     Statistics of_task[kColumnTiles][2];
+#pragma unroll
+    for (auto& of_tile : of_task) of_tile[0] = of_tile[1] = of_no_logits();
     int word = task * kTaskRows + lane_row();
 #pragma unroll
     for (int group = 0; group < 2 * kTiles; ++group, word += kRowGroup) {

@@ -13,11 +13,15 @@ namespace accumext::cuda {
 
 // What some logits of a row of the batch come to.
 struct Statistics {
-  float peak = -INFINITY;
-  int at = INT_MAX;
-  float sum = 0.0f;  // of exp(z - peak)
+  float peak;
+  int at;
+  float sum;  // of exp(z - peak)
 };
 static_assert(sizeof(Statistics) == 12);  // persistent_plan.h
+
+// Those of no logits. Not default member initialisers: of an array of arrays of a class that has
+// some, nvcc (13.0 and 13.5) runs them for the first row alone.
+__device__ inline Statistics of_no_logits() { return {-INFINITY, INT_MAX, 0.0f}; }
 
 // Of two sets of logits together; of equals the first counts.
 __device__ inline Statistics combined(const Statistics& a, const Statistics& b) {
