@@ -1,4 +1,5 @@
-"""Compiles every CUDA source for each architecture; prints registers; a spill is an error.
+"""Compiles every CUDA source for each architecture; prints registers; a spill is an error, and so
+is a declaration that nvcc is known to miscompile.
 
     python .ci/nvcc.py [FOLDER]
 
@@ -25,6 +26,43 @@ import torch
 from accumext.backend import _build
 
 ARCHS = ("80", "90")
+
+_CLASS = re.compile(r"\b(?:struct|class)\s+(\w+)[^;{}()]*\{")
+# Of a class T, not a reference to one nor in shared memory, where initialisers are not allowed.
+_ARRAY_OF_ARRAYS = re.compile(
+    r"^(?!.*__shared__)\W*(?:const\s+)?(\w+)(?:<.*>)?\s+\w+(?:\[[^\]]*\]){2}", re.M
+)
+
+
+def miscompiled(text: str) -> list[str]:
+    """Arrays of arrays of a class with default member initialisers, or with such a member: nvcc 13
+    initialises their first row and leaves zeroes in the others. The host's compiler does not."""
+    text = re.sub(r"//.*", "", text)
+    bodies = {match[1]: _body(text, match.end()) for match in _CLASS.finditer(text)}
+    initialised: set[str] = set()
+    while True:
+        words = "|".join(initialised) or "(?!)"
+        member = re.compile(
+            rf"^\s*(?!static|using|constexpr|return)[^()]*=|^\s*(?:{words})\s+\w", re.M
+        )
+        found = {name for name, body in bodies.items() if any(map(member.match, body.split(";")))}
+        if found <= initialised:
+            break
+        initialised |= found
+    arrays = _ARRAY_OF_ARRAYS.finditer(text)
+    return [match[0].strip() for match in arrays if match[1] in initialised]
+
+
+def _body(text: str, begin: int) -> str:
+    """Of a class whose first brace is before `begin`, without what is in inner braces."""
+    depth, body = 1, []
+    for char in text[begin:]:
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if depth == 0:
+            break
+        if depth == 1:
+            body.append(";" if char == "}" else char)
+    return "".join(body)
 
 
 class Kernel(NamedTuple):
@@ -59,6 +97,10 @@ def main() -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         sys.exit("nvcc was not found")
+    csrc = _build.csrc()
+    files = [path for room in ("common", "cuda", "math") for path in (csrc / room).rglob("*.*")]
+    if found := miscompiled("\n".join(path.read_text() for path in sorted(files))):
+        sys.exit("nvcc initialises only the first row of these arrays:\n" + "\n".join(found))
     installed = Path(torch.__file__).parent / "include"
     headers = dict.fromkeys(ARCHS, installed)
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import host_cuda
 import pytest
+from host_cuda import ptx
 from support.once import once
 from support.programs import compiler
 
 import accumext
 
 
+ARCH = os.environ.get("HOST_CUDA_ARCH")  # such as sm_90: nvcc's kernels for it, else the host's
+
+
 @pytest.fixture(scope="session")
-def host_executable(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def host_executable(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Callable[[str], Path]:
     """Source in host_cuda/ -> executable, compiled once by all workers together."""
     if shutil.which(compiler()[0]) is None:
         pytest.skip("no C++ compiler")
+    if ARCH is not None and not ptx.available():
+        pytest.skip("no nvcc")
 
     def compiled(name: str) -> Path:
         def build(folder: Path) -> None:
-            host_cuda.build(name, folder)
+            driver = host_cuda.build(name, folder)
+            if ARCH is not None and name in ptx.SOURCES:
+                ptx.build(driver, ARCH, pytestconfig.cache.mkdir("ptx")).replace(driver)
 
         return once(tmp_path_factory, f"host-{name}", build) / name
 

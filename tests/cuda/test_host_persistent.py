@@ -358,6 +358,14 @@ def with_logits(values: Tensor, **options) -> Window:
     return w
 
 
+@pytest.mark.parametrize("batch", [5, 9, 17, 33])  # 1, 2, 4 and 8 tiles of columns
+def test_logits_that_are_all_below_zero(kernel, batch):
+    """No word wins, and no sum begins, with what stands there before the first logit."""
+    w = Window(batch=batch, steps=2)
+    w.head_bias -= 100.0  # exp(-100) is 0 in float32
+    check_everything(kernel, w)
+
+
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_the_first_of_equal_logits_wins(kernel, blocks):
     for first, second in ((0, 1), (3, 8), (7, 15), (5, 16), (16, 128), (20, 260), (0, 299)):

@@ -319,6 +319,15 @@ def test_steps_in_float32(kind: str, batch: int) -> None:
                 assert (actual[length:, b] == actual[length, b]).all()
 
 
+@pytest.mark.parametrize("batch", [9, 17, 33])  # more than one tile of a GPU's tensor cores
+def test_logits_that_are_all_below_zero(batch: int) -> None:
+    """No word wins, and no sum begins, with what stands there before the first logit."""
+    for dtype in (torch.float32, torch.float64):
+        decoder = LayeredDecoder("gru", 1, batch, 5, 4, 70, 4, dtype)
+        decoder.bias -= 100.0  # exp(-100) is 0 in float32
+        check(decoder, run(decoder), None, -1)
+
+
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 def test_inputs_that_are_known(kind: str, dropped: bool) -> None:

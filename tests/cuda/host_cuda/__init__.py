@@ -2,7 +2,8 @@
 
 `simt.h` is CUDA's execution model, `driver.cpp` what stands between a call and its kernels; both
 are built with AddressSanitizer and UBSan. Every call runs in a process of its own, several times,
-and must leave the same bits whatever the grid and the order of the threads.
+and must leave the same bits whatever the grid and the order of the threads. Instead of the kernels of
+the host's compiler those of nvcc can run: see ptx.
 """
 
 from __future__ import annotations
@@ -51,9 +52,17 @@ _OPS = (
 def build(name: str, folder: Path) -> Path:
     """Compile `name`.cpp of this folder into an executable in `folder`."""
     executable = folder / name
-    command = [*compiler(), *FLAGS, str(FOLDER / f"{name}.cpp"), "-o", str(executable)]
+    unit = executable.with_suffix(".o")
+    command = [*compiler(), *FLAGS, "-c", str(FOLDER / f"{name}.cpp"), "-o", str(unit)]
     subprocess.run(command, check=True, timeout=600)
+    link(unit, executable=executable)
     return executable
+
+
+def link(*objects: Path, executable: Path) -> None:
+    """With the names of all functions, by which kernels are found."""
+    command = [*compiler(), "-fsanitize=address,undefined", "-rdynamic", *map(str, objects)]
+    subprocess.run([*command, "-ldl", "-o", str(executable)], check=True, timeout=600)
 
 
 def execute(executable: Path, *arguments: str, request: bytes = b"") -> bytes:

@@ -6,6 +6,7 @@
 // that leaves with copies under way. Include this before any kernel.
 #pragma once
 
+#include <dlfcn.h>
 #include <link.h>
 #include <sanitizer/common_interface_defs.h>
 #include <ucontext.h>
@@ -19,11 +20,14 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <source_location>
 #include <span>
+#include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -46,7 +50,8 @@ namespace host_cuda {
 using Site = std::source_location;
 
 constexpr int kWarpSize = 32;
-constexpr size_t kStackSize = 1 << 17;  // bytes; sanitized frames are large
+constexpr size_t kStackSize =
+    1 << 19;  // bytes; frames of sanitized and of translated code are large
 
 // In which order the threads run from one barrier to the next, and blocks after one another: a warp
 // at a time, each as far as it can, or all threads in turn. What a race decides comes out
@@ -116,6 +121,36 @@ inline std::span<std::byte> shared_memory() {
   return found;
 }
 
+// Kernels as nvcc made them, translated from PTX: see ptx. By their mangled names; arguments are
+// given by where they are.
+using Translated = void(char** arguments);
+
+inline std::map<std::string_view, Translated*>& translated() {
+  static std::map<std::string_view, Translated*> kernels;
+  return kernels;
+}
+
+// A thread of a kernel: the translated one if the program has any, else that of the host's
+// compiler.
+template <typename... Parameters, typename... Arguments>
+std::function<void()> thread_of(void (*kernel)(Parameters...), const Arguments&... arguments) {
+  const auto given = std::make_shared<std::tuple<std::decay_t<Parameters>...>>(arguments...);
+  if (translated().empty()) return [=] { std::apply(kernel, *given); };
+  Dl_info symbol{};
+  dladdr(reinterpret_cast<void*>(kernel), &symbol);
+  const char* const name = symbol.dli_sname == nullptr ? "a local kernel" : symbol.dli_sname;
+  const auto found = translated().find(name);
+  if (found == translated().end()) fail(name, Site::current());
+  return [=] {
+    std::apply(
+        [&](auto&... each) {
+          char* places[] = {reinterpret_cast<char*>(&each)...};
+          found->second(places);
+        },
+        *given);
+  };
+}
+
 // The bits of NaN and of an invalid bool: sums and branches over them do not go unnoticed.
 constexpr std::byte kPoison{0xff};
 
@@ -132,7 +167,7 @@ class Device {
   template <typename... Parameters, typename... Arguments>
   void launch(void (*kernel)(Parameters...), int64_t grid, int block,
               const Arguments&... arguments) {
-    begin(grid, block, [&] { kernel(arguments...); });
+    begin(grid, block, thread_of(kernel, arguments...));
     block_ = &only_block_;
     for (const int64_t index : ordered(grid)) {
       enter(index, block, /*shared_bytes=*/0);
@@ -144,7 +179,7 @@ class Device {
   template <typename... Parameters, typename... Arguments>
   void launch_together(void (*kernel)(Parameters...), int64_t grid, int block, int64_t shared_bytes,
                        const Arguments&... arguments) {
-    begin(grid, block, [&] { kernel(arguments...); });
+    begin(grid, block, thread_of(kernel, arguments...));
     std::vector<Block> blocks(grid);
     meetings_.clear();
     for (int64_t index = 0; index < grid; ++index) {

@@ -1,0 +1,103 @@
+"""The kernels of csrc/cuda as nvcc makes them, on the host.
+
+nvcc compiles what runs on a GPU by itself: what the host's compiler makes of the same source shows
+none of its faults. So its PTX is translated into C++, linked with a driver of host_cuda, and takes
+the place of the driver's own kernels there. What is not covered is ptxas, which turns PTX into
+instructions of a GPU, and how a GPU orders accesses to memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from support.programs import compiler
+
+import host_cuda
+from accumext.backend import _build
+from host_cuda.ptx.translate import translate
+
+FOLDER = Path(__file__).parent
+# Sources of csrc/cuda that hold the kernels of a driver.
+SOURCES = {
+    "driver": ("accumulate", "copy_rounded", "norm", "scale", "window_factors"),
+    "decoder": ("decoder/decode_steps", "decoder/head_forward", "decoder/rnn_backward"),
+    "persistent": ("decoder/persistent_launch",),
+}
+# Functions of tens of thousands of lines: optimising them takes minutes.
+FLAGS = [
+    "-std=c++20",
+    "-O0",
+    "-w",
+    "-ffp-contract=off",
+    "-fsanitize=address",
+    f"-I{host_cuda.FOLDER}",
+    f"-I{_build.csrc()}",
+]
+
+
+def available() -> bool:
+    return shutil.which("nvcc") is not None
+
+
+def build(driver: Path, arch: str, cache: Path) -> Path:
+    """An executable beside `driver` and like it, with nvcc's kernels for `arch`, such as "sm_90".
+
+    What is compiled on the way is kept in `cache`, by the content of what it was made from."""
+
+    def compiled(source: str) -> str:
+        ptx = _kept(cache, [*_facts(), source, arch], lambda to: _run_nvcc(source, arch, to))
+        code = translate(ptx.read_text())
+        header = (FOLDER / "machine.h").read_text() + (host_cuda.FOLDER / "simt.h").read_text()
+        return str(_kept(cache, [code, header, *FLAGS], lambda to: _compile(code, to)))
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        objects = list(pool.map(compiled, SOURCES[driver.name]))
+    executable = driver.with_name(f"{driver.name}_{arch}")
+    host_cuda.link(driver.with_suffix(".o"), *map(Path, objects), executable=executable)
+    return executable
+
+
+def _run_nvcc(source: str, arch: str, to: Path) -> None:
+    include = Path(torch.__file__).parent / "include"
+    command = ["nvcc", *_build.nvcc_flags(), f"-I{_build.csrc()}", f"-I{include}", "-ptx"]
+    command += [f"-arch={arch}", str(_build.csrc() / "cuda" / f"{source}.cu"), "-o", str(to)]
+    subprocess.run(command, check=True, timeout=600)
+
+
+def _compile(code: str, to: Path) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".cpp") as file:
+        file.write(code)
+        file.flush()
+        subprocess.run(
+            [*compiler(), *FLAGS, "-c", file.name, "-o", str(to)], check=True, timeout=900
+        )
+
+
+@functools.cache
+def _facts() -> tuple[str, ...]:
+    """What PTX depends on besides its source and architecture."""
+    nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    sources = sorted(
+        path for path in _build.csrc().rglob("*") if path.suffix in (".h", ".cuh", ".cu")
+    )
+    return nvcc, torch.__version__, *_build.nvcc_flags(), *(path.read_text() for path in sources)
+
+
+def _kept(cache: Path, facts: list[str], make: Callable[[Path], None]) -> Path:
+    """The file of the cache that `make` makes of these facts."""
+    path = cache / hashlib.sha256("\0".join(facts).encode()).hexdigest()
+    if not path.exists():
+        unfinished = Path(tempfile.mkdtemp(dir=cache)) / "file"
+        make(unfinished)
+        unfinished.rename(path)
+        unfinished.parent.rmdir()
+    return path
