@@ -15,7 +15,6 @@ from support.programs import compiler
 
 import accumext
 
-
 ARCH = os.environ.get("HOST_CUDA_ARCH")  # such as sm_90: nvcc's kernels for it, else the host's
 
 

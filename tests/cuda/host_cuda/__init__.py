@@ -2,8 +2,8 @@
 
 `simt.h` is CUDA's execution model, `driver.cpp` what stands between a call and its kernels; both
 are built with AddressSanitizer and UBSan. Every call runs in a process of its own, several times,
-and must leave the same bits whatever the grid and the order of the threads. Instead of the kernels of
-the host's compiler those of nvcc can run: see ptx.
+and must leave the same bits whatever the grid and the order of the threads. The kernels can also be
+those that nvcc makes of the same source: see ptx.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OPS = (
 
 def build(name: str, folder: Path) -> Path:
     """Compile `name`.cpp of this folder into an executable in `folder`."""
-    executable = folder / name
+    executable = folder / Path(name).name
     unit = executable.with_suffix(".o")
     command = [*compiler(), *FLAGS, "-c", str(FOLDER / f"{name}.cpp"), "-o", str(unit)]
     subprocess.run(command, check=True, timeout=600)

@@ -32,10 +32,9 @@ SOURCES = {
     "decoder": ("decoder/decode_steps", "decoder/head_forward", "decoder/rnn_backward"),
     "persistent": ("decoder/persistent_launch",),
 }
-# Functions of tens of thousands of lines: optimising them takes minutes.
 FLAGS = [
     "-std=c++20",
-    "-O0",
+    "-O1",
     "-w",
     "-ffp-contract=off",
     "-fsanitize=address",
@@ -57,7 +56,7 @@ def build(driver: Path, arch: str, cache: Path) -> Path:
         ptx = _kept(cache, [*_facts(), source, arch], lambda to: _run_nvcc(source, arch, to))
         code = translate(ptx.read_text())
         header = (FOLDER / "machine.h").read_text() + (host_cuda.FOLDER / "simt.h").read_text()
-        return str(_kept(cache, [code, header, *FLAGS], lambda to: _compile(code, to)))
+        return str(_kept(cache, [code, header, *FLAGS], lambda to: compile_translated(code, to)))
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(compiled, SOURCES[driver.name]))
@@ -73,7 +72,7 @@ def _run_nvcc(source: str, arch: str, to: Path) -> None:
     subprocess.run(command, check=True, timeout=600)
 
 
-def _compile(code: str, to: Path) -> None:
+def compile_translated(code: str, to: Path) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".cpp") as file:
         file.write(code)
         file.flush()

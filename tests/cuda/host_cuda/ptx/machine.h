@@ -16,8 +16,6 @@
 #include <type_traits>
 #include <utility>
 
-#pragma GCC optimize("O1")  // of what follows; kernels, which are long, are compiled without
-
 namespace {
 
 using host_cuda::Device;
@@ -624,5 +622,3 @@ inline void cp_async_commit_group() { host_cuda::end_group(); }
 inline void cp_async_wait_group(u64 later) { host_cuda::wait_for_group(static_cast<int>(later)); }
 
 }  // namespace
-
-#pragma GCC reset_options
