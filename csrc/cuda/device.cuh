@@ -104,9 +104,10 @@ __device__ void sweep(int times, const At& at, const Load& load, const Use& use)
       const int time = first + u * kBlockSize;
       offsets[u] = at(time);
       if constexpr (kCount > 1) {
-        // Beyond the end the last vector once more: a branch around each load would have the
-        // compiler wait for one before it issues the next.
-        loaded[u] = load(Count<kCount>(), at(time < times ? time : times - 1));
+        // Beyond the end the thread's first vector once more: a branch around each load would have
+        // the compiler wait for one before it issues the next, and another thread's vector may be
+        // stored by now.
+        loaded[u] = load(Count<kCount>(), at(time < times ? time : first));
       } else {
         if (time < times) loaded[u] = load(Count<kCount>(), offsets[u]);
       }
