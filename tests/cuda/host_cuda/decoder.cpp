@@ -22,6 +22,9 @@ class Call : public host_cuda::Run {
     const int64_t op = request_.integer();
     const bool wide = dtype() == Dtype::kDouble;
     if (op == 0) return wide ? softmax_stats<double>() : softmax_stats<float>();
+    if (op == 3) return wide ? pass_on<double>() : pass_on<float>();
+    if (op == 4) return look_up();
+    if (op == 5) return clear_tokens();
     wide ? with_kind<double>(op) : with_kind<float>(op);
   }
 
@@ -47,6 +50,67 @@ class Call : public host_cuda::Run {
   }
 
   template <typename T>
+  T* of_type() {
+    return static_cast<T*>(pointer());
+  }
+
+  Lookup lookup() {
+    Lookup lookup;
+    lookup.table = any_matrix();
+    lookup.rows = any_matrix();
+    lookup.words = request_.integer();
+    lookup.width = request_.integer();
+    lookup.kept = of_type<const bool>();
+    lookup.scale = request_.number();
+    return lookup;
+  }
+
+  FeedBack feed_back() {
+    FeedBack next;
+    next.later = request_.integer();
+    if (next.later == 0) return next;
+    next.batch = request_.integer();
+    next.pad = request_.integer();
+    next.eos = request_.integer();
+    next.rows = of_type<int64_t>();
+    next.live = of_type<const bool>();
+    next.live_later = of_type<bool>();
+    next.teacher = of_type<const int64_t>();
+    next.teacher_mask = of_type<const bool>();
+    next.inputs = of_type<int64_t>();
+    next.lookup = lookup();
+    return next;
+  }
+
+  void look_up() {
+    const int64_t rows = request_.integer();
+    const auto* tokens = of_type<const int64_t>();
+    device_.launch(look_up_kernel, rows, kBlockSize, lookup(), tokens);
+  }
+
+  void clear_tokens() {
+    const int64_t rows = request_.integer();
+    const int64_t columns = request_.integer();
+    const AnyMatrix exps = any_matrix();
+    device_.launch(clear_tokens_kernel, (rows + kBlockSize - 1) / kBlockSize, kBlockSize, exps,
+                   column<const int64_t>(), rows, columns);
+  }
+
+  template <typename T>
+  void pass_on() {
+    const int64_t batch = request_.integer();
+    const int64_t units = request_.integer();
+    Passing<T> passing{};
+    passing.dh = matrix<T>();
+    passing.dc = matrix<T>();
+    passing.product = matrix<const T>();
+    passing.gate = column<const T>();
+    passing.limit = of_type<const T>();
+    device_.launch(rnn_pass_on_kernel<T>, batch * blocks_per_row(units), kBlockSize, units,
+                   passing);
+  }
+
+  template <typename T>
   void softmax_stats() {
     Softmax<T> call{};
     const int64_t count = request_.integer();
@@ -60,25 +124,26 @@ class Call : public host_cuda::Run {
     rows.tokens = column<int64_t>();
     rows.stats = matrix<T>();
     call.bias = column<const T>();
+    const FeedBack next = feed_back();
     call.tiles = tiles_of(count, columns, call.logits, rows.exps);
     call.inverse_temperature = inverse_of<T>(temperature);
     const bool tempered = rows.uniforms.data != nullptr && temperature != 1.0;
     const host_cuda::Memory memory(softmax_workspace(call, tempered, nullptr));
     softmax_workspace(call, tempered, memory.data());
     if (takes_vectors(call, rows.exps)) {
-      launch<T, kWidth<T>>(call, rows);
+      launch<T, kWidth<T>>(call, rows, next);
     } else {
-      launch<T, 1>(call, rows);
+      launch<T, 1>(call, rows, next);
     }
   }
 
   template <typename T, int kCount>
-  void launch(const Softmax<T>& call, const Rows<T>& rows) {
+  void launch(const Softmax<T>& call, const Rows<T>& rows, const FeedBack& next) {
     const int64_t bands = call.tiles.bands();
     const int64_t writers = rows.exps.data == nullptr ? 0 : grid_;
     device_.launch(softmax_chunks_kernel<T, kCount>, bands * grid_, kBlockSize, call);
     device_.launch(softmax_rows_kernel<T, kCount>, bands * (1 + writers), kBlockSize, call, rows,
-                   FeedBack{});
+                   next);
   }
 
   template <typename T>

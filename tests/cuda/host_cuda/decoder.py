@@ -3,6 +3,7 @@ those of accumext/decoder/_operators_reference.py, then what the kernels alone c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,7 +11,36 @@ from torch import Tensor
 
 from host_cuda import RUNS, Request, execute
 
-_OPS = ("softmax_stats", "rnn_advance", "rnn_gradient")
+_OPS = (
+    "softmax_stats", "rnn_advance", "rnn_gradient", "rnn_pass_on", "look_up", "clear_tokens",
+)  # fmt: skip
+
+
+@dataclass
+class Lookup:
+    """Rows of a table, and where they go."""
+
+    table: Tensor
+    rows: Tensor  # [rows, width]
+    kept: Tensor | None = None
+    scale: float = 1.0
+
+
+@dataclass
+class FeedBack:
+    """What follows from the tokens of a step: FeedBack of feed_back.cuh."""
+
+    later: int
+    batch: int
+    pad: int
+    eos: int
+    rows: Tensor
+    live: Tensor | None
+    live_later: Tensor | None
+    teacher: Tensor | None
+    teacher_mask: Tensor | None
+    inputs: Tensor
+    lookup: Lookup
 
 
 class HostDecoder:
@@ -20,8 +50,9 @@ class HostDecoder:
         self._driver = driver
 
     def softmax_stats(
-        self, logits, targets, uniforms, temperature, exps, tokens, stats, *, bias=None, runs=RUNS
-    ) -> None:
+        self, logits, targets, uniforms, temperature, exps, tokens, stats, *, bias=None,
+        feed_back=None, runs=RUNS,
+    ) -> None:  # fmt: skip
         """The second number of a run is how many blocks share a band of rows."""
         request = self._request("softmax_stats", logits)
         request.put_integers(*logits.shape)
@@ -32,6 +63,15 @@ class HostDecoder:
         _put_columns(request, tokens)
         _put_matrices(request, stats)
         _put_columns(request, bias)
+        if feed_back is None:
+            request.put_integers(0)
+        else:
+            numbers = ("later", "batch", "pad", "eos")
+            request.put_integers(*(getattr(feed_back, name) for name in numbers))
+            places = ("rows", "live", "live_later", "teacher", "teacher_mask", "inputs")
+            for name in places:
+                request.put_place(getattr(feed_back, name))
+            _put_lookup(request, feed_back.lookup)
         self._call(request, runs)
 
     def rnn_advance(
@@ -61,6 +101,28 @@ class HostDecoder:
         request.put_place(limit)
         self._call(request, runs)
 
+    def rnn_pass_on(self, dh, dc, product, gate=None, limit=None, *, runs=RUNS) -> None:
+        request = self._request("rnn_pass_on", dh)
+        request.put_integers(*dh.shape)
+        _put_matrices(request, dh, dc, product)
+        _put_columns(request, gate)
+        request.put_place(limit)
+        self._call(request, runs)
+
+    def look_up(self, lookup: Lookup, tokens, *, runs=RUNS) -> None:
+        request = self._request("look_up", lookup.table)
+        request.put_integers(len(tokens))
+        request.put_place(tokens)
+        _put_lookup(request, lookup)
+        self._call(request, runs)
+
+    def clear_tokens(self, exps, tokens, *, runs=RUNS) -> None:
+        request = self._request("clear_tokens", exps)
+        request.put_integers(*exps.shape)
+        _put_matrices(request, exps)
+        _put_columns(request, tokens)
+        self._call(request, runs)
+
     def _request(self, op: str, operand: Tensor) -> Request:
         request = Request()
         request.put_integers(_OPS.index(op))
@@ -82,3 +144,10 @@ def _put_columns(request: Request, *columns: Tensor | None) -> None:
     for column in columns:
         request.put_place(column)
         request.put_integers(0 if column is None else column.stride(0))
+
+
+def _put_lookup(request: Request, lookup: Lookup) -> None:
+    _put_matrices(request, lookup.table, lookup.rows)
+    request.put_integers(*lookup.table.shape)
+    request.put_place(lookup.kept)
+    request.put_numbers(lookup.scale)
