@@ -19,12 +19,16 @@ ARCH = os.environ.get("HOST_CUDA_ARCH")  # such as sm_90: nvcc's kernels for it,
 
 
 @pytest.fixture(scope="session")
-def host_executable(
-    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Callable[[str], Path]:
-    """Source in host_cuda/ -> executable, compiled once by all workers together."""
+def host_compiler() -> None:
     if shutil.which(compiler()[0]) is None:
         pytest.skip("no C++ compiler")
+
+
+@pytest.fixture(scope="session")
+def host_executable(
+    host_compiler: None, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Callable[[str], Path]:
+    """Source in host_cuda/ -> executable, compiled once by all workers together."""
     if ARCH is not None and not ptx.available():
         pytest.skip("no nvcc")
 

@@ -39,7 +39,7 @@ class GridBarrier {
 
   __device__ void wait() const {
     if (threadIdx.x == 0) {
-      while (load_acquire(arrived_) < *expected_) __nanosleep(kPause);
+      while (!has_reached(arrived_, *expected_)) __nanosleep(kPause);
     }
     __syncthreads();
   }

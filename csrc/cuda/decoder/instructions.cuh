@@ -118,14 +118,15 @@ __device__ T load_shared_between_blocks(const T* from) {
 #endif
 }
 
-// What others wrote before they counted up to the result is visible from now on.
-__device__ inline unsigned long long load_acquire(const unsigned long long* from) {
+// Whether a counter has come to `least`; what others wrote before they counted up to there is
+// visible from then on.
+__device__ inline bool has_reached(const unsigned long long* counter, unsigned long long least) {
 #ifdef __CUDACC__
   unsigned long long value;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-  return value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
+  return value >= least;
 #else
-  return *from;
+  return host_cuda::has_reached(counter, least);
 #endif
 }
 

@@ -1,9 +1,9 @@
 """The kernels of csrc/cuda, compiled for the host and called like the operators they implement.
 
 `simt.h` is CUDA's execution model, `driver.cpp` what stands between a call and its kernels; both
-are built with AddressSanitizer and UBSan. Every call runs in a process of its own, several times,
-and must leave the same bits whatever the grid and the order of the threads. The kernels can also be
-those that nvcc makes of the same source: see ptx.
+are built with AddressSanitizer and UBSan, or by races.py. Every call runs in a process of its own,
+several times, and must leave the same bits whatever the grid and the order of the threads. The
+kernels can also be those that nvcc makes of the same source: see ptx.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ from accumext import reference
 from accumext.backend import _build
 
 FOLDER = Path(__file__).parent
+PLAIN_FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", f"-I{FOLDER}"]
 FLAGS = [
-    "-std=c++20",
-    "-O1",
-    "-g1",
-    "-ffp-contract=off",
+    *PLAIN_FLAGS,
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",
-    f"-I{FOLDER}",
     f"-I{_build.csrc()}",
 ]
 # Its search for leaks needs ptrace, which containers may forbid.

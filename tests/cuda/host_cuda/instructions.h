@@ -23,8 +23,8 @@ std::array<float, 2> halves(uint32_t word) {
 
 // mma.m16n8k16: see there which lane has what. Products are exact and added up in float.
 template <typename T>
-void mma_16x8x16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
-                 Site site = Site::current()) {
+[[gnu::noinline]] void mma_16x8x16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                   Site site = Site::current()) {
   struct Fragments {
     std::array<float, 2> a[4], b[2];
   };
@@ -51,5 +51,13 @@ inline void copy_async(void* to, const void* from, int bytes) {
 inline void end_group() { Device::current().end_group(); }
 
 inline void wait_for_group(int later) { Device::current().wait_for_group(later); }
+
+inline bool has_reached(const unsigned long long* counter, unsigned long long least) {
+  const bool reached = races::atomically([=] { return *counter >= least; });
+  if constexpr (races::kOn) {
+    if (reached) races::reached(counter, least);
+  }
+  return reached;
+}
 
 }  // namespace host_cuda

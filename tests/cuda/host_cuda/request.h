@@ -31,6 +31,7 @@ class Memory {
     std::fill(begin_, begin_ + capacity_, kUnwritten);
     __asan_poison_memory_region(begin_, kGuard);
     __asan_poison_memory_region(end(), capacity_ - kGuard - size_);
+    if constexpr (races::kOn) races::watch(races::Space::kDevice, data(), size_);
   }
   explicit Memory(const Bytes& content) : Memory(content.size()) {
     std::copy(content.begin(), content.end(), data());
@@ -38,6 +39,7 @@ class Memory {
   Memory(const Memory&) = delete;
 
   ~Memory() {
+    if constexpr (races::kOn) races::forget(data());
     __asan_unpoison_memory_region(begin_, capacity_);
     const auto written = [](std::byte byte) { return byte != kUnwritten; };
     if (std::any_of(begin_, data(), written) || std::any_of(end(), begin_ + capacity_, written)) {
@@ -150,6 +152,7 @@ void serve() {
     call.run();
     call.write_memory();
   }
+  if constexpr (races::kOn) races::finish();
 }
 
 }  // namespace host_cuda

@@ -31,11 +31,20 @@
 #include <utility>
 #include <vector>
 
+#include "races.h"
+
 #define __device__
+#ifdef HOST_CUDA_RACES
+// Where an object is passed or returned the compiler does not report that it is read or written. So
+// all that a kernel calls is inlined, but for what a GPU calls, too, and what this file does.
+#define __global__ __attribute__((flatten))
+#define __noinline__ __attribute__((noinline, flatten))
+#else
 #define __global__
+#define __noinline__
+#endif
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __noinline__
 // One OS thread runs all blocks, so its thread-local storage is the shared memory of one block; and
 // unlike other static variables, those lie together, where shared_memory() finds them.
 #define __shared__ static thread_local
@@ -93,7 +102,7 @@ inline bool same(const Site& a, const Site& b) {
   return a.line() == b.line() && std::strcmp(a.file_name(), b.file_name()) == 0;
 }
 
-[[noreturn]] inline void fail(const char* what, const Site& site) {
+[[noreturn, gnu::noinline]] inline void fail(const char* what, const Site& site) {
   std::fprintf(stderr, "host_cuda: block %u: %s (%s:%u)\n", blockIdx.x, what, site.file_name(),
                static_cast<unsigned>(site.line()));
   std::_Exit(1);
@@ -210,7 +219,7 @@ class Device {
 
   // The running block is where all blocks meet, each as often as every other and at the same place.
   // Some then give way to all others, so that what they have yet to read may change.
-  void block_arrives(const Site& site) {
+  [[gnu::noinline]] void block_arrives(const Site& site) {
     const size_t meeting = block_->meetings++;
     if (meeting == meetings_.size()) meetings_.push_back(site);
     if (!same(site, meetings_[meeting])) fail("blocks meet at different places", site);
@@ -218,7 +227,7 @@ class Device {
     if (gives_way_) wait(State::kReady, site);
   }
 
-  void copy_async(void* to, const void* from, int bytes) {
+  [[gnu::noinline]] void copy_async(void* to, const void* from, int bytes) {
     const auto misaligned = [](const void* p) {
       return reinterpret_cast<uintptr_t>(p) % kCopySize != 0;
     };
@@ -226,6 +235,9 @@ class Device {
       fail("a misaligned copy", Site::current());
     }
     std::memset(to, static_cast<int>(kPoison), kCopySize);
+    if constexpr (races::kOn) {
+      races::begin_copy(to, kCopySize, from, bytes, __builtin_return_address(0));
+    }
     running().begun.push_back(
         {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes});
   }
@@ -233,9 +245,12 @@ class Device {
   void end_group() { end_group(running()); }
 
   // Copies are made as late as can be.
-  void wait_for_group(size_t later) {
+  [[gnu::noinline]] void wait_for_group(size_t later) {
     for (auto& groups = running().groups; groups.size() > later; groups.pop_front()) {
       for (const Copy& copy : groups.front()) {
+        if constexpr (races::kOn) {
+          races::end_copy(copy.to, kCopySize, copy.from, copy.bytes, __builtin_return_address(0));
+        }
         std::memcpy(copy.to, copy.from, copy.bytes);
         std::memset(copy.to + copy.bytes, 0, kCopySize - copy.bytes);
       }
@@ -243,7 +258,7 @@ class Device {
   }
 
   // The running thread waits until all threads of its block, or warp, wait at `site`.
-  void wait(State state, const Site& site) {
+  [[gnu::noinline]] void wait(State state, const Site& site) {
     Thread& thread = running();
     thread.state = state;
     thread.site = site;
@@ -252,7 +267,7 @@ class Device {
 
   // What each lane of the running thread's warp gives.
   template <typename T>
-  std::array<T, kWarpSize> exchanged(unsigned mask, T value, const Site& site) {
+  [[gnu::noinline]] std::array<T, kWarpSize> exchanged(unsigned mask, T value, const Site& site) {
     static_assert(sizeof(T) <= kMostGiven);
     if (mask != ~0u) fail("a warp operation of some lanes only", site);
     Thread& thread = running();
@@ -290,12 +305,14 @@ class Device {
     kernel_ = std::move(kernel);
     gridDim = {static_cast<unsigned>(grid), 1, 1};
     blockDim = {static_cast<unsigned>(block), 1, 1};
+    if constexpr (races::kOn) races::begin_launch(grid);
   }
 
   // Of a block that begins.
   void enter(int64_t index, int threads, int64_t shared_bytes) {
     blockIdx = {static_cast<unsigned>(index), 0, 0};
     std::ranges::fill(shared_memory(), kPoison);
+    watch_shared(races::Space::kStaticShared, shared_memory());
     while (block_->threads.size() < static_cast<size_t>(threads)) add_thread();
     for (int i = 0; i < threads; ++i) block_->threads[i].state = State::kReady;
     if (shared_bytes == 0) return;
@@ -303,6 +320,11 @@ class Device {
     const size_t size = (shared_bytes + kAlignment - 1) / kAlignment * kAlignment;
     block_->dynamic.reset(static_cast<std::byte*>(std::aligned_alloc(kAlignment, size)));
     std::memset(block_->dynamic.get(), static_cast<int>(kPoison), size);
+    watch_shared(races::Space::kDynamicShared, {block_->dynamic.get(), size});
+  }
+
+  static void watch_shared(races::Space space, std::span<const std::byte> memory) {
+    if constexpr (races::kOn) races::watch(space, memory.data(), memory.size());
   }
 
   // The static shared memory of the block goes with it.
@@ -340,7 +362,9 @@ class Device {
       Thread& thread = block_->threads[first + index];
       if (thread.state != State::kReady) continue;
       threadIdx = {static_cast<unsigned>(first + index), 0, 0};
+      if constexpr (races::kOn) races::resume(blockIdx.x, threadIdx.x);
       switch_stack(scheduler_, thread.context, thread.stack.get(), kStackSize);
+      if constexpr (races::kOn) races::pause();
       progress_ = progress_ || thread.state != State::kPausing;
       if (thread.state == State::kDone) end_copies(thread);
       if (std::exchange(gives_way_, false)) return false;
@@ -383,6 +407,7 @@ class Device {
     if (std::all_of(begin, begin + size, done)) return false;
     if (std::any_of(begin, begin + size, pauses)) return false;
     release(0, size, State::kAtBarrier);
+    if constexpr (races::kOn) races::block_synchronized(blockIdx.x);
     return true;
   }
 
@@ -489,14 +514,18 @@ inline void __nanosleep(unsigned, host_cuda::Site site = host_cuda::Site::curren
   host_cuda::Device::current().wait(host_cuda::State::kPausing, site);
 }
 
-inline void __threadfence() {}  // memory is the same for all
+inline void __threadfence() {  // memory is the same for all
+  if constexpr (host_cuda::races::kOn) host_cuda::races::fence();
+}
 
 inline unsigned long long atomicAdd(unsigned long long* sum, unsigned long long x) {
-  return std::exchange(*sum, *sum + x);
+  const auto before = host_cuda::races::atomically([=] { return std::exchange(*sum, *sum + x); });
+  if constexpr (host_cuda::races::kOn) host_cuda::races::counted(sum, before + x);
+  return before;
 }
 
 inline unsigned long long atomicMax(unsigned long long* most, unsigned long long x) {
-  return std::exchange(*most, std::max(*most, x));
+  return host_cuda::races::atomically([=] { return std::exchange(*most, std::max(*most, x)); });
 }
 
 inline int __popc(unsigned bits) { return std::popcount(bits); }

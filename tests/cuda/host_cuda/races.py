@@ -1,0 +1,45 @@
+"""The kernels of csrc/cuda under a race detector, races.h, in place of the sanitizers."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from support.programs import compiler
+
+from accumext.backend import _build
+from host_cuda import FOLDER, PLAIN_FLAGS, race_mutants
+
+# The detector is told of calls of these, but not of what the compiler puts in their place.
+_FUNCTIONS = ("memcpy", "memset")
+_FLAGS = [
+    *PLAIN_FLAGS,
+    "-DHOST_CUDA_RACES",
+    "-fsanitize=thread",
+    "--param=tsan-instrument-func-entry-exit=0",
+    *(f"-fno-builtin-{function}" for function in _FUNCTIONS),
+    "-fno-pie",  # addresses are those in the file, of which reports give the lines
+]
+
+
+def build_detector(folder: Path) -> None:
+    """Compile races.cpp in `folder`."""
+    command = [*compiler(), *PLAIN_FLAGS, "-O2", "-fno-pie", "-c", str(FOLDER / "races.cpp")]
+    subprocess.run([*command, "-o", str(folder / "races.o")], check=True, timeout=600)
+
+
+def build(name: str, folder: Path, detector: Path, *, mutants: bool = False) -> None:
+    """Compile `name`.cpp of this folder into an executable in `folder` that fails where threads
+    race; with the kernels as race_mutants.py changes them, if so wanted. `detector`: the folder of
+    build_detector()."""
+    csrc, compiled = _build.csrc(), folder / f"{name}.o"
+    command = [*compiler(), *_FLAGS]
+    if mutants:
+        csrc = folder / "csrc"
+        race_mutants.write_sources(csrc)
+        command.append("-DHOST_CUDA_MUTANTS")
+    command += [f"-I{csrc}", "-c", str(FOLDER / f"{name}.cpp"), "-o", str(compiled)]
+    subprocess.run(command, check=True, timeout=600)
+    command = [*compiler(), "-no-pie", str(compiled), str(detector / "races.o")]
+    command += [f"-Wl,--wrap={function}" for function in _FUNCTIONS]
+    subprocess.run([*command, "-o", str(folder / name)], check=True, timeout=600)
