@@ -33,12 +33,10 @@ SOURCES = {
     "persistent": ("decoder/persistent_launch",),
 }
 FLAGS = [
-    "-std=c++20",
-    "-O1",
+    *host_cuda.PLAIN_FLAGS,
+    "-g0",
     "-w",
-    "-ffp-contract=off",
     "-fsanitize=address",
-    f"-I{host_cuda.FOLDER}",
     f"-I{_build.csrc()}",
 ]
 
