@@ -179,7 +179,20 @@ def takes_scale(optimizer: Optimizer) -> bool:
 # The C++ callable of an operator overload: between the two a signal could raise an exception.
 call_of_operator: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+_KEYS = torch._C.DispatchKey.__members__
 remove_kernels: Callable[[torch.library.Library], None] = methodcaller("_destroy")
+
+
+def call_default_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What an operator does where no kernel is registered for a device."""
+    return op._op_dk(_KEYS["CompositeExplicitAutograd"], *args, **kwargs)
+
+
+def compiled_kernel(op: Any, key: str) -> Callable[..., Any]:
+    """The kernel that an operator has for a dispatch key now, also where another one is registered
+    over it later."""
+    kernel, keys = torch.library.get_kernel(op, key), torch._C.DispatchKeySet(_KEYS[key])
+    return functools.partial(kernel.call_boxed, keys)
 
 
 def operator_name(op: Any) -> str:

@@ -379,8 +379,8 @@ def jit_key(library: str, torch: Any) -> str:
     what += cxx_flags(library)
     if library == "cuda":
         what += [str(torch.version.cuda), archs(torch), *nvcc_flags(), *arch_flags(torch)]
-    how = "*" if jit_obstacle(library, torch) else _digest(_compilers(library, torch))
-    return f"{library}-{_digest(what)}-{how}"
+    how = "*" if jit_obstacle(library, torch) else digest(_compilers(library, torch))
+    return f"{library}-{digest(what)}-{how}"
 
 
 _COMPILER_VARIABLES = (
@@ -401,7 +401,8 @@ def _compilers(library: str, torch: Any) -> list[str]:
     return facts
 
 
-def _digest(facts: list[str]) -> str:
+def digest(facts: list[str]) -> str:
+    """A name for facts: two equal names mean equal facts."""
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
 
 

@@ -9,21 +9,12 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 import accumext
-from accumext import reference
-from accumext.backend import _build
-
-_RTOL, _ATOL = 1e-10, 1e-12  # float64 in two orders of summation
-# Four roundings of float32, in which most tensors of a list are summed whatever the dtype of the
-# result: one order of summation or another, and on a GPU a power, may differ by two.
-_NORM_TOLERANCE = 4 * torch.finfo(torch.float32).eps
+from accumext.backend import _build, _libraries, _self_test, _verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +34,8 @@ def main(args: argparse.Namespace) -> int:
 
 def examine() -> dict[str, Any]:
     """The whole report as plain data."""
+    self_test = _outcomes()  # first: it decides which kernels are used
     backend, reason = _backend()
-    self_test = _self_test()
     return {
         "backend": backend,
         "reason": reason,
@@ -54,7 +45,7 @@ def examine() -> dict[str, Any]:
         "installation": _build.read_record(),
         "changed": _build.changed_libraries(),
         "self_test": self_test,
-        "passed": all(outcome == "ok" for outcome in self_test.values()),
+        "passed": all(outcome == _self_test.OK for outcome in self_test.values()),
     }
 
 
@@ -111,84 +102,14 @@ def _first_line(*command: str) -> str | None:
     return (done.stdout or done.stderr).partition("\n")[0]
 
 
-# --- the self-test -----------------------------------------------------------------------------
-
-_GRADIENT_OPS: dict[str, Callable[[Any, list[Tensor], list[Tensor]], Any]] = {
-    "accumulate_": lambda ops, main_grads, grads: ops.accumulate_(main_grads, grads, inv_scale=0.5),
-    "unscale_check_clip_accumulate_": lambda ops, main_grads, grads: (
-        ops.unscale_check_clip_accumulate_(main_grads, grads, inv_scale=0.5, max_norm=1.0)
-    ),
-    "total_norm": lambda ops, main_grads, grads: ops.total_norm(grads, norm_type=3.0),
-    "scale_": lambda ops, main_grads, grads: ops.scale_(main_grads, 0.75),
-    "copy_rounded_": lambda ops, main_grads, grads: ops.copy_rounded_(
-        main_grads, grads, seed=torch.full((), 7, device=grads[0].device)
-    ),
-}
-
-
-def _self_test() -> dict[str, str]:
-    """Each operation on each device: "ok", or what went wrong."""
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    outcomes = {}
-    for device in devices:
-        for name, call in _GRADIENT_OPS.items():
-            outcomes[f"{name} on {device}"] = _outcome(_test_gradient_op, call, device)
-        outcomes[f"decode_loss on {device}"] = _outcome(_test_decoder, device)
-    return outcomes
-
-
-def _outcome(test: Callable[..., None], *args: Any) -> str:
-    try:
-        test(*args)
-    except Exception as error:  # a report names every failure, whatever it is
-        return f"{type(error).__name__}: {error}"
-    return "ok"
-
-
-def _lists(device: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Main gradients and gradients of mixed dtypes and shapes, some transposed."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    main_grads, grads = [], []
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        main_dtype = torch.promote_types(dtype, torch.float32)
-        main_grads += [draw(*shape, dtype=main_dtype) for shape in ((), (0,), (7,), (33, 65))]
-        grads += [draw(*shape, dtype=dtype) for shape in ((), (0,), (7,))]
-        grads.append(draw(65, 33, dtype=dtype).mT)
-    return main_grads, grads
-
-
-def _test_gradient_op(call: Callable[..., Any], device: str) -> None:
-    actual, expected = _lists(device), _lists(device)
-    norm, expected_norm = call(accumext, *actual), call(reference, *expected)
-    tolerance = _NORM_TOLERANCE  # absolute, too: the norm goes into gradients that it keeps below 1
-    for got, want in ((norm, expected_norm), (actual, expected)):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-
-
-def _test_decoder(device: str) -> None:
-    """Loss and gradients of a tiny GRU against plain autograd."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        embedding = torch.nn.Embedding(11, 3).to(device, torch.float64)
-        cell = torch.nn.GRUCell(3, 4).to(device, torch.float64)
-        head = torch.nn.Linear(4, 11).to(device, torch.float64)
-        targets = torch.randint(11, (5, 2)).to(device)
-    state = torch.zeros(2, 4, dtype=torch.float64, device=device)
-    loss = accumext.decode_loss(embedding, cell, head, targets, state, feedback="teacher").loss
-    logits, hidden = [], state
-    for tokens in [torch.zeros_like(targets[0]), *targets[:-1]]:
-        hidden = cell(embedding(tokens), hidden)
-        logits.append(head(hidden))
-    expected = functional.cross_entropy(torch.cat(logits), targets.flatten())
-    parameters = [*embedding.parameters(), *cell.parameters(), *head.parameters()]
-    torch.testing.assert_close(loss, expected, rtol=_RTOL, atol=_ATOL)
-    actual_grads = torch.autograd.grad(loss, parameters)
-    expected_grads = torch.autograd.grad(expected, parameters)
-    torch.testing.assert_close(actual_grads, expected_grads, rtol=_RTOL, atol=_ATOL)
+def _outcomes() -> dict[str, str]:
+    """Of the self-test of each operator on each device: OK, or what went wrong."""
+    cpu = torch.device("cpu")
+    found = {f"{name} on cpu": _self_test.outcome(name, cpu) for name in _self_test.cases()}
+    for device, outcomes in _libraries.tested_anew().items():
+        where = _verify.name_of(device)
+        found |= {f"{name} on {where}": outcome for name, outcome in outcomes.items()}
+    return found
 
 
 # --- text --------------------------------------------------------------------------------------

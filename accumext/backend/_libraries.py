@@ -1,26 +1,35 @@
 """Which kernels answer, and why: the only module that knows that compiled libraries exist.
 
 A library adds kernels to operators that `accumext.ops` has defined; the dispatcher does the rest. A
-library that is not installed is compiled on first use: until then, a small Python kernel stands in
-for each of its operators, which compiles and loads the library, leaves, and calls again.
+library that is not installed is compiled on first use, and one for GPUs is tested on them then:
+until that is done, a small Python kernel stands in for each of its operators, which sees to it,
+leaves, and calls again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accumext._torch_private import has_kernel, remove_kernels
+from accumext._torch_private import (
+    call_default_kernel,
+    compiled_kernel,
+    has_kernel,
+    remove_kernels,
+    tree_leaves,
+)
 from accumext.backend import _build
 
 _log = logging.getLogger("accumext")
@@ -33,12 +42,18 @@ _MORE_ROOM = "set TORCH_EXTENSIONS_DIR and TMPDIR to folders with more room"
 class _Library:
     """The kernels of one device: installed, compiled on first use, or absent."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, tested: bool) -> None:
         self.name = name  # "cpu" or "cuda"
         self.label = name.upper()  # also the dispatch key
         self.loaded = False
         self.reason = ""  # a clause: why the kernels are, or are not, in use
+        # Of the self-test, which kernels that differ from GPU to GPU have to pass before they run.
+        self.tested, self.test_anew = tested, False
+        self.outcomes: dict[torch.device, dict[str, str]] = {}  # by operator
+        self._failed: dict[str, set[torch.device]] = {}  # by operator, which plain PyTorch keeps
+        self._kernels: dict[str, Callable[..., Any]] = {}  # their kernels
         self._stand_ins: torch.library.Library | None = None
+        self._first_use: Callable[[], None] | None = None  # what is pending until then
         self._refusal: str | None = None
         self._lock = threading.RLock()
 
@@ -52,20 +67,28 @@ class _Library:
             return
         absence = self._absence()
         if mode != "jit" and absence is None:
-            self._load_installed()
+            if self.tested:
+                self._wait_for_use(self._load_installed)
+            else:
+                self._load_installed()
         elif mode != "native":
-            self._stand_in(self._compile_and_call_again)
+            self._wait_for_use(self._compile)
         elif self.name == "cpu":
             raise RuntimeError(self._native_refusal(str(absence)))
         else:  # asking now whether a GPU is there would initialise CUDA, which forbids forking
             self._refuse(self._native_refusal(str(absence)))
 
-    def compile_pending(self) -> None:
-        """Compile the library if that is pending; RuntimeError if it must work and does not."""
+    def settle(self) -> None:
+        """Do what is pending until first use; RuntimeError if kernels must work and do not."""
         with self._lock:
-            if self._stand_ins is not None and self._refusal is None:
+            if self._first_use is not None:
+                first_use, self._first_use = self._first_use, None
                 self._leave()
-                self._compile()
+                self.reason = "loading on first use was interrupted"
+                try:
+                    first_use()
+                except RuntimeError as error:
+                    self._refuse(str(error))
             if self._refusal is not None:
                 raise RuntimeError(self._refusal)
 
@@ -113,43 +136,81 @@ class _Library:
             raise RuntimeError(f"compiled for CUDA {nvcc}, torch is for CUDA {torch.version.cuda}")
 
     def _open(self, path: Path) -> None:
-        """Load a library; RuntimeError if an operator that it should have is not there then."""
+        """Load a library; RuntimeError if an operator that it should have is not there then.
+
+        The self-test comes first. Plain PyTorch keeps the operators that fail it.
+        """
+        names = _build.registered_ops(self.name)
+        if self.tested:
+            from accumext.backend import _verify
+
+            self.outcomes = _verify.verdicts(path, self.name, _tell, anew=self.test_anew)
+            self._failed = _verify.failures(self.outcomes)
         torch.ops.load_library(path)
-        for name in _build.registered_ops(self.name):
+        for name in names:
             if not has_kernel(f"accumext::{name}", self.label):
                 raise RuntimeError(f"{path} has no {self.label} kernel of {name}")
+        if self._failed:
+            for name in self._failed:
+                self._kernels[name] = compiled_kernel(f"accumext::{name}", self.label)
+            self._stand_in(self._answer, self._failed)
+        self.loaded = any(len(self._failed.get(n, ())) < max(1, len(self.outcomes)) for n in names)
+
+    def _answer(self, name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """By plain PyTorch on the devices on which the compiled kernel failed."""
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        device = next(tensor.device for tensor in tensors if tensor.device.type == self.name)
+        if device in self._failed[name]:
+            return call_default_kernel(op, *args, **kwargs)
+        return self._kernels[name](*args, **kwargs)
 
     def _accept(self, reason: str) -> None:
-        self.loaded, self.reason = True, reason
-        _log.info("%s kernels are in use: %s", self.label, reason)
+        self.reason = reason
+        if not self._failed:
+            _log.info("%s kernels are in use: %s", self.label, reason)
+            return
+        from accumext.backend import _verify
+
+        words = f"the self-test failed {_verify.described(self.outcomes)}"
+        if (mode := _build.setting("ACCUMEXT_BACKEND")) in ("native", "jit"):
+            self._refuse(f"accumext: ACCUMEXT_BACKEND={mode} needs {self.label} kernels: {words}")
+            return
+        self.reason = f"{reason}; {words}"
+        warnings.warn(f"accumext: plain PyTorch answers where {words}", stacklevel=1)
 
     # --- stand-ins
 
-    def _stand_in(self, kernel: Callable[..., Any]) -> None:
-        self._stand_ins = torch.library.Library("accumext", "IMPL")
-        for name in _build.registered_ops(self.name):
-            packet, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.accumext, packet), overload or "default")
-            self._stand_ins.impl(op, _bound(kernel, op), self.label)
+    def _wait_for_use(self, action: Callable[[], None]) -> None:
+        self._first_use = action
+        self._stand_in(self._settle_and_call_again, _build.registered_ops(self.name))
 
-    def _leave(self) -> None:
-        assert self._stand_ins is not None
-        remove_kernels(self._stand_ins)
-        self._stand_ins = None
-
-    def _compile_and_call_again(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        self.compile_pending()
+    def _settle_and_call_again(self, name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
         return op(*args, **kwargs)
 
     def _refuse(self, refusal: str) -> None:
         """From now on every call is an error: what was asked for cannot be had."""
-        self._refusal, self.reason = refusal, refusal
-        self._stand_in(self._compile_and_call_again)
+        self._refusal, self.reason, self.loaded = refusal, refusal, False
+        self._stand_in(self._settle_and_call_again, _build.registered_ops(self.name))
+
+    def _stand_in(self, kernel: Callable[..., Any], names: Iterable[str]) -> None:
+        """Have a Python kernel answer for operators, over compiled kernels that they have."""
+        self._leave()
+        self._stand_ins = torch.library.Library("accumext", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for name in names:
+                op = operator(name)
+                self._stand_ins.impl(op, functools.partial(kernel, name, op), self.label)
+
+    def _leave(self) -> None:
+        if self._stand_ins is not None:
+            remove_kernels(self._stand_ins)
+            self._stand_ins = None
 
     # --- compiling on first use
 
     def _compile(self) -> None:
-        self.reason = "compiling on first use was interrupted"
         try:
             where = self._compiled()
         except Exception as error:
@@ -211,7 +272,8 @@ class _Library:
         from accumext.backend import _cache
 
         with _cache.workshop(folder) as workshop:
-            self._announce()
+            takes = _build.TAKES[self.name]
+            _tell(f"compiling the {self.label} kernels on first use, which takes {takes}")
             self._run_compiler(workshop)
             library = workshop / f"_C_{self.name}.so"
             self._open(library)
@@ -221,13 +283,6 @@ class _Library:
                 _log.warning("%s is not kept: %s", folder, error)
                 return f"it could not be kept ({error.strerror}); {_MORE_ROOM}"
         return ""
-
-    def _announce(self) -> None:
-        """Tell who sits at a terminal why the first call takes so long."""
-        if sys.stderr is not None and sys.stderr.isatty():
-            takes = _build.TAKES[self.name]
-            words = f"compiling the {self.label} kernels on first use, which takes {takes}"
-            print(f"accumext: {words}", file=sys.stderr, flush=True)
 
     def _run_compiler(self, folder: Path) -> None:
         cpp_extension = _build.cpp_extension()
@@ -264,11 +319,17 @@ def _check_length(path: Path) -> None:
         raise OSError(f"{path} is cut short: {size} bytes of {max(ends)}")
 
 
-def _bound(kernel: Callable[..., Any], op: Any) -> Callable[..., Any]:
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return kernel(op, *args, **kwargs)
+def operator(name: str) -> Any:
+    """The operator of a name that a library registers."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.accumext, packet), overload or "default")
 
-    return stand_in
+
+def _tell(words: str) -> None:
+    """Tell who sits at a terminal why the first call takes so long."""
+    _log.info(words)
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"accumext: {words}", file=sys.stderr, flush=True)
 
 
 def _telling_line(error: Exception) -> str:
@@ -296,7 +357,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-_CPU, _CUDA = (_Library(name) for name in _build.LIBRARIES)
+_CPU, _CUDA = _Library("cpu", tested=False), _Library("cuda", tested=True)
 
 
 def load_installed() -> None:
@@ -354,8 +415,16 @@ def backend_reason() -> str:
     return "; ".join(clauses) + "."
 
 
+def tested_anew() -> dict[torch.device, dict[str, str]]:
+    """Load kernels as on first use, but test again those whose verdict is known; the outcomes."""
+    _CUDA.test_anew = True
+    with contextlib.suppress(RuntimeError):  # which backend() raises, too
+        _best_first()
+    return _CUDA.outcomes
+
+
 def _best_first() -> list[_Library]:
     libraries = [_CUDA, _CPU] if torch.cuda.is_available() else [_CPU]
     for library in libraries:
-        library.compile_pending()
+        library.settle()
     return libraries
