@@ -333,6 +333,24 @@ def test_operators():
     assert not private.has_kernel("accumext::scale_", "XPU")
 
 
+def test_kernels_can_be_called_by_their_key():
+    kernels = torch.library.Library("accumext_test_keys", "FRAGMENT")
+    kernels.define("which(Tensor x, *, int more=0) -> int")
+    op = torch.ops.accumext_test_keys.which.default
+    kernels.impl("which", lambda x, *, more=0: 1 + more, "CompositeExplicitAutograd")
+    kernels.impl("which", lambda x, *, more=0: 2 + more, "CPU")
+    compiled = private.compiled_kernel(op, "CPU")
+    over = torch.library.Library("accumext_test_keys", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        over.impl("which", lambda x, *, more=0: 3 + more, "CPU")
+    x = torch.zeros(1)
+    assert (op(x), compiled(x, more=10), private.call_default_kernel(op, x, more=10)) == (3, 12, 11)
+    private.remove_kernels(over)
+    assert op(x) == 2
+    private.remove_kernels(kernels)
+
+
 def test_remove_kernels():
     definition = torch.library.Library("accumext_private", "DEF")
     definition.define("one(Tensor x) -> Tensor")
