@@ -1,5 +1,8 @@
 """Where libraries compiled on first use are kept, and which of them are loaded.
 
+Verdicts of the self-test, which decide what is loaded, are kept in the same way: below, the library
+may be such a file.
+
 A library is code that runs as the user who loads it. So they are kept in a folder that belongs to
 this user and that nobody else can write to, as do a library's own folder and files, and one counts
 only if it is, byte for byte, what was kept. It appears there whole, in one rename: neither a
@@ -50,7 +53,7 @@ def writable_cache(root: Path) -> tuple[Path, str]:
 
 def temporary_cache(reason: str) -> tuple[Path, str]:
     """A cache that this process removes, and why there is no better one."""
-    _log.warning("what is compiled on first use is not kept: %s", reason)
+    _log.warning("nothing is kept for other processes: %s", reason)
     try:
         place = _reached(Path(tempfile.gettempdir()))
     except OSError as error:

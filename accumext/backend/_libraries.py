@@ -327,7 +327,6 @@ def operator(name: str) -> Any:
 
 def _tell(words: str) -> None:
     """Tell who sits at a terminal why the first call takes so long."""
-    _log.info(words)
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"accumext: {words}", file=sys.stderr, flush=True)
 
@@ -378,7 +377,7 @@ def load_installed() -> None:
 def backend() -> str:
     """Which kernels are in use: compiled ones for the GPU or the CPU, or pure PyTorch.
 
-    Kernels that are to be compiled on first use are compiled now.
+    Kernels that are to be compiled, or tested, on first use are so now.
 
     Returns:
         "cuda", "cpu" or "reference".
@@ -395,6 +394,8 @@ def backend() -> str:
 
 def backend_reason() -> str:
     """One sentence on why `backend()` is what it is, and why it is not something better.
+
+    It names the operators for which plain PyTorch answers because they failed the self-test.
 
     Returns:
         The sentence; with a GPU, about its kernels first.
@@ -417,10 +418,11 @@ def backend_reason() -> str:
 
 def tested_anew() -> dict[torch.device, dict[str, str]]:
     """Load kernels as on first use, but test again those whose verdict is known; the outcomes."""
-    _CUDA.test_anew = True
+    for library in (_CPU, _CUDA):
+        library.test_anew = True
     with contextlib.suppress(RuntimeError):  # which backend() raises, too
         _best_first()
-    return _CUDA.outcomes
+    return _CPU.outcomes | _CUDA.outcomes
 
 
 def _best_first() -> list[_Library]:
