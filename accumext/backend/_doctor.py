@@ -108,7 +108,7 @@ def _outcomes() -> dict[str, str]:
     if cpu not in tested:  # its kernels need not pass before they run, and are tested here
         here = {name: _self_test.outcome(name, cpu) for name in _self_test.cases()}
         tested = {cpu: here} | tested
-    found = {}
+    found: dict[str, str] = {}
     for device, outcomes in tested.items():
         where = _verify.name_of(device)
         found |= {f"{name} on {where}": outcome for name, outcome in outcomes.items()}

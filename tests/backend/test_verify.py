@@ -359,6 +359,9 @@ def test_gpus_of_one_name_are_tried_once_and_each_name_for_itself(
     monkeypatch.setattr(_verify, "name_of", names.get)
     found = _verify.verdicts(library, "cuda", lambda _: None, anew=False)
     assert tries.devices == devices[:2]
+    tries.found = dict.fromkeys(tries.found, "not tested: no memory")  # and not kept
+    _verify.verdicts(library, "cuda", lambda _: None, anew=True)
+    assert tries.devices == devices[:2] * 2
     assert list(found) == devices
     assert _verify.failures(found) == {"decode_steps": set(devices)}
     assert _verify.described(found) == (
