@@ -145,7 +145,8 @@ class _Trial(NamedTuple):
             with _cache.turn(root / f"{key}.lock"):
                 known = None if anew else _kept(root, key)
                 if known is None:
-                    tell(f"testing the kernels on {name_of(self.device)}, once, takes some seconds")
+                    where = name_of(self.device)
+                    tell(f"testing the kernels on {where}, once, which takes some seconds")
                     known = self.outcomes()
                     if not any(outcome.startswith(_UNTESTED) for outcome in known.values()):
                         _keep(known, root / key)
