@@ -1,11 +1,12 @@
 """Compiles every CUDA source for each architecture; prints registers; a spill is an error, and so
 is a declaration that nvcc is known to miscompile.
 
-    python .ci/nvcc.py [FOLDER]
+    python .ci/nvcc.py PTX [FOLDER]
 
-FOLDER is where oldest.py has unpacked the headers of the oldest torch. One architecture is then
-compiled against them and the other against the torch that is installed, of which no newer symbol
-may be needed: launchers meet both, and kernels include no header of torch.
+The PTX is left in the folder PTX, for tests/cuda/host_cuda/ptx. FOLDER is where oldest.py has
+unpacked the headers of the oldest torch. One architecture is then compiled against them and the
+other against the torch that is installed, of which no newer symbol may be needed: launchers meet
+both, and kernels include no header of torch.
 """
 
 from __future__ import annotations
@@ -74,14 +75,16 @@ class Kernel(NamedTuple):
 
 
 def compile_source(nvcc: str, source: str, arch: str, include: Path, target: Path) -> list[Kernel]:
-    """The kernels of one file; an error stops the run."""
+    """The kernels of one file, whose PTX stays beside the target; an error stops the run."""
     command = [nvcc, *_build.nvcc_flags(), f"-I{_build.csrc()}", f"-I{include}", "-Xptxas=-v"]
     command += ["--expt-relaxed-constexpr"]  # as torch's own builds have it
     command += [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC"]
-    command += ["-c", source, "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"{source} does not compile with {include}:\n{done.stdout}{done.stderr}")
+    with tempfile.TemporaryDirectory() as kept:
+        command += ["-keep", f"-keep-dir={kept}", "-c", source, "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            sys.exit(f"{source} does not compile with {include}:\n{done.stdout}{done.stderr}")
+        shutil.move(Path(kept, f"{Path(source).stem}.ptx"), target.with_suffix(".ptx"))
     pattern = (
         rf"Compiling entry function '(\S+)' for 'sm_{arch}'.*?"
         r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
@@ -103,15 +106,17 @@ def main() -> None:
         sys.exit("nvcc initialises only the first row of these arrays:\n" + "\n".join(found))
     installed = Path(torch.__file__).parent / "include"
     headers = dict.fromkeys(ARCHS, installed)
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    objects, *folders = map(Path, sys.argv[1:])
+    objects.mkdir(exist_ok=True)
+    folder = folders[0] if folders else None
     if folder is not None:
         headers[ARCHS[0]] = oldest.include(folder)
     for arch, include in headers.items():
         print(f"sm_{arch}: {include}")
 
     jobs = [(source, arch) for source in _build.sources("cuda") for arch in ARCHS]
-    with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
-        targets = [Path(objects, f"{Path(source).stem}_{arch}.o") for source, arch in jobs]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        targets = [objects / f"{Path(source).stem}_sm_{arch}.o" for source, arch in jobs]
 
         def compiled(job: tuple[str, str], target: Path) -> list[Kernel]:
             return compile_source(nvcc, *job, headers[job[1]], target)
