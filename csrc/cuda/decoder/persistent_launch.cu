@@ -1,21 +1,19 @@
+#include "cuda/decoder/persistent_kernel.h"
 #include "cuda/decoder/persistent_launch.h"
-#include "cuda/decoder/persistent_plan.h"
-#include "cuda/decoder/persistent_steps.cuh"
+#include "cuda/device.cuh"
 
 namespace accumext::cuda {
 namespace {
 
-using Kernel = void (*)(PersistentCall, PersistentPlan, std::byte*);
-
 template <typename T>
-Kernel kernel_of(int64_t batch) {
-  if (batch <= 8) return persistent_steps_kernel<T, 1>;
-  if (batch <= 16) return persistent_steps_kernel<T, 2>;
-  if (batch <= 32) return persistent_steps_kernel<T, 4>;
-  return persistent_steps_kernel<T, 8>;
+PersistentKernel kernel_of(int64_t batch) {
+  if (batch <= 8) return persistent_kernel<T, 1>();
+  if (batch <= 16) return persistent_kernel<T, 2>();
+  if (batch <= 32) return persistent_kernel<T, 4>();
+  return persistent_kernel<T, 8>();
 }
 
-Kernel kernel_of(const PersistentCall& call) {
+PersistentKernel kernel_of(const PersistentCall& call) {
   if (call.operand == Dtype::kHalf) return kernel_of<__half>(call.batch);
   return kernel_of<__nv_bfloat16>(call.batch);
 }
@@ -27,7 +25,7 @@ bool persistent_fits(const Queue& queue, const PersistentCall& call) {
 }
 
 void launch_persistent(const Queue& queue, const PersistentCall& call) {
-  const Kernel kernel = kernel_of(call);
+  const PersistentKernel kernel = kernel_of(call);
   const PersistentPlan plan = persistent_plan(call, queue.limits(kernel));
   require(plan.blocks > 0);
   const Tensor memory = queue.empty({plan.scratch_bytes}, torch::headeronly::ScalarType::Byte);

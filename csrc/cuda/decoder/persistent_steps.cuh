@@ -4,6 +4,7 @@
 #include "cuda/decoder/grid_barrier.cuh"
 #include "cuda/decoder/persistent_cell.cuh"
 #include "cuda/decoder/persistent_head.cuh"
+#include "cuda/decoder/persistent_kernel.h"
 
 namespace accumext::cuda {
 
@@ -183,6 +184,11 @@ __global__ void __launch_bounds__(kBlockSize, 1)
                             const __grid_constant__ PersistentPlan plan, std::byte* scratch) {
   const PersistentMemory memory(call, plan, scratch);
   PersistentSteps<T, kColumnTiles>(memory).run();
+}
+
+template <typename T, int kColumnTiles>
+PersistentKernel persistent_kernel() {
+  return persistent_steps_kernel<T, kColumnTiles>;
 }
 
 }  // namespace accumext::cuda
