@@ -23,6 +23,7 @@ PRECISIONS = {
     "bf16 autocast": Precision(torch.float32, torch.bfloat16, 2.0**-8),
     "fp16 autocast": Precision(torch.float32, torch.float16, 2.0**-11),  # with a GradScaler
 }
+TWO_PRECISIONS = ("float64", "bf16 autocast")  # of cases whose kernels others have run in all
 
 
 class Case(NamedTuple):
@@ -37,6 +38,7 @@ class Case(NamedTuple):
     size: int = 48
     steps: int = STEPS
     tied: bool = False
+    bias: float = 0.0  # added to the head's
     called: bool = False  # the cell is a function of its own, with a context
     accumulated: bool = False  # by an AccumulatingOptimizer, during the backward pass
 
@@ -60,9 +62,30 @@ CRITERIA: dict[str, dict[str, Any]] = {
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "class_weight": "class_weight"}
 
 
-def cases(quick: bool) -> Iterator[tuple[str, Case]]:
+def large(quick: bool) -> Iterator[tuple[str, Case]]:
+    if not quick:
+        shape = {"vocabulary": 50_257, "size": 1024, "batch": 32}
+        yield "greedy, V=50257, H=1024, B=32", Case(GREEDY, **shape)
+        yield "teacher, V=50257, H=1024, B=32", Case(TEACHER, **shape)
+
+
+def modes() -> Iterator[tuple[str, Case]]:
+    """Of feedback; a kernel that stays resident takes windows of at most 64 rows, by eights."""
+    for batch in (1, 2, 16, 33, 63, 64, 65, 129):
+        yield f"greedy, B={batch}", Case(GREEDY, batch=batch)
+        yield f"sample, B={batch}, lengths", Case(SAMPLE | {"lengths": "lengths"}, batch=batch)
+    for batch in (16, 33, 64):
+        yield f"greedy, all logits below 0, B={batch}", Case(GREEDY, batch=batch, bias=-50.0)
     for name, mode in MODES.items():
         yield name, Case(mode)
+
+
+def others(quick: bool) -> Iterator[tuple[str, Case]]:
+    """The criteria, and what else a call may ask for."""
+    for criterion, asked in CRITERIA.items():
+        yield f"teacher, {criterion}", Case(TEACHER | asked)
+        yield f"greedy, {criterion}", Case(GREEDY | asked)
+    for name, mode in MODES.items():
         yield f"{name}, lengths", Case(mode | {"lengths": "lengths"})
         yield f"{name}, eos", Case(mode | {"eos": "seen"})
         yield (
@@ -84,8 +107,6 @@ def cases(quick: bool) -> Iterator[tuple[str, Case]]:
             yield f"{name}, k1={k1}, k2={k2}", Case(windows)
             yield f"{name}, k1={k1}, k2={k2}, 2 layers", Case(windows, "lstm", layers=2)
             yield f"{name}, k1={k1}, k2={k2}, called", Case(windows, called=True)
-        for criterion, options in CRITERIA.items():
-            yield f"{name}, {criterion}", Case(mode | options)
         yield f"{name}, tied", Case(mode, tied=True)
         yield f"{name}, called", Case(mode, called=True)
         yield (
@@ -97,19 +118,11 @@ def cases(quick: bool) -> Iterator[tuple[str, Case]]:
             yield f"{name}, {told}", Case(mode, tied=tied, accumulated=True)
         yield f"{name}, called, accumulated", Case(mode, called=True, accumulated=True)
     yield "sample, called", Case(SAMPLE, called=True)
-    # A kernel that stays resident takes windows of at most 64 rows.
-    for batch in (1, 2, 16, 33, 63, 64, 65, 129):
-        yield f"greedy, B={batch}", Case(GREEDY, batch=batch)
-        yield f"sample, B={batch}, lengths", Case(SAMPLE | {"lengths": "lengths"}, batch=batch)
     for vocabulary, size in ((7, 1), (1009, 33), (1013, 65), (4099, 128), (8192, 256)):
         if not quick or vocabulary < 1000:
             shape = {"vocabulary": vocabulary, "size": size}
             yield f"greedy, V={vocabulary}, H={size}", Case(GREEDY, **shape)
             yield f"greedy, V={vocabulary}, H={size}, LSTM", Case(GREEDY, "lstm", **shape)
-    if not quick:
-        large = {"vocabulary": 50_257, "size": 1024, "batch": 32}
-        yield "greedy, V=50257, H=1024, B=32", Case(GREEDY, **large)
-        yield "teacher, V=50257, H=1024, B=32", Case(TEACHER, **large)
 
 
 def captured() -> Iterator[tuple[str, Case]]:

@@ -430,3 +430,16 @@ def test_the_device_is_that_of_the_tensors(op):
     norm = op(*there)
     assert torch.cuda.current_device() == 0
     assert_bits(results(there, norm), results(here, op(*here)))
+
+
+def test_norms_of_several_devices_meet_on_the_first():
+    ours, theirs = (
+        [torch.nn.Parameter(torch.zeros(n, device=d)) for n, d in ((2049, "cpu"), (91, GPU))]
+        for _ in range(2)
+    )
+    for parameter in ours + theirs:
+        parameter.grad = torch.ones_like(parameter)
+    norm = accumext.clip_grad_norm_(ours, 1.0)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 1.0))
+    for got, want in zip(ours, theirs):
+        torch.testing.assert_close(got.grad, want.grad)

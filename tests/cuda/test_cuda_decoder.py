@@ -174,12 +174,23 @@ def test_the_reference_says_the_same(kind, narrow):
     for layers, head in itertools.product((1, 3), (False, True)):
         calls.append(steps_call(kind, layers=layers, head=head, narrow=narrow))
     for call in calls:
-        there = call.to(GPU)
-        call()
-        there()
-        for got, want in zip(there.written, call.written):
-            atol = TOLERANCE[narrow]
-            torch.testing.assert_close(got.cpu(), want, rtol=atol, atol=atol)
+        assert_the_reference_says_the_same(call, TOLERANCE[narrow])
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch", [9, 17, 33])
+def test_all_logits_below_0(batch, sampled):
+    """The maximum of nothing is below all of them, in every tile of rows that one kernel takes."""
+    call = steps_call("gru", narrow=True, batch=batch, sampled=sampled, bias=-50.0)
+    assert_the_reference_says_the_same(call, TOLERANCE[True])
+
+
+def assert_the_reference_says_the_same(call, tolerance):
+    there = call.to(GPU)
+    call()
+    there()
+    for got, want in zip(there.written, call.written):
+        torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,10 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,47 +34,34 @@ from support.programs import run_script
 import accumext
 from accumext.backend import _build
 
-PARTS = [
-    "build",
-    "operators",
-    "decode_loss",
-    "beyond",
-    "masters",
-    "decoder",
-    "benchmark",
-    "loops",
-    "doctor",
-    "tests",
-]
-SANITIZERS = ["memcheck", "racecheck"]
+FIRST = ["operators", "decode_loss", "decoder", "benchmark"]
+SECOND = ["memcheck", "racecheck", "tests", "beyond", "masters", "loops", "doctor"]
+SECONDS = 540  # of a call: nine minutes
 PATIENCE_S = 60.0  # for a part that takes a second
 
-# By a part of the command line, what happens: a program that leaves a line in the log, and in
-# FAILING ends with status 3 after words, and in SLEEPING does not end.
+# What the programs do, by their command line: all write what they found where --json says and leave
+# a line in the log; then those in FAILING end with status 3 after words, and those in SLEEPING do
+# not end. Only libraries that are there load, and not those in BROKEN.
 INTERPRETER = """#!{python}
-import os, subprocess, sys, time
+import os, pathlib, sys, time
 line = " ".join(sys.argv[1:])
 if line == "-":
     print("fake-gpu")
     print("Fake GPU, torch 2.11.0, Python 3.12.3")
-elif "gpu_report.py" in line:
-    sys.exit(subprocess.run([{python!r}, *sys.argv[1:]]).returncode)
-elif "sysconfig" in line:
-    print("/nonexistent")
-else:
-    with open(os.environ["LOG"], "a") as log:
-        names = "MAX_JOBS", "ACCUMEXT_BUILD", "ACCUMEXT_CUDA", "ACCUMEXT_BACKEND"
-        print(line, *(f"{{name}}={{os.environ.get(name)}}" for name in names), file=log)
-    if (failing := os.environ.get("FAILING")) and failing in line:
-        print("much goes well")
-        print("words of the error")
-        sys.exit(3)
-    if (sleeping := os.environ.get("SLEEPING")) and sleeping in line:
-        time.sleep(600)
-    if "setup.py" in line:
-        open("accumext/backend/_C_cuda.abi3.so", "w").close()
-    if line.startswith("-c import accumext"):
-        print("in use:", *sorted(os.listdir("accumext/backend")))
+    sys.exit()
+with open(os.environ["LOG"], "a") as log:
+    print(line, os.getpid(), "ACCUMEXT_BACKEND=" + os.environ["ACCUMEXT_BACKEND"], file=log)
+if "--json" in sys.argv:
+    pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text(line)
+print("much goes well")
+if line.startswith("-c import accumext") and os.environ["ACCUMEXT_BACKEND"] == "native":
+    print("in use:", *sorted(os.listdir("accumext/backend")))
+    sys.exit("BROKEN" in os.environ or not os.path.exists("accumext/backend/_C_cuda.abi3.so"))
+if (failing := os.environ.get("FAILING")) and failing in line:
+    print("words of the error")
+    sys.exit(3)
+if (sleeping := os.environ.get("SLEEPING")) and sleeping in line:
+    time.sleep(600)
 """
 
 # All options that it is given have values.
@@ -78,132 +69,179 @@ SANITIZER = """#!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift 2; done
 exec "$@"
 """
+LIBRARIES = ("_C_cpu.abi3.so", "_C_cuda.abi3.so", "_build_info.json")
 
 
 class Run:
-    """A run of the script in a process group of its own."""
+    """A run of the script, in a checkout of its own and in a process group of its own."""
 
-    def __init__(self, folder: Path, *parts: str, **variables: str) -> None:
-        self._results = folder / "results"
-        self._log = folder / "log"
-        programs = folder / "programs"
-        programs.mkdir()
-        interpreter = programs / "interpreter"
-        interpreter.write_text(INTERPRETER.format(python=sys.executable))
-        sanitizer = programs / "compute-sanitizer"
-        sanitizer.write_text(SANITIZER)
-        for program in (interpreter, sanitizer):
-            program.chmod(0o755)
-        environment = {k: v for k, v in os.environ.items() if k != "MAX_JOBS"}
-        environment |= {
-            "PYTHON": str(interpreter),
+    def __init__(self, folder: Path, *what: str, **variables: str) -> None:
+        self._results, self._log = folder / "results", folder / "log"
+        self.backend = folder / "checkout/accumext/backend"
+        programs, tests = folder / "programs", folder / "checkout/tests"
+        for path in (programs, tests, self.backend):
+            path.mkdir(parents=True)
+        shutil.copy(ROOT / "tests/gpu.sh", tests)
+        for name, text in (
+            ("interpreter", INTERPRETER.format(python=sys.executable)),
+            ("compute-sanitizer", SANITIZER),
+        ):
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        if "PREBUILT" not in variables:
+            for name in LIBRARIES:
+                (self.backend / name).touch()
+        environment = {
+            "PYTHON": str(programs / "interpreter"),
             "LOG": str(self._log),
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "TMPDIR": str(folder),
         }
         self.process = subprocess.Popen(
-            ["bash", str(ROOT / "tests" / "gpu.sh"), str(self._results), *parts],
-            env=environment | variables,
+            ["bash", str(tests / "gpu.sh"), str(self._results), *what],
+            env=os.environ | environment | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
 
-    def report(self) -> dict[str, Any]:
-        path = self._results / "fake-gpu_checks.json"
-        return json.loads(path.read_text()) if path.exists() else {"parts": []}
+    def finish(self) -> str:
+        """What it prints."""
+        return self.process.communicate(timeout=PATIENCE_S)[0]
+
+    def pid_of(self, name: str) -> int:
+        """That of a program, as soon as it runs."""
+        wait_until(lambda: self._log.exists() and name in self._log.read_text())
+        return int(self.programs()[-1].split()[-2])
 
     def results(self) -> dict[str, str]:
-        return {part["name"]: part["result"] for part in self.report()["parts"]}
+        """The files of the only archive, by name; the texts in them."""
+        (path,) = self._results.iterdir()
+        with tarfile.open(path) as archive:
+            return {
+                member.name: archive.extractfile(member).read().decode()  # type: ignore[union-attr]
+                for member in archive
+            }
 
-    def log(self) -> list[str]:
+    def log(self) -> str:
+        (log,) = (text for name, text in self.results().items() if name.endswith(".log"))
+        return log
+
+    def parts(self) -> dict[str, str]:
+        """How each that has ended did, in their order."""
+        ended = re.findall(r"^=== (\w+) +\d+ s  (.*)$", self.log(), flags=re.MULTILINE)
+        return dict(ended)
+
+    def programs(self) -> list[str]:
+        """The command lines."""
         return self._log.read_text().splitlines()
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 @pytest.mark.process
-def test_parts_run_in_the_order_of_their_worth(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    output, _ = run.process.communicate(timeout=PATIENCE_S)
+@pytest.mark.parametrize(("what", "parts"), [("first", FIRST), ("second", SECOND)])
+def test_a_call_takes_nine_minutes_at_most(what: str, parts: list[str], tmp_path: Path) -> None:
+    run = Run(tmp_path, what)
+    output = run.finish()
     assert run.process.returncode == 0, output
-    assert list(run.results().items()) == [(name, "passed") for name in PARTS + SANITIZERS]
-    assert run.report()["machine"] == "Fake GPU, torch 2.11.0, Python 3.12.3"
-    first = run.log()[0]
-    assert first.startswith("setup.py")
-    cores = len(os.sched_getaffinity(0))
-    assert f"MAX_JOBS={cores} ACCUMEXT_BUILD=require ACCUMEXT_CUDA=1" in first
-    assert all(line.endswith("=native") for line in run.log())
-    assert "decode_loss passed" in output
+    assert list(run.parts().items()) == [(name, "passed") for name in ["libraries", *parts]]
+    limits = re.findall(r"=== \w+, at most (\d+) s", run.log())
+    assert len(limits) == 1 + len(parts)
+    assert sum(map(int, limits)) < SECONDS
+    assert run.log().startswith("Fake GPU, torch 2.11.0, Python 3.12.3\n")
+    assert [path.name for path in tmp_path.glob("results/*")] == [f"fake-gpu_{what}.tar.gz"]
+    assert all(line.endswith("=native") for line in run.programs())
+    assert not list(tmp_path.glob("accumext-gpu*"))
+
+
+@pytest.mark.process
+def test_all_parts_have_files_of_their_own(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    output = run.finish()
+    assert list(run.parts()) == ["libraries", *FIRST, *SECOND], output
+    found = run.results()
+    log = found.pop("fake-gpu_all.log")
+    assert all(name.startswith("fake-gpu") and name.endswith(".json") for name in found)
+    assert len(found) == 7
+    for line in found.values():  # each part has written its own
+        assert line.split(" --json")[0] in "".join(run.programs())
+    assert log.count("much goes well") == len(run.programs()) == 1 + len(FIRST) + len(SECOND)
 
 
 @pytest.mark.process
 def test_a_part_that_fails_costs_no_other(tmp_path: Path) -> None:
-    run = Run(tmp_path, FAILING="bench/decoder.py")
-    output, _ = run.process.communicate(timeout=PATIENCE_S)
+    run = Run(tmp_path, "first", FAILING="gpu_checks.py decoder")
+    output = run.finish()
     assert run.process.returncode == 1, output
-    expected = dict.fromkeys(PARTS + SANITIZERS, "passed") | {"decoder": "failed"}
-    assert run.results() == expected
-    (row,) = [part for part in run.report()["parts"] if part["name"] == "decoder"]
-    assert row["reason"] == "words of the error"
+    passed = dict.fromkeys(["libraries", *FIRST], "passed")
+    assert run.parts() == passed | {"decode_loss": "failed: words of the error"}
+    assert "failed: words of the error" in output
 
 
 @pytest.mark.process
-def test_what_does_not_build_is_compiled_on_first_use(tmp_path: Path) -> None:
-    run = Run(tmp_path, "operators", FAILING="setup.py")
-    output, _ = run.process.communicate(timeout=PATIENCE_S)
-    assert run.process.returncode == 1, output
-    assert run.results() == {"build": "failed", "compile": "passed", "operators": "passed"}
-    assert run.log()[-1].endswith("ACCUMEXT_BACKEND=jit")
-
-
-@pytest.mark.process
-def test_a_run_that_is_killed_leaves_what_it_has_found(tmp_path: Path) -> None:
-    run = Run(tmp_path, SLEEPING="bench/accumulate.py")
-    end = time.monotonic() + PATIENCE_S
-    before = PARTS[: PARTS.index("benchmark")]
-    while list(run.results()) != before and time.monotonic() < end:
-        time.sleep(0.1)
+def test_a_run_that_is_killed_leaves_what_its_parts_have_found(tmp_path: Path) -> None:
+    run = Run(tmp_path, "first", SLEEPING="bench/decoder.py")
+    run.pid_of("bench/decoder.py")
     os.killpg(run.process.pid, signal.SIGKILL)
-    run.process.communicate(timeout=PATIENCE_S)
-    assert run.results() == dict.fromkeys(before, "passed")
+    run.finish()
+    assert run.parts() == dict.fromkeys(["libraries", "operators", "decode_loss"], "passed")
+    assert {"fake-gpu_operators.json", "fake-gpu_decode_loss.json"} < set(run.results())
 
 
 @pytest.mark.process
-def test_prebuilt_libraries_are_used_instead_of_a_build(tmp_path: Path) -> None:
+def test_a_run_that_is_ended_leaves_what_its_part_has_found(tmp_path: Path) -> None:
+    run = Run(tmp_path, "decoder", SLEEPING="bench/decoder.py")
+    pid = run.pid_of("bench/decoder.py")
+    run.process.terminate()
+    run.finish()
+    assert run.process.returncode == 128 + signal.SIGTERM
+    assert run.parts() == {"libraries": "passed"}
+    assert "fake-gpu_decoder.json" in run.results()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    assert not list(tmp_path.glob("accumext-gpu*"))
+
+
+@pytest.mark.process
+def test_prebuilt_libraries_are_used(tmp_path: Path) -> None:
     folder = tmp_path / "prebuilt"
     folder.mkdir()
-    names = ["_C_cpu.abi3.so", "_C_cuda.abi3.so", "_build_info.json"]
-    for name in names:
+    for name in LIBRARIES:
         (folder / name).touch()
     run = Run(tmp_path, "doctor", PREBUILT=str(folder))
-    output, _ = run.process.communicate(timeout=PATIENCE_S)
-    assert run.results() == {"build": "passed", "doctor": "passed"}, output
-    assert not any(line.startswith("setup.py") for line in run.log())
-    (here,) = {line for line in output.splitlines() if line.startswith("in use:")}
-    assert set(names) < set(here.split())
+    output = run.finish()
+    assert run.parts() == {"libraries": "passed", "doctor": "passed"}, output
+    assert "in use: " + " ".join(sorted(LIBRARIES)) in run.log()
 
 
 @pytest.mark.process
-def test_prebuilt_libraries_that_do_not_load_are_compiled(tmp_path: Path) -> None:
-    folder = tmp_path / "prebuilt"
-    folder.mkdir()
-    for name in ("_C_cpu.abi3.so", "_C_cuda.other.so", "_build_info.json"):
-        (folder / name).touch()
-    run = Run(tmp_path, "operators", PREBUILT=str(folder), FAILING="-c import accumext")
-    output, _ = run.process.communicate(timeout=PATIENCE_S)
-    assert run.results() == {"build": "passed", "operators": "passed"}, output
-    assert f"the libraries in {folder} cannot be used; compiling" in output
-    assert any(line.startswith("setup.py") for line in run.log())
-    assert "_C_cuda.other.so" not in output
+def test_where_no_library_loads_it_is_compiled_on_first_use(tmp_path: Path) -> None:
+    run = Run(tmp_path, "operators", BROKEN="1")
+    output = run.finish()
+    assert run.process.returncode == 1, output
+    assert list(run.parts()) == ["libraries", "compile", "operators"]
+    assert run.parts()["operators"] == "passed"
+    assert [line.endswith("=jit") for line in run.programs()] == [False, True, True]
 
 
 @pytest.mark.process
-def test_the_log_has_what_the_parts_print(tmp_path: Path) -> None:
-    run = Run(tmp_path, "operators", FAILING="operators")
-    output, _ = run.process.communicate(timeout=PATIENCE_S)
-    log = (tmp_path / "results" / "fake-gpu.log").read_text()
-    for words in ("=== operators, at most", "much goes well", "words of the error"):
-        assert words in log
-        assert words in output
+def test_tests_are_those_that_need_a_gpu(tmp_path: Path) -> None:
+    run = Run(tmp_path, "tests")
+    run.finish()
+    (line,) = (line for line in run.programs() if "pytest" in line)
+    named = set(re.findall(r"\S+\.py", line))
+    need_one = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("tests/**/test_*.py")
+        if "skipif(not torch.cuda.is_available()" in path.read_text() and path != Path(__file__)
+    }
+    assert named == need_one
 
 
 def check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -232,16 +270,48 @@ def test_the_decoder_is_checked(tmp_path: Path) -> None:
     ]
     assert status == 0
     assert len(rows) == len(report["rows"])
-    kinds = {tuple(name.rsplit(": ", 1)) for name in rows}
-    calls = {call for call, _ in kinds}
-    assert kinds == {(call, name) for call in calls for name in gpu_decoder_cases.PRECISIONS}
+    calls = {name.rsplit(": ", 1)[0] for name in rows}
     for mode in gpu_decoder_cases.MODES:
         assert {mode, f"{mode}, eos", f"{mode}, lengths", f"captured, {mode}"} < calls
     assert {"memory, greedy", "memory, teacher"} < calls
     assert {f"greedy, B={batch}" for batch in (1, 63, 64, 65)} < calls
     dropped = [row for name, row in rows.items() if "dropout" in name]
-    assert len(dropped) == 2 * 5 * 5
+    assert len(dropped) == 2 * 5 * len(gpu_decoder_cases.TWO_PRECISIONS)
     assert all(row["same bits again"] for row in rows.values() if "same bits again" in row)
+
+
+def test_the_decoder_is_checked_in_the_order_of_worth() -> None:
+    rows = [name for name, _ in gpu_decoder.checks(torch.device("cpu"), quick=False)]
+    precisions: dict[str, list[str]] = {}
+    for row in rows:
+        precisions.setdefault(row.rsplit(": ", 1)[0], []).append(row.rsplit(": ", 1)[1])
+    names = list(precisions)
+    first = [
+        "greedy, V=50257, H=1024, B=32",
+        "captured, greedy",
+        "memory, greedy",
+        "greedy, B=1",
+        "greedy, all logits below 0, B=33",
+        "greedy, label smoothing",
+    ]
+    assert sorted(first, key=names.index) == first
+    assert names[0] == first[0]
+    for name in first[:-1]:
+        assert precisions[name] == list(gpu_decoder_cases.PRECISIONS)
+    assert precisions[first[-1]] == ["float64", "bf16 autocast"]
+    assert len(rows) < 400  # of 0.2 s each on a GPU
+
+
+@pytest.mark.parametrize("precision", gpu_decoder_cases.PRECISIONS)
+def test_all_logits_are_below_0_where_rows_say_so(precision: str) -> None:
+    cases = {name: case for name, case in gpu_decoder_cases.modes() if "below 0" in name}
+    assert [case.batch for case in cases.values()] == [16, 33, 64]
+    for case in cases.values():
+        check = gpu_decoder.Check(
+            case, gpu_decoder_cases.PRECISIONS[precision], torch.device("cpu")
+        )
+        found = check.run(contextlib.nullcontext())
+        assert check.plain(found, torch.float64).logits.max() < -40
 
 
 @pytest.mark.process

@@ -57,31 +57,32 @@ def head_call(
 def steps_call(
     kind: str, *, layers: int = 1, steps: int = 4, head: bool = True, narrow: bool = False,
     exps: bool = True, ends: bool = False, logit_rows: int = 32, around: bool = False,
-    own: bool = False,
+    own: bool = False, batch: int = BATCH, sampled: bool = True, bias: float = 0.0,
 ) -> Call:  # fmt: skip
     """Mixed feedback and dropout; with `ends`, some rows end; with `around`, dropout before and
-    behind the layers; with `own`, tokens are their own targets."""
+    behind the layers; with `own`, tokens are their own targets; `bias` is added to the head's."""
     dtype = torch.bfloat16 if narrow else torch.float32
-    gates, parts, shape = KINDS[kind] * UNITS, 2 if kind == "lstm" else 1, (steps, BATCH)
+    gates, parts, shape = KINDS[kind] * UNITS, 2 if kind == "lstm" else 1, (steps, batch)
     cell = []
     for layer in range(layers):
         for depth in (UNITS if layer else WIDTH, UNITS):
             cell.append(torch.randn(gates, depth).div(9).to(dtype))
         cell += [torch.randn(gates), torch.randn(gates)]
-    states = [torch.randn(steps + 1, BATCH, UNITS) for _ in range(layers * parts)]
+    states = [torch.randn(steps + 1, batch, UNITS) for _ in range(layers * parts)]
     inputs, teacher, targets, tokens = torch.randint(WORDS, (4, *shape)).unbind()
-    kept = torch.rand(steps, layers - 1, BATCH, UNITS) < 0.5 if layers > 1 else None
+    kept = torch.rand(steps, layers - 1, batch, UNITS) < 0.5 if layers > 1 else None
     masks = [torch.rand(*shape, size) < 0.5 if around else None for size in (WIDTH, UNITS)]
-    workspace = torch.zeros(WORDS, steps * BATCH, dtype=dtype).t()
+    workspace = torch.zeros(WORDS, steps * batch, dtype=dtype).t()
     results: list[Tensor | None] = [
-        workspace if exps else None, torch.zeros(3, steps * BATCH),
-        torch.zeros(steps * BATCH, dtype=torch.int64),
+        workspace if exps else None, torch.zeros(3, steps * batch),
+        torch.zeros(steps * batch, dtype=torch.int64),
     ]  # fmt: skip
     return Call("decode_steps", [
         torch.randn(WORDS, WIDTH), cell, states, list(KINDS).index(kind), kept, 2.0,
         masks[0], 2.0, masks[1], 2.0, inputs.clone(), teacher, torch.rand(shape) < 0.5,
         torch.ones(shape, dtype=torch.bool) if ends else None, 3 if ends else -1, 0,
-        _uniforms(*shape), 0.7, torch.randn(WORDS, UNITS).div(9).to(dtype), torch.randn(WORDS),
+        _uniforms(*shape) if sampled else None, 0.7,
+        torch.randn(WORDS, UNITS).div(9).to(dtype), torch.randn(WORDS) + bias,
         None if own else targets, tokens.clone(), *(results if head else [None] * 3), logit_rows,
         0, steps,
     ], 2)  # fmt: skip

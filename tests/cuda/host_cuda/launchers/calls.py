@@ -53,6 +53,9 @@ def windows(steps: int) -> Iterator[tuple[str, Call]]:
         for layers in (1, 3):
             options = {"layers": layers, "steps": steps, "narrow": True}
             yield f"{kind} {layers}", steps_call(kind, ends=True, **options)
+    for batch in (9, 17, 33):
+        options = {"batch": batch, "steps": steps, "narrow": True, "sampled": False}
+        yield f"gru 1, B={batch}, all logits below 0", steps_call("gru", bias=-50.0, **options)
 
 
 def apart(call: Call) -> bool:
