@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# What only a GPU can show, without a network, on kernels that were compiled before: two calls, first
-# and second, of less than nine minutes each, and in each what matters most comes first.
+# What only a GPU can show, without a network, on kernels that were compiled before: two calls,
+# first and second, of less than nine minutes each, and in each what matters most comes first.
 #
 #   tests/gpu.sh [FOLDER [first|second|PART...]]
 #
-# FOLDER, bench/results unless given, gets <gpu>_<first|second|PARTs>.tar.gz, written anew after every
-# part and when the run is ended: a log, and as JSON what checks and benchmarks have found so far.
-# PARTs are named at the end of this file. Each has a time limit, and one that fails keeps no other
-# from running. PREBUILT names a folder with what `python setup.py build_ext --inplace` has left in
-# accumext/backend of such a checkout, _C_cpu*.so, _C_cuda*.so and _build_info.json, which are copied
-# to the same place here; where no kernels load from there, they are compiled on first use. PYTHON
-# chooses the interpreter. Exit status: 0 if no part failed, 1 if one did, 2 without a GPU.
+# FOLDER, bench/results unless given, gets <gpu>_<first|second|PARTs>.tar.gz, written anew after
+# every part and when the run is ended: a log, and as JSON what checks and benchmarks have found so
+# far. PARTs are named at the end of this file. Each has a time limit, and one that fails keeps no
+# other from running. PREBUILT names a folder with the _C_cpu*.so, _C_cuda*.so and _build_info.json
+# that `python setup.py build_ext --inplace` leaves in accumext/backend, if not those of this
+# checkout. Kernels that do not load are compiled on first use. PYTHON chooses the interpreter.
+# Exit status: 0 if no part failed, 1 if one did, 2 without a GPU.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -31,22 +31,26 @@ PY
 ) || exit 2
 { read -r gpu; read -r machine; read -r programs; } <<<"$facts"
 mkdir -p "${1:-$root/bench/results}" && folder=$(cd "${1:-$root/bench/results}" && pwd) || exit 1
-[ -z "${PREBUILT:-}" ] || cp "$PREBUILT"/{_C_*.so,_build_info.json} "$root/accumext/backend" || exit 1
-cd "$root" || exit 1
 wanted=("${@:2}")
 run=${gpu}_$(IFS=- && echo "${wanted[*]:-all}")
 failed=0
 
-results=$(mktemp -d "${TMPDIR:-/tmp}/accumext-gpu.XXXXXX")
-log=$results/$run.log
+work=$(mktemp -d "${TMPDIR:-/tmp}/accumext-gpu.XXXXXX")
+results=$work/results tree=$work/tree log=$work/results/$run.log
+mkdir "$results" "$tree"
 archive() {  # what is there; the file is replaced as a whole
   (cd "$results" && tar -czf "$folder/.$run" --exclude='*.part' -- *)
   mv "$folder/.$run" "$folder/$run.tar.gz"
 }
-trap 'archive; kill $(jobs -pr) 2>/dev/null; rm -rf "$results"' EXIT
+trap 'archive; kill $(jobs -pr) 2>/dev/null; rm -rf "$work"' EXIT
 trap 'exit 143' HUP INT TERM
 
-export PYTHONPATH=$root:$root/tests PYTHONUNBUFFERED=1 ACCUMEXT_BACKEND=native
+cp -R "$root"/{accumext,csrc,tests,bench} "$tree"
+rm -f "$tree"/accumext/backend/{_C_*.so,_build_info.json}
+cp "${PREBUILT:-$root/accumext/backend}"/{_C_*.so,_build_info.json} "$tree/accumext/backend"
+cd "$tree" || exit 1
+
+export PYTHONPATH=$tree:$tree/tests PYTHONUNBUFFERED=1 ACCUMEXT_BACKEND=native
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}        # of the CPU's part in tests
 export PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin:$programs  # that of compute-sanitizer
 

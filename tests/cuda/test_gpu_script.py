@@ -77,9 +77,9 @@ class Run:
 
     def __init__(self, folder: Path, *what: str, **variables: str) -> None:
         self._results, self._log = folder / "results", folder / "log"
-        self.backend = folder / "checkout/accumext/backend"
         programs, tests = folder / "programs", folder / "checkout/tests"
-        for path in (programs, tests, self.backend):
+        backend = folder / "checkout/accumext/backend"
+        for path in (programs, tests, backend, folder / "checkout/csrc", folder / "checkout/bench"):
             path.mkdir(parents=True)
         shutil.copy(ROOT / "tests/gpu.sh", tests)
         for name, text in (
@@ -88,9 +88,8 @@ class Run:
         ):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        if "PREBUILT" not in variables:
-            for name in LIBRARIES:
-                (self.backend / name).touch()
+        for name in LIBRARIES if "PREBUILT" not in variables else ["_C_cuda.other.so"]:
+            (backend / name).touch()
         environment = {
             "PYTHON": str(programs / "interpreter"),
             "LOG": str(self._log),

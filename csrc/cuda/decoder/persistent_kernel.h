@@ -9,8 +9,8 @@ namespace accumext::cuda {
 
 using PersistentKernel = void (*)(PersistentCall, PersistentPlan, std::byte*);
 
-// Each has a file of its own, persistent_steps_<dtype>_<tiles>.cu: nvcc compiles no two kernels of
-// one file at the same time.
+// Compiled in persistent_steps_<kColumnTiles>.cu: nvcc compiles the kernels of one file one after
+// the other, and all eight would keep every build waiting.
 template <typename T, int kColumnTiles>
 PersistentKernel persistent_kernel();
 

@@ -1,16 +1,40 @@
 // The persistent kernel's launcher: a window of decoder steps without a launch per step.
 #pragma once
 
-#include "cuda/decoder/persistent_call.h"
+#include "cuda/decoder/persistent_kernel.h"
+#include "cuda/device.cuh"
 #include "cuda/enqueue.h"
 
 namespace accumext::cuda {
 
+template <typename T>
+PersistentKernel kernel_of(int64_t batch) {
+  if (batch <= 8) return persistent_kernel<T, 1>();
+  if (batch <= 16) return persistent_kernel<T, 2>();
+  if (batch <= 32) return persistent_kernel<T, 4>();
+  return persistent_kernel<T, 8>();
+}
+
+inline PersistentKernel kernel_of(const PersistentCall& call) {
+  if (call.operand == Dtype::kHalf) return kernel_of<__half>(call.batch);
+  return kernel_of<__nv_bfloat16>(call.batch);
+}
+
 // Whether the kernel takes this window on the queue's device. Nothing is launched, nothing waits.
-bool persistent_fits(const Queue& queue, const PersistentCall& call);
+inline bool persistent_fits(const Queue& queue, const PersistentCall& call) {
+  return persistent_plan(call, queue.limits(kernel_of(call))).blocks > 0;
+}
 
 // Runs the window, which must fit: scratch memory is taken from torch's allocator, its counters
 // become 0, and one kernel is launched. A CUDA graph may capture it.
-void launch_persistent(const Queue& queue, const PersistentCall& call);
+inline void launch_persistent(const Queue& queue, const PersistentCall& call) {
+  const PersistentKernel kernel = kernel_of(call);
+  const PersistentPlan plan = persistent_plan(call, queue.limits(kernel));
+  require(plan.blocks > 0);
+  const Tensor memory = queue.empty({plan.scratch_bytes}, torch::headeronly::ScalarType::Byte);
+  auto* const scratch = static_cast<std::byte*>(memory.data_ptr());
+  queue.clear(scratch, plan.zeroed);
+  queue.launch_together(kernel, plan.blocks, kBlockSize, plan.shared_bytes, call, plan, scratch);
+}
 
 }  // namespace accumext::cuda
