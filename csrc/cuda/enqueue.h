@@ -1,6 +1,4 @@
-// Where the kernels of a call go: its device and current stream. What launchers need of CUDA itself
-// stands here, so that they can also be compiled for the host: the test shim has a file of this
-// name.
+// Where the kernels of a call go: its device and current stream. Every kernel is launched here.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,8 +8,11 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "common/arguments.h"
@@ -19,47 +20,36 @@
 
 namespace accumext::cuda {
 
-inline cudaStream_t current_stream(int32_t device) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
-inline int multiprocessors(int32_t device) {
-  int count = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
-
 // Nothing here waits for the device, so a call may be captured in a CUDA graph.
 class Queue {
  public:
-  explicit Queue(int32_t device)
-      : device_(device), guard_(device), stream_(current_stream(device)) {}
+  explicit Queue(int32_t device) : device_(device), guard_(device) {
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
 
-  int multiprocessors() const { return cuda::multiprocessors(device_); }
+  cudaStream_t stream() const { return stream_; }
+  int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
 
   // kernel<<<blocks, threads>>>(arguments...), unless there are no blocks.
   template <typename... Parameters>
   void launch(void (*kernel)(Parameters...), int64_t blocks, int threads,
               const std::type_identity_t<Parameters>&... arguments) const {
-    if (blocks == 0) return;
-    kernel<<<blocks, threads, 0, stream_>>>(arguments...);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    if (blocks > 0) launch_with({}, kernel, blocks, threads, arguments...);
   }
 
-  // What the kernel may ask for where its blocks run at the same time.
+  // What the kernel may ask for where its blocks, of so many threads, run at the same time: all of
+  // a multiprocessor. From then on it may have that much shared memory on this device.
   template <typename... Parameters>
-  DeviceLimits limits(void (*kernel)(Parameters...)) const {
-    if (attribute(cudaDevAttrCooperativeLaunch) == 0) return {};
-    cudaFuncAttributes of_kernel;
-    STD_CUDA_CHECK(cudaFuncGetAttributes(&of_kernel, reinterpret_cast<const void*>(kernel)));
-    const int64_t shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    return {.blocks = multiprocessors(),
-            .shared_bytes = shared_bytes - static_cast<int64_t>(of_kernel.sharedSizeBytes),
-            .l2_bytes = attribute(cudaDevAttrL2CacheSize),
-            .capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
-                          attribute(cudaDevAttrComputeCapabilityMinor)};
+  DeviceLimits limits(void (*kernel)(Parameters...), int threads) const {
+    static std::mutex mutex;
+    static std::map<std::pair<int32_t, const void*>, DeviceLimits> found;
+    const std::pair key(device_, reinterpret_cast<const void*>(kernel));
+    const std::lock_guard lock(mutex);
+    const auto known = found.find(key);
+    if (known != found.end()) return known->second;
+    return found.emplace(key, asked_limits(key.second, threads)).first->second;
   }
 
   // The same with blocks that run at the same time, within `limits`.
@@ -67,12 +57,11 @@ class Queue {
   void launch_together(void (*kernel)(Parameters...), int64_t blocks, int threads,
                        int64_t shared_bytes,
                        const std::type_identity_t<Parameters>&... arguments) const {
-    const void* function = reinterpret_cast<const void*>(kernel);
-    STD_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(shared_bytes)));
-    void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
-    STD_CUDA_CHECK(cudaLaunchCooperativeKernel(function, dim3(static_cast<unsigned>(blocks)),
-                                               dim3(threads), pointers, shared_bytes, stream_));
+    cudaLaunchAttribute together{.id = cudaLaunchAttributeCooperative};
+    together.val.cooperative = 1;
+    launch_with(
+        {.dynamicSmemBytes = static_cast<size_t>(shared_bytes), .attrs = &together, .numAttrs = 1},
+        kernel, blocks, threads, arguments...);
   }
 
   // So many bytes become 0.
@@ -88,6 +77,34 @@ class Queue {
   }
 
  private:
+  template <typename... Parameters>
+  void launch_with(cudaLaunchConfig_t config, void (*kernel)(Parameters...), int64_t blocks,
+                   int threads, const Parameters&... arguments) const {
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(threads);
+    config.stream = stream_;
+    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+  }
+
+  DeviceLimits asked_limits(const void* kernel, int threads) const {
+    if (attribute(cudaDevAttrCooperativeLaunch) == 0) return {};
+    cudaFuncAttributes of_kernel;
+    STD_CUDA_CHECK(cudaFuncGetAttributes(&of_kernel, kernel));
+    const int shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) -
+                             static_cast<int>(of_kernel.sharedSizeBytes);
+    STD_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+    int resident = 0;  // blocks of a multiprocessor
+    STD_CUDA_CHECK(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, shared_bytes));
+    if (resident == 0) return {};
+    return {.blocks = multiprocessors(),
+            .shared_bytes = shared_bytes,
+            .l2_bytes = attribute(cudaDevAttrL2CacheSize),
+            .capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+                          attribute(cudaDevAttrComputeCapabilityMinor)};
+  }
+
   int attribute(cudaDeviceAttr which) const {
     int value = 0;
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device_));
@@ -96,7 +113,7 @@ class Queue {
 
   int32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;
-  cudaStream_t stream_;
+  cudaStream_t stream_ = nullptr;
 };
 
 }  // namespace accumext::cuda

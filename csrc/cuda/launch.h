@@ -17,16 +17,14 @@
 namespace accumext::cuda {
 
 // A call on a list of tensors, however many they are: launches go to the current stream of their
-// device. What it allocates may go once the kernels are enqueued, because the caching allocator
-// reuses memory in the order of the stream.
+// device.
 template <int kOperands>
 class Call {
  public:
   template <typename Operand>  // Span, Pair or NumberedPair
-  Call(const std::vector<Operand>& operands, int32_t device)
-      : device_(device), guard_(device), stream_(current_stream(device)) {
+  Call(const std::vector<Operand>& operands, int32_t device) : queue_(device) {
     const Packed<kOperands> packed(operands);
-    if (packed.chunks() > 0) memory_ = uploaded(packed.bytes(), device_, stream_);
+    if (packed.chunks() > 0) memory_ = uploaded(packed.bytes(), device, queue_.stream());
     table_ = packed.at(memory_.get());
   }
 
@@ -34,7 +32,7 @@ class Call {
 
   // Uninitialised memory of the device, in bytes.
   Tensor workspace(int64_t size) const {
-    return empty({size}, torch::headeronly::ScalarType::Byte);
+    return queue_.empty({size}, torch::headeronly::ScalarType::Byte);
   }
 
   // A 0-dim tensor, not yet set, for a norm of these operands: float64 if any of them is.
@@ -42,36 +40,26 @@ class Call {
   Tensor new_norm(const std::vector<Operand>& operands, Dtype Operand::* dtype) const {
     using torch::headeronly::ScalarType;
     const bool wide = norm_dtype(operands, dtype) == Dtype::kDouble;
-    return empty({}, wide ? ScalarType::Double : ScalarType::Float);
+    return queue_.empty({}, wide ? ScalarType::Double : ScalarType::Float);
   }
 
   // Launches a kernel that works chunk by chunk, unless all tensors are empty. As many blocks as
   // the device holds at once share the chunks.
   template <typename... Parameters>
   void for_chunks(void (*kernel)(Table<kOperands>, Parameters...),
-                  std::type_identity_t<Parameters>... arguments) const {
-    if (chunks() == 0) return;
-    const int64_t blocks = std::min<int64_t>(chunks(), kResidentBlocks * multiprocessors(device_));
-    kernel<<<blocks, kBlockSize, 0, stream_>>>(table_, arguments...);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+                  const std::type_identity_t<Parameters>&... arguments) const {
+    const int64_t resident = kResidentBlocks * queue_.multiprocessors();
+    queue_.launch(kernel, std::min(chunks(), resident), kBlockSize, table_, arguments...);
   }
 
   // Launches what follows from the partials of a norm.
   template <NormKind kKind>
   void finish(const Partial* partials, const Norm<kKind>& norm, const Outcome& outcome) const {
-    finish_kernel<<<1, kFinishThreads, 0, stream_>>>(partials, chunks(), norm, outcome);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    queue_.launch(finish_kernel<kKind>, 1, kFinishThreads, partials, chunks(), norm, outcome);
   }
 
  private:
-  Tensor empty(std::vector<int64_t> shape, torch::headeronly::ScalarType dtype) const {
-    const torch::stable::Device device(torch::headeronly::DeviceType::CUDA, device_);
-    return torch::stable::empty(shape, dtype, std::nullopt, device);
-  }
-
-  int32_t device_;
-  torch::stable::accelerator::DeviceGuard guard_;
-  cudaStream_t stream_;
+  Queue queue_;
   std::shared_ptr<const std::byte> memory_;
   Table<kOperands> table_;
 };

@@ -99,6 +99,13 @@ unsigned long long capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
+// Of no other stream ever, as its handle may be of a later one.
+unsigned long long id_of(cudaStream_t stream) {
+  unsigned long long id = 0;
+  STD_CUDA_CHECK(cudaStreamGetId(stream, &id));
+  return id;
+}
+
 struct Resident {
   std::byte* memory;
   std::string bytes;  // what is in it
@@ -146,7 +153,7 @@ class Shelf {
   std::unordered_map<std::string_view, ByAge::iterator, HashOfFirstBytes> by_bytes_;
 };
 
-using Key = std::tuple<int32_t, cudaStream_t, unsigned long long, size_t>;
+using Key = std::tuple<int32_t, unsigned long long, unsigned long long, size_t>;
 
 struct Shelves {
   std::mutex mutex;
@@ -174,7 +181,7 @@ std::shared_ptr<const std::byte> uploaded(const std::vector<std::byte>& content,
 
   Shelves& all = all_shelves();
   const std::lock_guard lock(all.mutex);
-  Shelf& shelf = all.shelves[{device, stream, capture, size}];
+  Shelf& shelf = all.shelves[{device, id_of(stream), capture, size}];
   std::shared_ptr<Resident> table = shelf.find(bytes);
   if (table == nullptr) {
     if (capture == 0) table = shelf.take_oldest(std::max(kTables, kShelfBytes / size));

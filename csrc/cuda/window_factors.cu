@@ -47,10 +47,7 @@ void window_factors_cuda(Tensor numbers, Tensor flags, TensorList main_grads,
   };
   if (norm) {
     const Scalar known = arguments.scalar(norm);
-    const torch::stable::accelerator::DeviceGuard guard(arguments.device_index());
-    close_window_kernel<<<1, 1, 0, current_stream(arguments.device_index())>>>(known, closing);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    return;
+    return Queue(arguments.device_index()).launch(close_window_kernel, 1, 1, known, closing);
   }
   const Call<1> call(spans, arguments.device_index());
   launch_norm(call, 2.0, Scalar{},

@@ -4,6 +4,7 @@
 
 #include "common/decode_call.h"
 #include "cuda/decoder/head.h"
+#include "cuda/decoder/look_up.cuh"
 #include "cuda/decoder/persistent_launch.h"
 #include "cuda/decoder/rnn_layer.h"
 

@@ -42,16 +42,6 @@ struct Lookup {
   }
 };
 
-// lookup.rows of so many tokens.
-//
-//   grid    rows    block   kBlockSize threads, over one row
-//   reads   tokens, int64, [rows]; of the table as many rows, any dtype; kept, bool, [rows, width]
-//   writes  lookup.rows, any dtype, [rows, width]
-inline __global__ void __launch_bounds__(kBlockSize)
-    look_up_kernel(Lookup lookup, const int64_t* tokens) {
-  lookup.copy(blockIdx.x, tokens[blockIdx.x], static_cast<int>(threadIdx.x), kBlockSize);
-}
-
 // What follows from the tokens of a step for the steps behind it. Pointers begin at the first of
 // the rows that a launch has.
 struct FeedBack {

@@ -1,5 +1,6 @@
 #include <optional>
 
+#include "cuda/decoder/clear_tokens.cuh"
 #include "cuda/decoder/head.h"
 
 namespace accumext::cuda {

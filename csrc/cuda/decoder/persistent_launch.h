@@ -22,14 +22,14 @@ inline PersistentKernel kernel_of(const PersistentCall& call) {
 
 // Whether the kernel takes this window on the queue's device. Nothing is launched, nothing waits.
 inline bool persistent_fits(const Queue& queue, const PersistentCall& call) {
-  return persistent_plan(call, queue.limits(kernel_of(call))).blocks > 0;
+  return persistent_plan(call, queue.limits(kernel_of(call), kBlockSize)).blocks > 0;
 }
 
 // Runs the window, which must fit: scratch memory is taken from torch's allocator, its counters
 // become 0, and one kernel is launched. A CUDA graph may capture it.
 inline void launch_persistent(const Queue& queue, const PersistentCall& call) {
   const PersistentKernel kernel = kernel_of(call);
-  const PersistentPlan plan = persistent_plan(call, queue.limits(kernel));
+  const PersistentPlan plan = persistent_plan(call, queue.limits(kernel, kBlockSize));
   require(plan.blocks > 0);
   const Tensor memory = queue.empty({plan.scratch_bytes}, torch::headeronly::ScalarType::Byte);
   auto* const scratch = static_cast<std::byte*>(memory.data_ptr());

@@ -1,6 +1,5 @@
 // The output layer behind its product: what each chunk of a row of logits says by itself, then what
-// follows for the row. Two launches, whatever the shape, and one to clear the tokens' exponentials
-// where these are the targets.
+// follows for the row. Two launches, whatever the shape.
 #pragma once
 
 #include <algorithm>
@@ -346,22 +345,6 @@ __global__ void __launch_bounds__(kBlockSize, kSoftmaxBlocks)
   with_type(rows.exps.dtype, [&](auto type) {
     write_exps<kCount>(call, rows, place, peak.value, place.slot - 1, place.slots - 1,
                        rows.exps.template as<decltype(type)>());
-  });
-}
-
-// exps of the tokens, which are their own targets: 0.
-//
-//   grid    as many blocks as have a thread per row    block   kBlockSize threads
-//   reads   tokens, int64, [rows]
-//   writes  an element of each row of exps, any dtype, [rows, columns]
-inline __global__ void __launch_bounds__(kBlockSize)
-    clear_tokens_kernel(AnyMatrix exps, Column<const int64_t> tokens, int64_t count,
-                        int64_t columns) {
-  const int64_t row = int64_t{blockIdx.x} * kBlockSize + threadIdx.x;
-  if (row >= count || tokens[row] >= columns) return;  // a row that has ended may have any padding
-  with_type(exps.dtype, [&](auto type) {
-    using exp_t = decltype(type);
-    *exps.as<exp_t>().at(row, tokens[row]) = rounded<exp_t>(0.0f);
   });
 }
 
