@@ -93,6 +93,21 @@ def closing() -> tuple[list[Any], dict[str, Any]]:
     }  # fmt: skip
 
 
+def product(dtype: torch.dtype, overwrite: bool) -> Operator:
+    """add_matmul of whole numbers, whose sums in float32 are exact."""
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-8, 9, shape).float()
+
+    def add(sums: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
+        sums.mul_(not overwrite).add_(left.float() @ right)
+
+    right = whole(72, 24)
+    right[0, 0] = 8.0  # by the largest magnitude a product of float16 is scaled
+    arguments = [whole(40, 24), whole(40, 72).to(dtype), right, overwrite]
+    return Operator(lambda: (arguments, {}), add, MAIN_GRADS)
+
+
 CLIP = {"max_norm": 5.0, "if_finite": True}
 MAIN_GRADS, NOTHING = slice(1), slice(0)
 
@@ -137,16 +152,22 @@ OPERATORS: dict[str, Operator] = {
     "decode_steps": of_the_decoder(steps_call("lstm", layers=2)),
     "rnn_backward": of_the_decoder(backward_call("lstm")),
 }
+# On a GPU these are torch's: products of half precision with sums in float32, which its oldest
+# version must have as well.
+PRODUCTS = {
+    f"add_matmul {dtype} {way}": product(dtype, way == "overwrite")
+    for dtype in (torch.bfloat16, torch.float16)
+    for way in ("add", "overwrite")
+}
 
 
-def check_operator(name: str, device: torch.device) -> Facts:
-    operator = OPERATORS[name]
+def check_operator(name: str, operator: Operator, device: torch.device) -> Facts:
     arguments, options = operator.arguments()
     there = tree_map(
         lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf,
         (arguments, options),
     )
-    packet, _, overload = name.partition(".")
+    packet, _, overload = name.split()[0].partition(".")
     op = getattr(getattr(torch.ops.accumext, packet), overload or "default")
     got = [op(*there[0], **there[1]), there[0][operator.written], there[1].get("found_inf")]
     want = [
@@ -163,8 +184,9 @@ def check_operator(name: str, device: torch.device) -> Facts:
 
 
 def operators(device: torch.device, quick: bool) -> Checks:
-    for name in _build.registered_ops("cuda"):  # one that has no row here is an error
-        yield name, lambda name=name: check_operator(name, device)
+    rows = {name: OPERATORS[name] for name in _build.registered_ops("cuda")}
+    for name, operator in (rows | PRODUCTS).items():
+        yield name, lambda row=(name, operator): check_operator(*row, device)
 
 
 PARTS = {

@@ -284,9 +284,24 @@ def sleeping_gpu():
     assert not awake.query(), "the host waited for the GPU"
 
 
+@pytest.fixture(scope="module")
+def driver_waits():
+    """Whether the driver lets the host wait where torch's allocator asks it for memory, as tables
+    do."""
+    torch.cuda.empty_cache()
+    try:
+        with sleeping_gpu():
+            torch.empty(2**25, dtype=torch.uint8, device=GPU)
+    except AssertionError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("tensors", [1, 64, 2000])
 @pytest.mark.parametrize("seen", [False, True], ids=["first_seen", "seen_before"])
-def test_no_call_waits(op, seen, tensors):
+def test_no_call_waits(op, seen, tensors, driver_waits):
+    if driver_waits and not seen:
+        pytest.skip("not run: on this machine the driver waits for kernels to give memory")
     first, second = mixed(tensors), mixed(tensors)
     op(*first)  # kernels are loaded and memory is taken at the first call
     with sleeping_gpu():

@@ -254,7 +254,8 @@ def check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.process
 def test_every_operator_of_the_gpu_is_checked(tmp_path: Path) -> None:
     status, report = check(tmp_path, "operators")
-    assert [row["name"] for row in report["rows"]] == _build.registered_ops("cuda")
+    expected = [*_build.registered_ops("cuda"), *gpu_checks.PRODUCTS]
+    assert [row["name"] for row in report["rows"]] == expected
     assert all(row["passed"] for row in report["rows"])
     assert status == 0
     assert report["backend"] == accumext.backend()
