@@ -1,27 +1,82 @@
-"""The decoder's launchers with their kernels on the host: its own tests through them, under
-sanitizers, and what they put on the device for a step. See host_cuda/launchers."""
+"""The launchers with their kernels on the host, on CUDA's runtime of host_cuda/launchers: the
+operators' own tests through them, under sanitizers, and what they put on the device."""
 
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from host_cuda import launchers
 from support.once import once
 from support.rnn_oracle import KINDS
 
+from accumext.backend import _build
+
 pytestmark = pytest.mark.build  # compiles the launchers
 
 # On a GPU all rows are named, live or not; these tests count those that are.
 COUNTS_ROWS = "test_ended_rows_are_not_pushed_through_the_head"
+TABLES = "cuda/host_cuda/launchers/tables.py"
 SELECTIONS = {
-    "decode_steps": ["test_decode_steps.py"],
-    "rnn_backward": ["test_rnn_backward.py"],
-    "head_forward": ["test_head_forward.py", "-k", "not frequencies"],
-    "decode_loss": ["test_decode_loss.py"],
-    "options": ["test_decode_loss_options.py", "-k", "everything_at_once or one_leaf"],
-    "truncation": ["test_decode_loss_truncation.py"],
-    "rnn_path": ["test_rnn_path.py", "-k", f"not {COUNTS_ROWS}"],
+    "decode_steps": ["decoder/test_decode_steps.py"],
+    "rnn_backward": ["decoder/test_rnn_backward.py"],
+    "head_forward": ["decoder/test_head_forward.py", "-k", "not frequencies"],
+    "decode_loss": ["decoder/test_decode_loss.py"],
+    "options": ["decoder/test_decode_loss_options.py", "-k", "everything_at_once or one_leaf"],
+    "truncation": ["decoder/test_decode_loss_truncation.py"],
+    "rnn_path": ["decoder/test_rnn_path.py", "-k", f"not {COUNTS_ROWS}"],
+    "accumulate": ["ops/test_accumulate.py"],
+    "clip": ["ops/test_unscale_check_clip_accumulate.py", "ops/test_clip_grad_norm.py"],
+    "norm": ["ops/test_norm.py"],
+    "scale": ["ops/test_scale.py"],
+    "copy_rounded": ["ops/test_copy_rounded.py"],
+    "window_factors": ["optimizer/test_factors.py"],
+    "overlap": ["ops/test_memory_overlap.py"],
+    "tables": [TABLES],
+}
+# Of upload_cache.cu and enqueue.h, each with the test that it fails and the words of the failure.
+MUTANTS = {
+    "allocates_in_the_capture": (
+        ("upload_cache.cu", "  const RelaxedCapture relaxed;\n  void* memory", "  void* memory"),
+        ("a_replay and first_seen and copy_rounded", "cudaErrorStreamCaptureUnsupported"),
+    ),
+    "waits_in_the_capture": (
+        ("upload_cache.cu", "  const RelaxedCapture relaxed;\n  cudaStream_t", "  cudaStream_t"),
+        ("a_replay and first_seen and copy_rounded", "cudaErrorStreamCaptureUnsupported"),
+    ),
+    "captures_the_upload": (
+        ("upload_cache.cu", "if (capture == 0) {\n      upload(", "if (true) {\n      upload("),
+        ("a_replay and first_seen and copy_rounded", "an operator of torch has lost its memory"),
+    ),
+    "a_table_for_graphs_and_calls": (
+        ("upload_cache.cu", "id_of(stream), capture, size", "id_of(stream), 0, size"),
+        ("the_table_of_a_graph and seen_before", "AssertionError"),
+    ),
+    "a_table_for_all_streams": (
+        ("upload_cache.cu", "id_of(stream), capture, size", "0, capture, size"),
+        ("test_streams_have and True", "SEGV"),
+    ),
+    "a_table_for_a_handle": (
+        (
+            "upload_cache.cu",
+            "id_of(stream), capture, size",
+            "reinterpret_cast<unsigned long long>(stream), capture, size",
+        ),
+        ("the_handle_of_one_that_is_gone", "AssertionError"),
+    ),
+    "leaves_an_error_behind": (
+        ("upload_cache.cu", "cudaGetLastError();", ";"),
+        ("no_memory and copy_rounded", "nobody has asked for cudaErrorMemoryAllocation"),
+    ),
+    "borrows_in_a_capture": (
+        ("upload_cache.cu", "if (memory == nullptr && capture == 0)", "if (memory == nullptr)"),
+        ("a_capture_where", "DID NOT RAISE"),
+    ),
+    "launches_on_the_default_stream": (
+        ("enqueue.h", "config.stream = stream_;", "config.stream = nullptr;"),
+        ("a_replay and first_seen and copy_rounded", "on another stream than torch's current one"),
+    ),
 }
 
 
@@ -32,14 +87,34 @@ def library(tmp_path_factory):
     return once(tmp_path_factory, "host-launchers", launchers.build) / "launchers.so"
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
-def test_the_decoders_tests_pass(library, selection):
-    name, *options = SELECTIONS[selection]
-    done = launchers.run(
+def tested(library, *arguments):
+    """What pytest says of files of tests/ by the launchers, with options behind them."""
+    paths = [f"tests/{name}" if name.endswith(".py") else name for name in arguments]
+    return launchers.run(
         library, "-m", "pytest", "-q", "-n0", "-p", "host_cuda.launchers.loaded", "-p",
-        "no:cacheprovider", f"tests/decoder/{name}", *options,
+        "no:cacheprovider", *paths,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_the_operators_tests_pass(library, selection):
+    done = tested(library, *SELECTIONS[selection])
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_seen(library, tmp_path, mutant):
+    (name, line, instead), (test, words) = MUTANTS[mutant]
+    csrc = shutil.copytree(_build.csrc(), tmp_path / "csrc")
+    text = (csrc / "cuda" / name).read_text(encoding="utf-8")
+    assert text.count(line) == 1
+    (csrc / "cuda" / name).write_text(text.replace(line, instead), encoding="utf-8")
+    source = csrc / "cuda" / ("scale.cu" if name.endswith(".h") else name)
+    changed = launchers.compiled(source, tmp_path, csrc)
+    others = [path for path in library.parent.glob("*.o") if path.name != changed.name]
+    done = tested(launchers.linked([changed, *others], tmp_path), TABLES, "-k", test)
+    assert done.returncode != 0
+    assert words in done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +151,12 @@ def test_a_window_of_the_persistent_kernel_is_one_launch(found):
     for two, five in found["whole"].values():
         assert two == five == {"kernels": 1}
     assert found["apart"] == []
+
+
+def test_a_window_is_decoded_step_by_step_where_its_blocks_do_not_fit(found):
+    """Of whose kernel a multiprocessor cannot hold a block."""
+    for name, counts in found["crowded"].items():
+        assert counts == found["counts"][name][0]
 
 
 def test_launches_of_a_call(found):

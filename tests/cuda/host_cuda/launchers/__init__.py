@@ -1,9 +1,9 @@
-"""The decoder's launchers of csrc/cuda and their kernels, compiled for the host: a library whose
-operators answer for tensors of the CPU.
+"""All launchers of csrc/cuda and their kernels, compiled for the host: a library whose operators
+answer for tensors of the CPU.
 
-A program that uses it runs in a Python of its own under AddressSanitizer and UBSan, and imports
-`host_cuda.launchers.loaded` first. `host.h` and `cuda/enqueue.h` are what the launchers find in
-place of CUDA.
+`runtime.cpp` is CUDA's runtime there and `torch.cpp` what torch has of a GPU; `host.h` comes
+before each launcher. A program that uses the library runs in a Python of its own under
+AddressSanitizer and UBSan, and imports `host_cuda.launchers.loaded` first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,8 +24,12 @@ from accumext.backend import _build
 
 FOLDER = Path(__file__).parent
 LIBRARY = "HOST_CUDA_LIBRARY"  # the variable that tells such a program where the library is
-BLOCKS_TOGETHER = "HOST_CUDA_BLOCKS_TOGETHER"  # of the stand-in for a GPU; 0, the default: none
 TIMEOUT_S = 590.0
+
+# Devices of runtime.cpp: an H100; 108 multiprocessors with 99 KB of shared memory; three of an
+# H100's; two, whose blocks do not wait for one another; two that have too few registers for the
+# persistent kernel.
+H100, SMALLER, SLICE, NOT_COOPERATIVE, CROWDED = range(5)
 
 
 def available() -> bool:
@@ -34,23 +39,32 @@ def available() -> bool:
 
 def build(folder: Path) -> Path:
     """Compile the library into `folder`."""
-    target = [flag for flag in _build.nvcc_flags() if flag.startswith(("-DUSE", "-DTORCH"))]
-    flags = [f"-I{FOLDER}", *host_cuda.FLAGS, *target, "-fPIC", "-fvisibility=hidden", "-w"]
-    flags += [f"-isystem{path}" for path in cpp_extension.include_paths()]
-    flags += ["-include", str(FOLDER / "host.h"), "-x", "c++"]
-
-    def compiled(source: Path) -> str:
-        target = folder / f"{source.stem}.o"
-        subprocess.run(
-            [*compiler(), *flags, "-c", str(source), "-o", str(target)], check=True, timeout=600
-        )
-        return str(target)
-
-    sources = [*_build.csrc().glob("cuda/decoder/*.cu"), FOLDER / "library.cpp"]
+    sources = [*_build.csrc().glob("cuda/**/*.cu"), *FOLDER.glob("*.cpp")]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(compiled, sources))
+        objects = pool.map(lambda source: compiled(source, folder, _build.csrc()), sources)
+        return linked(objects, folder)
+
+
+def compiled(source: Path, folder: Path, csrc: Path) -> Path:
+    """An object in `folder`, of a launcher in `csrc` or of what it meets here."""
+    # -I of another csrc comes before the one among FLAGS; -O0 saves more than the tests lose.
+    flags = [f"-I{csrc}", f"-I{FOLDER}", *host_cuda.FLAGS, "-O0"]
+    flags += ["-fPIC", "-fvisibility=hidden", "-w"]
+    flags += [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    flags += [flag for flag in _build.nvcc_flags() if flag.startswith("-DUSE")]
+    if source.suffix == ".cu":
+        flags += [flag for flag in _build.nvcc_flags() if flag.startswith("-DTORCH")]
+        flags += ["-include", str(FOLDER / "host.h"), "-x", "c++"]
+    target = folder / f"{source.stem}.o"
+    command = [*compiler(), *flags, "-c", str(source), "-o", str(target)]
+    subprocess.run(command, check=True, timeout=600)
+    return target
+
+
+def linked(objects: Iterable[Path], folder: Path) -> Path:
+    """The library of these objects, in `folder`."""
     library = folder / "launchers.so"
-    command = [*compiler(), "-shared", "-fsanitize=address,undefined", *objects]
+    command = [*compiler(), "-shared", "-fsanitize=address,undefined", *map(str, objects)]
     command += [f"-L{path}" for path in cpp_extension.library_paths()]
     command += ["-ltorch", "-ltorch_cpu", "-o", str(library)]
     subprocess.run(command, check=True, timeout=600)

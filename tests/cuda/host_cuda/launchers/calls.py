@@ -12,9 +12,8 @@ from support.decoder_calls import KINDS, Call, backward_call, head_call, steps_c
 from torch.profiler import ProfilerActivity, profile
 
 from host_cuda import ORDERS
-from host_cuda.launchers import loaded
+from host_cuda.launchers import CROWDED, H100, NOT_COOPERATIVE, SLICE, SMALLER, loaded
 
-BLOCKS = 3  # at the same time
 # Rounded operands with sums of some dozens of float32 in two orders; exponentials in bfloat16.
 CLOSE = 2.0**-7
 # Of torch's operators those that put nothing on a device.
@@ -58,15 +57,15 @@ def windows(steps: int) -> Iterator[tuple[str, Call]]:
         yield f"gru 1, B={batch}, all logits below 0", steps_call("gru", bias=-50.0, **options)
 
 
-def apart(call: Call) -> bool:
+def apart(call: Call, device: int) -> bool:
     """Whether the persistent kernel finds other tokens, or numbers far from those of the loop."""
     results = []
-    for blocks in (0, BLOCKS):
-        loaded.set_blocks_together(blocks)
+    for used in (NOT_COOPERATIVE, device):
+        loaded.use_device(used)
         copy = call.to("cpu")
         copy()
         results.append(copy.written)
-    loaded.set_blocks_together(0)
+    loaded.use_device(NOT_COOPERATIVE)
     return not all(torch.allclose(a, b, rtol=CLOSE, atol=CLOSE) for a, b in zip(*results))
 
 
@@ -98,14 +97,23 @@ def main() -> None:
     counts = {name: [enqueued(call)] for name, call in calls(steps=2)}
     for name, call in calls(steps=5):
         counts[name].append(enqueued(call))
-    loaded.set_blocks_together(BLOCKS)
+    loaded.use_device(SLICE)
     whole = {name: [enqueued(call)] for name, call in windows(steps=2)}
     for name, call in windows(steps=5):
         whole[name].append(enqueued(call))
-    loaded.set_blocks_together(0)
-    far = [name for name, call in windows(steps=4) if apart(call)]
+    far = [name for name, call in windows(steps=4) if apart(call, SLICE)]
+    name, call = next(windows(steps=2))
+    for device in (H100, SMALLER):
+        loaded.use_device(device)
+        whole[f"{name} on {device}"] = [enqueued(call)] * 2
+        if apart(call, device):
+            far.append(f"{name} on {device}")
+    loaded.use_device(CROWDED)
+    crowded = {f"{name.replace(' ', ' narrow ')} predicted": enqueued(call)}
+    loaded.use_device(NOT_COOPERATIVE)
     differing = [name for name, call in [*calls(steps=3), *others()] if differs(call)]
-    print(json.dumps({"counts": counts, "whole": whole, "apart": far, "differing": differing}))
+    found = {"counts": counts, "whole": whole, "crowded": crowded}
+    print(json.dumps({**found, "apart": far, "differing": differing}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,227 @@
+"""Lists of tensors on streams of the runtime on the host: what waits, tables and captures.
+
+pytest runs this with the launchers loaded: test_host_launchers.py, whose mutants fail here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from support import oracle
+from support.tensors import FLOAT_DTYPES, assert_bits
+from torch import Tensor
+
+import accumext
+from accumext import reference
+from host_cuda.launchers import H100, NOT_COOPERATIVE, SMALLER, loaded
+
+DTYPE_PAIRS = list(itertools.product(FLOAT_DTYPES, FLOAT_DTYPES))
+MANY = 1030  # lists: more than there are tables of the smallest size
+NO_LIMIT = 2**62
+
+
+class Lists(NamedTuple):
+    """Arguments of an operation, of every pair of dtypes."""
+
+    main_grads: list[Tensor]
+    grads: list[Tensor]
+    scale: Tensor
+    found_inf: Tensor
+    seed: Tensor
+
+    def to(self, other: Lists) -> None:
+        """Write these values there."""
+        for target, value in zip(other.written, self.written, strict=True):
+            target.copy_(value)
+
+    def copy(self) -> Lists:
+        lists = ([t.clone() for t in tensors] for tensors in (self.main_grads, self.grads))
+        return Lists(*lists, *(t.clone() for t in self[2:]))
+
+    @property
+    def written(self) -> list[Tensor]:
+        return [*self.main_grads, *self.grads, self.found_inf]
+
+
+def lists() -> Lists:
+    sizes = range(7, 7 + 41 * len(DTYPE_PAIRS), 41)
+    pairs = zip(sizes, DTYPE_PAIRS, strict=True)
+    both = [(oracle.dyadic([n], main), oracle.dyadic([n], grad)) for n, (main, grad) in pairs]
+    main_grads, grads = (list(tensors) for tensors in zip(*both, strict=True))
+    return Lists(main_grads, grads, torch.tensor(0.5), torch.zeros(()), torch.tensor(7))
+
+
+OPS: dict[str, Callable[..., Tensor | None]] = {
+    "accumulate_": lambda by, a: by.accumulate_(
+        a.main_grads, a.grads, inv_scale=a.scale, found_inf=a.found_inf
+    ),
+    "unscale_check_clip_accumulate_": lambda by, a: by.unscale_check_clip_accumulate_(
+        a.main_grads, a.grads, inv_scale=a.scale, max_norm=1e9, found_inf=a.found_inf
+    ),
+    "total_norm": lambda by, a: by.total_norm(a.grads, inv_scale=a.scale, found_inf=a.found_inf),
+    "scale_": lambda by, a: by.scale_(a.main_grads, a.scale),
+    "copy_rounded_": lambda by, a: by.copy_rounded_(
+        a.main_grads, a.grads, seed=a.seed, found_inf=a.found_inf
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def work_waits():
+    loaded.wait_for_operators(False)
+    yield
+    loaded.synchronize()
+    loaded.wait_for_operators(True)
+    loaded.set_free_memory(NO_LIMIT)
+    loaded.use_device(NOT_COOPERATIVE)
+
+
+@pytest.fixture(params=OPS)
+def op(request):
+    return OPS[request.param]
+
+
+def assert_results(op, got: Lists, norm: Tensor | None, before: Lists, times: int = 1) -> None:
+    for _ in range(times):
+        expected = op(reference, before)
+    assert_bits(got.written, before.written)
+    if norm is not None:
+        torch.testing.assert_close(norm, expected)
+
+
+def scale_many() -> None:
+    """A list of one element each, of which none is what it was when a table was kept for it."""
+    elements = torch.ones(MANY)
+    for element in elements.split(1):
+        accumext.scale_([element], 2.0)
+    loaded.synchronize()
+    assert torch.equal(elements, torch.full([MANY], 2.0))
+
+
+def test_work_waits_and_is_done_in_order(op):
+    arguments = lists()
+    before = arguments.copy()
+    for _ in range(2):
+        norm = op(accumext, arguments)
+        assert_bits(arguments.written, before.written)
+    loaded.synchronize()
+    assert_results(op, arguments, norm, before, times=2)
+
+
+def test_a_table_is_uploaded_once():
+    arguments = lists()
+    before = loaded.allocations()
+    norms = [accumext.total_norm(arguments.grads) for _ in range(3)]
+    assert loaded.allocations() == before + 1
+    loaded.synchronize()
+    assert len({norm.item() for norm in norms}) == 1
+    oracle.assert_norm(norms[0], arguments.grads)
+
+
+def test_more_lists_than_tables_are_kept():
+    """Their work waits while tables are written again."""
+    before = loaded.allocations()
+    elements = torch.ones(MANY)
+    for _ in range(2):
+        for element in elements.split(1):
+            accumext.scale_([element], 2.0)
+    assert loaded.allocations() <= before + 1024
+    loaded.synchronize()
+    assert torch.equal(elements, torch.full([MANY], 4.0))
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_streams_have_tables_of_their_own(last_first):
+    grads = lists().grads
+    norms = []
+    for stream in (loaded.Stream(), loaded.Stream()):
+        with stream:
+            norms.append(accumext.total_norm(grads))
+    loaded.synchronize(last_first=last_first)
+    for norm in norms:
+        oracle.assert_norm(norm, grads)
+
+
+def test_a_stream_may_have_the_handle_of_one_that_is_gone():
+    """Whose work, and what it reads, is still to be done."""
+    gone, (element,) = loaded.Stream(), torch.ones(1, 1)
+    with gone:
+        accumext.scale_([element], 2.0)
+    handle = gone.destroy()
+    later, elements = loaded.Stream(), torch.ones(MANY)
+    with later:
+        for other in elements.split(1):
+            accumext.scale_([other], 2.0)
+    assert later.destroy() == handle
+    loaded.synchronize(last_first=True)
+    assert torch.equal(element, torch.full([1], 2.0))
+    assert torch.equal(elements, torch.full([MANY], 2.0))
+
+
+def test_devices_have_tables_of_their_own():
+    grads = lists().grads
+    before = loaded.allocations()
+    for device in (H100, SMALLER):
+        loaded.use_device(device)
+        norm = accumext.total_norm(grads)
+        loaded.synchronize()
+        oracle.assert_norm(norm, grads)
+    assert loaded.allocations() == before + 2
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["first_seen", "seen_before"])
+def test_a_replay_has_the_bits_of_the_call(op, seen):
+    arguments, graph = lists(), loaded.Graph()
+    if seen:
+        op(accumext, arguments)
+        loaded.synchronize()
+    with graph:
+        norm = op(accumext, arguments)
+    for _ in range(2):
+        values = lists()
+        values.to(arguments)
+        graph.replay()
+        loaded.synchronize()
+        assert_results(op, arguments, norm, values)
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["first_seen", "seen_before"])
+def test_the_table_of_a_graph_is_not_written_again(seen):
+    graph, element = loaded.Graph(), torch.ones(1)
+    if seen:
+        with graph.stream:
+            accumext.scale_([element], 2.0)
+        loaded.synchronize()
+    with graph:
+        accumext.scale_([element], 2.0)
+    with graph.stream:
+        scale_many()
+    element.fill_(3.0)
+    graph.replay()
+    loaded.synchronize()
+    assert torch.equal(element, torch.full([1], 6.0))
+
+
+def test_a_list_where_the_device_has_no_memory(op):
+    loaded.set_free_memory(0)
+    arguments = lists()
+    before = arguments.copy()
+    for _ in range(2):
+        norm = op(accumext, arguments)
+    loaded.synchronize()
+    assert_results(op, arguments, norm, before, times=2)
+
+
+def test_a_capture_where_the_device_has_no_memory():
+    loaded.set_free_memory(0)
+    element, graph = torch.ones(1), loaded.Graph()
+    with graph, pytest.raises(RuntimeError, match="cudaErrorMemoryAllocation"):
+        accumext.scale_([element], 2.0)
+    loaded.set_free_memory(NO_LIMIT)
+    accumext.scale_([element], 2.0)  # no error is left for it
+    loaded.synchronize()
+    assert element.item() == 2.0
