@@ -323,7 +323,7 @@ def test_as_little_shared_memory_as_that(kernel, stages):
     go before there are fewer than four."""
     w = Window(kind=RNN_TANH, units=64, words=16 * 8 * 5, steps=2)
     passes, chunks = 2, 3  # of x and h
-    size = 2 * 8 * 32 * 8 * 4 + 8 * 1024 * stages + 1024  # products, stream, all else
+    size = 2 * 8 * 16 * 40 * 4 + 8 * 1024 * stages + 1024  # products, stream, all else
     resident = stages >= 4
     if resident:
         size += passes * chunks * 4 * 512

@@ -82,6 +82,18 @@ __device__ inline void copy_async(Octet* to, const void* from, int bytes,
 #endif
 }
 
+// The same of all 16.
+__device__ inline void copy_async(Octet* to, const void* from, [[maybe_unused]] uint64_t policy) {
+#ifdef __CUDACC__
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
+               :
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "l"(policy)
+               : "memory");
+#else
+  host_cuda::copy_async(to, from, sizeof(Octet));
+#endif
+}
+
 // The copies that the thread has begun since the last call are a group.
 __device__ inline void end_group() {
 #ifdef __CUDACC__

@@ -14,21 +14,11 @@ enum class Operand : int { kX, kH };
 
 // A block's share of the units of every layer, all gates of a unit together. It takes
 // `plan.units_per_pass` of them at a time: row `gate * units_per_pass + unit` of a pass is one gate
-// of one unit. The warps take chunks of the products' depth in turn and leave their parts in shared
-// memory, where advance() adds them up.
-template <typename T, int kColumnTiles>
+// of one unit. The warps of a tile of the batch take chunks of the products' depth in turn and
+// leave their parts in shared memory, where advance() adds them up.
+template <typename T, int kTiles>
 class PersistentCell {
  public:
-  __device__ explicit PersistentCell(const PersistentMemory& memory)
-      : memory_(memory),
-        call_(memory.call),
-        plan_(memory.plan),
-        gates_(gate_count_of(call_.kind)),
-        first_(share_begin(call_.units, blockIdx.x, plan_.blocks)),
-        end_(share_begin(call_.units, blockIdx.x + int64_t{1}, plan_.blocks)),
-        parts_(memory.in_shared<float>(plan_.hidden)),
-        biases_(memory.in_shared<float>(plan_.biases)) {}
-
   // Once, by all threads: biases, and weights if they stay, to shared memory.
   __device__ void load_weights() const {
     for (int layer = 0; layer < call_.layers; ++layer) {
@@ -51,91 +41,60 @@ class PersistentCell {
     }
   }
 
-  // The warps' parts of the product of a pass with x, or with h, of `step`. What a chunk needs of
-  // kAtOnce column tiles is read while that before it is multiplied.
+  // The warps' parts of the product of a pass with x, or with h, of `step`.
   __device__ void multiply(int layer, int pass, Operand operand, int64_t step) const {
-    const int64_t chunks = chunks_of(depth(layer, operand));
-    const Octet* kept = plan_.resident ? kept_octets(layer, pass, operand) : nullptr;
-    float sums[kRowTiles][kColumnTiles][4] = {};
-    Octet weight[kGroups];
-    Octet x[kAtOnce];
-    load_weight(weight, kept, layer, pass, operand, warp_index());
-    load_batch(x, 0, layer, operand, step, warp_index());
-#pragma unroll 1
-    for (int64_t chunk = warp_index(); chunk < chunks; chunk += kPersistentWarps) {
-      const int64_t next = chunk + kPersistentWarps;
-      Octet next_weight[kGroups];
-      load_weight(next_weight, kept, layer, pass, operand, next);
-#pragma unroll
-      for (int first = 0; first < kColumnTiles; first += kAtOnce) {
-        const bool last = first + kAtOnce == kColumnTiles;
-        Octet next_x[kAtOnce];
-        load_batch(next_x, last ? 0 : first + kAtOnce, layer, operand, step, last ? next : chunk);
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          if (2 * m >= plan_.cell_groups) break;
-#pragma unroll
-          for (int n = 0; n < kAtOnce; ++n) {
-            multiply_chunk<T>(sums[m][first + n], weight[2 * m], weight[2 * m + 1], x[n]);
-          }
-        }
-#pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) x[n] = next_x[n];
-      }
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) weight[group] = next_weight[group];
-    }
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (2 * m + half >= plan_.cell_groups) continue;
-        float* const row = part(operand, warp_index(), (2 * m + half) * kRowGroup + lane_row());
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; ++n) {
-          row[n * kTileColumns + 2 * lane_octet()] = sums[m][n][2 * half];
-          row[n * kTileColumns + 2 * lane_octet() + 1] = sums[m][n][2 * half + 1];
-        }
-      }
+    if (plan_.resident) {
+      const Octet* const kept = kept_octets(layer, pass, operand) + lane();
+      multiply<kInFlight>(layer, operand, step, [&](int chunk, int group) {
+        return kept[(chunk * plan_.cell_groups + group) * kWarpSize];
+      });
+    } else {
+      const OctetRows weight = weight_of(layer, operand);
+      multiply<kInFlight / 4>(layer, operand, step, [&](int chunk, int group) {
+        const int64_t row = row_of(pass, group * kRowGroup + lane_row());
+        return row < 0 ? Octet{} : weight.get(row, column_of(chunk));
+      });
     }
   }
 
-  // The states of a pass after `step`, from the parts of both products.
+  // The states of a pass after `step`, from the parts of both products. Neighbouring threads take
+  // neighbouring units.
   __device__ void advance(int layer, int pass, int64_t step) const {
-    const int64_t first = first_ + pass * plan_.units_per_pass;
-    for (int i = threadIdx.x; i < plan_.units_per_pass * plan_.width; i += kBlockSize) {
-      const int column = i % plan_.width;
-      const int64_t unit = first + i / plan_.width;
-      if (column < call_.batch && unit < end_) {
-        advance_unit(layer, pass, step, column, unit, i / plan_.width);
+    const int units = plan_.units_per_pass;
+    const int first = memory_.begin_unit + pass * units;
+    for (int i = threadIdx.x; i < units * kWidth; i += kBlockSize) {
+      const int b = i / units;
+      const int place = i % units;
+      if (b < call_.batch && first + place < memory_.end_unit) {
+        advance_unit(layer, pass, step, b, first + place, place);
       }
     }
   }
 
   // Rounded copies of the states before the window, and 0 around them; every block its share.
   __device__ void round_states() const {
-    const int64_t stride = plan_.operand_stride;
-    const int64_t size = plan_.width * stride;
+    const int64_t depth = chunks_of(call_.units) * kChunk;
     for (int layer = 0; layer < call_.layers; ++layer) {
-      for (int64_t i = blockIdx.x * int64_t{kBlockSize} + threadIdx.x; i < size;
+      for (int64_t i = blockIdx.x * int64_t{kBlockSize} + threadIdx.x; i < plan_.operand_size;
            i += plan_.blocks * int64_t{kBlockSize}) {
-        const int64_t b = i / stride;
-        const int64_t unit = i % stride;
+        const int b = static_cast<int>(i / depth);
+        const int unit = static_cast<int>(i % depth);
+        const int at = operand_place<kTiles>(b, unit);
         const bool exists = b < call_.batch && unit < call_.units;
-        memory_.operand(layer, call_.begin)[i] =
+        memory_.operand(layer, call_.begin)[at] =
             exists ? operand_bits<T>(state(call_.layer[layer].h, call_.begin, b, unit)) : 0;
-        memory_.operand(layer, call_.begin + 1)[i] = 0;
+        memory_.operand(layer, call_.begin + 1)[at] = 0;
         if (call_.dropout_mask != nullptr && layer + 1 < call_.layers)
-          memory_.dropped(layer)[i] = 0;
+          memory_.dropped(layer)[at] = 0;
       }
     }
   }
 
  private:
-  static constexpr int kRowTiles = kCellRows / kTileRows;
-
+  static constexpr int kWidth = kTiles * kTileRows;  // PersistentPlan::width
   static constexpr int kGroups = kCellRows / kRowGroup;
-  static constexpr int kAtOnce = kColumnTiles < 4 ? kColumnTiles : 4;
+  static constexpr int kSplits = kPersistentWarps / kTiles;  // of the depth: warps of equal tiles
+  static constexpr int kInFlight = 8;                        // chunks of x, of a warp
 
   __device__ static int gate_count_of(CellKind kind) {
     return kind == CellKind::kGru ? 3 : kind == CellKind::kLstm ? 4 : 1;
@@ -154,8 +113,8 @@ class PersistentCell {
   // The row of a weight that is row `row` of a pass; -1: none.
   __device__ int64_t row_of(int pass, int row) const {
     const int gate = row / plan_.units_per_pass;
-    const int64_t unit = first_ + int64_t{pass} * plan_.units_per_pass + row % plan_.units_per_pass;
-    return gate < gates_ && unit < end_ ? gate * call_.units + unit : -1;
+    const int unit = memory_.begin_unit + pass * plan_.units_per_pass + row % plan_.units_per_pass;
+    return gate < gates_ && unit < memory_.end_unit ? gate * call_.units + unit : -1;
   }
 
   // Octets that stay: [layers][passes][chunks of x, then of h][cell_groups][lanes].
@@ -171,7 +130,8 @@ class PersistentCell {
 
   __device__ float& bias(int layer, int pass, Operand operand, int row) const {
     const int rows = plan_.cell_groups * kRowGroup;
-    return biases_[((layer * plan_.passes + pass) * 2 + static_cast<int>(operand)) * rows + row];
+    return memory_.in_shared<float>(
+        plan_.biases)[((layer * plan_.passes + pass) * 2 + static_cast<int>(operand)) * rows + row];
   }
 
   __device__ void load_biases(int layer, int pass) const {
@@ -186,66 +146,120 @@ class PersistentCell {
     }
   }
 
-  // A warp's part of a row of a product: [width].
-  __device__ float* part(Operand operand, int warp, int row) const {
-    const int rows = plan_.cell_groups * kRowGroup;
-    const int warps = static_cast<int>(operand) * kPersistentWarps + warp;
-    return parts_ + (warps * rows + row) * plan_.width;
+  // A warp's part of a product: [kTileRows, part_stride], of the rows of its tile of the batch.
+  __device__ float* part(Operand operand, int warp) const {
+    const int parts = static_cast<int>(operand) * kPersistentWarps + warp;
+    return memory_.in_shared<float>(plan_.hidden) + parts * kTileRows * plan_.part_stride();
   }
 
-  // A chunk of the rows of a pass; nothing beyond the last chunk.
-  __device__ void load_weight(Octet (&weight)[kGroups], const Octet* kept, int layer, int pass,
-                              Operand operand, int64_t chunk) const {
-    if (chunk >= chunks_of(depth(layer, operand))) return;
-    const int column = column_of(chunk);
+  // A warp takes one tile of the batch and of its chunks every kSplits-th, kAtOnce of them at once:
+  // all of x is on its way before the first is multiplied.
+  template <int kAtOnce, typename Weight>  // Octet weight(int chunk, int group)
+  __device__ void multiply(int layer, Operand operand, int64_t step, const Weight& weight) const {
+    const int chunks = static_cast<int>(chunks_of(depth(layer, operand)));
+    const int groups = plan_.cell_groups;
+    float sums[kGroups][4] = {};
+#pragma unroll 1
+    for (int first = warp_index() / kTiles; first < chunks; first += kAtOnce * kSplits) {
+      Octet x[kAtOnce][2];
+      if (operand == Operand::kX && layer == 0) {
+        look_up(x, first);
+      } else {
+        load_states(x, states_of(layer, operand, step), first, chunks);
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int chunk = first + n * kSplits;
+        if (chunk >= chunks) break;
+        Octet of_chunk[kGroups];
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          if (group < groups) of_chunk[group] = weight(chunk, group);
+        }
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          if (group < groups) multiply_chunk<T>(sums[group], x[n], of_chunk[group]);
+        }
+      }
+    }
+    float* const to =
+        part(operand, warp_index()) + lane_row() * plan_.part_stride() + 2 * lane_octet();
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      weight[group] = {};
-      if (group >= plan_.cell_groups) continue;
-      if (kept != nullptr) {
-        weight[group] = kept[(chunk * plan_.cell_groups + group) * kWarpSize + lane()];
-      } else {
-        const int64_t row = row_of(pass, group * kRowGroup + lane_row());
-        if (row >= 0) weight[group] = weight_of(layer, operand).get(row, column);
+      if (group >= groups) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Vector<float, 2> pair;
+        for (int i = 0; i < 2; ++i) pair.set(i, sums[group][2 * half + i]);
+        write(to + half * kRowGroup * plan_.part_stride() + group * kRowGroup, pair);
       }
     }
   }
 
-  // A chunk of rows 8 n + g of the batch, n from `first` on; beyond B anything, for those sums are
-  // no one's. Nothing beyond the last chunk.
-  __device__ void load_batch(Octet (&x)[kAtOnce], int first, int layer, Operand operand,
-                             int64_t step, int64_t chunk) const {
-    if (chunk >= chunks_of(depth(layer, operand))) return;
-    const int row = first * kTileColumns + lane_row();
-    if (operand == Operand::kX && layer == 0) return look_up(x, row, column_of(chunk));
-    const uint16_t* from = memory_.operand(layer, step);
-    if (operand == Operand::kX) {
-      const bool drops = call_.dropout_mask != nullptr;
-      from = drops ? memory_.dropped(layer - 1) : memory_.operand(layer - 1, step + 1);
-    }
-    from += row * plan_.operand_stride + column_of(chunk);
+  __device__ static int tile() { return warp_index() % kTiles; }
+
+  // The rounded states that a product reads.
+  __device__ const uint16_t* states_of(int layer, Operand operand, int64_t step) const {
+    if (operand == Operand::kH) return memory_.operand(layer, step);
+    if (call_.dropout_mask != nullptr) return memory_.dropped(layer - 1);
+    return memory_.operand(layer - 1, step + 1);
+  }
+
+  // Of every kSplits-th chunk from `first` on; the last one once more beyond the end.
+  template <int kAtOnce>
+  __device__ static void load_states(Octet (&x)[kAtOnce][2], const uint16_t* states, int first,
+                                     int chunks) {
+    const Octet* const from = reinterpret_cast<const Octet*>(states) + lane();
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n, from += kTileColumns * plan_.operand_stride) {
-      x[n] = load_shared_between_blocks(reinterpret_cast<const Octet*>(from));
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int mine = first + n * kSplits;
+      const int chunk = mine < chunks ? mine : chunks - 1;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int place = (chunk * kTiles + tile()) * 2 + half;
+        x[n][half] = load_shared_between_blocks(from + place * kWarpSize);
+      }
     }
   }
 
-  __device__ static int column_of(int64_t chunk) {
-    return static_cast<int>(chunk) * kChunk + lane_octet() * kOctet;
-  }
+  __device__ static int column_of(int chunk) { return chunk * kChunk + lane_octet() * kOctet; }
 
-  __device__ void look_up(Octet (&x)[kAtOnce], int row, int column) const {
-    const AnyMatrix& table = call_.table;
-    with_type(table.dtype, [&](auto type) {
+  // The same of rows of the table; beyond B anything, for those sums are no one's.
+  template <int kAtOnce>
+  __device__ void look_up(Octet (&x)[kAtOnce][2], int first) const {
+    constexpr int kPart = kAtOnce < 4 ? kAtOnce : 4;  // of wide elements no more would have room
+    const int depth = static_cast<int>(call_.inputs);
+    const auto fed = [&](int half) {
+      const int b = tile() * kTileRows + half * kRowGroup + lane_row();
+      return memory_.row(b < call_.batch ? b : 0).fed;
+    };
+    const int64_t offsets[] = {fed(0) * call_.table.row_stride, fed(1) * call_.table.row_stride};
+    with_type(call_.table.dtype, [&](auto type) {
       using scalar_t = decltype(type);
-      const auto* data = static_cast<const scalar_t*>(table.data);
-      const auto from = [&](int n) {
-        const int64_t b = n * kTileColumns + row;
-        return data + memory_.row(b < call_.batch ? b : 0).fed * table.row_stride;
-      };
+      const auto* data = static_cast<const scalar_t*>(call_.table.data);
       const bool aligned = reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0 &&
-                           table.row_stride * sizeof(scalar_t) % kVectorBytes == 0;
-      rounded_octets<T, scalar_t>(x, from, column, static_cast<int>(call_.inputs), aligned);
+                           call_.table.row_stride * sizeof(scalar_t) % kVectorBytes == 0 &&
+                           depth % kOctet == 0;
+#pragma unroll
+      for (int part = 0; part < kAtOnce; part += kPart) {
+        const auto left = [&](int n) {
+          return depth - column_of(first + (part + n / 2) * kSplits);
+        };
+        const auto from = [&](int n) {
+          return data + offsets[n % 2] + (left(n) > 0 ? depth - left(n) : 0);
+        };
+        Octet rows[2 * kPart];
+        rounded_octets<T, scalar_t>(rows, from, left, aligned);
+#pragma unroll
+        for (int n = 0; n < kPart; ++n) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint32_t* const low = rows[2 * n].words + 2 * half;
+            const uint32_t* const high = rows[2 * n + 1].words + 2 * half;
+            x[part + n][half] = {low[0], high[0], low[1], high[1]};
+          }
+        }
+      }
     });
   }
 
@@ -254,7 +268,7 @@ class PersistentCell {
   }
 
   // One unit of a row of the batch; `place` among those of the pass.
-  __device__ void advance_unit(int layer, int pass, int64_t step, int b, int64_t unit,
+  __device__ void advance_unit(int layer, int pass, int64_t step, int b, int unit,
                                int place) const {
     const PersistentLayer& of = call_.layer[layer];
     const float h = state(of.h, step, b, unit);
@@ -263,8 +277,11 @@ class PersistentCell {
     if (memory_.row(b).live) {
       const auto sum = [&](Operand operand, int gate) {
         const int row = gate * plan_.units_per_pass + place;
-        float total = part(operand, 0, row)[b];
-        for (int warp = 1; warp < kPersistentWarps; ++warp) total += part(operand, warp, row)[b];
+        const int at = b % kTileRows * plan_.part_stride() + row;
+        float total = part(operand, b / kTileRows)[at];
+        for (int split = 1; split < kSplits; ++split) {
+          total += part(operand, split * kTiles + b / kTileRows)[at];
+        }
         return total + bias(layer, pass, operand, row);
       };
       const auto x = [&](int gate) { return sum(Operand::kX, gate); };
@@ -290,7 +307,7 @@ class PersistentCell {
     }
     state(of.h, step + 1, b, unit) = next;
     if (of.c != nullptr) state(of.c, step + 1, b, unit) = c;
-    const int64_t at = b * plan_.operand_stride + unit;
+    const int at = operand_place<kTiles>(b, unit);
     memory_.operand(layer, step + 1)[at] = operand_bits<T>(next);
     if (call_.dropout_mask != nullptr && layer + 1 < call_.layers) {
       const int64_t of_step = (step * (call_.layers - 1) + layer) * call_.batch + b;
@@ -299,13 +316,10 @@ class PersistentCell {
     }
   }
 
-  const PersistentMemory& memory_;
-  const PersistentCall& call_;
-  const PersistentPlan& plan_;
-  int gates_;
-  int64_t first_, end_;  // units
-  float* parts_;
-  float* biases_;
+  const PersistentMemory& memory_ = PersistentMemory::of_block();
+  const PersistentCall& call_ = memory_.call;
+  const PersistentPlan& plan_ = memory_.plan;
+  int gates_ = gate_count_of(call_.kind);
 };
 
 }  // namespace accumext::cuda

@@ -16,31 +16,25 @@ struct StreamPosition {
 
 // A warp's rows of the head's weight on their way into shared memory, chunk after chunk of task
 // after task, step after step: the first stages of a step are on their way before the hidden states
-// are known. A task is kTiles times kTileRows rows; a warp's tasks are `first`, every
+// are known. A task is kGroups times kRowGroup rows; a warp's tasks are `first`, every
 // kPersistentWarps-th from there, before `end`. Each lane copies what it will itself multiply, so
 // that no thread waits for another.
-template <int kTiles>
+template <int kGroups>
 class WeightStream {
  public:
-  static constexpr int kTaskRows = kTiles * kTileRows;
+  static constexpr int kTaskRows = kGroups * kRowGroup;  // PersistentPlan::task_rows
 
-  __device__ WeightStream(const PersistentMemory& memory, const StreamPosition& position)
-      : weight_(memory.call.head, memory.call.vocabulary, memory.call.units),
-        octets_(memory.in_shared<Octet>(memory.plan.stream) +
-                warp_index() * memory.plan.stages * kStage + lane()),
-        stages_(memory.plan.stages),
-        chunks_(static_cast<int>(chunks_of(memory.call.units))),
-        policy_(cache_policy(memory.plan.kept)),
-        first_(first_task(memory)),
-        end_(end_task(memory)),
-        position_(position) {}
+  __device__ explicit WeightStream(const StreamPosition& position) : position_(position) {
+    find_task();
+  }
 
   // The first stages of the first step.
-  __device__ static StreamPosition begin(const PersistentMemory& memory) {
-    const int first = first_task(memory);
-    const bool any = first < end_task(memory);
-    const int steps = any ? static_cast<int>(memory.call.end - memory.call.begin) : 0;
-    WeightStream stream(memory, {steps, first, 0, 0});
+  __device__ static StreamPosition begin() {
+    WeightStream stream({0, 0, 0, 0});
+    const PersistentCall& call = stream.memory_.call;
+    const bool any = stream.first_ < stream.end_;
+    stream.position_ = {any ? static_cast<int>(call.end - call.begin) : 0, stream.first_, 0, 0};
+    stream.find_task();
     for (int stage = 0; stage < stream.stages_; ++stage) stream.copy_next();
     return stream.position_;
   }
@@ -49,26 +43,30 @@ class WeightStream {
   __device__ int end() const { return end_; }
   __device__ const StreamPosition& position() const { return position_; }
 
-  // The oldest chunk: rows g and g + 8 of each tile.
-  __device__ void take(Octet (&low)[kTiles], Octet (&high)[kTiles]) const {
+  // The oldest chunk, an octet of each group's row g; the next one takes its place.
+  __device__ void take(Octet (&octets)[kGroups]) {
     wait();
-    const Octet* const octets = octets_ + position_.stage * kStage;
+    const Octet* const from = octets_ + position_.stage * kStage;
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      low[tile] = octets[2 * tile * kWarpSize];
-      high[tile] = octets[(2 * tile + 1) * kWarpSize];
-    }
+    for (int group = 0; group < kGroups; ++group) octets[group] = from[group * kWarpSize];
+    copy_next();
   }
 
-  // What has been taken is used up: the next chunk takes its place.
+ private:
+  static constexpr int kStage = kGroups * kWarpSize;  // octets
+
   __device__ void copy_next() {
     if (position_.steps > 0) {
-      Octet* const octets = octets_ + position_.stage * kStage;
-      const int64_t row = int64_t{position_.task} * kTaskRows + lane_row();
-      const int column = position_.chunk * kChunk + lane_octet() * kOctet;
+      Octet* const to = octets_ + position_.stage * kStage;
+      if (position_.chunk < whole_chunks_) {
+        const uint16_t* from = next_;
 #pragma unroll
-      for (int group = 0; group < 2 * kTiles; ++group) {
-        weight_.copy(octets + group * kWarpSize, row + group * kRowGroup, column, policy_);
+        for (int group = 0; group < kGroups; ++group, from += group_step_) {
+          copy_async(to + group * kWarpSize, from, policy_);
+        }
+        next_ += kChunk;
+      } else {
+        copy_part(to);
       }
       advance();
     }
@@ -76,185 +74,171 @@ class WeightStream {
     position_.stage = position_.stage + 1 == stages_ ? 0 : position_.stage + 1;
   }
 
- private:
-  static constexpr int kStage = kTiles * 2 * kWarpSize;  // octets
-
-  __device__ static int first_task(const PersistentMemory& memory) {
-    return memory.begin_word / kTaskRows + warp_index();
-  }
-
-  __device__ static int end_task(const PersistentMemory& memory) {
-    return (memory.end_word + kTaskRows - 1) / kTaskRows;
+  // Of a chunk that has rows or columns beyond the weight's, or is not aligned.
+  __device__ void copy_part(Octet* to) const {
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      weight_.copy(to + group * kWarpSize, row() + group * kRowGroup,
+                   position_.chunk * kChunk + lane_octet() * kOctet, policy_);
+    }
   }
 
   __device__ void advance() {
     if (++position_.chunk < chunks_) return;
     position_.chunk = 0;
     position_.task += kPersistentWarps;
-    if (position_.task < end_) return;
-    position_.task = first_;
-    --position_.steps;
+    if (position_.task >= end_) {
+      position_.task = first_;
+      --position_.steps;
+    }
+    find_task();
   }
 
-  // The number of later groups is part of the instruction.
+  __device__ int64_t row() const { return int64_t{position_.task} * kTaskRows + lane_row(); }
+
+  __device__ void find_task() {
+    next_ = weight_.at(row(), position_.chunk * kChunk + lane_octet() * kOctet);
+    whole_chunks_ = weight_.whole_chunks(int64_t{position_.task} * kTaskRows, kTaskRows);
+  }
+
+  // For the oldest chunk, or one that follows it: how many may be missing is part of the
+  // instruction.
   __device__ void wait() const {
-    static_assert(kMaxStages == 8);
-    switch (stages_) {
-      case 2:
-        return wait_for_group<1>();
-      case 3:
-        return wait_for_group<2>();
-      case 4:
-        return wait_for_group<3>();
-      case 5:
-        return wait_for_group<4>();
-      case 6:
-        return wait_for_group<5>();
-      case 7:
-        return wait_for_group<6>();
-      default:
-        return wait_for_group<7>();
+    if (stages_ >= 7) {
+      wait_for_group<6>();
+    } else if (stages_ >= 4) {
+      wait_for_group<3>();
+    } else {
+      wait_for_group<kMinStages - 1>();
     }
   }
 
-  OctetRows weight_;
-  Octet* octets_;
-  int stages_, chunks_;
-  uint64_t policy_;
-  int first_, end_;  // tasks
+  const PersistentMemory& memory_ = PersistentMemory::of_block();
+  const OctetRows weight_{memory_.call.head, memory_.call.vocabulary, memory_.call.units};
+  const int64_t group_step_ = kRowGroup * weight_.stride();
+  const int stages_ = memory_.plan.stages;
+  const int chunks_ = static_cast<int>(chunks_of(memory_.call.units));
+  const uint64_t policy_ = cache_policy(memory_.plan.kept);
+  const int first_ = memory_.begin_word / kTaskRows + warp_index();  // tasks
+  const int end_ = (memory_.end_word + kTaskRows - 1) / kTaskRows;
+  Octet* const octets_ =
+      memory_.in_shared<Octet>(memory_.plan.stream) + warp_index() * stages_ * kStage + lane();
   StreamPosition position_;
+  const uint16_t* next_;  // of the next chunk the lane's octet in the first group
+  int whole_chunks_;      // of the next chunk's task
 };
 
 // A block's share of the vocabulary. Its warps take tasks in turn.
-template <typename T, int kColumnTiles>
+template <typename T, int kTiles>
 class PersistentHead {
  public:
-  static constexpr int kTiles = kColumnTiles == 8 ? 2 : 1;  // PersistentPlan::row_tiles
-
-  __device__ explicit PersistentHead(const PersistentMemory& memory)
-      : memory_(memory), call_(memory.call), plan_(memory.plan) {}
+  static constexpr int kGroups = kTiles == 4 ? 4 : 2;  // kRowGroup rows each: plan.task_rows
 
   // The logits of a step and, of each row of the batch, this block's part of their statistics. The
   // states are h after the step. Takes the shared memory at `hidden`.
   __device__ StreamPosition predict(int64_t step, const StreamPosition& position) const {
     load_hidden(step);
-    WeightStream<kTiles> stream(memory_, position);
-    Statistics found[2] = {of_no_logits(), of_no_logits()};
-    const Octet* const hidden = memory_.in_shared<Octet>(plan_.hidden) +
-                                lane_row() * (plan_.hidden_stride / kOctet) + lane_octet();
+    WeightStream<kGroups> stream(position);
     const int chunks = static_cast<int>(chunks_of(call_.units));
+    Statistics found[kRows];
+#pragma unroll
+    for (Statistics& of_row : found) of_row = {-INFINITY, word_of(stream.first(), 0), 0.0f};
 #pragma unroll 1
     for (int task = stream.first(); task < stream.end(); task += kPersistentWarps) {
-      float sums[kTiles][kColumnTiles][4] = {};
+      float bias[kWords];
+      load_bias(bias, task);
+      float sums[kTiles][kGroups][4] = {};
+      const Octet* hidden = memory_.in_shared<Octet>(plan_.hidden) + lane();
 #pragma unroll 1
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        Octet low[kTiles], high[kTiles];
-        stream.take(low, high);
+      for (int chunk = 0; chunk < chunks; ++chunk, hidden += kTiles * 2 * kWarpSize) {
+        Octet weight[kGroups];
+        stream.take(weight);
 #pragma unroll
-        for (int n = 0; n < kColumnTiles; ++n) {
-          const Octet x = hidden[n * plan_.hidden_stride + chunk * (kChunk / kOctet)];
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const Octet x[] = {hidden[2 * tile * kWarpSize], hidden[(2 * tile + 1) * kWarpSize]};
 #pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            multiply_chunk<T>(sums[tile][n], low[tile], high[tile], x);
+          for (int group = 0; group < kGroups; ++group) {
+            multiply_chunk<T>(sums[tile][group], x, weight[group]);
           }
         }
-        stream.copy_next();
       }
-      keep(sums, task, found);
+      keep(sums, bias, task, found);
     }
     publish(step, found);
     return stream.position();
   }
 
  private:
-  static constexpr int kTaskRows = WeightStream<kTiles>::kTaskRows;
-  static constexpr int kWidth = kColumnTiles * kTileColumns;  // PersistentPlan::width
-  static constexpr int kShares =
-      kRowGroup / kColumnTiles;  // lanes of a warp that have equal columns
-  static constexpr int kParts = kPersistentWarps * kShares;  // of a row's statistics in a block
+  static constexpr int kTaskRows = WeightStream<kGroups>::kTaskRows;
+  static constexpr int kWidth = kTiles * kTileRows;  // PersistentPlan::width
+  static constexpr int kRows = 2 * kTiles;           // of the batch that a lane has sums of
+  static constexpr int kWords = 2 * kGroups;         // of a task
+
+  // The n-th of a lane's words of a task.
+  __device__ static int word_of(int task, int n) {
+    return task * kTaskRows + n / 2 * kRowGroup + 2 * lane_octet() + n % 2;
+  }
 
   __device__ void load_hidden(int64_t step) const {
-    const uint16_t* from = memory_.operand(call_.layers - 1, step + 1);
+    const auto* from = reinterpret_cast<const Octet*>(memory_.operand(call_.layers - 1, step + 1));
     Octet* const to = memory_.in_shared<Octet>(plan_.hidden);
-    const int octets = static_cast<int>(plan_.operand_stride / kOctet);
+    const int octets = static_cast<int>(plan_.operand_size / kOctet);
     const uint64_t policy = cache_policy(1.0f);
-    for (int i = threadIdx.x; i < kWidth * octets; i += kBlockSize) {
-      const int b = i / octets;
-      const int octet = i % octets;
-      copy_async(to + b * (plan_.hidden_stride / kOctet) + octet,
-                 from + b * plan_.operand_stride + octet * kOctet, sizeof(Octet), policy);
-    }
+    for (int i = threadIdx.x; i < octets; i += kBlockSize) copy_async(to + i, from + i, policy);
     end_group();
     wait_for_group<0>();
     __syncthreads();
   }
 
-  // Of the lane's sums the logits, and of its column tile what they come to.
-  __device__ void keep(const float (&sums)[kTiles][kColumnTiles][4], int task,
-                       Statistics (&found)[2]) const {
-    Statistics of_task[kColumnTiles][2];
+  // Of the lane's words of a task; -inf beyond the vocabulary, where there is no logit to be
+  // largest.
+  __device__ void load_bias(float (&bias)[kWords], int task) const {
+    with_type(call_.head_bias.dtype, [&](auto type) {
+      const auto* from = static_cast<const decltype(type)*>(call_.head_bias.data);
 #pragma unroll
-    for (auto& of_tile : of_task) of_tile[0] = of_tile[1] = of_no_logits();
-    int word = task * kTaskRows + lane_row();
-#pragma unroll
-    for (int group = 0; group < 2 * kTiles; ++group, word += kRowGroup) {
-      if (word >= memory_.end_word) continue;
-      const float bias = call_.head_bias.data == nullptr ? 0.0f : element(call_.head_bias, word);
-      float* const logits = memory_.logit(word, 2 * lane_octet());
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float z = sums[group / 2][n][group % 2 * 2 + i] + bias;
-          logits[n * kTileColumns + i] = z;
-          add(of_task[n][i], z, word);
-        }
+      for (int n = 0; n < kWords; ++n) {
+        const int word = word_of(task, n);
+        bias[n] = word >= memory_.end_word ? -INFINITY
+                  : from == nullptr        ? 0.0f
+                                           : load<float>(from[word]);
       }
-    }
-    scatter(of_task, found);
+    });
   }
 
-  // Lanes of equal columns share out the column tiles: lane 4 g + t is left with tile
-  // g % kColumnTiles, of as many rows g as have it in common.
-  template <int kCount>
-  __device__ static void scatter(const Statistics (&all)[kCount][2], Statistics (&found)[2]) {
-    if constexpr (kCount == 1) {
-      for (int i = 0; i < 2; ++i) found[i] = combined(found[i], all[0][i]);
-    } else {
-      constexpr int kHalf = kCount / 2;
-      const bool upper = lane_row() / kHalf % 2 != 0;
-      Statistics kept[kHalf][2];
+  // Of the lane's sums the logits, and of its rows of the batch what they come to.
+  __device__ void keep(const float (&sums)[kTiles][kGroups][4], const float (&bias)[kWords],
+                       int task, Statistics (&found)[kRows]) const {
+    int words[kWords];
 #pragma unroll
-      for (int n = 0; n < kHalf; ++n) {
+    for (int n = 0; n < kWords; ++n) words[n] = word_of(task, n);
+    float* const logits = memory_.logit(words[0], lane_row());
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const Statistics mine = chosen(upper, all[n + kHalf][i], all[n][i]);
-          const Statistics given = chosen(upper, all[n][i], all[n + kHalf][i]);
-          kept[n][i] = combined(mine, across(given, 4 * kHalf));
-        }
+    for (int row = 0; row < kRows; ++row) {
+      float z[kWords];
+#pragma unroll
+      for (int n = 0; n < kWords; ++n) {
+        z[n] = sums[row / 2][n / 2][row % 2 * 2 + n % 2] + bias[n];
+        logits[(words[n] - words[0]) * kWidth + row * kRowGroup] = z[n];
       }
-      scatter(kept, found);
+      add(found[row], z, words);
     }
   }
 
-  // The block's statistics of every row, from those of its lanes, in a fixed order.
-  __device__ void publish(int64_t step, const Statistics (&found)[2]) const {
-    Statistics* const parts = memory_.in_shared<Statistics>(plan_.hidden);  // [kParts, width]
+  // The block's statistics of every row, from those of its lanes and warps, in a fixed order.
+  __device__ void publish(int64_t step, Statistics (&found)[kRows]) const {
+    Statistics* const parts = memory_.in_shared<Statistics>(plan_.hidden);  // [width, warps]
     __syncthreads();
-    const int part = warp_index() * kShares + lane_row() / kColumnTiles;
-    const int first = lane_row() % kColumnTiles * kTileColumns + 2 * lane_octet();
-    for (int i = 0; i < 2; ++i) parts[part * kWidth + first + i] = found[i];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const Statistics all = combined_across<4>(found[row]);
+      const int b = row * kRowGroup + lane_row();
+      if (lane_octet() == 0) parts[b * kPersistentWarps + warp_index()] = all;
+    }
     __syncthreads();
-    constexpr int kThreads = kBlockSize / kWidth;  // that share a row
-    constexpr int kEach = kParts / kThreads;
-    const int b = threadIdx.x % kWidth;
-    Statistics* const mine = parts + threadIdx.x / kWidth * kEach * kWidth + b;
-    Statistics all = mine[0];
-    for (int i = 1; i < kEach; ++i) all = combined(all, mine[i * kWidth]);
-    mine[0] = all;
-    __syncthreads();
-    if (threadIdx.x < call_.batch) {
-      for (int i = 1; i < kThreads; ++i) all = combined(all, mine[i * kEach * kWidth]);
+    for (int i = threadIdx.x; i < kWidth * kPersistentWarps; i += kBlockSize) {
+      const Statistics all = combined_across<kPersistentWarps>(parts[i]);
+      const int b = i / kPersistentWarps;
+      if (i % kPersistentWarps > 0 || b >= call_.batch) continue;
       memory_.share(step, blockIdx.x, b) = {all.sum, all.sum, all.peak};
       if (memory_.begin_word < memory_.end_word) {
         atomicMax(memory_.keys(step) + b, key_of(all.peak, all.at));
@@ -262,9 +246,9 @@ class PersistentHead {
     }
   }
 
-  const PersistentMemory& memory_;
-  const PersistentCall& call_;
-  const PersistentPlan& plan_;
+  const PersistentMemory& memory_ = PersistentMemory::of_block();
+  const PersistentCall& call_ = memory_.call;
+  const PersistentPlan& plan_ = memory_.plan;
 };
 
 }  // namespace accumext::cuda

@@ -1,4 +1,4 @@
-// The persistent kernels: of a dtype of operands, and of batches of so many tiles of 8 rows.
+// The persistent kernels: of a dtype of operands, and of batches of so many tiles of 16 rows.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@ namespace accumext::cuda {
 
 using PersistentKernel = void (*)(PersistentCall, PersistentPlan, std::byte*);
 
-// Compiled in persistent_steps_<kColumnTiles>.cu: nvcc compiles the kernels of one file one after
-// the other, and all eight would keep every build waiting.
-template <typename T, int kColumnTiles>
+// Compiled in persistent_steps_<kTiles>.cu: nvcc compiles the kernels of one file one after
+// the other, and all of them would keep every build waiting.
+template <typename T, int kTiles>
 PersistentKernel persistent_kernel();
 
 }  // namespace accumext::cuda

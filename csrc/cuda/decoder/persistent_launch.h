@@ -9,10 +9,9 @@ namespace accumext::cuda {
 
 template <typename T>
 PersistentKernel kernel_of(int64_t batch) {
-  if (batch <= 8) return persistent_kernel<T, 1>();
-  if (batch <= 16) return persistent_kernel<T, 2>();
-  if (batch <= 32) return persistent_kernel<T, 4>();
-  return persistent_kernel<T, 8>();
+  if (batch <= 16) return persistent_kernel<T, 1>();
+  if (batch <= 32) return persistent_kernel<T, 2>();
+  return persistent_kernel<T, 4>();
 }
 
 inline PersistentKernel kernel_of(const PersistentCall& call) {

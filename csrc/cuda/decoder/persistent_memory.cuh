@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
 
 #include "cuda/decoder/instructions.cuh"
 #include "cuda/decoder/persistent_call.h"
@@ -11,27 +12,29 @@
 
 namespace accumext::cuda {
 
+// It lies in shared memory itself: an outlined function cannot reach the arguments of the kernel
+// but through the caches, which every meeting of the blocks empties.
 struct PersistentMemory {
-  const PersistentCall& call;
-  const PersistentPlan& plan;
+  PersistentCall call;
+  PersistentPlan plan;
   std::byte* scratch;
-  std::byte* shared;
-  int begin_word, end_word;  // of the block's share of the vocabulary
+  int begin_word, end_word;  // the block's share of the vocabulary
+  int begin_unit, end_unit;  // of the units of every layer
 
-  __device__ PersistentMemory(const PersistentCall& call, const PersistentPlan& plan,
-                              std::byte* scratch)
-      : call(call),
-        plan(plan),
-        scratch(scratch),
-        shared(shared_memory()),
-        begin_word(first_word(blockIdx.x)),
-        end_word(first_word(blockIdx.x + int64_t{1})) {}
+  // Of the block, once all threads have called set_up().
+  __device__ static const PersistentMemory& of_block() { return *place(); }
+
+  __device__ static void set_up(const PersistentCall& call, const PersistentPlan& plan,
+                                std::byte* scratch) {
+    if (threadIdx.x == 0) new (place()) PersistentMemory(call, plan, scratch);
+    __syncthreads();
+  }
 
   // --- shared: of this block alone ---
 
   template <typename V>
   __device__ V* in_shared(int64_t place) const {
-    return reinterpret_cast<V*>(shared + place);
+    return reinterpret_cast<V*>(shared_memory() + place);
   }
 
   __device__ PersistentRow& row(int64_t b) const { return in_shared<PersistentRow>(plan.rows)[b]; }
@@ -43,15 +46,14 @@ struct PersistentMemory {
     return reinterpret_cast<V*>(scratch + place);
   }
 
-  // h of a layer before `step`, rounded: [width, operand_stride], 0 beyond B and H.
+  // h of a layer before `step`, rounded, in the order of operand_place(); 0 beyond B and H.
   __device__ uint16_t* operand(int layer, int64_t step) const {
-    const int64_t copy = layer * 2 + step % 2;
-    return in_scratch<uint16_t>(plan.operands) + copy * plan.width * plan.operand_stride;
+    return in_scratch<uint16_t>(plan.operands) + (layer * 2 + step % 2) * plan.operand_size;
   }
 
-  // h of a layer after the step, with units dropped and rounded: [width, operand_stride].
+  // h of a layer after the step, with units dropped and rounded, in the same order.
   __device__ uint16_t* dropped(int layer) const {
-    return in_scratch<uint16_t>(plan.dropped) + int64_t{layer} * plan.width * plan.operand_stride;
+    return in_scratch<uint16_t>(plan.dropped) + layer * plan.operand_size;
   }
 
   // Of each row its largest logit and the lowest word that has it, as key_of() packs them: [width].
@@ -64,7 +66,8 @@ struct PersistentMemory {
     return in_scratch<PersistentShare>(plan.shares)[first + b];
   }
 
-  __device__ float* logit(int64_t word, int64_t b) const {  // of [V, width]
+  // Of [V, width], and of words up to the end of the last task.
+  __device__ float* logit(int64_t word, int64_t b) const {
     return in_scratch<float>(plan.logits) + word * plan.width + b;
   }
 
@@ -72,9 +75,8 @@ struct PersistentMemory {
 
   // Where a block's share of the vocabulary begins.
   __device__ int first_word(int64_t block) const {
-    const int rows = kTileRows * plan.row_tiles;
-    const int64_t tasks = (call.vocabulary + rows - 1) / rows;
-    const int64_t word = share_begin(tasks, block, plan.blocks) * rows;
+    const int64_t tasks = (call.vocabulary + plan.task_rows - 1) / plan.task_rows;
+    const int64_t word = share_begin(tasks, block, plan.blocks) * plan.task_rows;
     return static_cast<int>(word < call.vocabulary ? word : call.vocabulary);
   }
 
@@ -84,6 +86,25 @@ struct PersistentMemory {
   // Where the call keeps a row's results: of [(end - begin) B].
   __device__ int64_t result(int64_t step, int64_t b) const {
     return (step - call.begin) * call.batch + b;
+  }
+
+ private:
+  __device__ PersistentMemory(const PersistentCall& call, const PersistentPlan& plan,
+                              std::byte* scratch)
+      : call(call),
+        plan(plan),
+        scratch(scratch),
+        begin_word(first_word(blockIdx.x)),
+        end_word(first_word(blockIdx.x + int64_t{1})),
+        begin_unit(static_cast<int>(share_begin(call.units, blockIdx.x, plan.blocks))),
+        end_unit(static_cast<int>(share_begin(call.units, blockIdx.x + int64_t{1}, plan.blocks))) {}
+
+  __device__ static PersistentMemory* place() {
+    struct alignas(16) Room {
+      std::byte bytes[sizeof(PersistentMemory)];
+    };
+    __shared__ Room room;
+    return reinterpret_cast<PersistentMemory*>(room.bytes);
   }
 };
 

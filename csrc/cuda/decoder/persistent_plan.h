@@ -13,11 +13,10 @@ namespace accumext::cuda {
 
 constexpr int kMaxPersistentBatch = 64;
 constexpr int kPersistentWarps = 8;
-constexpr int kTileRows = 16;    // of a weight that one tensor-core operation multiplies
-constexpr int kTileColumns = 8;  // rows of the batch that it multiplies them with
-constexpr int kChunk = 32;       // elements of a row that a warp multiplies at once
-constexpr int kRowGroup = 8;     // rows of a weight that the lanes of a warp hold an octet of
-constexpr int kCellRows = 32;    // of a cell's weights: as many as a warp has sums for
+constexpr int kTileRows = 16;  // of the batch that one tensor-core operation multiplies
+constexpr int kRowGroup = 8;   // rows of a weight that it multiplies them with
+constexpr int kChunk = 32;     // elements of a row that a warp multiplies at once
+constexpr int kCellRows = 32;  // of a cell's weights: as many as a warp has sums for
 constexpr int kMinStages = 2;
 constexpr int kMaxStages = 8;
 
@@ -46,16 +45,15 @@ struct PersistentRow {
 
 struct PersistentPlan {
   int blocks = 0;  // 0: the window does not fit
-  int width;       // B rounded up to 8, 16, 32 or 64
-  int row_tiles;   // that a warp multiplies at once with the hidden states
-  int stages;      // of the head's weight on their way to a warp
+  int width;       // B rounded up to 16, 32 or 64
+  int task_rows;   // of the head's weight that a warp multiplies at once with the hidden states
+  int stages;      // of that weight on their way to a warp
   bool resident;   // the cells' weights stay in shared memory
   // A block goes through its units `units_per_pass` at a time; the rows of their gates are padded
   // to `cell_groups` groups of kRowGroup.
   int passes, units_per_pass, cell_groups;
-  int64_t hidden_stride;   // elements from a row of the hidden states to the next
-  int64_t operand_stride;  // of the rounded copies in scratch memory; what is beyond H is 0
-  float kept;              // part of the head's weight that may stay in the L2 cache
+  int64_t operand_size;  // elements of a rounded copy of h: width rows of whole chunks
+  float kept;            // part of the head's weight that may stay in the L2 cache
 
   // In shared memory, bytes from its beginning. `hidden` is also where the warps' parts of the
   // cells' products and of the logits' statistics meet, each in its time.
@@ -65,6 +63,10 @@ struct PersistentPlan {
   int64_t arrived, keys, zeroed, sampled, operands, dropped, shares, logits, scratch_bytes;
 
   int gates_rows(CellKind kind) const { return gate_count(kind) * units_per_pass; }
+
+  // Floats from a row of the batch to the next in a warp's part of a product: an odd number of
+  // groups, so that a warp's accesses meet in no bank.
+  ACCUMEXT_HOST_DEVICE int part_stride() const { return (cell_groups | 1) * kRowGroup; }
 };
 
 inline int64_t pad_to(int64_t size, int64_t multiple) {
@@ -101,11 +103,11 @@ inline void lay_out_shared(const PersistentCall& call, PersistentPlan& plan) {
     octets += octets_of_pass(plan, l == 0 ? call.inputs : call.units, call.units);
   }
   plan.cells = room.take(plan.resident ? octets * plan.passes * 16 : 0);
-  const int64_t hidden = plan.width * plan.hidden_stride * 2;
-  const int64_t products = 2 * kPersistentWarps * plan.cell_groups * kRowGroup * plan.width * 4;
-  const int64_t statistics = kPersistentWarps * kRowGroup * kTileColumns * 12;
+  const int64_t hidden = plan.operand_size * 2;
+  const int64_t products = 2 * kPersistentWarps * kTileRows * plan.part_stride() * 4;
+  const int64_t statistics = kPersistentWarps * plan.width * 12;
   plan.hidden = room.take(std::max({hidden, products, statistics}));
-  plan.stream = room.take(kPersistentWarps * plan.stages * plan.row_tiles * 1024);
+  plan.stream = room.take(kPersistentWarps * plan.stages * plan.task_rows * kChunk * 2);
   plan.biases = room.take(call.layers * plan.passes * 2 * plan.cell_groups * kRowGroup * 4);
   plan.rows = room.take(plan.width * sizeof(PersistentRow));
   plan.meetings = room.take(8);
@@ -118,11 +120,11 @@ inline void lay_out_scratch(const PersistentCall& call, PersistentPlan& plan) {
   plan.keys = room.take(2 * plan.width * 8);
   plan.zeroed = room.size();
   plan.sampled = room.take(plan.width * 4);
-  const int64_t copy = plan.width * plan.operand_stride * 2;
+  const int64_t copy = plan.operand_size * 2;
   plan.operands = room.take(call.layers * 2 * copy);
   plan.dropped = room.take(call.dropout_mask == nullptr ? 0 : (call.layers - 1) * copy);
   plan.shares = room.take(2 * plan.blocks * plan.width * sizeof(PersistentShare));
-  plan.logits = room.take(call.vocabulary * plan.width * 4);
+  plan.logits = room.take(pad_to(call.vocabulary, plan.task_rows) * plan.width * 4);
   plan.scratch_bytes = room.size();
 }
 
@@ -154,19 +156,18 @@ inline PersistentPlan persistent_plan(const PersistentCall& call, const DeviceLi
   PersistentPlan plan{};
   if (device.capability < 80 || device.blocks < 1 || !persistent::takes(call)) return plan;
 
-  plan.width = kTileColumns;
+  plan.width = kTileRows;
   while (plan.width < call.batch) plan.width *= 2;
-  // With 64 columns a warp would wait for shared memory, were its hidden states not used twice.
-  plan.row_tiles = plan.width == 64 ? 2 : 1;
+  // With 64 rows a warp would wait for shared memory, were its hidden states not used twice as
+  // often.
+  plan.task_rows = (plan.width == 64 ? 4 : 2) * kRowGroup;
   const int gates = gate_count(call.kind);
   const int64_t units = (call.units + device.blocks - 1) / device.blocks;
   const int most = kCellRows / gates;
   plan.passes = static_cast<int>((units + most - 1) / most);
   plan.units_per_pass = static_cast<int>((units + plan.passes - 1) / plan.passes);
   plan.cell_groups = (plan.gates_rows(call.kind) + kRowGroup - 1) / kRowGroup;
-  plan.operand_stride = chunks_of(call.units) * kChunk;
-  // Two rows are 64 bytes apart in the banks: eight lanes then read them at once.
-  plan.hidden_stride = plan.operand_stride + (plan.operand_stride % 64 == 0 ? kChunk : 0);
+  plan.operand_size = plan.width * chunks_of(call.units) * kChunk;
   // Half of the cache is left to everything else.
   const double bytes = 2.0 * call.vocabulary * call.units;
   plan.kept = static_cast<float>(std::min(1.0, 0.5 * device.l2_bytes / bytes));

@@ -19,10 +19,6 @@ struct Statistics {
 };
 static_assert(sizeof(Statistics) == 12);  // persistent_plan.h
 
-// Those of no logits. Not default member initialisers: of an array of arrays of a class that has
-// some, nvcc (13.0 and 13.5) runs them for the first row alone.
-__device__ inline Statistics of_no_logits() { return {-INFINITY, INT_MAX, 0.0f}; }
-
 // Of two sets of logits together; of equals the first counts.
 __device__ inline Statistics combined(const Statistics& a, const Statistics& b) {
   const Peak<float> top = combined(Peak<float>{a.peak, a.at}, Peak<float>{b.peak, b.at});
@@ -32,24 +28,32 @@ __device__ inline Statistics combined(const Statistics& a, const Statistics& b) 
   return {top.value, top.at, scaled(a) + scaled(b)};
 }
 
-// The same with one more logit, that of a later word.
-__device__ inline void add(Statistics& to, float z, int word) {
-  if (z < to.peak) {
-    to.sum += std::exp(z - to.peak);
-  } else {
-    to = combined(to, {z, word, z == -INFINITY ? 0.0f : 1.0f});
+// The same with more logits, of later words in their order; without a branch, for lanes would take
+// both sides.
+template <int kCount>
+__device__ void add(Statistics& to, const float (&logits)[kCount], const int (&words)[kCount]) {
+  const float before = to.peak;
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    const bool above = !(logits[n] <= to.peak) && to.peak == to.peak;  // a NaN before any number
+    to.peak = above ? logits[n] : to.peak;
+    to.at = above ? words[n] : to.at;
   }
+  const float from = origin(to.peak);
+  to.sum *= std::exp(before - from);
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) to.sum += std::exp(logits[n] - from);
 }
 
-// By value, so that both stay in registers.
-__device__ inline Statistics chosen(bool first, const Statistics& a, const Statistics& b) {
-  return {first ? a.peak : b.peak, first ? a.at : b.at, first ? a.sum : b.sum};
-}
-
-// What the lane `distance` away has, where all lanes have called it.
-__device__ inline Statistics across(const Statistics& x, int distance) {
-  return {__shfl_xor_sync(kAllLanes, x.peak, distance), __shfl_xor_sync(kAllLanes, x.at, distance),
-          __shfl_xor_sync(kAllLanes, x.sum, distance)};
+// Of kLanes neighbouring lanes together. All lanes must call it.
+template <int kLanes>
+__device__ Statistics combined_across(Statistics all) {
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    all = combined(all, {__shfl_xor_sync(kAllLanes, all.peak, distance),
+                         __shfl_xor_sync(kAllLanes, all.at, distance),
+                         __shfl_xor_sync(kAllLanes, all.sum, distance)});
+  }
+  return all;
 }
 
 // A logit and its word in 64 bits: the larger logit, of equals the lower word, is the larger
@@ -84,9 +88,6 @@ __device__ inline float inverse_temperature(const PersistentCall& call) {
 // Draws tokens, and writes down what the loss needs, of a step that every block has predicted.
 class PersistentResults {
  public:
-  __device__ explicit PersistentResults(const PersistentMemory& memory)
-      : memory_(memory), call_(memory.call), plan_(memory.plan) {}
-
   // Of the block's logits of a step the sums that sample() reads, where the temperature is not 1.
   // Takes the shared memory at `hidden`.
   __device__ void temper(int64_t step) const {
@@ -207,9 +208,9 @@ class PersistentResults {
     }
   }
 
-  const PersistentMemory& memory_;
-  const PersistentCall& call_;
-  const PersistentPlan& plan_;
+  const PersistentMemory& memory_ = PersistentMemory::of_block();
+  const PersistentCall& call_ = memory_.call;
+  const PersistentPlan& plan_ = memory_.plan;
 };
 
 }  // namespace accumext::cuda

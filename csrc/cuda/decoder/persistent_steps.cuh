@@ -9,87 +9,75 @@
 namespace accumext::cuda {
 
 // What one block does. Its parts are outlined, so that each has all registers.
-template <typename T, int kColumnTiles>
+template <typename T, int kTiles>
 class PersistentSteps {
  public:
-  __device__ explicit PersistentSteps(const PersistentMemory& memory)
-      : memory_(memory),
-        call_(memory.call),
-        barrier_(memory.in_scratch<unsigned long long>(memory.plan.arrived),
-                 memory.in_shared<unsigned long long>(memory.plan.meetings)) {}
-
   __device__ void run() {
-    StreamPosition position = begin_stream(memory_);
-    prepare(memory_);
+    StreamPosition position = begin_stream();
+    prepare();
     barrier_.arrive();
     read_first_inputs();
     barrier_.wait();
-    multiply(memory_, 0, 0, Operand::kH, call_.begin);
+    multiply(0, 0, Operand::kH, call_.begin);
 #pragma unroll 1
     for (int64_t step = call_.begin; step < call_.end; ++step) {
       advance(step);
       clear_keys(step + 1);
-      position = predict(memory_, step, position);
-      if (call_.uniforms != nullptr && call_.temperature != 1.0) temper(memory_, step);
+      position = predict(step, position);
+      if (call_.uniforms != nullptr && call_.temperature != 1.0) temper(step);
       barrier_.arrive();
-      if (step + 1 < call_.end) multiply(memory_, 0, 0, Operand::kH, step + 1);
+      if (step + 1 < call_.end) multiply(0, 0, Operand::kH, step + 1);
       barrier_.wait();
       if (call_.uniforms != nullptr) {
-        sample(memory_, step);
+        sample(step);
         barrier_.arrive();
         barrier_.wait();
       }
       if (threadIdx.x < call_.batch) feed_back(step, threadIdx.x);
       __syncthreads();
     }
-    record(memory_, call_.end - 1);
+    record(call_.end - 1);
   }
 
  private:
-  using Cell = PersistentCell<T, kColumnTiles>;
-  using Head = PersistentHead<T, kColumnTiles>;
+  using Cell = PersistentCell<T, kTiles>;
+  using Head = PersistentHead<T, kTiles>;
 
-  __device__ __noinline__ static StreamPosition begin_stream(PersistentMemory memory) {
-    return WeightStream<Head::kTiles>::begin(memory);
+  __device__ __noinline__ static StreamPosition begin_stream() {
+    return WeightStream<Head::kGroups>::begin();
   }
 
-  __device__ __noinline__ static StreamPosition predict(PersistentMemory memory, int64_t step,
-                                                        StreamPosition position) {
-    return Head(memory).predict(step, position);
+  __device__ __noinline__ static StreamPosition predict(int64_t step, StreamPosition position) {
+    return Head().predict(step, position);
   }
 
-  __device__ __noinline__ static void prepare(PersistentMemory memory) {
-    const Cell cell(memory);
+  __device__ __noinline__ static void prepare() {
+    const Cell cell;
     cell.round_states();
     cell.load_weights();
   }
 
-  __device__ __noinline__ static void multiply(PersistentMemory memory, int layer, int pass,
-                                               Operand operand, int64_t step) {
-    Cell(memory).multiply(layer, pass, operand, step);
+  __device__ __noinline__ static void multiply(int layer, int pass, Operand operand, int64_t step) {
+    Cell().multiply(layer, pass, operand, step);
   }
 
-  __device__ __noinline__ static void advance_pass(PersistentMemory memory, int layer, int pass,
-                                                   int64_t step) {
-    Cell(memory).advance(layer, pass, step);
+  __device__ __noinline__ static void advance_pass(int layer, int pass, int64_t step) {
+    Cell().advance(layer, pass, step);
   }
 
-  __device__ __noinline__ static void temper(PersistentMemory memory, int64_t step) {
-    PersistentResults(memory).temper(step);
-  }
+  __device__ __noinline__ static void temper(int64_t step) { PersistentResults().temper(step); }
 
   // The tokens of the rows that the block owns, for all blocks.
-  __device__ __noinline__ static void sample(PersistentMemory memory, int64_t step) {
+  __device__ __noinline__ static void sample(int64_t step) {
+    const PersistentMemory& memory = PersistentMemory::of_block();
     int* const sampled = memory.in_scratch<int>(memory.plan.sampled);
     for (int64_t b = blockIdx.x; b < memory.call.batch; b += memory.plan.blocks) {
-      const int token = PersistentResults(memory).sample(step, b);
+      const int token = PersistentResults().sample(step, b);
       if (threadIdx.x == 0) sampled[b] = token;
     }
   }
 
-  __device__ __noinline__ static void record(PersistentMemory memory, int64_t step) {
-    PersistentResults(memory).record(step);
-  }
+  __device__ __noinline__ static void record(int64_t step) { PersistentResults().record(step); }
 
   // All layers. The first pass of the first layer has been multiplied with h already.
   __device__ void advance(int64_t step) {
@@ -97,14 +85,14 @@ class PersistentSteps {
     for (int layer = 0; layer < call_.layers; ++layer) {
 #pragma unroll 1
       for (int pass = 0; pass < memory_.plan.passes; ++pass) {
-        if (layer > 0 || pass > 0) multiply(memory_, layer, pass, Operand::kH, step);
-        multiply(memory_, layer, pass, Operand::kX, step);
+        if (layer > 0 || pass > 0) multiply(layer, pass, Operand::kH, step);
+        multiply(layer, pass, Operand::kX, step);
         __syncthreads();
-        advance_pass(memory_, layer, pass, step);
+        advance_pass(layer, pass, step);
         __syncthreads();
       }
       barrier_.arrive();
-      if (layer == 0 && step > call_.begin) record(memory_, step - 1);
+      if (layer == 0 && step > call_.begin) record(step - 1);
       barrier_.wait();
     }
   }
@@ -161,9 +149,10 @@ class PersistentSteps {
     return token;
   }
 
-  const PersistentMemory& memory_;
-  const PersistentCall& call_;
-  GridBarrier barrier_;
+  const PersistentMemory& memory_ = PersistentMemory::of_block();
+  const PersistentCall& call_ = memory_.call;
+  GridBarrier barrier_{memory_.in_scratch<unsigned long long>(memory_.plan.arrived),
+                       memory_.in_shared<unsigned long long>(memory_.plan.meetings)};
 };
 
 // Steps [begin, end) of a recurrent decoder with its head. All blocks run at the same time and meet
@@ -178,17 +167,17 @@ class PersistentSteps {
 //   writes  per step: states, [B, H]; logits to scratch, 4 V width bytes, read again for exps;
 //   exps,
 //           [B, V]; tokens, inputs, rows, stats and live, [B]
-template <typename T, int kColumnTiles>
+template <typename T, int kTiles>
 __global__ void __launch_bounds__(kBlockSize, 1)
     persistent_steps_kernel(const __grid_constant__ PersistentCall call,
                             const __grid_constant__ PersistentPlan plan, std::byte* scratch) {
-  const PersistentMemory memory(call, plan, scratch);
-  PersistentSteps<T, kColumnTiles>(memory).run();
+  PersistentMemory::set_up(call, plan, scratch);
+  PersistentSteps<T, kTiles>().run();
 }
 
-template <typename T, int kColumnTiles>
+template <typename T, int kTiles>
 PersistentKernel persistent_kernel() {
-  return persistent_steps_kernel<T, kColumnTiles>;
+  return persistent_steps_kernel<T, kTiles>;
 }
 
 }  // namespace accumext::cuda

@@ -11,25 +11,33 @@
 
 namespace accumext::cuda {
 
-// Lane 4 g + t of a warp: it has an octet of rows g, g + 8, ... of a chunk, and sums of rows g and
-// g + 8 with columns 2 t and 2 t + 1.
+// Lane 4 g + t of a warp: of a weight it has octets of row g, and sums of rows g and g + 8 of the
+// batch with rows 2 t and 2 t + 1 of the weight.
 __device__ inline int lane_row() { return lane() / 4; }
 __device__ inline int lane_octet() { return lane() % 4; }
 __device__ inline int warp_index() { return threadIdx.x / kWarpSize; }
 
-// sums [16, 8] += w [16, 32] x [8, 32]^T. Lane 4 g + t has elements 8 t to 8 t + 7 of rows g
-// (`low`) and g + 8 (`high`) of w, and of row g of x. The tensor core takes them for other columns
-// than they are, of both operands the same: their products are added up all the same.
+// sums [16, 8] += x [16, 32] w [8, 32]^T. Lane 4 g + t has elements 8 t to 8 t + 7 of row g of w,
+// and of rows g and g + 8 of x the same in the order of operand_place(). The tensor core takes them
+// for other columns than they are, of both operands the same: their products are added up all the
+// same.
 template <typename T>
-__device__ void multiply_chunk(float (&sums)[4], const Octet& low, const Octet& high,
-                               const Octet& x) {
+__device__ void multiply_chunk(float (&sums)[4], const Octet (&x)[2], const Octet& w) {
 #pragma unroll
-  for (int half = 0; half < 4; half += 2) {
-    const uint32_t a[] = {low.words[half], high.words[half], low.words[half + 1],
-                          high.words[half + 1]};
-    const uint32_t b[] = {x.words[half], x.words[half + 1]};
-    mma_16x8x16<T>(sums, a, b);
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t b[] = {w.words[2 * half], w.words[2 * half + 1]};
+    mma_16x8x16<T>(sums, x[half].words, b);
   }
+}
+
+// Where rounded rows of the batch have element `unit` of row b. They lie as the tensor core takes
+// them, an octet to a lane: [chunks][tiles of kTileRows rows][halves][lanes], of rows g and g + 8 a
+// word in turn.
+template <int kTiles>
+__device__ int operand_place(int b, int unit) {
+  const int half = (unit / kChunk * kTiles + b / kTileRows) * 2 + unit % kOctet / 4;
+  const int octet = half * kWarpSize + b % kRowGroup * 4 + unit % kChunk / kOctet;
+  return octet * kOctet + unit % 4 / 2 * 4 + b % kTileRows / kRowGroup * 2 + unit % 2;
 }
 
 template <typename T>
@@ -65,6 +73,19 @@ class OctetRows {
     return octet;
   }
 
+  // Where a row has them, if their address is aligned.
+  __device__ const uint16_t* at(int64_t row, int column) const {
+    return weight_.data + row * weight_.row_stride + column;
+  }
+
+  // From one row to the next.
+  __device__ int64_t stride() const { return weight_.row_stride; }
+
+  // Chunks of `rows` rows from `row` on, the first so many, of which copies need no care.
+  __device__ int whole_chunks(int64_t row, int rows) const {
+    return aligned_ && row + rows <= rows_ ? depth_ / kChunk : 0;
+  }
+
   // Begins to copy them to shared memory, where they are known to be there after the next wait for
   // the thread's groups.
   __device__ void copy(Octet* to, int64_t row, int column, uint64_t policy) const {
@@ -85,40 +106,37 @@ class OctetRows {
   bool aligned_;
 };
 
-// Octets of a row of any dtype, rounded to T, for `count` rows at once; what is beyond `depth` is
-// 0. `from` gives where each row begins.
-template <typename T, typename scalar_t, int kCount, typename From>
-__device__ void rounded_octets(Octet (&octets)[kCount], const From& from, int column, int depth,
+// Octets of rows of any dtype, rounded to T. from(n): where the n-th begins, of which `left(n)`
+// elements exist; what is beyond them is 0. aligned: all octets are, and exist or do not.
+template <typename T, typename scalar_t, int kCount, typename From, typename Left>
+__device__ void rounded_octets(Octet (&octets)[kCount], const From& from, const Left& left,
                                bool aligned) {
   constexpr int kWide = kVectorBytes / sizeof(scalar_t);
-  if (aligned && column + kOctet <= depth) {
-    Vector<scalar_t, kWide> vectors[kCount][kOctet / kWide];
+  Vector<scalar_t, kWide> vectors[kCount][kOctet / kWide];
+  if (aligned) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
 #pragma unroll
-      for (int v = 0; v < kOctet / kWide; ++v) {
-        vectors[n][v] = read<kWide>(from(n) + column + v * kWide);
-      }
+      for (int v = 0; v < kOctet / kWide; ++v) vectors[n][v] = read<kWide>(from(n) + v * kWide);
     }
+  } else {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      octets[n] = {};
 #pragma unroll
       for (int i = 0; i < kOctet; ++i) {
-        const float x = load<float>(vectors[n][i / kWide].get(i % kWide));
-        octets[n].words[i / 2] |= static_cast<uint32_t>(operand_bits<T>(x)) << (16 * (i % 2));
+        vectors[n][i / kWide].set(i % kWide, i < left(n) ? from(n)[i] : scalar_t(0.0f));
       }
     }
-    return;
   }
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
     octets[n] = {};
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
-      const float x = column + i < depth ? load<float>(from(n)[column + i]) : 0.0f;
+      const float x = load<float>(vectors[n][i / kWide].get(i % kWide));
       octets[n].words[i / 2] |= static_cast<uint32_t>(operand_bits<T>(x)) << (16 * (i % 2));
     }
+    if (left(n) <= 0) octets[n] = {};
   }
 }
 

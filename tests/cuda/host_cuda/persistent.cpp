@@ -102,15 +102,13 @@ class Call : public host_cuda::Run {
 
   template <typename T>
   void launch(const PersistentCall& call, const PersistentPlan& plan, std::byte* scratch) {
-    switch (plan.width / kTileColumns) {
+    switch (plan.width / kTileRows) {
       case 1:
         return launch(persistent_steps_kernel<T, 1>, call, plan, scratch);
       case 2:
         return launch(persistent_steps_kernel<T, 2>, call, plan, scratch);
-      case 4:
-        return launch(persistent_steps_kernel<T, 4>, call, plan, scratch);
       default:
-        return launch(persistent_steps_kernel<T, 8>, call, plan, scratch);
+        return launch(persistent_steps_kernel<T, 4>, call, plan, scratch);
     }
   }
 

@@ -30,7 +30,7 @@ FOLDER = Path(__file__).parent
 SOURCES = {
     "driver": ("accumulate", "copy_rounded", "norm", "scale", "window_factors"),
     "decoder": ("decoder/decode_steps", "decoder/head_forward", "decoder/rnn_backward"),
-    "persistent": tuple(f"decoder/persistent_steps_{tiles}" for tiles in (1, 2, 4, 8)),
+    "persistent": tuple(f"decoder/persistent_steps_{tiles}" for tiles in (1, 2, 4)),
 }
 FLAGS = [
     *host_cuda.PLAIN_FLAGS,
