@@ -30,8 +30,7 @@ class GridBarrier {
     __syncthreads();
     if (threadIdx.x != 0) return;
     *expected_ += gridDim.x;
-    __threadfence();
-    atomicAdd(arrived_, 1ULL);
+    count_up_release(arrived_);
 #ifndef __CUDACC__
     host_cuda::Device::current().block_arrives(site);
 #endif

@@ -130,6 +130,16 @@ __device__ T load_shared_between_blocks(const T* from) {
 #endif
 }
 
+// Counts up by one, after all that the thread has written, or has met others after they wrote it.
+__device__ inline void count_up_release(unsigned long long* count) {
+#ifdef __CUDACC__
+  asm volatile("red.release.gpu.global.add.u64 [%0], 1;" : : "l"(count) : "memory");
+#else
+  __threadfence();
+  atomicAdd(count, 1ULL);
+#endif
+}
+
 // Whether a counter has come to `least`; what others wrote before they counted up to there is
 // visible from then on.
 __device__ inline bool has_reached(const unsigned long long* counter, unsigned long long least) {
