@@ -320,11 +320,11 @@ def test_a_window_in_the_middle(kernel, begin, end):
 @pytest.mark.parametrize("stages", range(2, 9))
 def test_as_little_shared_memory_as_that(kernel, stages):
     """Two stages of the head's weight at least, fewer than a warp takes in a step; cells' weights
-    go before there are fewer than four."""
+    go before there are fewer than three."""
     w = Window(kind=RNN_TANH, units=64, words=16 * 8 * 5, steps=2)
     passes, chunks = 2, 3  # of x and h
     size = 2 * 8 * 16 * 40 * 4 + 8 * 1024 * stages + 1024  # products, stream, all else
-    resident = stages >= 4
+    resident = stages >= 3
     if resident:
         size += passes * chunks * 4 * 512
     check_everything(

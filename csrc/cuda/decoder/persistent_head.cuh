@@ -106,8 +106,10 @@ class WeightStream {
   __device__ void wait() const {
     if (stages_ >= 7) {
       wait_for_group<6>();
-    } else if (stages_ >= 4) {
-      wait_for_group<3>();
+    } else if (stages_ >= 5) {
+      wait_for_group<4>();
+    } else if (stages_ >= 3) {
+      wait_for_group<2>();
     } else {
       wait_for_group<kMinStages - 1>();
     }

@@ -18,6 +18,7 @@ constexpr int kRowGroup = 8;   // rows of a weight that it multiplies them with
 constexpr int kChunk = 32;     // elements of a row that a warp multiplies at once
 constexpr int kCellRows = 32;  // of a cell's weights: as many as a warp has sums for
 constexpr int kMinStages = 2;
+constexpr int kMinStagesBesideCells = 3;
 constexpr int kMaxStages = 8;
 
 ACCUMEXT_HOST_DEVICE inline int64_t chunks_of(int64_t depth) {
@@ -172,7 +173,7 @@ inline PersistentPlan persistent_plan(const PersistentCall& call, const DeviceLi
   const double bytes = 2.0 * call.vocabulary * call.units;
   plan.kept = static_cast<float>(std::min(1.0, 0.5 * device.l2_bytes / bytes));
 
-  // As many stages as there is room for; but for half of them the cells' weights go first.
+  // As many stages as there is room for; but the cells' weights go before there are fewer than that.
   const auto fits = [&](bool resident, int least) {
     plan.resident = resident;
     for (plan.stages = kMaxStages; plan.stages >= least; --plan.stages) {
@@ -181,7 +182,7 @@ inline PersistentPlan persistent_plan(const PersistentCall& call, const DeviceLi
     }
     return false;
   };
-  if (!fits(true, kMaxStages / 2) && !fits(false, kMinStages)) return plan;
+  if (!fits(true, kMinStagesBesideCells) && !fits(false, kMinStages)) return plan;
   plan.blocks = device.blocks;
   persistent::lay_out_scratch(call, plan);
   return plan;
