@@ -43,16 +43,21 @@ class PersistentCell {
 
   // The warps' parts of the product of a pass with x, or with h, of `step`.
   __device__ void multiply(int layer, int pass, Operand operand, int64_t step) const {
+    const int groups = plan_.cell_groups;
     if (plan_.resident) {
       const Octet* const kept = kept_octets(layer, pass, operand) + lane();
-      multiply<kInFlight>(layer, operand, step, [&](int chunk, int group) {
-        return kept[(chunk * plan_.cell_groups + group) * kWarpSize];
+      multiply<kInFlight>(layer, operand, step, [=](int chunk, int group) {
+        return kept[(chunk * groups + group) * kWarpSize];
       });
     } else {
       const OctetRows weight = weight_of(layer, operand);
+      int64_t rows[kGroups];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        rows[group] = row_of(pass, group * kRowGroup + lane_row());
+      }
       multiply<kInFlight / 4>(layer, operand, step, [&](int chunk, int group) {
-        const int64_t row = row_of(pass, group * kRowGroup + lane_row());
-        return row < 0 ? Octet{} : weight.get(row, column_of(chunk));
+        return rows[group] < 0 ? Octet{} : weight.get(rows[group], column_of(chunk));
       });
     }
   }

@@ -170,15 +170,26 @@ class PersistentResults {
 
   // The other statistics of the rows that the block owns, a warp per row.
   __device__ void record_statistics(int64_t step) const {
+    constexpr int kAtOnce = 5;  // all 132 blocks of an H100
     for (int64_t b = blockIdx.x + int64_t{warp_index()} * plan_.blocks; b < call_.batch;
          b += int64_t{kPersistentWarps} * plan_.blocks) {
       const float peak = memory_.row(b).peak;
       double sum = 0.0;
-      for (int block = lane(); block < plan_.blocks; block += kWarpSize) {
-        const PersistentShare* of = &memory_.share(step, block, b);
-        const double depth =
-            static_cast<double>(load_shared_between_blocks(&of->peak)) - static_cast<double>(peak);
-        sum += load_shared_between_blocks(&of->sum) * std::exp(depth);
+      for (int first = lane(); first < plan_.blocks; first += kAtOnce * kWarpSize) {
+        float peaks[kAtOnce];
+        double sums[kAtOnce];
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          const int block = first + n * kWarpSize;
+          const bool exists = block < plan_.blocks;
+          const PersistentShare* of = &memory_.share(step, exists ? block : first, b);
+          peaks[n] = load_shared_between_blocks(&of->peak);
+          sums[n] = exists ? load_shared_between_blocks(&of->sum) : 0.0;
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          sum += sums[n] * std::exp(static_cast<double>(peaks[n]) - static_cast<double>(peak));
+        }
       }
       for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
         sum += __shfl_down_sync(kAllLanes, sum, distance);
@@ -191,20 +202,39 @@ class PersistentResults {
     }
   }
 
-  // exp(z - peak) of the block's words, 0 at the target.
+  // exp(z - peak) of the block's words, 0 at the target. Logits are read before any is used: an
+  // access at a time would take the latency of the L2 cache for each.
   template <typename exp_t>
   __device__ void write_exps(int64_t step) const {
-    const Matrix<exp_t> exps = call_.exps.as<exp_t>();
-    const int width = plan_.width;
-    const int b = threadIdx.x % width;
+    constexpr int kAtOnce = 8;
+    const int b = threadIdx.x % plan_.width;
     if (b >= call_.batch) return;
+    const int turns = kBlockSize / plan_.width;
+    const int begin = memory_.begin_word + threadIdx.x / plan_.width;
+    const int end = memory_.end_word;
+    const Matrix<exp_t> exps = call_.exps.as<exp_t>();
     const PersistentRow row = memory_.row(b);
     const int64_t result = memory_.result(step, b);
-#pragma unroll 4
-    for (int word = memory_.begin_word + threadIdx.x / width; word < memory_.end_word;
-         word += kBlockSize / width) {
-      const float z = *memory_.logit(word, b);
-      *exps.at(result, word) = rounded<exp_t>(word == row.target ? 0.0f : std::exp(z - row.peak));
+    const float* logits = memory_.logit(begin, b);  // kBlockSize apart
+    exp_t* to = exps.at(result, begin);
+    const int64_t stride = turns * exps.column_stride;
+#pragma unroll 1
+    for (int word = begin; word < end; word += kAtOnce * turns) {
+      float z[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        z[n] = word + n * turns < end ? logits[n * kBlockSize] : 0.0f;
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n, to += stride) {
+        const exp_t x = rounded<exp_t>(std::exp(z[n] - row.peak));
+        if (word + n * turns < end) *to = x;
+      }
+      logits += kAtOnce * kBlockSize;
+    }
+    const int64_t before = row.target - begin;  // of the thread's own words, if it is one
+    if (before >= 0 && row.target < end && before % turns == 0) {
+      *exps.at(result, row.target) = rounded<exp_t>(0.0f);
     }
   }
 
