@@ -30,8 +30,9 @@ SEGMENT = 16
 # decoder's, where steps take longer than their arithmetic. None where memory is bounded.
 KEPT_GRAPH = 2**24
 
-# Rows of pre-activations that the backward pass of torch's modules forms at once.
-CELL_ROWS = 256
+# Rows of pre-activations that the backward pass of torch's modules forms at once: on a GPU so many
+# that products fill it and launches are few.
+CELL_ROWS = {"cpu": 256, "cuda": 2048}
 
 # Rows whose known inputs torch's modules multiply at once.
 INPUT_ROWS = {"cpu": 512, "cuda": 2048}
@@ -111,9 +112,9 @@ def fill_budget(
     return WorkspacePlan(max(1, min(rows, steps * batch)), logit_rows, SEGMENT)
 
 
-def backward_steps(batch: int) -> int:
+def backward_steps(device: str, batch: int) -> int:
     """Steps that the backward pass of torch's modules takes at once: CELL_ROWS rows of them."""
-    return -(-CELL_ROWS // max(1, batch))
+    return -(-CELL_ROWS.get(device, CELL_ROWS["cpu"]) // max(1, batch))
 
 
 def predicted_peak(args: DecodeArguments, segment: SegmentMemory | None = None) -> int:
@@ -180,7 +181,7 @@ def _rnn_path(args: DecodeArguments, rnn: RnnWeights, size: int) -> tuple[int, i
     around += rnn.units * (args.output_dropout > 0)
     masks = args.steps * args.batch * (between + around)
     longest = max(end - begin for begin, _, end in args.windows())
-    steps = min(longest, backward_steps(args.batch))
+    steps = min(longest, backward_steps(args.device.type, args.batch))
     row = BACKWARD_UNITS[rnn.kind] * rnn.units + args.table.weight.shape[1]
     if rnn.layers > 1:  # the layer above has left the gradient of its inputs
         row = max(row, (BACKWARD_UNITS[rnn.kind] + 1) * rnn.units) + rnn.units

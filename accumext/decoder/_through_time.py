@@ -67,7 +67,7 @@ class ThroughTime:
                         d += of_layer
             for first, last in self._spans(begin, end):
                 # in whole chunks from the end; the one at the beginning may be shorter
-                size = backward_steps(args.batch)
+                size = backward_steps(args.device.type, args.batch)
                 for stop in range(last, first, -size):
                     span = slice(max(first, stop - size), stop)
                     with self._buffers.reset_before(span.start, self._tokens.live):

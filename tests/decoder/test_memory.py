@@ -19,7 +19,7 @@ from accumext.demo.memory import peak_memory
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 STEPS, BATCH, VOCABULARY = 6, 3, 13
-SEGMENT, CELL_ROWS = _memory.SEGMENT, _memory.CELL_ROWS
+SEGMENT = _memory.SEGMENT
 ROWS = HeadRows(workspace=256, logits=16)
 steps = st.integers(0, 12)
 batches = st.integers(0, 40)
@@ -259,10 +259,13 @@ def test_without_a_budget_there_are_enough_whole_steps(
     assert plan.segment == SEGMENT
 
 
-@given(st.integers(0, 2 * CELL_ROWS))
-def test_the_cells_backward_pass_takes_the_fewest_steps_that_are_enough(batch: int) -> None:
-    needed = next(n for n in range(1, CELL_ROWS + 1) if n * max(1, batch) >= CELL_ROWS)
-    assert backward_steps(batch) == needed
+@given(st.sampled_from(["cpu", "cuda", "meta"]), st.integers(0, 5000))
+def test_the_cells_backward_pass_takes_the_fewest_steps_that_are_enough(
+    device: str, batch: int
+) -> None:
+    wanted = 2048 if device == "cuda" else 256
+    needed = next(n for n in range(1, wanted + 1) if n * max(1, batch) >= wanted)
+    assert backward_steps(device, batch) == needed
 
 
 def test_sizes_that_anyone_can_compute() -> None:
@@ -279,9 +282,5 @@ def test_sizes_that_anyone_can_compute() -> None:
     assert rows(2, 16) == (32, 16)
     assert rows(100, 16, budget=16 * 400 + 40 * 400) == (32, 16)
     assert rows(100, 16, budget=8 * 800) == (8, 8)
-    assert (backward_steps(16), backward_steps(255), backward_steps(256), backward_steps(1000)) == (
-        16,
-        2,
-        1,
-        1,
-    )
+    assert [backward_steps("cpu", batch) for batch in (16, 255, 256, 1000)] == [16, 2, 1, 1]
+    assert [backward_steps("cuda", batch) for batch in (16, 32, 2047, 2048)] == [128, 64, 2, 1]
