@@ -26,9 +26,10 @@ __device__ inline int lane() { return threadIdx.x % kWarpSize; }
 
 // --- which chunk -------------------------------------------------------------------------------
 
-// The tensor of a chunk, which is not before `first`. Each step looks at 32 tensors at once.
+// The tensor of a chunk. Each step looks at 32 tensors at once.
 template <int kOperands>
-__device__ int tensor_of(const Table<kOperands>& table, int64_t chunk, int first) {
+__device__ int tensor_of(const Table<kOperands>& table, int64_t chunk) {
+  int first = 0;
   int end = table.tensors;
   while (end - first > 1) {
     const int step = (end - first + kWarpSize - 1) / kWarpSize;
@@ -40,14 +41,16 @@ __device__ int tensor_of(const Table<kOperands>& table, int64_t chunk, int first
   return first;
 }
 
-// f(entry, chunk) for chunks [begin, end), by all threads of a block.
+// f(entry, chunk) for chunks [begin, end), by all threads of a block. Every tensor has a chunk, so
+// that only the first one's has to be searched for.
 template <int kOperands, typename F>
 __device__ void for_each_chunk(const Table<kOperands>& table, int64_t begin, int64_t end,
                                const F& f) {
-  int tensor = 0;
+  if (begin >= end) return;
+  int tensor = tensor_of(table, begin);
 #pragma unroll 1
   for (int64_t chunk = begin; chunk < end; ++chunk) {
-    if (!table.entries[tensor].holds(chunk)) tensor = tensor_of(table, chunk, tensor);
+    if (!table.entries[tensor].holds(chunk)) ++tensor;
     f(table.entries[tensor], chunk);
   }
 }
