@@ -37,23 +37,35 @@ __device__ Vector<target_t, kCount> stochastically_rounded(const Vector<source_t
   using U = std::conditional_t<sizeof(source_t) == 8, uint64_t, uint32_t>;
   using T = std::conditional_t<sizeof(target_t) == 4, uint32_t, uint16_t>;
   constexpr int kSign = 8 * sizeof(source_t) - 1;
+  constexpr U kLeast = From::kLeastNormal, kLargest = From::kLargest;
+  const auto magnitude = [&](int n) { return bits<U>(x.get(n)) & ~(U{1} << kSign); };
+  const auto with_sign = [&](int n, U neighbour) {
+    const U sign = bits<U>(x.get(n)) >> kSign << (8 * sizeof(target_t) - 1);
+    return bits<target_t>(static_cast<T>(sign | neighbour));
+  };
+  Vector<target_t, kCount> result;
   uint32_t high[kCount], low[kCount] = {};
   random_halves(random.seed, random.tensor, 0, first, high);
-  bool few = From::kFew;  // whether the high halves do
-  for (int n = 0; n < kCount; ++n) {
-    const U magnitude = bits<U>(x.get(n)) & ~(U{1} << kSign);
-    few = few && magnitude - From::kLeastNormal <= From::kLargest;
+  // Vectors of what is the rule; for single elements, which are few, too, registers are too few.
+  if constexpr (From::kFew && kCount > 1) {
+    bool normal = true;
+    for (int n = 0; n < kCount; ++n) {
+      normal = normal && magnitude(n) - kLeast <= kLargest - kLeast;
+    }
+    if (normal) {
+      for (int n = 0; n < kCount; ++n) {
+        result.set(n, with_sign(n, From::of_normal(magnitude(n), U{high[n]})));
+      }
+      return result;
+    }
   }
+  bool few = From::kFew;  // whether the high halves do
+  for (int n = 0; n < kCount; ++n) few = few && magnitude(n) - kLeast <= kLargest;
   if (!few) random_halves(random.seed, random.tensor, 1, first, low);
-  Vector<target_t, kCount> result;
   for (int n = 0; n < kCount; ++n) {
-    const U source = bits<U>(x.get(n));
-    const U magnitude = source & ~(U{1} << kSign);
-    const U sign = source >> kSign << (8 * sizeof(target_t) - 1);
-    const U neighbour = From::of_any(magnitude, U{high[n] << kHalfBits | low[n]});
+    const U neighbour = From::of_any(magnitude(n), U{high[n] << kHalfBits | low[n]});
     const target_t nearest = rounded<target_t>(x.get(n));
-    result.set(
-        n, magnitude > From::kLargest ? nearest : bits<target_t>(static_cast<T>(sign | neighbour)));
+    result.set(n, magnitude(n) > kLargest ? nearest : with_sign(n, neighbour));
   }
   return result;
 }
@@ -81,9 +93,14 @@ __global__ void __launch_bounds__(kBlockSize, kOperands == 3 ? kStochasticBlocks
       with_type(entry.dtype[1], [&](auto source_type) {
         using target_t = decltype(target_type);
         using source_t = decltype(source_type);
+        // One block of random bits is enough for a vector of halves, which is two of floats.
+        constexpr bool kBlocks =
+            kOperands == 3 && sizeof(target_t) == 2 && std::is_same_v<source_t, float>;
+        using widest_t = std::conditional_t<kBlocks, target_t, source_t>;
+        constexpr int kUnroll = kBlocks ? 2 : kInFlight<target_t, source_t>;
         target_t* target = data_of<target_t>(entry, 0);
         const source_t* source = data_of<const source_t>(entry, 1);
-        walk<kInFlight<target_t, source_t>, target_t, source_t>(
+        walk<kUnroll, target_t, widest_t>(
             table, entry, chunk, entry.aligned[1],
             [&]<int kCount>(Count<kCount>, const auto& at) {
               return read<kCount>(source + at.of[1]);

@@ -69,6 +69,9 @@ ACCUMEXT_HOST_DEVICE inline void random_halves(uint64_t seed, uint64_t tensor, u
       if (at >= 0 && at < kElementsPerBlock) halves[n] = word >> (at & 1) * kHalfBits & 0xffff;
     }
   };
+  if (kCount == kElementsPerBlock && place == 0) {  // where each is in its block is a constant
+    return take(first / kElementsPerBlock, 0);
+  }
   take(first / kElementsPerBlock, -place);
   if (place + kCount > kElementsPerBlock) {
     take(first / kElementsPerBlock + 1, kElementsPerBlock - place);
