@@ -173,7 +173,7 @@ inline PersistentPlan persistent_plan(const PersistentCall& call, const DeviceLi
   const double bytes = 2.0 * call.vocabulary * call.units;
   plan.kept = static_cast<float>(std::min(1.0, 0.5 * device.l2_bytes / bytes));
 
-  // As many stages as there is room for; but the cells' weights go before there are fewer than that.
+  // As many stages as there is room for; but before they are too few the cells' weights go.
   const auto fits = [&](bool resident, int least) {
     plan.resident = resident;
     for (plan.stages = kMaxStages; plan.stages >= least; --plan.stages) {
