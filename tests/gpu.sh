@@ -51,8 +51,6 @@ cp "${PREBUILT:-$root/accumext/backend}"/{_C_*.so,_build_info.json} "$tree/accum
 cd "$tree" || exit 1
 
 export PYTHONPATH=$tree:$tree/tests PYTHONUNBUFFERED=1 ACCUMEXT_BACKEND=native
-# Of kernels that need not pass the self-test, but for the doctor.
-export TORCH_EXTENSIONS_DIR=$work/trusted
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}        # of the CPU's part in tests
 export PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin:$programs  # that of compute-sanitizer
 
@@ -74,15 +72,15 @@ part() {  # part CALL NAME SECONDS COMMAND...
 }
 
 echo "$machine" | tee "$log"
+loads=("$python" -c 'import accumext; assert accumext.backend() == "cuda", accumext.backend_reason()')
 checks=("$python" tests/cuda/gpu_checks.py)
 # Without torch's cache each tensor has memory of its own, so that its end is an end.
 sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9)
 sanitizer+=(--report-api-errors no --kernel-name kernel_substring=accumext)
 
-part "${wanted[0]:-first}" libraries 40 "$python" tests/cuda/gpu_trust.py || {
+part "${wanted[0]:-first}" libraries 40 "${loads[@]}" || {
   export ACCUMEXT_BACKEND=jit
-  part "${wanted[0]:-first}" compile 200 \
-    "$python" -c 'import accumext; assert accumext.backend() == "cuda", accumext.backend_reason()'
+  part "${wanted[0]:-first}" compile 200 "${loads[@]}"
 }
 part first operators 50 "${checks[@]}" operators --json "$results/${gpu}_operators.json"
 part first decode_loss 130 "${checks[@]}" decoder --json "$results/${gpu}_decode_loss.json"
@@ -96,5 +94,5 @@ part second tests 110 "$python" -m pytest -c /dev/null --rootdir . -p no:cachepr
 part second beyond 50 "${checks[@]}" beyond --json "$results/${gpu}_beyond.json"
 part second masters 40 "${checks[@]}" masters --json "$results/${gpu}_masters.json"
 part second loops 60 "$python" bench/loops.py --device cuda --json "$results/${gpu}_loops.json"
-part second doctor 45 env TORCH_EXTENSIONS_DIR="$work/tested" "$python" -m accumext doctor
+part second doctor 30 "$python" -m accumext doctor
 exit $failed

@@ -54,7 +54,7 @@ with open(os.environ["LOG"], "a") as log:
 if "--json" in sys.argv:
     pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text(line)
 print("much goes well")
-if line == "tests/cuda/gpu_trust.py":
+if line.startswith("-c import accumext") and os.environ["ACCUMEXT_BACKEND"] == "native":
     print("in use:", *sorted(os.listdir("accumext/backend")))
     sys.exit("BROKEN" in os.environ or not os.path.exists("accumext/backend/_C_cuda.abi3.so"))
 if (failing := os.environ.get("FAILING")) and failing in line:
