@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import host_cuda
 import pytest
-from host_cuda import ptx
+from host_cuda import ARCH, ptx
 from support.once import once
 from support.programs import compiler
 
 import accumext
-
-ARCH = os.environ.get("HOST_CUDA_ARCH")  # such as sm_90: nvcc's kernels for it, else the host's
 
 
 @pytest.fixture(scope="session")

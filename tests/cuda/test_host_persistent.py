@@ -403,6 +403,18 @@ def test_logits_that_are_no_numbers(kernel, feedback):
             assert (found.tokens == tokens[name]).all()
 
 
+def test_infinite_states_leave_no_word_beyond_the_vocabulary(kernel):
+    """Rows of the weight that are not there are zeros, and zeros times infinity are no numbers."""
+    for words in (65, 70, 127):
+        w = Window(kind=RNN_RELU, batch=3, words=words, steps=2)
+        w.states[0][0] = math.inf
+        for weight in w.cell[:2]:
+            weight.abs_()
+        w.head.abs_().add_(1)
+        found = w.decode(kernel.decode_steps, runs=((SHUFFLED, 3),))
+        assert torch.equal(found.tokens, w.decode(reference.decode_steps).tokens)
+
+
 def test_samples_of_equal_probabilities_are_exact(kernel):
     """Logits of 0 and -inf: every sum is a whole number, and so are the thresholds."""
     for temperature in (1.0, 0.5):

@@ -192,22 +192,20 @@ class PersistentHead {
     __syncthreads();
   }
 
-  // Of the lane's words of a task; -inf beyond the vocabulary, where there is no logit to be
-  // largest.
+  // Of the lane's words of a task.
   __device__ void load_bias(float (&bias)[kWords], int task) const {
     with_type(call_.head_bias.dtype, [&](auto type) {
       const auto* from = static_cast<const decltype(type)*>(call_.head_bias.data);
 #pragma unroll
       for (int n = 0; n < kWords; ++n) {
         const int word = word_of(task, n);
-        bias[n] = word >= memory_.end_word ? -INFINITY
-                  : from == nullptr        ? 0.0f
-                                           : load<float>(from[word]);
+        bias[n] = from == nullptr || word >= memory_.end_word ? 0.0f : load<float>(from[word]);
       }
     });
   }
 
-  // Of the lane's sums the logits, and of its rows of the batch what they come to.
+  // Of the lane's sums the logits, and of its rows of the batch what they come to. Beyond the
+  // vocabulary a logit is -inf, not the sum: zeros times a state that is infinite are NaN.
   __device__ void keep(const float (&sums)[kTiles][kGroups][4], const float (&bias)[kWords],
                        int task, Statistics (&found)[kRows]) const {
     int words[kWords];
@@ -219,7 +217,8 @@ class PersistentHead {
       float z[kWords];
 #pragma unroll
       for (int n = 0; n < kWords; ++n) {
-        z[n] = sums[row / 2][n / 2][row % 2 * 2 + n % 2] + bias[n];
+        const float logit = sums[row / 2][n / 2][row % 2 * 2 + n % 2] + bias[n];
+        z[n] = words[n] < memory_.end_word ? logit : -INFINITY;
         logits[(words[n] - words[0]) * kWidth + row * kRowGroup] = z[n];
       }
       add(found[row], z, words);
