@@ -23,7 +23,8 @@ from accumext import reference
 from accumext.backend import _build
 
 FOLDER = Path(__file__).parent
-PLAIN_FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", f"-I{FOLDER}"]
+PLAIN_FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off"]
+PLAIN_FLAGS += [f"-I{FOLDER}", f"-I{FOLDER / 'launchers'}"]
 FLAGS = [
     *PLAIN_FLAGS,
     "-fsanitize=address,undefined",

@@ -48,7 +48,7 @@ def build(folder: Path) -> Path:
 def compiled(source: Path, folder: Path, csrc: Path) -> Path:
     """An object in `folder`, of a launcher in `csrc` or of what it meets here."""
     # -I of another csrc comes before the one among FLAGS; -O0 saves more than the tests lose.
-    flags = [f"-I{csrc}", f"-I{FOLDER}", *host_cuda.FLAGS, "-O0"]
+    flags = [f"-I{csrc}", *host_cuda.FLAGS, "-O0"]
     flags += ["-fPIC", "-fvisibility=hidden", "-w"]
     flags += [f"-isystem{path}" for path in cpp_extension.include_paths()]
     flags += [flag for flag in _build.nvcc_flags() if flag.startswith("-DUSE")]
