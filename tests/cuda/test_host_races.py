@@ -168,7 +168,7 @@ def rnn_pass_on(kernels: HostDecoder) -> None:
 
 def stages(count: int) -> Case:
     """A window whose cells' weights do not stay in shared memory."""
-    size = 2 * 8 * 32 * 8 * 4 + 8 * 1024 * count + 1024  # products, stream, all else
+    size = 2 * 8 * 16 * 40 * 4 + 8 * 1024 * count + 1024  # products, stream, all else
     plan = {"shared_bytes": size, "resident": False, "stages": count}
     return window(kind=RNN_TANH, units=64, words=16 * 8 * 5, steps=2, blocks=1, plan=plan)
 

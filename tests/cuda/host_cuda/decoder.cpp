@@ -4,6 +4,8 @@
 //
 #include <type_traits>
 
+#include "cuda/decoder/clear_tokens.cuh"
+#include "cuda/decoder/look_up.cuh"
 #include "cuda/decoder/matrix.h"
 #include "cuda/decoder/rnn_advance.cuh"
 #include "cuda/decoder/rnn_gradient.cuh"

@@ -45,12 +45,16 @@ SOFTMAX = "decoder/softmax_stats.cuh"
 MUTANTS = (
     # --- the persistent kernel: barriers of a block ---
     without_barrier(
+        "the call is read before it is there", "gru", STATIC, MEMORY,
+        "PersistentMemory(call, plan, scratch);\n    ",
+    ),
+    without_barrier(
         "a pass is advanced before its products are there", "gru", SHARED, STEPS,
         "Operand::kX, step);\n        ", "\n        advance_pass(",
     ),
     without_barrier(
         "the next pass is multiplied while one is advanced", "passes", SHARED, STEPS,
-        "advance_pass(memory_, layer, pass, step);\n        ",
+        "advance_pass(layer, pass, step);\n        ",
     ),
     without_barrier(
         "hidden states are multiplied before all are there", "gru", SHARED, HEAD,
@@ -58,15 +62,11 @@ MUTANTS = (
     ),
     without_barrier(
         "statistics overwrite hidden states that are still multiplied", "gru", SHARED, HEAD,
-        "// [kParts, width]\n    ",
+        "// [width, warps]\n    ",
     ),
     without_barrier(
         "statistics are combined before all are there", "gru", SHARED, HEAD,
-        "= found[i];\n    ",
-    ),
-    without_barrier(
-        "parts of a row's statistics are combined before all are there", "gru", SHARED, HEAD,
-        "mine[0] = all;\n    ",
+        "warp_index()] = all;\n    }\n    ",
     ),
     without_barrier(
         "a step begins before every row knows its input", "gru", SHARED, STEPS,
@@ -83,8 +83,8 @@ MUTANTS = (
     # --- asynchronous copies ---
     Mutant(
         "a group of copies too few is awaited", "two stages", SHARED, HEAD,
-        "return wait_for_group<1>();",
-        "return MUTANT ? wait_for_group<2>() : wait_for_group<1>();",
+        "wait_for_group<kMinStages - 1>();",
+        "MUTANT ? wait_for_group<kMinStages>() : wait_for_group<kMinStages - 1>();",
     ),
     Mutant(
         "copies of hidden states are not awaited", "gru", SHARED, HEAD,
@@ -96,8 +96,8 @@ MUTANTS = (
         "", "\n    if (threadIdx.x != 0) return;",
     ),
     Mutant(
-        "a block arrives without a fence", "gru", DEVICE, BARRIER,
-        "    __threadfence();", "    if (!MUTANT) __threadfence();",
+        "a block arrives without a fence", "gru", DEVICE, "decoder/instructions.cuh",
+        "  __threadfence();", "  if (!MUTANT) __threadfence();",
     ),
     Mutant(
         "the last block to arrive is not awaited", "gru", DEVICE, BARRIER,
@@ -105,8 +105,8 @@ MUTANTS = (
     ),
     Mutant(
         "samples are read before all blocks have drawn", "sample, taught", DEVICE, STEPS,
-        "        sample(memory_, step);\n        barrier_.arrive();\n        barrier_.wait();",
-        "        sample(memory_, step);\n        if (!MUTANT) {\n          barrier_.arrive();\n"
+        "        sample(step);\n        barrier_.arrive();\n        barrier_.wait();",
+        "        sample(step);\n        if (!MUTANT) {\n          barrier_.arrive();\n"
         "          barrier_.wait();\n        }",
     ),
     Mutant(
@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "one buffer of operands", "gru", DEVICE, MEMORY,
-        "layer * 2 + step % 2;", "layer * 2 + (MUTANT ? 0 : step % 2);",
+        "(layer * 2 + step % 2)", "(layer * 2 + (MUTANT ? 0 : step % 2))",
     ),
     Mutant(
         "one buffer of shares", "gru", DEVICE, MEMORY,
@@ -202,7 +202,7 @@ MUTANTS = (
         "blockIdx.x % blocks * kBlockSize", "blockIdx.x % blocks * (kBlockSize - MUTANT)",
     ),
     Mutant(
-        "two blocks look up a row", "look_up", DEVICE, "decoder/feed_back.cuh",
+        "two blocks look up a row", "look_up", DEVICE, "decoder/look_up.cuh",
         "lookup.copy(blockIdx.x, tokens", "lookup.copy(MUTANT ? 0 : blockIdx.x, tokens",
     ),
 )  # fmt: skip

@@ -143,20 +143,20 @@ inline std::map<std::string_view, Translated*>& translated() {
 // compiler.
 template <typename... Parameters, typename... Arguments>
 std::function<void()> thread_of(void (*kernel)(Parameters...), const Arguments&... arguments) {
-  const auto given = std::make_shared<std::tuple<std::decay_t<Parameters>...>>(arguments...);
-  if (translated().empty()) return [=] { std::apply(kernel, *given); };
+  std::tuple<std::decay_t<Parameters>...> given(arguments...);
+  if (translated().empty()) return [=] { std::apply(kernel, given); };
   Dl_info symbol{};
   dladdr(reinterpret_cast<void*>(kernel), &symbol);
   const char* const name = symbol.dli_sname == nullptr ? "a local kernel" : symbol.dli_sname;
   const auto found = translated().find(name);
   if (found == translated().end()) fail(name, Site::current());
-  return [=] {
+  return [=]() mutable {
     std::apply(
         [&](auto&... each) {
           char* places[] = {reinterpret_cast<char*>(&each)...};
           found->second(places);
         },
-        *given);
+        given);
   };
 }
 
