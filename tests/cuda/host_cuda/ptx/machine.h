@@ -589,8 +589,8 @@ inline void fence_acq_rel_gpu() {}
 inline void fence_sc_gpu() {}
 
 template <typename T>
-u64 atom_add(u64 at, u64 x) {
-  return atomicAdd(reinterpret_cast<unsigned long long*>(at), x);
+void red_add(u64 at, u64 x) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(at), x);
 }
 
 template <typename T>
@@ -616,6 +616,11 @@ inline void cp_async_cg_shared_global_L2_cache_hint_L2_128B(u64 to, u64 from, u6
                                                             u64) {
   host_cuda::copy_async(reinterpret_cast<void*>(in_shared(to, size)),
                         reinterpret_cast<const void*>(from), static_cast<int>(bytes));
+}
+
+inline void cp_async_cg_shared_global_L2_cache_hint_L2_128B(u64 to, u64 from, u64 size,
+                                                            u64 policy) {
+  cp_async_cg_shared_global_L2_cache_hint_L2_128B(to, from, size, static_cast<u32>(size), policy);
 }
 
 inline void cp_async_commit_group() { host_cuda::end_group(); }
