@@ -13,7 +13,8 @@ from support.rnn_oracle import KINDS
 
 from accumext.backend import _build
 
-pytestmark = pytest.mark.build  # compiles the launchers
+# The first test compiles all launchers: five minutes of one core.
+pytestmark = [pytest.mark.build, pytest.mark.timeout(1200)]
 
 # On a GPU all rows are named, live or not; these tests count those that are.
 COUNTS_ROWS = "test_ended_rows_are_not_pushed_through_the_head"
