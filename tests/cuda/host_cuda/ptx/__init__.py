@@ -39,8 +39,6 @@ FLAGS = [
     "-fsanitize=address",
     f"-I{_build.csrc()}",
 ]
-
-
 _COMPILED = "HOST_CUDA_PTX"  # the variable that names the folder where nvcc's PTX is already
 
 
@@ -59,8 +57,9 @@ def build(driver: Path, arch: str, cache: Path) -> Path:
         else:
             ptx = _kept(cache, [*_facts(), source, arch], lambda to: _run_nvcc(source, arch, to))
         code = translate(ptx.read_text())
-        header = (FOLDER / "machine.h").read_text() + (host_cuda.FOLDER / "simt.h").read_text()
-        return str(_kept(cache, [code, header, *FLAGS], lambda to: compile_translated(code, to)))
+        headers = [path.read_text() for path in sorted(host_cuda.FOLDER.rglob("*.h"))]
+        facts = [code, *headers, *FLAGS]
+        return str(_kept(cache, facts, lambda to: compile_translated(code, to)))
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(compiled, SOURCES[driver.name]))
