@@ -181,27 +181,13 @@ void st_shared(u64 at, Stored<T, kCount> all, const Site& site = Site::current()
   st<T, kCount>(in_shared(at, sizeof(all), site), all, site);
 }
 
-// cvta: between the addresses of a space and generic ones, which are those of the host.
-template <typename T>
-u64 cvta_shared(u64 at) {
-  return in_shared(at, 0);
-}
-
-template <typename T>
-u64 cvta_to_shared(u64 at) {
-  const u64 offset = at - address(static_shared());
-  if (offset < host_cuda::shared_memory().size()) return offset;
-  return kDynamic + (at - address(Device::current().dynamic_shared()));
-}
-
+// Generic addresses are those of the host, as are all but those of shared memory.
 #define SAME_ADDRESS(name) \
   template <typename T>    \
   u64 name(u64 at) {       \
     return at;             \
   }
-SAME_ADDRESS(cvta_global)
 SAME_ADDRESS(cvta_local)
-SAME_ADDRESS(cvta_param)
 SAME_ADDRESS(cvta_to_global)
 SAME_ADDRESS(cvta_to_local)
 #undef SAME_ADDRESS
@@ -259,7 +245,6 @@ COMPARE(lt, a < b)
 COMPARE(le, a <= b)
 COMPARE(gt, a > b)
 COMPARE(ge, a >= b)
-COMPARE(equ, !(a < b || a > b))
 COMPARE(neu, a != b)
 COMPARE(ltu, !(a >= b))
 COMPARE(leu, !(a > b))
@@ -306,29 +291,9 @@ Bits<T> mad_lo(Bits<T> a, Bits<T> b, Bits<T> c) {
 }
 
 template <typename T>
-using Wide = std::conditional_t<
-    sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
-    std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, s64, u64>,
-                       std::conditional_t<std::is_signed_v<T>, s32, u32>>>;
-
-template <typename T>
-auto mul_wide(Bits<T> a, Bits<T> b) {
-  return bits(static_cast<Wide<T>>(Wide<T>{value<T>(a)} * value<T>(b)));
-}
-
-template <typename T>
-auto mad_wide(Bits<T> a, Bits<T> b, Bits<Wide<T>> c) {
-  return add<Wide<T>>(mul_wide<T>(a, b), c);
-}
-
-template <typename T>
-Bits<T> mul_hi(Bits<T> a, Bits<T> b) {
-  return static_cast<Bits<T>>(Wide<T>{value<T>(a)} * value<T>(b) >> kWidth<T>);
-}
-
-template <typename T>
-Bits<T> mad_hi(Bits<T> a, Bits<T> b, Bits<T> c) {
-  return add<T>(mul_hi<T>(a, b), c);
+u64 mul_wide(Bits<T> a, Bits<T> b) {
+  using Wide = std::conditional_t<std::is_signed_v<T>, s64, u64>;
+  return bits(Wide{value<T>(a)} * Wide{value<T>(b)});
 }
 
 template <typename T>
@@ -353,37 +318,6 @@ Bits<T> shr(Bits<T> x, u32 count) {
 }
 
 template <typename T>
-u32 shf_l_wrap(u32 low, u32 high, u32 count) {
-  return static_cast<u32>((u64{high} << 32 | low) << count % 32 >> 32);
-}
-
-template <typename T>
-u32 shf_r_wrap(u32 low, u32 high, u32 count) {
-  return static_cast<u32>((u64{high} << 32 | low) >> count % 32);
-}
-
-template <typename T>
-u32 prmt(u32 a, u32 b, u32 selectors) {
-  const auto bytes = std::bit_cast<std::array<s8, 8>>(u64{b} << 32 | a);
-  std::array<s8, 4> result;
-  for (s8& byte : result) {
-    byte = bytes[selectors & 7];
-    if ((selectors & 8) != 0) byte = byte < 0 ? -1 : 0;
-    selectors >>= 4;
-  }
-  return std::bit_cast<u32>(result);
-}
-
-template <typename T>
-u32 lop3(u32 a, u32 b, u32 c, u32 table) {
-  u32 result = 0;
-  for (int i = 0; i < 8; ++i) {
-    if ((table >> i & 1) != 0) result |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
-  }
-  return result;
-}
-
-template <typename T>
 T bfi(T from, T to, u32 begin, u32 count) {
   const T mask = shl<T>(count < kWidth<T> ? shl<T>(1, count) - 1 : ~T{0}, begin);
   return (to & ~mask) | (shl<T>(from, begin) & mask);
@@ -392,11 +326,6 @@ T bfi(T from, T to, u32 begin, u32 count) {
 template <typename T>
 u32 popc(T x) {
   return std::popcount(x);
-}
-
-template <typename T>
-u32 clz(T x) {
-  return std::countl_zero(x);
 }
 
 // --- floating point ------------------------------------------------------------------------------
@@ -463,20 +392,16 @@ BINARY(add_rn, a + b)
 BINARY(sub_rn, a - b)
 BINARY(mul_rn, a* b)
 BINARY(div_rn, a / b)
-BINARY(div_full, a / b)
 BINARY(min, smaller(a, b))
 BINARY(max, larger(a, b))
 BINARY(copysign, std::copysign(b, a))
 TERNARY(fma_rn, std::fma(a, b, c))
 TERNARY(fma_rm, fma_down(a, b, c))
-TERNARY(fma_rn_sat, saturated(std::fma(a, b, c)))
 UNARY(abs, std::abs(a))
 UNARY(sqrt_rn, std::sqrt(a))
 UNARY(rcp_rn, 1 / a)
 UNARY(rcp_approx_ftz, flushed(1 / flushed(a)))
 UNARY(ex2_approx_ftz, flushed(std::exp2(flushed(a))))
-UNARY(lg2_approx_ftz, std::log2(flushed(a)))
-UNARY(tanh_approx, std::tanh(a))
 #undef UNARY
 #undef BINARY
 #undef TERNARY
@@ -526,7 +451,6 @@ Extended<To> whole(From x) {
 TO_WHOLE(cvt_rni, std::nearbyint)
 TO_WHOLE(cvt_rzi, std::trunc)
 TO_WHOLE(cvt_rmi, std::floor)
-TO_WHOLE(cvt_rpi, std::ceil)
 #undef TO_WHOLE
 
 // --- threads that meet ---------------------------------------------------------------------------
@@ -583,10 +507,6 @@ std::array<u32, 4> mma_sync_aligned_m16n8k16_row_col(std::array<u32, 4> a, std::
 }
 
 // --- blocks that meet ----------------------------------------------------------------------------
-
-inline void membar_gl() {}
-inline void fence_acq_rel_gpu() {}
-inline void fence_sc_gpu() {}
 
 template <typename T>
 void red_add(u64 at, u64 x) {
