@@ -201,6 +201,12 @@ def operator_name(op: Any) -> str:
     return name.partition("::")[2]
 
 
+def operator(name: str) -> Any:
+    """The operator of a name that a library registers, such as `scale_.scalar`."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.accumext, packet), overload or "default")
+
+
 # --- modules --------------------------------------------------------------------------------------
 
 # Hooks of a module whose forward the decoder computes from the weights: it cannot call them.

@@ -27,6 +27,7 @@ from accumext._torch_private import (
     call_default_kernel,
     compiled_kernel,
     has_kernel,
+    operator,
     remove_kernels,
     tree_leaves,
 )
@@ -317,12 +318,6 @@ def _check_length(path: Path) -> None:
     size = path.stat().st_size
     if size < max(ends):
         raise OSError(f"{path} is cut short: {size} bytes of {max(ends)}")
-
-
-def operator(name: str) -> Any:
-    """The operator of a name that a library registers."""
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.accumext, packet), overload or "default")
 
 
 def _tell(words: str) -> None:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accumext._torch_private import call_default_kernel, tree_leaves, tree_map
-from accumext.backend._libraries import operator
+from accumext._torch_private import call_default_kernel, operator, tree_leaves, tree_map
 
 OK = "ok"
 

@@ -11,7 +11,7 @@ import torch
 from support.source_tree import Tree
 from torch import Tensor
 
-from accumext._torch_private import call_default_kernel
+from accumext._torch_private import call_default_kernel, operator
 from accumext.backend import _libraries, _self_test
 
 
@@ -39,7 +39,7 @@ class Rounded:
     """An operator whose norm, and so its clip coefficient, is rounded in another way."""
 
     def __init__(self, name: str, error: float) -> None:
-        self.real, self.error = _libraries.operator(name), error
+        self.real, self.error = operator(name), error
         self._op_dk = self.real._op_dk  # the default kernel
 
     def __call__(self, **call: Any) -> Tensor:

@@ -26,7 +26,7 @@ from support.tensors import HALF_DTYPES
 from torch import Tensor
 
 import accumext
-from accumext._torch_private import call_default_kernel, tree_leaves
+from accumext._torch_private import call_default_kernel, operator, tree_leaves
 from accumext.backend import _build, _cache, _libraries, _self_test, _verify
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def written(case: _self_test.Case) -> list[int]:
     """Which of the results of plain PyTorch are new or have changed, and begin with a number."""
     before = results(torch.full((), torch.nan), case.arguments)  # where nothing has been returned
     call = case._on(CPU)
-    result = call_default_kernel(_libraries.operator(case.name), **call)
+    result = call_default_kernel(operator(case.name), **call)
     if not isinstance(result, Tensor):
         before = before[1:]
     pairs = enumerate(zip(before, results(result, call)))
@@ -128,7 +128,7 @@ class Off:
     """An operator one of whose results is another in its first element: by 3 percent, or 0 or 1."""
 
     def __init__(self, name: str, index: int) -> None:
-        self.real, self.index = _libraries.operator(name), index
+        self.real, self.index = operator(name), index
         self._op_dk = self.real._op_dk  # the default kernel
 
     def __call__(self, **call: Any) -> object:
@@ -165,7 +165,7 @@ def test_logits_are_all_below_zero_in_batches_of_every_width(name: str, batches:
     for case in _self_test.cases()[name]:
         call = case._on(CPU)
         if call["uniforms"] is None:
-            call_default_kernel(_libraries.operator(name), **call)
+            call_default_kernel(operator(name), **call)
             assert float(call["stats"][0].amax()) < 0
             weight = call["weight" if name == "head_forward" else "head_weight"]
             seen.add((weight.dtype, call["tokens"].shape[-1]))

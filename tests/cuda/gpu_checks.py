@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from accumext import reference
+from accumext._torch_private import operator as lookup
 from accumext.backend import _build
 from accumext.decoder import _operators_reference
 
@@ -167,8 +168,7 @@ def check_operator(name: str, operator: Operator, device: torch.device) -> Facts
         lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf,
         (arguments, options),
     )
-    packet, _, overload = name.split()[0].partition(".")
-    op = getattr(getattr(torch.ops.accumext, packet), overload or "default")
+    op = lookup(name.split()[0])
     got = [op(*there[0], **there[1]), there[0][operator.written], there[1].get("found_inf")]
     want = [
         operator.reference(*arguments, **options),
