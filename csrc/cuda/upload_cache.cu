@@ -99,7 +99,7 @@ unsigned long long capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
-// Of no other stream ever, as its handle may be of a later one.
+// Of no other stream ever, as its handle may be of a later one. Not to be asked for in a capture.
 unsigned long long id_of(cudaStream_t stream) {
   unsigned long long id = 0;
   STD_CUDA_CHECK(cudaStreamGetId(stream, &id));
@@ -118,7 +118,8 @@ struct HashOfFirstBytes {
   }
 };
 
-// Tables in memory of one size, on one stream of one device, in one capture or none.
+// Tables in memory of one size, on one stream of one device or in one capture, whose streams share
+// them: what is uploaded there is there before any of them runs.
 class Shelf {
  public:
   // Null if there is none.
@@ -178,10 +179,11 @@ std::shared_ptr<const std::byte> uploaded(const std::vector<std::byte>& content,
   const std::string_view bytes(reinterpret_cast<const char*>(content.data()), content.size());
   const size_t size = std::bit_ceil(std::max(bytes.size(), kSmallest));
   const unsigned long long capture = capture_of(stream);
+  const unsigned long long on = capture == 0 ? id_of(stream) : 0;
 
   Shelves& all = all_shelves();
   const std::lock_guard lock(all.mutex);
-  Shelf& shelf = all.shelves[{device, id_of(stream), capture, size}];
+  Shelf& shelf = all.shelves[{device, on, capture, size}];
   std::shared_ptr<Resident> table = shelf.find(bytes);
   if (table == nullptr) {
     if (capture == 0) table = shelf.take_oldest(std::max(kTables, kShelfBytes / size));

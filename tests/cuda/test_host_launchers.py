@@ -56,20 +56,24 @@ MUTANTS = {
         ("a_replay and first_seen and copy_rounded", "an operator of torch has lost its memory"),
     ),
     "a_table_for_graphs_and_calls": (
-        ("upload_cache.cu", "id_of(stream), capture, size", "id_of(stream), 0, size"),
+        ("upload_cache.cu", "on, capture, size", "on, 0, size"),
         ("the_table_of_a_graph and seen_before", "heap-use-after-free"),
     ),
     "a_table_for_all_streams": (
-        ("upload_cache.cu", "id_of(stream), capture, size", "0, capture, size"),
+        ("upload_cache.cu", "on, capture, size", "0, capture, size"),
         ("test_streams_have and True", "AssertionError"),
     ),
     "a_table_for_a_handle": (
         (
             "upload_cache.cu",
-            "id_of(stream), capture, size",
-            "reinterpret_cast<unsigned long long>(stream), capture, size",
+            "capture == 0 ? id_of(stream) : 0",
+            "capture == 0 ? reinterpret_cast<unsigned long long>(stream) : 0",
         ),
         ("the_handle_of_one_that_is_gone", "AssertionError"),
+    ),
+    "asks_for_the_stream_in_the_capture": (
+        ("upload_cache.cu", "capture == 0 ? id_of(stream) : 0", "id_of(stream)"),
+        ("a_replay and first_seen and copy_rounded", "cudaErrorStreamCaptureUnsupported"),
     ),
     "leaves_an_error_behind": (
         ("upload_cache.cu", "cudaGetLastError();", ";"),

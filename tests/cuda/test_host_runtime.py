@@ -23,6 +23,7 @@ ERRORS = {
     "a_stream_that_is_gone": "cudaErrorInvalidResourceHandle",
     "allocation_in_a_capture": "cudaErrorStreamCaptureUnsupported",
     "wait_for_the_captured_stream": "cudaErrorStreamCaptureUnsupported",
+    "id_of_the_captured_stream": "cudaErrorStreamCaptureUnsupported",
     "wait_in_a_capture": "cudaErrorStreamCaptureUnsupported",
     "launch_in_an_invalid_capture": "cudaErrorStreamCaptureInvalidated",
     "out_of_memory": "cudaErrorMemoryAllocation",

@@ -57,11 +57,11 @@ __device__ void mma_16x8x16(float (&sums)[4], const uint32_t (&a)[4], const uint
 
 // --- asynchronous copies -------------------------------------------------------------------------
 
-// Which part of what is read stays in the L2 cache: `kept` of it, the rest goes first.
+// Which part of what is read stays in the L2 cache: `kept` of it goes last, the rest first.
 __device__ inline uint64_t cache_policy([[maybe_unused]] float kept) {
   uint64_t policy = 0;
 #ifdef __CUDACC__
-  asm volatile("createpolicy.fractional.L2::evict_normal.L2::evict_first.b64 %0, %1;"
+  asm volatile("createpolicy.fractional.L2::evict_last.L2::evict_first.b64 %0, %1;"
                : "=l"(policy)
                : "f"(kept));
 #endif

@@ -137,7 +137,8 @@ class PersistentHead {
   static constexpr int kGroups = kTiles == 4 ? 4 : 2;  // kRowGroup rows each: plan.task_rows
 
   // The logits of a step and, of each row of the batch, this block's part of their statistics. The
-  // states are h after the step. Takes the shared memory at `hidden`.
+  // states are h after the step. Takes the shared memory at `hidden`. Before the logits of the step
+  // before are gone, their exps are written, while the memory is busy with the weight.
   __device__ StreamPosition predict(int64_t step, const StreamPosition& position) const {
     load_hidden(step);
     WeightStream<kGroups> stream(position);
@@ -147,6 +148,7 @@ class PersistentHead {
     for (Statistics& of_row : found) of_row = {-INFINITY, word_of(stream.first(), 0), 0.0f};
 #pragma unroll 1
     for (int task = stream.first(); task < stream.end(); task += kPersistentWarps) {
+      if (step > call_.begin) write_exps(step - 1, task);
       float bias[kWords];
       load_bias(bias, task);
       float sums[kTiles][kGroups][4] = {};
@@ -168,6 +170,15 @@ class PersistentHead {
     }
     publish(step, found);
     return stream.position();
+  }
+
+  // exps of a step whose logits are those that are there.
+  __device__ void write_exps(int64_t step) const {
+    const WeightStream<kGroups> stream({0, 0, 0, 0});
+#pragma unroll 1
+    for (int task = stream.first(); task < stream.end(); task += kPersistentWarps) {
+      write_exps(step, task);
+    }
   }
 
  private:
@@ -223,6 +234,43 @@ class PersistentHead {
       }
       add(found[row], z, words);
     }
+  }
+
+  // exp(z - peak) of the lane's logits of a task, 0 at the targets. It wrote them itself, in keep().
+  // Logits of some rows are read before any is used: each takes the latency of the L2 cache.
+  __device__ void write_exps(int64_t step, int task) const {
+    if (call_.exps.data == nullptr) return;
+    constexpr int kAtOnce = kRows < 4 ? kRows : 4;
+    const float* const logits = memory_.logit(word_of(task, 0), lane_row());
+    with_type(call_.exps.dtype, [&](auto type) {
+      using exp_t = decltype(type);
+      const Matrix<exp_t> exps = call_.exps.as<exp_t>();
+#pragma unroll
+      for (int first = 0; first < kRows; first += kAtOnce) {
+        float z[kAtOnce][kWords];
+#pragma unroll
+        for (int row = 0; row < kAtOnce; ++row) {
+#pragma unroll
+          for (int n = 0; n < kWords; ++n) {
+            const int word = word_of(task, n) - word_of(task, 0);
+            z[row][n] = logits[word * kWidth + (first + row) * kRowGroup];
+          }
+        }
+#pragma unroll
+        for (int row = 0; row < kAtOnce; ++row) {
+          const int b = (first + row) * kRowGroup + lane_row();
+          if (b >= call_.batch) break;
+          const PersistentRow& of = memory_.row(b);
+          exp_t* const to = exps.at(memory_.result(step, b), 0);
+#pragma unroll
+          for (int n = 0; n < kWords; ++n) {
+            const int word = word_of(task, n);
+            const float x = word == of.target ? 0.0f : std::exp(z[row][n] - of.peak);
+            if (word < memory_.end_word) to[word * exps.column_stride] = rounded<exp_t>(x);
+          }
+        }
+      }
+    });
   }
 
   // The block's statistics of every row, from those of its lanes and warps, in a fixed order.

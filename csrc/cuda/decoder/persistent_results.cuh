@@ -140,19 +140,10 @@ class PersistentResults {
     return in.exists() && found.exists() ? first + found.term() : peak.at;
   }
 
-  // What only the loss and the caller wait for.
+  // What only the loss and the caller wait for, but for exps: persistent_head.cuh.
   __device__ void record(int64_t step) const {
     record_targets(step);
     record_statistics(step);
-    if (call_.exps.data == nullptr) return;
-    switch (call_.exps.dtype) {
-      case Dtype::kHalf:
-        return write_exps<__half>(step);
-      case Dtype::kBFloat16:
-        return write_exps<__nv_bfloat16>(step);
-      default:
-        return write_exps<float>(step);
-    }
   }
 
  private:
@@ -199,42 +190,6 @@ class PersistentResults {
       *call_.stats.at(0, result) = peak;
       *call_.stats.at(1, result) = static_cast<float>(sum);
       call_.rows[result] = step * call_.batch + b;
-    }
-  }
-
-  // exp(z - peak) of the block's words, 0 at the target. Logits are read before any is used: an
-  // access at a time would take the latency of the L2 cache for each.
-  template <typename exp_t>
-  __device__ void write_exps(int64_t step) const {
-    constexpr int kAtOnce = 8;
-    const int b = threadIdx.x % plan_.width;
-    if (b >= call_.batch) return;
-    const int turns = kBlockSize / plan_.width;
-    const int begin = memory_.begin_word + threadIdx.x / plan_.width;
-    const int end = memory_.end_word;
-    const Matrix<exp_t> exps = call_.exps.as<exp_t>();
-    const PersistentRow row = memory_.row(b);
-    const int64_t result = memory_.result(step, b);
-    const float* logits = memory_.logit(begin, b);  // kBlockSize apart
-    exp_t* to = exps.at(result, begin);
-    const int64_t stride = turns * exps.column_stride;
-#pragma unroll 1
-    for (int word = begin; word < end; word += kAtOnce * turns) {
-      float z[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        z[n] = word + n * turns < end ? logits[n * kBlockSize] : 0.0f;
-      }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n, to += stride) {
-        const exp_t x = rounded<exp_t>(std::exp(z[n] - row.peak));
-        if (word + n * turns < end) *to = x;
-      }
-      logits += kAtOnce * kBlockSize;
-    }
-    const int64_t before = row.target - begin;  // of the thread's own words, if it is one
-    if (before >= 0 && row.target < end && before % turns == 0) {
-      *exps.at(result, row.target) = rounded<exp_t>(0.0f);
     }
   }
 

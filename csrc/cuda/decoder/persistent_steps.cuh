@@ -37,6 +37,7 @@ class PersistentSteps {
       __syncthreads();
     }
     record(call_.end - 1);
+    write_exps(call_.end - 1);
   }
 
  private:
@@ -78,6 +79,8 @@ class PersistentSteps {
   }
 
   __device__ __noinline__ static void record(int64_t step) { PersistentResults().record(step); }
+
+  __device__ __noinline__ static void write_exps(int64_t step) { Head().write_exps(step); }
 
   // All layers. The first pass of the first layer has been multiplied with h already.
   __device__ void advance(int64_t step) {
@@ -164,9 +167,8 @@ class PersistentSteps {
 //   reads   per step: the head's weight, 2 V H bytes; rows of the table, [B, E], and the rounded
 //           states, [B, H], by every block, which the L2 cache has after the first; the cells'
 //           weights once per window where they stay in shared memory, else per step
-//   writes  per step: states, [B, H]; logits to scratch, 4 V width bytes, read again for exps;
-//   exps,
-//           [B, V]; tokens, inputs, rows, stats and live, [B]
+//   writes  per step: states, [B, H]; logits to scratch, 4 V width bytes, read again for exps in the
+//           next; exps, [B, V]; tokens, inputs, rows, stats and live, [B]
 template <typename T, int kTiles>
 __global__ void __launch_bounds__(kBlockSize, 1)
     persistent_steps_kernel(const __grid_constant__ PersistentCall call,

@@ -128,6 +128,13 @@ const std::map<std::string, void (*)()> kFaults = {
      }},
     {"allocation_in_a_capture", [] { capture(allocate); }},
     {"wait_for_the_captured_stream", [] { capture([] { cudaStreamSynchronize(stream()); }); }},
+    {"id_of_the_captured_stream",
+     [] {
+       capture([] {
+         unsigned long long id = 0;
+         cudaStreamGetId(stream(), &id);
+       });
+     }},
     {"wait_in_a_capture", [] { capture([] { cudaStreamSynchronize(nullptr); }); }},
     {"launch_in_an_invalid_capture",
      [] {

@@ -360,8 +360,14 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 
+// Not of a stream that is being captured: so it is on an H100 under CUDA 13.0.
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
-  *id = stream_of(stream)->id;
+  Stream* const of = stream_of(stream);
+  if (of->capture) {
+    of->capture->valid = false;
+    return failed(cudaErrorStreamCaptureUnsupported);
+  }
+  *id = of->id;
   return cudaSuccess;
 }
 

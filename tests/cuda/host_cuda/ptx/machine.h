@@ -528,7 +528,7 @@ void nanosleep(u32 ns, const Site& site = Site::current()) {
 // --- asynchronous copies -------------------------------------------------------------------------
 
 template <typename T>
-u64 createpolicy_fractional_L2_evict_normal_L2_evict_first(u32) {
+u64 createpolicy_fractional_L2_evict_last_L2_evict_first(u32) {
   return 0;
 }
 
