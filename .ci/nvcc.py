@@ -122,10 +122,8 @@ def main() -> None:
             return compile_source(nvcc, *job, headers[job[1]], target)
 
         results = list(pool.map(compiled, jobs, targets))
-        if folder is not None:
-            for target in targets:
-                if missing := oldest.undeclared(target, folder):
-                    sys.exit(f"{target.name} needs what {folder} lacks: {', '.join(missing)}")
+        if folder is not None and (missing := oldest.undeclared(targets, folder)):
+            sys.exit(f"the objects need what {folder} lacks: {', '.join(missing)}")
     spilling = 0
     for (source, arch), kernels in zip(jobs, results):
         used = [kernel.registers for kernel in kernels]

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -61,17 +62,19 @@ def fetch(folder: Path) -> None:
             wheel.extractall(folder, names)
 
 
-def undeclared(binary: Path, folder: Path) -> list[str]:
-    """Symbols of torch that a library or object needs and the headers do not declare."""
+def undeclared(binaries: Iterable[Path], folder: Path) -> list[str]:
+    """Symbols of torch that libraries or objects need and the headers do not declare."""
     headers = [*include(folder).rglob("*shim*.h"), *include(folder).rglob("stable/**/*.h")]
     declared = set(re.findall(r"\w+", "".join(path.read_text("utf-8") for path in headers)))
-    command = ["nm", "-Du" if binary.suffix == ".so" else "-u", binary]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    needed = {line.split()[-1] for line in listed.splitlines()}
-    of_torch = [name for name in needed if OF_TORCH.match(name)]
+    of_torch: set[str] = set()
+    for binary in binaries:
+        command = ["nm", "-Du" if binary.suffix == ".so" else "-u", binary]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        needed = (line.split()[-1] for line in listed.splitlines())
+        of_torch.update(name for name in needed if OF_TORCH.match(name))
     if not of_torch:
-        sys.exit(f"nm lists no symbol of torch in {binary}")
-    return sorted(set(of_torch) - declared)
+        sys.exit("nm lists no symbol of torch")
+    return sorted(of_torch - declared)
 
 
 def build(folder: Path) -> Path:
@@ -103,7 +106,7 @@ def main() -> None:
     subprocess.run(command, check=True, env=environment)
     print(f"the CPU library compiled for torch {VERSION} works in torch {torch.__version__}")
     installed = _build.installation() / "_C_cpu.abi3.so"
-    if missing := undeclared(installed, folder):
+    if missing := undeclared([installed], folder):
         sys.exit(f"{installed} needs what torch {VERSION} does not have: {', '.join(missing)}")
     print(f"the CPU library compiled for torch {torch.__version__} needs no symbol newer than that")
 

@@ -91,12 +91,10 @@ void upload_beside_capture(std::byte* memory, std::string_view bytes) {
   STD_CUDA_CHECK(cudaStreamDestroy(stream));
 }
 
-// 0 where the stream is not being captured.
-unsigned long long capture_of(cudaStream_t stream) {
+bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status;
-  unsigned long long id = 0;
-  STD_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id));
-  return status == cudaStreamCaptureStatusActive ? id : 0;
+  STD_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
 }
 
 // Of no other stream ever, as its handle may be of a later one. Not to be asked for in a capture.
@@ -118,8 +116,8 @@ struct HashOfFirstBytes {
   }
 };
 
-// Tables in memory of one size, on one stream of one device or in one capture, whose streams share
-// them: what is uploaded there is there before any of them runs.
+// Tables in memory of one size on one device: of one stream, or of all graphs, whose tables are
+// there before any of them runs and are never written again.
 class Shelf {
  public:
   // Null if there is none.
@@ -154,7 +152,7 @@ class Shelf {
   std::unordered_map<std::string_view, ByAge::iterator, HashOfFirstBytes> by_bytes_;
 };
 
-using Key = std::tuple<int32_t, unsigned long long, unsigned long long, size_t>;
+using Key = std::tuple<int32_t, bool, unsigned long long, size_t>;
 
 struct Shelves {
   std::mutex mutex;
@@ -178,27 +176,27 @@ std::shared_ptr<const std::byte> uploaded(const std::vector<std::byte>& content,
   constexpr size_t kSmallest = 4096;  // bytes of a table
   const std::string_view bytes(reinterpret_cast<const char*>(content.data()), content.size());
   const size_t size = std::bit_ceil(std::max(bytes.size(), kSmallest));
-  const unsigned long long capture = capture_of(stream);
-  const unsigned long long on = capture == 0 ? id_of(stream) : 0;
+  const bool captured = is_captured(stream);
+  const unsigned long long id = captured ? 0 : id_of(stream);
 
   Shelves& all = all_shelves();
   const std::lock_guard lock(all.mutex);
-  Shelf& shelf = all.shelves[{device, on, capture, size}];
+  Shelf& shelf = all.shelves[{device, captured, id, size}];
   std::shared_ptr<Resident> table = shelf.find(bytes);
   if (table == nullptr) {
-    if (capture == 0) table = shelf.take_oldest(std::max(kTables, kShelfBytes / size));
+    if (!captured) table = shelf.take_oldest(std::max(kTables, kShelfBytes / size));
     if (table == nullptr) {
       std::byte* const memory = allocated(size);
       // In a capture torch's allocator would give it to others too, and a replay uploads nothing.
-      if (memory == nullptr && capture == 0) return borrowed(bytes, device);
+      if (memory == nullptr && !captured) return borrowed(bytes, device);
       STD_CUDA_CHECK(memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess);
       table = std::make_shared<Resident>(memory);
     }
     table->bytes = bytes;
-    if (capture == 0) {
-      upload(table->memory, bytes, device);
-    } else {
+    if (captured) {
       upload_beside_capture(table->memory, bytes);
+    } else {
+      upload(table->memory, bytes, device);
     }
     shelf.put(table);
   }

@@ -12,7 +12,7 @@ from support.source_tree import Tree
 from torch import Tensor
 
 from accumext._torch_private import call_default_kernel, operator
-from accumext.backend import _libraries, _self_test
+from accumext.backend import _self_test
 
 
 @pytest.mark.build

@@ -17,7 +17,7 @@ SHAPES = ((1023, 257), (4097,), (), (31, 5, 7), (300, 1000))
 WINDOW, WINDOWS = 3, 4
 RATE = 1e-3
 # torch's fused kernels and its plain ones on a CPU form a step of Adam in another order.
-ALLOWED = 1e-6
+UPDATE_RTOL = 1e-5
 
 
 def leaves(device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -65,14 +65,19 @@ def check(place: str | None, fused: bool, stochastic: bool, in_backward: bool, d
     for parameter, master, expected in zip(parameters, masters, wide, strict=True):
         assert master.device.type == (place or device.type)
         values = master.detach().cpu()
-        off = max(off, float((values - expected).abs().max()))
+        # In each window the sum may be rounded to the other neighbour.
+        allowed = WINDOWS * (spacing(expected, torch.float32) + UPDATE_RTOL * RATE)
+        off = max(off, float(((values - expected).abs() / allowed).max()))
         mine = parameter.detach().cpu()
         if stochastic:
             assert bool(((mine.float() - values).abs() <= spacing(values, dtype)).all())
         else:
             assert torch.equal(mine, values.to(dtype))
-    assert off <= ALLOWED, f"off by {off:.1e}"
-    return {"off by": off, "clip_coef": float(opt.last.clip_coef) if opt.last else None}
+    assert off <= 1.0, f"{off:.2f} of what is allowed"
+    return {
+        "of the error allowed": off,
+        "clip_coef": float(opt.last.clip_coef) if opt.last else None,
+    }
 
 
 def spacing(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -52,27 +52,27 @@ MUTANTS = {
         ("a_replay and first_seen and copy_rounded", "heap-use-after-free"),
     ),
     "captures_the_upload": (
-        ("upload_cache.cu", "if (capture == 0) {\n      upload(", "if (true) {\n      upload("),
+        ("upload_cache.cu", "if (captured) {\n", "if (false) {\n"),
         ("a_replay and first_seen and copy_rounded", "an operator of torch has lost its memory"),
     ),
     "a_table_for_graphs_and_calls": (
-        ("upload_cache.cu", "on, capture, size", "on, 0, size"),
+        ("upload_cache.cu", "captured, id, size", "false, 0, size"),
         ("the_table_of_a_graph and seen_before", "heap-use-after-free"),
     ),
     "a_table_for_all_streams": (
-        ("upload_cache.cu", "on, capture, size", "0, capture, size"),
+        ("upload_cache.cu", "captured, id, size", "captured, 0, size"),
         ("test_streams_have and True", "AssertionError"),
     ),
     "a_table_for_a_handle": (
         (
             "upload_cache.cu",
-            "capture == 0 ? id_of(stream) : 0",
-            "capture == 0 ? reinterpret_cast<unsigned long long>(stream) : 0",
+            "captured ? 0 : id_of(stream)",
+            "captured ? 0 : reinterpret_cast<unsigned long long>(stream)",
         ),
         ("the_handle_of_one_that_is_gone", "AssertionError"),
     ),
     "asks_for_the_stream_in_the_capture": (
-        ("upload_cache.cu", "capture == 0 ? id_of(stream) : 0", "id_of(stream)"),
+        ("upload_cache.cu", "captured ? 0 : id_of(stream)", "id_of(stream)"),
         ("a_replay and first_seen and copy_rounded", "cudaErrorStreamCaptureUnsupported"),
     ),
     "leaves_an_error_behind": (
@@ -80,7 +80,7 @@ MUTANTS = {
         ("no_memory and copy_rounded", "nobody has asked for cudaErrorMemoryAllocation"),
     ),
     "borrows_in_a_capture": (
-        ("upload_cache.cu", "if (memory == nullptr && capture == 0)", "if (memory == nullptr)"),
+        ("upload_cache.cu", "memory == nullptr && !captured", "memory == nullptr"),
         ("a_capture_where", "DID NOT RAISE"),
     ),
     "launches_on_the_default_stream": (
@@ -97,7 +97,7 @@ def library(tmp_path_factory):
     return once(tmp_path_factory, "host-launchers", launchers.build) / "launchers.so"
 
 
-def tested(library, *arguments):
+def outcome_of(library, *arguments):
     """What pytest says of files of tests/ by the launchers, with options behind them; -s, because
     what it has captured is lost where a fault ends the process."""
     paths = [f"tests/{name}" if name.endswith(".py") else name for name in arguments]
@@ -109,7 +109,7 @@ def tested(library, *arguments):
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_the_operators_tests_pass(library, selection):
-    done = tested(library, *SELECTIONS[selection])
+    done = outcome_of(library, *SELECTIONS[selection])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -123,7 +123,7 @@ def test_a_mutant_is_seen(library, tmp_path, mutant):
     source = csrc / "cuda" / ("scale.cu" if name.endswith(".h") else name)
     changed = launchers.compiled(source, tmp_path, csrc)
     others = [path for path in library.parent.glob("*.o") if path.name != changed.name]
-    done = tested(launchers.linked([changed, *others], tmp_path), TABLES, "-k", test)
+    done = outcome_of(launchers.linked([changed, *others], tmp_path), TABLES, "-k", test)
     assert done.returncode != 0
     assert words in done.stdout + done.stderr
 

@@ -7,6 +7,8 @@ import torch
 from support.boundary import OPTIMIZERS, Boundaries
 from support.device import Launches, cpu_as_device
 
+from accumext.optimizer._factors import Normaliser
+
 # Torch's loop, as profiles show it too: (scaler, clip) with a fused AdamW.
 STOCK = {(True, True): 20, (True, False): 11, (False, True): 10}
 
@@ -62,3 +64,10 @@ def test_a_fused_step_adds_no_more_than_the_norm_and_what_follows(scaled, clippe
         mine = Boundaries("fused", scaled, clipped).ours(launches, window)
     fused = {"_foreach_add_": 1, "_fused_adamw_": 1, "_foreach_sub_": 1}
     assert mine == {"window_factors": 2} | fused | ({"_amp_update_scale_": 1} if scaled else {})
+
+
+def test_the_factor_of_a_scale_is_one_launch():
+    """torch forms `1.0 / scale` in two: of the reciprocal, and of its product with 1."""
+    scale = torch.tensor(8.0, dtype=torch.float64)
+    with cpu_as_device():
+        assert launches(Normaliser(scale=scale).value) == {"reciprocal": 1}

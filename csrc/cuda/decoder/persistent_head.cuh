@@ -236,8 +236,8 @@ class PersistentHead {
     }
   }
 
-  // exp(z - peak) of the lane's logits of a task, 0 at the targets. It wrote them itself, in keep().
-  // Logits of some rows are read before any is used: each takes the latency of the L2 cache.
+  // exp(z - peak) of the lane's logits of a task, 0 at the targets. It wrote the logits itself, in
+  // keep(). Those of some rows are read before any is used: each takes the latency of the L2 cache.
   __device__ void write_exps(int64_t step, int task) const {
     if (call_.exps.data == nullptr) return;
     constexpr int kAtOnce = kRows < 4 ? kRows : 4;

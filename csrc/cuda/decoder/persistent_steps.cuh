@@ -167,8 +167,8 @@ class PersistentSteps {
 //   reads   per step: the head's weight, 2 V H bytes; rows of the table, [B, E], and the rounded
 //           states, [B, H], by every block, which the L2 cache has after the first; the cells'
 //           weights once per window where they stay in shared memory, else per step
-//   writes  per step: states, [B, H]; logits to scratch, 4 V width bytes, read again for exps in the
-//           next; exps, [B, V]; tokens, inputs, rows, stats and live, [B]
+//   writes  per step: states, [B, H]; logits to scratch, 4 V width bytes, read again a step later
+//           for exps, [B, V]; tokens, inputs, rows, stats and live, [B]
 template <typename T, int kTiles>
 __global__ void __launch_bounds__(kBlockSize, 1)
     persistent_steps_kernel(const __grid_constant__ PersistentCall call,

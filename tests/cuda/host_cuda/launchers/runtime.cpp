@@ -371,13 +371,11 @@ cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
-                                     unsigned long long* id) {
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   const auto& capture = stream_of(stream)->capture;
   *status = !capture         ? cudaStreamCaptureStatusNone
             : capture->valid ? cudaStreamCaptureStatusActive
                              : cudaStreamCaptureStatusInvalidated;
-  if (capture) *id = capture->id;
   return cudaSuccess;
 }
 
