@@ -170,7 +170,7 @@ TOLERANCE = {False: 1e-4, True: 2.0**-6}
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_says_the_same(kind, narrow):
-    calls = [backward_call(kind, narrow=narrow)]
+    calls = [backward_call(kind, narrow=narrow, batch=batch) for batch in (5, 17, 33)]
     for layers, head in itertools.product((1, 3), (False, True)):
         calls.append(steps_call(kind, layers=layers, head=head, narrow=narrow))
     for call in calls:
@@ -249,13 +249,26 @@ def test_launches_of_a_step(way):
     counts = []
     for steps in (2, 12):
         if way == "backward":
-            call = backward_call("gru", steps=steps, narrow=True).to(GPU)
+            call = backward_call("gru", steps=steps).to(GPU)
         else:
-            call = steps_call("gru", steps=steps, head=way == "predicted", narrow=True).to(GPU)
+            call = steps_call("gru", steps=steps, head=way == "predicted").to(GPU)
         call.to(GPU)()
         counts.append(len(launched(call, LAUNCHES)))
     kernels, products = PER_STEP[way]
     assert kernels + products <= (counts[1] - counts[0]) / 10 <= kernels + 2 * products
+
+
+@pytest.mark.parametrize("call_of", [steps_call, backward_call])
+def test_a_window_in_half_precision_is_one_launch(call_of):
+    """However many steps it has."""
+    if not launched(lambda: torch.ones(5, device=GPU), LAUNCHES):
+        pytest.skip("torch.profiler sees no kernels on this machine")
+    counts = set()
+    for steps in (2, 12):
+        call = call_of("gru", steps=steps, narrow=True).to(GPU)
+        call.to(GPU)()
+        counts.add(len(launched(call, LAUNCHES)))
+    assert len(counts) == 1
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -459,3 +459,82 @@ def test_nothing_of_an_ended_row_is_computed_with(kernels):
     assert not d_h.any()
     assert (dh == 1.0).all()
     assert (dc == 1.0).all()
+
+
+# --- all steps backward in one launch -------------------------------------------------------------
+
+
+def backward(
+    kind, *, batch, units, steps, dtype=torch.bfloat16, in_memory="transposed", ended=False,
+    gated=False, limited=False,
+):  # fmt: skip
+    """The arguments of rnn_backward; what is written is NaN."""
+    width = {0: 3, 1: 4}.get(kind, 1) * units
+    weight = (torch.randn(width, units) / width**0.5).to(dtype).t()
+    d_x = torch.full((steps, batch, width), math.nan)
+    return [
+        kind, torch.randn(steps, batch, units),
+        torch.randn(steps, batch, 4 * units) if width > units else None,
+        torch.randn(steps + 1, batch, units),
+        torch.randn(steps + 1, batch, units) if kind == LSTM else None,
+        torch.rand(steps, batch) < 0.7 if ended else None,
+        torch.rand(steps, batch).round(decimals=1) if gated else None,
+        torch.tensor(0.4) if limited else None,
+        {"transposed": weight, "dense": weight.contiguous(),
+         "strided": weight.repeat_interleave(2, 1)[:, ::2]}[in_memory],
+        torch.randn(units, batch).t(), torch.randn(batch, units) if kind == LSTM else None,
+        d_x, torch.full_like(d_x, math.nan) if kind == 0 else None,
+    ]  # fmt: skip
+
+
+def check_backward(kernels, arguments, runs):
+    """Against the reference, which rounds what is multiplied to the same dtype: in another order
+    of summation one may round to its other neighbour."""
+    expected = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+    kernels.rnn_backward(*arguments, runs=runs)
+    reference.rnn_backward(*expected)
+    rtol = 4 * torch.finfo(arguments[8].dtype).eps
+    for got, want in zip(arguments[9:], expected[9:]):
+        if got is not None:
+            torch.testing.assert_close(got, want, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", [1, 9, 16, 17, 33, 64])
+def test_all_steps_at_once(kernels, kind, batch):
+    runs = ((DESCENDING, 3), (SHUFFLED, 5))
+    check_backward(kernels, backward(kind, batch=batch, units=37, steps=3), runs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("units", [1, 7, 8, 9, 31, 70])
+def test_all_steps_at_once_with_units_beside_groups(kernels, kind, units):
+    runs = ((SHUFFLED, 3), (DESCENDING, 132))
+    check_backward(kernels, backward(kind, batch=5, units=units, steps=2), runs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("in_memory", ["transposed", "dense", "strided"])
+@pytest.mark.parametrize(("gated", "limited"), [(True, False), (False, True), (True, True)])
+def test_all_steps_at_once_with_what_is_carried(kernels, dtype, in_memory, gated, limited):
+    for kind in KINDS:
+        arguments = backward(
+            kind, batch=18, units=20, steps=4, dtype=dtype, in_memory=in_memory, ended=True,
+            gated=gated, limited=limited,
+        )  # fmt: skip
+        check_backward(kernels, arguments, TWO_RUNS)
+
+
+def test_all_steps_at_once_leave_the_bits_of_one_after_the_other(kernels):
+    for kind in KINDS:
+        together = backward(kind, batch=6, units=20, steps=5, ended=True, gated=True)
+        apart = [a.clone() if isinstance(a, torch.Tensor) else a for a in together]
+        kernels.rnn_backward(*together, runs=ONE_RUN)
+        for t in reversed(range(5)):
+            one = [a if a is None or isinstance(a, int) else a[t : t + 1] for a in apart[:7]]
+            for state in (3, 4):
+                one[state] = None if apart[state] is None else apart[state][t : t + 2]
+            written = [None if a is None else a[t : t + 1] for a in apart[11:]]
+            kernels.rnn_backward(*one, *apart[7:11], *written, runs=ONE_RUN)
+        for a, b in zip(together[9:], apart[9:]):
+            assert a is None or torch.equal(a, b)

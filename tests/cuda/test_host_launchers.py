@@ -157,15 +157,16 @@ def test_launches_of_a_step(found, kind, dtype):
         assert {name: count for name, count in per_step.items() if count} == expected
 
 
-def test_a_window_of_the_persistent_kernel_is_one_launch(found):
-    """However many steps it has; its tokens are those of the loop."""
+def test_a_window_is_one_launch(found):
+    """Forward and backward, however many steps it has; its results are those of the loop."""
     for two, five in found["whole"].values():
         assert two == five == {"kernels": 1}
     assert found["apart"] == []
 
 
-def test_a_window_is_decoded_step_by_step_where_its_blocks_do_not_fit(found):
+def test_a_window_goes_step_by_step_where_its_blocks_do_not_fit(found):
     """Of whose kernel a multiprocessor cannot hold a block."""
+    assert found["crowded"]
     for name, counts in found["crowded"].items():
         assert counts == found["counts"][name][0]
 

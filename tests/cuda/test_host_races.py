@@ -22,6 +22,7 @@ from support.decode_cases import GRU, KINDS, LSTM, RNN_RELU, RNN_TANH
 from support.once import once
 from support.programs import compiler
 from support.tensors import FLOAT_DTYPES, shifted
+from test_host_decoder import backward
 from test_host_persistent import EOS, Window
 from torch import Tensor
 
@@ -161,6 +162,17 @@ def rnn_gradient(kernels: HostDecoder) -> None:
         )  # fmt: skip
 
 
+def through_time(batch: int) -> Case:
+    def call(kernels: HostDecoder) -> None:
+        for kind in KINDS:
+            options = {"ended": True, "gated": True, "limited": True}
+            kernels.rnn_backward(
+                *backward(kind, batch=batch, units=21, steps=4, **options), runs=RUNS
+            )
+
+    return Case("decoder", call)
+
+
 def rnn_pass_on(kernels: HostDecoder) -> None:
     dh, dc, product = torch.randn(3, BATCH, UNITS)
     kernels.rnn_pass_on(dh, dc, product, torch.rand(BATCH), torch.tensor(0.25), runs=RUNS)
@@ -217,6 +229,9 @@ CASES = {
     "rnn_advance": Case("decoder", rnn_advance),
     "rnn_gradient": Case("decoder", rnn_gradient),
     "rnn_pass_on": Case("decoder", rnn_pass_on),
+    "through time": through_time(9),
+    "through time, batch of 17": through_time(17),
+    "through time, batch of 64": through_time(64),
 }
 
 

@@ -88,16 +88,16 @@ def steps_call(
     ], 2)  # fmt: skip
 
 
-def backward_call(kind: str, *, steps: int = 4, narrow: bool = False) -> Call:
+def backward_call(kind: str, *, steps: int = 4, narrow: bool = False, batch: int = BATCH) -> Call:
     gates, lstm = KINDS[kind] * UNITS, kind == "lstm"
-    h, c = torch.randn(2, steps + 1, BATCH, UNITS)
-    dh, dc = torch.randn(2, BATCH, UNITS)
+    h, c = torch.randn(2, steps + 1, batch, UNITS)
+    dh, dc = torch.randn(2, batch, UNITS)
     weight = torch.randn(UNITS, gates) / 9
-    d_x = torch.zeros(steps, BATCH, gates)
+    d_x = torch.zeros(steps, batch, gates)
     return Call("rnn_backward", [
-        list(KINDS).index(kind), torch.randn(steps, BATCH, UNITS),
-        torch.randn(steps, BATCH, 4 * UNITS) if gates > UNITS else None, h, c if lstm else None,
-        torch.rand(steps, BATCH) < 0.8, torch.rand(steps, BATCH), torch.tensor(0.5),
+        list(KINDS).index(kind), torch.randn(steps, batch, UNITS),
+        torch.randn(steps, batch, 4 * UNITS) if gates > UNITS else None, h, c if lstm else None,
+        torch.rand(steps, batch) < 0.8, torch.rand(steps, batch), torch.tensor(0.5),
         weight.bfloat16() if narrow else weight, dh.clone(), dc.clone() if lstm else None, d_x,
         torch.zeros_like(d_x) if kind == "gru" else None,
     ], 9)  # fmt: skip

@@ -157,48 +157,20 @@ class PersistentCell {
     return memory_.in_shared<float>(plan_.hidden) + parts * kTileRows * plan_.part_stride();
   }
 
-  // A warp takes one tile of the batch and of its chunks every kSplits-th, kAtOnce of them at once:
-  // all of x is on its way before the first is multiplied.
+  // A warp takes one tile of the batch and of its chunks every kSplits-th.
   template <int kAtOnce, typename Weight>  // Octet weight(int chunk, int group)
   __device__ void multiply(int layer, Operand operand, int64_t step, const Weight& weight) const {
     const int chunks = static_cast<int>(chunks_of(depth(layer, operand)));
-    const int groups = plan_.cell_groups;
-    float sums[kGroups][4] = {};
-#pragma unroll 1
-    for (int first = warp_index() / kTiles; first < chunks; first += kAtOnce * kSplits) {
-      Octet x[kAtOnce][2];
+    const auto load = [&](Octet(&x)[kAtOnce][2], int first) {
       if (operand == Operand::kX && layer == 0) {
         look_up(x, first);
       } else {
-        load_states(x, states_of(layer, operand, step), first, chunks);
+        load_operands<kTiles, kSplits>(x, states_of(layer, operand, step), tile(), first, chunks);
       }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const int chunk = first + n * kSplits;
-        if (chunk >= chunks) break;
-        Octet of_chunk[kGroups];
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          if (group < groups) of_chunk[group] = weight(chunk, group);
-        }
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          if (group < groups) multiply_chunk<T>(sums[group], x[n], of_chunk[group]);
-        }
-      }
-    }
-    float* const to =
-        part(operand, warp_index()) + lane_row() * plan_.part_stride() + 2 * lane_octet();
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      if (group >= groups) continue;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Vector<float, 2> pair;
-        for (int i = 0; i < 2; ++i) pair.set(i, sums[group][2 * half + i]);
-        write(to + half * kRowGroup * plan_.part_stride() + group * kRowGroup, pair);
-      }
-    }
+    };
+    multiply_tile<T, kGroups, kSplits, kAtOnce>(part(operand, warp_index()), plan_.part_stride(),
+                                                warp_index() / kTiles, chunks, plan_.cell_groups,
+                                                load, weight);
   }
 
   __device__ static int tile() { return warp_index() % kTiles; }
@@ -208,23 +180,6 @@ class PersistentCell {
     if (operand == Operand::kH) return memory_.operand(layer, step);
     if (call_.dropout_mask != nullptr) return memory_.dropped(layer - 1);
     return memory_.operand(layer - 1, step + 1);
-  }
-
-  // Of every kSplits-th chunk from `first` on; the last one once more beyond the end.
-  template <int kAtOnce>
-  __device__ static void load_states(Octet (&x)[kAtOnce][2], const uint16_t* states, int first,
-                                     int chunks) {
-    const Octet* const from = reinterpret_cast<const Octet*>(states) + lane();
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      const int mine = first + n * kSplits;
-      const int chunk = mine < chunks ? mine : chunks - 1;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int place = (chunk * kTiles + tile()) * 2 + half;
-        x[n][half] = load_shared_between_blocks(from + place * kWarpSize);
-      }
-    }
   }
 
   __device__ static int column_of(int chunk) { return chunk * kChunk + lane_octet() * kOctet; }

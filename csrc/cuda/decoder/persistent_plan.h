@@ -25,6 +25,10 @@ ACCUMEXT_HOST_DEVICE inline int64_t chunks_of(int64_t depth) {
   return (depth + kChunk - 1) / kChunk;
 }
 
+// Floats from a row of the batch to the next in a warp's part of a product with so many groups of
+// rows: an odd number of groups, so that a warp's accesses meet in no bank.
+ACCUMEXT_HOST_DEVICE inline int part_stride_of(int groups) { return (groups | 1) * kRowGroup; }
+
 // Of a share: where that of `block` begins where `blocks` share `count` evenly.
 ACCUMEXT_HOST_DEVICE inline int64_t share_begin(int64_t count, int64_t block, int64_t blocks) {
   return count * block / blocks;
@@ -46,7 +50,7 @@ struct PersistentRow {
 
 struct PersistentPlan {
   int blocks = 0;  // 0: the window does not fit
-  int width;       // B rounded up to 16, 32 or 64
+  int width;       // of the batch: width_of()
   int task_rows;   // of the head's weight that a warp multiplies at once with the hidden states
   int stages;      // of that weight on their way to a warp
   bool resident;   // the cells' weights stay in shared memory
@@ -65,22 +69,12 @@ struct PersistentPlan {
 
   int gates_rows(CellKind kind) const { return gate_count(kind) * units_per_pass; }
 
-  // Floats from a row of the batch to the next in a warp's part of a product: an odd number of
-  // groups, so that a warp's accesses meet in no bank.
-  ACCUMEXT_HOST_DEVICE int part_stride() const { return (cell_groups | 1) * kRowGroup; }
+  ACCUMEXT_HOST_DEVICE int part_stride() const { return part_stride_of(cell_groups); }
 };
 
 inline int64_t pad_to(int64_t size, int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }
-
-// Octets of a layer's weights of one pass: [chunks of x and of h][cell_groups][lanes].
-ACCUMEXT_HOST_DEVICE inline int64_t octets_of_pass(const PersistentPlan& plan, int64_t depth,
-                                                   int64_t units) {
-  return (chunks_of(depth) + chunks_of(units)) * plan.cell_groups * 32;
-}
-
-namespace persistent {
 
 // Where things lie one after the other.
 class Room {
@@ -95,6 +89,21 @@ class Room {
  private:
   int64_t size_ = 0;
 };
+
+// Octets of a layer's weights of one pass: [chunks of x and of h][cell_groups][lanes].
+ACCUMEXT_HOST_DEVICE inline int64_t octets_of_pass(const PersistentPlan& plan, int64_t depth,
+                                                   int64_t units) {
+  return (chunks_of(depth) + chunks_of(units)) * plan.cell_groups * 32;
+}
+
+// B rounded up to 16, 32 or 64.
+inline int width_of(int64_t batch) {
+  int width = kTileRows;
+  while (width < batch) width *= 2;
+  return width;
+}
+
+namespace persistent {
 
 // shared_bytes and the places in it, with so many stages.
 inline void lay_out_shared(const PersistentCall& call, PersistentPlan& plan) {
@@ -157,8 +166,7 @@ inline PersistentPlan persistent_plan(const PersistentCall& call, const DeviceLi
   PersistentPlan plan{};
   if (device.capability < 80 || device.blocks < 1 || !persistent::takes(call)) return plan;
 
-  plan.width = kTileRows;
-  while (plan.width < call.batch) plan.width *= 2;
+  plan.width = width_of(call.batch);
   // With 64 rows a warp would wait for shared memory, were its hidden states not used twice as
   // often.
   plan.task_rows = (plan.width == 64 ? 4 : 2) * kRowGroup;

@@ -1,14 +1,64 @@
 #include <optional>
+#include <type_traits>
 
 #include "cuda/decoder/matmul.h"
 #include "cuda/decoder/matrix_arguments.h"
 #include "cuda/decoder/rnn_gradient.cuh"
 #include "cuda/decoder/rnn_launch.h"
+#include "cuda/decoder/rnn_through_time.cuh"
 
 namespace accumext::cuda {
 namespace {
 
+using ThroughTimeKernel = void (*)(LayerGradient<float>, AnyMatrix, ThroughTimePlan, std::byte*);
+
+template <typename T>
+ThroughTimeKernel through_time_kernel(int64_t batch) {
+  if (batch <= 16) return rnn_through_time_kernel<T, 1>;
+  if (batch <= 32) return rnn_through_time_kernel<T, 2>;
+  return rnn_through_time_kernel<T, 4>;
+}
+
+// One launch for all steps, if they fit: of a weight in half precision.
+bool at_once(const Queue& queue, const LayerGradient<float>& call, const AnyMatrix& weight) {
+  const bool half = weight.dtype == Dtype::kHalf;
+  if (!half && weight.dtype != Dtype::kBFloat16) return false;
+  const ThroughTimeKernel kernel = half ? through_time_kernel<__half>(call.batch)
+                                        : through_time_kernel<__nv_bfloat16>(call.batch);
+  const ThroughTimePlan plan =
+      through_time_plan(call.batch, call.units, call.gates, queue.limits(kernel, kBlockSize));
+  if (plan.blocks == 0) return false;
+  const Tensor memory = queue.empty({plan.scratch_bytes}, torch::headeronly::ScalarType::Byte);
+  auto* const scratch = static_cast<std::byte*>(memory.data_ptr());
+  queue.clear(scratch, plan.scratch_bytes);
+  queue.launch_together(kernel, plan.blocks, kBlockSize, plan.shared_bytes, call, weight, plan,
+                        scratch);
+  return true;
+}
+
 // Two launches a step, and one behind the last.
+template <typename T>
+void step_by_step(const Queue& queue, const Views& views, const LayerGradient<T>& call,
+                  const Tensor& weight) {
+  const int64_t batch = call.batch, units = call.units, gates = call.gates;
+  const Tensor operand = queue.empty({batch, gates * units}, weight.scalar_type());
+  const Tensor product = queue.empty({batch, units}, dtype_of<T>());
+  const Tensor transposed = torch::stable::transpose(weight, 0, 1);
+  const auto kernel =
+      with_kind(call.kind, [](auto constant) -> void (*)(Gradient<T>, Passing<T>, AnyMatrix) {
+        return rnn_gradient_kernel<T, constant()>;
+      });
+  Passing<T> passing{.dh = call.dh, .dc = call.dc, .product = {}, .carry = {}};
+  for (int64_t t = call.steps - 1; t >= 0; --t) {
+    launch_units(queue, kernel, batch, units, call.step(t), passing,
+                 views.any_matrix(operand, batch, gates * units));
+    matmul(operand, transposed, product);
+    passing.product = views.matrix<const T>(product, batch, units);
+    passing.carry = call.carry(t);
+  }
+  launch_units(queue, rnn_pass_on_kernel<T>, batch, units, units, passing);
+}
+
 template <typename T>
 void rnn_backward(CellKind kind, const Tensor& d_out, const std::optional<Tensor>& pre,
                   const Tensor& h, const std::optional<Tensor>& c,
@@ -27,54 +77,29 @@ void rnn_backward(CellKind kind, const Tensor& d_out, const std::optional<Tensor
   require(lstm == c.has_value() && lstm == dc.has_value());
   require((kind == CellKind::kGru) == d_h.has_value());
   require(multiplies<T>(float_dtype(weight)));
-  views.operand(weight, units, gates * units);
-  const auto rows_of = [&](auto* data, int64_t row, int64_t width) {
-    return Matrix{data == nullptr ? nullptr : data + row * width, width, 1};
-  };
-  const auto* d_outs = views.dense<const T>(d_out, steps * state);
-  const auto* pres = views.dense<const T>(pre, steps * state * 4);
-  const auto* hs = views.dense<const T>(h, (steps + 1) * state);
-  const auto* cs = views.dense<const T>(c, (steps + 1) * state);
-  const auto* lives = views.dense<const bool>(live, steps * batch);
-  const auto* gate_factors = views.dense<const T>(gate, steps * batch);
-  T* d_xs = views.dense<T>(d_x, steps * state * gates);
-  T* d_hs = views.dense<T>(d_h, steps * state * gates);
-  Passing<T> passing{.dh = views.matrix<T>(dh, batch, units),
-                     .dc = views.matrix<T>(dc, batch, units),
-                     .product = {},
-                     .gate = {},
-                     .limit = views.dense<const T>(limit, 1)};
+  const AnyMatrix factor = views.operand(weight, units, gates * units);
+  const LayerGradient<T> call{.kind = kind,
+                              .steps = steps,
+                              .batch = batch,
+                              .units = units,
+                              .gates = gates,
+                              .d_out = views.dense<const T>(d_out, steps * state),
+                              .pre = views.dense<const T>(pre, steps * state * 4),
+                              .h = views.dense<const T>(h, (steps + 1) * state),
+                              .c = views.dense<const T>(c, (steps + 1) * state),
+                              .live = views.dense<const bool>(live, steps * batch),
+                              .gate = views.dense<const T>(gate, steps * batch),
+                              .limit = views.dense<const T>(limit, 1),
+                              .dh = views.matrix<T>(dh, batch, units),
+                              .dc = views.matrix<T>(dc, batch, units),
+                              .d_x = views.dense<T>(d_x, steps * state * gates),
+                              .d_h = views.dense<T>(d_h, steps * state * gates)};
   if (steps * state == 0) return;
-
   const Queue queue(views.device_index());
-  const Tensor operand = queue.empty({batch, gates * units}, weight.scalar_type());
-  const Tensor product = queue.empty({batch, units}, dtype_of<T>());
-  const Tensor transposed = torch::stable::transpose(weight, 0, 1);
-  const auto kernel = with_kind(kind, [](auto constant) -> void (*)(Gradient<T>) {
-    return rnn_gradient_kernel<T, constant()>;
-  });
-  const int64_t before = gates == 1 ? batch : 0;  // a plain RNN reads its state after the step
-  for (int64_t t = steps - 1; t >= 0; --t) {
-    const int64_t row = t * batch;
-    const Gradient<T> call{
-        .units = units,
-        .passing = passing,
-        .d_out = rows_of(d_outs, row, units),
-        .pre = rows_of(pres, row, 4 * units),
-        .h = rows_of(hs, row + before, units),
-        .c = rows_of(cs, row, units),
-        .c_next = rows_of(cs, row + batch, units),
-        .live = {lives == nullptr ? nullptr : lives + row, 1},
-        .d_x = rows_of(d_xs, row, gates * units),
-        .d_h = rows_of(d_hs, row, gates * units),
-        .operand = views.any_matrix(operand, batch, gates * units),
-    };
-    launch_units(queue, kernel, batch, units, call);
-    matmul(operand, transposed, product);
-    passing.product = views.matrix<const T>(product, batch, units);
-    passing.gate = {gate_factors == nullptr ? nullptr : gate_factors + row, 1};
+  if constexpr (std::is_same_v<T, float>) {
+    if (at_once(queue, call, factor)) return;
   }
-  launch_units(queue, rnn_pass_on_kernel<T>, batch, units, units, passing);
+  step_by_step(queue, views, call, weight);
 }
 
 void rnn_backward_cuda(int64_t kind, Tensor d_out, std::optional<Tensor> pre, Tensor h,

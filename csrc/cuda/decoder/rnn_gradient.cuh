@@ -5,48 +5,161 @@
 
 namespace accumext::cuda {
 
-// What a step sends back to the state before it: dh and dc, to which the product with weight_hh is
-// to be added, then multiplied by the gate and bounded.
+// What becomes of a gradient on its way to the state before a step.
 template <typename T>
-struct Passing {
-  Matrix<T> dh, dc;         // [B, units]; dc of an LSTM, else null
-  Matrix<const T> product;  // [B, units]: of weight_hh; null: no step has sent anything
-  Column<const T> gate;     // [B]: a factor, 0 of which cuts off even infinity; or null
-  const T* limit;           // the largest magnitude, or null
+struct Carry {
+  Column<const T> gate;  // [B]: a factor, 0 of which cuts off even infinity; or null
+  const T* limit;        // the largest magnitude, or null
 };
 
 template <typename T>
-__device__ T passed_on(const Passing<T>& passing, int64_t row, T x) {
-  if (passing.product.data == nullptr) return x;
-  if (passing.gate.data != nullptr) {
-    const T factor = passing.gate[row];
+__device__ T carried(const Carry<T>& carry, int64_t row, T x) {
+  if (carry.gate.data != nullptr) {
+    const T factor = carry.gate[row];
     x = factor == T(0) ? T(0) : x * factor;
   }
-  if (passing.limit != nullptr) {
-    const T limit = *passing.limit;
+  if (carry.limit != nullptr) {
+    const T limit = *carry.limit;
     x = x > limit ? limit : x < -limit ? -limit : x;
   }
   return x;
 }
 
+// What a step sends back to the state before it: dh and dc, to which the product with weight_hh is
+// to be added, then carried.
+template <typename T>
+struct Passing {
+  Matrix<T> dh, dc;         // [B, units]; dc of an LSTM, else null
+  Matrix<const T> product;  // [B, units]: of weight_hh; null: no step has sent anything
+  Carry<T> carry;
+};
+
 template <typename T>
 __device__ T passed_dh(const Passing<T>& passing, int64_t row, int64_t unit) {
   const T dh = *passing.dh.at(row, unit);
-  const T product = passing.product.data == nullptr ? T(0) : *passing.product.at(row, unit);
-  return passed_on(passing, row, dh + product);
+  if (passing.product.data == nullptr) return dh;
+  return carried(passing.carry, row, dh + *passing.product.at(row, unit));
 }
 
 template <typename T>
+__device__ T passed_dc(const Passing<T>& passing, int64_t row, int64_t unit) {
+  const T dc = *passing.dc.at(row, unit);
+  return passing.product.data == nullptr ? dc : carried(passing.carry, row, dc);
+}
+
+// What a step backward reads, and its gradients of the gates.
+template <typename T>
 struct Gradient {
   int64_t units;
-  Passing<T> passing;            // from the step behind this one
   Matrix<const T> d_out;         // [B, units]
   Matrix<const T> pre;           // [B, 4 units]; not of a plain RNN
   Matrix<const T> h, c, c_next;  // [B, units]; c and c_next of an LSTM
   Column<const bool> live;       // [B], or null: all are
   Matrix<T> d_x, d_h;            // [B, gates units]; d_h may be null
-  AnyMatrix operand;             // [B, gates units]: d_h, or d_x, as the product reads it
 };
+
+// All steps of a layer: the arguments of rnn_backward, which accumext/decoder/_operators.py
+// describes. They are contiguous but for dh and dc.
+template <typename T>
+struct LayerGradient {
+  CellKind kind;
+  int64_t steps, batch, units, gates;
+  const T *d_out, *pre, *h, *c;
+  const bool* live;
+  const T *gate, *limit;
+  Matrix<T> dh, dc;
+  T *d_x, *d_h;
+
+  ACCUMEXT_HOST_DEVICE Gradient<T> step(int64_t t) const {
+    const int64_t row = t * batch;
+    const int64_t before = gates == 1 ? batch : 0;  // a plain RNN reads its state after the step
+    return {.units = units,
+            .d_out = rows(d_out, row, units),
+            .pre = rows(pre, row, 4 * units),
+            .h = rows(h, row + before, units),
+            .c = rows(c, row, units),
+            .c_next = rows(c, row + batch, units),
+            .live = {live == nullptr ? nullptr : live + row, 1},
+            .d_x = rows(d_x, row, gates * units),
+            .d_h = rows(d_h, row, gates * units)};
+  }
+
+  // Of what goes from step t to the state before it.
+  ACCUMEXT_HOST_DEVICE Carry<T> carry(int64_t t) const {
+    return {{gate == nullptr ? nullptr : gate + t * batch, 1}, limit};
+  }
+
+ private:
+  template <typename V>
+  ACCUMEXT_HOST_DEVICE static Matrix<V> rows(V* data, int64_t row, int64_t width) {
+    return {data == nullptr ? nullptr : data + row * width, width, 1};
+  }
+};
+
+// Of one unit of a row, all that a step backward reads of it but dh and dc.
+template <typename T>
+struct UnitBefore {
+  bool live = false;
+  T d_out, pre[4], h, c, c_next;
+};
+
+template <typename T, CellKind kKind>
+__device__ UnitBefore<T> unit_before(const Gradient<T>& call, int64_t row, int64_t unit) {
+  UnitBefore<T> of{};
+  if (!is_live(call.live, row)) return of;
+  of.live = true;
+  of.d_out = *call.d_out.at(row, unit);
+  if constexpr (kGates<kKind> > 1) {
+    for (int i = 0; i < 4; ++i) of.pre[i] = *call.pre.at(row, i * call.units + unit);
+  }
+  if constexpr (kKind == CellKind::kLstm) {
+    of.c = *call.c.at(row, unit);
+    of.c_next = *call.c_next.at(row, unit);
+  } else {
+    of.h = *call.h.at(row, unit);
+  }
+  return of;
+}
+
+// A unit's step backward. dh and dc become what reaches the state before it past the product with
+// weight_hh; in a row that is not live they stay. leave(gate, d_x, d_h): gradients of the gates.
+template <CellKind kKind, typename T, typename Leave>
+__device__ void unit_backward(const UnitBefore<T>& of, T& dh, T& dc, const Leave& leave) {
+  if (!of.live) {
+    for (int gate = 0; gate < kGates<kKind>; ++gate) leave(gate, T(0), T(0));
+    return;
+  }
+  const T up = dh + of.d_out;
+  if constexpr (kKind == CellKind::kGru) {
+    const T r = sigmoid(of.pre[0]);
+    const T n_h = of.pre[3];
+    const T n = std::tanh(of.pre[2] + r * n_h);
+    const auto d = gru_gradient(up, r, sigmoid(of.pre[1]), n, n_h, of.h);
+    leave(0, d.r_pre, d.r_pre);
+    leave(1, d.z_pre, d.z_pre);
+    leave(2, d.n_x, d.n_h);
+    dh = d.h;
+  } else if constexpr (kKind == CellKind::kLstm) {
+    const auto d =
+        lstm_gradient(up, dc, sigmoid(of.pre[0]), sigmoid(of.pre[1]), std::tanh(of.pre[2]),
+                      sigmoid(of.pre[3]), of.c, std::tanh(of.c_next));
+    leave(0, d.i_pre, d.i_pre);
+    leave(1, d.f_pre, d.f_pre);
+    leave(2, d.g_pre, d.g_pre);
+    leave(3, d.o_pre, d.o_pre);
+    dc = d.c;
+    dh = T(0);
+  } else {
+    T d;
+    if constexpr (kKind == CellKind::kRnnTanh) {
+      d = up * (T(1) - of.h * of.h);
+    } else {
+      d = up * (of.h > 0 ? T(1) : T(0));
+    }
+    leave(0, d, d);
+    dh = T(0);
+  }
+}
 
 // One step backward: gradients of the gates, 0 in rows that are not live; dh and dc, passed on
 // unchanged in those rows, become what reaches the state before the step past the product with
@@ -57,66 +170,25 @@ struct Gradient {
 //           [B, units]; c, c_next and dc of an LSTM, [B, units]; live, bool, and gate, T, [B];
 //           limit
 //   writes  d_x and d_h, T, [B, gates units], d_h unless null; operand, any dtype, the same; dh,
-//   and
-//           dc of an LSTM, [B, units]
+//           and dc of an LSTM, [B, units]
 //   So 8 T of a GRU's unit are read and 7 written with d_h; 10 and 6 of an LSTM's, which needs no
-//   h; 4 and 2 of an RNN's; and the copy of d_h.
+//   h; 4 and 2 of an RNN's; and the copy of d_h, or of d_x, as the product reads it.
 template <typename T, CellKind kKind>
-__global__ void __launch_bounds__(kBlockSize) rnn_gradient_kernel(Gradient<T> call) {
+__global__ void __launch_bounds__(kBlockSize)
+    rnn_gradient_kernel(Gradient<T> call, Passing<T> passing, AnyMatrix operand) {
   const auto [row, unit] = Unit(call.units);
   if (unit >= call.units) return;
-  const auto leave = [&](int gate, T d_x, T d_h) {
+  T dh = passed_dh(passing, row, unit);
+  T dc = T(0);
+  if constexpr (kKind == CellKind::kLstm) dc = passed_dc(passing, row, unit);
+  unit_backward<kKind>(unit_before<T, kKind>(call, row, unit), dh, dc, [&](int gate, T d_x, T d_h) {
     const int64_t column = gate * call.units + unit;
     *call.d_x.at(row, column) = d_x;
     if (call.d_h.data != nullptr) *call.d_h.at(row, column) = d_h;
-    put(call.operand, row, column, d_h);
-  };
-  T* const dh = call.passing.dh.at(row, unit);
-  const T behind = passed_dh(call.passing, row, unit);
-  T* dc = nullptr;
-  T behind_c = T(0);
-  if constexpr (kKind == CellKind::kLstm) {
-    dc = call.passing.dc.at(row, unit);
-    behind_c = passed_on(call.passing, row, *dc);
-  }
-  if (!is_live(call.live, row)) {
-    for (int gate = 0; gate < kGates<kKind>; ++gate) leave(gate, T(0), T(0));
-    *dh = behind;
-    if (kKind == CellKind::kLstm) *dc = behind_c;
-    return;
-  }
-  const auto pre = [&](int gate) { return *call.pre.at(row, gate * call.units + unit); };
-  const T up = behind + *call.d_out.at(row, unit);
-  if constexpr (kKind == CellKind::kGru) {
-    const T r = sigmoid(pre(0));
-    const T n_h = pre(3);
-    const T n = std::tanh(pre(2) + r * n_h);
-    const auto d = gru_gradient(up, r, sigmoid(pre(1)), n, n_h, *call.h.at(row, unit));
-    leave(0, d.r_pre, d.r_pre);
-    leave(1, d.z_pre, d.z_pre);
-    leave(2, d.n_x, d.n_h);
-    *dh = d.h;
-  } else if constexpr (kKind == CellKind::kLstm) {
-    const auto d = lstm_gradient(up, behind_c, sigmoid(pre(0)), sigmoid(pre(1)), std::tanh(pre(2)),
-                                 sigmoid(pre(3)), *call.c.at(row, unit),
-                                 std::tanh(*call.c_next.at(row, unit)));
-    leave(0, d.i_pre, d.i_pre);
-    leave(1, d.f_pre, d.f_pre);
-    leave(2, d.g_pre, d.g_pre);
-    leave(3, d.o_pre, d.o_pre);
-    *dc = d.c;
-    *dh = T(0);
-  } else {
-    const T h = *call.h.at(row, unit);  // after the step
-    T d;
-    if constexpr (kKind == CellKind::kRnnTanh) {
-      d = up * (T(1) - h * h);
-    } else {
-      d = up * (h > 0 ? T(1) : T(0));
-    }
-    leave(0, d, d);
-    *dh = T(0);
-  }
+    put(operand, row, column, d_h);
+  });
+  *passing.dh.at(row, unit) = dh;
+  if constexpr (kKind == CellKind::kLstm) *passing.dc.at(row, unit) = dc;
 }
 
 // What the first step passes on: dh and dc become the gradients of the state before it.
@@ -131,8 +203,7 @@ __global__ void __launch_bounds__(kBlockSize)
   if (unit >= units) return;
   *passing.dh.at(row, unit) = passed_dh(passing, row, unit);
   if (passing.dc.data == nullptr) return;
-  T* const dc = passing.dc.at(row, unit);
-  *dc = passed_on(passing, row, *dc);
+  *passing.dc.at(row, unit) = passed_dc(passing, row, unit);
 }
 
 }  // namespace accumext::cuda

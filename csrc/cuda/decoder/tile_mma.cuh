@@ -40,6 +40,66 @@ __device__ int operand_place(int b, int unit) {
   return octet * kOctet + unit % 4 / 2 * 4 + b % kTileRows / kRowGroup * 2 + unit % 2;
 }
 
+// From there, of every kEvery-th chunk from `first` on what a lane multiplies of a tile; beyond the
+// end the last one once more. Other blocks have written it.
+template <int kTiles, int kEvery, int kCount>
+__device__ void load_operands(Octet (&x)[kCount][2], const uint16_t* operands, int tile, int first,
+                              int chunks) {
+  const Octet* const from = reinterpret_cast<const Octet*>(operands) + lane();
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    const int mine = first + n * kEvery;
+    const int chunk = mine < chunks ? mine : chunks - 1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int place = (chunk * kTiles + tile) * 2 + half;
+      x[n][half] = load_shared_between_blocks(from + place * kWarpSize);
+    }
+  }
+}
+
+// Into part [kTileRows, stride] the product of a tile of the batch with `groups` groups of rows of
+// a weight, over every kEvery-th chunk from `first` on. kAtOnce of them are on their way before the
+// first is multiplied.
+//
+//   load(x, first)          puts the tile's chunks from `first` on into Octet x[kAtOnce][2]
+//   weight(chunk, group)    is the lane's octet of a group
+template <typename T, int kGroups, int kEvery, int kAtOnce, typename Load, typename Weight>
+__device__ void multiply_tile(float* part, int stride, int first, int chunks, int groups,
+                              const Load& load, const Weight& weight) {
+  float sums[kGroups][4] = {};
+#pragma unroll 1
+  for (; first < chunks; first += kAtOnce * kEvery) {
+    Octet x[kAtOnce][2];
+    load(x, first);
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int chunk = first + n * kEvery;
+      if (chunk >= chunks) break;
+      Octet of_chunk[kGroups];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        if (group < groups) of_chunk[group] = weight(chunk, group);
+      }
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        if (group < groups) multiply_chunk<T>(sums[group], x[n], of_chunk[group]);
+      }
+    }
+  }
+  float* const to = part + lane_row() * stride + 2 * lane_octet();
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    if (group >= groups) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Vector<float, 2> pair;
+      for (int i = 0; i < 2; ++i) pair.set(i, sums[group][2 * half + i]);
+      write(to + half * kRowGroup * stride + group * kRowGroup, pair);
+    }
+  }
+}
+
 template <typename T>
 __device__ uint16_t operand_bits(float x) {
   const T element = rounded<T>(x);

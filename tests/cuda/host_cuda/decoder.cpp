@@ -1,5 +1,6 @@
 // Runs an operation of the decoder on the kernels of csrc/cuda, on the host; see driver.cpp, and
 // decoder.py for the request.
+#include "instructions.h"
 #include "request.h"
 //
 #include <type_traits>
@@ -9,6 +10,7 @@
 #include "cuda/decoder/matrix.h"
 #include "cuda/decoder/rnn_advance.cuh"
 #include "cuda/decoder/rnn_gradient.cuh"
+#include "cuda/decoder/rnn_through_time.cuh"
 #include "cuda/decoder/softmax_stats.cuh"
 
 namespace {
@@ -27,6 +29,7 @@ class Call : public host_cuda::Run {
     if (op == 3) return wide ? pass_on<double>() : pass_on<float>();
     if (op == 4) return look_up();
     if (op == 5) return clear_tokens();
+    if (op == 6) return through_time();
     wide ? with_kind<double>(op) : with_kind<float>(op);
   }
 
@@ -98,6 +101,43 @@ class Call : public host_cuda::Run {
                    column<const int64_t>(), rows, columns);
   }
 
+  // The number of a run is how many multiprocessors there are.
+  void through_time() {
+    LayerGradient<float> call{};
+    call.kind = static_cast<CellKind>(request_.integer());
+    for (int64_t* number : {&call.steps, &call.batch, &call.units}) *number = request_.integer();
+    call.gates = gate_count(call.kind);
+    for (const float** tensor : {&call.d_out, &call.pre, &call.h, &call.c}) {
+      *tensor = of_type<const float>();
+    }
+    call.live = of_type<const bool>();
+    call.gate = of_type<const float>();
+    call.limit = of_type<const float>();
+    const AnyMatrix weight = any_matrix();
+    call.dh = matrix<float>();
+    call.dc = matrix<float>();
+    call.d_x = of_type<float>();
+    call.d_h = of_type<float>();
+    const ThroughTimePlan plan = through_time_plan(call.batch, call.units, call.gates,
+                                                   {.blocks = static_cast<int>(grid_),
+                                                    .shared_bytes = 227 << 10,
+                                                    .l2_bytes = 1 << 20,
+                                                    .capability = 80});
+    if (plan.blocks == 0) host_cuda::fail("it does not fit", host_cuda::Site::current());
+    const host_cuda::Memory scratch(plan.scratch_bytes);
+    std::fill_n(scratch.data(), plan.scratch_bytes, std::byte{0});
+    const auto launch = [&](auto kernel) {
+      device_.launch_together(kernel, plan.blocks, kBlockSize, plan.shared_bytes, call, weight,
+                              plan, scratch.data());
+    };
+    const auto of_width = [&]<typename T>(T) {
+      if (call.batch <= 16) return launch(rnn_through_time_kernel<T, 1>);
+      if (call.batch <= 32) return launch(rnn_through_time_kernel<T, 2>);
+      launch(rnn_through_time_kernel<T, 4>);
+    };
+    weight.dtype == Dtype::kHalf ? of_width(__half()) : of_width(__nv_bfloat16());
+  }
+
   template <typename T>
   void pass_on() {
     const int64_t batch = request_.integer();
@@ -106,8 +146,7 @@ class Call : public host_cuda::Run {
     passing.dh = matrix<T>();
     passing.dc = matrix<T>();
     passing.product = matrix<const T>();
-    passing.gate = column<const T>();
-    passing.limit = of_type<const T>();
+    passing.carry = {column<const T>(), of_type<const T>()};
     device_.launch(rnn_pass_on_kernel<T>, batch * blocks_per_row(units), kBlockSize, units,
                    passing);
   }
@@ -185,21 +224,21 @@ class Call : public host_cuda::Run {
       device_.launch(rnn_advance_kernel<T, kKind>, blocks, kBlockSize, call);
     } else {
       Gradient<T> call{.units = units};
+      Passing<T> passing{};
       call.d_out = matrix<const T>();
       call.pre = matrix<const T>();
       call.h = matrix<const T>();
       call.c = matrix<const T>();
       call.c_next = matrix<const T>();
       call.live = column<const bool>();
-      call.passing.dh = matrix<T>();
-      call.passing.dc = matrix<T>();
+      passing.dh = matrix<T>();
+      passing.dc = matrix<T>();
       call.d_x = matrix<T>();
       call.d_h = matrix<T>();
-      call.operand = any_matrix();
-      call.passing.product = matrix<const T>();
-      call.passing.gate = column<const T>();
-      call.passing.limit = static_cast<const T*>(pointer());
-      device_.launch(rnn_gradient_kernel<T, kKind>, blocks, kBlockSize, call);
+      const AnyMatrix operand = any_matrix();
+      passing.product = matrix<const T>();
+      passing.carry = {column<const T>(), of_type<const T>()};
+      device_.launch(rnn_gradient_kernel<T, kKind>, blocks, kBlockSize, call, passing, operand);
     }
   }
 };

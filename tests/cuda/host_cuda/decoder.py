@@ -13,6 +13,7 @@ from host_cuda import RUNS, Request, execute
 
 _OPS = (
     "softmax_stats", "rnn_advance", "rnn_gradient", "rnn_pass_on", "look_up", "clear_tokens",
+    "rnn_through_time",
 )  # fmt: skip
 
 
@@ -107,6 +108,20 @@ class HostDecoder:
         _put_matrices(request, dh, dc, product)
         _put_columns(request, gate)
         request.put_place(limit)
+        self._call(request, runs)
+
+    def rnn_backward(
+        self, kind, d_out, pre, h, c, live, gate, limit, weight, dh, dc, d_x, d_h, *, runs
+    ) -> None:  # fmt: skip
+        """In one launch. The second number of a run is how many multiprocessors there are."""
+        request = self._request("rnn_through_time", dh)
+        request.put_integers(kind, *d_out.shape)
+        for tensor in (d_out, pre, h, c, live, gate, limit):
+            assert tensor is None or tensor.is_contiguous()
+            request.put_place(tensor)
+        _put_matrices(request, weight, dh, dc)
+        request.put_place(d_x)
+        request.put_place(d_h)
         self._call(request, runs)
 
     def look_up(self, lookup: Lookup, tokens, *, runs=RUNS) -> None:

@@ -40,7 +40,7 @@ def without_barrier(
 HEAD, STEPS = "decoder/persistent_head.cuh", "decoder/persistent_steps.cuh"
 MEMORY, RESULTS = "decoder/persistent_memory.cuh", "decoder/persistent_results.cuh"
 BARRIER, TILES = "decoder/grid_barrier.cuh", "decoder/row_tiles.cuh"
-SOFTMAX = "decoder/softmax_stats.cuh"
+SOFTMAX, THROUGH_TIME = "decoder/softmax_stats.cuh", "decoder/rnn_through_time.cuh"
 
 MUTANTS = (
     # --- the persistent kernel: barriers of a block ---
@@ -200,6 +200,22 @@ MUTANTS = (
     Mutant(
         "two blocks take a unit", "rnn_advance", DEVICE, "decoder/rnn_units.cuh",
         "blockIdx.x % blocks * kBlockSize", "blockIdx.x % blocks * (kBlockSize - MUTANT)",
+    ),
+    without_barrier(
+        "products are passed on before all are there", "through time", SHARED, THROUGH_TIME,
+        "multiply(t);\n      ",
+    ),
+    Mutant(
+        "a step is multiplied before all blocks have written it", "through time", DEVICE,
+        THROUGH_TIME, "      barrier_.wait();", "      if (!MUTANT) barrier_.wait();",
+    ),
+    Mutant(
+        "one buffer of gradients", "through time", DEVICE, THROUGH_TIME,
+        "t % 2 * plan_.operand_size", "(MUTANT ? 0 : t % 2) * plan_.operand_size",
+    ),
+    Mutant(
+        "two blocks own a unit", "through time", DEVICE, THROUGH_TIME,
+        "blockIdx.x * int64_t{plan.units()}", "blockIdx.x * int64_t{plan.units() - MUTANT}",
     ),
     Mutant(
         "two blocks look up a row", "look_up", DEVICE, "decoder/look_up.cuh",

@@ -37,7 +37,7 @@ def decoder_calls() -> None:
         for sampled in (False, True)
     ]
     for kind, narrow in itertools.product(KINDS, (False, True)):
-        calls.append(backward_call(kind, narrow=narrow))
+        calls += [backward_call(kind, narrow=narrow, batch=batch) for batch in (5, 17, 33)]
         for head in (False, True):
             calls.append(steps_call(kind, layers=2, head=head, narrow=narrow))
     for call in calls:

@@ -3,9 +3,11 @@ order of the threads: a program that prints it as JSON."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from support.decoder_calls import KINDS, Call, backward_call, head_call, steps_call
@@ -47,18 +49,21 @@ def calls(steps: int) -> Iterator[tuple[str, Call]]:
 
 
 def windows(steps: int) -> Iterator[tuple[str, Call]]:
-    """Those that the persistent kernel takes."""
+    """Those that one kernel takes whole: forward with a head, and backward."""
+    options: dict[str, Any] = {"steps": steps, "narrow": True}
     for kind in KINDS:
         for layers in (1, 3):
-            options = {"layers": layers, "steps": steps, "narrow": True}
-            yield f"{kind} {layers}", steps_call(kind, ends=True, **options)
+            name = f"{kind} narrow {layers} predicted"
+            yield name, steps_call(kind, ends=True, layers=layers, **options)
+        yield f"{kind} narrow 1 backward", backward_call(kind, **options)
     for batch in (9, 17, 33):
-        options = {"batch": batch, "steps": steps, "narrow": True, "sampled": False}
-        yield f"gru 1, B={batch}, all logits below 0", steps_call("gru", bias=-50.0, **options)
+        below = steps_call("gru", bias=-50.0, batch=batch, sampled=False, **options)
+        yield f"gru, B={batch}, all logits below 0", below
+        yield f"lstm, B={batch}, backward", backward_call("lstm", batch=batch, **options)
 
 
 def apart(call: Call, device: int) -> bool:
-    """Whether the persistent kernel finds other tokens, or numbers far from those of the loop."""
+    """Whether one kernel finds other tokens, or numbers far from those of a loop over the steps."""
     results = []
     for used in (NOT_COOPERATIVE, device):
         loaded.use_device(used)
@@ -102,14 +107,14 @@ def main() -> None:
     for name, call in windows(steps=5):
         whole[name].append(enqueued(call))
     far = [name for name, call in windows(steps=4) if apart(call, SLICE)]
-    name, call = next(windows(steps=2))
-    for device in (H100, SMALLER):
+    some = {name: call for name, call in windows(steps=2) if name.startswith("gru narrow 1")}
+    for device, (name, call) in itertools.product((H100, SMALLER), some.items()):
         loaded.use_device(device)
         whole[f"{name} on {device}"] = [enqueued(call)] * 2
         if apart(call, device):
             far.append(f"{name} on {device}")
     loaded.use_device(CROWDED)
-    crowded = {f"{name.replace(' ', ' narrow ')} predicted": enqueued(call)}
+    crowded = {name: enqueued(call) for name, call in some.items()}
     loaded.use_device(NOT_COOPERATIVE)
     differing = [name for name, call in [*calls(steps=3), *others()] if differs(call)]
     found = {"counts": counts, "whole": whole, "crowded": crowded}
