@@ -186,11 +186,30 @@ def rollout() -> Lines:
     return markdown(("", "ms", "times the time of the loop", "peak, MiB"), *rows)
 
 
-def gradients(head: Sequence[str], *rows: tuple[str, ...], allowed: bool = False) -> Lines:
+def decoder_on_a_gpu() -> Lines:
+    found = case("decoder_h100", "large")["contenders"]
+    rows = []
+    for name in (PLAIN, PER_TOKEN, "checkpointed head", OURS, PRODUCTS):
+        ratio = times_as_fast(case("decoder_h100", "large"), OURS, name)
+        peak = found[name].get("peak_bytes")
+        rows.append(
+            (
+                name,
+                interval(Spread(**found[name]["spread"]), 1e3, 1),
+                interval(ratio, 1, 1) if ratio and name != OURS else "",
+                "" if peak is None else f"{peak / MIB:.0f}",
+            )
+        )
+    return markdown(("", "ms", "accumext is times as fast", "peak, MiB"), *rows)
+
+
+def gradients(
+    head: Sequence[str], *rows: tuple[str, ...], allowed: bool = False, source: str = "cpu"
+) -> Lines:
     """A row is its cells, and last the figure that it shows."""
     body = []
     for *cells, text in rows:
-        found = figure("cpu", text)
+        found = figure(source, text)
         body.append((*cells, of_figure(found), *([f"{found['allowed']:.2f}"] if allowed else [])))
     return markdown(head, *body)
 
@@ -356,11 +375,16 @@ def accumulate(dtype: str, shape: str, other: str = "torch: cast, unscale, add, 
     return f"accumulate_ {dtype}, {shape}: accumext over {other}"
 
 
+def of_copy(operation: str, way: str = "") -> str:
+    return f"{operation}, {LARGE}: accumext{way} over torch.copy_'s bandwidth"
+
+
 ACCUMULATE, DECODER = "bench/accumulate.py", "bench/decoder.py"
 WINDOWS = f"{ACCUMULATE} --jobs window"
 IN_PLACE = "unscale, check, norm, clip, in place"
 FOLDED = "the same, with the factor applied as the optimizer reads"
 STOCK = "`unscale_` and `clip_grad_norm_(foreach=True)`"
+COPY = "`copy_`, by bytes"
 
 TABLES = {
     "demo": Table("README.md", "demo_cpu", "-m accumext demo", demo),
@@ -484,6 +508,42 @@ TABLES = {
         ),
     ),
     "steps": Table("docs/kernels.md", "cpu", ACCUMULATE, steps),
+    "lists on a GPU": Table(
+        "docs/kernels.md",
+        "h100",
+        f"{ACCUMULATE} --device cuda",
+        partial(
+            gradients,
+            ("100M elements in 200 tensors", "times as fast as", ""),
+            ("`total_norm` of float32, with the check", COPY, of_copy("total_norm fp32")),
+            (IN_PLACE, COPY, of_copy("unscale, check, norm, clip", ", materialised")),
+            (
+                "`accumulate_` of bfloat16 into float32, check, norm",
+                COPY,
+                of_copy("accumulate_ bf16"),
+            ),
+            (
+                "`accumulate_` of float16 into float32, check, norm",
+                COPY,
+                of_copy("accumulate_ fp16"),
+            ),
+            (IN_PLACE, STOCK, boundary("materialised", LARGE)),
+            (FOLDED, STOCK, boundary("folded", LARGE)),
+            *(
+                (
+                    f"a step of {optimizer.replace(' ', ', ')}, {words}",
+                    "stock PyTorch",
+                    f"boundary, {optimizer}: {job}, {LARGE}: accumext over torch",
+                )
+                for optimizer in ("AdamW fused", "SGD foreach")
+                for job, words in zip(STEPS, ("scaler and clip", "scaler", "clip"))
+            ),
+            source="h100",
+        ),
+    ),
+    "decoder on a GPU": Table(
+        "docs/kernels.md", "decoder_h100", f"{DECODER} --device cuda", decoder_on_a_gpu
+    ),
 }
 
 
