@@ -220,18 +220,20 @@ def gradients_rounded(*rows: tuple[str, str]) -> Lines:
     return markdown(("", "times as fast as stock PyTorch"), *body)
 
 
-def steps() -> Lines:
+def steps(source: str = "cpu", shapes: Sequence[str] = (LARGE, MANY, TINY)) -> Lines:
     """A complete step of the wrapper, and what the memory allows for the large one."""
+    labels = {
+        LARGE: "100M elements in 200 tensors",
+        MANY: "2M elements in 2,000 tensors",
+        TINY: "10,000 elements in 10 tensors",
+    }
     rows = []
     for optimizer in ("AdamW fused", "SGD foreach"):
         label = optimizer.replace(" ", ", ")
-        for shape, words in (
-            (LARGE, "100M elements in 200 tensors"),
-            (MANY, "2M elements in 2,000 tensors"),
-            (TINY, "10,000 elements in 10 tensors"),
-        ):
+        for shape in shapes:
+            words = labels[shape]
             found = [
-                figure("cpu", f"boundary, {optimizer}: {job}, {shape}: accumext over torch")
+                figure(source, f"boundary, {optimizer}: {job}, {shape}: accumext over torch")
                 for job in STEPS
             ]
             rows.append((f"{label}; {words}", *(f"{row['measured']:.2f}" for row in found)))
@@ -529,17 +531,14 @@ TABLES = {
             ),
             (IN_PLACE, STOCK, boundary("materialised", LARGE)),
             (FOLDED, STOCK, boundary("folded", LARGE)),
-            *(
-                (
-                    f"a step of {optimizer.replace(' ', ', ')}, {words}",
-                    "stock PyTorch",
-                    f"boundary, {optimizer}: {job}, {LARGE}: accumext over torch",
-                )
-                for optimizer in ("AdamW fused", "SGD foreach")
-                for job, words in zip(STEPS, ("scaler and clip", "scaler", "clip"))
-            ),
             source="h100",
         ),
+    ),
+    "steps on a GPU": Table(
+        "docs/kernels.md",
+        "h100",
+        f"{ACCUMULATE} --device cuda",
+        partial(steps, "h100", (LARGE, TINY)),
     ),
     "decoder on a GPU": Table(
         "docs/kernels.md", "decoder_h100", f"{DECODER} --device cuda", decoder_on_a_gpu

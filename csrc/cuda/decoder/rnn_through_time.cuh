@@ -125,12 +125,11 @@ class RnnThroughTime {
     });
   }
 
-  // What step t has sent, which it multiplied.
+  // What step t sends to the state before it. Its product is a sum over the splits of the depth,
+  // each of which has left the rows of all tiles: parts are [splits, kTiles * kTileRows, stride].
   __device__ float passed_dh(int64_t t, int i, int64_t row) const {
     const int stride = part_stride_of(plan_.groups);
-    const float* part = in_shared<float>(plan_.parts) +
-                        (row / kTileRows * kTileRows + row % kTileRows) * stride +
-                        i % plan_.units();
+    const float* part = in_shared<float>(plan_.parts) + row * stride + i % plan_.units();
     float product = *part;
     for (int split = 1; split < kSplits; ++split) {
       product += part[split * kTiles * kTileRows * stride];

@@ -208,6 +208,21 @@ def test_the_table_of_a_graph_is_not_written_again(seen):
     assert torch.equal(element, torch.full([1], 6.0))
 
 
+def test_graphs_share_a_table():
+    """Which nothing overwrites."""
+    graphs, element = [loaded.Graph(), loaded.Graph()], torch.ones(1)
+    before = loaded.allocations()
+    for graph in graphs:
+        with graph:
+            accumext.scale_([element], 2.0)
+    assert loaded.allocations() == before + 1
+    element.fill_(3.0)
+    for graph in graphs:
+        graph.replay()
+    loaded.synchronize()
+    assert torch.equal(element, torch.full([1], 12.0))
+
+
 def test_a_list_where_the_device_has_no_memory(op):
     loaded.set_free_memory(0)
     arguments = lists()
