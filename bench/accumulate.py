@@ -60,7 +60,7 @@ QUICK_SHAPES = (Shape(10**7, 20, LARGE), Shape(50_000, 50, MANY), Shape(10**4, 1
 QUICK = Patience(seconds=0.0, least=3)
 # A GPU's times are steady, and 120 jobs are to be done in two minutes.
 PATIENCE = {"cpu": Patience(), "cuda": Patience(seconds=0.2)}
-WINDOW_PATIENCE = Patience(least=5)  # some take seconds
+WINDOW_PATIENCE = {"cpu": Patience(least=5), "cuda": Patience(0.2, least=5)}  # some take seconds
 COLD = 10**7  # elements; of fewer, a CPU may have all in its cache, and the memory is no limit
 
 OURS, WRITTEN, FOLDED = "accumext", "accumext, materialised", "accumext, folded"
@@ -141,7 +141,7 @@ def main() -> int:
     torch.manual_seed(0)
     facts = machine(device) | _peers.status()  # compiles what is to be compiled
     patience = QUICK if args.quick else PATIENCE[device.type]
-    window_patience = QUICK if args.quick else WINDOW_PATIENCE
+    window_patience = QUICK if args.quick else WINDOW_PATIENCE[device.type]
     seconds_of, seconds_of_window = clock(device), clock(device, ahead=False)
     print("B/element: r in passes that only read, u in passes that write too, c in copies")
 

@@ -89,7 +89,8 @@ part "${wanted[0]:-first}" libraries 40 "${loads[@]}" || {
 part first operators 50 "${checks[@]}" operators --json "$results/${gpu}_operators.json"
 part first decode_loss 130 "${checks[@]}" decoder --json "$results/${gpu}_decode_loss.json"
 part first decoder 120 "$python" bench/decoder.py --device cuda --json "$results/${gpu}_decoder.json"
-part first benchmark 180 "$python" bench/accumulate.py --device cuda --json "$results/$gpu.json"
+part first benchmark 180 "$python" bench/accumulate.py --device cuda --json "$results/$gpu.json" \
+  --jobs norm unscale boundary clip accumulate scale round
 
 part second memcheck 110 "${sanitizer[@]}" --tool memcheck "$python" tests/cuda/host_cuda/small_calls.py
 part second racecheck 80 "${sanitizer[@]}" --tool racecheck "$python" tests/cuda/host_cuda/small_calls.py decoder
@@ -97,6 +98,8 @@ part second tests 110 "$python" -m pytest -c /dev/null --rootdir . -p no:cachepr
   tests/cuda/test_{cuda,cuda_decoder}.py
 part second beyond 50 "${checks[@]}" beyond --json "$results/${gpu}_beyond.json"
 part second masters 40 "${checks[@]}" masters --json "$results/${gpu}_masters.json"
+part second windows 120 "$python" bench/accumulate.py --device cuda --jobs window \
+  --json "$results/${gpu}_windows.json"
 part second loops 60 "$python" bench/loops.py --device cuda --json "$results/${gpu}_loops.json"
 tested True
 part second doctor 30 "$python" -m accumext doctor

@@ -140,10 +140,12 @@ class ThroughTime:
         w_ih, w_hh, b_ih, b_hh = self._d_weights[4 * layer : 4 * layer + 4]
         _operators.add_matmul(w_ih, d_x.t().to(weights[0].dtype), x, False)
         _operators.add_matmul(w_hh, d_h.t().to(weights[1].dtype), before, False)
+        # A product: on a GPU torch's sum over rows can take as much memory as the rows.
+        ones = d_x.new_ones(d_x.shape[0])
         if b_ih.numel():
-            b_ih += d_x.sum(0)
+            b_ih.addmv_(d_x.t(), ones)
         if b_hh.numel():
-            b_hh += d_h.sum(0)
+            b_hh.addmv_(d_h.t(), ones)
         return d_x
 
     def _gate_factors(self, span: slice, like: Tensor) -> Tensor | None:

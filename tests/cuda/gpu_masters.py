@@ -16,8 +16,7 @@ import accumext
 SHAPES = ((1023, 257), (4097,), (), (31, 5, 7), (300, 1000))
 WINDOW, WINDOWS = 3, 4
 RATE = 1e-3
-# torch's fused kernels and its plain ones on a CPU form a step of Adam in another order.
-UPDATE_RTOL = 1e-5
+UPDATE_RTOL = 1e-5  # of a step of Adam, from the roundings of its gradient
 
 
 def leaves(device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -41,17 +40,17 @@ def loss_of(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
 
 def check(place: str | None, fused: bool, stochastic: bool, in_backward: bool, dtype: torch.dtype,
           device: torch.device) -> Facts:  # fmt: skip
-    """Windows of micro-batches, beside AdamW on float32 copies on the CPU."""
+    """Windows of micro-batches, beside the same AdamW on float32 copies by hand."""
     parameters = leaves(device, dtype)
     masters = accumext.masters(parameters, place, stochastic)
     adam = torch.optim.AdamW(masters, lr=RATE, fused=fused)
     opt = accumext.AccumulatingOptimizer(
         adam, masters=masters, window=WINDOW, max_norm=1.0, accumulate_in_backward=in_backward
     )
-    wide = [p.detach().cpu().float() for p in parameters]
-    by_hand = torch.optim.AdamW(wide, lr=RATE)
+    wide = [p.detach().to(place or device, torch.float32) for p in parameters]
+    by_hand = torch.optim.AdamW(wide, lr=RATE, fused=fused)
     for window in range(WINDOWS):
-        sums = [torch.zeros_like(w) for w in wide]
+        sums = [torch.zeros(shape) for shape in SHAPES]
         for number in range(window * WINDOW, (window + 1) * WINDOW):
             grads = gradients(number, dtype)
             sums = [a + b.float() for a, b in zip(sums, grads, strict=True)]
@@ -59,12 +58,13 @@ def check(place: str | None, fused: bool, stochastic: bool, in_backward: bool, d
             opt.step()
         norm = torch.cat([total.flatten() / WINDOW for total in sums]).norm()
         for parameter, total in zip(wide, sums, strict=True):
-            parameter.grad = total / WINDOW * min(1.0, 1.0 / (float(norm) + 1e-6))
+            mean = total / WINDOW * min(1.0, 1.0 / (float(norm) + 1e-6))
+            parameter.grad = mean.to(parameter.device)
         by_hand.step()
     off = 0.0
     for parameter, master, expected in zip(parameters, masters, wide, strict=True):
         assert master.device.type == (place or device.type)
-        values = master.detach().cpu()
+        values, expected = master.detach().cpu(), expected.cpu()
         # In each window the sum may be rounded to the other neighbour.
         allowed = WINDOWS * (spacing(expected, torch.float32) + UPDATE_RTOL * RATE)
         off = max(off, float(((values - expected).abs() / allowed).max()))

@@ -44,7 +44,7 @@ def decoder_calls() -> None:
         there = call.to("cuda")
         call()
         there()
-        narrow = any(t.dtype == torch.bfloat16 for t in call.written)
+        narrow = any(t.dtype == torch.bfloat16 for t in call.tensors)
         rtol = 2.0**-7 if narrow else NORM_RTOL
         for got, want in zip(there.written, call.written):
             torch.testing.assert_close(got.cpu(), want, rtol=rtol, atol=rtol)
