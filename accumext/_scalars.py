@@ -55,7 +55,7 @@ def divide(a: Scalar, b: Scalar) -> Scalar:
     """`a / b` for numbers of at least 0; division by zero gives inf or NaN, as of tensors."""
     if isinstance(b, Tensor) and not isinstance(a, Tensor):
         # `a / b` would be the reciprocal times a: a launch and a rounding more.
-        return torch.true_divide(torch.tensor(a, dtype=b.dtype), b)
+        return torch.true_divide(a, b)
     if isinstance(a, Tensor) or isinstance(b, Tensor) or b != 0.0:
         return a / b
     return math.inf if a > 0.0 else math.nan

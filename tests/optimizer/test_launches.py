@@ -66,8 +66,9 @@ def test_a_fused_step_adds_no_more_than_the_norm_and_what_follows(scaled, clippe
     assert mine == {"window_factors": 2} | fused | ({"_amp_update_scale_": 1} if scaled else {})
 
 
-def test_the_factor_of_a_scale_is_one_launch():
-    """torch forms `1.0 / scale` in two: of the reciprocal, and of its product with 1."""
+@pytest.mark.parametrize("unit", [1.0, 0.5])
+def test_the_factor_of_a_scale_is_one_launch(unit):
+    """torch forms `unit / scale` in two: of the reciprocal, and of its product with the unit."""
     scale = torch.tensor(8.0, dtype=torch.float64)
     with cpu_as_device():
-        assert launches(Normaliser(scale=scale).value) == {"reciprocal": 1}
+        assert launches(Normaliser(unit, scale=scale).value) == {"div": 1}
