@@ -55,7 +55,20 @@ def largest(logits: Tensor, count: int) -> Tensor:
         values, columns = logits.topk(count)
         if not ((~(logits < values[:, -1:])).sum(1) > count).any():  # no equals are left out
             return columns.sort(1).values
-    return logits.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
+    return _first_of_the_largest(logits, count)
+
+
+def _first_of_the_largest(logits: Tensor, count: int) -> Tensor:
+    """The same, without a look at the values from the host: torch's `topk` finds the least of the
+    largest, not which of its equals come first."""
+    logits = logits.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    least = logits.topk(count).values[:, -1:]
+    larger, equal = logits > least, logits == least
+    missing = count - larger.sum(1, keepdim=True)
+    kept = larger | (equal & (equal.cumsum(1, dtype=torch.int32) <= missing))
+    width = logits.shape[1]
+    before_end = torch.arange(width, 0, -1, dtype=torch.int32, device=logits.device)
+    return width - torch.where(kept, before_end, 0).topk(count).values.long()
 
 
 def fewest(shares: Tensor, part: float) -> Tensor:

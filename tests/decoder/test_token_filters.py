@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -81,3 +83,19 @@ def test_the_largest_and_of_equals_the_first() -> None:
     assert largest(logits, 3).tolist() == [[1, 2, 3], [0, 1, 2]]
     on_meta = largest(logits.to("meta"), 2)  # as on a GPU: nothing is read
     assert on_meta.shape == (2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 2, 7, 64, 1000])
+def test_a_gpu_finds_the_largest_that_a_stable_sort_puts_first(
+    width: int, dtype: torch.dtype
+) -> None:
+    for count, words in itertools.product({1, 2, width // 2, width} - {0}, (1, 4, 1000)):
+        logits = torch.randint(words, (8, width)).to(dtype)  # many are equal
+        logits[1], logits[2] = torch.inf, -torch.inf
+        logits[3, ::2], logits[4, ::3], logits[5, ::2] = -torch.inf, -0.0, torch.inf
+        logits[6, width // 2], logits[7] = torch.nan, torch.nan
+        order = logits.sort(dim=1, descending=True, stable=True).indices
+        expected = order[:, : min(count, width)].sort(1).values
+        found = _token_filters._first_of_the_largest(logits, min(count, width))
+        assert torch.equal(found, expected)
