@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.build, pytest.mark.timeout(1200)]
 COUNTS_ROWS = "test_ended_rows_are_not_pushed_through_the_head"
 TABLES = "cuda/host_cuda/launchers/tables.py"
 SELECTIONS = {
-    "decode_steps": ["decoder/test_decode_steps.py"],
+    # Thousands of rows take a minute here for each kind of cell.
+    "decode_steps": ["decoder/test_decode_steps.py", "-k", "not known[lstm and not known[gru-F"],
     "rnn_backward": ["decoder/test_rnn_backward.py"],
     "head_forward": ["decoder/test_head_forward.py", "-k", "not frequencies"],
     "decode_loss": ["decoder/test_decode_loss.py"],
