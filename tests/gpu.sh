@@ -92,15 +92,15 @@ part first decoder 120 "$python" bench/decoder.py --device cuda --json "$results
 part first benchmark 180 "$python" bench/accumulate.py --device cuda --json "$results/$gpu.json" \
   --jobs norm unscale boundary clip accumulate scale round
 
-part second memcheck 110 "${sanitizer[@]}" --tool memcheck "$python" tests/cuda/host_cuda/small_calls.py
-part second racecheck 80 "${sanitizer[@]}" --tool racecheck "$python" tests/cuda/host_cuda/small_calls.py decoder
-part second tests 110 "$python" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q -ra --tb=short \
+part second memcheck 60 "${sanitizer[@]}" --tool memcheck "$python" tests/cuda/host_cuda/small_calls.py
+part second racecheck 60 "${sanitizer[@]}" --tool racecheck "$python" tests/cuda/host_cuda/small_calls.py decoder
+part second tests 100 "$python" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q -ra --tb=short \
   tests/cuda/test_{cuda,cuda_decoder}.py
-part second beyond 50 "${checks[@]}" beyond --json "$results/${gpu}_beyond.json"
+part second beyond 40 "${checks[@]}" beyond --json "$results/${gpu}_beyond.json"
 part second masters 40 "${checks[@]}" masters --json "$results/${gpu}_masters.json"
-part second windows 120 "$python" bench/accumulate.py --device cuda --jobs window \
-  --json "$results/${gpu}_windows.json"
-part second loops 60 "$python" bench/loops.py --device cuda --json "$results/${gpu}_loops.json"
+part second loops 50 "$python" bench/loops.py --device cuda --json "$results/${gpu}_loops.json"
+part second windows 110 "$python" bench/accumulate.py --device cuda --jobs window --shape 1e4/10 \
+  --shape 3e7/60 --json "$results/${gpu}_windows.json"
 tested True
 part second doctor 30 "$python" -m accumext doctor
 exit $failed

@@ -35,7 +35,7 @@ import accumext
 from accumext.backend import _build
 
 FIRST = ["operators", "decode_loss", "decoder", "benchmark"]
-SECOND = ["memcheck", "racecheck", "tests", "beyond", "masters", "loops", "doctor"]
+SECOND = ["memcheck", "racecheck", "tests", "beyond", "masters", "loops", "windows", "doctor"]
 SECONDS = 540  # of a call: nine minutes
 PATIENCE_S = 60.0  # for a part that takes a second
 
@@ -173,7 +173,7 @@ def test_all_parts_have_files_of_their_own(tmp_path: Path) -> None:
     found = run.results()
     log = found.pop("fake-gpu_all.log")
     assert all(name.startswith("fake-gpu") and name.endswith(".json") for name in found)
-    assert len(found) == 7
+    assert len(found) == 8
     for line in found.values():  # each part has written its own
         assert line.split(" --json")[0] in "".join(run.programs())
     assert log.count("much goes well") == len(run.programs()) == 1 + len(FIRST) + len(SECOND)
