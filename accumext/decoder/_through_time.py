@@ -135,7 +135,7 @@ class ThroughTime:
             self._args.gate.limit, self._transposed[layer], d_state[first],
             d_state[first + 1] if c is not None else None, d_x, d_h,
         )  # fmt: skip
-        del pre  # no less than a copy of d_x in half precision
+        del pre  # makes room for the copies of d_x and d_h in half precision
         d_x = d_x.flatten(0, 1)
         d_h = d_x if d_h is None else d_h.flatten(0, 1)
         w_ih, w_hh, b_ih, b_hh = self._d_weights[4 * layer : 4 * layer + 4]

@@ -154,6 +154,21 @@ def test_predicted_peak_of_the_pass_back_through_layers(
     assert predicted == pytest.approx(measured(parts, targets, **call), rel=rel)
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_predicted_peak_of_the_pass_back_in_half_precision(
+    kind: type[nn.RNNBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many rows at once as on a GPU, what its products read is rounded into new memory."""
+    monkeypatch.setattr(_memory, "CELL_ROWS", {"cpu": 2048})
+    parts = nn.Embedding(50, 256), kind(256, 256, 2), nn.Linear(256, 50)
+    for part in parts:
+        part.bfloat16()
+    targets = torch.randint(50, (64, 32))
+    predicted = accumext.decode_memory(*parts, (64, 32), feedback="greedy")
+    rel = 0.05 if accumext.backend() == "cpu" else PREDICTION
+    assert predicted == pytest.approx(measured(parts, targets, feedback="greedy"), rel=rel)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_predicted_peak_with_dropout(dropout: float) -> None:
     """The masks of eight layers, or none, where states are all that is large."""
