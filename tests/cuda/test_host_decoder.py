@@ -487,11 +487,11 @@ def backward(
     ]  # fmt: skip
 
 
-def check_backward(kernels, arguments, runs):
+def check_backward(kernels, arguments, runs, bands=0):
     """Against the reference, which rounds what is multiplied to the same dtype: summed in another
     order, a number may round to its other neighbour in every step."""
     expected = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
-    kernels.rnn_backward(*arguments, runs=runs)
+    kernels.rnn_backward(*arguments, bands=bands, runs=runs)
     reference.rnn_backward(*expected)
     rtol = len(arguments[1]) * torch.finfo(arguments[8].dtype).eps
     for got, want in zip(arguments[9:], expected[9:]):
@@ -500,10 +500,23 @@ def check_backward(kernels, arguments, runs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch", [1, 9, 16, 17, 33, 64])
+@pytest.mark.parametrize("batch", [1, 9, 16])
 def test_all_steps_at_once(kernels, kind, batch):
     runs = ((DESCENDING, 3), (SHUFFLED, 5))
     check_backward(kernels, backward(kind, batch=batch, units=37, steps=3), runs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("batch", "bands_by_multiprocessors"),
+    [(17, {3: 1, 4: 2}), (33, {3: 1, 5: 2, 6: 3}), (64, {3: 1, 5: 2, 8: 4})],
+    ids=("17", "33", "64"),
+)
+def test_all_steps_at_once_in_bands(kernels, kind, batch, bands_by_multiprocessors):
+    for count, bands in bands_by_multiprocessors.items():
+        runs = ((DESCENDING, count), (SHUFFLED, count))
+        arguments = backward(kind, batch=batch, units=37, steps=3)
+        check_backward(kernels, arguments, runs, bands=bands)
 
 
 @pytest.mark.parametrize("kind", KINDS)

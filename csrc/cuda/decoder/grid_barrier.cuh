@@ -1,4 +1,4 @@
-// Where all blocks of a cooperative launch meet.
+// Where blocks of a cooperative launch meet.
 #pragma once
 
 #include "cuda/decoder/instructions.cuh"
@@ -15,21 +15,21 @@ struct CallSite {
 using CallSite = host_cuda::Site;
 #endif
 
-// What a block has written before arrive() is visible to every block after wait(). Between the two
-// it may do what no other block waits for. The counter, 0 when the kernel begins, only grows: no
-// block can overtake another by more than one meeting.
+// What a block has written before arrive() is visible after wait() to every block that shares the
+// counter. Between the two it may do what no other block waits for. The counter, 0 when the kernel
+// begins, only grows: no block can overtake another by more than one meeting.
 class GridBarrier {
  public:
-  // `expected` is in shared memory, of thread 0 alone.
-  __device__ GridBarrier(unsigned long long* arrived, unsigned long long* expected)
-      : arrived_(arrived), expected_(expected) {
+  // `expected` is in shared memory, of thread 0 alone; so many `blocks` share the counter.
+  __device__ GridBarrier(unsigned long long* arrived, unsigned long long* expected, unsigned blocks)
+      : arrived_(arrived), expected_(expected), blocks_(blocks) {
     if (threadIdx.x == 0) *expected_ = 0;
   }
 
   __device__ void arrive(CallSite site = CallSite::current()) const {
     __syncthreads();
     if (threadIdx.x != 0) return;
-    *expected_ += gridDim.x;
+    *expected_ += blocks_;
     count_up_release(arrived_);
 #ifndef __CUDACC__
     host_cuda::Device::current().block_arrives(site);
@@ -48,6 +48,7 @@ class GridBarrier {
 
   unsigned long long* arrived_;
   unsigned long long* expected_;
+  unsigned blocks_;
 };
 
 }  // namespace accumext::cuda

@@ -155,7 +155,7 @@ class PersistentSteps {
   const PersistentMemory& memory_ = PersistentMemory::of_block();
   const PersistentCall& call_ = memory_.call;
   GridBarrier barrier_{memory_.in_scratch<unsigned long long>(memory_.plan.arrived),
-                       memory_.in_shared<unsigned long long>(memory_.plan.meetings)};
+                       memory_.in_shared<unsigned long long>(memory_.plan.meetings), gridDim.x};
 };
 
 // Steps [begin, end) of a recurrent decoder with its head. All blocks run at the same time and meet

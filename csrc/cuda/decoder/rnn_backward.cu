@@ -10,29 +10,22 @@
 namespace accumext::cuda {
 namespace {
 
-using ThroughTimeKernel = void (*)(LayerGradient<float>, AnyMatrix, ThroughTimePlan, std::byte*);
-
-template <typename T>
-ThroughTimeKernel through_time_kernel(int64_t batch) {
-  if (batch <= 16) return rnn_through_time_kernel<T, 1>;
-  if (batch <= 32) return rnn_through_time_kernel<T, 2>;
-  return rnn_through_time_kernel<T, 4>;
-}
-
 // One launch for all steps, if they fit: of a weight in half precision.
 bool at_once(const Queue& queue, const LayerGradient<float>& call, const AnyMatrix& weight) {
   const bool half = weight.dtype == Dtype::kHalf;
   if (!half && weight.dtype != Dtype::kBFloat16) return false;
-  const ThroughTimeKernel kernel = half ? through_time_kernel<__half>(call.batch)
-                                        : through_time_kernel<__nv_bfloat16>(call.batch);
+  const auto kernel = [&](int tiles) {
+    return half ? through_time_kernel<__half>(tiles) : through_time_kernel<__nv_bfloat16>(tiles);
+  };
   const ThroughTimePlan plan =
-      through_time_plan(call.batch, call.units, call.gates, queue.limits(kernel, kBlockSize));
+      through_time_plan(call.batch, call.units, call.gates,
+                        [&](int tiles) { return queue.limits(kernel(tiles), kBlockSize); });
   if (plan.blocks == 0) return false;
   const Tensor memory = queue.empty({plan.scratch_bytes}, torch::headeronly::ScalarType::Byte);
   auto* const scratch = static_cast<std::byte*>(memory.data_ptr());
   queue.clear(scratch, plan.scratch_bytes);
-  queue.launch_together(kernel, plan.blocks, kBlockSize, plan.shared_bytes, call, weight, plan,
-                        scratch);
+  queue.launch_together(kernel(plan.tiles), plan.blocks, kBlockSize, plan.shared_bytes, call,
+                        weight, plan, scratch);
   return true;
 }
 

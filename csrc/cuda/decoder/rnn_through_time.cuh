@@ -10,9 +10,9 @@
 
 namespace accumext::cuda {
 
-// What one block does: it owns some units, all rows of the batch. Their part of weight_hh stays in
-// shared memory, and so do dh and dc. Per step it finds the gradients of their gates, waits for
-// those of all others, and multiplies.
+// What one block does: it owns some units of a band of rows. Their part of weight_hh stays in shared
+// memory, and so do dh and dc. Per step it finds the gradients of their gates, waits for those of
+// the band's other blocks, and multiplies.
 template <typename T, int kTiles, CellKind kKind>
 class RnnThroughTime {
  public:
@@ -20,10 +20,15 @@ class RnnThroughTime {
                             const ThroughTimePlan& plan, std::byte* scratch)
       : call_(call),
         plan_(plan),
-        scratch_(scratch),
-        first_unit_(blockIdx.x * int64_t{plan.units()}),
-        barrier_(reinterpret_cast<unsigned long long*>(scratch + plan.arrived),
-                 in_shared<unsigned long long>(plan.meetings)) {
+        first_unit_(blockIdx.x % plan.members * int64_t{plan.units()}),
+        first_row_(band() * int64_t{plan.rows()}),
+        rows_(static_cast<int>(
+            call.batch - first_row_ < plan.rows() ? call.batch - first_row_ : plan.rows())),
+        operands_(reinterpret_cast<uint16_t*>(scratch + plan.operands) +
+                  band() * 2 * plan.operand_size),
+        barrier_(reinterpret_cast<unsigned long long*>(
+                     scratch + plan.arrived + band() * through_time::kCounterStride),
+                 in_shared<unsigned long long>(plan.meetings), plan.members) {
     load_weight(weight.as<const uint16_t>());
     each_unit([&](int i, int64_t row, int64_t unit) {
       passing(0)[i] = *call_.dh.at(row, unit);
@@ -59,23 +64,24 @@ class RnnThroughTime {
     return reinterpret_cast<V*>(shared_memory() + place);
   }
 
-  // dh, or dc, of the block's units: [B, units].
+  __device__ int64_t band() const { return blockIdx.x / plan_.members; }
+
+  // dh, or dc, of the block's units: [rows, units].
   __device__ float* passing(int which) const {
-    return in_shared<float>(plan_.passing) + which * call_.batch * plan_.units();
+    return in_shared<float>(plan_.passing) + which * plan_.rows() * plan_.units();
   }
 
   // The gates' gradients of a step, rounded, in the order of operand_place().
   __device__ uint16_t* operands(int64_t t) const {
-    return reinterpret_cast<uint16_t*>(scratch_ + plan_.operands) + t % 2 * plan_.operand_size;
+    return operands_ + t % 2 * plan_.operand_size;
   }
 
   // f(i, row, unit) of each that the thread owns; neighbouring threads take neighbouring units.
   template <typename F>
   __device__ void each_unit(const F& f) const {
-    const int count = static_cast<int>(call_.batch) * plan_.units();
-    for (int i = threadIdx.x; i < count; i += kBlockSize) {
+    for (int i = threadIdx.x; i < rows_ * plan_.units(); i += kBlockSize) {
       const int64_t unit = first_unit_ + i % plan_.units();
-      if (unit < call_.units) f(i, int64_t{i / plan_.units()}, unit);
+      if (unit < call_.units) f(i, first_row_ + i / plan_.units(), unit);
     }
   }
 
@@ -97,10 +103,10 @@ class RnnThroughTime {
 
   // What the thread's first unit needs of a step, before what it waits for is there.
   __device__ UnitBefore<float> before_of_first(int64_t t) const {
-    const int64_t row = threadIdx.x / plan_.units();
+    const int row = threadIdx.x / plan_.units();
     const int64_t unit = first_unit_ + threadIdx.x % plan_.units();
-    if (row >= call_.batch || unit >= call_.units) return {};
-    return unit_before<float, kKind>(call_.step(t), row, unit);
+    if (row >= rows_ || unit >= call_.units) return {};
+    return unit_before<float, kKind>(call_.step(t), first_row_ + row, unit);
   }
 
   __device__ void go_back(int64_t t, const UnitBefore<float>& early) const {
@@ -117,7 +123,7 @@ class RnnThroughTime {
         const int64_t column = gate * call_.units + unit;
         *step.d_x.at(row, column) = d_x;
         if (step.d_h.data != nullptr) *step.d_h.at(row, column) = d_h;
-        operands(t)[operand_place<kTiles>(static_cast<int>(row), static_cast<int>(column))] =
+        operands(t)[operand_place<kTiles>(i / plan_.units(), static_cast<int>(column))] =
             operand_bits<T>(d_h);
       });
       passing(0)[i] = dh;
@@ -129,7 +135,8 @@ class RnnThroughTime {
   // each of which has left the rows of all tiles: parts are [splits, kTiles * kTileRows, stride].
   __device__ float passed_dh(int64_t t, int i, int64_t row) const {
     const int stride = part_stride_of(plan_.groups);
-    const float* part = in_shared<float>(plan_.parts) + row * stride + i % plan_.units();
+    const float* part =
+        in_shared<float>(plan_.parts) + i / plan_.units() * stride + i % plan_.units();
     float product = *part;
     for (int split = 1; split < kSplits; ++split) {
       product += part[split * kTiles * kTileRows * stride];
@@ -156,20 +163,22 @@ class RnnThroughTime {
 
   const LayerGradient<float>& call_;
   const ThroughTimePlan& plan_;
-  std::byte* scratch_;
-  int64_t first_unit_;
+  int64_t first_unit_, first_row_;
+  int rows_;  // of the batch, in the band
+  uint16_t* operands_;
   GridBarrier barrier_;
 };
 
 // Steps of a layer backward, from the last to the first, and what the first passes on. All blocks
-// run at the same time and meet once per step.
+// run at the same time; those of a band meet once per step.
 //
 //   grid    plan.blocks, a cooperative launch    block   kBlockSize threads, with
 //           plan.shared_bytes of dynamic shared memory
 //   scratch plan.scratch_bytes, all 0
 //   weight  [units, gates units], T
 //   reads   once the weight; per step what rnn_gradient_kernel does, but for dh and dc; the gates'
-//           gradients of all units, 2 B gates units bytes, by every block, from the L2 cache
+//           gradients of all units of a band's rows, in 2 bytes, by each of its blocks, from the
+//           L2 cache
 //   writes  per step d_x, d_h and those gradients; at the end dh and dc
 template <typename T, int kTiles>
 __global__ void __launch_bounds__(kBlockSize, 1)
@@ -185,6 +194,20 @@ __global__ void __launch_bounds__(kBlockSize, 1)
       return RnnThroughTime<T, kTiles, CellKind::kRnnTanh>(call, weight, plan, scratch).run();
     default:
       return RnnThroughTime<T, kTiles, CellKind::kRnnRelu>(call, weight, plan, scratch).run();
+  }
+}
+
+using ThroughTimeKernel = void (*)(LayerGradient<float>, AnyMatrix, ThroughTimePlan, std::byte*);
+
+template <typename T>
+ThroughTimeKernel through_time_kernel(int tiles) {
+  switch (tiles) {
+    case 1:
+      return rnn_through_time_kernel<T, 1>;
+    case 2:
+      return rnn_through_time_kernel<T, 2>;
+    default:
+      return rnn_through_time_kernel<T, 4>;
   }
 }
 

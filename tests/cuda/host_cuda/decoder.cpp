@@ -118,24 +118,24 @@ class Call : public host_cuda::Run {
     call.dc = matrix<float>();
     call.d_x = of_type<float>();
     call.d_h = of_type<float>();
-    const ThroughTimePlan plan = through_time_plan(call.batch, call.units, call.gates,
-                                                   {.blocks = static_cast<int>(grid_),
-                                                    .shared_bytes = 227 << 10,
-                                                    .l2_bytes = 1 << 20,
-                                                    .capability = 80});
+    const DeviceLimits limits{.blocks = static_cast<int>(grid_),
+                              .shared_bytes = 227 << 10,
+                              .l2_bytes = 1 << 20,
+                              .capability = 80};
+    const ThroughTimePlan plan =
+        through_time_plan(call.batch, call.units, call.gates, [&](int) { return limits; });
     if (plan.blocks == 0) host_cuda::fail("it does not fit", host_cuda::Site::current());
+    const int64_t bands = request_.integer();
+    if (bands != 0 && bands != plan.bands) {
+      host_cuda::fail("the plan has other bands", host_cuda::Site::current());
+    }
     const host_cuda::Memory scratch(plan.scratch_bytes);
     std::fill_n(scratch.data(), plan.scratch_bytes, std::byte{0});
-    const auto launch = [&](auto kernel) {
-      device_.launch_together(kernel, plan.blocks, kBlockSize, plan.shared_bytes, call, weight,
-                              plan, scratch.data());
-    };
-    const auto of_width = [&]<typename T>(T) {
-      if (call.batch <= 16) return launch(rnn_through_time_kernel<T, 1>);
-      if (call.batch <= 32) return launch(rnn_through_time_kernel<T, 2>);
-      launch(rnn_through_time_kernel<T, 4>);
-    };
-    weight.dtype == Dtype::kHalf ? of_width(__half()) : of_width(__nv_bfloat16());
+    const auto kernel = weight.dtype == Dtype::kHalf
+                            ? through_time_kernel<__half>(plan.tiles)
+                            : through_time_kernel<__nv_bfloat16>(plan.tiles);
+    device_.launch_together(kernel, plan.blocks, kBlockSize, plan.shared_bytes, call, weight, plan,
+                            scratch.data());
   }
 
   template <typename T>

@@ -111,9 +111,10 @@ class HostDecoder:
         self._call(request, runs)
 
     def rnn_backward(
-        self, kind, d_out, pre, h, c, live, gate, limit, weight, dh, dc, d_x, d_h, *, runs
+        self, kind, d_out, pre, h, c, live, gate, limit, weight, dh, dc, d_x, d_h, *, bands=0, runs
     ) -> None:  # fmt: skip
-        """In one launch. The second number of a run is how many multiprocessors there are."""
+        """In one launch, of so many bands if not 0. The second number of a run is how many
+        multiprocessors there are."""
         request = self._request("rnn_through_time", dh)
         request.put_integers(kind, *d_out.shape)
         for tensor in (d_out, pre, h, c, live, gate, limit):
@@ -122,6 +123,7 @@ class HostDecoder:
         _put_matrices(request, weight, dh, dc)
         request.put_place(d_x)
         request.put_place(d_h)
+        request.put_integers(bands)
         self._call(request, runs)
 
     def look_up(self, lookup: Lookup, tokens, *, runs=RUNS) -> None:

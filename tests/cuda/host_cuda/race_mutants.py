@@ -215,7 +215,11 @@ MUTANTS = (
     ),
     Mutant(
         "two blocks own a unit", "through time", DEVICE, THROUGH_TIME,
-        "blockIdx.x * int64_t{plan.units()}", "blockIdx.x * int64_t{plan.units() - MUTANT}",
+        "plan.members * int64_t{plan.units()}", "plan.members * int64_t{plan.units() - MUTANT}",
+    ),
+    Mutant(
+        "bands share their gradients", "through time, batch of 64", DEVICE, THROUGH_TIME,
+        "band() * 2 * plan.operand_size", "(MUTANT ? 0 : band()) * 2 * plan.operand_size",
     ),
     Mutant(
         "two blocks look up a row", "look_up", DEVICE, "decoder/look_up.cuh",
