@@ -15,7 +15,8 @@ bool at_once(const Queue& queue, const LayerGradient<float>& call, const AnyMatr
   const bool half = weight.dtype == Dtype::kHalf;
   if (!half && weight.dtype != Dtype::kBFloat16) return false;
   const auto kernel = [&](int tiles) {
-    return half ? through_time_kernel<__half>(tiles) : through_time_kernel<__nv_bfloat16>(tiles);
+    return half ? rnn_through_time_kernel_of<__half>(tiles)
+                : rnn_through_time_kernel_of<__nv_bfloat16>(tiles);
   };
   const ThroughTimePlan plan =
       through_time_plan(call.batch, call.units, call.gates,

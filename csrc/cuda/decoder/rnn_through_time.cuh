@@ -10,9 +10,9 @@
 
 namespace accumext::cuda {
 
-// What one block does: it owns some units of a band of rows. Their part of weight_hh stays in shared
-// memory, and so do dh and dc. Per step it finds the gradients of their gates, waits for those of
-// the band's other blocks, and multiplies.
+// What one block does: it owns some units of a band of rows. Their part of weight_hh stays in
+// shared memory, and so do dh and dc. Per step it finds the gradients of their gates, waits for
+// those of the band's other blocks, and multiplies.
 template <typename T, int kTiles, CellKind kKind>
 class RnnThroughTime {
  public:
@@ -22,12 +22,12 @@ class RnnThroughTime {
         plan_(plan),
         first_unit_(blockIdx.x % plan.members * int64_t{plan.units()}),
         first_row_(band() * int64_t{plan.rows()}),
-        rows_(static_cast<int>(
-            call.batch - first_row_ < plan.rows() ? call.batch - first_row_ : plan.rows())),
+        rows_(static_cast<int>(call.batch - first_row_ < plan.rows() ? call.batch - first_row_
+                                                                     : plan.rows())),
         operands_(reinterpret_cast<uint16_t*>(scratch + plan.operands) +
                   band() * 2 * plan.operand_size),
-        barrier_(reinterpret_cast<unsigned long long*>(
-                     scratch + plan.arrived + band() * through_time::kCounterStride),
+        barrier_(reinterpret_cast<unsigned long long*>(scratch + plan.arrived +
+                                                       band() * through_time::kCounterStride),
                  in_shared<unsigned long long>(plan.meetings), plan.members) {
     load_weight(weight.as<const uint16_t>());
     each_unit([&](int i, int64_t row, int64_t unit) {
@@ -72,9 +72,7 @@ class RnnThroughTime {
   }
 
   // The gates' gradients of a step, rounded, in the order of operand_place().
-  __device__ uint16_t* operands(int64_t t) const {
-    return operands_ + t % 2 * plan_.operand_size;
-  }
+  __device__ uint16_t* operands(int64_t t) const { return operands_ + t % 2 * plan_.operand_size; }
 
   // f(i, row, unit) of each that the thread owns; neighbouring threads take neighbouring units.
   template <typename F>
@@ -200,7 +198,7 @@ __global__ void __launch_bounds__(kBlockSize, 1)
 using ThroughTimeKernel = void (*)(LayerGradient<float>, AnyMatrix, ThroughTimePlan, std::byte*);
 
 template <typename T>
-ThroughTimeKernel through_time_kernel(int tiles) {
+ThroughTimeKernel rnn_through_time_kernel_of(int tiles) {
   switch (tiles) {
     case 1:
       return rnn_through_time_kernel<T, 1>;

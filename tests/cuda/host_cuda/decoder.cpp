@@ -132,8 +132,8 @@ class Call : public host_cuda::Run {
     const host_cuda::Memory scratch(plan.scratch_bytes);
     std::fill_n(scratch.data(), plan.scratch_bytes, std::byte{0});
     const auto kernel = weight.dtype == Dtype::kHalf
-                            ? through_time_kernel<__half>(plan.tiles)
-                            : through_time_kernel<__nv_bfloat16>(plan.tiles);
+                            ? rnn_through_time_kernel_of<__half>(plan.tiles)
+                            : rnn_through_time_kernel_of<__nv_bfloat16>(plan.tiles);
     device_.launch_together(kernel, plan.blocks, kBlockSize, plan.shared_bytes, call, weight, plan,
                             scratch.data());
   }

@@ -96,7 +96,7 @@ struct Meeting {
 
 GridBarrier barrier(Meeting* meeting) {
   static thread_local unsigned long long expected;
-  return GridBarrier(&meeting->arrived, &expected);
+  return GridBarrier(&meeting->arrived, &expected, gridDim.x);
 }
 
 // 1 + 2 + 3, as blocks with a fault may form it.

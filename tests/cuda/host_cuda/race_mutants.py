@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         "the last block to arrive is not awaited", "gru", DEVICE, BARRIER,
-        "*expected_ += gridDim.x;", "*expected_ += gridDim.x - (MUTANT && *expected_ == 0);",
+        "*expected_ += blocks_;", "*expected_ += blocks_ - (MUTANT && *expected_ == 0);",
     ),
     Mutant(
         "samples are read before all blocks have drawn", "sample, taught", DEVICE, STEPS,

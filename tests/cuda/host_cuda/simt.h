@@ -8,11 +8,12 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cstdint>
 #include <cstdio>
@@ -43,6 +44,9 @@
 #define __global__
 #define __noinline__
 #endif
+// Of functions that leave their stack: the sanitizers would take them for functions that never
+// return, and clear what they know of it.
+#define HOST_CUDA_UNSEEN gnu::no_sanitize("address", "thread", "undefined")
 #define __launch_bounds__(...)
 #define __grid_constant__
 // One OS thread runs all blocks, so its thread-local storage is the shared memory of one block; and
@@ -62,6 +66,8 @@ constexpr int kWarpSize = 32;
 constexpr size_t kStackSize =
     1 << 19;  // bytes; frames of sanitized and of translated code are large
 
+constexpr size_t kStackGuard = 256;  // at the end of a stack
+
 // In which order the threads run from one barrier to the next, and blocks after one another: a warp
 // at a time, each as far as it can, or all threads in turn. What a race decides comes out
 // differently in another order.
@@ -79,9 +85,39 @@ struct Copy {
 };
 constexpr int kCopySize = 16;
 
+// Where a fiber, or the scheduler, goes on. To save and to resume it takes no system call, which
+// swapcontext() makes two of.
+class Context {
+ public:
+  // A fiber that is to begin with `function`, once resumed.
+  void begin_with(void (*function)(), char* stack) {
+    getcontext(&beginning_);
+    beginning_.uc_stack.ss_sp = stack;
+    beginning_.uc_stack.ss_size = kStackSize;
+    makecontext(&beginning_, function, 0);
+    begins_ = true;
+  }
+
+  [[gnu::noinline, HOST_CUDA_UNSEEN]] static void change(Context& from, Context& to) {
+    if (__builtin_setjmp(from.place_) == 0) to.resume();
+  }
+
+ private:
+  [[noreturn, gnu::noinline, HOST_CUDA_UNSEEN]] void resume() {
+    if (!begins_) __builtin_longjmp(place_, 1);
+    begins_ = false;
+    setcontext(&beginning_);
+    std::abort();
+  }
+
+  void* place_[5];
+  ucontext_t beginning_;
+  bool begins_ = false;
+};
+
 struct Thread {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack = std::make_unique_for_overwrite<char[]>(kStackSize);
+  Context context;
+  char* stack = nullptr;
   State state = State::kDone;
   Site site;                       // where it waits
   std::byte given[2][kMostGiven];  // to its last two warp operations: others may still read the
@@ -90,8 +126,26 @@ struct Thread {
   std::deque<std::vector<Copy>> groups;  // of copies
 };
 
+// What the lanes of a warp have given to an operation, until the next but one.
+template <typename T>
+class Lanes {
+ public:
+  Lanes(const Thread* first, unsigned slot) : first_(first), slot_(slot) {}
+
+  T operator[](int lane) const {
+    T value;
+    std::memcpy(&value, first_[lane].given[slot_], sizeof(T));
+    return value;
+  }
+
+ private:
+  const Thread* first_;
+  unsigned slot_;
+};
+
 struct Block {
-  std::deque<Thread> threads;     // a context must not move
+  std::unique_ptr<Thread[]> threads;
+  int size = 0;                   // of the threads, at least those of the launch
   std::vector<std::byte> shared;  // static shared memory, while another block runs
   std::unique_ptr<std::byte, decltype(&std::free)> dynamic{nullptr, &std::free};
   size_t meetings = 0;  // with all other blocks, so far
@@ -177,11 +231,12 @@ class Device {
   void launch(void (*kernel)(Parameters...), int64_t grid, int block,
               const Arguments&... arguments) {
     begin(grid, block, thread_of(kernel, arguments...));
-    block_ = &only_block_;
-    for (const int64_t index : ordered(grid)) {
+    block_ = &blocks_of(1).front();
+    each_in_order(grid, [&](int64_t index) {
       enter(index, block, /*shared_bytes=*/0);
       if (!run_block()) fail("a block waits for others, of which none need be running", waiting());
-    }
+      return true;
+    });
   }
 
   // A cooperative launch, all of whose blocks are there at the same time.
@@ -189,7 +244,7 @@ class Device {
   void launch_together(void (*kernel)(Parameters...), int64_t grid, int block, int64_t shared_bytes,
                        const Arguments&... arguments) {
     begin(grid, block, thread_of(kernel, arguments...));
-    std::vector<Block> blocks(grid);
+    const std::span<Block> blocks = blocks_of(grid);
     meetings_.clear();
     for (int64_t index = 0; index < grid; ++index) {
       block_ = &blocks[index];
@@ -199,16 +254,18 @@ class Device {
     bool running = true;
     while (running) {
       running = progress_ = false;
-      for (const int64_t index : ordered(grid)) {
-        if (blocks[index].done) continue;
-        enter_again(blocks, index);
+      each_in_order(grid, [&](int64_t index) {
+        if (blocks[index].done) return true;
+        enter_again(blocks[index], index);
         blocks[index].done = run_block();
         running = running || !blocks[index].done;
         leave();
-      }
+        return true;
+      });
       if (running && !progress_) fail("blocks wait for one another for ever", waiting());
     }
-    for (const Block& other : blocks) {
+    for (Block& other : blocks) {
+      other.dynamic.reset();
       if (other.meetings != meetings_.size()) {
         fail("a block has left the kernel where others meet", meetings_[other.meetings]);
       }
@@ -267,19 +324,14 @@ class Device {
 
   // What each lane of the running thread's warp gives.
   template <typename T>
-  [[gnu::noinline]] std::array<T, kWarpSize> exchanged(unsigned mask, T value, const Site& site) {
+  [[gnu::noinline]] Lanes<T> exchanged(unsigned mask, T value, const Site& site) {
     static_assert(sizeof(T) <= kMostGiven);
     if (mask != ~0u) fail("a warp operation of some lanes only", site);
     Thread& thread = running();
     const unsigned slot = thread.operations++ % 2;
     std::memcpy(&thread.given[slot], &value, sizeof(T));
     wait(State::kAtWarpOperation, site);
-    std::array<T, kWarpSize> values;
-    const auto lanes = block_->threads.begin() + threadIdx.x / kWarpSize * kWarpSize;
-    for (int lane = 0; lane < kWarpSize; ++lane) {
-      std::memcpy(&values[lane], &lanes[lane].given[slot], sizeof(T));
-    }
-    return values;
+    return {&block_->threads[threadIdx.x / kWarpSize * kWarpSize], slot};
   }
 
  private:
@@ -287,18 +339,27 @@ class Device {
 
   // Where a thread waits for something that no thread of its block can bring about.
   Site waiting() const {
-    for (const Thread& thread : block_->threads) {
+    for (int i = 0; i < block_->size; ++i) {
+      const Thread& thread = block_->threads[i];
       if (thread.state == State::kPausing) return thread.site;
     }
     return Site::current();
   }
 
-  std::vector<int64_t> ordered(int64_t count) {
-    std::vector<int64_t> indices(count);
-    std::iota(indices.begin(), indices.end(), int64_t{0});
-    if (order_ == Order::kDescending) std::reverse(indices.begin(), indices.end());
-    if (order_ == Order::kShuffled) std::shuffle(indices.begin(), indices.end(), random_);
-    return indices;
+  // f(0), f(1), ... f(count - 1), in the order asked for, until one is false, which is the result.
+  template <typename F>
+  bool each_in_order(int64_t count, const F& f) {
+    if (order_ == Order::kShuffled) {
+      std::vector<int64_t> indices(count);
+      std::iota(indices.begin(), indices.end(), int64_t{0});
+      std::shuffle(indices.begin(), indices.end(), random_);
+      return std::ranges::all_of(indices, f);
+    }
+    const bool up = order_ == Order::kAscending;
+    for (int64_t i = 0; i < count; ++i) {
+      if (!f(up ? i : count - 1 - i)) return false;
+    }
+    return true;
   }
 
   void begin(int64_t grid, int block, std::function<void()> kernel) {
@@ -313,7 +374,7 @@ class Device {
     blockIdx = {static_cast<unsigned>(index), 0, 0};
     std::ranges::fill(shared_memory(), kPoison);
     watch_shared(races::Space::kStaticShared, shared_memory());
-    while (block_->threads.size() < static_cast<size_t>(threads)) add_thread();
+    if (block_->size < threads) add_threads(threads);
     for (int i = 0; i < threads; ++i) block_->threads[i].state = State::kReady;
     if (shared_bytes == 0) return;
     constexpr size_t kAlignment = 128;
@@ -330,11 +391,12 @@ class Device {
   // The static shared memory of the block goes with it.
   void leave() { block_->shared.assign(shared_memory().begin(), shared_memory().end()); }
 
-  void enter_again(std::vector<Block>& blocks, int64_t index) {
-    block_ = &blocks[index];
+  void enter_again(Block& block, int64_t index) {
+    block_ = &block;
     blockIdx = {static_cast<unsigned>(index), 0, 0};
     std::ranges::copy(block_->shared, shared_memory().begin());
-    for (Thread& thread : block_->threads) {
+    for (int i = 0; i < block_->size; ++i) {
+      Thread& thread = block_->threads[i];
       if (thread.state == State::kPausing) thread.state = State::kReady;
     }
   }
@@ -345,31 +407,32 @@ class Device {
     const int size = static_cast<int>(blockDim.x);
     const int together = order_ == Order::kShuffled ? size : kWarpSize;
     do {
-      for (const int64_t group : ordered((size + together - 1) / together)) {
+      const bool all = each_in_order((size + together - 1) / together, [&](int64_t group) {
         const int first = static_cast<int>(group) * together;
         const int count = std::min(together, size - first);
         do {
           if (!run_threads(first, count)) return false;
         } while (release_warps(first, count));
-      }
+        return true;
+      });
+      if (!all) return false;
     } while (release_block(size));
-    return block_->threads.front().state == State::kDone;
+    return block_->threads[0].state == State::kDone;
   }
 
   // False if the block is to give way.
   bool run_threads(int first, int count) {
-    for (const int64_t index : ordered(count)) {
+    return each_in_order(count, [&](int64_t index) {
       Thread& thread = block_->threads[first + index];
-      if (thread.state != State::kReady) continue;
+      if (thread.state != State::kReady) return true;
       threadIdx = {static_cast<unsigned>(first + index), 0, 0};
       if constexpr (races::kOn) races::resume(blockIdx.x, threadIdx.x);
-      switch_stack(scheduler_, thread.context, thread.stack.get(), kStackSize);
+      switch_stack(scheduler_, thread.context, thread.stack, kStackSize);
       if constexpr (races::kOn) races::pause();
       progress_ = progress_ || thread.state != State::kPausing;
       if (thread.state == State::kDone) end_copies(thread);
-      if (std::exchange(gives_way_, false)) return false;
-    }
-    return true;
+      return !std::exchange(gives_way_, false);
+    });
   }
 
   static void end_copies(Thread& thread) {
@@ -390,7 +453,7 @@ class Device {
     for (int first = begin; first < begin + count; first += kWarpSize) {
       const int lanes = std::min(kWarpSize, begin + count - first);
       const auto waits = [](const Thread& t) { return t.state == State::kAtWarpOperation; };
-      const auto lane = block_->threads.begin() + first;
+      const Thread* const lane = &block_->threads[first];
       if (std::none_of(lane, lane + lanes, waits)) continue;
       if (lanes < kWarpSize) fail("a warp operation in a warp of fewer lanes", lane->site);
       release(first, lanes, State::kAtWarpOperation);
@@ -401,7 +464,7 @@ class Device {
 
   // Lets threads go on that have met; false if all have left the kernel, or one pauses.
   bool release_block(int size) {
-    const auto begin = block_->threads.begin();
+    const Thread* const begin = block_->threads.get();
     const auto done = [](const Thread& t) { return t.state == State::kDone; };
     const auto pauses = [](const Thread& t) { return t.state == State::kPausing; };
     if (std::all_of(begin, begin + size, done)) return false;
@@ -412,10 +475,10 @@ class Device {
   }
 
   void release(int first, int count, State state) {
-    const auto begin = block_->threads.begin() + first;
-    const auto waiting =
+    Thread* const begin = &block_->threads[first];
+    const Thread* const waiting =
         std::find_if(begin, begin + count, [&](const Thread& t) { return t.state == state; });
-    for (auto thread = begin; thread != begin + count; ++thread) {
+    for (Thread* thread = begin; thread != begin + count; ++thread) {
       if (thread->state == State::kDone) {
         fail("a thread has left the kernel where others wait for it", waiting->site);
       }
@@ -426,13 +489,31 @@ class Device {
     }
   }
 
-  void add_thread() {
-    ucontext_t& context = block_->threads.emplace_back().context;
-    getcontext(&context);
-    context.uc_stack.ss_sp = block_->threads.back().stack.get();
-    context.uc_stack.ss_size = kStackSize;
-    makecontext(&context, [] { current_->run_thread(); }, 0);
-    context.uc_stack = {};  // swapcontext of ASan would wipe the red zones of a stack that it knows
+  // So many, of which none has begun. They keep their threads from launch to launch.
+  std::span<Block> blocks_of(int64_t grid) {
+    if (blocks_.size() < static_cast<size_t>(grid)) blocks_.resize(grid);
+    const std::span<Block> blocks(blocks_.data(), grid);
+    for (Block& block : blocks) {
+      block.meetings = 0;
+      block.done = false;
+    }
+    return blocks;
+  }
+
+  // In place of fewer, which have ended. Their stacks are not of the heap, of which ASan would mark
+  // every byte, and stay to the end of the process, since what it has marked there stays, too.
+  void add_threads(int count) {
+    void* const stacks = mmap(nullptr, count * kStackSize, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stacks == MAP_FAILED) fail("there is no memory for its stacks", Site::current());
+    block_->threads = std::make_unique<Thread[]>(count);
+    block_->size = count;
+    for (int i = 0; i < count; ++i) {
+      Thread& thread = block_->threads[i];
+      thread.stack = static_cast<char*>(stacks) + i * kStackSize;
+      ASAN_POISON_MEMORY_REGION(thread.stack, kStackGuard);
+      thread.context.begin_with([] { current_->run_thread(); }, thread.stack);
+    }
   }
 
   // The life of a fiber: the kernel, once per block.
@@ -444,23 +525,23 @@ class Device {
     }
   }
 
-  static void switch_stack(ucontext_t& from, ucontext_t& to, const void* stack, size_t size) {
+  static void switch_stack(Context& from, Context& to, const void* stack, size_t size) {
     void* fake_stack = nullptr;
     __sanitizer_start_switch_fiber(&fake_stack, stack, size);
-    swapcontext(&from, &to);
+    Context::change(from, to);
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
   }
 
   inline static Device* current_ = nullptr;
   Order order_ = Order::kAscending;
   std::mt19937 random_;
-  Block only_block_;  // that is there, of a launch whose blocks need not be there together
+  std::vector<Block> blocks_;  // all that any launch has had
   Block* block_ = nullptr;
   std::vector<Site> meetings_;  // of all blocks of a cooperative launch
   bool progress_ = false;       // whether a thread has done more than pause
   bool gives_way_ = false;      // whether the running block does
   std::function<void()> kernel_;
-  ucontext_t scheduler_;
+  Context scheduler_;
   const void* scheduler_stack_ = nullptr;
   size_t scheduler_stack_size_ = 0;
 };
