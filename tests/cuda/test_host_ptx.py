@@ -3,6 +3,8 @@ defines them, and the faults that it is to see. What is compiled here is written
 
 from __future__ import annotations
 
+import itertools
+import os
 import struct
 import subprocess
 
@@ -170,6 +172,16 @@ FAULTS = {
 def test_a_fault_ends_the_process(run, body):
     with pytest.raises(RuntimeError, match=FAULTS[body]):
         run(body)
+
+
+@pytest.mark.skipif(ptx.COMPILED not in os.environ, reason="nvcc has compiled no PTX before")
+@pytest.mark.parametrize("source", sorted(itertools.chain.from_iterable(ptx.SOURCES.values())))
+def test_every_architecture_has_the_same_kernels(source, pytestconfig):
+    """So that what the tests say of one of them holds for the other."""
+    cache = pytestconfig.cache.mkdir("ptx")
+    code = ptx.translated(source, "sm_80", cache)
+    assert "Kernel" in code
+    assert code == ptx.translated(source, "sm_90", cache)
 
 
 def test_an_instruction_that_is_not_known_is_an_error(run, capfd):

@@ -48,11 +48,11 @@ _OPS = (
 )  # fmt: skip
 
 
-def build(name: str, folder: Path) -> Path:
+def build(name: str, folder: Path, *flags: str) -> Path:
     """Compile `name`.cpp of this folder into an executable in `folder`."""
     executable = folder / Path(name).name
     unit = executable.with_suffix(".o")
-    command = [*compiler(), *FLAGS, "-c", str(FOLDER / f"{name}.cpp"), "-o", str(unit)]
+    command = [*compiler(), *FLAGS, *flags, "-c", str(FOLDER / f"{name}.cpp"), "-o", str(unit)]
     subprocess.run(command, check=True, timeout=600)
     link(unit, executable=executable)
     return executable

@@ -35,15 +35,16 @@ SOURCES = {
 FLAGS = [
     *host_cuda.PLAIN_FLAGS,
     "-g0",
+    "-O0",  # their tests are over sooner than an optimising compiler would be
     "-w",
     "-fsanitize=address",
     f"-I{_build.csrc()}",
 ]
-_COMPILED = "HOST_CUDA_PTX"  # the variable that names the folder where nvcc's PTX is already
+COMPILED = "HOST_CUDA_PTX"  # the variable that names the folder where nvcc's PTX is already
 
 
 def available() -> bool:
-    return _COMPILED in os.environ or shutil.which("nvcc") is not None
+    return COMPILED in os.environ or shutil.which("nvcc") is not None
 
 
 def build(driver: Path, arch: str, cache: Path) -> Path:
@@ -52,11 +53,7 @@ def build(driver: Path, arch: str, cache: Path) -> Path:
     What is compiled on the way is kept in `cache`, by the content of what it was made from."""
 
     def compiled(source: str) -> str:
-        if folder := os.environ.get(_COMPILED):
-            ptx = Path(folder, f"{Path(source).name}_{arch}.ptx")
-        else:
-            ptx = _kept(cache, [*_facts(), source, arch], lambda to: _run_nvcc(source, arch, to))
-        code = translate(ptx.read_text())
+        code = translated(source, arch, cache)
         headers = [path.read_text() for path in sorted(host_cuda.FOLDER.rglob("*.h"))]
         facts = [code, *headers, *FLAGS]
         return str(_kept(cache, facts, lambda to: compile_translated(code, to)))
@@ -66,6 +63,15 @@ def build(driver: Path, arch: str, cache: Path) -> Path:
     executable = driver.with_name(f"{driver.name}_{arch}")
     host_cuda.link(driver.with_suffix(".o"), *map(Path, objects), executable=executable)
     return executable
+
+
+def translated(source: str, arch: str, cache: Path) -> str:
+    """The C++ of a source's kernels."""
+    if folder := os.environ.get(COMPILED):
+        ptx = Path(folder, f"{Path(source).name}_{arch}.ptx")
+    else:
+        ptx = _kept(cache, [*_facts(), source, arch], lambda to: _run_nvcc(source, arch, to))
+    return translate(ptx.read_text())
 
 
 def _run_nvcc(source: str, arch: str, to: Path) -> None:

@@ -26,6 +26,9 @@ _NO_RESULT = re.compile(r"(st|bar|membar|fence|red|nanosleep|cp|trap|prefetch)\b
 # with those of other threads, of which one runs at a time.
 _FREE = re.compile(r"global|local|param|const|nc|c[gvs]|volatile|relaxed|acquire|release|gpu|weak")
 
+# A bfloat16 is the upper half of a float32; sm_90 has an instruction for it, and sm_80 moves bits.
+_WIDENED = re.compile(r"cvt\.f32\.bf16 (%\w+), ?(%\w+);")
+
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _VARIABLE = r"(?:\.align (\d+) )?\.(\w+) ([\w$]+)(?:\[(\d*)\])?"  # alignment, type, name, count
 _OF_MODULE = re.compile(rf"\.(global|const|shared) {_VARIABLE}(?: = ([^;]*))?;")
@@ -42,6 +45,7 @@ _STATEMENT = re.compile(
 def translate(ptx: str) -> str:
     """The C++ of a module; ValueError for what is not understood."""
     ptx = re.sub(r"[ \t]+", " ", _COMMENT.sub("", ptx))
+    ptx = _WIDENED.sub(r"mov.b32 \1, {0,\2};", ptx)
     functions = list(_functions(ptx))
     lines = ['#include "ptx/machine.h"', "namespace {"]
     lines += _module_variables(ptx)
