@@ -4,13 +4,13 @@ is a declaration that nvcc is known to miscompile.
     python .ci/nvcc.py PTX [FOLDER]
 
 The PTX is left in the folder PTX, for tests/cuda/host_cuda/ptx. FOLDER is where oldest.py has
-unpacked the headers of the oldest torch. One architecture is then compiled against them and the
-other against the torch that is installed, of which no newer symbol may be needed: launchers meet
-both, and kernels include no header of torch.
+unpacked the headers of the oldest torch, of which no newer symbol may be needed; those of the torch
+that is installed the tests of launchers meet. Kernels include no header of torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -70,29 +70,32 @@ class Kernel(NamedTuple):
     """One kernel as ptxas compiled it."""
 
     name: str  # mangled
+    arch: str
     spilled: int  # bytes stored and loaded
     registers: int
 
 
-def compile_source(nvcc: str, source: str, arch: str, include: Path, target: Path) -> list[Kernel]:
+def compile_source(nvcc: str, source: str, include: Path, target: Path) -> list[Kernel]:
     """The kernels of one file, whose PTX stays beside the target; an error stops the run."""
     command = [nvcc, *_build.nvcc_flags(), f"-I{_build.csrc()}", f"-I{include}", "-Xptxas=-v"]
-    command += ["--expt-relaxed-constexpr"]  # as torch's own builds have it
-    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC"]
+    command += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC"]  # as torch's own builds have it
+    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
     with tempfile.TemporaryDirectory() as kept:
         command += ["-keep", f"-keep-dir={kept}", "-c", source, "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             sys.exit(f"{source} does not compile with {include}:\n{done.stdout}{done.stderr}")
-        shutil.move(Path(kept, f"{Path(source).stem}.ptx"), target.with_suffix(".ptx"))
+        for arch in ARCHS:
+            ptx = Path(kept, f"{target.stem}.compute_{arch}.ptx")
+            shutil.move(ptx, target.with_name(f"{target.stem}_sm_{arch}.ptx"))
     pattern = (
-        rf"Compiling entry function '(\S+)' for 'sm_{arch}'.*?"
+        r"Compiling entry function '(\S+)' for 'sm_(\d+)'.*?"
         r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
     )
     found = re.findall(pattern, done.stdout + done.stderr, flags=re.DOTALL)
     return [
-        Kernel(name, int(stores) + int(loads), int(registers))
-        for name, stores, loads, registers in found
+        Kernel(name, arch, int(stores) + int(loads), int(registers))
+        for name, arch, stores, loads, registers in found
     ]
 
 
@@ -104,34 +107,31 @@ def main() -> None:
     files = [path for room in ("common", "cuda", "math") for path in (csrc / room).rglob("*.*")]
     if found := miscompiled("\n".join(path.read_text() for path in sorted(files))):
         sys.exit("nvcc initialises only the first row of these arrays:\n" + "\n".join(found))
-    installed = Path(torch.__file__).parent / "include"
-    headers = dict.fromkeys(ARCHS, installed)
     objects, *folders = map(Path, sys.argv[1:])
     objects.mkdir(exist_ok=True)
     folder = folders[0] if folders else None
-    if folder is not None:
-        headers[ARCHS[0]] = oldest.include(folder)
-    for arch, include in headers.items():
-        print(f"sm_{arch}: {include}")
+    include = oldest.include(folder) if folder else Path(torch.__file__).parent / "include"
+    print(f"headers: {include}")
 
-    jobs = [(source, arch) for source in _build.sources("cuda") for arch in ARCHS]
+    sources = _build.sources("cuda")
+    targets = [objects / f"{Path(source).stem}.o" for source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        targets = [objects / f"{Path(source).stem}_sm_{arch}.o" for source, arch in jobs]
 
-        def compiled(job: tuple[str, str], target: Path) -> list[Kernel]:
-            return compile_source(nvcc, *job, headers[job[1]], target)
+        def compiled(source: str, target: Path) -> list[Kernel]:
+            return compile_source(nvcc, source, include, target)
 
-        results = list(pool.map(compiled, jobs, targets))
+        results = list(pool.map(compiled, sources, targets))
         if folder is not None and (missing := oldest.undeclared(targets, folder)):
             sys.exit(f"the objects need what {folder} lacks: {', '.join(missing)}")
     spilling = 0
-    for (source, arch), kernels in zip(jobs, results):
-        used = [kernel.registers for kernel in kernels]
+    for (source, kernels), arch in itertools.product(zip(sources, results), ARCHS):
+        chosen = [kernel for kernel in kernels if kernel.arch == arch]
+        used = [kernel.registers for kernel in chosen]
         registers = f"{min(used)} to {max(used)} registers" if used else "none of its own"
-        spilled = sum(kernel.spilled for kernel in kernels)
+        spilled = sum(kernel.spilled for kernel in chosen)
         name = Path(source).name
         print(f"{name} sm_{arch}: {len(used)} kernels, {registers}, {spilled} bytes spilled")
-        for kernel in kernels:
+        for kernel in chosen:
             if kernel.spilled:
                 spilling += 1
                 print(f"  sm_{arch} spills {kernel.spilled} bytes: {kernel.name}")

@@ -6,15 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 from support import oracle
+from support.once import once
+from support.source_tree import COMPILER
 
 import accumext
-from accumext.backend import _build
 
 if accumext.backend() != "cpu":
     pytest.skip("no compiled CPU kernels are in use", allow_module_level=True)
@@ -176,16 +176,31 @@ EXPORTS = {  # what each file defines for others
 }
 
 
+COMPILE = """
+from torch.utils.cpp_extension import load
+from accumext.backend import _build
+load(**_build.load_arguments("cpu"))
+"""
+
+
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the object of every source."""
+
+    def build(folder: Path) -> None:
+        env = {**os.environ, **COMPILER}
+        env |= {"ACCUMEXT_BACKEND": "reference", "TORCH_EXTENSIONS_DIR": str(folder)}
+        subprocess.run([sys.executable, "-c", COMPILE], env=env, check=True)
+
+    return once(tmp_path_factory, "objects", build)
+
+
 @pytest.mark.build
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 @pytest.mark.parametrize("name", EXPORTS)
-def test_other_objects_can_take_no_code_of_an_instruction_set(name: str, tmp_path: Path) -> None:
+def test_other_objects_can_take_no_code_of_an_instruction_set(name: str, objects: Path) -> None:
     """An inline function that two objects define is kept once, in whichever instruction set."""
-    source, target = _build.csrc() / "cpu" / "simd" / f"kernels_{name}.cpp", tmp_path / "kernels.o"
-    includes = [f"-I{_build.csrc()}", f"-I{Path(torch.__file__).parent / 'include'}"]
-    compiler = sysconfig.get_config_var("CXX").split()[0]
-    command = [os.environ.get("CXX", compiler), *_build.cxx_flags("cpu"), *includes]
-    subprocess.run([*command, "-c", str(source), "-o", str(target)], check=True)
+    (target,) = objects.rglob(f"kernels_{name}.o")
     listed = ["nm", "-C", "--defined-only", "--extern-only", str(target)]
     symbols = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
     defined = [symbol.split(maxsplit=2)[2] for symbol in symbols]
