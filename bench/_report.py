@@ -165,7 +165,7 @@ def write(path: Path | None, content: dict[str, Any]) -> None:
 
 def as_text(content: dict[str, Any]) -> str:
     """JSON with a line for each entry, and one for a whole list of numbers."""
-    text = json.dumps(content, indent=1)
+    text = json.dumps(content, indent=1, allow_nan=False)
     return re.sub(r"\[\n[^\[\]{}]*?\]", _on_one_line, text) + "\n"
 
 

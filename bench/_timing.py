@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +93,7 @@ class Limits(NamedTuple):
     read: float
     update: float  # reads and writes added up
     copy: float  # torch.copy_, the same
-    write: float = math.inf  # where it is known
+    write: float | None = None  # where it is known
 
     def seconds(self, traffic: Traffic, elements: int) -> float:
         """The least time to move this much per element.
@@ -103,7 +102,8 @@ class Limits(NamedTuple):
         reads as much as it writes, keeps both of them busy, a copy of another size only one.
         """
         copied = traffic.copy_read, traffic.copy_written
-        copy = max(copied[0] / self.read, copied[1] / self.write, sum(copied) / self.update)
+        written = 0.0 if self.write is None else copied[1] / self.write
+        copy = max(copied[0] / self.read, written, sum(copied) / self.update)
         return elements * (traffic.read / self.read + traffic.update / self.update + copy)
 
 
