@@ -36,11 +36,13 @@ def main():
         with open(path, "rb") as file:
             digest.update(file.read())
     left_out = {{target, value("-MF")}}
-    for word in sys.argv[1:]:
+    for before, word in zip(sys.argv, sys.argv[1:]):
         if word.startswith("-I"):
             word = os.path.realpath(word[2:])
             found = any(files for _, _, files in os.walk(word))  # a new environment's has none
             word = "-I" + word if found else ""
+        elif before == "-isystem":
+            word = os.path.realpath(word)
         if word not in left_out:
             word = os.path.abspath(word) if word == source else word
             word = word.replace(os.path.realpath(root), "csrc").replace(root, "csrc")

@@ -36,7 +36,9 @@ def compile_copy(
     (copy / "csrc" / "h.h").write_text(header)
     (copy / "csrc" / "x.cpp").write_text(f'#include "h.h"\nint x() {{ return {value}; }}\n')
     (copy / "include" / "python").mkdir(parents=True)  # empty, as in a new environment
+    (copy / "torch").symlink_to(tmp_path)  # by which a new environment sees packages of another
     words = ["-MMD", "-MF", f"{copy}/x.d", flag, f"-I{copy}/csrc", f"-I{copy}/include", "-c"]
+    words += ["-isystem", f"{copy}/torch"]
     command = [tmp_path / "g++", *words, "-c", copy / "csrc" / "x.cpp", "-o", copy / "x.o"]
     subprocess.run(command, check=True)
     assert (copy / "x.d").read_text().startswith(f"{copy}/x.o: ")
