@@ -26,7 +26,7 @@ def value(flag):  # ninja files say -c twice
 def main():
     command, source, target = [*REAL, *sys.argv[1:]], value("-c"), value("-o")
     found = source and target and re.match(r"(.*/_?csrc)/", os.path.abspath(source))
-    if not found:
+    if not found or not os.access(OBJECTS, os.W_OK):  # another user's
         os.execvp(command[0], command)
     root, read = found[1], [source]
     for folder, _, files in os.walk(root):
@@ -69,8 +69,12 @@ main()
 
 def write(folder: Path) -> None:
     """The compiler, as `folder`/g++; its objects lie beside it."""
-    (folder / "objects").mkdir()
+    (folder / "objects").mkdir(parents=True)
     script = folder / "g++"  # a name that torch knows
     text = SCRIPT.format(python=sys.executable, real=compiler(), objects=str(folder / "objects"))
     script.write_text(text)
     script.chmod(0o755)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
