@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from support.source_tree import Tree
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
-    if shutil.which(compiler()[0]) is not None:
+    if found := os.environ.get("COMPILE_ONCE"):  # by .ci/run
+        source_tree.COMPILER["CXX"] = found
+    elif shutil.which(compiler()[0]) is not None:
         folder = once(tmp_path_factory, "compiler", compile_once.write)
         source_tree.COMPILER["CXX"] = str(folder / "g++")
 

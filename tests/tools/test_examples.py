@@ -10,13 +10,16 @@ from support.optimizer_oracle import OP
 from support.programs import run_script
 
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
-BATCHES = {"tutorial_loop": 10}  # its steps are no windows
+ARGUMENTS = {
+    "rnn_with_amp": ["--steps", "3", "--vocabulary", "2000", "--length", "50"],
+    "tutorial_loop": ["--steps", "10"],  # its steps are no windows
+}
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example: Path) -> None:
     """More windows than are watched."""
-    done = run_script(str(example), "--steps", str(BATCHES.get(example.stem, 3)))
+    done = run_script(str(example), *ARGUMENTS.get(example.stem, ["--steps", "3"]))
     assert done.returncode == 0, done.stderr
     assert OP not in done.stderr  # nor at its end, where a warning is no error
