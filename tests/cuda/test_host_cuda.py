@@ -12,7 +12,7 @@ import math
 import host_cuda
 import pytest
 import torch
-from host_cuda import ASCENDING, ORDERS, RUNS, SHUFFLED
+from host_cuda import ASCENDING, ORDERS, SHUFFLED
 from support import oracle, window_cases
 from support.tensors import FLOAT_DTYPES, assert_bits, shifted
 
@@ -422,7 +422,7 @@ def test_rounded_copies_of_every_magnitude(kernels, seed):
         sources = [torch.cat([wild, special.double()]).to(source)]
         targets, expected = ([torch.zeros(3008, dtype=target)] for _ in range(2))
         reference.copy_rounded_(expected, sources, seed=seed)
-        kernels.copy_rounded_(targets, sources, seed=seed, runs=RUNS[:1])
+        kernels.copy_rounded_(targets, sources, seed=seed, runs=[(ASCENDING, 1)])
         assert_bits(targets, expected)
 
 
@@ -464,7 +464,7 @@ def test_a_window_has_the_factors_of_the_definition(kernels, on_device):
         numbers, flags = window_cases.unwritten()
         options = window_cases.operands(case, on_device)
         norm = window_cases.number(case.norm)
-        kernels.window_factors(numbers, flags, [], norm, **options, runs=RUNS[:1])
+        kernels.window_factors(numbers, flags, [], norm, **options, runs=[(ASCENDING, 1)])
         window_cases.assert_factors(numbers, flags, case)
 
 

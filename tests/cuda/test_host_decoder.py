@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from host_cuda import ASCENDING, DESCENDING, ORDERS, SHUFFLED
+from host_cuda import ASCENDING, DESCENDING, ORDERS, SHUFFLED, usual
 from host_cuda.decoder import HostDecoder
 from support.decode_cases import (
     COLUMNS,
@@ -38,7 +38,7 @@ ACCUMULATED = (torch.float32, torch.float64)
 # of eight. Threads take 2 or 4 columns at once where rows are aligned.
 COLUMN_EDGES = (1, 3, 5, 511, 512, 513, 1023, 1025, 2049, 4095, 4096, 4097, 8197)
 ONE_RUN = ((SHUFFLED, 2),)
-TWO_RUNS = ((DESCENDING, 1), (SHUFFLED, 3))
+TWO_RUNS = usual((DESCENDING, 1), (SHUFFLED, 3))
 
 
 @pytest.fixture(scope="module")
@@ -502,7 +502,7 @@ def check_backward(kernels, arguments, runs, bands=0):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", [1, 9, 16])
 def test_all_steps_at_once(kernels, kind, batch):
-    runs = ((DESCENDING, 3), (SHUFFLED, 5))
+    runs = usual((DESCENDING, 3), (SHUFFLED, 5))
     check_backward(kernels, backward(kind, batch=batch, units=37, steps=3), runs)
 
 
@@ -514,7 +514,7 @@ def test_all_steps_at_once(kernels, kind, batch):
 )
 def test_all_steps_at_once_in_bands(kernels, kind, batch, bands_by_multiprocessors):
     for count, bands in bands_by_multiprocessors.items():
-        runs = ((DESCENDING, count), (SHUFFLED, count))
+        runs = usual((DESCENDING, count), (SHUFFLED, count))
         arguments = backward(kind, batch=batch, units=37, steps=3)
         check_backward(kernels, arguments, runs, bands=bands)
 
@@ -522,7 +522,7 @@ def test_all_steps_at_once_in_bands(kernels, kind, batch, bands_by_multiprocesso
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("units", [1, 7, 8, 9, 31, 70])
 def test_all_steps_at_once_with_units_beside_groups(kernels, kind, units):
-    runs = ((SHUFFLED, 3), (DESCENDING, 132))
+    runs = usual((SHUFFLED, 3), (DESCENDING, 132))
     check_backward(kernels, backward(kind, batch=5, units=units, steps=2), runs)
 
 

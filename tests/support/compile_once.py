@@ -1,4 +1,5 @@
-"""A compiler that compiles the same source with the same flags once in a test session.
+"""A compiler that compiles the same source with the same flags once: in a session of tests, or, of
+`python -m support.compile_once FOLDER`, in all of .ci/run.
 
 What differs between copies of a project, the folders of sources, objects and torch, is left out of
 the comparison; the source and every header of the copy's csrc are part of it. All else, linking

@@ -14,6 +14,7 @@ import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from support.programs import compiler
@@ -37,9 +38,17 @@ TIMEOUT_S = 120.0  # tens of times the longest call
 ARCH = os.environ.get("HOST_CUDA_ARCH")  # such as sm_90: the kernels are nvcc's, see ptx
 
 ASCENDING, DESCENDING, SHUFFLED = ORDERS = range(3)  # host_cuda::Order
+_Run = TypeVar("_Run")
+
+
+def usual(*runs: _Run) -> tuple[_Run, ...]:
+    """The runs of a call, in tests that are not of the order: of nvcc's kernels the last alone."""
+    return runs if ARCH is None else runs[-1:]
+
+
 # (order of the threads, blocks of the grid): of warps fewer, as many and more than most calls have
 # chunks for.
-RUNS = ((ASCENDING, 1), (DESCENDING, 2), (SHUFFLED, 7), (DESCENDING, 20))
+RUNS = usual((ASCENDING, 1), (DESCENDING, 2), (SHUFFLED, 7), (DESCENDING, 20))
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # accumext::Dtype
 _OPS = (
@@ -219,7 +228,6 @@ class Request:
             self.put_integers(first.size(dim), *(tensor.stride(dim) for tensor in tensors))
 
     def bytes(self, runs: Sequence[tuple[int, int]]) -> bytes:
-        runs = _made(runs)
         parts = [struct.pack("<q", len(runs))]
         parts += [struct.pack("<2q", order, grid) for order, grid in runs]
         parts.append(struct.pack("<q", len(self._storages)))
@@ -230,7 +238,6 @@ class Request:
 
     def take_back(self, results: bytes, runs: Sequence[tuple[int, int]]) -> None:
         """Write what the runs left, which must be the same of all, into the tensors."""
-        runs = _made(runs)
         size = sum(storage.nbytes() for _, storage in self._storages.values())
         assert len(results) == len(runs) * size
         first = results[:size]
@@ -240,11 +247,6 @@ class Request:
         for _, storage in self._storages.values():
             ctypes.memmove(storage.data_ptr(), first, storage.nbytes())
             first = first[storage.nbytes() :]
-
-
-def _made(runs: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """Of nvcc's kernels the last alone, but where a test of the order asks for more than usual."""
-    return runs if ARCH is None or len(runs) > len(RUNS) else runs[-1:]
 
 
 def _unwritten_norm(tensors: Sequence[Tensor]) -> Tensor:
