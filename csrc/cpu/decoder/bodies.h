@@ -8,27 +8,28 @@
 namespace accumext::cpu {
 namespace {
 
-// Vectors of kSize columns, `count` of which there are; kWhole: all.
-template <int kVectorSize, bool kIsWhole>
+// kVectors registers of kSize columns each, `count` columns of which there are; kWhole: all.
+template <int kVectorSize, int kVectorCount, bool kIsWhole>
 struct Columns {
   static constexpr int kSize = kVectorSize;
+  static constexpr int kVectors = kVectorCount;
   static constexpr bool kWhole = kIsWhole;
   int64_t first;
   int64_t count;
 
   template <typename T>
-  [[gnu::always_inline]] Vector<T, kSize> load(const T* row) const {
+  [[gnu::always_inline]] Vector<T, kSize> load(const T* row, int v) const {
     if constexpr (kWhole) {
-      return raw<Vector<T, kSize>>(row + first);
+      return raw<Vector<T, kSize>>(row + first + v * kSize);
     } else {
       return load_some<T, kSize>(row + first, count);
     }
   }
 
   template <typename T, typename V>
-  [[gnu::always_inline]] void store(T* row, const V& x) const {
+  [[gnu::always_inline]] void store(T* row, int v, const V& x) const {
     if constexpr (kWhole) {
-      std::memcpy(row + first, &x, sizeof(V));
+      std::memcpy(row + first + v * kSize, &x, sizeof(V));
     } else {
       // The compiler cannot know that count is less than kSize, and would warn.
       std::memcpy(row + first, &x, count < kSize ? sizeof(T) * count : sizeof(V));
@@ -36,76 +37,175 @@ struct Columns {
   }
 };
 
-// f(Columns) until all columns are done: whole registers, half of one, what is left.
+// f(Columns) until all columns are done: cache lines of T, whole registers, half of one, what is
+// left.
 template <typename T, typename F>
 [[gnu::always_inline]] inline void for_columns(int64_t columns, const F& f) {
   constexpr int kSize = kRegister<T>;
   constexpr int kHalf = kSize > kColumnPad ? kSize / 2 : kSize;
   int64_t first = 0;
-  for (; first + kSize <= columns; first += kSize) f(Columns<kSize, true>{first, kSize});
+  if constexpr (kVectorBytes < 64) {
+    for (; first + 2 * kSize <= columns; first += 2 * kSize) {
+      f(Columns<kSize, 2, true>{first, 2 * kSize});
+    }
+  }
+  for (; first + kSize <= columns; first += kSize) f(Columns<kSize, 1, true>{first, kSize});
   if constexpr (kHalf < kSize) {
     if (first + kHalf <= columns) {
-      f(Columns<kHalf, true>{first, kHalf});
+      f(Columns<kHalf, 1, true>{first, kHalf});
       first += kHalf;
     }
   }
-  if (first < columns) f(Columns<kHalf, false>{first, columns - first});
+  if (first < columns) f(Columns<kHalf, 1, false>{first, columns - first});
+}
+
+// Whether a register holds whole rows of so few columns.
+template <typename T>
+bool holds_rows(const Logits<T>& logits) {
+  const int64_t columns = logits.columns;
+  return columns == logits.stride && columns < kRegister<T> && kRegister<T> % columns == 0;
 }
 
 template <typename T>
 using Index = std::conditional_t<std::is_same_v<T, float>, int32_t, int64_t>;
 
+// As `peaks`, where a register holds whole rows.
+template <typename T>
+void peaks_of_rows(const Logits<T>& logits, int64_t begin, int64_t end, T* peak, int64_t* row) {
+  constexpr int kSize = kRegister<T>;
+  const int64_t columns = logits.columns;
+  const int64_t step = kSize / columns;  // rows of a register
+  auto best = splat<T, kSize>(-std::numeric_limits<T>::infinity());
+  Vector<Index<T>, kSize> at{};  // rows behind begin, of the first in the register
+  int64_t v = begin;
+  for (; v + step <= end; v += step) {
+    const auto x = raw<Vector<T, kSize>>(logits.z + v * columns);
+    const auto larger = x > best;
+    best = larger ? x : best;
+    at = larger ? splat<Index<T>, kSize>(static_cast<Index<T>>(v - begin)) : at;
+  }
+  for (int64_t i = 0; i < columns; ++i) {
+    peak[i] = -std::numeric_limits<T>::infinity();
+    row[i] = begin;
+  }
+  const auto take = [&](int64_t i, T x, int64_t where) {
+    if (x > peak[i] || (x == peak[i] && where < row[i])) {
+      peak[i] = x;
+      row[i] = where;
+    }
+  };
+  for (int lane = 0; lane < kSize; ++lane) {
+    take(lane % columns, best[lane], begin + at[lane] + lane / columns);
+  }
+  for (; v < end; ++v) {
+    for (int64_t i = 0; i < columns; ++i) take(i, logits.z[v * columns + i], v);
+  }
+}
+
 template <typename T>
 void peaks(const Logits<T>& logits, int64_t begin, int64_t end, T* peak, int64_t* row) {
+  if (holds_rows(logits)) return peaks_of_rows(logits, begin, end, peak, row);
   for_columns<T>(logits.columns, [&](auto columns) __attribute__((always_inline)) {
     constexpr int kSize = columns.kSize;
-    Vector<T, kSize> best = columns.load(logits.z + begin * logits.stride);
-    Vector<Index<T>, kSize> at{};  // rows behind begin
-    for (int64_t v = begin + 1; v < end; ++v) {
-      const Vector<T, kSize> x = columns.load(logits.z + v * logits.stride);
-      const auto larger = x > best;
-      best = larger ? x : best;
-      at = larger ? splat<Index<T>, kSize>(static_cast<Index<T>>(v - begin)) : at;
-    }
-    for (int64_t i = 0; i < columns.count; ++i) {
-      peak[columns.first + i] = best[i];
-      row[columns.first + i] = begin + at[i];
+    for (int i = 0; i < columns.kVectors; ++i) {
+      Vector<T, kSize> best = columns.load(logits.z + begin * logits.stride, i);
+      Vector<Index<T>, kSize> at{};  // rows behind begin
+      for (int64_t v = begin + 1; v < end; ++v) {
+        const Vector<T, kSize> x = columns.load(logits.z + v * logits.stride, i);
+        const auto larger = x > best;
+        best = larger ? x : best;
+        at = larger ? splat<Index<T>, kSize>(static_cast<Index<T>>(v - begin)) : at;
+      }
+      const int64_t first = columns.first + i * kSize;
+      for (int64_t c = 0; c < std::min<int64_t>(kSize, columns.count - i * kSize); ++c) {
+        peak[first + c] = best[c];
+        row[first + c] = begin + at[c];
+      }
     }
   });
 }
 
+// As `exponentials`, where a register holds whole rows.
+template <typename T, typename scalar_t, bool kKept, bool kTempered>
+void exponentials_of_rows(const Logits<T>& logits, int64_t begin, int64_t end, T* sum,
+                          T* tempered) {
+  constexpr int kSize = kRegister<T>;
+  const int64_t columns = logits.columns;
+  const int64_t step = kSize / columns;
+  const auto inverse = splat<T, kSize>(static_cast<T>(logits.inverse_temperature));
+  Vector<T, kSize> peak, total{}, tempered_total{};
+  for (int lane = 0; lane < kSize; ++lane) peak[lane] = logits.peak[lane % columns];
+  for (int64_t v = begin; v < end; v += step) {
+    const int64_t rows = std::min(step, end - v);
+    const auto z = load_some<T, kSize>(logits.z + v * columns, rows * columns) - peak;
+    Vector<T, kSize> e = exp_of_negative<T, kSize>(z);
+    Vector<T, kSize> t{};
+    if constexpr (kTempered) t = exp_of_negative<T, kSize>(z * inverse);
+    for (int64_t lane = rows * columns; lane < kSize; ++lane) e[lane] = t[lane] = T(0);
+    total += e;
+    tempered_total += t;
+    if constexpr (kKept) {
+      const auto narrow = rounded<scalar_t, kSize, T>(e);
+      scalar_t values[kSize];
+      std::memcpy(static_cast<void*>(values), &narrow, sizeof(narrow));
+      scalar_t* to = static_cast<scalar_t*>(logits.exps) + v * logits.exps_stride;
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t i = 0; i < columns; ++i)
+          to[r * logits.exps_stride + i] = values[r * columns + i];
+      }
+    }
+  }
+  for (int64_t i = 0; i < columns; ++i) {
+    sum[i] = total[i];
+    if constexpr (kTempered) tempered[i] = tempered_total[i];
+  }
+  for (int64_t lane = columns; lane < kSize; ++lane) {
+    sum[lane % columns] += total[lane];
+    if constexpr (kTempered) tempered[lane % columns] += tempered_total[lane];
+  }
+}
+
 template <typename T, typename scalar_t, bool kKept, bool kTempered>
 void exponentials_as(const Logits<T>& logits, int64_t begin, int64_t end, T* sum, T* tempered) {
+  if (holds_rows(logits)) {
+    return exponentials_of_rows<T, scalar_t, kKept, kTempered>(logits, begin, end, sum, tempered);
+  }
   for_columns<T>(logits.columns, [&](auto columns) __attribute__((always_inline)) {
     constexpr int kSize = columns.kSize;
+    constexpr int kVectors = columns.kVectors;
     const auto inverse = splat<T, kSize>(static_cast<T>(logits.inverse_temperature));
-    const Vector<T, kSize> peak = columns.load(logits.peak);
     auto* exps = static_cast<scalar_t*>(logits.exps);
     // Nobody reads them before the deferred products do: whole cache lines go past the caches.
     constexpr size_t kLine = 64;
-    const bool streamed = columns.kWhole && sizeof(scalar_t) * kSize == kLine &&
+    const bool streamed = columns.kWhole && sizeof(scalar_t) * kSize * kVectors == kLine &&
                           reinterpret_cast<uintptr_t>(exps + columns.first) % kLine == 0 &&
                           logits.exps_stride * sizeof(scalar_t) % kLine == 0;
-    Vector<T, kSize> total{};
-    Vector<T, kSize> tempered_total{};
+    Vector<T, kSize> peak[kVectors], total[kVectors] = {}, tempered_total[kVectors] = {};
+    for (int i = 0; i < kVectors; ++i) peak[i] = columns.load(logits.peak, i);
     for (int64_t v = begin; v < end; ++v) {
-      const Vector<T, kSize> z = columns.load(logits.z + v * logits.stride) - peak;
-      const Vector<T, kSize> e = exp_of_negative<T, kSize>(z);
-      total += e;
-      if constexpr (kTempered) tempered_total += exp_of_negative<T, kSize>(z * inverse);
-      if constexpr (kKept) {
-        const auto narrow = rounded<scalar_t, kSize, T>(e);
-        scalar_t* to = exps + v * logits.exps_stride;
-        if (streamed) {
-          stream(to + columns.first, narrow);
-        } else {
-          columns.store(to, narrow);
+#pragma GCC unroll 2
+      for (int i = 0; i < kVectors; ++i) {
+        const Vector<T, kSize> z = columns.load(logits.z + v * logits.stride, i) - peak[i];
+        const Vector<T, kSize> e = exp_of_negative<T, kSize>(z);
+        total[i] += e;
+        if constexpr (kTempered) tempered_total[i] += exp_of_negative<T, kSize>(z * inverse);
+        if constexpr (kKept) {
+          const auto narrow = rounded<scalar_t, kSize, T>(e);
+          scalar_t* to = exps + v * logits.exps_stride;
+          if (streamed) {
+            stream(to + columns.first + i * kSize, narrow);
+          } else {
+            columns.store(to, i, narrow);
+          }
         }
       }
     }
-    for (int64_t i = 0; i < columns.count; ++i) {
-      sum[columns.first + i] = total[i];
-      if constexpr (kTempered) tempered[columns.first + i] = tempered_total[i];
+    for (int i = 0; i < kVectors; ++i) {
+      const int64_t first = columns.first + i * kSize;
+      for (int64_t c = 0; c < std::min<int64_t>(kSize, columns.count - i * kSize); ++c) {
+        sum[first + c] = total[i][c];
+        if constexpr (kTempered) tempered[first + c] = tempered_total[i][c];
+      }
     }
   });
   if constexpr (kKept) finish_streaming();
@@ -236,8 +336,9 @@ void backward(CellKind kind, const Gates<T>& gates, T* dh, T* dc, T* const* d_pr
 }
 
 template <typename T>
-constexpr DecoderKernels<T> kDecoderKernels = {product<T>,      pack<T>, multiply<T>, peaks<T>,
-                                               exponentials<T>, pick<T>, forward<T>,  backward<T>};
+constexpr DecoderKernels<T> kDecoderKernels = {
+    kPanelTerms, product<T>,      pack<T>, pack_rows<T>, multiply<T>,
+    peaks<T>,    exponentials<T>, pick<T>, forward<T>,   backward<T>};
 
 }  // namespace
 }  // namespace accumext::cpu

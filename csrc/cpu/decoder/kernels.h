@@ -9,9 +9,10 @@
 
 namespace accumext::cpu {
 
-constexpr int64_t kColumnPad = 8;  // columns of a panel are a multiple of this
-constexpr int64_t kRowBlock = 12;  // rows of a weight whose products are formed at once
-constexpr int64_t kSpan = 480;     // rows of logits per partial sum: a multiple of every row block
+constexpr int64_t kColumnPad = 8;   // columns of a panel are a multiple of this
+constexpr int64_t kDotColumns = 4;  // up to so many, a panel has columns as rows
+constexpr int64_t kRowBlock = 12;   // rows of a paired weight whose products are formed at once
+constexpr int64_t kSpan = 480;      // rows of logits per partial sum: a multiple of every row block
 
 constexpr int64_t up_to(int64_t multiple, int64_t x) { return (x + multiple - 1) & -multiple; }
 
@@ -21,22 +22,21 @@ inline int64_t padded(int64_t columns) { return up_to(kColumnPad, columns); }
 // way.
 constexpr int64_t kTile = 16;
 
-// weight [rows, depth] times a panel [depth, padded(columns)] plus bias [rows].
+// weight [rows, depth] times a panel plus bias [rows].
 template <typename T>
 struct Product {
   const void* weight;
   Dtype weight_dtype;
   int64_t depth;
   int64_t stride;  // elements from one row of weight to the next
-  // Of T; if paired of bfloat16, [up_to(2 * kTile, depth) / 2, up_to(kTile, columns), 2]; zeros in
-  // the padding.
+  // Of T, [depth, padded(columns)], or [columns, depth] of at most kDotColumns; if paired of
+  // bfloat16, [up_to(2 * kTile, depth) / 2, up_to(kTile, columns), 2]. Zeros in the padding.
   const void* panel;
   bool paired;
   int64_t columns;
   const T* bias;  // [rows] or null
   T* out;         // [rows, out_stride]: the first `columns` of each row are written
   int64_t out_stride;
-  T* scratch;  // [kRowBlock, depth] where a weight of half precision is not paired, else null
 };
 
 // Columns of a panel, the part of the right operand of a large product that is multiplied at once:
@@ -44,24 +44,34 @@ struct Product {
 template <typename T>
 constexpr int64_t kPanelColumns = 128 / sizeof(T);
 
-// What a panel is made of, [depth, columns] with any strides.
+// What panels are made of, [depth, columns] with any strides.
 struct PanelSource {
   const void* data;
   Dtype dtype;
   int64_t depth;
-  int64_t columns;       // at most those of a panel
+  int64_t columns;
   int64_t depth_stride;  // elements
   int64_t column_stride;
+  int64_t panel_size;  // elements from one panel to the next
+};
+
+// What rows are packed from, [rows, depth] with any strides.
+struct RowSource {
+  const void* data;
+  Dtype dtype;
+  int64_t rows;
+  int64_t depth;
+  int64_t row_stride;  // elements
+  int64_t depth_stride;
 };
 
 // out [rows, columns] = left [rows, depth] times a panel, added to what is there or not.
 template <typename T>
 struct Block {
-  const void* left;  // of T; of bfloat16 for a paired panel
-  int64_t row_stride;
-  int64_t depth_stride;  // elements; one of the two strides is 1, for a paired panel this one
-  // Of T, [depth, kPanelColumns]; paired of bfloat16, [up_to(2 * kTile, depth) / 2, kPanelColumns,
-  // 2]; zeros in the padding.
+  const void* left;    // packed rows of T; of bfloat16 for a paired panel, terms side by side
+  int64_t row_stride;  // elements, for a paired panel
+  // Of T, packed; paired of bfloat16, [up_to(2 * kTile, depth) / 2, kPanelColumns, 2], zeros in the
+  // padding.
   const void* panel;
   int64_t rows;
   int64_t depth;
@@ -96,11 +106,15 @@ struct Gates {
 
 template <typename T>
 struct DecoderKernels {
+  int64_t panel_terms;  // at most, of a panel that stays in the first cache
+
   // Rows [begin, end) of the product.
   void (*product)(const Product<T>& product, int64_t begin, int64_t end);
 
-  // A panel of T, [depth, kPanelColumns].
-  void (*pack)(const PanelSource& source, T* panel);
+  // Both operands of `multiply`, in an order of its own: depth * kPanelColumns elements of a panel,
+  // and rows * depth.
+  void (*pack)(const PanelSource& source, T* panels);
+  void (*pack_rows)(const RowSource& source, T* rows);
 
   // All rows of a block times its panel.
   void (*multiply)(const Block<T>& block);
@@ -144,8 +158,8 @@ ACCUMEXT_DECODER_KERNELS(Avx512);
 struct PairedKernels {
   void (*product)(const Product<float>& product, int64_t begin, int64_t end);
 
-  // A paired panel, whose elements are rounded to bfloat16.
-  void (*pack)(const PanelSource& source, uint32_t* panel);
+  // Paired panels, whose elements are rounded to bfloat16.
+  void (*pack)(const PanelSource& source, uint32_t* panels);
 
   void (*multiply)(const Block<float>& block);
 

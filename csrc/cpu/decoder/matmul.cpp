@@ -45,7 +45,7 @@ class Matmul {
         out_(static_cast<T*>(sums.mutable_data_ptr())),
         out_stride_(sums.stride(0)),
         overwrite_(overwrite) {
-    if (left_.dtype != kDtypeOf<T>) paired_ = paired_kernels();
+    if (left_.dtype == Dtype::kBFloat16) paired_ = paired_kernels();
     depth_block_ = panel_terms<T>(depth_, paired_ != nullptr);
   }
 
@@ -79,16 +79,19 @@ class Matmul {
     const int64_t panel_size = depth_block_ * kPanelColumns<T>;
     const Buffer<T> packed((panels.end - panels.begin) * panel_size);
     std::optional<Buffer<uint16_t>> transposed;
+    const Buffer<T> packed_rows(paired_ == nullptr ? std::min(kRowSpan, rows_) * depth_block_ : 0);
     for (int64_t depth = 0; depth < depth_; depth += depth_block_) {
       Block<T> block{};
       block.depth = std::min(depth_block_, depth_ - depth);
       block.add = depth > 0 || !overwrite_;
-      for (int64_t p = panels.begin; p < panels.end; ++p) {
-        pack(depth, block.depth, p, &packed[(p - panels.begin) * panel_size]);
-      }
+      pack(depth, block.depth, panels, panel_size, packed.get());
       for (int64_t row = rows.begin; row < rows.end; row += kRowSpan) {
         block.rows = std::min(kRowSpan, rows.end - row);
-        take_rows(row, depth, block, transposed);
+        if (paired_ != nullptr) {
+          take_pairs(row, depth, block, transposed);
+        } else {
+          pack_rows(row, depth, block, packed_rows.get());
+        }
         for (int64_t p = panels.begin; p < panels.end; ++p) {
           const int64_t column = p * kPanelColumns<T>;
           block.panel = &packed[(p - panels.begin) * panel_size];
@@ -101,34 +104,45 @@ class Matmul {
     }
   }
 
-  void pack(int64_t row, int64_t depth, int64_t panel, T* to) const {
-    const int64_t column = panel * kPanelColumns<T>;
+  void pack(int64_t row, int64_t depth, const Range& panels, int64_t panel_size, T* to) const {
+    const int64_t column = panels.begin * kPanelColumns<T>;
     const PanelSource source{.data = right_.at(row, column),
                              .dtype = right_.dtype,
                              .depth = depth,
-                             .columns = std::min(kPanelColumns<T>, columns_ - column),
+                             .columns = std::min(panels.end * kPanelColumns<T>, columns_) - column,
                              .depth_stride = right_.row_stride,
-                             .column_stride = right_.column_stride};
+                             .column_stride = right_.column_stride,
+                             .panel_size = panel_size};
     if constexpr (std::is_same_v<T, float>) {
       if (paired_ != nullptr) return paired_->pack(source, reinterpret_cast<uint32_t*>(to));
     }
     decoder_kernels<T>().pack(source, to);
   }
 
-  // The block's part of the left operand; pairs must lie next to each other.
-  void take_rows(int64_t row, int64_t depth, Block<T>& block,
-                 std::optional<Buffer<uint16_t>>& transposed) const {
+  // The block's part of the left operand.
+  void pack_rows(int64_t row, int64_t depth, Block<T>& block, T* to) const {
+    decoder_kernels<T>().pack_rows({.data = left_.at(row, depth),
+                                    .dtype = left_.dtype,
+                                    .rows = block.rows,
+                                    .depth = block.depth,
+                                    .row_stride = left_.row_stride,
+                                    .depth_stride = left_.column_stride},
+                                   to);
+    block.left = to;
+  }
+
+  // The same, where pairs must lie next to each other.
+  void take_pairs(int64_t row, int64_t depth, Block<T>& block,
+                  std::optional<Buffer<uint16_t>>& transposed) const {
     block.left = left_.at(row, depth);
     block.row_stride = left_.row_stride;
-    block.depth_stride = left_.column_stride;
-    if (paired_ == nullptr || left_.column_stride == 1) return;
+    if (left_.column_stride == 1) return;
     const int64_t stride = up_to(2 * kTile, block.depth);
     if (!transposed) transposed.emplace(kRowSpan * depth_block_);
     paired_->transpose(static_cast<const uint16_t*>(block.left), left_.column_stride, block.depth,
                        block.rows, transposed->get(), stride);
     block.left = transposed->get();
     block.row_stride = stride;
-    block.depth_stride = 1;
   }
 
   void multiply(const Block<T>& block) const {
@@ -212,14 +226,13 @@ void add_matmul(const Tensor& sums, Tensor left, Tensor right, bool overwrite) {
   if (few && overwrite && left.stride(1) == 1 && float_dtype(right) == kDtypeOf<T>) {
     return skinny_matmul<T>(sums, left, right);
   }
-  if (dtype != kDtypeOf<T> && (dtype != Dtype::kBFloat16 || paired_kernels() == nullptr)) {
-    right = converted(right, dtype);
-    left = converted(left, kDtypeOf<T>);
-  }
+  const bool pairs = dtype == Dtype::kBFloat16 && paired_kernels() != nullptr;
+  if (dtype != kDtypeOf<T> && !pairs) right = converted(right, dtype);
   if (widest_isa() == Isa::kPortable) {
+    left = converted(left, kDtypeOf<T>);
     return library_add_matmul<T>(sums, left, converted(right, kDtypeOf<T>), overwrite);
   }
-  if (left.stride(0) != 1 && left.stride(1) != 1) left = torch::stable::contiguous(left);
+  if (pairs && left.stride(0) != 1 && left.stride(1) != 1) left = torch::stable::contiguous(left);
   Matmul<T>(sums, left, right, overwrite).run();
 }
 

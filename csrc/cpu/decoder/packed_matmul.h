@@ -11,12 +11,12 @@
 
 namespace accumext::cpu {
 
-constexpr int64_t kPanelBytes = 1 << 15;  // of the first cache
+constexpr int64_t kPairedTerms = 512;
 
 // Terms of a panel: as many as the first cache holds, or fewer, so that blocks are equal.
 template <typename T>
 int64_t panel_terms(int64_t depth, bool paired) {
-  const int64_t most = (paired ? 2 : 1) * kPanelBytes / (kPanelColumns<T> * sizeof(T));
+  const int64_t most = paired ? kPairedTerms : decoder_kernels<T>().panel_terms;
   const int64_t blocks = std::max<int64_t>(1, (depth + most - 1) / most);
   return up_to(2 * kTile, (depth + blocks - 1) / blocks);
 }
@@ -53,16 +53,28 @@ class PackedWeight {
   // The rows to multiply, [count, depth].
   void take(const T* rows, int64_t count) {
     count_ = count;
-    rows_ = rows;
-    if (dtype_ == kDtypeOf<T>) return;
-    if (static_cast<int64_t>(rounded_.size()) < count * depth) rounded_.resize(count * depth);
-    rows_ = rounded_.data();
+    if (static_cast<int64_t>(rows_.size()) < count * depth) rows_.resize(count * depth);
     if (paired_ != nullptr) {
-      auto* to = reinterpret_cast<torch::headeronly::BFloat16*>(rounded_.data());
+      auto* to = reinterpret_cast<torch::headeronly::BFloat16*>(rows_.data());
       std::transform(rows, rows + count * depth, to, [](T x) { return static_cast<float>(x); });
-    } else {
-      std::transform(rows, rows + count * depth, rounded_.begin(),
+      return;
+    }
+    std::vector<T> rounded;
+    if (dtype_ != kDtypeOf<T>) {
+      rounded.resize(count * depth);
+      std::transform(rows, rows + count * depth, rounded.begin(),
                      [this](T x) { return rounded_to(dtype_, x); });
+      rows = rounded.data();
+    }
+    for (int64_t i = 0; i < blocks_; ++i) {
+      const int64_t term = i * terms_;
+      decoder_kernels<T>().pack_rows({.data = rows + term,
+                                      .dtype = kDtypeOf<T>,
+                                      .rows = count,
+                                      .depth = std::min(terms_, depth - term),
+                                      .row_stride = depth,
+                                      .depth_stride = 1},
+                                     rows_.data() + count * term);
     }
   }
 
@@ -77,16 +89,17 @@ class PackedWeight {
     Block<T> block{};
     block.rows = count_;
     block.row_stride = depth;
-    block.depth_stride = 1;
     block.out_stride = columns;
-    const int64_t size = paired_ != nullptr ? 2 : sizeof(T);  // of an element of the rows
+    const auto* pairs = reinterpret_cast<const uint16_t*>(rows_.data());
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t column = panel * kPanelColumns<T>;
       block.columns = std::min(kPanelColumns<T>, columns - column);
       block.out = out + column;
       for (int64_t i = 0; i < blocks_; ++i) {
-        block.left = static_cast<const char*>(rows_) + i * terms_ * size;
-        block.depth = std::min(terms_, depth - i * terms_);
+        const int64_t term = i * terms_;
+        block.left = paired_ != nullptr ? static_cast<const void*>(pairs + term)
+                                        : rows_.data() + count_ * term;
+        block.depth = std::min(terms_, depth - term);
         block.panel = at(panel, i);
         block.add = i > 0;
         multiply(block);
@@ -118,7 +131,8 @@ class PackedWeight {
                              .depth = std::min(terms_, depth - term),
                              .columns = std::min(kPanelColumns<T>, columns - column),
                              .depth_stride = weight.stride(1),
-                             .column_stride = weight.stride(0)};
+                             .column_stride = weight.stride(0),
+                             .panel_size = 0};
     if constexpr (std::is_same_v<T, float>) {
       if (paired_ != nullptr) {
         return paired_->pack(source, reinterpret_cast<uint32_t*>(at(panel, block)));
@@ -139,8 +153,7 @@ class PackedWeight {
   int64_t terms_, blocks_;       // of a panel
   Buffer<T> packed_;             // [panels, blocks, terms, kPanelColumns]
   int64_t count_ = 0;
-  const void* rows_ = nullptr;
-  std::vector<T> rounded_;  // the rows in the weight's dtype, where that is another
+  std::vector<T> rows_;  // packed, block by block; paired: of bfloat16, as they are
 };
 
 }  // namespace accumext::cpu

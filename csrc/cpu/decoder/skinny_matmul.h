@@ -93,29 +93,31 @@ class Skinny {
                 .columns = 0,
                 .bias = bias,
                 .out = nullptr,
-                .out_stride = 0,
-                .scratch = nullptr};
+                .out_stride = 0};
     columns_ = columns;
   }
 
   // The columns to multiply with: `count` of `x` [depth, stride], those named if any are.
   void take(const T* x, int64_t stride, int64_t count, const int64_t* named = nullptr) {
     product_.columns = count;
+    if (product_.paired) return pair(x, stride, count, named);
+    const auto column = [&](int64_t i) { return named != nullptr ? named[i] : i; };
     const int64_t width = padded(count);
-    const bool as_it_is = dtype_ == kDtypeOf<T> && named == nullptr && stride == width;
-    if (as_it_is) {
+    const bool dots = count <= kDotColumns;
+    if (!dots && dtype_ == kDtypeOf<T> && named == nullptr && stride == width) {
       product_.panel = x;
       return;
     }
-    if (product_.paired) return pair(x, stride, count, named);
     if (!panel_) panel_.emplace(depth * padded(columns_));
-    product_.panel = panel_->get();
-    for (int64_t k = 0; k < depth; ++k) {
-      T* to = panel_->get() + k * width;
-      for (int64_t i = 0; i < count; ++i) {
-        to[i] = rounded_to(dtype_, x[k * stride + (named != nullptr ? named[i] : i)]);
-      }
-      std::fill(to + count, to + width, T(0));
+    T* panel = panel_->get();
+    product_.panel = panel;
+    for (int64_t i = 0; dots && i < count; ++i) {
+      for (int64_t k = 0; k < depth; ++k, ++panel)
+        *panel = rounded_to(dtype_, x[k * stride + column(i)]);
+    }
+    for (int64_t k = 0; !dots && k < depth; ++k, panel += width) {
+      for (int64_t i = 0; i < count; ++i) panel[i] = rounded_to(dtype_, x[k * stride + column(i)]);
+      std::fill(panel + count, panel + width, T(0));
     }
   }
 
@@ -126,11 +128,6 @@ class Skinny {
     product.out_stride = stride;
     if constexpr (std::is_same_v<T, float>) {
       if (paired_ != nullptr) return paired_->product(product, begin, end);
-    }
-    std::vector<T> widened;
-    if (dtype_ != kDtypeOf<T>) {
-      widened.resize(kRowBlock * depth);
-      product.scratch = widened.data();
     }
     decoder_kernels<T>().product(product, begin, end);
   }

@@ -75,11 +75,13 @@ template <typename scalar_t>
   }
 }
 
+// A panel, whose first column is `first`.
 template <typename scalar_t>
-void pack_pairs_of(const PanelSource& source, uint32_t* panel) {
+void pack_pairs_of(const PanelSource& source, int64_t first, uint32_t* panel) {
   constexpr int64_t kColumns = kPanelColumns<float>;
-  const auto* from = static_cast<const scalar_t*>(source.data);
-  const bool whole = source.column_stride == 1 && source.columns == kColumns;
+  const auto* from = static_cast<const scalar_t*>(source.data) + first * source.column_stride;
+  const int64_t columns = std::min(kColumns, source.columns - first);
+  const bool whole = source.column_stride == 1 && columns == kColumns;
   for (int64_t k = 0; k < source.depth; k += 2, from += 2 * source.depth_stride) {
     uint32_t* to = panel + k / 2 * kColumns;
     const scalar_t* second = k + 1 < source.depth ? from + source.depth_stride : nullptr;
@@ -99,24 +101,21 @@ void pack_pairs_of(const PanelSource& source, uint32_t* panel) {
       }
       continue;
     }
-    for (int64_t i = 0; i < source.columns; ++i) {
+    for (int64_t i = 0; i < columns; ++i) {
       const int64_t at = i * source.column_stride;
       to[i] = term(from[at]) | (second != nullptr ? term(second[at]) << 16 : 0);
     }
-    std::fill(to + source.columns, to + kColumns, 0);
+    std::fill(to + columns, to + kColumns, 0);
   }
   const int64_t pairs = (source.depth + 1) / 2;
   std::fill(panel + pairs * kColumns, panel + up_to(kTile, pairs) * kColumns, 0);
 }
 
-inline void pack_pairs(const PanelSource& source, uint32_t* panel) {
-  switch (source.dtype) {
-    case Dtype::kHalf:
-      return pack_pairs_of<torch::headeronly::Half>(source, panel);
-    case Dtype::kBFloat16:
-      return pack_pairs_of<torch::headeronly::BFloat16>(source, panel);
-    default:
-      return pack_pairs_of<float>(source, panel);
+inline void pack_pairs(const PanelSource& source, uint32_t* panels) {
+  for (int64_t first = 0; first < source.columns; first += kPanelColumns<float>) {
+    uint32_t* panel = panels + first / kPanelColumns<float> * source.panel_size;
+    with_dtype<float>(source.dtype,
+                      [&](auto type) { pack_pairs_of<decltype(type)>(source, first, panel); });
   }
 }
 

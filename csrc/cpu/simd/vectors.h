@@ -53,6 +53,17 @@ template <typename T, int kSize>
   return result;
 }
 
+// Elements of x, and behind them those of y, by their numbers.
+template <int a, int b, int c, int d, typename T>
+[[gnu::always_inline]] inline Vector<T, 4> picked(const Vector<T, 4>& x, const Vector<T, 4>& y) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(x, y, a, b, c, d);
+#else
+  using Index = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+  return __builtin_shuffle(x, y, Vector<Index, 4>{a, b, c, d});
+#endif
+}
+
 template <typename T>
 [[gnu::always_inline]] inline T raw(const void* from) {
   T x;
