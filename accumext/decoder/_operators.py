@@ -95,7 +95,9 @@ _define(
     "Tensor(e!)? exps, "  # [rows, V] as in head_forward
     "Tensor(f!)? stats, "  # [3, rows]
     "Tensor(g!)? rows, "  # int64 [rows]
-    "int logit_rows, int begin, int end) -> int",
+    "int logit_rows, int begin, int end, "
+    # [L, T, B, 4 H] of a GRU or LSTM on a CPU: pre-activations of active rows, for rnn_backward
+    "Tensor(h!)? pre=None) -> int",
 )
 
 # Steps of one layer backward. d_out is the gradient of its output; dh and dc come in as those of
@@ -103,7 +105,7 @@ _define(
 _define(
     "rnn_backward",
     "(int kind, Tensor d_out, "  # [q, B, H]
-    "Tensor? pre, "  # [q, B, 4 H], of _through_time.pre_activations; not of a plain RNN
+    "Tensor? pre, "  # [q, B, 4 H], as decode_steps writes them; not of a plain RNN
     "Tensor h, "  # [q + 1, B, H]
     "Tensor? c, "  # [q + 1, B, H] of an LSTM
     "Tensor? live, "  # bool [q, B]

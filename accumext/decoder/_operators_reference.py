@@ -133,6 +133,15 @@ def softmax_stats(
         exps.copy_(logits).scatter_(1, targets[:, None], 0.0)
 
 
+def pre_activations(kind: int, from_x: Tensor, from_h: Tensor) -> Tensor:
+    """What the nonlinearities are applied to, [B, 4 H]: i, f, g, o of an LSTM; r, z, n's part of x
+    and n's part of h of a GRU."""
+    if kind == LSTM:
+        return from_x + from_h
+    rz = 2 * from_x.shape[1] // 3
+    return torch.cat([from_x[:, :rz] + from_h[:, :rz], from_x[:, rz:], from_h[:, rz:]], 1)
+
+
 def rnn_advance(
     kind: int, from_x: Tensor, from_h: Tensor, live: Tensor | None, h: Tensor, c: Tensor | None,
     h_next: Tensor, c_next: Tensor | None,
@@ -165,7 +174,7 @@ def decode_steps(
     teacher_mask: Tensor | None, live: Tensor | None, eos: int, pad: int, uniforms: Tensor | None,
     temperature: float, head_weight: Tensor, head_bias: Tensor | None, targets: Tensor | None,
     tokens: Tensor, exps: Tensor | None, stats: Tensor | None, rows: Tensor | None,
-    logit_rows: int, begin: int, end: int,
+    logit_rows: int, begin: int, end: int, pre: Tensor | None = None,
 ) -> int:  # fmt: skip
     steps, batch = inputs.shape
     everyone = torch.arange(batch, device=inputs.device)
@@ -186,9 +195,12 @@ def decode_steps(
             h, c = states[layer], None
             if kind == LSTM:
                 h, c = states[2 * layer : 2 * layer + 2]
+            from_x, from_h = linear(x, w_ih, b_ih), linear(h[t], w_hh, b_hh)
+            if pre is not None:
+                pre[layer, t] = pre_activations(kind, from_x, from_h)
             rnn_advance(
-                kind, linear(x, w_ih, b_ih), linear(h[t], w_hh, b_hh), alive, h[t],
-                None if c is None else c[t], h[t + 1], None if c is None else c[t + 1],
+                kind, from_x, from_h, alive, h[t], None if c is None else c[t], h[t + 1],
+                None if c is None else c[t + 1],
             )  # fmt: skip
             x = h[t + 1]
             if dropout_mask is not None and layer < dropout_mask.shape[1]:

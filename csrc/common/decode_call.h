@@ -38,7 +38,8 @@ struct DecodeCall {
   std::optional<Tensor> stats;      // [3, rows]
   std::optional<Tensor> rows;       // int64 [rows]
   int64_t logit_rows;
-  int64_t begin, end;  // of the steps
+  int64_t begin, end;         // of the steps
+  std::optional<Tensor> pre;  // [L, T, B, 4 H], of a GRU or LSTM on a CPU
 };
 
 // The operator, by a Decoding<T> of the call for sums in T, whose run() says how many rows the head
@@ -53,7 +54,8 @@ int64_t decode_steps(Tensor table, TensorList cell, TensorList states, int64_t k
                      std::optional<Tensor> uniforms, double temperature, Tensor head_weight,
                      std::optional<Tensor> head_bias, std::optional<Tensor> targets, Tensor tokens,
                      std::optional<Tensor> exps, std::optional<Tensor> stats,
-                     std::optional<Tensor> rows, int64_t logit_rows, int64_t begin, int64_t end) {
+                     std::optional<Tensor> rows, int64_t logit_rows, int64_t begin, int64_t end,
+                     std::optional<Tensor> pre) {
   const DecodeCall call{table,
                         std::move(cell).tensors(),
                         std::move(states).tensors(),
@@ -81,7 +83,8 @@ int64_t decode_steps(Tensor table, TensorList cell, TensorList states, int64_t k
                         rows,
                         logit_rows,
                         begin,
-                        end};
+                        end,
+                        pre};
   require(!call.states.empty() && call.states[0].dim() == 3 && inputs.dim() == 2);
   require(table.dim() == 2 && logit_rows >= 1 && temperature > 0.0);
   if (float_dtype(call.states[0]) == Dtype::kDouble) return Decoding<double>(call).run();

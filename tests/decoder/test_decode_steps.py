@@ -114,6 +114,7 @@ class Steps:
     stats: Tensor
     rows: Tensor
     calls: list[tuple[int, int]]  # (rows before, rows after) of each call
+    pre: Tensor | None  # [L, T, B, 4 H]
 
 
 def run(
@@ -135,6 +136,7 @@ def run(
     borders: tuple[int, ...] = (),  # where one call ends and the next begins
     pad: int = 1,
     inputs: Tensor | None = None,  # all that are read: the head sees nothing
+    keeps: bool = False,  # the pre-activations
 ) -> Steps:
     r, dtype = decoder, decoder.dtype
     states = []
@@ -149,6 +151,10 @@ def run(
     exps = torch.full((r.words, most), float("nan"), dtype=dtype)
     stats = exps.new_full((3, most), float("nan"))
     rows = torch.full((most,), -1)
+    pre = None
+    if keeps:
+        shape = (r.layers, r.steps, r.batch, 4 * states[0].shape[-1])
+        pre = torch.full(shape, float("nan"), dtype=dtype)
     used, calls = 0, []
     marks = [0, *borders, r.steps]
     for begin, end in pairwise(marks):
@@ -161,7 +167,7 @@ def run(
             teacher_mask, live, eos, pad, uniforms, temperature, r.weight.to(r.narrow),
             r.bias.to(dtype), None if own_targets else r.targets, tokens,
             workspace_slice if head else None, some if head else None, named if head else None,
-            logit_rows, begin, end,
+            logit_rows, begin, end, pre,
         )  # fmt: skip
         exps[:, used : used + count] = workspace_slice[:count].t()
         stats[:, used : used + count] = some[:, :count]
@@ -169,7 +175,7 @@ def run(
         assert (named[count:] == -1).all()
         calls.append((used, used + count))
         used += count
-    return Steps(states, inputs, live, tokens, exps, stats, rows, calls)
+    return Steps(states, inputs, live, tokens, exps, stats, rows, calls, pre)
 
 
 def check(
@@ -347,6 +353,34 @@ def test_inputs_that_are_known(kind: str, dropped: bool) -> None:
         states, _ = decoder.loop(inputs, live, mask, 1.5)
         for actual, expected in zip(found.states, states, strict=True):
             close(actual, expected)
+
+
+@pytest.mark.skipif("host_cuda.launchers.loaded" in sys.modules, reason="of a CPU alone")
+@pytest.mark.parametrize("known", [False, True], ids=["predicted", "known"])
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+@pytest.mark.parametrize("batch", [1, 4, 9])
+def test_pre_activations_are_those_of_the_steps(batch: int, kind: str, known: bool) -> None:
+    steps, units = 6, 20
+    decoder = LayeredDecoder(kind, 2, batch, units, 7, 50, steps, no_bias=(1,))
+    mask = torch.rand(steps, 1, batch, units) < 0.6
+    live = torch.arange(steps)[:, None] < torch.randint(1, steps + 1, (batch,))
+    found = run(
+        decoder, live=live, dropout_mask=mask, dropout_scale=1.25, borders=(1,), keeps=True,
+        inputs=torch.randint(50, (steps, batch)) if known else None,
+    )  # fmt: skip
+    assert found.pre is not None
+    x = decoder.table[found.inputs]
+    for layer, cell in enumerate(decoder.cells):
+        outputs = found.states[layer * decoder.parts]
+        from_x = (x @ cell.weight_ih.t() + cell.bias_ih).detach()
+        from_h = (outputs[:-1] @ cell.weight_hh.t() + cell.bias_hh).detach()
+        expected = from_x + from_h
+        if kind == "gru":
+            rz = slice(2 * units)
+            n = slice(2 * units, None)
+            expected = torch.cat([expected[..., rz], from_x[..., n], from_h[..., n]], -1)
+        close(found.pre[layer][live], expected[live])
+        x = outputs[1:] * mask[:, 0] * 1.25
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["predicted", "known"])

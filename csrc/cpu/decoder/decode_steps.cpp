@@ -53,6 +53,11 @@ class Decoding {
       require(call.output_mask->numel() == steps_ * batch_ * layers_[0].units());
       output_mask_ = booleans(*call.output_mask);
     }
+    if (call.pre) {
+      require(gate_count(call.kind) > 1);
+      const auto states = static_cast<int64_t>(layers_.size()) * steps_ * batch_;
+      require(call.pre->numel() == states * kPreActivations * layers_[0].units());
+    }
     if (call.dropout_mask || call.output_mask) {
       dropped_.emplace(layers_[0].units() * width_);
       std::fill_n(dropped_->get(), layers_[0].units() * width_, T(0));
@@ -61,7 +66,7 @@ class Decoding {
 
   // Rows given to the head.
   int64_t run() {
-    if (!call_.stats && end_ - begin_ >= kFewestKnownSteps) {
+    if (!call_.stats && (call_.pre || end_ - begin_ >= kFewestKnownSteps)) {
       KnownSteps<T>(call_).run();
       return 0;
     }
@@ -86,7 +91,7 @@ class Decoding {
       embed(step);
       for (size_t l = 0; l < layers_.size(); ++l) {
         layers_[l].step(l == 0 ? x_.get() : between(step, l), live_at(step), state(l, step + 1),
-                        memory(l, step + 1));
+                        memory(l, step + 1), pre_activations(l, step));
       }
       if (!head) continue;
       used += predict(step, used, *head, workspace);
@@ -105,6 +110,12 @@ class Decoding {
   T* memory(size_t layer, int64_t step) const {
     if (call_.kind != CellKind::kLstm) return nullptr;
     return states_[layer * 2 + 1] + step * batch_ * layers_[layer].units();
+  }
+
+  T* pre_activations(size_t layer, int64_t step) const {
+    if (!call_.pre) return nullptr;
+    const int64_t at = static_cast<int64_t>(layer) * steps_ + step;
+    return elements<T>(*call_.pre) + at * batch_ * kPreActivations * layers_[layer].units();
   }
 
   const bool* live_at(int64_t step) const {

@@ -28,6 +28,7 @@ class KnownSteps {
         batch_(call.inputs.size(1)),
         units_(call.states[0].size(2)),
         width_(gate_count(call.kind) * units_),
+        pre_width_(gate_count(call.kind) > 1 ? kPreActivations * units_ : units_),
         parts_(call.kind == CellKind::kLstm ? 2 : 1),
         live_(call.live ? booleans(*call.live) : nullptr),
         from_h_(batch_ * width_),
@@ -41,18 +42,27 @@ class KnownSteps {
       for (int64_t step = call_.begin; step < call_.end; step += most) {
         const int64_t count = std::min(most, call_.end - step);
         const Tensor x = layer == 0 ? embedded(step, count) : below(layer, step, count);
-        const Tensor from_x =
-            torch::stable::new_empty(call_.states[0], {count * batch_, width_}, kScalarType<T>);
-        add_matmul<T>(from_x, x, torch::stable::transpose(call_.cell[4 * layer], 0, 1),
-                      /*overwrite=*/true);
+        Tensor pre = pre_activations(layer, step, count);
+        add_matmul<T>(torch::stable::narrow(pre, 1, 0, width_), x,
+                      torch::stable::transpose(call_.cell[4 * layer], 0, 1), /*overwrite=*/true);
         for (int64_t i = 0; i < count; ++i) {
-          advance(layer, weight, step + i, elements<T>(from_x) + i * batch_ * width_);
+          advance(layer, weight, step + i, elements<T>(pre) + i * batch_ * pre_width_);
         }
       }
     }
   }
 
  private:
+  // Where those of `count` steps go, [count B, pre_width_].
+  Tensor pre_activations(int64_t layer, int64_t step, int64_t count) const {
+    const int64_t rows = count * batch_;
+    if (!call_.pre) {
+      return torch::stable::new_empty(call_.states[0], {rows, pre_width_}, kScalarType<T>);
+    }
+    Tensor all = torch::stable::view(*call_.pre, {-1, pre_width_});
+    return torch::stable::narrow(all, 0, (layer * call_.inputs.size(0) + step) * batch_, rows);
+  }
+
   // The inputs of `count` steps, [count B, E], in the dtype of the weight.
   Tensor embedded(int64_t step, int64_t count) const {
     const int64_t width = call_.table.size(1);
@@ -95,19 +105,19 @@ class KnownSteps {
     for (int64_t i = 0; i < size; ++i) x[i] = mask[i] ? x[i] * static_cast<T>(scale) : T(0);
   }
 
-  // One step of a layer from the products of its inputs, [B, gates H], which are used up.
-  void advance(int64_t layer, PackedWeight<T>& weight, int64_t step, T* from_x) const {
+  // One step of a layer from the products of its inputs, which become pre-activations.
+  void advance(int64_t layer, PackedWeight<T>& weight, int64_t step, T* pre) const {
     weight.take(state(layer, 0, step), batch_);
     torch::stable::parallel_for(0, weight.panels, weight.grain(), [&](int64_t begin, int64_t end) {
       weight.run(begin, end, from_h_.get());
     });
     torch::stable::parallel_for(0, batch_, row_grain_, [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) through_gates(layer, step, b, from_x + b * width_);
+      for (int64_t b = begin; b < end; ++b) through_gates(layer, step, b, pre + b * pre_width_);
     });
   }
 
   // The state of row b after the step.
-  void through_gates(int64_t layer, int64_t step, int64_t b, T* from_x) const {
+  void through_gates(int64_t layer, int64_t step, int64_t b, T* pre) const {
     const T* before[2] = {state(layer, 0, step) + b * units_, nullptr};
     T* after[2] = {state(layer, 0, step + 1) + b * units_, nullptr};
     if (parts_ == 2) {
@@ -118,20 +128,21 @@ class KnownSteps {
       for (int64_t part = 0; part < parts_; ++part) {
         std::copy_n(before[part], units_, after[part]);
       }
+      std::fill_n(pre, pre_width_, T(0));
       return;
     }
     T* from_h = from_h_.get() + b * width_;
-    add_bias(call_.cell[4 * layer + 2], from_x);
+    add_bias(call_.cell[4 * layer + 2], pre);
     add_bias(call_.cell[4 * layer + 3], from_h);
     // Of a GRU r multiplies the last part of from_h alone.
     const int64_t added = call_.kind == CellKind::kGru ? 2 * units_ : width_;
-    for (int64_t k = 0; k < added; ++k) from_x[k] += from_h[k];
+    for (int64_t k = 0; k < added; ++k) pre[k] += from_h[k];
+    std::copy(from_h + added, from_h + width_, pre + width_);
     Gates<T> gates{};
     gates.size = units_;
     gates.h = before[0];
     gates.c = before[1];
-    for (int64_t g = 0; g < width_ / units_; ++g) gates.pre[g] = from_x + g * units_;
-    if (call_.kind == CellKind::kGru) gates.pre[3] = from_h + 2 * units_;
+    for (int64_t g = 0; g < pre_width_ / units_; ++g) gates.pre[g] = pre + g * units_;
     decoder_kernels<T>().forward(call_.kind, gates, after[0], after[1]);
   }
 
@@ -148,8 +159,9 @@ class KnownSteps {
 
   const DecodeCall& call_;
   int64_t batch_, units_;
-  int64_t width_;  // gates H
-  int64_t parts_;  // of a state
+  int64_t width_;      // gates H
+  int64_t pre_width_;  // of the pre-activations
+  int64_t parts_;      // of a state
   const bool* live_;
   Buffer<T> from_h_;  // [B, gates H]
   int64_t row_grain_;

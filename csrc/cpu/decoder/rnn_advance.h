@@ -52,15 +52,21 @@ class Layer {
   const T* h() const { return h_.get(); }
 
   // A step on x [inputs, padded(batch)]; rows that are not live (null: all are) keep their state.
-  // The new state also goes to h [batch, units], and c of an LSTM.
-  void step(const T* x, const bool* live, T* h, T* c) {
+  // The new state also goes to h [batch, units], and c of an LSTM; pre-activations, if they are
+  // wanted, to pre [batch, kPreActivations * units].
+  void step(const T* x, const bool* live, T* h, T* c, T* pre) {
     from_x_.take(x, width_, batch_);
     from_h_.take(h_.get(), width_, batch_);
     torch::stable::parallel_for(0, units_, kUnitGrain, [&](int64_t begin, int64_t end) {
       advance(begin, end);
       keep_ended(live, begin, end);
-      untranspose(next_h_, begin, end, h);
-      if (kind_ == CellKind::kLstm) untranspose(next_c_, begin, end, c);
+      untranspose(next_h_.get(), begin, end, h, units_);
+      if (kind_ == CellKind::kLstm) untranspose(next_c_.get(), begin, end, c, units_);
+      for (int64_t g = 0; pre != nullptr && g < kPreActivations; ++g) {
+        const T* from =
+            g < gate_count(kind_) ? &x_part_[g * units_ * width_] : &h_part_[2 * units_ * width_];
+        untranspose(from, begin, end, pre + g * units_, kPreActivations * units_);
+      }
     });
     std::swap(h_, next_h_);
     std::swap(c_, next_c_);
@@ -112,9 +118,10 @@ class Layer {
     }
   }
 
-  void untranspose(const Buffer<T>& from, int64_t begin, int64_t end, T* to) const {
+  // Units [begin, end) of from [units, width], to the rows of the batch.
+  void untranspose(const T* from, int64_t begin, int64_t end, T* to, int64_t stride) const {
     for (int64_t b = 0; b < batch_; ++b) {
-      for (int64_t j = begin; j < end; ++j) to[b * units_ + j] = from[j * width_ + b];
+      for (int64_t j = begin; j < end; ++j) to[b * stride + j] = from[j * width_ + b];
     }
   }
 

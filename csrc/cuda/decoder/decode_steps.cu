@@ -30,7 +30,7 @@ class Decoding {
         queue_(views_.device_index()),
         inputs_(tokens<int64_t>(call.inputs)),
         live_(tokens<bool>(call.live)) {
-    require(0 <= begin_ && begin_ < end_ && end_ <= steps_ && batch_ > 0);
+    require(0 <= begin_ && begin_ < end_ && end_ <= steps_ && batch_ > 0 && !call.pre);
     const size_t parts = call.kind == CellKind::kLstm ? 2 : 1;
     const size_t layers = call.cell.size() / 4;
     require(call.cell.size() == layers * 4 && call.states.size() == layers * parts && layers > 0);
