@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import oracle
+from support import ROOT, oracle
 from support.once import once
 from support.source_tree import COMPILER
 
@@ -153,6 +153,26 @@ def test_every_instruction_set_decodes_alike(tmp_path: Path) -> None:
             allowed = DECODER_TOLERANCE[expected.dtype] * max(1.0, float(expected.abs().max()))
             error = float((found - expected).abs().max())
             assert error <= allowed, (capability, name, error)
+
+
+OPERATORS = [f"tests/decoder/test_{name}.py" for name in (
+    "add_matmul", "head_forward", "head_top", "decode_steps", "rnn_backward",
+)]  # fmt: skip
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_the_decoders_operators_with_fewer_instructions(capability: str) -> None:
+    """Their own tests, where the others run with all that the processor has."""
+    widest = torch.backends.cpu.get_cpu_capability().lower()
+    if capability == widest or (capability == "avx2" and widest == "default"):
+        pytest.skip("these are all that the processor has")
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *OPERATORS], env=env, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
