@@ -341,6 +341,17 @@ def _cases_of_the_cpu() -> Iterator[Case]:
         yield _product_case("head_top", operand, top | found)
         sample = {k: head[k] for k in ("uniforms", "temperature", "tokens", "stats")}
         yield _product_case("head_sample", operand, top | sample | {"top_k": 7, "top_p": 0.8})
+        shared = ("hidden", "weight", "bias", "targets", "temperature", "logit_rows", "tokens")
+        objective = {name: head[name] for name in shared} | {
+            "share": torch.rand(9, dtype=sums), "z_loss": 0.1, "entropy_weight": 0.2,
+            "soft_scale": 0.5, "probabilities": torch.rand(9, 4, dtype=sums) / 4,
+            "indices": torch.randint(_WORDS, (9, 4)),
+            "teacher_hidden": torch.randn(9, _WIDTH, dtype=sums),
+            "teacher_weight": _weight(operand, _WORDS, _WIDTH), "teacher_bias": None,
+            "gradients": torch.zeros(_WORDS, 9, dtype=sums).t(),
+            "stats": torch.zeros(5, 9, dtype=sums),
+        }  # fmt: skip
+        yield _product_case("head_objective", operand, objective)
         right = torch.randn(65, 33, dtype=sums)
         for left, overwrite in product(
             (_weight(operand, 9, 65), _weight(sums, 9, 65)), (False, True)

@@ -36,6 +36,27 @@ _define(
     ") -> ()",
 )
 
+# A loss of whole distributions: of rows their logsumexp, entropy and distance to a teacher, and the
+# gradient by the logits of
+#
+#     share * logsumexp + z_loss * logsumexp^2 - entropy_weight * entropy
+#     + soft_scale * temperature * KL(teacher || model), both at the temperature.
+#
+# The teacher is given by the probabilities of some tokens, or by a head of its own, whose logits no
+# more than the others exist.
+_define(
+    "head_objective",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, "  # as in head_forward
+    "Tensor share, float z_loss, float entropy_weight, "  # [M]
+    "float soft_scale, float temperature, "
+    "Tensor? probabilities, Tensor? indices, "  # [M, K], int64 [M, K] in [0, V)
+    "Tensor? teacher_hidden, Tensor? teacher_weight, Tensor? teacher_bias, "  # [M, H'], [V, H']
+    "Tensor(a!)? gradients, "  # [M, V], rows next to each other in memory: 0 at the target
+    "int logit_rows, Tensor(b!) tokens, "  # int64 [M]: the argmax
+    "Tensor(c!) stats"  # [5, M]: logsumexp, target's logit, entropy, KL, gradient at the target
+    ") -> ()",
+)
+
 # The largest logits of rows, largest first and of equal ones the first in the vocabulary, and what
 # their probabilities are found with.
 _define(
@@ -119,6 +140,7 @@ _define(
 )
 
 head_forward = torch.ops.accumext.head_forward.default
+head_objective = torch.ops.accumext.head_objective.default
 head_top = torch.ops.accumext.head_top.default
 head_sample = torch.ops.accumext.head_sample.default
 add_matmul = torch.ops.accumext.add_matmul.default

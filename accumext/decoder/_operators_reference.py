@@ -35,6 +35,47 @@ def head_forward(
         )  # fmt: skip
 
 
+def head_objective(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, share: Tensor,
+    z_loss: float, entropy_weight: float, soft_scale: float, temperature: float,
+    probabilities: Tensor | None, indices: Tensor | None, teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None, teacher_bias: Tensor | None, gradients: Tensor | None,
+    logit_rows: int, tokens: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
+    for begin in range(0, len(hidden), logit_rows):
+        piece = slice(begin, begin + logit_rows)
+        z = _logits(hidden[piece], weight, bias)
+        tokens[piece] = z.max(1).indices
+        lse, log_p = z.logsumexp(1), z.log_softmax(1)
+        p = log_p.exp()
+        entropy = -_weighted(p, log_p).sum(1)
+        d_z = p * (share[piece] + 2 * z_loss * lse)[:, None]
+        if entropy_weight != 0:
+            d_z += entropy_weight * _weighted(p, log_p + entropy[:, None])
+        divergence, log_p = torch.zeros_like(lse), (z / temperature).log_softmax(1)
+        if teacher_hidden is not None and teacher_weight is not None:
+            u = _logits(teacher_hidden[piece], teacher_weight, teacher_bias)
+            log_q = (u / temperature).log_softmax(1)
+            q = log_q.exp()
+            divergence += _weighted(q, log_q - log_p).sum(1)
+            d_z += soft_scale * (log_p.exp() - q)
+        if probabilities is not None and indices is not None:
+            q, at = probabilities[piece], indices[piece]
+            divergence += _weighted(q, q.log() - log_p.gather(1, at)).sum(1)
+            d_z += soft_scale * q.sum(1, keepdim=True) * log_p.exp()
+            d_z.scatter_add_(1, at, -soft_scale * q)
+        target = targets[piece, None]
+        rows = (lse, z.gather(1, target)[:, 0], entropy, divergence, d_z.gather(1, target)[:, 0])
+        stats[:, piece] = torch.stack(rows)
+        if gradients is not None:
+            gradients[piece] = d_z.scatter_(1, target, 0.0)
+
+
+def _weighted(weight: Tensor, x: Tensor) -> Tensor:
+    """weight * x, and 0 where the weight is 0: x may then be infinite."""
+    return torch.where(weight == 0, 0, weight * x)
+
+
 def head_top(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_rows: int, logits: Tensor,
     tokens: Tensor, stats: Tensor,

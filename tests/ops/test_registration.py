@@ -49,6 +49,17 @@ def head_forward():
     return (*given, 3, *written), {}
 
 
+def head_objective():
+    rows, words = 4, 11
+    teacher = torch.randn(rows, 3), torch.randn(words, 3), torch.randn(words)
+    written = torch.zeros(rows, dtype=torch.int64), torch.zeros(5, rows)
+    return (
+        torch.randn(rows, 5), torch.randn(words, 5), torch.randn(words), torch.arange(rows),
+        torch.rand(rows), 0.1, 0.2, 0.3, 2.0, torch.rand(rows, 2), torch.ones(rows, 2).long(),
+        *teacher, torch.zeros(words, rows + 2)[:, 1:-1].t(), 3, *written,
+    ), {}  # fmt: skip
+
+
 def head_top():
     head = torch.randn(4, 5), torch.randn(11, 5), torch.randn(11)
     written = torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(2, 4)
@@ -116,7 +127,7 @@ def copy_rounded_():
 
 
 DECODER_OPS = (
-    head_forward, head_top, head_sample, add_matmul, large_pages, decode_steps, rnn_backward,
+    head_forward, head_objective, head_top, head_sample, add_matmul, large_pages, decode_steps, rnn_backward,
 )  # fmt: skip
 ROWS |= {
     f"{op.__name__}.default": (lambda _, op=op: op(), lambda: None)

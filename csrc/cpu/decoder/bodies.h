@@ -1,63 +1,13 @@
 // The inner loops of the decoder, for the instruction set of the file that includes them.
 #pragma once
 
+#include "cpu/decoder/distributions_body.h"
 #include "cpu/decoder/kernels.h"
 #include "cpu/decoder/matmul_body.h"
 #include "cpu/decoder/skinny_matmul_body.h"
 
 namespace accumext::cpu {
 namespace {
-
-// kVectors registers of kSize columns each, `count` columns of which there are; kWhole: all.
-template <int kVectorSize, int kVectorCount, bool kIsWhole>
-struct Columns {
-  static constexpr int kSize = kVectorSize;
-  static constexpr int kVectors = kVectorCount;
-  static constexpr bool kWhole = kIsWhole;
-  int64_t first;
-  int64_t count;
-
-  template <typename T>
-  [[gnu::always_inline]] Vector<T, kSize> load(const T* row, int v) const {
-    if constexpr (kWhole) {
-      return raw<Vector<T, kSize>>(row + first + v * kSize);
-    } else {
-      return load_some<T, kSize>(row + first, count);
-    }
-  }
-
-  template <typename T, typename V>
-  [[gnu::always_inline]] void store(T* row, int v, const V& x) const {
-    if constexpr (kWhole) {
-      std::memcpy(row + first + v * kSize, &x, sizeof(V));
-    } else {
-      // The compiler cannot know that count is less than kSize, and would warn.
-      std::memcpy(row + first, &x, count < kSize ? sizeof(T) * count : sizeof(V));
-    }
-  }
-};
-
-// f(Columns) until all columns are done: cache lines of T, whole registers, half of one, what is
-// left.
-template <typename T, typename F>
-[[gnu::always_inline]] inline void for_columns(int64_t columns, const F& f) {
-  constexpr int kSize = kRegister<T>;
-  constexpr int kHalf = kSize > kColumnPad ? kSize / 2 : kSize;
-  int64_t first = 0;
-  if constexpr (kVectorBytes < 64) {
-    for (; first + 2 * kSize <= columns; first += 2 * kSize) {
-      f(Columns<kSize, 2, true>{first, 2 * kSize});
-    }
-  }
-  for (; first + kSize <= columns; first += kSize) f(Columns<kSize, 1, true>{first, kSize});
-  if constexpr (kHalf < kSize) {
-    if (first + kHalf <= columns) {
-      f(Columns<kHalf, 1, true>{first, kHalf});
-      first += kHalf;
-    }
-  }
-  if (first < columns) f(Columns<kHalf, 1, false>{first, columns - first});
-}
 
 // Whether a register holds whole rows of so few columns.
 template <typename T>
@@ -337,8 +287,8 @@ void backward(CellKind kind, const Gates<T>& gates, T* dh, T* dc, T* const* d_pr
 
 template <typename T>
 constexpr DecoderKernels<T> kDecoderKernels = {
-    kPanelTerms, product<T>,      pack<T>, pack_rows<T>, multiply<T>,
-    peaks<T>,    exponentials<T>, pick<T>, forward<T>,   backward<T>};
+    kPanelTerms,     product<T>, pack<T>, pack_rows<T>,     multiply<T>, peaks<T>,
+    exponentials<T>, pick<T>,    sum<T>,  differentiate<T>, forward<T>,  backward<T>};
 
 }  // namespace
 }  // namespace accumext::cpu

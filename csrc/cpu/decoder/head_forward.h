@@ -49,6 +49,23 @@ struct HeadRows {
   void* exps;              // [V, exps_stride]: exp(z - peak), 0 at the target; null: not wanted
 };
 
+// Where a head writes the gradients of a loss of whole distributions, and what it needs to know.
+template <typename T>
+struct ObjectiveRows {
+  int64_t count;
+  const int64_t* targets;  // [count], in [0, V)
+  const T* share;          // [count]: of the logsumexp in the loss
+  double z_loss;           // of its square
+  double entropy_weight;
+  double soft_scale;       // of the distance to the teacher, in units of the temperature
+  const T* probabilities;  // [count, size] of the teacher's tokens; null: none
+  const int64_t* indices;  // [count, size]: which they are
+  int64_t size;
+  int64_t* tokens;                                                 // [count]: the argmax
+  T *lse, *target_logit, *entropy, *divergence, *target_gradient;  // [count]
+  void* gradients;  // [V, exps_stride]: 0 at the target
+};
+
 template <typename T>
 class Head {
  public:
@@ -131,7 +148,104 @@ class Head {
     });
   }
 
+  // The loss of whole distributions at the head's temperature, `teacher`'s logits beside them.
+  void differentiate(const T* hidden, int64_t stride, Head* teacher, const T* teacher_hidden,
+                     const ObjectiveRows<T>& rows) {
+    const int64_t n = rows.count;
+    std::vector<T> peak(n), teacher_peak(n), factors(4 * n);
+    const Logits<T> logits = products(hidden, stride, nullptr, n, peak.data(), rows.tokens);
+    Distributions<T> all{.z = logits.z,
+                         .stride = n,
+                         .columns = n,
+                         .peak = peak.data(),
+                         .teacher = nullptr,
+                         .teacher_peak = teacher_peak.data(),
+                         .inverse_temperature = inverse_temperature_,
+                         .of_exp = factors.data(),
+                         .of_product = factors.data() + n,
+                         .of_tempered = factors.data() + 2 * n,
+                         .of_teacher = factors.data() + 3 * n,
+                         .gradients = rows.gradients,
+                         .gradients_dtype = exps_dtype_,
+                         .gradients_stride = exps_stride_};
+    if (teacher != nullptr) {
+      all.teacher =
+          teacher->products(teacher_hidden, stride, nullptr, n, teacher_peak.data(), nullptr).z;
+    }
+    const Buffer<T> partial(spans_ * kDistributionSums * n);
+    for_each_span([&](int64_t span, int64_t begin, int64_t end) {
+      decoder_kernels<T>().sum(all, begin, end, &partial[span * kDistributionSums * n]);
+    });
+    for (int64_t i = 0; i < n; ++i) {
+      double sums[kDistributionSums];
+      for (int s = 0; s < kDistributionSums; ++s)
+        sums[s] = column_sum(partial, kDistributionSums * n, s * n + i);
+      reduce(logits, sums, teacher != nullptr, i, rows, factors.data() + i, n);
+    }
+    if (rows.gradients == nullptr) return;
+    for_each_span([&](int64_t, int64_t begin, int64_t end) {
+      decoder_kernels<T>().differentiate(all, begin, end);
+    });
+    for (int64_t i = 0; i < n; ++i) correct(logits, i, rows);
+  }
+
  private:
+  // What sums over the vocabulary say of row i, and the factors of its gradient.
+  void reduce(const Logits<T>& logits, const double (&sums)[kDistributionSums], bool taught,
+              int64_t i, const ObjectiveRows<T>& rows, T* factors, int64_t n) const {
+    const double total = sums[kOfExp], peak = logits.peak[i];
+    if (std::isnan(total))
+      rows.tokens[i] = largest_of(logits, i, 1, static_cast<T>(total))[0].token;
+    const double lse = peak + std::log(total), entropy = std::log(total) - sums[kOfProduct] / total;
+    rows.lse[i] = static_cast<T>(lse);
+    rows.entropy[i] = static_cast<T>(entropy);
+    rows.target_logit[i] = logits.z[rows.targets[i] * n + i];
+    const double log_tempered = std::log(sums[kOfTempered]);
+    double divergence = 0.0, mass = 0.0;  // of the teacher
+    if (taught) {
+      mass = 1.0;
+      divergence = sums[kOfCross] / sums[kOfTeacher] - std::log(sums[kOfTeacher]) + log_tempered;
+    }
+    for (int64_t k = 0; k < rows.size; ++k) {
+      const double q = rows.probabilities[i * rows.size + k];
+      if (q == 0.0) continue;
+      const int64_t v = rows.indices[i * rows.size + k];
+      const double log_p = (logits.z[v * n + i] - peak) * inverse_temperature_ - log_tempered;
+      mass += q;
+      divergence += q * (std::log(q) - log_p);
+    }
+    rows.divergence[i] = static_cast<T>(divergence);
+    factors[0] = static_cast<T>((rows.share[i] + 2 * rows.z_loss * lse +
+                                 rows.entropy_weight * (entropy - std::log(total))) /
+                                total);
+    factors[n] = static_cast<T>(rows.entropy_weight / total);
+    factors[2 * n] = static_cast<T>(rows.soft_scale * mass / sums[kOfTempered]);
+    factors[3 * n] = static_cast<T>(taught ? rows.soft_scale / sums[kOfTeacher] : 0.0);
+  }
+
+  // Takes the teacher's tokens and the target out of the gradient of row i.
+  void correct(const Logits<T>& logits, int64_t i, const ObjectiveRows<T>& rows) const {
+    const int64_t n = rows.count;
+    const T scale = static_cast<T>(rows.soft_scale);
+    const auto put = [&](int64_t v, T value) {
+      with_type(exps_dtype_, [&](auto type) {
+        using Kept = decltype(type);
+        using From = std::conditional_t<std::is_same_v<Kept, double>, double, float>;
+        auto* gradients = static_cast<Kept*>(rows.gradients);
+        gradients[v * exps_stride_ + i] = static_cast<From>(value);
+      });
+    };
+    for (int64_t k = 0; k < rows.size; ++k) {
+      const int64_t v = rows.indices[i * rows.size + k];
+      T& gradient = logits.z[v * n + i];
+      gradient -= scale * rows.probabilities[i * rows.size + k];
+      put(v, gradient);
+    }
+    const int64_t target = rows.targets[i];
+    rows.target_gradient[i] = logits.z[target * n + i];
+    put(target, T(0));
+  }
+
   // The logits, and of each row the largest and, unless null, where it is.
   Logits<T> products(const T* hidden, int64_t stride, const int64_t* named, int64_t n, T* peak,
                      int64_t* argmax) {
@@ -284,21 +398,25 @@ class Head {
   std::optional<Tensor> weights_;  // [V, rows]
 };
 
-// f(first, count, columns) for every `piece` rows of hidden [M, H]: transposed, [H, padded(count)].
+// Rows [first, first + count) of hidden [M, H] as columns [H, padded(count)].
+template <typename T>
+void to_columns(const Tensor& hidden, int64_t first, int64_t count, T* columns) {
+  const int64_t depth = hidden.size(1);
+  const int64_t width = padded(count);
+  const T* h = elements<T>(hidden) + first * depth;
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t k = 0; k < depth; ++k) columns[k * width + i] = h[i * depth + k];
+  }
+  for (int64_t k = 0; k < depth; ++k) std::fill_n(columns + k * width + count, width - count, T(0));
+}
+
+// f(first, count, columns) for every `piece` rows of hidden [M, H].
 template <typename T, typename F>
 void for_each_piece(const Tensor& hidden, int64_t piece, const F& f) {
-  const int64_t depth = hidden.size(1);
-  const Buffer<T> columns(depth * padded(piece));
+  const Buffer<T> columns(hidden.size(1) * padded(piece));
   for (int64_t first = 0; first < hidden.size(0); first += piece) {
     const int64_t count = std::min(piece, hidden.size(0) - first);
-    const int64_t width = padded(count);
-    const T* h = elements<T>(hidden) + first * depth;
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t k = 0; k < depth; ++k) columns[k * width + i] = h[i * depth + k];
-    }
-    for (int64_t k = 0; k < depth; ++k) {
-      std::fill_n(&columns[k * width + count], width - count, T(0));
-    }
+    to_columns(hidden, first, count, columns.get());
     f(first, count, columns.get());
   }
 }

@@ -94,6 +94,29 @@ struct Logits {
   int64_t exps_stride;
 };
 
+// Columns of logits z [V, columns], those of a teacher beside them, and what their distributions
+// become. Of a column, with d = z - peak and e = exp(d):
+template <typename T>
+struct Distributions {
+  T* z;
+  int64_t stride;
+  int64_t columns;
+  const T* peak;     // [columns]: the largest logit
+  const T* teacher;  // logits [V, stride]; null: there is none
+  const T* teacher_peak;
+  double inverse_temperature;
+  // The gradient is e * (of_exp + of_product * d) + of_tempered * exp(d / temperature)
+  // - of_teacher * exp((teacher - teacher_peak) / temperature); [columns] each.
+  const T *of_exp, *of_product, *of_tempered, *of_teacher;
+  void* gradients;  // [V, gradients_stride]
+  Dtype gradients_dtype;
+  int64_t gradients_stride;
+};
+
+// Sums over the vocabulary of e, of e * d, of exp(d / temperature), of the teacher's exponentials
+// s, and of s * log(s / exp(d / temperature)).
+enum DistributionSum { kOfExp, kOfProduct, kOfTempered, kOfTeacher, kOfCross, kDistributionSums };
+
 // Flat arrays of the pre-activations, forward or backward, of `size` units.
 template <typename T>
 struct Gates {
@@ -129,6 +152,13 @@ struct DecoderKernels {
   // passes `threshold`; if rounding keeps it below, the last row whose exponential is not 0.
   int64_t (*pick)(const Logits<T>& logits, int64_t column, int64_t begin, int64_t end,
                   double threshold);
+
+  // Of rows [begin, end): sums [kDistributionSums, columns]; those of a teacher only if there is
+  // one.
+  void (*sum)(const Distributions<T>& distributions, int64_t begin, int64_t end, T* sums);
+
+  // Of the same rows the gradient, to `gradients`, and in place of z.
+  void (*differentiate)(const Distributions<T>& distributions, int64_t begin, int64_t end);
 
   // The state after the step; c for an LSTM.
   void (*forward)(CellKind kind, const Gates<T>& gates, T* h, T* c);
