@@ -85,7 +85,8 @@ class Problem:
 
 def problem(
     rows: int, words: int, dtype: torch.dtype = torch.float64,
-    weight_dtype: torch.dtype | None = None, *, entropy_weight: float = 0.0, soft: str = "none", temperature: float = 1.0,
+    weight_dtype: torch.dtype | None = None, *, entropy_weight: float = 0.0,
+    soft: str = "none", temperature: float = 1.0,
     z_loss: float = 0.0, bias: bool = True,
 ) -> Problem:  # fmt: skip
     depth, size = 17, min(words, 5)

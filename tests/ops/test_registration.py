@@ -127,7 +127,8 @@ def copy_rounded_():
 
 
 DECODER_OPS = (
-    head_forward, head_objective, head_top, head_sample, add_matmul, large_pages, decode_steps, rnn_backward,
+    head_forward, head_objective, head_top, head_sample, add_matmul, large_pages, decode_steps,
+    rnn_backward,
 )  # fmt: skip
 ROWS |= {
     f"{op.__name__}.default": (lambda _, op=op: op(), lambda: None)
