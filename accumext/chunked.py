@@ -38,7 +38,7 @@ from accumext._torch_private import (
     sparse_indices,
     sparse_values,
 )
-from accumext.decoder._sharded_modules import gathered_once
+from accumext.sharding import gathered_once
 
 OP = "chunked_loss"
 IGNORED = -100  # the default `ignore_index` of F.cross_entropy

@@ -24,26 +24,28 @@ from accumext._checks import (
     type_name,
     zero_dim_loss,
 )
-from accumext.decoder._feedback import Feedback, check_options, feedback_of
-from accumext.decoder._recurrent_state import (
+from accumext.recurrence import (
+    Feedback,
     State,
     batch_dim_of,
     check_batch_dim,
     check_nesting,
+    check_options,
     check_unwritten,
     detach,
+    feedback_of,
     freeze,
     map_tensors,
     rng_state,
     set_rng_state,
     tensors,
+    windows,
     with_shapes,
     within_length_of,
     write_counts,
     zero_gradient_tie,
 )
-from accumext.decoder._sharded_modules import gathered_once
-from accumext.decoder._windows import windows
+from accumext.sharding import gathered_once
 
 OP = "tbptt"
 _SEQUENCES = (

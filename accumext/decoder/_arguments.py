@@ -26,22 +26,28 @@ from accumext._checks import (
 )
 from accumext._memory_overlap import share_memory
 from accumext._wgrad_fusion import may_fuse
-from accumext.decoder._cells import Cell
-from accumext.decoder._embedding import EmbeddingTable
-from accumext.decoder._feedback import Feedback, feedback_of
 from accumext.decoder._modules import check_vector, modules_of, same_device
-from accumext.decoder._precision import Dtypes
-from accumext.decoder._recurrent_state import (
+from accumext.recurrence import (
+    Cell,
+    Dtypes,
+    EmbeddingTable,
+    Feedback,
+    Resets,
+    RnnWeights,
     State,
+    StateGradientGate,
     check_batch_dim,
+    feedback_of,
     own_generator,
+    random_cuts,
+    resets_of,
+    rnn_weights_of,
     tensors,
+    truncation_of,
+    unused_k1,
+    windows,
     within_length_of,
 )
-from accumext.decoder._resets import Resets, resets_of
-from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
-from accumext.decoder._state_gradient import StateGradientGate, random_cuts
-from accumext.decoder._windows import truncation_of, unused_k1, windows
 
 OP = "decode_loss"
 

@@ -18,26 +18,27 @@ from torch.utils.checkpoint import checkpoint
 from accumext._checks import check_first_order, message
 from accumext._torch_private import base_of, leaves_since, next_node_number, write_count
 from accumext.decoder._arguments import OP, DecodeArguments
-from accumext.decoder._cells import check_output, parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
 from accumext.decoder._memory import keeps_graph, workspace_plan
-from accumext.decoder._operators_reference import all_ended
-from accumext.decoder._precision import no_grad_no_autocast
-from accumext.decoder._recurrent_state import (
+from accumext.decoder._operators import all_ended
+from accumext.decoder._saved_for_backward import SavedForBackward
+from accumext.decoder._token_buffers import Decoded, TokenBuffers
+from accumext.recurrence import (
     State,
+    check_output,
     check_unwritten,
     detach,
     freeze,
     join,
     map_tensors,
+    no_grad_no_autocast,
+    parameter_tensors,
     replay_rng,
     rng_state,
     size_of,
     tensors,
     write_counts,
 )
-from accumext.decoder._saved_for_backward import SavedForBackward
-from accumext.decoder._token_buffers import Decoded, TokenBuffers
 
 
 def decode_with_callable(tokens: TokenBuffers) -> Decoded:

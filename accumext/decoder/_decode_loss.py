@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from accumext._checks import DrawWord, FeedbackWord, TokenReduction, Truncation, explained
 from accumext.decoder._arguments import OP, DecodeArguments, check_arguments
 from accumext.decoder._callable_path import decode_with_callable
-from accumext.decoder._cells import parameter_tensors
-from accumext.decoder._feedback import check_options
 from accumext.decoder._memory import predicted_peak
 from accumext.decoder._modules import embedding_table
-from accumext.decoder._recurrent_state import (
+from accumext.decoder._rnn_path import decode_with_rnn
+from accumext.decoder._segment_memory import segment_memory
+from accumext.decoder._token_buffers import Decoded, TokenBuffers
+from accumext.recurrence import (
     State,
+    check_options,
     map_leaves,
     map_tensors,
+    parameter_tensors,
     tensors,
     with_shapes,
     zero_gradient_tie,
 )
-from accumext.decoder._rnn_path import decode_with_rnn
-from accumext.decoder._segment_memory import segment_memory
-from accumext.decoder._sharded_modules import gathered_once
-from accumext.decoder._token_buffers import Decoded, TokenBuffers
+from accumext.sharding import gathered_once
 
 
 class DecodeOutput(NamedTuple):

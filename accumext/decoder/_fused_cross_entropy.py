@@ -26,7 +26,7 @@ from torch import Tensor
 from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._memory import WorkspacePlan
-from accumext.decoder._precision import Dtypes
+from accumext.recurrence import Dtypes
 
 
 class NeedsGrad(NamedTuple):

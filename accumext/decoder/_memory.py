@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from accumext.decoder._arguments import DecodeArguments
-from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
+from accumext.recurrence import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
 
 
 class HeadRows(NamedTuple):

@@ -16,10 +16,8 @@ from accumext._torch_private import (
     sharded_state,
     translated_from,
 )
-from accumext.decoder._cells import Cell, cell_of, parts_of
-from accumext.decoder._embedding import EmbeddingTable
-from accumext.decoder._precision import Dtypes, dtypes_of
-from accumext.decoder._sharded_modules import is_shard
+from accumext.recurrence import Cell, Dtypes, EmbeddingTable, cell_of, dtypes_of, parts_of
+from accumext.sharding import is_shard
 
 
 class DecoderModules(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accumext import _scalars
-from accumext.decoder._precision import Dtypes
-from accumext.decoder._resets import Resets
-from accumext.decoder._rnn_weights import RnnWeights
 from accumext.decoder._token_buffers import TokenBuffers
+from accumext.recurrence import Resets, RnnWeights, dense_rows, operands, states_from
 
 NOTHING = nullcontext()  # instead of a reset
 
@@ -92,10 +90,6 @@ class RnnBuffers:
             for state, before in zip(self.states, left, strict=True):
                 state[step] = before
 
-    def module_state(self, of_layers: list[Tensor]) -> list[Tensor]:
-        """Tensors [B, H], as `states` has them, in the module's parts and dtypes."""
-        return module_state(self.rnn, of_layers, self.state_dtypes)
-
 
 def rnn_buffers(tokens: TokenBuffers, rnn: RnnWeights, state: tuple[Tensor, ...]) -> RnnBuffers:
     """The weights as the operators take them, space for every state, and the dropout masks."""
@@ -115,43 +109,6 @@ def rnn_buffers(tokens: TokenBuffers, rnn: RnnWeights, state: tuple[Tensor, ...]
         None if mask is None else mask.contiguous(), between, of_inputs, of_outputs, args.resets,
         [part.dtype for part in state],
     )  # fmt: skip
-
-
-def dense_rows(table: Tensor) -> Tensor:
-    """The embedding's weight, elements of a row next to each other."""
-    table = table.detach()
-    return table if table.stride(1) == 1 else table.contiguous()
-
-
-def operands(rnn: RnnWeights, dtypes: Dtypes) -> list[Tensor]:
-    """The weights in the dtypes of the products; an empty bias is none."""
-    kinds = [dtypes.cell] * 2 + [dtypes.accumulation] * 2  # weight_ih, weight_hh, the biases
-    given = next(w for w in rnn.weights if w is not None)
-    empty = given.new_empty(0, dtype=dtypes.accumulation)
-    weights = [empty if w is None else w.detach() for w in rnn.weights]
-    return [w.to(kinds[i % 4]).contiguous() for i, w in enumerate(weights)]
-
-
-def states_from(
-    rnn: RnnWeights, state: Sequence[Tensor], steps: int, dtype: torch.dtype
-) -> list[Tensor]:
-    """Per layer h, and c of an LSTM, [T + 1, B, H], of which the first row is written."""
-    states = []
-    for layer in range(rnn.layers):
-        for part in state:
-            first = part[layer] if rnn.stacked else part
-            states.append(first.new_empty(steps + 1, *first.shape, dtype=dtype))
-            states[-1][0] = first
-    return states
-
-
-def module_state(
-    rnn: RnnWeights, of_layers: list[Tensor], dtypes: list[torch.dtype]
-) -> list[Tensor]:
-    """Tensors [B, H], of each layer h and c, in the module's parts."""
-    parts = [of_layers[part :: rnn.state_parts] for part in range(rnn.state_parts)]
-    stacked = [torch.stack(part) if rnn.stacked else part[0] for part in parts]
-    return [part.to(dtype) for part, dtype in zip(stacked, dtypes, strict=True)]
 
 
 def _dropout(

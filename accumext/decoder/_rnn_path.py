@@ -19,12 +19,11 @@ from accumext.decoder import _operators
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
 from accumext.decoder._memory import workspace_plan
-from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._rnn_buffers import NOTHING, RnnBuffers, rnn_buffers
-from accumext.decoder._rnn_weights import RnnWeights
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._through_time import ThroughTime
 from accumext.decoder._token_buffers import Decoded, TokenBuffers
+from accumext.recurrence import RnnWeights, module_state
 
 
 def decode_with_rnn(tokens: TokenBuffers, rnn: RnnWeights) -> Decoded:
@@ -54,13 +53,13 @@ class RnnDecode(torch.autograd.Function):
         if grad_enabled and args.head_gradients_in_forward:
             needs_weight, needs_bias, *needs_cell = ctx.needs_input_grad[3:]
             needs = NeedsGrad(any(needs_cell), needs_weight, needs_bias)
-        with no_grad_no_autocast(table.device):
+        with torch.autocast(table.device.type, enabled=False):
             cross_entropy = FusedCrossEntropy(args, plan, needs)
             buffers = rnn_buffers(tokens, rnn, state_and_weights[: rnn.state_parts])
             _ForwardSteps(args, tokens, buffers, cross_entropy).run()
             gradients = cross_entropy.finish()
             value, inverse_divisor = tokens.reduced_loss()
-            last = buffers.module_state([state[-1] for state in buffers.states])
+            last = module_state(rnn, [s[-1] for s in buffers.states], buffers.state_dtypes)
             outputs = buffers.outputs.clone() if args.return_outputs else None
         if grad_enabled:
             ctx.saved = SavedForBackward(tokens, plan, inverse_divisor, gradients)
@@ -83,7 +82,7 @@ class RnnDecode(torch.autograd.Function):
         saved.check_unchanged()
         needs_weight, needs_bias, needs_table, *needs_cell = ctx.needs_input_grad[3:]
         through_cell = needs_table or any(needs_cell)
-        with no_grad_no_autocast(value.device):
+        with torch.autocast(value.device.type, enabled=False):
             if upstream is None:  # the loss was not used
                 upstream = torch.zeros_like(value)
             else:

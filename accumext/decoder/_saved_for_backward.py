@@ -12,10 +12,10 @@ from accumext._checks import message
 from accumext._torch_private import write_count
 from accumext._wgrad_fusion import destination
 from accumext.decoder._arguments import OP
-from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, HeadGradients, NeedsGrad
 from accumext.decoder._memory import WorkspacePlan
 from accumext.decoder._token_buffers import TokenBuffers
+from accumext.recurrence import parameter_tensors
 
 
 class SavedForBackward:

@@ -28,9 +28,8 @@ from accumext._torch_private import (
 )
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._callable_path import run_steps, segments
-from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._memory import SEGMENT, SegmentMemory, keeps_graph, longest_segment
-from accumext.decoder._recurrent_state import State, map_tensors, tensors
+from accumext.recurrence import State, map_tensors, parameter_tensors, tensors
 
 # A cell that does not run without data is taken to be a GRU as torch builds it: tensors of [B, H]
 # that the graph of one step keeps, as measured; and its gates, where its weights are not known.

@@ -10,8 +10,8 @@ from accumext.decoder import _operators
 from accumext.decoder._fused_cross_entropy import new_buffer
 from accumext.decoder._memory import backward_steps
 from accumext.decoder._rnn_buffers import RnnBuffers
-from accumext.decoder._rnn_weights import GRU
 from accumext.decoder._token_buffers import TokenBuffers
+from accumext.recurrence import GRU, module_state
 
 
 class ThroughTime:
@@ -199,7 +199,7 @@ class ThroughTime:
     def state_and_weight_gradients(self, needed: list[bool]) -> list[Tensor | None]:
         """Of the parts of the initial state, then of the weights that the module has."""
         pairs = zip(self._rnn.weights, self._d_weights, strict=True)
-        gradients = self._buffers.module_state(self._d_state)
+        gradients = module_state(self._rnn, self._d_state, self._buffers.state_dtypes)
         gradients += [d.to(weight.dtype) for weight, d in pairs if weight is not None]
         return [d if need else None for d, need in zip(gradients, needed, strict=True)]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from accumext._scalars import as_tensor
 from accumext.decoder._arguments import DecodeArguments
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
-from accumext.decoder._recurrent_state import State
+from accumext.recurrence import State
 
 
 class Decoded(NamedTuple):

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accumext.decoder._generation_model import OP, EndWatch, Generated, GenerationModel
-from accumext.decoder._recurrent_state import State, freeze, join, leaves, map_leaves, map_tensors
-from accumext.decoder._sampling import stepwise
+from accumext.generation._model import OP, EndWatch, Generated, GenerationModel
+from accumext.generation._sampling import stepwise
+from accumext.recurrence import State, freeze, join, leaves, map_leaves, map_tensors
 
 
 class _Candidates(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accumext._checks import fail_value
-from accumext.decoder._recurrent_state import State, freeze, tensors
+from accumext.recurrence._states import State, freeze, tensors
 
 
 @dataclass(frozen=True)

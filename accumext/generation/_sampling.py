@@ -9,14 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumext.decoder import _operators
-from accumext.decoder._generation_model import OP, EndWatch, Generated, GenerationModel
-from accumext.decoder._output_layer import LOGIT_ROWS, log_probabilities
-from accumext.decoder._precision import no_grad_no_autocast
-from accumext.decoder._recurrent_state import State, freeze, map_tensors
-from accumext.decoder._rnn_buffers import dense_rows, module_state, operands, states_from
-from accumext.decoder._rnn_weights import RnnWeights
-from accumext.decoder._token_filters import TokenFilter
+from accumext.decoder import decode_steps
+from accumext.generation._model import OP, EndWatch, Generated, GenerationModel
+from accumext.generation._output_layer import LOGIT_ROWS, log_probabilities
+from accumext.generation._token_filters import TokenFilter
+from accumext.recurrence import (
+    RnnWeights,
+    State,
+    dense_rows,
+    freeze,
+    map_tensors,
+    module_state,
+    no_grad_no_autocast,
+    operands,
+    states_from,
+)
 
 # Steps that the operators take at once: a longer call needs more memory for states, and goes on
 # longer after every row has ended.
@@ -186,7 +193,7 @@ class _Chunks:
             inputs = torch.full_like(tokens, model.pad)
             inputs[0] = first
         with no_grad_no_autocast(tokens.device):
-            used: int = _operators.decode_steps(
+            used: int = decode_steps(
                 self.table, self.weights, states, rnn.kind, None, 1.0, None, 1.0, None, 1.0, inputs,
                 None, None, live, -1 if model.eos is None else model.eos, model.pad, uniforms,
                 temperature, model.layer.weight, model.layer.bias, None, tokens, None, stats, rows,

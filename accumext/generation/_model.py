@@ -10,12 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accumext.decoder._cells import Cell, check_output
-from accumext.decoder._embedding import EmbeddingTable
-from accumext.decoder._output_layer import OutputLayer
-from accumext.decoder._precision import Dtypes
-from accumext.decoder._recurrent_state import State
-from accumext.decoder._rnn_weights import RnnWeights
+from accumext.generation._output_layer import OutputLayer
+from accumext.recurrence import Cell, Dtypes, EmbeddingTable, RnnWeights, State, check_output
 
 OP = "generate"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accumext.decoder._checkpoint_plan import (
+from accumext.rollout._checkpoint_plan import (
     SMALLEST,
     Plan,
     Sizes,

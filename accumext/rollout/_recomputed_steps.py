@@ -20,8 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accumext._checks import message
 from accumext._torch_private import leaves_since, next_node_number, write_count
-from accumext.decoder._checkpoint_plan import SMALLEST, Plan, Sizes, kept_at_first, split
-from accumext.decoder._recurrent_state import (
+from accumext.recurrence import (
     State,
     copy_nesting,
     detach,
@@ -32,6 +31,7 @@ from accumext.decoder._recurrent_state import (
     tensors,
     write_counts,
 )
+from accumext.rollout._checkpoint_plan import SMALLEST, Plan, Sizes, kept_at_first, split
 
 # (step, what it starts from, whether its loss counts) -> (what the next one starts from, loss)
 Step = Callable[[int, State, bool], tuple[State, Tensor]]

@@ -12,7 +12,8 @@ from support.decode_oracle import Decoder, decode, make_decoder, relative_distan
 from torch import Tensor, nn
 
 import accumext
-from accumext.decoder import _arguments, _state_gradient
+from accumext.decoder import _arguments
+from accumext.recurrence import _truncation
 
 STEPS, BATCH, VOCABULARY = 5, 3, 13
 EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
@@ -72,7 +73,7 @@ def test_the_expectation_over_all_cuts_is_the_exact_gradient(
 def test_cuts_are_drawn_per_row_with_the_given_probability() -> None:
     generator = torch.Generator().manual_seed(0)
     for mean in (2, 4):
-        factors = _state_gradient.random_cuts(
+        factors = _truncation.random_cuts(
             400, 50, mean, torch.zeros((), dtype=torch.float64), generator
         )
         assert (factors[0] == 1).all()
@@ -239,7 +240,7 @@ def test_a_cut_concerns_one_row() -> None:
 
 def test_a_cut_of_a_callable_stops_what_is_not_finite() -> None:
     """0 times infinity is a cut, not a NaN."""
-    gate = _state_gradient.StateGradientGate(torch.tensor([[0.0, 1.0]]), None)
+    gate = _truncation.StateGradientGate(torch.tensor([[0.0, 1.0]]), None)
     state = torch.ones(2, 3, requires_grad=True)
     gate.attach(0, state, 0).backward(torch.full((2, 3), float("inf")))
     assert state.grad is not None

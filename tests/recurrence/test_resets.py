@@ -7,7 +7,7 @@ import torch
 from support.decode_oracle import CELLS, decode, make_decoder, relative_distance
 from support.decoding import BATCH, EXACT, TARGETS, raises, run
 
-from accumext.decoder._resets import Resets, resets_of
+from accumext.recurrence._resets import Resets, resets_of
 
 STEPS = len(TARGETS)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from accumext.decoder._checkpoint_plan import Plan, Sizes, advances
-from accumext.decoder._recomputed_steps import RecomputedSteps, memory
+from accumext.rollout._checkpoint_plan import Plan, Sizes, advances
+from accumext.rollout._recomputed_steps import RecomputedSteps, memory
 
 CPU = torch.device("cpu")
 

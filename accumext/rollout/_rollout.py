@@ -26,22 +26,24 @@ from accumext._checks import (
     users_level,
     zero_dim_loss,
 )
-from accumext.decoder._checkpoint_plan import Plan, Sizes, choose_plan, least_budget
-from accumext.decoder._recomputed_steps import RecomputedSteps
-from accumext.decoder._recurrent_state import (
+from accumext.recurrence import (
     State,
     check_nesting,
     copy_nesting,
     detach,
     map_tensors,
     own_generator,
+    random_cuts,
     tensors,
+    truncation_of,
+    unused_k1,
+    windows,
     with_shapes,
     zero_gradient_tie,
 )
-from accumext.decoder._sharded_modules import gathered_once
-from accumext.decoder._state_gradient import random_cuts
-from accumext.decoder._windows import truncation_of, unused_k1, windows
+from accumext.rollout._checkpoint_plan import Plan, Sizes, choose_plan, least_budget
+from accumext.rollout._recomputed_steps import RecomputedSteps
+from accumext.sharding import gathered_once
 
 OP = "rollout"
 

@@ -12,7 +12,7 @@ from support.decoding import BATCH, EXACT, VOCABULARY
 from torch import Tensor
 
 import accumext
-from accumext.decoder._windows import windows
+from accumext.recurrence._truncation import windows
 
 # T no multiple of k1 among them: a last window of fewer steps.
 CASES = [(7, 3, 3), (7, 3, 5), (7, 2, 7), (8, 4, 4), (8, 4, 6), (5, 8, 8), (5, 4, 9), (7, 1, 1)]

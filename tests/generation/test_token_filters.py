@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.budget import examples
 from torch import Tensor
 
-from accumext.decoder import _token_filters
-from accumext.decoder._token_filters import TokenFilter, fewest, largest
+from accumext.generation import _token_filters
+from accumext.generation._token_filters import TokenFilter, fewest, largest
 
 
 def shares(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:

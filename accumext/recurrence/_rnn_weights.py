@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from accumext._torch_private import backward_hooks, forward_hooks, only_sharding
+from accumext.recurrence._precision import Dtypes
 
 KINDS = ("gru", "lstm", "rnn_tanh", "rnn_relu")  # in the order of csrc/math/gates.h: CellKind
 GRU, LSTM, RNN_TANH, RNN_RELU = range(4)
@@ -61,3 +63,40 @@ def rnn_weights_of(module: nn.Module | None, dtypes: set[torch.dtype]) -> RnnWei
     dropout = module.dropout if isinstance(module, nn.RNNBase) and module.training else 0.0
     parts, gates = 2 if kind == LSTM else 1, (3, 4, 1, 1)[kind]
     return RnnWeights(kind, weights, layers, module.hidden_size, dropout, stacked, parts, gates)
+
+
+def dense_rows(table: Tensor) -> Tensor:
+    """The embedding's weight, elements of a row next to each other."""
+    table = table.detach()
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
+def operands(rnn: RnnWeights, dtypes: Dtypes) -> list[Tensor]:
+    """The weights in the dtypes of the products; an empty bias is none."""
+    kinds = [dtypes.cell] * 2 + [dtypes.accumulation] * 2  # weight_ih, weight_hh, the biases
+    given = next(w for w in rnn.weights if w is not None)
+    empty = given.new_empty(0, dtype=dtypes.accumulation)
+    weights = [empty if w is None else w.detach() for w in rnn.weights]
+    return [w.to(kinds[i % 4]).contiguous() for i, w in enumerate(weights)]
+
+
+def states_from(
+    rnn: RnnWeights, state: Sequence[Tensor], steps: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Per layer h, and c of an LSTM, [T + 1, B, H], of which the first row is written."""
+    states = []
+    for layer in range(rnn.layers):
+        for part in state:
+            first = part[layer] if rnn.stacked else part
+            states.append(first.new_empty(steps + 1, *first.shape, dtype=dtype))
+            states[-1][0] = first
+    return states
+
+
+def module_state(
+    rnn: RnnWeights, of_layers: list[Tensor], dtypes: list[torch.dtype]
+) -> list[Tensor]:
+    """Tensors [B, H], of each layer h and c, in the module's parts."""
+    parts = [of_layers[part :: rnn.state_parts] for part in range(rnn.state_parts)]
+    stacked = [torch.stack(part) if rnn.stacked else part[0] for part in parts]
+    return [part.to(dtype) for part, dtype in zip(stacked, dtypes, strict=True)]

@@ -24,28 +24,29 @@ from accumext._checks import (
     type_name,
     without_effect,
 )
-from accumext.decoder._arguments import batch_size, context_of
-from accumext.decoder._beam_search import beam_search
-from accumext.decoder._generation_model import OP, GenerationModel
-from accumext.decoder._modules import (
+from accumext.decoder import (
     DecoderModules,
+    batch_size,
     check_vector,
+    context_of,
     modules_of,
     same_device,
 )
-from accumext.decoder._output_layer import OutputLayer
-from accumext.decoder._recurrent_state import (
+from accumext.generation._beam_search import beam_search
+from accumext.generation._model import OP, GenerationModel
+from accumext.generation._output_layer import OutputLayer
+from accumext.generation._sampling import Draw, generate_tokens, prefill
+from accumext.generation._token_filters import TokenFilter
+from accumext.recurrence import (
     State,
     check_batch_dim,
     map_tensors,
     own_generator,
+    rnn_weights_of,
     tensors,
     with_shapes,
 )
-from accumext.decoder._rnn_weights import rnn_weights_of
-from accumext.decoder._sampling import Draw, generate_tokens, prefill
-from accumext.decoder._sharded_modules import gathered_once
-from accumext.decoder._token_filters import TokenFilter
+from accumext.sharding import gathered_once
 
 
 class GenerateOutput(NamedTuple):

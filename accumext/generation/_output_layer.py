@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from accumext._memory_overlap import share_memory
-from accumext.decoder import _operators
-from accumext.decoder._embedding import EmbeddingTable
-from accumext.decoder._fused_cross_entropy import rounded_head
-from accumext.decoder._precision import Dtypes, no_grad_no_autocast
-from accumext.decoder._token_filters import TokenFilter
+from accumext.decoder import head_forward, rounded_head
+from accumext.generation._operators import head_sample, head_top
+from accumext.generation._token_filters import TokenFilter
+from accumext.recurrence import Dtypes, EmbeddingTable, no_grad_no_autocast
 
 # Rows of logits that exist at once.
 LOGIT_ROWS = 32
@@ -48,11 +47,11 @@ class OutputLayer:
         everything = top_k == len(self.weight) and top_p == 1
         with no_grad_no_autocast(hidden.device):
             if uniforms is None or everything:
-                _operators.head_forward(
+                head_forward(
                     *operands, None, uniforms, temperature, None, LOGIT_ROWS, tokens, stats
                 )
             else:
-                _operators.head_sample(
+                head_sample(
                     *operands, uniforms, temperature, top_k, top_p, LOGIT_ROWS, tokens, stats
                 )
         return tokens, log_probabilities(stats[2], stats)
@@ -64,7 +63,7 @@ class OutputLayer:
         stats = hidden.new_empty(2, len(hidden), dtype=self.dtype)
         operands = self._operands(hidden)
         with no_grad_no_autocast(hidden.device):
-            _operators.head_top(*operands, LOGIT_ROWS, found, tokens, stats)
+            head_top(*operands, LOGIT_ROWS, found, tokens, stats)
         return log_probabilities(found, stats[:, :, None]), tokens
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

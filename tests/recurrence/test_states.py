@@ -22,7 +22,7 @@ from support.decoding import (
 from torch import nn
 
 import accumext
-from accumext.decoder._recurrent_state import leaves, map_leaves
+from accumext.recurrence._states import leaves, map_leaves
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -22,8 +22,8 @@ from support.decode_oracle import relative_distance
 from torch import Tensor, nn
 
 import accumext
-from accumext.decoder._recurrent_state import tensors
 from accumext.demo.memory import peak_memory
+from accumext.recurrence._states import tensors
 
 EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
 BATCH, WIDTH, SIZE = 3, 2, 4
@@ -262,7 +262,9 @@ def test_the_expectation_over_all_cuts_is_the_exact_gradient(
     for pattern in itertools.product([False, True], repeat=steps - 1):
         factors = torch.tensor([[1.0], *([0.0 if c else 4 / 3] for c in pattern)]).double()
         factors = torch.where(factors > 1, 4.0 / 3.0, factors)
-        monkeypatch.setattr(sys.modules["accumext.rollout"], "random_cuts", lambda *_, f=factors: f)
+        monkeypatch.setattr(
+            sys.modules["accumext.rollout._rollout"], "random_cuts", lambda *_, f=factors: f
+        )
         world.encoded = torch.tanh(world.hidden * 2)
         out = world.rollout(steps, truncation="random", k2=mean, checkpoint=2)
         assert not any(t.requires_grad for t in tensors((out.state, out.output)))

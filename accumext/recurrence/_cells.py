@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 from accumext._checks import fail_type, fail_value, forward_of, message, type_name
 from accumext._torch_private import translated_from
-from accumext.decoder._recurrent_state import (
-    State,
-    batch_dim_of,
-    check_nesting,
-    copy_nesting,
-    tensors,
-)
+from accumext.recurrence._states import State, batch_dim_of, check_nesting, copy_nesting, tensors
 
 Step = Callable[..., tuple[Tensor, State, State]]
 

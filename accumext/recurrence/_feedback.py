@@ -20,7 +20,7 @@ from accumext._checks import (
     type_name,
     without_effect,
 )
-from accumext.decoder._recurrent_state import own_generator
+from accumext.recurrence._generators import own_generator
 
 _SHARE = "feedback='scheduled', teacher_forcing=0.5"
 
