@@ -9,7 +9,7 @@ import math
 import numbers
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, get_args
 
@@ -170,6 +170,25 @@ def zero_dim_loss(op: str, argument: str, loss: Any, advice: str | None = None) 
         advice = advice or "Take its mean() or sum()"
         fail_value(op, argument, "return a 0-dim loss", f"shape {list(loss.shape)}", advice)
     return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def check_vector(
+    op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], contract: str, size: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Raise if a tensor has not this dtype, size or device."""
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        fail_type(op, name, contract, type_name(value))
+    if list(value.shape) != [size]:
+        fail_value(op, name, f"have shape {[size]}", list(value.shape))
+    same_device(op, name, [value], device)
+
+
+def same_device(op: str, name: str, given: Sequence[Tensor], device: torch.device) -> None:
+    """Raise if one of the tensors is not where the head is."""
+    for tensor in given:
+        if tensor.device != device:
+            fail_value(op, name, f"be on the head's device, {device}", tensor.device)
 
 
 def users_level() -> int:

@@ -108,7 +108,7 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 def may_fuse(parameter: Tensor) -> bool:
     """Whether an optimizer expects to offer a sum, and no hook has to see the gradient."""
-    owner = _owner_of(parameter)
+    owner = _owner_of(parameter) if hasattr(parameter, _OWNER) else None
     return owner is not None and owner.expected(parameter)
 
 
@@ -117,7 +117,7 @@ def destination(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
 
     Whoever gets a destination adds to it.
     """
-    owner = _owner_of(parameter)
+    owner = _owner_of(parameter) if hasattr(parameter, _OWNER) else None
     return None if owner is None else owner.hand_out(parameter, dtype)
 
 

@@ -26,14 +26,15 @@ from accumext._checks import (
 )
 from accumext.recurrence import (
     Feedback,
+    Inputs,
     State,
+    Truncation,
     batch_dim_of,
     check_batch_dim,
     check_nesting,
     check_options,
     check_unwritten,
     detach,
-    feedback_of,
     freeze,
     map_tensors,
     rng_state,
@@ -233,7 +234,7 @@ class _Steps:
     """Runs steps, keeping the inputs that were fed and what came out."""
 
     def __init__(
-        self, step: Callable[..., tuple[Tensor, State]], losses: _Losses, source: Feedback,
+        self, step: Callable[..., tuple[Tensor, State]], losses: _Losses, source: Inputs,
         rows: _Rows | None,
     ) -> None:  # fmt: skip
         self.step, self.losses, self.source, self.rows = step, losses, source, rows
@@ -385,7 +386,7 @@ def _check(
     step: Any, targets: Any, state: Any, criterion: Any, feedback: Any, start: Any, inputs: Any,
     k1: Any, k2: Any, backward: Any, reduction: Any, teacher_forcing: Any, temperature: Any,
     generator: Any, lengths: Any, context: Any, batch_dim: Any,
-) -> tuple[Feedback, int, int, Tensor | None]:  # fmt: skip
+) -> tuple[Inputs, int, int, Tensor | None]:  # fmt: skip
     for name, function in (("step", step), ("criterion", criterion), ("backward", backward)):
         if not callable(function):
             fail_type(OP, name, "be callable", type_name(function))
@@ -402,8 +403,7 @@ def _check(
             fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
     k1 = positive_int(OP, "k1", k1)
     k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
-    if k2 < k1:
-        fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
+    Truncation.of(OP, k1, k2, "fixed")  # k2 is at least k1
     one_of(OP, "reduction", reduction, REDUCTIONS)
     batch_dim_of(OP, batch_dim)
     steps, batch = targets.shape[:2]
@@ -415,16 +415,16 @@ def _check(
         check_batch_dim(OP, state, batch, batch_dim)
     given_floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
     if targets.is_floating_point() or given_floats:
-        source = Feedback(_known_inputs(targets, feedback, start, inputs), None)
+        source = Inputs(_known_inputs(targets, feedback, start, inputs))
         check_options(OP, "teacher", teacher_forcing, temperature, generator)
         return source, k1, k2, live
     fed = targets.clamp(min=0)
-    source = feedback_of(
-        OP, feedback, targets, fed=fed if live is None else torch.where(live, fed, 0), start=start,
+    chosen = Feedback.of(
+        OP, feedback, fed if live is None else torch.where(live, fed, 0), start=start,
         inputs=inputs, teacher_forcing=teacher_forcing, temperature=temperature,
         generator=generator, rows=None,
     )  # fmt: skip
-    return source, k1, k2, live
+    return chosen.drawn(), k1, k2, live
 
 
 def _check_targets(targets: Any, state: Any) -> None:

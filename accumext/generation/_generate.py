@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accumext._checks import (
     SEARCHES,
     Search,
+    check_vector,
     explained,
     fail_type,
     fail_value,
@@ -20,29 +21,22 @@ from accumext._checks import (
     number,
     one_of,
     positive_int,
+    same_device,
     token_tensor,
     type_name,
     without_effect,
 )
-from accumext.decoder import (
-    DecoderModules,
-    batch_size,
-    check_vector,
-    context_of,
-    modules_of,
-    same_device,
-)
+from accumext.decoder import Model, batch_size
 from accumext.generation._beam_search import beam_search
-from accumext.generation._model import OP, GenerationModel
 from accumext.generation._output_layer import OutputLayer
-from accumext.generation._sampling import Draw, generate_tokens, prefill
+from accumext.generation._sampling import Draw, generate_tokens
+from accumext.generation._stepper import OP, Stepper
 from accumext.generation._token_filters import TokenFilter
 from accumext.recurrence import (
     State,
     check_batch_dim,
     map_tensors,
     own_generator,
-    rnn_weights_of,
     tensors,
     with_shapes,
 )
@@ -112,9 +106,9 @@ def generate(
         temperature: of "sample"; so are the following two.
         top_k: only the k likeliest tokens are drawn from; of equals the lowest.
         top_p: of these the fewest, likeliest first, whose probabilities together reach this share.
-        beams: K, hypotheses of "beam" that live side by side, and that are returned. Of a row's
-            continuations those among the best K that end are set aside, and the best K that do not
-            live on, until none of them could become better than the worst set aside.
+        beams: K, hypotheses of "beam" that are active side by side, and that are returned. Of a
+            row's continuations those among the best K that end are set aside, and the best K that
+            do not stay active, until none of them could become better than the worst set aside.
         length_penalty: hypotheses are compared by the sum of their log-probabilities divided by
             length ** length_penalty: above 0 long ones gain.
         generator: of "sample"; by default one seeded from torch's global generator.
@@ -142,39 +136,44 @@ def generate(
 
     Sources: Holtzman et al. 2020 (top_p); Fan et al. 2018 (top_k); Wu et al. 2016 (length penalty).
     """
-    call = dict(locals())
     with gathered_once(OP, cell, read=(embedding, cell, head)):
-        modules = modules_of(OP, call)
-        prompt = _prompt(call, modules)
-        batch = prompt.shape[1] if prompt is not None else batch_size(modules.cell, call)
+        model = Model.of(
+            OP, embedding=embedding, cell=cell, head=head, context=context, batch_dim=batch_dim
+        )
+        if prompt is not None:
+            prompt = _prompt(model, prompt, batch_first)
+            batch = prompt.shape[1]
+        else:
+            batch = batch_size(model.cell, state, start, lengths, model.context)
         steps = _max_length(max_length) if batch else 0
-        limits, ends = _limits(call, modules, batch, steps)
-        model = _model(call, modules, limits, ends)
-        first = _first(call, modules, prompt, batch)
-        state = _state(call, modules, batch, ends)
+        stepper = _stepper(model, eos, lengths, batch, steps)
+        first = _start(model, start, batch) if prompt is None else prompt[-1]
+        by_rows = stepper.ends or search == "beam"
+        state = _state(model, state, batch, batch_dim, by_rows)
         one_of(OP, "search", search, SEARCHES)
         if math.isinf(number(OP, "length_penalty", length_penalty)):
             fail_value(OP, "length_penalty", "be finite", length_penalty)
-        token_filter, beams = _filter(call), positive_int(OP, "beams", beams)
+        token_filter = _filter(search, temperature, top_k, top_p, beams)
+        beams = positive_int(OP, "beams", beams)
         dtypes = [part.dtype for part in tensors(state)]
-        draw = _draw(call, steps, batch, limits.device)
+        draw = _draw(search, generator, steps, batch, model.device)
         with torch.no_grad():
             if batch and prompt is not None and len(prompt) > 1:
-                state = prefill(model, state, prompt[:-1])
+                state = stepper.prefill(state, prompt[:-1])
             if search == "beam":
                 generated, scores = beam_search(
-                    model, state, first, steps, beams, float(length_penalty)
+                    stepper, state, first, steps, beams, float(length_penalty)
                 )
             else:
-                generated = generate_tokens(model, state, first, steps, draw, token_filter)
-                longest = int(generated.lengths.max()) if ends and batch else steps
+                generated = generate_tokens(stepper, state, first, steps, draw, token_filter)
+                longest = int(generated.lengths.max()) if stepper.ends and batch else steps
                 generated = generated._replace(
                     tokens=generated.tokens[:longest], log_probs=generated.log_probs[:longest]
                 )
                 counts = generated.lengths.clamp(min=1).to(generated.log_probs.dtype)
                 scores = generated.log_probs.sum(0) / counts**length_penalty
     last = generated.state
-    if model.rnn_weights is not None:  # in the precision of sums, so far
+    if stepper.rnn is not None:  # in the precision of sums, so far
         parts = iter(dtypes)
         last = map_tensors(lambda leaf: leaf.to(next(parts)), last)
     tokens, log_probs = generated.tokens, generated.log_probs
@@ -190,62 +189,56 @@ def _max_length(value: Any) -> int:
     return steps
 
 
-def _model(
-    call: Mapping[str, Any], modules: DecoderModules, limits: Tensor, ends: bool
-) -> GenerationModel:
-    table, cell, weight, bias, dtypes = modules
-    rows, words, eos = table.weight.shape[0], weight.shape[0], call["eos"]
-    if rows < words:
-        contract = f"have a row for each of the {words} words that can be fed back"
-        fail_value(OP, "embedding", contract, f"{rows} rows")
+def _stepper(model: Model, eos: Any, lengths: Any, batch: int, steps: int) -> Stepper:
+    """The model step by step, with the ends of its rows."""
+    device, words = model.device, len(model.head_weight)
+    if lengths is None:
+        limits = torch.full((batch,), steps, device=device)
+    else:
+        limits = lengths_tensor(OP, "lengths", lengths, device)
+        contract = "be an integer tensor [B]"
+        check_vector(OP, "lengths", limits, (torch.int64,), contract, batch, device)
+        if device.type == "cpu" and ((limits < 0) | (limits > steps)).any():
+            fail_value(OP, "lengths", f"be in [0, {steps}]", limits.tolist())
     if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
         fail_value(OP, "eos", f"be in [0, {words})", eos)
-    rnn_weights = None
-    if table.max_norm is None:
-        rnn_weights = rnn_weights_of(cell.module, {table.weight.dtype, weight.dtype})
-    if rnn_weights is not None and rnn_weights.dropout > 0 and rnn_weights.layers > 1:
-        rnn_weights = None  # the module drops what it drops in training mode
-    context = context_of(OP, call["context"], cell, weight.device)
-    layer = OutputLayer.of(weight, bias, dtypes, table)
-    return GenerationModel(table, cell, layer, rnn_weights, dtypes, context, eos, limits, ends)
+    rnn = model.rnn
+    if rnn is not None and rnn.dropout > 0 and rnn.layers > 1:
+        rnn = None  # the module drops what it drops in training mode
+    ends = lengths is not None or eos is not None
+    layer = OutputLayer.of(model.head_weight, model.head_bias, model.dtypes, model.table)
+    return Stepper(model, layer, rnn, eos, limits, ends)
 
 
-def _prompt(call: Mapping[str, Any], modules: DecoderModules) -> Tensor | None:
+def _prompt(model: Model, value: Any, batch_first: bool) -> Tensor:
     """The prompt, int64 [P, B] with P >= 1."""
-    if call["prompt"] is None:
-        return None
-    prompt = token_tensor(OP, "prompt", call["prompt"], "be an integer tensor [P, B]")
+    prompt = token_tensor(OP, "prompt", value, "be an integer tensor [P, B]")
     if prompt.dim() != 2:
         fail_value(OP, "prompt", "have shape [P, B]", list(prompt.shape))
-    prompt = prompt.t() if call["batch_first"] else prompt
+    prompt = prompt.t() if batch_first else prompt
     if len(prompt) == 0:
         fail_value(OP, "prompt", "have at least one token", list(prompt.shape))
-    same_device(OP, "prompt", [prompt], modules.head_weight.device)
-    _check_tokens("prompt", prompt, modules)
+    same_device(OP, "prompt", [prompt], model.device)
+    _check_tokens("prompt", prompt, model)
     return prompt
 
 
-def _first(
-    call: Mapping[str, Any], modules: DecoderModules, prompt: Tensor | None, batch: int
-) -> Tensor:
+def _start(model: Model, value: Any, batch: int) -> Tensor:
     """The input [B] after which the first token is generated."""
-    if prompt is not None:
-        return prompt[-1]
-    start, device = call["start"], modules.head_weight.device
-    if isinstance(start, Tensor):
-        start = token_tensor(OP, "start", start, "be an int or an integer tensor [B]")
-        same_device(OP, "start", [start], device)
+    if isinstance(value, Tensor):
+        start = token_tensor(OP, "start", value, "be an int or an integer tensor [B]")
+        same_device(OP, "start", [start], model.device)
         if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
             fail_value(OP, "start", f"have shape {[batch]}", list(start.shape))
     else:
-        start = torch.tensor(integer(OP, "start", start), device=device)
-    _check_tokens("start", start, modules)
+        start = torch.tensor(integer(OP, "start", value), device=model.device)
+    _check_tokens("start", start, model)
     return start.expand(batch)
 
 
-def _check_tokens(name: str, tokens: Tensor, modules: DecoderModules) -> None:
+def _check_tokens(name: str, tokens: Tensor, model: Model) -> None:
     """Check on a CPU that the embedding has a row for each token: a GPU's lookup asserts it."""
-    rows = modules.table.weight.shape[0]
+    rows = model.table.weight.shape[0]
     if tokens.device.type != "cpu":
         return
     wrong = (tokens < 0) | (tokens >= rows)
@@ -253,29 +246,14 @@ def _check_tokens(name: str, tokens: Tensor, modules: DecoderModules) -> None:
         fail_value(OP, name, f"be in [0, {rows})", int(tokens[wrong].flatten()[0]))
 
 
-def _limits(
-    call: Mapping[str, Any], modules: DecoderModules, batch: int, steps: int
-) -> tuple[Tensor, bool]:
-    """How many tokens each row has at most, [B], and whether one may end before the others."""
-    device, lengths = modules.head_weight.device, call["lengths"]
-    if lengths is None:
-        return torch.full((batch,), steps, device=device), call["eos"] is not None
-    lengths = lengths_tensor(OP, "lengths", lengths, device)
-    check_vector(OP, "lengths", lengths, (torch.int64,), "be an integer tensor [B]", batch, device)
-    if device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
-        fail_value(OP, "lengths", f"be in [0, {steps}]", lengths.tolist())
-    return lengths, True
-
-
-def _state(call: Mapping[str, Any], modules: DecoderModules, batch: int, ends: bool) -> State:
-    state, cell = call["state"], modules.cell
+def _state(model: Model, state: State, batch: int, batch_dim: Any, by_rows: bool) -> State:
     if state is None:
-        return cell.initial_state(batch, modules.table.weight)
+        return model.cell.initial_state(batch, model.table.weight)
     state = map_tensors(lambda leaf: leaf.detach().clone(), state)  # the result is the caller's
-    cell.check_state(OP, state, batch)
-    same_device(OP, "state", tensors(state), modules.head_weight.device)
-    if cell.state_shapes is None and (ends or call["search"] == "beam"):
-        check_batch_dim(OP, state, batch, call["batch_dim"])
+    model.cell.check_state(OP, state, batch)
+    same_device(OP, "state", tensors(state), model.device)
+    if model.cell.state_shapes is None and by_rows:
+        check_batch_dim(OP, state, batch, batch_dim)
     return state
 
 
@@ -288,28 +266,26 @@ _OF_ONE_SEARCH = (
 )
 
 
-def _filter(call: Mapping[str, Any]) -> TokenFilter:
-    """What samples are drawn from."""
-    top_k, top_p = call["top_k"], call["top_p"]
-    if not 0 < number(OP, "temperature", call["temperature"]) < math.inf:
-        advice = 'search="greedy" is the limit of 0' if call["temperature"] == 0 else None
-        contract = "be greater than 0 and finite"
-        fail_value(OP, "temperature", contract, call["temperature"], advice)
+def _filter(search: str, temperature: Any, top_k: Any, top_p: Any, beams: Any) -> TokenFilter:
+    """The tokens that samples are drawn from."""
+    if not 0 < number(OP, "temperature", temperature) < math.inf:
+        advice = 'search="greedy" is the limit of 0' if temperature == 0 else None
+        fail_value(OP, "temperature", "be greater than 0 and finite", temperature, advice)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "beams": beams}
     for word, name, *neutral in _OF_ONE_SEARCH:
-        if call["search"] != word:
-            without_effect(OP, name, call[name], tuple(neutral), f"search is {word!r}")
+        if search != word:
+            without_effect(OP, name, given[name], tuple(neutral), f"search is {word!r}")
     top_k = None if top_k is None else positive_int(OP, "top_k", top_k)
-    if top_p is not None and not 0 < (top_p := number(OP, "top_p", top_p)) <= 1:
-        fail_value(OP, "top_p", "be in (0, 1]", call["top_p"])
-    return TokenFilter(float(call["temperature"]), top_k, top_p)
+    if top_p is not None and not 0 < (share := number(OP, "top_p", top_p)) <= 1:
+        fail_value(OP, "top_p", "be in (0, 1]", top_p)
+    return TokenFilter(float(temperature), top_k, None if top_p is None else share)
 
 
-def _draw(call: Mapping[str, Any], steps: int, batch: int, device: torch.device) -> Draw | None:
+def _draw(search: str, generator: Any, steps: int, batch: int, device: torch.device) -> Draw | None:
     """Uniform numbers [n, B], step after step the same as for all steps at once."""
-    generator = call["generator"]
     if generator is not None and not isinstance(generator, torch.Generator):
         fail_type(OP, "generator", "be a torch.Generator or None", type_name(generator))
-    if call["search"] != "sample":
+    if search != "sample":
         return None
     own = own_generator(generator, device)
 

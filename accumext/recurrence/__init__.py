@@ -7,8 +7,8 @@ from accumext.recurrence._cells import parameter_tensors as parameter_tensors
 from accumext.recurrence._cells import parts_of as parts_of
 from accumext.recurrence._embedding import EmbeddingTable as EmbeddingTable
 from accumext.recurrence._feedback import Feedback as Feedback
+from accumext.recurrence._feedback import Inputs as Inputs
 from accumext.recurrence._feedback import check_options as check_options
-from accumext.recurrence._feedback import feedback_of as feedback_of
 from accumext.recurrence._feedback import sample as sample
 from accumext.recurrence._generators import own_generator as own_generator
 from accumext.recurrence._generators import replay_rng as replay_rng
@@ -47,8 +47,8 @@ from accumext.recurrence._states import with_shapes as with_shapes
 from accumext.recurrence._states import within_length_of as within_length_of
 from accumext.recurrence._states import write_counts as write_counts
 from accumext.recurrence._states import zero_gradient_tie as zero_gradient_tie
+from accumext.recurrence._truncation import OPEN_GATE as OPEN_GATE
+from accumext.recurrence._truncation import WHOLE as WHOLE
 from accumext.recurrence._truncation import StateGradientGate as StateGradientGate
-from accumext.recurrence._truncation import random_cuts as random_cuts
-from accumext.recurrence._truncation import truncation_of as truncation_of
-from accumext.recurrence._truncation import unused_k1 as unused_k1
+from accumext.recurrence._truncation import Truncation as Truncation
 from accumext.recurrence._truncation import windows as windows

@@ -33,8 +33,11 @@ class Cell:
         """Zeros, as torch's own modules start; `None` for a callable, which starts itself."""
         if self.state_shapes is None:
             return None
-        zeros = tuple(like.new_zeros(self._with_batch(s, batch)) for s in self.state_shapes)
-        return zeros if len(zeros) > 1 else zeros[0]
+        zeros = []
+        for shape in self.state_shapes:
+            size = (*shape[: self.batch_dim], batch, *shape[self.batch_dim :])
+            zeros.append(like.new_zeros(size))
+        return tuple(zeros) if len(zeros) > 1 else zeros[0]
 
     def check_state(self, op: str, state: State, batch: int) -> None:
         """Raise if a state given to one of torch's modules has not its shape."""
@@ -51,15 +54,12 @@ class Cell:
             what = "a pair of tensors (h, c)" if pair else "a tensor"
             fail_type(op, "state", f"be {what} for this cell", type_name(state))
         for index, (part, shape) in enumerate(zip(parts, self.state_shapes, strict=True)):
-            expected = list(self._with_batch(shape, batch))
+            expected = [*shape[: self.batch_dim], batch, *shape[self.batch_dim :]]
             name = "state" if len(parts) == 1 else f"state[{index}]"
             if list(part.shape) != expected:
                 fail_value(op, name, f"have shape {expected}", list(part.shape))
             if not part.is_floating_point():
                 fail_type(op, name, "be floating-point", type_name(part))
-
-    def _with_batch(self, shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
-        return (*shape[: self.batch_dim], batch, *shape[self.batch_dim :])
 
 
 # Of errors that a callable raises a piece of what torch says, and what it comes from.

@@ -1,8 +1,8 @@
 """Embedding lookups, a step or a few at a time, whose weight gradient is formed once.
 
 Autograd would make a dense [V, E] gradient per lookup. Here the backward of a lookup only stores
-its rows. All lookups of a call depend on one empty tensor, the anchor, so that the engine runs the
-anchor's backward after all of theirs: it adds the stored rows in a single `index_add`.
+its rows. All lookups of a call depend on one empty tensor, the root, so that the engine runs the
+root's backward after all of theirs: it adds the stored rows in a single `index_add`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class EmbeddingTable:
     tied_gradient: Tensor | None = None  # [V, E]: the head's, where the head shares the weight
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens [n], dx [n, E])
 
-    def anchor(self) -> Tensor:
+    def root(self) -> Tensor:
         """The empty tensor through which the lookups of this call depend on the weight."""
-        anchor: Tensor = _Anchor.apply(self, self.weight)  # type: ignore[no-untyped-call]
-        return anchor
+        root: Tensor = _Root.apply(self, self.weight)  # type: ignore[no-untyped-call]
+        return root
 
-    def lookup(self, anchor: Tensor, tokens: Tensor) -> Tensor:
-        """Embedded tokens [..., E], connected to the weight through the anchor."""
-        x: Tensor = _Lookup.apply(self, anchor, tokens)  # type: ignore[no-untyped-call]
+    def lookup(self, root: Tensor, tokens: Tensor) -> Tensor:
+        """Embedded tokens [..., E], connected to the weight through the root."""
+        x: Tensor = _Lookup.apply(self, root, tokens)  # type: ignore[no-untyped-call]
         return x
 
     def renormalise(self, tokens: Tensor) -> None:
@@ -72,7 +72,7 @@ class EmbeddingTable:
         return total.index_add_(0, tokens, gradient.to(total.dtype)).to(self.weight.dtype)
 
 
-class _Anchor(torch.autograd.Function):
+class _Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: EmbeddingTable, weight: Tensor) -> Tensor:
         ctx.table = table
@@ -87,7 +87,7 @@ class _Anchor(torch.autograd.Function):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: EmbeddingTable, anchor: Tensor, tokens: Tensor) -> Tensor:
+    def forward(ctx: Any, table: EmbeddingTable, root: Tensor, tokens: Tensor) -> Tensor:
         ctx.table = table
         # Not a saved tensor: checkpointing would run the segment again to get it.
         ctx.tokens = tokens

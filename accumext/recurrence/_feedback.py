@@ -23,14 +23,76 @@ from accumext._checks import (
 from accumext.recurrence._generators import own_generator
 
 _SHARE = "feedback='scheduled', teacher_forcing=0.5"
+_SHARES = f"A share of the targets is fed by {_SHARE}, given ones by a bool mask [T, B]"
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """The source of every input of one call."""
+    """The arguments that choose the input of each step, checked; nothing is drawn yet."""
 
     teacher: Tensor  # int64 [T, B]: the inputs of teacher forcing
-    mask: Tensor | None  # bool [T, B]: True feeds the teacher's input; None feeds it everywhere
+    word: str = "teacher"  # a FeedbackWord, or "mask"
+    mask: Tensor | None = None  # bool [T, B]: True feeds the teacher's input
+    share: float = 1.0  # of "scheduled": the probability of True
+    temperature: float = 1.0  # of samples
+    samples: bool = False  # predictions are samples, not the argmax
+    generator: torch.Generator | None = None
+
+    @staticmethod
+    def of(
+        op: str,
+        feedback: Any,
+        fed: Tensor,  # int64 [T, B]: the targets, with the token to feed where one is ignored
+        *,
+        start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
+        rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
+        draw: Any = "argmax",
+    ) -> Feedback:  # fmt: skip
+        """The arguments of this name, checked."""
+        teacher = _teacher_inputs(op, start, inputs, fed, rows)
+        word = "mask"
+        if isinstance(feedback, Tensor):
+            _check_mask(op, feedback, fed)
+        else:
+            word = feedback
+            if word.__class__ is not str or word not in FEEDBACK_WORDS:
+                advice = (
+                    f"A share of the targets is fed by {_SHARE}, given ones by a bool mask [T, B]"
+                )
+                one_of(op, "feedback", word, FEEDBACK_WORDS, advice)
+        samples = word == "sample"
+        plain = teacher_forcing.__class__ is temperature.__class__ is float and generator is None
+        if not (plain and teacher_forcing == temperature == 1.0 and draw == "argmax"):
+            samples = check_options(op, word, teacher_forcing, temperature, generator, draw)
+        if word == "teacher":
+            return Feedback(teacher, generator=generator)
+        mask = feedback if word == "mask" else None
+        share, temperature = float(teacher_forcing), float(temperature)
+        return Feedback(teacher, word, mask, share, temperature, samples, generator)
+
+    def drawn(self) -> Inputs:
+        """The inputs of one call, with all random numbers that they need."""
+        if self.word == "teacher":
+            return Inputs(self.teacher)
+        generator, shape, device = self.generator, self.teacher.shape, self.teacher.device
+        if self.samples or self.word == "scheduled":
+            generator = own_generator(generator, device)
+        mask, uniforms = self.mask, None
+        if self.word == "scheduled":
+            mask = torch.rand(shape, device=device, generator=generator) < self.share
+        elif mask is None:
+            mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        if self.samples:
+            uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
+        return Inputs(self.teacher, mask, self.temperature, uniforms)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The source of every input of one call."""
+
+    teacher: Tensor  # int64 [T, B]
+    mask: Tensor | None = None  # bool [T, B]: True feeds the teacher's input; None: everywhere
     temperature: float = 1.0  # of the samples
     uniforms: Tensor | None = None  # fp64 [T, B] in [0, 1), to sample with; None takes the argmax
 
@@ -72,46 +134,14 @@ def sample(
     return torch.where(drawn, sampled, logits.argmax(1))
 
 
-def feedback_of(
-    op: str,
-    feedback: Any,
-    targets: Tensor,  # int64 [T, B]
-    *,
-    fed: Tensor,  # int64 [T, B]: the targets, with the token to feed where one is ignored
-    start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
-    rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
-    draw: Any = "argmax",
-) -> Feedback:  # fmt: skip
-    """Check the arguments that choose the inputs, and draw the random numbers that they need."""
-    shape, device = targets.shape, targets.device
-    teacher = _teacher_inputs(op, start, inputs, fed, rows)
-    if isinstance(feedback, Tensor):
-        word = "mask"
-        if feedback.dtype != torch.bool:
-            advice = f"One is drawn by {_SHARE}"
-            contract = "be a word or a bool mask [T, B]"
-            fail_type(op, "feedback", contract, type_name(feedback), advice)
-        if feedback.shape != shape:
-            fail_value(op, "feedback", f"have shape {list(shape)}", list(feedback.shape))
-        if feedback.device != device:
-            fail_value(op, "feedback", f"be on the device of targets, {device}", feedback.device)
-    else:
-        word = feedback
-    sampled = check_options(op, word, teacher_forcing, temperature, generator, draw)
-    if word == "teacher":
-        return Feedback(teacher, None)
-    if sampled or word == "scheduled":
-        generator = own_generator(generator, device)
-    if isinstance(feedback, Tensor):
-        mask = feedback
-    elif word == "scheduled":
-        mask = torch.rand(shape, device=device, generator=generator) < teacher_forcing
-    else:
-        mask = torch.zeros(shape, dtype=torch.bool, device=device)
-    if not sampled:
-        return Feedback(teacher, mask)
-    uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
-    return Feedback(teacher, mask, float(temperature), uniforms)
+def _check_mask(op: str, mask: Tensor, fed: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        advice = f"One is drawn by {_SHARE}"
+        fail_type(op, "feedback", "be a word or a bool mask [T, B]", type_name(mask), advice)
+    if mask.shape != fed.shape:
+        fail_value(op, "feedback", f"have shape {list(fed.shape)}", list(mask.shape))
+    if mask.device != fed.device:
+        fail_value(op, "feedback", f"be on the device of targets, {fed.device}", mask.device)
 
 
 def check_options(
@@ -119,9 +149,6 @@ def check_options(
 ) -> bool:
     """Whether this feedback, "mask" for one, draws samples. Raise for options that it has no use
     for; a generator is none: that nothing is drawn from it changes no result."""
-    if word != "mask":
-        advice = f"A share of the targets is fed by {_SHARE}, given ones by a bool mask [T, B]"
-        one_of(op, "feedback", word, FEEDBACK_WORDS, advice)
     if number(op, "teacher_forcing", teacher_forcing, 0) > 1:
         fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
     if number(op, "temperature", temperature) <= 0:

@@ -15,6 +15,7 @@ KINDS = ("gru", "lstm", "rnn_tanh", "rnn_relu")  # in the order of csrc/math/gat
 GRU, LSTM, RNN_TANH, RNN_RELU = range(4)
 
 _MODULES = (nn.GRUCell, nn.LSTMCell, nn.RNNCell, nn.GRU, nn.LSTM, nn.RNN)
+_FORWARDS = {kind.forward for kind in _MODULES}
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class RnnWeights:
 
     kind: int  # index into KINDS
     weights: list[Tensor | None]  # per layer weight_ih, weight_hh, bias_ih, bias_hh
+    given: list[Tensor]  # those of them that the module has
     layers: int
     units: int  # H
     dropout: float  # between layers; 0 in eval mode
@@ -31,28 +33,33 @@ class RnnWeights:
     gates: int  # a weight has gates H rows
 
 
-def rnn_weights_of(module: nn.Module | None, dtypes: set[torch.dtype]) -> RnnWeights | None:
+def rnn_weights_of(module: nn.Module | None, *dtypes: torch.dtype) -> RnnWeights | None:
     """The weights of one of torch's recurrent modules, which the operators then run.
 
     None for anything else: where the module does more than its weights say (hooks, a forward of its
     own, projections), or where weights differ in dtype from each other or from `dtypes`.
     """
-    if module is None or not isinstance(module, _MODULES):
+    if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return None
-    base = next(kind for kind in _MODULES if isinstance(module, kind))
     hooks = forward_hooks(module)
     hooked = (any(hooks) and not only_sharding(hooks)) or any(backward_hooks(module))
     projected = getattr(module, "proj_size", 0) > 0
-    if type(module).forward is not base.forward or hooked or projected:
+    if type(module).forward not in _FORWARDS or hooked or projected:
         return None
     stacked = isinstance(module, nn.RNNBase)
     layers = module.num_layers if isinstance(module, nn.RNNBase) else 1
     weights: list[Tensor | None] = []
+    given: list[Tensor] = []
     for layer in range(layers):
-        suffix = f"_l{layer}" if stacked else ""
-        names = (f"{what}{suffix}" for what in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
-        weights += [getattr(module, name, None) for name in names]
-    if len(dtypes | {w.dtype for w in weights if w is not None}) != 1:
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            weight = getattr(module, f"{name}_l{layer}" if stacked else name, None)
+            weights.append(weight)
+            if weight is None:
+                continue
+            given.append(weight)
+            if weight.dtype != dtypes[0]:
+                return None
+    if dtypes[0] != dtypes[-1]:
         return None
     if isinstance(module, (nn.GRUCell, nn.GRU)):
         kind = GRU
@@ -62,7 +69,8 @@ def rnn_weights_of(module: nn.Module | None, dtypes: set[torch.dtype]) -> RnnWei
         kind = RNN_TANH if module.nonlinearity == "tanh" else RNN_RELU
     dropout = module.dropout if isinstance(module, nn.RNNBase) and module.training else 0.0
     parts, gates = 2 if kind == LSTM else 1, (3, 4, 1, 1)[kind]
-    return RnnWeights(kind, weights, layers, module.hidden_size, dropout, stacked, parts, gates)
+    units = module.hidden_size
+    return RnnWeights(kind, weights, given, layers, units, dropout, stacked, parts, gates)
 
 
 def dense_rows(table: Tensor) -> Tensor:
@@ -73,11 +81,14 @@ def dense_rows(table: Tensor) -> Tensor:
 
 def operands(rnn: RnnWeights, dtypes: Dtypes) -> list[Tensor]:
     """The weights in the dtypes of the products; an empty bias is none."""
-    kinds = [dtypes.cell] * 2 + [dtypes.accumulation] * 2  # weight_ih, weight_hh, the biases
-    given = next(w for w in rnn.weights if w is not None)
-    empty = given.new_empty(0, dtype=dtypes.accumulation)
-    weights = [empty if w is None else w.detach() for w in rnn.weights]
-    return [w.to(kinds[i % 4]).contiguous() for i, w in enumerate(weights)]
+    kinds = (dtypes.cell, dtypes.cell, dtypes.accumulation, dtypes.accumulation)
+    found = []
+    for place, weight in enumerate(rnn.weights):
+        if weight is None:
+            found.append(rnn.given[0].new_empty(0, dtype=dtypes.accumulation))
+        else:
+            found.append(weight.detach().to(kinds[place % 4]).contiguous())
+    return found
 
 
 def states_from(
@@ -94,9 +105,11 @@ def states_from(
 
 
 def module_state(
-    rnn: RnnWeights, of_layers: list[Tensor], dtypes: list[torch.dtype]
+    rnn: RnnWeights, of_layers: list[Tensor], dtypes: Sequence[torch.dtype]
 ) -> list[Tensor]:
     """Tensors [B, H], of each layer h and c, in the module's parts."""
-    parts = [of_layers[part :: rnn.state_parts] for part in range(rnn.state_parts)]
-    stacked = [torch.stack(part) if rnn.stacked else part[0] for part in parts]
-    return [part.to(dtype) for part, dtype in zip(stacked, dtypes, strict=True)]
+    found = []
+    for part, dtype in enumerate(dtypes):
+        layers = of_layers[part :: rnn.state_parts]
+        found.append((torch.stack(layers) if rnn.stacked else layers[0]).to(dtype))
+    return found

@@ -3,7 +3,6 @@ its states."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accumext import _checks
 from accumext._checks import (
     REDUCTIONS,
     Reduction,
-    Truncation,
     explained,
     fail_type,
     fail_value,
@@ -23,21 +22,16 @@ from accumext._checks import (
     one_of,
     positive_int,
     type_name,
-    users_level,
     zero_dim_loss,
 )
 from accumext.recurrence import (
     State,
+    StateGradientGate,
+    Truncation,
     check_nesting,
     copy_nesting,
     detach,
-    map_tensors,
-    own_generator,
-    random_cuts,
     tensors,
-    truncation_of,
-    unused_k1,
-    windows,
     with_shapes,
     zero_gradient_tie,
 )
@@ -76,7 +70,7 @@ def rollout(
     feed: Callable[[State, int], State] | None = None,
     k1: int | None = None,
     k2: int | None = None,
-    truncation: Truncation = "fixed",
+    truncation: _checks.Truncation = "fixed",
     checkpoint: int | None = None,
     memory_budget: int | None = None,
     reduction: Reduction = "mean",
@@ -138,24 +132,15 @@ def rollout(
     Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Griewank & Walther 2000
     (binomial checkpointing).
     """
-    steps, k1, k2 = _check(
+    steps, bounds = _check(
         step, state, steps, loss, start, feed, k1, k2, truncation, checkpoint, memory_budget,
         reduction,
     )  # fmt: skip
     if steps == 0:
         return _no_steps(state, start)
-    factors = None
-    if truncation == "random":
-        assert k2 is not None
-        generator = own_generator(None, torch.device("cpu"))
-        one = torch.ones((), dtype=torch.float64)
-        factors = random_cuts(steps, 1, k2, one, generator)[:, 0].tolist()
-    elif k1 is not None and k1 == k2:
-        factors = [float(t % k1 != 0) for t in range(steps)]
+    gate = bounds.gate(steps, 1, torch.ones((), dtype=torch.float64))  # one for the whole batch
     builds_graph = torch.is_grad_enabled()
-    spans = [(0, 0, steps)]
-    if builds_graph and k1 is not None and k2 is not None and k1 < k2:
-        spans = windows(steps, k1, k2)
+    spans = bounds.spans(steps) if builds_graph else [(0, 0, steps)]
 
     def choose(sizes: Sizes) -> Plan:
         plan = choose_plan(steps, sizes, checkpoint, memory_budget)
@@ -167,7 +152,7 @@ def rollout(
     plan = Plan(steps, None) if not builds_graph else None
     if builds_graph and memory_budget is None and checkpoint is not None:
         plan = Plan(checkpoint, None)
-    one_step = _OneStep(step, loss, feed, steps, factors)
+    one_step = _OneStep(step, loss, feed, steps, gate)
     starts = {begin for begin, _, _ in spans[1:]}
     running = RecomputedSteps(OP, one_step, steps, _device(state, start), plan, choose, starts)
     carry: State = None
@@ -180,7 +165,7 @@ def rollout(
                 carry = copy_nesting((start, state))
             carry, total = running.run(begin, counting, end, carry, total)
         output, last = carry
-        if k2 is not None:
+        if bounds.cuts:
             output, last = detach(output), detach(last)
         assert total is not None
         if gathered is not None:
@@ -196,13 +181,11 @@ class _OneStep:
     loss: Callable[[State, int], Tensor]
     feed: Callable[[State, int], State] | None
     steps: int
-    # Of the gradient that flows back from step t to the one before; None: 1 everywhere.
-    factors: list[float] | None
+    gate: StateGradientGate
 
     def __call__(self, t: int, carry: State, counted: bool) -> tuple[State, Tensor]:
         """Behind the last step its output stands in the place of an input."""
-        if self.factors is not None and t > 0:
-            carry = _weighted(carry, self.factors[t])
+        carry = self.gate.attach(t, self.gate.cut(t, carry))
         try:
             result = self.step(*carry)
         except (AttributeError, TypeError) as error:
@@ -223,23 +206,6 @@ class _OneStep:
             check_nesting(OP, "state", state)
             check_nesting(OP, "output" if self.feed is None else "what feed returns", following)
         return (following, state), loss
-
-
-def _weighted(carry: State, factor: float) -> State:
-    """The same values, whose gradient is multiplied by a factor on its way back."""
-    if factor == 0:
-        return detach(carry)
-    if factor == 1:
-        return carry
-
-    def weighted(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        view = tensor.view_as(tensor)
-        view.register_hook(lambda gradient: gradient * factor)
-        return view
-
-    return map_tensors(weighted, carry)
 
 
 def _device(state: State, start: State) -> torch.device:
@@ -264,7 +230,7 @@ def _no_steps(state: State, start: State) -> RolloutOutput:
 def _check(
     step: Any, state: Any, steps: Any, loss: Any, start: Any, feed: Any, k1: Any, k2: Any,
     truncation: Any, checkpoint: Any, memory_budget: Any, reduction: Any,
-) -> tuple[int, int | None, int | None]:  # fmt: skip
+) -> tuple[int, Truncation]:  # fmt: skip
     for name, function in (("step", step), ("loss", loss), ("feed", feed)):
         if not callable(function) and not (name == "feed" and function is None):
             contract = "be callable" if name != "feed" else "be callable or None"
@@ -274,12 +240,10 @@ def _check(
     steps = integer(OP, "steps", steps)
     if steps < 0:
         fail_value(OP, "steps", "be at least 0", steps)
-    k1, k2 = truncation_of(OP, k1, k2, truncation)
+    bounds = Truncation.of(OP, k1, k2, truncation)
     if checkpoint is not None:
         positive_int(OP, "checkpoint", checkpoint)
     if memory_budget is not None:
         positive_int(OP, "memory_budget", memory_budget)
     one_of(OP, "reduction", reduction, REDUCTIONS)
-    if k1 is not None and k2 is None:
-        warnings.warn(f"{OP}: {unused_k1(k1)}", stacklevel=users_level())
-    return steps, k1, k2
+    return steps, bounds

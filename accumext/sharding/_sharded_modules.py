@@ -71,7 +71,8 @@ def gathered_once(
     """Inside of it, modules that `fully_shard` has wrapped are gathered, each once: from the
     beginning those whose weights are read and those whose methods are called, others from their
     first call on. None where there are no such modules."""
-    modules = sharded_modules()
+    # without FSDP, whose import takes long, there are none
+    modules = sharded_modules() if "torch.distributed.fsdp" in sys.modules else []
     return GatheredOnce(op, modules, called, read) if modules else nullcontext()
 
 

@@ -39,7 +39,7 @@ def test_a_mask_that_the_host_does_not_read() -> None:
     every = Resets(mask, frozenset(range(1, STEPS)))
     expected = decoder.gradients(run(decoder, feedback="greedy", resets=mask).loss)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accumext.decoder._arguments.resets_of", lambda *_: every)
+        patch.setattr("accumext.decoder._tokens.resets_of", lambda *_: every)
         actual = decoder.gradients(run(decoder, feedback="greedy", resets=mask).loss)
     assert relative_distance(actual, expected) < EXACT
 

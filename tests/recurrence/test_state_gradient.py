@@ -12,7 +12,6 @@ from support.decode_oracle import Decoder, decode, make_decoder, relative_distan
 from torch import Tensor, nn
 
 import accumext
-from accumext.decoder import _arguments
 from accumext.recurrence import _truncation
 
 STEPS, BATCH, VOCABULARY = 5, 3, 13
@@ -41,7 +40,7 @@ def wrapped(decoder: Decoder) -> Any:
 
 
 def fixed_cuts(monkeypatch: pytest.MonkeyPatch, factors: Tensor) -> None:
-    monkeypatch.setattr(_arguments, "random_cuts", lambda *_, **__: factors)
+    monkeypatch.setattr(_truncation, "random_cuts", lambda *_, **__: factors)
 
 
 @pytest.mark.parametrize("mean", [2, 4])

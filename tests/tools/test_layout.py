@@ -88,7 +88,7 @@ def test_no_circle_in_the_backend():
 
 
 LAYERS = {
-    "decoder": 9, "generation": 7, "masters": 2, "optimizer": 6, "recurrence": 2, "rollout": 3,
+    "decoder": 6, "generation": 5, "masters": 2, "optimizer": 6, "recurrence": 3, "rollout": 3,
     "sharding": 1,
 }  # fmt: skip
 
@@ -158,7 +158,8 @@ def test_a_step_and_a_decode_are_short_ways(monkeypatch):
     """What bench/calls.py counts; Python 3.12 and later count comprehensions no more."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     calls = importlib.import_module("calls")
-    step, (forward, _) = calls.window_step(), calls.decoder_passes()
+    step, (forward, backward) = calls.window_step(), calls.decoder_passes()
     assert len(step.calls) <= 30
     assert step.changes <= 14
-    assert forward.changes <= 40
+    assert len(forward.calls) + len(backward.calls) <= 80
+    assert forward.changes + backward.changes <= 31  # 30 where nothing has imported FSDP
