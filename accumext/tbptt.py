@@ -1,5 +1,5 @@
-"""`tbptt`: truncated backpropagation through time over any user module, a window of steps alive at
-a time."""
+"""`tbptt`: truncated backpropagation through time over any user module, a window of steps at a
+time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ IGNORED = -100  # `ignore_index` of `F.cross_entropy`
 
 
 class TBPTTResult(NamedTuple):
-    """What `tbptt` returns.
+    """The results of `tbptt`.
 
     Attributes:
         loss: 0-dim, detached, on the device.
@@ -147,13 +147,13 @@ def tbptt(
 
     Source: Williams & Peng 1990.
     """
-    source, k1, k2, live = _check(
+    source, k1, k2, active = _check(
         step, targets, state, criterion, feedback, start, inputs, k1, k2, backward, reduction,
         teacher_forcing, temperature, generator, lengths, context, batch_dim,
     )  # fmt: skip
     steps = targets.shape[0]
     loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
-    rows = None if live is None else _Rows(live, batch_dim or 0)
+    rows = None if active is None else _Rows(active, batch_dim or 0)
     running = _Steps(step, _Losses(criterion, targets, rows), source, rows)
     history = _StateHistory(k2, targets.device) if k1 < k2 else None
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
@@ -190,19 +190,19 @@ def tbptt(
 class _Rows:
     """Rows of different lengths: their states and targets past their ends."""
 
-    def __init__(self, live: Tensor, batch_dim: int) -> None:  # bool [T, B]
-        self.live, self.batch_dim = live, batch_dim
-        self.any = live.any(1)  # [T]
+    def __init__(self, active: Tensor, batch_dim: int) -> None:  # bool [T, B]
+        self.active, self.batch_dim = active, batch_dim
+        self.any = active.any(1)  # [T]
         # A step past all ends has a loss like any other, which is not counted: no mean of nothing.
-        self.counted = live | ~self.any[:, None]
+        self.counted = active | ~self.any[:, None]
 
     def freeze(self, t: int, new: State, old: State) -> State:
-        return freeze(OP, self.live[t], new, old, self.batch_dim)
+        return freeze(OP, self.active[t], new, old, self.batch_dim)
 
     def targets(self, targets: Tensor) -> Tensor:
         """Of int64 targets [T, B], those that count."""
         past = torch.where(self.any[:, None], IGNORED, 0)
-        return torch.where(self.live, targets, past)
+        return torch.where(self.active, targets, past)
 
 
 class _Losses:
@@ -280,8 +280,8 @@ class _Steps:
         return torch.stack(losses).sum(), state
 
     def _read_again(self, t: int, state: State, history: _StateHistory | None) -> list[Tensor]:
-        """What a step must not write into: what it starts from, where windows overlap, and the
-        state that rows of other lengths stay in."""
+        """Tensors that a step must not write into: its start, where windows overlap, and the state
+        that rows of other lengths stay in."""
         if history is None:
             return tensors(state) if self.rows is not None else []
         return tensors((self.inputs[t], state, self.context))
@@ -309,7 +309,7 @@ def _shape(value: Any) -> str:
 
 
 class _SavedState(NamedTuple):
-    """What a step starts from."""
+    """The start of a step."""
 
     step: int
     state: State  # detached
@@ -409,22 +409,22 @@ def _check(
     steps, batch = targets.shape[:2]
     _check_layout(targets, state)
     whose = "the device of targets"
-    live = None
+    active = None
     if lengths is not None:
-        live = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
+        active = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
         check_batch_dim(OP, state, batch, batch_dim)
     given_floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
     if targets.is_floating_point() or given_floats:
         source = Inputs(_known_inputs(targets, feedback, start, inputs))
         check_options(OP, "teacher", teacher_forcing, temperature, generator)
-        return source, k1, k2, live
+        return source, k1, k2, active
     fed = targets.clamp(min=0)
     chosen = Feedback.of(
-        OP, feedback, fed if live is None else torch.where(live, fed, 0), start=start,
+        OP, feedback, fed if active is None else torch.where(active, fed, 0), start=start,
         inputs=inputs, teacher_forcing=teacher_forcing, temperature=temperature,
         generator=generator, rows=None,
     )  # fmt: skip
-    return chosen.drawn(), k1, k2, live
+    return chosen.drawn(), k1, k2, active
 
 
 def _check_targets(targets: Any, state: Any) -> None:

@@ -18,7 +18,7 @@ from accumext._checks import message
 from accumext._torch_private import base_of, leaves_since, next_node_number, write_count
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._model import OP
-from accumext.decoder._operators import all_ended
+from accumext.decoder._operators import none_active
 from accumext.decoder._plan import keeps_graph
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import (
@@ -41,7 +41,7 @@ from accumext.recurrence import (
 
 
 class Segment(NamedTuple):
-    """What some steps leave."""
+    """The results of some steps."""
 
     hidden: Tensor  # [n, B, H]: what the head reads
     outputs: Tensor | None  # [n, B, H] of the cell, if they are asked for and are others
@@ -49,7 +49,7 @@ class Segment(NamedTuple):
 
 
 def _silent(segment: Segment, steps: int) -> Segment:
-    """What steps leave once no row is active: zeros, without a call of the cell."""
+    """The results of steps in which no row is active: zeros, without a call of the cell."""
 
     def zeros(leaf: Tensor) -> Tensor:
         return leaf.new_zeros(steps, *leaf.shape[1:])
@@ -105,7 +105,7 @@ class CallableSteps:
                 segment, state = self._run_segment(*given)
             found.append(segment)
             active = self.transcript.active
-            if active is not None and end < steps and all_ended(active[end]):
+            if active is not None and end < steps and none_active(active[end]):
                 found.append(_silent(segment, steps - end))
                 break
         return found, state
@@ -142,7 +142,7 @@ class CallableSteps:
     def _run_segment(
         self, begin: int, counting: int, end: int, state: State, root: Tensor, *context: Tensor
     ) -> tuple[Segment, State]:
-        """What steps [counting, end) leave, and the state after them.
+        """The results of steps [counting, end), and the state after step end - 1.
 
         The graph holds only the inputs of the segment: the backward pass runs its steps again.
         """
@@ -259,7 +259,7 @@ def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
         storage = tensor.untyped_storage()
         if not base_of(tensor).is_leaf and storage.data_ptr() not in known:
             sizes[storage.data_ptr()] = storage.nbytes()
-        # An output that its own node keeps would keep itself alive.
+        # An output that its own node keeps would keep itself.
         return tensor.detach(), write_count(tensor)
 
     def unpack(saved: tuple[Tensor, int]) -> Tensor:

@@ -24,7 +24,6 @@ from accumext.recurrence import (
     WHOLE,
     State,
     Truncation,
-    check_options,
     map_leaves,
     map_tensors,
     tensors,
@@ -35,7 +34,7 @@ from accumext.sharding import gathered_once
 
 
 class DecodeOutput(NamedTuple):
-    """What `decode_loss` returns; [B, T] in place of [T, B] with `batch_first`.
+    """The results of `decode_loss`; [B, T] in place of [T, B] with `batch_first`.
 
     Attributes:
         loss: 0-dim, or [T, B] with `reduction="none"`; fp32, fp64 in double precision. Its backward
@@ -152,7 +151,7 @@ def decode_loss(
             nowhere, and reads the padding token. Here, with `eos` and with `resets` a callable's
             state is given, not None, and every tensor of it has the batch in `batch_dim` (0-dim
             tensors are everyone's). A tensor may grow in one other dimension, such as a cache of
-            keys [B, n, E]: a row that has ended has zeros behind its own entries.
+            keys [B, n, E]: an inactive row has zeros behind its own entries.
         eos: a row that predicted this token stops after that step, as if its length ended there.
         ignore_index, label_smoothing, class_weight, reduction: as in `F.cross_entropy`. Class
             weights are floats [V], a tensor or a list; the reduction is "mean", "sum" or "none".
@@ -166,8 +165,8 @@ def decode_loss(
             them.
         memory_budget: bytes of logits that may exist at once, at least one row's; None chooses.
         batch_first: targets, inputs, a feedback mask, `token_weight`, `resets` and the results are
-            [B, T]. The state is as the cell has it. That a module is built with `batch_first` of
-            its own changes nothing.
+            [B, T]. The state is as the cell has it. A `batch_first` that the cell is built with
+            changes nothing.
         steps: T where `targets` is None.
         token_weight: float [T, B], such as an advantage: multiplies the loss of each token before
             the reduction, and has no gradient. "mean" divides by the number of tokens as ever.
@@ -179,7 +178,7 @@ def decode_loss(
             none).
         output_dropout: the same of what the head reads.
         resets: bool [T, B], best on the CPU: before step t the state of these rows is their initial
-            state again, whose gradient comes from there, too. What they read is not changed, and no
+            state again, whose gradient comes from there, too. Their inputs are not changed, and no
             tensor of the state may grow.
         batch_dim: where the tensors of a callable's state have the batch. None: in dimension 0, or
             an error where by its size another one might be meant, as in [layers, B, H] of as many
@@ -232,8 +231,9 @@ def decode_loss(
             bounds = Truncation.of(OP, k1, k2, truncation, state_grad_clip)
         in_forward = reduction != "none" and not may_fuse(model.head_weight)
         plan = Plan.of(
-            OP, model.device.type, tokens.shape, len(model.head_weight), model.dtypes,
-            memory_budget, bounds.period, tokens.free_running, in_forward,
+            OP, memory_budget, shape=tokens.shape, words=len(model.head_weight),
+            device=model.device.type, dtypes=model.dtypes, period=bounds.period,
+            free_running=tokens.free_running, gradients_in_forward=in_forward,
         )  # fmt: skip
         # Random numbers are drawn from here on: a call that fails a check draws none.
         transcript = Transcript(model, tokens, objective, bounds, plan)
@@ -327,12 +327,7 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
 
     for name in ("targets", "state", "inputs", "lengths", "feedback", "context"):
         call[name] = map_tensors(on_device, call[name])
-    if isinstance(call["feedback"], str) and call["feedback"] in ("sample", "scheduled"):
-        names = ("teacher_forcing", "temperature", "generator", "draw")
-        check_options(OP, call["feedback"], *(call[name] for name in names))
-        # The same memory, and nothing is drawn.
-        call |= {"feedback": "greedy", "teacher_forcing": 1, "temperature": 1, "draw": "argmax"}
-    if call["truncation"] == "random":
+    if call["truncation"] == "random":  # the same memory, and nothing is drawn
         call["truncation"], call["k2"] = "fixed", None
     if call["batch_first"]:
         for name in ("targets", "inputs", "feedback", "token_weight", "resets"):
@@ -347,8 +342,9 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     )
     in_forward = call["reduction"] != "none" and not may_fuse(weight)
     plan = Plan.of(
-        OP, weight.device.type, tokens.shape, len(weight), model.dtypes, call["memory_budget"],
-        truncation.period, tokens.free_running, in_forward,
+        OP, call["memory_budget"], shape=tokens.shape, words=len(weight),
+        device=model.device.type, dtypes=model.dtypes, period=truncation.period,
+        free_running=tokens.free_running, gradients_in_forward=in_forward,
     )  # fmt: skip
     asked = Call(model, tokens, truncation, plan, call["return_outputs"])
     return predicted_peak(asked, call["cell"])

@@ -31,7 +31,7 @@ from accumext.recurrence import Dtypes
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradients a pass through the head is to form."""
+    """The gradients that a pass through the head is to form."""
 
     hidden: bool
     weight: bool
@@ -117,7 +117,7 @@ class FusedCrossEntropy:
             )
 
     def workspace_slice(self, rows: int) -> Tensor | None:
-        """Where the exponentials of the next `rows` rows go, [rows, V]; None if not wanted.
+        """Memory for the exponentials of the next `rows` rows, [rows, V]; None if not wanted.
 
         Gradients are formed first if there is no space left.
         """
@@ -175,7 +175,7 @@ class FusedCrossEntropy:
         row = hit + 2 * self._z_loss * lse
         if self._smoothing > 0:
             uniform = self._smoothing / self.weight.shape[0]
-            rounded = hidden.to(self.weight.dtype).to(self.dtype)  # what made the logits
+            rounded = hidden.to(self.weight.dtype).to(self.dtype)  # as for the logits
             smooth = self._weight_sum * lse - (rounded @ self._colsum + self._bias_dot)
             loss = loss + uniform * smooth
             row = row + uniform * self._weight_sum
@@ -244,7 +244,7 @@ class FusedCrossEntropy:
                 d_hidden.addr_(q, self._colsum, alpha=-1)
             gradients.hidden[position] = d_hidden
         if gradients.weight is not None:
-            h = h.to(self.weight.dtype).to(self.dtype)  # what made the logits
+            h = h.to(self.weight.dtype).to(self.dtype)  # as for the logits
             overwrite = not self._weight_written
             _operators.add_matmul(gradients.weight, exps, h * r[:, None], overwrite)
             gradients.weight.index_add_(0, y, h * t[:, None])

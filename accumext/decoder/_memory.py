@@ -49,8 +49,8 @@ from accumext.recurrence import (
 # Rows whose known inputs torch's modules multiply at once.
 INPUT_ROWS = {"cpu": 512, "cuda": 2048}
 
-# What the backward pass of torch's modules has per row, in units: the products of the gates and
-# what is computed from them, then their gradients.
+# Units that the backward pass of torch's modules has per row: the products of the gates and the
+# numbers computed from them, then their gradients.
 BACKWARD_UNITS = {GRU: 10, LSTM: 8, RNN_TANH: 1, RNN_RELU: 1}
 
 # A cell that does not run without data is taken to be a GRU as torch builds it: tensors of [B, H]
@@ -152,7 +152,7 @@ def predicted_peak(call: Call, cell: Any) -> int:
 
 
 def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int]:
-    """States of every step; and what the backward pass through the layers adds."""
+    """Bytes of the states of every step, and those that the backward pass of the layers adds."""
     model, tokens, truncation = call.model, call.tokens, call.truncation
     device, width = model.device.type, model.table.weight.shape[1]
     states = rnn.state_parts * rnn.layers * (tokens.steps + 1) * tokens.batch * rnn.units
@@ -180,7 +180,7 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int]:
 
 
 def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
-    """What the forward pass through the layers has at once where the inputs are known."""
+    """Bytes that the forward pass through the layers has at once where the inputs are known."""
     model, tokens = call.model, call.tokens
     rows = INPUT_ROWS.get(model.device.type, INPUT_ROWS["cpu"])
     if tokens.free_running:
@@ -191,7 +191,7 @@ def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
 
 
 def segment_memory(call: Call, cell: Any) -> SegmentMemory:
-    """What a segment of this call has at once.
+    """The memory of a segment of this call.
 
     Nothing is computed, drawn or written, and the modules that the cell is made of get back what
     their attributes were.
@@ -332,9 +332,9 @@ def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
 def _leaves(
     output: Tensor, first: int, kept: list[Tensor]
 ) -> tuple[list[GradientEdge], list[Tensor], list[Tensor]]:
-    """Where gradients leave the graph, towards leaves and nodes from before `first`; the leaves but
-    for `kept`, of which every segment has its own; and apart from both, leaves with hooks, which
-    would be called.
+    """The edges by which gradients leave the graph, towards leaves and nodes from before `first`;
+    the leaves but for `kept`, of which every segment has its own; and apart from both, leaves with
+    hooks, which would be called.
     """
     edges: list[GradientEdge] = []
     leaves: list[Tensor] = []

@@ -228,7 +228,7 @@ def _fail_module(op: str, name: str, contract: str, given: Any) -> NoReturn:
 
 
 def _instead(op: str, name: str, given: Any) -> str | None:
-    """What to pass in place of an embedding or head that is none."""
+    """Advice on the argument to pass in place of an embedding or head that is none."""
     whole = parts_of(given)
     if name == "head" and isinstance(given, (nn.Embedding, Tensor)):
         word = "embedding.weight" if isinstance(given, nn.Embedding) else "weight"

@@ -83,7 +83,7 @@ def softmax_stats(
     logits: Tensor, targets: Tensor | None, uniforms: Tensor | None, temperature: float,
     exps: Tensor | None, tokens: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
-    """What head_forward finds of logits [M, V]; they are used up."""
+    """Write the results of head_forward for logits [M, V], which are used up."""
     peak, argmax = logits.max(1)
     tokens.copy_(argmax if uniforms is None else sample(logits, uniforms, temperature))
     targets = tokens if targets is None else targets
@@ -158,7 +158,7 @@ def decode_steps_reference(
     table: Tensor, cell: list[Tensor], states: list[Tensor], kind: int, dropout_mask: Tensor | None,
     dropout_scale: float, input_mask: Tensor | None, input_scale: float,
     output_mask: Tensor | None, output_scale: float, inputs: Tensor, teacher: Tensor | None,
-    teacher_mask: Tensor | None, live: Tensor | None, eos: int, pad: int, uniforms: Tensor | None,
+    teacher_mask: Tensor | None, active: Tensor | None, eos: int, pad: int, uniforms: Tensor | None,
     temperature: float, head_weight: Tensor, head_bias: Tensor | None, targets: Tensor | None,
     tokens: Tensor, exps: Tensor | None, stats: Tensor | None, rows: Tensor | None,
     logit_rows: int, begin: int, end: int,
@@ -167,7 +167,7 @@ def decode_steps_reference(
     everyone = torch.arange(batch, device=inputs.device)
     used = 0
     for t in range(begin, end):
-        if live is not None and all_ended(live[t]):
+        if active is not None and none_active(active[t]):
             for state in states:
                 state[t + 1 : end + 1] = state[t]
             if stats is not None:
@@ -176,17 +176,9 @@ def decode_steps_reference(
         x = table[inputs[t]].to(states[0].dtype)
         if input_mask is not None:
             x = x * input_mask[t] * input_scale
-        alive = None if live is None else live[t]
+        now = None if active is None else active[t]
         for layer in range(len(cell) // 4):
-            w_ih, w_hh, b_ih, b_hh = cell[4 * layer : 4 * layer + 4]
-            h, c = states[layer], None
-            if kind == LSTM:
-                h, c = states[2 * layer : 2 * layer + 2]
-            rnn_advance(
-                kind, linear(x, w_ih, b_ih), linear(h[t], w_hh, b_hh), alive, h[t],
-                None if c is None else c[t], h[t + 1], None if c is None else c[t + 1],
-            )  # fmt: skip
-            x = h[t + 1]
+            x = _advance_layer(kind, cell, states, layer, t, x, now)
             if dropout_mask is not None and layer < dropout_mask.shape[1]:
                 x = x * dropout_mask[t, layer] * dropout_scale
         if stats is None:
@@ -195,8 +187,8 @@ def decode_steps_reference(
         if output_mask is not None:
             x = x * output_mask[t] * output_scale
         named = everyone
-        if alive is not None and alive.device.type == "cpu":  # elsewhere nothing waits to count
-            named = everyone[alive]
+        if now is not None and now.device.type == "cpu":  # elsewhere nothing waits to count
+            named = everyone[now]
         span = slice(used, used + len(named))
         rows[span] = t * batch + named
         token = tokens.new_empty(len(named))
@@ -206,23 +198,23 @@ def decode_steps_reference(
             None if exps is None else exps[span], logit_rows, token, stats[:, span],
         )  # fmt: skip
         used = span.stop
-        tokens[t, named] = token if alive is None else torch.where(alive[named], token, pad)
+        tokens[t, named] = token if now is None else torch.where(now[named], token, pad)
         if t + 1 == steps:
             break
         if eos >= 0:
-            assert live is not None
-            live[t + 1 :] &= live[t] & (tokens[t] != eos)
+            assert active is not None
+            active[t + 1 :] &= active[t] & (tokens[t] != eos)
         fed = tokens[t]
         if teacher is not None and teacher_mask is None:
             fed = teacher[t + 1]
         elif teacher is not None and teacher_mask is not None:
             fed = torch.where(teacher_mask[t + 1], teacher[t + 1], fed)
-        inputs[t + 1] = fed if live is None else torch.where(live[t + 1], fed, pad)
+        inputs[t + 1] = fed if active is None else torch.where(active[t + 1], fed, pad)
     return used
 
 
 # Steps [begin, end) of a recurrent decoder: look up the input, advance every layer, and, where
-# `stats` are given, push the live rows through the head and choose the next input. The result is
+# `stats` are given, push the active rows through the head and choose the next input. The result is
 # the number of rows that the head has seen; `rows` names them, t * B + b. Where the host does not
 # wait for the device, the head sees every row.
 decode_steps = define_operator(
@@ -241,7 +233,7 @@ decode_steps = define_operator(
     "Tensor? teacher_mask, "  # bool [T, B]
     "Tensor(c!)? live, "  # bool [T, B]: the other rows keep their state and see no head
     "int eos, "  # ends a row; -1: nothing does
-    "int pad, "  # read by rows that have ended
+    "int pad, "  # read by inactive rows
     "Tensor? uniforms, float temperature, "  # fp64 [T, B]
     "Tensor head_weight, Tensor? head_bias, "
     "Tensor? targets, "  # int64 [T, B], in [0, V); None: the tokens
@@ -253,13 +245,29 @@ decode_steps = define_operator(
 )
 
 
-def all_ended(live: Tensor) -> bool:
-    """Whether none of the rows [B] is live, as far as the host knows: it waits for no device."""
-    return live.device.type == "cpu" and not bool(live.any())
+def _advance_layer(
+    kind: int, cell: list[Tensor], states: list[Tensor], layer: int, t: int, x: Tensor,
+    active: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Write a layer's state after step t. Return its output [B, H]."""
+    w_ih, w_hh, b_ih, b_hh = cell[4 * layer : 4 * layer + 4]
+    h, c = states[layer], None
+    if kind == LSTM:
+        h, c = states[2 * layer : 2 * layer + 2]
+    rnn_advance(
+        kind, linear(x, w_ih, b_ih), linear(h[t], w_hh, b_hh), active, h[t],
+        None if c is None else c[t], h[t + 1], None if c is None else c[t + 1],
+    )  # fmt: skip
+    return h[t + 1]
+
+
+def none_active(active: Tensor) -> bool:
+    """Tell whether no row [B] is active, as far as the host knows: it waits for no device."""
+    return active.device.type == "cpu" and not bool(active.any())
 
 
 def rnn_advance(
-    kind: int, from_x: Tensor, from_h: Tensor, live: Tensor | None, h: Tensor, c: Tensor | None,
+    kind: int, from_x: Tensor, from_h: Tensor, active: Tensor | None, h: Tensor, c: Tensor | None,
     h_next: Tensor, c_next: Tensor | None,
 ) -> None:  # fmt: skip
     """One layer's state after a step from W_ih x + b_ih and W_hh h + b_hh, [B, gates H]."""
@@ -280,7 +288,7 @@ def rnn_advance(
         new_h = pre.tanh() if kind == RNN_TANH else pre.relu()
     for after, new, before in ((h_next, new_h, h), (c_next, new_c, c)):
         if after is not None and new is not None and before is not None:
-            after.copy_(new if live is None else torch.where(live[:, None], new, before))
+            after.copy_(new if active is None else torch.where(active[:, None], new, before))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -295,15 +303,15 @@ def product_transposed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rnn_backward_reference(
-    kind: int, d_out: Tensor, pre: Tensor | None, h: Tensor, c: Tensor | None, live: Tensor | None,
-    gate: Tensor | None, limit: Tensor | None, weight: Tensor, dh: Tensor, dc: Tensor | None,
-    d_x: Tensor, d_h: Tensor | None,
+    kind: int, d_out: Tensor, pre: Tensor | None, h: Tensor, c: Tensor | None,
+    active: Tensor | None, gate: Tensor | None, limit: Tensor | None, weight: Tensor, dh: Tensor,
+    dc: Tensor | None, d_x: Tensor, d_h: Tensor | None,
 ) -> None:  # fmt: skip
     for t in reversed(range(len(d_out))):
         rnn_gradient(
             kind, d_out[t], None if pre is None else pre[t],
             h[t] if kind in (GRU, LSTM) else h[t + 1], None if c is None else c[t],
-            None if c is None else c[t + 1], None if live is None else live[t], dh, dc, d_x[t],
+            None if c is None else c[t + 1], None if active is None else active[t], dh, dc, d_x[t],
             None if d_h is None else d_h[t],
         )  # fmt: skip
         dh += product_transposed(d_x[t] if d_h is None else d_h[t], weight)
@@ -338,7 +346,7 @@ rnn_backward = define_operator(
 
 def rnn_gradient(
     kind: int, d_out: Tensor, pre: Tensor | None, h: Tensor, c: Tensor | None,
-    c_next: Tensor | None, live: Tensor | None, dh: Tensor, dc: Tensor | None, d_x: Tensor,
+    c_next: Tensor | None, active: Tensor | None, dh: Tensor, dc: Tensor | None, d_x: Tensor,
     d_h: Tensor | None,
 ) -> None:  # fmt: skip
     """One step of rnn_backward, but for the product with weight_hh: dh and dc become those of the
@@ -376,9 +384,9 @@ def rnn_gradient(
     if d_h is not None:
         written.append((d_h, torch.cat(parts_h, 1)))
     for gradient, value in written:
-        gradient.copy_(value if live is None else torch.where(live[:, None], value, 0))
+        gradient.copy_(value if active is None else torch.where(active[:, None], value, 0))
     passed_on = [(dh, down)]
     if dc is not None and up_c is not None:
         passed_on.append((dc, up_c))
-    for gradient, value in passed_on:  # rows that have ended pass it on unchanged
-        gradient.copy_(value if live is None else torch.where(live[:, None], value, gradient))
+    for gradient, value in passed_on:  # inactive rows pass it on unchanged
+        gradient.copy_(value if active is None else torch.where(active[:, None], value, gradient))

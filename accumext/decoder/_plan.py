@@ -9,9 +9,9 @@ from accumext.recurrence import Dtypes
 
 
 class HeadRows(NamedTuple):
-    """How many rows go through the head together."""
+    """Numbers of rows that go through the head together."""
 
-    # That let the deferred products run at full speed, in the dtype of logits: with fewer, the
+    # So many that the deferred products run at full speed, in the dtype of logits: with fewer, the
     # traffic of the head's weight and its gradient dominates. Twice as many where exponentials take
     # half as much, and less than twice of that where these would not fill it a second time.
     workspace: int
@@ -49,10 +49,18 @@ class Plan(NamedTuple):
 
     @staticmethod
     def of(
-        op: str, device: str, shape: tuple[int, int], words: int, dtypes: Dtypes,
-        memory_budget: Any, period: int | None, free_running: bool, gradients_in_forward: bool,
-    ) -> Plan:  # fmt: skip
-        """The sizes for T steps of B rows, `shape`, and a head of V words."""
+        op: str,
+        memory_budget: Any,
+        *,
+        shape: tuple[int, int],  # (T, B)
+        words: int,  # V
+        device: str,
+        dtypes: Dtypes,
+        period: int | None,  # of a truncation
+        free_running: bool,
+        gradients_in_forward: bool,
+    ) -> Plan:
+        """The sizes of a call of this shape, with its memory budget checked."""
         steps, batch = shape
         logit_bytes, exps_bytes = words * dtypes.accumulation.itemsize, words * dtypes.exps.itemsize
         if memory_budget is not None:
@@ -81,7 +89,7 @@ def fill_budget(
     """
     logit_rows = max(1, wanted.logits)
     if memory_budget is None:
-        # What is left over after so many rows at a time is shared out: a window of few is slow.
+        # The remainder after so many rows at a time is shared out: a window of few is slow.
         windows = max(1, steps * batch * exps_bytes // (wanted.workspace * logit_bytes))
         rows = -(-steps // windows) * batch
     else:
@@ -98,6 +106,6 @@ def backward_steps(device: str, batch: int) -> int:
 
 
 def keeps_graph(steps: int, graph: int, growth: int) -> bool:
-    """Whether the graph of so many last steps is kept: by the bytes of the first step's, and those
-    by which the state has grown since. It keeps what it reads of a cache, and a frozen copy."""
+    """Tell whether the graph of so many last steps is kept: by the bytes of the first step's, and
+    those by which the state has grown since, twice: a cache that is read, and its frozen copy."""
     return steps * (graph + 2 * growth) <= KEPT_GRAPH

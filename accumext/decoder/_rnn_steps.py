@@ -57,10 +57,13 @@ class StepsCall:
 
     def run(
         self, begin: int, end: int,
-        head_weight: Tensor, head_bias: Tensor | None, logit_rows: int,  # kept by nobody
+        head_weight: Tensor, head_bias: Tensor | None, logit_rows: int,
         stats: Tensor | None = None, rows: Tensor | None = None, exps: Tensor | None = None,
     ) -> int:  # fmt: skip
-        """Run steps [begin, end); with `stats`, the head, too. How many rows the head has seen."""
+        """Run steps [begin, end); with `stats`, the head, too. Return the head's number of rows.
+
+        The head is no field: a rounded copy of it is not kept for the backward pass.
+        """
         used: int = _operators.decode_steps(
             self.table, self.weights, self.states, self.kind, *self.between, *self.of_inputs,
             *self.of_outputs, self.inputs, self.teacher, self.teacher_mask, self.active,
@@ -83,7 +86,7 @@ class RnnBuffers:
     state_dtypes: list[torch.dtype]  # of the parts of the given state
 
     def head_inputs(self, begin: int, end: int) -> Tensor:
-        """What the head reads in steps [begin, end), [n B, H]."""
+        """The head's inputs in steps [begin, end), [n B, H]."""
         span = slice(begin, end)
         return self.steps.of_outputs.apply(self.outputs[span], span).flatten(0, 1)
 
@@ -95,12 +98,12 @@ class RnnBuffers:
         return ((first, min(first + size, end)) for first in range(begin, end, size))
 
     def pieces(self, rows: int) -> Iterator[Tensor]:
-        """What the head reads in all steps, in pieces of about so many rows."""
+        """The head's inputs in all steps, in pieces of about so many rows."""
         spans = self.head_spans(0, len(self.outputs), rows)
         return (self.head_inputs(*span) for span in spans)
 
     def head_rows(self, rows: Tensor) -> Tensor:
-        """What the head reads in these of all T B rows, [M, H]."""
+        """The head's inputs in these of all T B rows, [M, H]."""
         chosen = self.outputs.flatten(0, 1)[rows]
         mask, scale = self.steps.of_outputs
         return chosen if mask is None else chosen.mul_(mask.flatten(0, 1)[rows]).mul_(scale)
@@ -130,10 +133,10 @@ def draw_dropout(
     steps: int,
     *places: tuple[float, tuple[int, ...]],  # rate, and the shape of a step
 ) -> list[Dropout]:
-    """What is kept in each place.
+    """Draw the masks of each place.
 
-    On a CPU that is what torch's dropout would keep, step by step and place by place, a layer at a
-    time. On a device each place is drawn in one launch, and they are others.
+    On a CPU they are those of torch's dropout, step by step and place by place, a layer at a time.
+    On a device each place is drawn in one launch, and they are others.
     """
     kept, drawn = [Dropout()] * len(places), []
     for place, (rate, shape) in enumerate(places):

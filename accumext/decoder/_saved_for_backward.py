@@ -1,5 +1,5 @@
-"""What the forward pass of either path leaves for its backward pass: the loss's gradients by the
-cell's outputs and the head's parameters, or what forms them again."""
+"""The head's gradients between the passes of either path: those of the loss by the cell's outputs
+and the head's parameters, or all that is needed to form them again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SavedForBackward:
         transcript: Transcript,
         inverse_divisor: Tensor,  # 0-dim
         gradients: HeadGradients | None,  # of the summed loss; None: to be formed
-        # What a callable's steps use, and how often it had been written when they began.
+        # Tensors that a callable's steps use, and their numbers of writes when these began.
         used: Sequence[tuple[Tensor, int]] = (),
     ) -> None:
         self.transcript, self.model = transcript, transcript.model
@@ -102,7 +102,7 @@ class SavedForBackward:
         return formed, main
 
     def _read_again(self) -> list[Tensor]:
-        """What the backward pass reads again. A table with a maximal norm is written by lookups."""
+        """The parameters that the backward pass reads again; no table that lookups write into."""
         model = self.model
         found = [] if model.table.max_norm is not None else [model.table.weight]
         found.append(model.head_weight)

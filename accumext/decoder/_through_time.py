@@ -65,10 +65,10 @@ class ThroughTime:
         parts, stacked = self._rnn.state_parts, self._rnn.stacked
         # in whole chunks from the end; the one at the beginning may be shorter
         size, resets = self._transcript.plan.backward_steps, self._buffers.resets
-        whole = [(0, 0, tokens.steps)]
-        for begin, counting, end in (
-            whole if truncation is WHOLE else truncation.spans(tokens.steps)
-        ):
+        windows = [(0, 0, tokens.steps)]
+        if truncation is not WHOLE:
+            windows = truncation.spans(tokens.steps)
+        for begin, counting, end in windows:
             d_state = list(map(torch.zeros_like, self._d_state))
             for part, given in enumerate(() if truncation.cuts else d_last):
                 if given is not None:
@@ -158,7 +158,7 @@ class ThroughTime:
         return d_x
 
     def _inputs(self, layer: int, span: slice) -> Tensor:
-        """What the layer read in these steps, [n B, E or H]."""
+        """The inputs of the layer in these steps, [n B, E or H]."""
         steps = self._buffers.steps
         if layer == 0:
             rows = steps.table[steps.inputs[span]].to(self._states[0].dtype)
@@ -210,7 +210,7 @@ def pre_activations(
     h: Tensor,  # [M, H]
     weights: list[Tensor],  # weight_ih, weight_hh, bias_ih, bias_hh; an empty bias is none
 ) -> Tensor:
-    """What the nonlinearities of a layer are applied to, [M, 4 H] or [M, H].
+    """The arguments of the nonlinearities of a layer, [M, 4 H] or [M, H].
 
     r, z, n's part of x and n's part of h for a GRU; i, f, g, o for an LSTM.
     """

@@ -61,10 +61,8 @@ class Tokens:
         cell, table, device = model.cell, model.table, model.device
         words, rows = len(model.head_weight), len(table.weight)
         if targets is None:
-            size, batch = (
-                _free_shape(steps, feedback, inputs),
-                batch_size(cell, state, start, lengths, model.context),
-            )
+            size = _free_steps(steps, feedback, inputs)
+            batch = batch_size(cell, state, start, lengths, model.context)
             counted = torch.ones(size, batch, dtype=torch.bool, device=device)
         else:
             targets, counted = _targets(targets, ignore_index, device)
@@ -72,9 +70,8 @@ class Tokens:
                 fail_value(OP, "steps", "be None where there are targets", steps)
             size, batch = targets.shape
             _check_layout(cell, targets, state, lengths, start, batch_dim, bool(batch_first))
-        within_length = None
+        shape, within_length = (size, batch), None
         if lengths is not None:
-            shape = (size, batch)
             within_length = within_length_of(OP, lengths, shape, device, "the head's device")
             counted = counted & within_length
         if targets is not None:
@@ -85,7 +82,7 @@ class Tokens:
             cell.check_state(OP, state, batch)
             same_device(OP, "state", tensors(state), device)
         if resets is not None:
-            resets = _resets(resets, (size, batch), state, device)
+            resets = _resets(resets, shape, state, device)
         by_rows = resets is not None or lengths is not None or eos is not None
         by_rows = by_rows or truncation == "random"
         if cell.state_shapes is None and by_rows:
@@ -95,7 +92,7 @@ class Tokens:
         # Padding also past a row's length, where targets may be anything.
         padding = table.padding_token
         if targets is None:
-            fed = torch.full((size, batch), padding, device=device)
+            fed = torch.full(shape, padding, device=device)
         else:
             fed = torch.where(counted, targets, padding)
             targets = torch.where(counted, targets, 0).contiguous()
@@ -106,7 +103,6 @@ class Tokens:
         if table.max_norm is not None and source.word != "teacher":
             _check_renormalised(model)
         waits = source.word != "teacher" or eos is not None
-        shape = (size, batch)
         return Tokens(
             shape, size, batch, targets, counted, within_length, eos, source, waits, state, resets
         )
@@ -134,7 +130,7 @@ def _targets(targets: Any, ignore_index: Any, device: torch.device) -> tuple[Ten
     return targets, targets != ignore_index
 
 
-def _free_shape(steps: Any, feedback: Any, inputs: Any) -> int:
+def _free_steps(steps: Any, feedback: Any, inputs: Any) -> int:
     """T where the decoder's own tokens are its targets."""
     if not isinstance(feedback, str) or feedback not in ("sample", "greedy"):
         contract = "be 'sample' or 'greedy' where targets are None"

@@ -51,9 +51,9 @@ class Transcript:
             self.gate = truncation.gate(*tokens.shape, weight, generator, tokens.resets)
         shape, device, pad = tokens.shape, model.device, model.table.padding_token
         self.predicted = torch.full(shape, pad, device=device)  # int64
-        self.inputs = torch.full(shape, pad, device=device)  # int64, what was fed
+        self.inputs = torch.full(shape, pad, device=device)  # int64, the tokens that were fed
         self.losses = torch.zeros(shape, dtype=model.dtypes.accumulation, device=device)
-        # int64: what the losses are of, known where the tokens are, if those are meant
+        # int64: the losses' targets, known as soon as the predictions, where those are meant
         self.targets = self.predicted if tokens.targets is None else tokens.targets
         self.active = tokens.within_length  # bool; None: every row at every step
         if tokens.eos is not None:
@@ -64,12 +64,12 @@ class Transcript:
         self.inputs[first] = teacher if self.active is None else self.padded(first, teacher)
 
     def counted(self, steps: slice = slice(None)) -> Tensor:
-        """Which tokens of these steps have a loss, bool [n, B], as far as is known now."""
+        """True where tokens of these steps have a loss, bool [n, B], as far as is known now."""
         counted = self.tokens.counted[steps]
         return counted if self.active is None else counted & self.active[steps]
 
     def padded(self, steps: int | slice, tokens: Tensor) -> Tensor:
-        """The tokens of these steps, with padding in rows that have ended."""
+        """The tokens of these steps, with padding in inactive rows."""
         if self.active is None:
             return tokens
         return torch.where(self.active[steps], tokens, self.model.table.padding_token)

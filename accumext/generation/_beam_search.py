@@ -50,7 +50,7 @@ def beam_search(
     search = _Search(stepper.from_state(state), state, first, steps, beams, length_penalty)
     watch = EndWatch()
     for step in range(steps):
-        if watch.all_ended(search.active):
+        if watch.none_active(search.active):
             break
         search.advance(step)
     return search.results()
@@ -97,7 +97,7 @@ class _Search:
             self.some_kept = True
         going = _Candidates(*(column[: self.beams] for column in candidates))
         if _may_be_any(is_eos):
-            # Stable: active hypotheses stay in order, and ended ones go after them.
+            # Stable: active hypotheses stay in order, and inactive ones go after them.
             order = candidates.score.masked_fill(is_eos, -torch.inf).sort(
                 dim=0, descending=True, stable=True
             )
@@ -206,8 +206,8 @@ class _Search:
         )
 
     def _attainable(self, step: int) -> Tensor:
-        """What the best active hypothesis [B] can score at most, with no further loss: shortest or
-        longest, as the penalty has it."""
+        """The highest score that the best active hypothesis [B] can reach, with no further loss:
+        shortest or longest, as the penalty has it."""
         best = self.scores[0]
         soon, late = (step + 2) ** self.penalty, self.limits.double() ** self.penalty
         return torch.maximum(best / soon, best / late)
@@ -223,7 +223,7 @@ class _Search:
 
 
 def _may_be_any(flags: Tensor) -> bool:
-    """Whether a flag is set; of a GPU's, which the host would wait for, that is not asked."""
+    """Tell whether a flag is set. The host does not wait for a GPU's: any may be."""
     return flags.device.type != "cpu" or bool(flags.any())
 
 

@@ -44,7 +44,7 @@ from accumext.sharding import gathered_once
 
 
 class GenerateOutput(NamedTuple):
-    """What `generate` returns; [B, T] in place of [T, B] with `batch_first`.
+    """The results of `generate`; [B, T] in place of [T, B] with `batch_first`.
 
     Attributes:
         tokens: int64 [T, B], or [T, B, K] of a beam, best first; padding after the end.
@@ -257,7 +257,7 @@ def _state(model: Model, state: State, batch: int, batch_dim: Any, by_rows: bool
     return state
 
 
-# Which search, which option, and what it is without one. (One beam is what greedy search has.)
+# A search, an option of it, and its values elsewhere. (Greedy search has one beam.)
 _OF_ONE_SEARCH = (
     ("sample", "temperature", 1.0),
     ("sample", "top_k", None),

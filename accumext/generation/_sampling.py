@@ -40,7 +40,7 @@ def generate_tokens(
     done: list[tuple[Tensor, Tensor]] = []
     lengths = torch.zeros_like(stepper.limits)
     for step in range(steps):
-        if stepper.ends and watch.all_ended(active):
+        if stepper.ends and watch.none_active(active):
             break
         hidden, state = stepper.step_active(tokens, state, active)
         uniforms = None if draw is None else draw(1)[0]
@@ -64,7 +64,7 @@ def _choose(
     token_filter: TokenFilter,
     active: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probabilities; on a CPU anything for rows that have ended."""
+    """Tokens [B] and their log-probabilities; on a CPU anything for inactive rows."""
     if not stepper.ends or active.device.type != "cpu" or all_known_active(active):
         return stepper.layer.choose(hidden, uniforms, token_filter)
     rows = active.nonzero()[:, 0]
@@ -89,7 +89,7 @@ def _in_chunks(
     log_probs = [_no_log_probs(stepper, (0, batch))]
     lengths = torch.zeros_like(stepper.limits)
     for begin in range(0, steps, CHUNK):
-        if stepper.ends and watch.all_ended(going):
+        if stepper.ends and watch.none_active(going):
             break
         end = min(begin + CHUNK, steps)
         size = end - begin

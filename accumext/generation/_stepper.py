@@ -1,5 +1,5 @@
-"""The steps of a decoder without a graph, by its modules or by an operator; when all rows have
-ended."""
+"""The steps of a decoder without a graph, by its modules or by an operator; and the end
+of its rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from accumext.recurrence import (
 OP = "generate"
 
 # Steps that the operators take at once: a longer call needs more memory for states, and goes on
-# longer after every row has ended.
+# longer after the last row's end.
 CHUNK = 32
 
 
@@ -52,7 +52,7 @@ class Stepper:
     rnn: RnnWeights | None  # for the operators
     eos: int | None
     limits: Tensor  # int64 [B]: steps of each row at most
-    ends: bool  # whether a row may end before the others
+    ends: bool  # a row may end before the others
     by_operator: Callable[[Tensor, State], tuple[Tensor, State]] | None = None  # runs a step
 
     @property
@@ -71,7 +71,7 @@ class Stepper:
         return output, state
 
     def step_active(self, tokens: Tensor, state: State, active: Tensor) -> tuple[Tensor, State]:
-        """As `step`, but rows that have ended keep their state, which the cell may write."""
+        """As `step`, but inactive rows keep their state, which the cell may write."""
         if not self.ends or all_known_active(active):
             return self.step(tokens, state)
         before = map_tensors(torch.clone, state)
@@ -93,7 +93,7 @@ class Stepper:
         return replace(self, by_operator=OperatorSteps(self, self.rnn, state).step)
 
     def goes_on(self, active: Tensor, tokens: Tensor, step: int) -> Tensor:
-        """Which of the rows [B] go on after the tokens [B] of this step."""
+        """The rows [B] that stay active after the tokens [B] of this step."""
         if not self.ends:
             return active
         active = active & (self.limits > step + 1)
@@ -135,8 +135,8 @@ class OperatorSteps:
         uniforms: Tensor | None = None, temperature: float = 1.0, stats: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> int:  # fmt: skip
-        """Run the steps of these inputs [n, B], with `stats` the head, too. How many rows it has
-        seen."""
+        """Run the steps of these inputs [n, B], with `stats` the head, too. Return the
+        head's number of rows."""
         layer, rnn = self.stepper.layer, self.rnn
         states = states_from(rnn, self.parts, len(inputs), layer.dtype)
         call = StepsCall(
@@ -152,19 +152,19 @@ class OperatorSteps:
 
 
 def all_known_active(active: Tensor) -> bool:
-    """Whether no row has ended, on a CPU, where the host knows it without waiting."""
+    """Tell whether every row is active, on a CPU, where the host knows it without waiting."""
     return active.device.type == "cpu" and bool(active.all())
 
 
 class EndWatch:
-    """Whether every row has ended. On a GPU that becomes known a few steps later, since the host
+    """Watches for the end of all rows. On a GPU it becomes known a few steps later, since the host
     does not wait for it."""
 
     def __init__(self) -> None:
         self._asked: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def all_ended(self, active: Tensor) -> bool:
-        """Whether no row is active, as far as is known."""
+    def none_active(self, active: Tensor) -> bool:
+        """Tell whether no row is active, as far as is known."""
         if active.device.type != "cuda":
             return not active.any()
         if self._asked is not None:

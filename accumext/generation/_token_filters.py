@@ -14,7 +14,7 @@ HALVINGS = 10
 
 @dataclass(frozen=True)
 class TokenFilter:
-    """Which tokens may be sampled."""
+    """The tokens that may be sampled."""
 
     temperature: float
     top_k: int | None  # the k with the largest logits; of equals the lowest
@@ -72,7 +72,7 @@ def _first_of_the_largest(logits: Tensor, count: int) -> Tensor:
 
 
 def fewest(shares: Tensor, part: float) -> Tensor:
-    """Which of each row [M, V] are the fewest, largest first and of equals the first, that together
+    """True for the fewest of each row [M, V], largest first and of equals the first, that together
     reach this part of the row's sum."""
     # A row of a vocabulary stays in a CPU's cache while it is read again and again. On a GPU all of
     # them are sorted, since the host does not wait to learn how much is enough.

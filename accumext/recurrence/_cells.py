@@ -86,7 +86,7 @@ _LAYERS = (
 
 
 def parts_of(model: Any) -> str | None:
-    """What to pass of a whole model; None for a module that has no embedding."""
+    """Advice on the parts of a whole model to pass; None for a module that has no embedding."""
     names = []
     for kind in (nn.Embedding, (nn.RNNBase, nn.RNNCellBase), nn.Linear):
         found = model.named_modules() if isinstance(model, nn.Module) else ()

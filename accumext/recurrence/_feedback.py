@@ -1,4 +1,4 @@
-"""Which token a decoder reads at each step: the target, its own prediction, or either by a mask."""
+"""The token that a decoder reads at each step: the target, its prediction, or either by a mask."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def _check_mask(op: str, mask: Tensor, fed: Tensor) -> None:
 def check_options(
     op: str, word: Any, teacher_forcing: Any, temperature: Any, generator: Any, draw: Any = "argmax"
 ) -> bool:
-    """Whether this feedback, "mask" for one, draws samples. Raise for options that it has no use
-    for; a generator is none: that nothing is drawn from it changes no result."""
+    """Tell whether this feedback, "mask" for one, draws samples. Raise for options that it has no
+    use for. A generator is none: results are the same though nothing is drawn from it."""
     if number(op, "teacher_forcing", teacher_forcing, 0) > 1:
         fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
     if number(op, "temperature", temperature) <= 0:

@@ -15,19 +15,25 @@ from accumext.recurrence._states import State, freeze, tensors
 
 @dataclass(frozen=True)
 class Resets:
-    """Which rows are reset, and before which steps."""
+    """The rows that are reset, and the steps before which they are."""
 
     rows: Tensor  # bool [T, B]
     steps: frozenset[int]  # those before which a row may be reset; at step 0 every row is
 
-    def at(self, step: int, live: Tensor | None) -> Tensor:
-        """The rows [B] that are reset before this step: none that have ended."""
-        return self.rows[step] if live is None else self.rows[step] & live[step]
+    def at(self, step: int, active: Tensor | None) -> Tensor:
+        """The rows [B] that are reset before this step: none that is inactive."""
+        return self.rows[step] if active is None else self.rows[step] & active[step]
 
     def apply(
-        self, op: str, step: int, live: Tensor | None, state: State, initial: State, batch_dim: int
+        self,
+        op: str,
+        step: int,
+        active: Tensor | None,
+        state: State,
+        initial: State,
+        batch_dim: int,
     ) -> State:
-        """What the state before this step becomes."""
+        """The state before this step, with its rows reset."""
         if step not in self.steps:
             return state
         for now, first in zip(tensors(state), tensors(initial), strict=False):
@@ -36,7 +42,7 @@ class Resets:
                 advice = "Keep a cache as long as it gets, and how much of it each row has, [B]"
                 got = f"{list(now.shape)} after {list(first.shape)}"
                 fail_value(op, "cell", contract, got, advice)
-        return freeze(op, ~self.at(step, live), state, initial, batch_dim)
+        return freeze(op, ~self.at(step, active), state, initial, batch_dim)
 
     def spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """[begin, end) in pieces, of which no row begins anew but before the first step."""

@@ -28,7 +28,7 @@ State: TypeAlias = Any
 
 
 def leaves(state: State) -> list[Any]:
-    """What a state nests, in order."""
+    """The entries of a state, in order."""
     if state is None or isinstance(state, Tensor):  # the usual ones, without a walk
         return [state]
     found: list[Any] = []
@@ -89,7 +89,7 @@ def map_tensors(function: Callable[[Tensor], Any], state: State) -> State:
 
 
 class _Words(str):
-    """What a container prints without quotes."""
+    """Text that a container prints without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -111,11 +111,11 @@ def detach(state: State) -> State:
     return map_tensors(Tensor.detach, state)
 
 
-def freeze(op: str, live: Tensor, new: State, old: State, batch_dim: int) -> State:
-    """`new` in the rows where `live` [B] is true, `old` in the others.
+def freeze(op: str, active: Tensor, new: State, old: State, batch_dim: int) -> State:
+    """`new` in the rows where `active` [B] is true, `old` in the others.
 
-    A tensor may have grown in one dimension, such as a cache of keys: what the others did not get
-    is 0.
+    A tensor may have grown in one dimension, such as a cache of keys: the other rows have zeros
+    behind their own entries.
     """
 
     def choose(new_leaf: Any) -> Any:
@@ -124,10 +124,10 @@ def freeze(op: str, live: Tensor, new: State, old: State, batch_dim: int) -> Sta
             return new_leaf
         if new_leaf.dim() == 0:  # of the whole batch, such as a counter
             return new_leaf
-        _check_rows(op, new_leaf, batch_dim, live.shape[0])
+        _check_rows(op, new_leaf, batch_dim, active.shape[0])
         old_leaf = _grown(op, old_leaf, new_leaf, batch_dim)
         shape = [-1 if dim == batch_dim else 1 for dim in range(new_leaf.dim())]
-        return torch.where(live.view(shape), new_leaf, old_leaf)
+        return torch.where(active.view(shape), new_leaf, old_leaf)
 
     if old is None:  # the first step of a cell that makes its own initial state
         return new
@@ -152,7 +152,7 @@ def _grown(op: str, old: Tensor, new: Tensor, batch_dim: int) -> Tensor:
 
 
 def write_counts(given: list[Tensor]) -> list[int]:
-    """How often each has been written, for `check_unwritten`."""
+    """The number of writes into each tensor, for `check_unwritten`."""
     return [0 if t.is_inference() else write_count(t) for t in given]
 
 

@@ -54,14 +54,14 @@ class RecomputedSteps:
         self.op, self.steps = op, steps
         self._step, self._choose = step, choose
         self._autocast = _autocast_now(device)
-        self._borders = _Borders(op, device, starts)
+        self._checkpoints = _Checkpoints(op, device, starts)
         self._grid: list[int] | None = None  # steps at which segments begin; None: not chosen yet
         # The tensors of the segment that was run again last. It is known by its name, for a segment
         # holds this object: without circles, all is freed with the graph.
         self._found: dict[int, Tensor] = {}
         self._found_of: object = None
         self._lock = threading.RLock()  # each device has a thread of its own in a backward pass
-        # What the graph of the first step uses, and how often that had been written when steps ran
+        # The leaves of the graph of the first step, and their numbers of writes when steps ran
         # last: autograd saves no part of a sum, but the steps that run again read it.
         self._leaves: list[Tensor] | None = None
         self._writes: list[int] = []
@@ -72,11 +72,11 @@ class RecomputedSteps:
     def run(
         self, begin: int, counting: int, end: int, carry: State, total: Tensor | None
     ) -> tuple[State, Tensor | None]:
-        """What the step after [begin, end) starts from, and `total` with the losses of steps
+        """Run steps [begin, end). Return the carry after them, and `total` with the losses of steps
         [counting, end) added."""
         while begin < end:
             measured = self._grid is None and end - begin > SMALLEST
-            stop = begin + SMALLEST if measured else min(self._next_border(begin), end)
+            stop = begin + SMALLEST if measured else min(self._next_checkpoint(begin), end)
             if stop == self.steps:  # the backward pass begins with these: their graph is kept
                 carry, total = self._run_segment(begin, counting, stop, carry, total)
             else:
@@ -86,13 +86,12 @@ class RecomputedSteps:
         return carry, total
 
     def rewind(self, step: int) -> State:
-        """What a step of `starts` started from, without a graph; the generators are as they were
-        then."""
-        border = self._borders.at(step, self._pass_over)
-        set_rng_state(border.rng, self._borders.device)
-        return copy_nesting(border.carry)
+        """Go back before a step of `starts`, generators too. Return its carry, without a graph."""
+        checkpoint = self._checkpoints.at(step, self._pass_over)
+        set_rng_state(checkpoint.rng, self._checkpoints.device)
+        return copy_nesting(checkpoint.carry)
 
-    def _next_border(self, step: int) -> int:
+    def _next_checkpoint(self, step: int) -> int:
         if self._grid is None:
             return self.steps
         following = bisect_right(self._grid, step)
@@ -104,7 +103,7 @@ class RecomputedSteps:
         """As `run`, with nothing recorded. Losses are added one by one: some of torch's lie in the
         memory of what they are a mean of."""
         for t in range(begin, end):
-            self._borders.save_start(t, carry)
+            self._checkpoints.save_start(t, carry)
             carry, loss = self._step(t, carry, t >= counting)
             if self._leaves is None and torch.is_grad_enabled():
                 self._leaves = leaves_since(self._first_node, [loss, *tensors(carry)])
@@ -116,7 +115,7 @@ class RecomputedSteps:
         self, begin: int, counting: int, end: int, carry: State, total: Tensor | None,
         measured: bool,
     ) -> tuple[State, Tensor | None]:  # fmt: skip
-        self._borders.save(begin, carry)
+        self._checkpoints.save(begin, carry)
         sizes = _Measure() if measured else None
         segment = _Segment(self, begin, counting, end, carry, sizes)
         with saved_tensors_hooks(segment.pack, segment.unpack):
@@ -127,20 +126,20 @@ class RecomputedSteps:
             carry, total = self._run_segment(begin, counting, end, carry, total)
         if sizes is not None:
             segment.measure = None
-            border = [*tensors(carry), *rng_state(self._borders.device)]
+            checkpoint = [*tensors(carry), *rng_state(self._checkpoints.device)]
             state = tensors(carry[1])
             graph = sizes.total() - sizes.before_last
-            self._follow(self._choose(Sizes(memory(border), memory(state), graph)), end)
+            self._follow(self._choose(Sizes(memory(checkpoint), memory(state), graph)), end)
         return carry, total
 
     def _follow(self, plan: Plan, begin: int) -> None:
         """Segments from `begin` on, of equal length but for the first of them: the last one, which
         does not run again, has that length, too."""
         self._grid = sorted({0, begin, *range(self.steps - plan.length, begin, -plan.length)})
-        self._borders.follow(self._grid[:-1], plan.kept)  # the last segment does not run again
+        self._checkpoints.follow(self._grid[:-1], plan.kept)  # the last segment does not run again
 
     def _pass_over(self, begin: int, end: int, carry: State) -> State:
-        """What step `end` starts from, without a graph."""
+        """The carry before step `end`, without a graph."""
         with torch.no_grad(), self._autocast():
             return self._run_segment(begin, end, end, copy_nesting(carry))[0]
 
@@ -157,16 +156,16 @@ class RecomputedSteps:
         """Run a segment again for the tensors that its graph would have saved."""
         if write_counts(self._leaves or []) != self._writes:
             raise RuntimeError(_changed(self.op))
-        border = self._borders.at(segment.begin, self._pass_over)
+        checkpoint = self._checkpoints.at(segment.begin, self._pass_over)
         requires = iter(segment.requires_grad)
-        carry = map_tensors(lambda t: t.detach().requires_grad_(next(requires)), border.carry)
+        carry = map_tensors(lambda t: t.detach().requires_grad_(next(requires)), checkpoint.carry)
         found: list[tuple[Tensor, int]] = []
 
         def pack(tensor: Tensor) -> None:
             found.append((tensor.detach(), write_count(tensor)))
 
         with (
-            replay_rng(border.rng, self._borders.device),
+            replay_rng(checkpoint.rng, self._checkpoints.device),
             torch.enable_grad(),
             self._autocast(),
             saved_tensors_hooks(pack, _never),
@@ -212,7 +211,7 @@ class _Measure:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, Tensor] = {}  # alive, for memory that is free is used again
+        self._held: dict[int, Tensor] = {}  # kept, for memory that is free is used again
         self.before_last = 0
 
     def add(self, tensor: Tensor) -> None:
@@ -228,7 +227,7 @@ def memory(given: Collection[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-class _Border(NamedTuple):
+class _Checkpoint(NamedTuple):
     """All that is needed to run from a step on."""
 
     carry: State  # without a graph
@@ -236,8 +235,8 @@ class _Border(NamedTuple):
     rng: tuple[Tensor, ...]
 
 
-class _Borders:
-    """Kept borders, from the nearest of which any other is reached again."""
+class _Checkpoints:
+    """Kept checkpoints, from the nearest of which any other is reached again."""
 
     def __init__(
         self,
@@ -247,61 +246,61 @@ class _Borders:
     ) -> None:
         self.op, self.device = op, device
         self._starts = frozenset(starts)
-        self._saved: dict[int, _Border] = {}
+        self._saved: dict[int, _Checkpoint] = {}
         self._grid: list[int] = [0]
         self._kept: int | None = None  # how many there may be beside `starts`; None: all
         self._first: set[int] = set()  # those of the grid that the first pass keeps
 
     def follow(self, grid: list[int], kept: int | None) -> None:
-        """Keep at most `kept` of the borders of a grid."""
+        """Keep at most `kept` of the checkpoints of a grid."""
         self._grid, self._kept = grid, kept
         self._first = {grid[n] for n in kept_at_first(len(grid), kept or 0)}
 
     def save_start(self, step: int, carry: State) -> None:
-        """Keep a border to which `rewind` will go back."""
+        """Keep a checkpoint to which `rewind` will go back."""
         if step in self._starts and step not in self._saved:
             self._save(step, carry)
 
     def save(self, step: int, carry: State) -> None:
-        """Keep a border of the grid, if there is room for it."""
+        """Keep a checkpoint of the grid, if there is room for it."""
         wanted = self._kept is None or step in self._first or step == 0
         if wanted and step not in self._saved:
             self._save(step, carry)
 
-    def _save(self, step: int, carry: State) -> _Border:
+    def _save(self, step: int, carry: State) -> _Checkpoint:
         carry = detach(carry)
         writes = [write_count(tensor) for tensor in tensors(carry)]
-        border = self._saved[step] = _Border(carry, writes, rng_state(self.device))
-        return border
+        checkpoint = self._saved[step] = _Checkpoint(carry, writes, rng_state(self.device))
+        return checkpoint
 
-    def at(self, step: int, pass_over: Callable[[int, int, State], State]) -> _Border:
-        """The border before a step: a kept one, or one that is reached again."""
+    def at(self, step: int, pass_over: Callable[[int, int, State], State]) -> _Checkpoint:
+        """The checkpoint before a step: a kept one, or one that is reached again."""
         if self._kept is not None:  # later ones have been used, as a rule, and make room
             for later in [t for t in self._droppable() if t > step]:
                 del self._saved[later]
         near = max(t for t in self._saved if t <= step)
-        border = self._intact(near)
-        with replay_rng(border.rng, self.device):
+        checkpoint = self._intact(near)
+        with replay_rng(checkpoint.rng, self.device):
             while near < step:
                 between = self._grid[bisect_right(self._grid, near) : bisect_left(self._grid, step)]
                 room = max(0, (self._kept or 0) - len(self._droppable()))
                 ahead = split(len(between) + 2, room)
                 stop = between[ahead - 1] if ahead <= len(between) else step
-                border = self._save(stop, pass_over(near, stop, border.carry))
+                checkpoint = self._save(stop, pass_over(near, stop, checkpoint.carry))
                 if not room:
                     del self._saved[stop]
                 near = stop
-        return border
+        return checkpoint
 
     def _droppable(self) -> set[int]:
         """Those that are there, but need not be."""
         return self._saved.keys() - self._starts - {0}
 
-    def _intact(self, step: int) -> _Border:
-        border = self._saved[step]
-        if [write_count(tensor) for tensor in tensors(border.carry)] != border.writes:
+    def _intact(self, step: int) -> _Checkpoint:
+        checkpoint = self._saved[step]
+        if [write_count(tensor) for tensor in tensors(checkpoint.carry)] != checkpoint.writes:
             raise RuntimeError(_changed(self.op))
-        return border
+        return checkpoint
 
 
 def _changed(op: str) -> str:

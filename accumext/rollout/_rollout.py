@@ -43,7 +43,7 @@ OP = "rollout"
 
 
 class RolloutOutput(NamedTuple):
-    """What `rollout` returns.
+    """The results of `rollout`.
 
     Attributes:
         loss: 0-dim, differentiable.

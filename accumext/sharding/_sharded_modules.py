@@ -20,7 +20,7 @@ module's forward:
 
 No setting of a module is changed, so `set_requires_gradient_sync` and the others mean what they
 always do, and nothing is to be undone after a backward pass that fails. The public
-`register_fsdp_forward_method` makes one function's body a forward. That is not enough: it cannot
+`register_fsdp_forward_method` makes one function's body a forward. It is not enough, for it cannot
 begin when a callable first calls a module, and does not end where the body raises.
 """
 
@@ -173,6 +173,6 @@ class GatheredOnce:
 
 
 def is_shard(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor, such as a parameter that is not gathered."""
+    """Tell whether a tensor is a DTensor, such as a parameter that is not gathered."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

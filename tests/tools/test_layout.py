@@ -122,11 +122,14 @@ def length_of(node: ast.AST) -> int:
     return node.end_lineno - node.lineno + 1
 
 
-def test_functions_and_classes_of_the_optimizer_are_short():
-    folder = PACKAGE / "optimizer"
+@pytest.mark.parametrize("package", LAYERS)
+def test_functions_and_classes_are_short(package):
+    folder = PACKAGE / package
     nodes = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     functions = {n.name: lines_of(n) for n in nodes if isinstance(n, ast.FunctionDef)}
-    assert {name: lines for name, lines in functions.items() if lines > 60} == {}
+    with_long_signatures = {"decode_loss", "generate"}
+    long = {name for name, lines in functions.items() if lines > 60}
+    assert long <= with_long_signatures
     classes = {n.name: lines_of(n) for n in nodes if isinstance(n, ast.ClassDef)}
     long = {name for name, lines in classes.items() if lines > 300}
     assert long <= {"AccumulatingOptimizer"}
