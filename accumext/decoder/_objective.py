@@ -74,8 +74,6 @@ class Objective:
 
     def inverse_divisor(self, counted: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         """1 / the divisor of the sum, once all tokens are known."""
-        if self.known_inverse_divisor is not None:
-            return self.known_inverse_divisor
         return inverse_divisor(
             self.reduction, self.num_items, self.class_weight, counted, targets, dtype
         )
