@@ -17,7 +17,8 @@ from accumext import ops
 from accumext._clip_grad_norm import clip_grad_norm_
 from accumext.backend import _libraries, backend, backend_reason
 from accumext.chunked import chunked_loss
-from accumext.decoder import DecodeOutput, GenerateOutput, decode_loss, decode_memory, generate
+from accumext.decoder import DecodeOutput, decode_loss, decode_memory
+from accumext.generation import GenerateOutput, generate
 from accumext.masters import masters
 from accumext.ops import (
     accumulate_,

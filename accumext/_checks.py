@@ -1,4 +1,4 @@
-"""What arguments must be, and the one sentence each error says (api: `<op>: <argument> must
+"""The contracts of arguments, and the one sentence of each error (api: `<op>: <argument> must
 <contract>, got <value>`)."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import numbers
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, get_args
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from accumext import _memory_overlap
 from accumext._torch_private import local_part, sparse_values
 
-# What arguments choose from: a type for type checkers, and the same words for the checks.
+# Words that arguments choose from: a type for type checkers, and the same words for the checks.
 Reduction: TypeAlias = Literal["mean", "sum"]
 REDUCTIONS = get_args(Reduction)
 TokenReduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -163,13 +163,32 @@ def without_effect(
 
 
 def zero_dim_loss(op: str, argument: str, loss: Any, advice: str | None = None) -> Tensor:
-    """What a user's function is to return: a loss of one element, of any shape, as 0-dim."""
+    """The loss that a user's function returns, of one element and any shape, as 0-dim."""
     if not isinstance(loss, Tensor):
         fail_type(op, argument, "return a tensor", type_name(loss), advice)
     if loss.numel() != 1:
         advice = advice or "Take its mean() or sum()"
         fail_value(op, argument, "return a 0-dim loss", f"shape {list(loss.shape)}", advice)
     return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def check_vector(
+    op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], contract: str, size: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Raise if a tensor has not this dtype, size or device."""
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        fail_type(op, name, contract, type_name(value))
+    if list(value.shape) != [size]:
+        fail_value(op, name, f"have shape {[size]}", list(value.shape))
+    same_device(op, name, [value], device)
+
+
+def same_device(op: str, name: str, given: Sequence[Tensor], device: torch.device) -> None:
+    """Raise if one of the tensors is not where the head is."""
+    for tensor in given:
+        if tensor.device != device:
+            fail_value(op, name, f"be on the head's device, {device}", tensor.device)
 
 
 def users_level() -> int:
@@ -189,7 +208,7 @@ def _is_ours(module: str) -> bool:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What arguments are called elsewhere.
+# Names of arguments elsewhere.
 _ELSEWHERE = {
     "accumulate_grad_batches": "window",
     "accumulation_steps": "window",
@@ -306,12 +325,12 @@ def copy_rounded_(targets: Any, sources: Any, seed: Any, found_inf: Any) -> None
     _one_device(op, tensors | _seed(op, seed) | _flag(op, found_inf))
 
 
-# What arguments may share of memory is asked apart: tensors without memory, such as those that
+# Checks of memory that arguments share are apart: tensors without memory, such as those that
 # torch.compile traces with, cannot tell.
 
 
 def accumulate_memory(op: str, main_grads: Any, grads: Any, inv_scale: Any, found_inf: Any) -> None:
-    """What is written shares no memory, but for a main gradient that is its own gradient."""
+    """Raise if written memory is shared, but for a main gradient that is its own gradient."""
     named = _named("main_grads", main_grads) | _named("grads", grads)
     _apart(op, named | _scalars(op, "inv_scale", inv_scale, found_inf), ("main_grads", "found_inf"))
 
@@ -329,7 +348,7 @@ def scale_memory(grads: Any, factor: Any) -> None:
 
 
 def copy_memory(targets: Any, sources: Any, seed: Any, found_inf: Any) -> None:
-    """What is written shares no memory, but for a target that is its own source."""
+    """Raise if written memory is shared, but for a target that is its own source."""
     op = "copy_rounded_"
     named = _named("targets", targets) | _named("sources", sources)
     _apart(op, named | _seed(op, seed) | _flag(op, found_inf), ("targets",))
@@ -389,7 +408,7 @@ def clip_grad_norm_(parameters: Any) -> None:
 
 
 def broken_contract(error: Exception, *checks: Callable[[], None]) -> Exception:
-    """What to raise for a failed call: what a check finds broken, or else `error` itself."""
+    """The exception of a failed call: that of the first check that fails, or else `error`."""
     try:
         for check in checks:
             check()

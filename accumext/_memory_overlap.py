@@ -1,4 +1,4 @@
-"""Whether elements share memory: of one strided tensor, and of two (csrc/common/overlap.h).
+"""Elements that share memory: of one strided tensor, and of two (csrc/common/overlap.h).
 
 Answers are exact but where the search for a common address is given up, and then they say yes.
 """
@@ -19,7 +19,7 @@ _MOST_TRIES = 1 << 14  # values that one search may try; strides of real tensors
 
 
 class _Term(NamedTuple):
-    """How far an address moves: `stride` > 0, as many times as [low, high] has integers."""
+    """The move of an address: `stride` > 0, as many times as [low, high] has integers."""
 
     stride: int
     low: int
@@ -27,7 +27,7 @@ class _Term(NamedTuple):
 
 
 class _Rest(NamedTuple):
-    """What sums the terms from one on have."""
+    """The properties of sums of the terms from one on."""
 
     least: int
     most: int
@@ -35,7 +35,7 @@ class _Rest(NamedTuple):
 
 
 def _reach(terms: Sequence[_Term], target: int) -> bool:
-    """Whether a sum of one multiple of every stride is `target`: depth first, the largest first."""
+    """Tell whether one multiple of every stride sum up to `target`: depth first, largest first."""
     terms = sorted(terms, reverse=True)
     rests = [_Rest(0, 0, 0)]
     for stride, low, high in reversed(terms):
@@ -75,7 +75,7 @@ def _reach(terms: Sequence[_Term], target: int) -> bool:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements share an address.
+    """Tell whether two elements share an address.
 
     Mostly, ordered by stride, a dimension steps over everything that the smaller ones reach; where
     not, some difference of indices has to be 0.
@@ -101,7 +101,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether any byte belongs to an element of both."""
+    """Tell whether any byte belongs to an element of both."""
     distance = b.data_ptr() - a.data_ptr()
     unit = min(a.element_size(), b.element_size())  # bytes; powers of 2, so it divides both
     if distance % unit != 0:
@@ -119,7 +119,7 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape are the same elements in the same order."""
+    """Tell whether two tensors of one shape are the same elements in the same order."""
     return (
         a.data_ptr() == b.data_ptr()
         and a.dtype == b.dtype
@@ -128,7 +128,7 @@ def is_same(a: Tensor, b: Tensor) -> bool:
 
 
 def any_shared(tensors: Sequence[Tensor]) -> bool:
-    """Whether any byte belongs to two elements, of one tensor or of two."""
+    """Tell whether any byte belongs to two elements, of one tensor or of two."""
     if _lie_apart(tensors):
         return False
     if any(map(overlaps_itself, tensors)):
@@ -137,7 +137,7 @@ def any_shared(tensors: Sequence[Tensor]) -> bool:
 
 
 def _lie_apart(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are contiguous, and each ends before the next begins: found without a loop."""
+    """Tell, without a loop, whether all are contiguous and each ends before the next begins."""
     if not all(map(Tensor.is_contiguous, tensors)):
         return False
     try:

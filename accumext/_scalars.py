@@ -15,8 +15,8 @@ from torch import Tensor
 
 Scalar: TypeAlias = float | Tensor
 
-# Whether the host can read a tensor without waiting for a device. Everything that would wait asks
-# this function of this module, so a test that replaces it sees a CPU tensor treated as a GPU's.
+# Tells whether the host can read a tensor without waiting for a device. Everything that would wait
+# asks this function of this module: a test that replaces it has a CPU tensor treated as a GPU's.
 on_host = attrgetter("is_cpu")
 
 
@@ -37,7 +37,7 @@ def as_tensor(
 def sent(number: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor on a device, which the host waits for only where it is to read it: on the host.
 
-    What `Tensor.to` copies there without waiting may be read before it has arrived.
+    A copy that `Tensor.to` makes there without waiting may be read before it has arrived.
     """
     return number.to(device, dtype, non_blocking=device.type != "cpu")
 

@@ -35,12 +35,12 @@ def local_tensor(tensor: Any) -> Tensor:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether the tensor is one process's view of a distributed one."""
+    """Tell whether the tensor is one process's view of a distributed one."""
     return hasattr(tensor, "device_mesh")
 
 
 def any_dtensor(tensors: Collection[Tensor]) -> bool:
-    """Whether any of the tensors is."""
+    """Tell whether any of the tensors is."""
     return any(hasattr(kind, "device_mesh") for kind in set(map(type, tensors)))
 
 
@@ -52,7 +52,7 @@ def dense_storage(tensor: Tensor) -> Tensor:
 
 
 def fit_one_call(tensors: Collection[Tensor]) -> bool:
-    """Whether all are dense real tensors on one device, as one call of an operator takes them.
+    """Tell whether all are dense real tensors on one device, as one call of an operator takes them.
 
     Nearly all gradients are, and this finds it out without a loop in Python.
     """
@@ -131,7 +131,7 @@ def global_norm(
 
 
 def count_nonzero(grads: Sequence[Tensor]) -> Tensor:  # []
-    """How many gradients are not all zero: the 0-norm of their 0-norms."""
+    """The number of gradients that are not all zero: the 0-norm of their 0-norms."""
     parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
     for grad in map(coalesced, grads):
         part = parts.setdefault((grad.device, _shard_groups(grad)), [])
@@ -171,12 +171,12 @@ def _norm_over(group: Group, norm: Tensor, flag: Tensor, norm_type: float) -> tu
 
 
 def nonfinite(grads: Sequence[Tensor]) -> list[int]:
-    """Which hold an inf or NaN. Reads the device."""
+    """The indices of those that hold an inf or NaN. Reads the device."""
     return [i for i, g in enumerate(grads) if not bool(dense_storage(g).isfinite().all())]
 
 
 def versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
-    """How often each tensor has been written, as far as autograd was told; None without a count."""
+    """The number of writes into each tensor, as far as autograd was told; None without a count."""
     try:
         return list(map(write_count, tensors))
     except (AttributeError, RuntimeError):  # a missing tensor, or one made in inference mode

@@ -78,13 +78,13 @@ gradient_hooks: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors use a storage."""
+    """The number of tensors that use a storage."""
     users: int = torch._C._storage_Use_Count(storage._cdata)
     return users
 
 
 def backward_runs() -> bool:
-    """Whether this is called by a backward pass."""
+    """Tell whether this is called by a backward pass."""
     number: int = torch._C._current_graph_task_id()
     return number != -1
 
@@ -107,7 +107,7 @@ def leaf_of(node: Any) -> Tensor | None:
 
 
 def is_since(node: Any, first: int) -> bool:
-    """Whether autograd has made a node, which adds to no leaf, since `next_node_number`."""
+    """Tell whether autograd has made a node, which adds to no leaf, since `next_node_number`."""
     return node_number(node) >= first and leaf_of(node) is None
 
 
@@ -130,7 +130,7 @@ def leaves_since(first: int, roots: Iterable[Tensor]) -> list[Tensor]:
 
 
 def saved_factor(node: Any) -> object:
-    """What a multiplication by a tensor has saved of its second operand; None if it did not."""
+    """The second operand that a multiplication by a tensor has saved; None if it did not."""
     return getattr(node, "_saved_other", None)
 
 
@@ -162,7 +162,7 @@ step_post_hooks: Callable[[Optimizer], OrderedDict[int, Any]] = attrgetter(
 # GradScaler then always calls it, without unscaling.
 TAKES_SCALE = "_step_supports_amp_scaling"
 
-# What a learning-rate scheduler looks for on the optimizer: whether it has stepped.
+# Set on the optimizer for a learning-rate scheduler, which asks whether it has stepped.
 HAS_STEPPED = "_opt_called"
 
 # An attribute of `step` without which `Optimizer.__init__` of a subclass wraps it with hooks.
@@ -170,7 +170,7 @@ STEP_IS_WRAPPED = "hooked"
 
 
 def takes_scale(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step multiplies with `grad_scale` and skips at `found_inf`."""
+    """Tell whether the optimizer's step multiplies with `grad_scale` and skips at `found_inf`."""
     return bool(getattr(optimizer, TAKES_SCALE, False))
 
 
@@ -184,7 +184,7 @@ remove_kernels: Callable[[torch.library.Library], None] = methodcaller("_destroy
 
 
 def call_default_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an operator does where no kernel is registered for a device."""
+    """Run an operator as where no kernel is registered for a device."""
     return op._op_dk(_KEYS["CompositeExplicitAutograd"], *args, **kwargs)
 
 
@@ -238,7 +238,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def translated_from(module: Any) -> tuple[str, str] | None:
-    """How and of which class torch has translated a module of its own, by torch.compile or
+    """The way in which torch has translated a module of its own, and its class, by torch.compile or
     torch.jit: the result is of another class. None for any other object."""
     if isinstance(module, torch.jit.ScriptModule):
         names = module._c._type().qualified_name().split(".")  # "__torch__.torch.nn.modules...."
@@ -253,7 +253,7 @@ def translated_from(module: Any) -> tuple[str, str] | None:
 
 
 def _sharded_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """What `fully_shard` keeps of every parameter, and its mixed-precision policy."""
+    """The record that `fully_shard` keeps of every parameter, and its mixed-precision policy."""
     for module in model.modules():
         state = sharded_state(module)
         for group in [] if state is None else _sharded_groups(state):
@@ -319,7 +319,7 @@ def sharded_modules() -> list[Any]:
 
 
 def sharded_state(module: Any) -> Any:
-    """What FSDP knows of a module that `fully_shard` was called with; None for anything else."""
+    """The state that FSDP has of a module of `fully_shard`; None for anything else."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes long
     if fsdp is None or not isinstance(module, fsdp.FSDPModule):
         return None
@@ -327,21 +327,21 @@ def sharded_state(module: Any) -> Any:
 
 
 def is_root(module: nn.Module) -> bool | None:
-    """Whether a module of `fully_shard` is in no other; None until the first forward has shown."""
+    """Tell whether a module of `fully_shard` is in no other; None until the first forward shows."""
     root: bool | None = sharded_state(module)._is_root
     return root
 
 
 def sums_gradients(root: nn.Module) -> bool:
-    """Whether a module was told, by `set_gradient_divide_factor(1.0)`, not to average gradients."""
+    """Tell whether a module, by `set_gradient_divide_factor(1.0)`, averages no gradients."""
     states = filter(None, map(sharded_state, root.modules()))
     groups = chain.from_iterable(map(_sharded_groups, states))
     return any(group.gradient_divide_factor == 1.0 for group in groups)
 
 
 def only_sharding(hooks: Iterable[dict[int, Any]]) -> bool:
-    """Whether all hooks only gather weights, `fully_shard`'s and ours: no others need to run where
-    the decoder gathers them itself."""
+    """Tell whether all hooks only gather weights, `fully_shard`'s and ours: no others need to run
+    where the decoder gathers them itself."""
     modules = [str(getattr(hook, "__module__", "")) for found in hooks for hook in found.values()]
     return all(name.startswith(("torch.distributed.fsdp.", "accumext.")) for name in modules)
 
@@ -363,14 +363,14 @@ def set_sharding_phase(state: Any, name: str) -> None:
 
 
 def begin_sharded_forward(state: Any, module: nn.Module, anchor: Tensor) -> Tensor:
-    """What `fully_shard` does before a forward: gather weights, and put a node after the input,
+    """Do as `fully_shard` does before a forward: gather weights, and put a node after the input,
     here the anchor, that reduces gradients. The anchor to use instead."""
     (anchor,), _ = state._pre_forward(module, (anchor,), {})
     return anchor
 
 
 def end_sharded_forward(state: Any, module: nn.Module, outputs: list[Tensor]) -> None:
-    """What `fully_shard` does after a forward: hook onto the outputs what gathers weights again."""
+    """Do as `fully_shard` does after a forward: hook a gathering of weights onto the outputs."""
     state._post_forward(module, (), outputs)
 
 
@@ -378,7 +378,7 @@ def end_sharded_forward(state: Any, module: nn.Module, outputs: list[Tensor]) ->
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor is one of FakeTensorMode, whose class takes a while to import."""
+    """Tell whether a tensor is one of FakeTensorMode, whose class takes a while to import."""
     return hasattr(tensor, "fake_mode")
 
 
@@ -447,7 +447,7 @@ class Allocations(TorchDispatchMode):
 
 @functools.cache
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has AVX512-BF16, and may use it (ATEN_CPU_CAPABILITY): `torch.backends.cpu`
-    tells AVX-512, not this part of it."""
+    """Tell whether the CPU has AVX512-BF16, and may use it (ATEN_CPU_CAPABILITY):
+    `torch.backends.cpu` tells AVX-512, not this part of it."""
     allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return allowed and torch.cpu._is_avx512_bf16_supported()

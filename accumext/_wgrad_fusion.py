@@ -26,7 +26,7 @@ class Holder(Protocol):
     """The state of an optimizer."""
 
     def expects_sum(self, parameter: Tensor) -> bool:
-        """Whether the next backward pass adds to a sum of this parameter that is there."""
+        """Tell whether the next backward pass adds to a sum of this parameter that is there."""
 
     def nothing_to_clip(self) -> None:
         """`clip_grad_norm_` has found no gradient of its parameters."""
@@ -43,7 +43,7 @@ class _Owner:
 
 
 class MainGrads:
-    """What an optimizer offers to operators that use its parameters."""
+    """The sums that an optimizer offers to operators that use its parameters."""
 
     def __init__(self, holder: Holder, parameters: Iterable[Tensor]) -> None:
         self._holder = ref(holder)
@@ -101,14 +101,14 @@ def _owner_of(parameter: Tensor) -> MainGrads | None:
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    """Whether any but the optimizer's own, which come with its backward pass."""
+    """Tell whether there are hooks but the optimizer's own, which come with its backward pass."""
     hooks = [hook for several in gradient_hooks(parameter) for hook in (several or {}).values()]
     return not all(str(getattr(hook, "__module__", "")).startswith("accumext.") for hook in hooks)
 
 
 def may_fuse(parameter: Tensor) -> bool:
-    """Whether an optimizer expects to offer a sum, and no hook has to see the gradient."""
-    owner = _owner_of(parameter)
+    """Tell whether an optimizer expects to offer a sum, and no hook has to see the gradient."""
+    owner = _owner_of(parameter) if hasattr(parameter, _OWNER) else None
     return owner is not None and owner.expected(parameter)
 
 
@@ -117,7 +117,7 @@ def destination(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
 
     Whoever gets a destination adds to it.
     """
-    owner = _owner_of(parameter)
+    owner = _owner_of(parameter) if hasattr(parameter, _OWNER) else None
     return None if owner is None else owner.hand_out(parameter, dtype)
 
 

@@ -38,7 +38,7 @@ from accumext._torch_private import (
     sparse_indices,
     sparse_values,
 )
-from accumext.decoder._sharded_modules import gathered_once
+from accumext.sharding import gathered_once
 
 OP = "chunked_loss"
 IGNORED = -100  # the default `ignore_index` of F.cross_entropy
@@ -53,7 +53,7 @@ _ADVICE = (
 
 
 class _Share(NamedTuple):
-    """What a slice's loss counts of the whole."""
+    """The weight of a slice's loss in the whole."""
 
     factor: Scalar
     empty: Tensor | None = None  # 0-dim bool: weighs nothing; None: known not to be so
@@ -195,7 +195,7 @@ class _CrossEntropies(TorchFunctionMode):
             self.divisors.append(torch.where(counted, of_targets, 0).sum(dtype=torch.float64))
 
     def empty(self) -> Tensor | None:
-        """Whether the slice weighs nothing and has NaN for gradients; None: known not to."""
+        """Tell whether the slice weighs nothing and has NaN for gradients; None: known not to."""
         if not (self.may_be_nan and self.divisors):
             return None
         empty = torch.stack(self.divisors).sum() == 0
@@ -205,7 +205,7 @@ class _CrossEntropies(TorchFunctionMode):
 def _known_shares(
     inputs: Tensor, borders: list[tuple[int, int]], reduction: Reduction, weights: Tensor | None
 ) -> list[_Share] | None:
-    """What every slice counts; None where `fn` is to tell."""
+    """The weight of every slice; None where `fn` is to tell."""
     if weights is not None:
         _check_weights(weights, inputs, reduction)
         weights = weights.detach()
@@ -217,7 +217,7 @@ def _known_shares(
 def _watched_shares(
     watched: list[_CrossEntropies], args: tuple[Any, ...], borders: list[tuple[int, int]]
 ) -> list[_Share]:
-    """What every slice counts: what its cross entropy divides by, or else its rows."""
+    """The weight of every slice: the divisor of its cross entropy, or else its rows."""
     rows = [end - begin for begin, end in borders]
     calls = {len(part.divisors) for part in watched}
     if calls == {1}:
@@ -253,7 +253,7 @@ def _shares(counts: list[Tensor]) -> list[_Share]:
 
 
 def _share_of(loss: Tensor, share: _Share) -> Tensor:
-    """What a slice adds to the loss, in the dtype of its loss; 0 where it is empty."""
+    """The term of a slice in the loss, in the dtype of its loss; 0 where it is empty."""
     factor, dtype = share.factor, loss.dtype
     if isinstance(factor, Tensor):
         factor = factor.to(torch.promote_types(dtype, torch.float32))

@@ -51,7 +51,7 @@ def _define_overload(
 
 
 def _norm_fake(tensors: Sequence[Tensor]) -> Tensor:
-    """What a norm of these tensors looks like: 0-dim, in their accumulation dtype."""
+    """A norm of these tensors without a value: 0-dim, in their accumulation dtype."""
     dtype = reference.accumulation_dtype(*tensors)
     return torch.empty((), dtype=dtype, device=tensors[0].device if tensors else None)
 
@@ -83,7 +83,7 @@ def _mark_written(tensors: Sequence[Tensor], found_inf: Tensor | None = None) ->
 def _require_writable(tensors: Sequence[Tensor], found_inf: Tensor | None = None) -> None:
     """RuntimeError for what operators do not see, or too late; `_checks` has the words.
 
-    That is a tensor of torch.inference_mode, outside of it, and a negated view as `found_inf`: the
+    Such are a tensor of torch.inference_mode, outside of it, and a negated view as `found_inf`: the
     dispatcher makes a plain copy of it for the call and does not put back what was written.
     """
     if torch.compiler.is_compiling():
@@ -106,7 +106,7 @@ def _accumulated_else(
     grads: Sequence[Tensor],
     options: dict[str, Any],
 ) -> Tensor:
-    """What a failed call returns after all, or what is to be raised.
+    """Return the result of a failed call after all, or raise its error.
 
     Operators do not write lists with negated views in them: those are written through copies.
     """
@@ -126,7 +126,7 @@ def _accumulated_else(
 
 
 def _through_copies(write: Callable[[list[Tensor]], _R], tensors: Sequence[Tensor]) -> _R:
-    """What `write` returns of these tensors, with copies of negated views, which are put back."""
+    """The result of `write` for these tensors, with copies of negated views, which are put back."""
     plain = [tensor.resolve_neg() for tensor in tensors]
     result = write(plain)
     for tensor, written in zip(tensors, plain, strict=True):
@@ -463,7 +463,7 @@ def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
         )
         if broken is not error or not any(grad.is_neg() for grad in grads):
             raise broken from None
-        # Whether the memory of a negated view is multiplied or its negative is the same.
+        # The memory of a negated view may be multiplied as well as its negative: it is the same.
         op([negated_view(grad) if grad.is_neg() else grad for grad in grads], factor)
     _mark_written(grads)
 

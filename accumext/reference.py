@@ -262,7 +262,7 @@ def _scaled(tensor: Tensor, factor: float | Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _updated(main_grad: Tensor, grad: Tensor, factor: float | Tensor, overwrite: bool) -> Tensor:
-    """What the main gradient becomes, in the accumulation dtype of the pair."""
+    """The main gradient afterwards, in the accumulation dtype of the pair."""
     dtype = accumulation_dtype(main_grad, grad)
     scaled = _scaled(grad, factor, dtype)
     return scaled if overwrite else main_grad.to(dtype) + scaled
@@ -296,7 +296,7 @@ def _vector_norm(
 
 
 def _all_finite(tensors: Sequence[Tensor]) -> Tensor:  # [] bool
-    """Whether every element is finite, still on the device."""
+    """Tell whether every element is finite, still on the device."""
     if not tensors:
         return torch.tensor(True)
     return torch.stack([t.isfinite().all() for t in tensors]).all()

@@ -1,5 +1,5 @@
-"""`tbptt`: truncated backpropagation through time over any user module, a window of steps alive at
-a time."""
+"""`tbptt`: truncated backpropagation through time over any user module, a window of steps at a
+time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from accumext._checks import (
     type_name,
     zero_dim_loss,
 )
-from accumext.decoder._feedback import Feedback, check_options, feedback_of
-from accumext.decoder._recurrent_state import (
+from accumext.recurrence import (
+    Feedback,
+    Inputs,
     State,
+    Truncation,
     batch_dim_of,
     check_batch_dim,
     check_nesting,
+    check_options,
     check_unwritten,
     detach,
     freeze,
@@ -37,13 +40,13 @@ from accumext.decoder._recurrent_state import (
     rng_state,
     set_rng_state,
     tensors,
+    windows,
     with_shapes,
     within_length_of,
     write_counts,
     zero_gradient_tie,
 )
-from accumext.decoder._sharded_modules import gathered_once
-from accumext.decoder._windows import windows
+from accumext.sharding import gathered_once
 
 OP = "tbptt"
 _SEQUENCES = (
@@ -54,7 +57,7 @@ IGNORED = -100  # `ignore_index` of `F.cross_entropy`
 
 
 class TBPTTResult(NamedTuple):
-    """What `tbptt` returns.
+    """The results of `tbptt`.
 
     Attributes:
         loss: 0-dim, detached, on the device.
@@ -144,13 +147,13 @@ def tbptt(
 
     Source: Williams & Peng 1990.
     """
-    source, k1, k2, live = _check(
+    source, k1, k2, active = _check(
         step, targets, state, criterion, feedback, start, inputs, k1, k2, backward, reduction,
         teacher_forcing, temperature, generator, lengths, context, batch_dim,
     )  # fmt: skip
     steps = targets.shape[0]
     loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
-    rows = None if live is None else _Rows(live, batch_dim or 0)
+    rows = None if active is None else _Rows(active, batch_dim or 0)
     running = _Steps(step, _Losses(criterion, targets, rows), source, rows)
     history = _StateHistory(k2, targets.device) if k1 < k2 else None
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
@@ -187,19 +190,19 @@ def tbptt(
 class _Rows:
     """Rows of different lengths: their states and targets past their ends."""
 
-    def __init__(self, live: Tensor, batch_dim: int) -> None:  # bool [T, B]
-        self.live, self.batch_dim = live, batch_dim
-        self.any = live.any(1)  # [T]
+    def __init__(self, active: Tensor, batch_dim: int) -> None:  # bool [T, B]
+        self.active, self.batch_dim = active, batch_dim
+        self.any = active.any(1)  # [T]
         # A step past all ends has a loss like any other, which is not counted: no mean of nothing.
-        self.counted = live | ~self.any[:, None]
+        self.counted = active | ~self.any[:, None]
 
     def freeze(self, t: int, new: State, old: State) -> State:
-        return freeze(OP, self.live[t], new, old, self.batch_dim)
+        return freeze(OP, self.active[t], new, old, self.batch_dim)
 
     def targets(self, targets: Tensor) -> Tensor:
         """Of int64 targets [T, B], those that count."""
         past = torch.where(self.any[:, None], IGNORED, 0)
-        return torch.where(self.live, targets, past)
+        return torch.where(self.active, targets, past)
 
 
 class _Losses:
@@ -231,7 +234,7 @@ class _Steps:
     """Runs steps, keeping the inputs that were fed and what came out."""
 
     def __init__(
-        self, step: Callable[..., tuple[Tensor, State]], losses: _Losses, source: Feedback,
+        self, step: Callable[..., tuple[Tensor, State]], losses: _Losses, source: Inputs,
         rows: _Rows | None,
     ) -> None:  # fmt: skip
         self.step, self.losses, self.source, self.rows = step, losses, source, rows
@@ -277,8 +280,8 @@ class _Steps:
         return torch.stack(losses).sum(), state
 
     def _read_again(self, t: int, state: State, history: _StateHistory | None) -> list[Tensor]:
-        """What a step must not write into: what it starts from, where windows overlap, and the
-        state that rows of other lengths stay in."""
+        """Tensors that a step must not write into: its start, where windows overlap, and the state
+        that rows of other lengths stay in."""
         if history is None:
             return tensors(state) if self.rows is not None else []
         return tensors((self.inputs[t], state, self.context))
@@ -306,7 +309,7 @@ def _shape(value: Any) -> str:
 
 
 class _SavedState(NamedTuple):
-    """What a step starts from."""
+    """The start of a step."""
 
     step: int
     state: State  # detached
@@ -383,7 +386,7 @@ def _check(
     step: Any, targets: Any, state: Any, criterion: Any, feedback: Any, start: Any, inputs: Any,
     k1: Any, k2: Any, backward: Any, reduction: Any, teacher_forcing: Any, temperature: Any,
     generator: Any, lengths: Any, context: Any, batch_dim: Any,
-) -> tuple[Feedback, int, int, Tensor | None]:  # fmt: skip
+) -> tuple[Inputs, int, int, Tensor | None]:  # fmt: skip
     for name, function in (("step", step), ("criterion", criterion), ("backward", backward)):
         if not callable(function):
             fail_type(OP, name, "be callable", type_name(function))
@@ -400,29 +403,28 @@ def _check(
             fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
     k1 = positive_int(OP, "k1", k1)
     k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
-    if k2 < k1:
-        fail_value(OP, "k2", "be at least k1", f"k1={k1}, k2={k2}")
+    Truncation.of(OP, k1, k2, "fixed")  # k2 is at least k1
     one_of(OP, "reduction", reduction, REDUCTIONS)
     batch_dim_of(OP, batch_dim)
     steps, batch = targets.shape[:2]
     _check_layout(targets, state)
     whose = "the device of targets"
-    live = None
+    active = None
     if lengths is not None:
-        live = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
+        active = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
         check_batch_dim(OP, state, batch, batch_dim)
     given_floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
     if targets.is_floating_point() or given_floats:
-        source = Feedback(_known_inputs(targets, feedback, start, inputs), None)
+        source = Inputs(_known_inputs(targets, feedback, start, inputs))
         check_options(OP, "teacher", teacher_forcing, temperature, generator)
-        return source, k1, k2, live
+        return source, k1, k2, active
     fed = targets.clamp(min=0)
-    source = feedback_of(
-        OP, feedback, targets, fed=fed if live is None else torch.where(live, fed, 0), start=start,
+    chosen = Feedback.of(
+        OP, feedback, fed if active is None else torch.where(active, fed, 0), start=start,
         inputs=inputs, teacher_forcing=teacher_forcing, temperature=temperature,
         generator=generator, rows=None,
     )  # fmt: skip
-    return source, k1, k2, live
+    return chosen.drawn(), k1, k2, active
 
 
 def _check_targets(targets: Any, state: Any) -> None:

@@ -9,29 +9,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext._checks import DrawWord, FeedbackWord, TokenReduction, Truncation, explained
-from accumext.decoder._arguments import OP, DecodeArguments, check_arguments
+from accumext import _checks
+from accumext._checks import DrawWord, FeedbackWord, TokenReduction, explained
+from accumext._wgrad_fusion import may_fuse
 from accumext.decoder._callable_path import decode_with_callable
-from accumext.decoder._cells import parameter_tensors
-from accumext.decoder._feedback import check_options
-from accumext.decoder._memory import predicted_peak
-from accumext.decoder._modules import embedding_table
-from accumext.decoder._recurrent_state import (
+from accumext.decoder._memory import Call, predicted_peak
+from accumext.decoder._model import OP, Model, embedding_table
+from accumext.decoder._objective import Objective
+from accumext.decoder._plan import Plan
+from accumext.decoder._rnn_path import decode_with_rnn
+from accumext.decoder._tokens import Tokens
+from accumext.decoder._transcript import Decoded, Transcript
+from accumext.recurrence import (
+    WHOLE,
     State,
+    Truncation,
     map_leaves,
     map_tensors,
     tensors,
     with_shapes,
     zero_gradient_tie,
 )
-from accumext.decoder._rnn_path import decode_with_rnn
-from accumext.decoder._segment_memory import segment_memory
-from accumext.decoder._sharded_modules import gathered_once
-from accumext.decoder._token_buffers import Decoded, TokenBuffers
+from accumext.sharding import gathered_once
 
 
 class DecodeOutput(NamedTuple):
-    """What `decode_loss` returns; [B, T] in place of [T, B] with `batch_first`.
+    """The results of `decode_loss`; [B, T] in place of [T, B] with `batch_first`.
 
     Attributes:
         loss: 0-dim, or [T, B] with `reduction="none"`; fp32, fp64 in double precision. Its backward
@@ -76,7 +79,7 @@ def decode_loss(
     teacher_forcing: float = 1.0,
     k1: int | None = None,
     k2: int | None = None,
-    truncation: Truncation = "fixed",
+    truncation: _checks.Truncation = "fixed",
     state_grad_clip: float | None = None,
     lengths: Tensor | Sequence[int] | None = None,  # [B]
     eos: int | None = None,
@@ -148,7 +151,7 @@ def decode_loss(
             nowhere, and reads the padding token. Here, with `eos` and with `resets` a callable's
             state is given, not None, and every tensor of it has the batch in `batch_dim` (0-dim
             tensors are everyone's). A tensor may grow in one other dimension, such as a cache of
-            keys [B, n, E]: a row that has ended has zeros behind its own entries.
+            keys [B, n, E]: an inactive row has zeros behind its own entries.
         eos: a row that predicted this token stops after that step, as if its length ended there.
         ignore_index, label_smoothing, class_weight, reduction: as in `F.cross_entropy`. Class
             weights are floats [V], a tensor or a list; the reduction is "mean", "sum" or "none".
@@ -162,8 +165,8 @@ def decode_loss(
             them.
         memory_budget: bytes of logits that may exist at once, at least one row's; None chooses.
         batch_first: targets, inputs, a feedback mask, `token_weight`, `resets` and the results are
-            [B, T]. The state is as the cell has it. That a module is built with `batch_first` of
-            its own changes nothing.
+            [B, T]. The state is as the cell has it. A `batch_first` that the cell is built with
+            changes nothing.
         steps: T where `targets` is None.
         token_weight: float [T, B], such as an advantage: multiplies the loss of each token before
             the reduction, and has no gradient. "mean" divides by the number of tokens as ever.
@@ -175,7 +178,7 @@ def decode_loss(
             none).
         output_dropout: the same of what the head reads.
         resets: bool [T, B], best on the CPU: before step t the state of these rows is their initial
-            state again, whose gradient comes from there, too. What they read is not changed, and no
+            state again, whose gradient comes from there, too. Their inputs are not changed, and no
             tensor of the state may grow.
         batch_dim: where the tensors of a callable's state have the batch. None: in dimension 0, or
             an error where by its size another one might be meant, as in [layers, B, H] of as many
@@ -204,33 +207,61 @@ def decode_loss(
     (scheduled sampling); Rennie et al. 2017 (self-critical training); the derivation is in
     docs/decoder.md.
     """
-    call = dict(locals())
+    if batch_first:
+        by_token = (targets, inputs, feedback, token_weight, resets)
+        targets, inputs, feedback, token_weight, resets = map(_time_major, by_token)
     with gathered_once(OP, cell, read=(embedding, cell, head)) as gathered:
-        args = check_arguments(call)
-        buffers = TokenBuffers(args)
-        if args.feedback.mask is None:  # before the head, which may share the weight, is read
-            args.table.renormalise(buffers.padded(slice(None), args.feedback.teacher))
-        if args.steps * args.batch == 0:
-            found = Decoded(_loss_of_nothing(args, buffers.losses), args.state)
-            if return_outputs:
-                shape = (args.steps, args.batch, args.head_weight.shape[1])
-                found = found._replace(outputs=args.head_weight.new_zeros(shape))
-        elif args.rnn_weights is not None:
-            found = decode_with_rnn(buffers, args.rnn_weights)
+        model = Model.of(
+            OP, embedding=embedding, cell=cell, head=head, context=context, batch_dim=batch_dim,
+            embedding_dropout=embedding_dropout, output_dropout=output_dropout, feedback=feedback,
+        )  # fmt: skip
+        tokens = Tokens.of(
+            model, targets=targets, steps=steps, state=state, feedback=feedback, start=start,
+            inputs=inputs, teacher_forcing=teacher_forcing, draw=draw, temperature=temperature,
+            generator=generator, lengths=lengths, eos=eos, ignore_index=ignore_index,
+            resets=resets, batch_dim=batch_dim, batch_first=batch_first, truncation=truncation,
+        )  # fmt: skip
+        objective = Objective.of(
+            OP, tokens.counted, tokens.targets, tokens.eos is not None, model.head_weight,
+            label_smoothing=label_smoothing, z_loss=z_loss, class_weight=class_weight,
+            reduction=reduction, num_items=num_items, token_weight=token_weight,
+        )  # fmt: skip
+        bounds = WHOLE
+        if truncation != "fixed" or not k1 is k2 is state_grad_clip is None:
+            bounds = Truncation.of(OP, k1, k2, truncation, state_grad_clip)
+        in_forward = reduction != "none" and not may_fuse(model.head_weight)
+        plan = Plan.of(
+            OP, memory_budget, shape=tokens.shape, words=len(model.head_weight),
+            device=model.device.type, dtypes=model.dtypes, period=bounds.period,
+            free_running=tokens.free_running, gradients_in_forward=in_forward,
+        )  # fmt: skip
+        # Random numbers are drawn from here on: a call that fails a check draws none.
+        transcript = Transcript(model, tokens, objective, bounds, plan)
+        if tokens.feedback.word == "teacher":  # before the head, which may share the weight
+            model.table.renormalise(transcript.padded(slice(None), tokens.feedback.teacher))
+        if transcript.losses.numel() == 0:
+            found = _decode_nothing(transcript, return_outputs)
+        elif model.rnn is not None:
+            found = decode_with_rnn(transcript, model.rnn, return_outputs)
         else:
-            found = decode_with_callable(buffers)
+            found = decode_with_callable(transcript, return_outputs)
         outputs = found.outputs
-        if outputs is not None and buffers.live is not None:
-            outputs = torch.where(buffers.live[:, :, None], outputs, 0)
+        if outputs is not None and transcript.active is not None:
+            outputs = torch.where(transcript.active[:, :, None], outputs, 0)
         if gathered is not None:
             others = tensors((found.state, outputs, found.extras))
             found = found._replace(loss=gathered.finish(found.loss, others))
     # The backward pass reads the inputs again: the caller, who may write, gets a copy.
     out = DecodeOutput(
-        found.loss, buffers.tokens, buffers.inputs.clone(), buffers.losses, found.state,
-        buffers.lengths(), outputs, found.extras,
+        found.loss, transcript.predicted, transcript.inputs.clone(), transcript.losses, found.state,
+        found.lengths, outputs, found.extras,
     )  # fmt: skip
     return _with_batch_first(out) if batch_first else out
+
+
+def _time_major(value: Any) -> Any:
+    """An argument [B, T] as [T, B]."""
+    return value.t() if isinstance(value, Tensor) and value.dim() == 2 else value
 
 
 def _with_batch_first(out: DecodeOutput) -> DecodeOutput:
@@ -245,14 +276,18 @@ def _with_batch_first(out: DecodeOutput) -> DecodeOutput:
     return out._replace(**per_token, extras=map_leaves(turned, out.extras))
 
 
-def _loss_of_nothing(args: DecodeArguments, losses: Tensor) -> Tensor:
-    """The loss where T or B is 0: 0, with zero gradients for all that would have had one."""
-    zero = losses if args.criterion.reduction == "none" else losses.sum()
-    reached = [args.table.weight, args.head_weight]
-    reached += [] if args.head_bias is None else [args.head_bias]
-    reached += [*parameter_tensors(args.cell), *tensors(args.state), *args.context]
+def _decode_nothing(transcript: Transcript, return_outputs: bool) -> Decoded:
+    """The loss 0 where T or B is, with zero gradients for all that would have had one."""
+    model, losses, state = transcript.model, transcript.losses, transcript.tokens.state
+    loss = losses if transcript.objective.reduction == "none" else losses.sum()
+    reached = [*model.parameters(), *tensors(state), *model.context]
     tie = zero_gradient_tie(reached) if torch.is_grad_enabled() else None
-    return zero if tie is None else zero + tie.to(zero.dtype)
+    if tie is not None:
+        loss = loss + tie.to(loss.dtype)
+    lengths, outputs = transcript.finish().lengths, None
+    if return_outputs:
+        outputs = model.head_weight.new_zeros(*losses.shape, model.head_weight.shape[1])
+    return Decoded(loss, state, lengths, outputs)
 
 
 def decode_memory(*args: Any, **kwargs: Any) -> int:
@@ -292,16 +327,33 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
 
     for name in ("targets", "state", "inputs", "lengths", "feedback", "context"):
         call[name] = map_tensors(on_device, call[name])
-    if isinstance(call["feedback"], str) and call["feedback"] in ("sample", "scheduled"):
-        names = ("teacher_forcing", "temperature", "generator", "draw")
-        check_options(OP, call["feedback"], *(call[name] for name in names))
-        # The same memory, and nothing is drawn.
-        call |= {"feedback": "greedy", "teacher_forcing": 1, "temperature": 1, "draw": "argmax"}
-    if call["truncation"] == "random":
+    if call["truncation"] == "random":  # the same memory, and nothing is drawn
         call["truncation"], call["k2"] = "fixed", None
-    checked = check_arguments(call | {"without_data": True})
-    segment = None if checked.rnn_weights is not None else segment_memory(checked, call["cell"])
-    return predicted_peak(checked, segment)
+    if call["batch_first"]:
+        for name in ("targets", "inputs", "feedback", "token_weight", "resets"):
+            call[name] = _time_major(call[name])
+    model = Model.of(OP, has_data=False, **_named(Model.of, call))
+    tokens = Tokens.of(model, **_named(Tokens.of, call))
+    weight, ends = model.head_weight, tokens.eos is not None
+    options = _named(Objective.of, call)
+    Objective.of(OP, tokens.counted, tokens.targets, ends, weight, **options)
+    truncation = Truncation.of(
+        OP, call["k1"], call["k2"], call["truncation"], call["state_grad_clip"]
+    )
+    in_forward = call["reduction"] != "none" and not may_fuse(weight)
+    plan = Plan.of(
+        OP, call["memory_budget"], shape=tokens.shape, words=len(weight),
+        device=model.device.type, dtypes=model.dtypes, period=truncation.period,
+        free_running=tokens.free_running, gradients_in_forward=in_forward,
+    )  # fmt: skip
+    asked = Call(model, tokens, truncation, plan, call["return_outputs"])
+    return predicted_peak(asked, call["cell"])
+
+
+def _named(function: Callable[..., Any], call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that a function takes by keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: call[p.name] for p in parameters if p.kind == p.KEYWORD_ONLY and p.name in call}
 
 
 decode_memory.__signature__ = inspect.signature(decode_loss)  # type: ignore[attr-defined]

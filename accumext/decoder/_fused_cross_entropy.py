@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from accumext.decoder import _operators
-from accumext.decoder._arguments import DecodeArguments
-from accumext.decoder._memory import WorkspacePlan
-from accumext.decoder._precision import Dtypes
+from accumext.decoder._model import Model
+from accumext.decoder._objective import Objective
+from accumext.decoder._plan import Plan
+from accumext.recurrence import Dtypes
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradients a pass through the head is to form."""
+    """The gradients that a pass through the head is to form."""
 
     hidden: bool
     weight: bool
@@ -47,8 +48,16 @@ class HeadGradients:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply by a 0-dim factor, in place; nothing is written where it is 1."""
-        given = [g for g in (self.hidden, self.weight, self.bias) if g is not None]
+        given = [self.hidden]
+        if self.weight is not None:
+            given.append(self.weight)
+        if self.bias is not None:
+            given.append(self.bias)
         torch.ops.accumext.scale_(given, factor)
+
+    def bias_like(self, parameter: Tensor | None) -> Tensor | None:
+        """The bias's gradient in the dtype of its parameter."""
+        return None if self.bias is None or parameter is None else self.bias.to(parameter.dtype)
 
 
 class _Rows(NamedTuple):
@@ -67,24 +76,25 @@ class FusedCrossEntropy:
 
     def __init__(
         self,
-        args: DecodeArguments,
-        plan: WorkspacePlan,
+        model: Model,
+        objective: Objective,
+        plan: Plan,
+        size: int,  # N, rows of the whole call
         needs: NeedsGrad | None,  # None: the loss only
         main_grad: Tensor | None = None,  # to which the weight's gradient is added
     ) -> None:
-        weight, bias, criterion = args.head_weight, args.head_bias, args.criterion
+        weight, dtypes = model.head_weight.detach(), model.dtypes
         vocabulary, hidden = weight.shape
         self.rows, self.logit_rows = plan.rows, plan.logit_rows
         self.forms_gradients = needs is not None
-        self.dtype = args.dtypes.accumulation
-        weight = weight.detach()
-        self.weight, self.bias = rounded_head(weight, bias, args.dtypes)
-        self._temperature = args.feedback.temperature
-        self._smoothing, self._z_loss = criterion.label_smoothing, criterion.z_loss
+        self.dtype = dtypes.accumulation
+        self.weight, self.bias = rounded_head(weight, model.head_bias, dtypes)
+        self._smoothing, self._z_loss = objective.label_smoothing, objective.z_loss
         self._class_weight = None
-        if criterion.class_weight is not None:
-            self._class_weight = criterion.class_weight.detach().to(self.dtype)
-        self._colsum, self._bias_dot, self._weight_sum = self._smoothing_terms()
+        if objective.class_weight is not None:
+            self._class_weight = objective.class_weight.to(self.dtype)
+        if self._smoothing > 0:
+            self._colsum, self._bias_dot, self._weight_sum = self._smoothing_terms()
 
         new = weight.new_empty
         self._exps: Tensor | None = None  # [V, rows]: rows next to each other, as products want it
@@ -95,20 +105,19 @@ class FusedCrossEntropy:
         self._gradients: HeadGradients | None = None
         self._weight_written = main_grad is not None  # whether its gradient holds sums
         if needs is not None:
-            rows = args.steps * args.batch
             d_weight = main_grad
             if needs.weight and d_weight is None:
                 d_weight = new_buffer(weight, vocabulary, hidden, dtype=self.dtype)
-            size = min(self.rows, rows)
-            self._exps = new_buffer(weight, vocabulary, size, dtype=args.dtypes.exps)
+            rows = min(self.rows, size)
+            self._exps = new_buffer(weight, vocabulary, rows, dtype=dtypes.exps)
             self._gradients = HeadGradients(
-                hidden=new(rows if needs.hidden else 0, hidden, dtype=self.dtype).zero_(),
+                hidden=new(size if needs.hidden else 0, hidden, dtype=self.dtype).zero_(),
                 weight=d_weight,
                 bias=new(vocabulary, dtype=self.dtype).zero_() if needs.bias else None,
             )
 
     def workspace_slice(self, rows: int) -> Tensor | None:
-        """Where the exponentials of the next `rows` rows go, [rows, V]; None if not wanted.
+        """Memory for the exponentials of the next `rows` rows, [rows, V]; None if not wanted.
 
         Gradients are formed first if there is no space left.
         """
@@ -126,6 +135,7 @@ class FusedCrossEntropy:
         index: Tensor,  # int64 [M]: positions among the call's T B rows
         upstream: Tensor | None = None,  # factor of the losses in the gradients, 0-dim or [M]
         uniforms: Tensor | None = None,  # fp64 [M], to sample with
+        temperature: float = 1.0,  # of samples
     ) -> tuple[Tensor, Tensor]:
         """Tokens [M] and losses [M] (unscaled, 0 where not counted) of further rows."""
         hidden = hidden.detach().to(self.dtype)
@@ -138,7 +148,7 @@ class FusedCrossEntropy:
             _operators.head_forward(
                 h, self.weight, self.bias,
                 None if targets is None else targets[piece].contiguous(),
-                None if uniforms is None else uniforms[piece].contiguous(), self._temperature,
+                None if uniforms is None else uniforms[piece].contiguous(), temperature,
                 self.workspace_slice(len(h)), self.logit_rows, tokens[piece], stats,
             )  # fmt: skip
             factor = upstream if upstream is None or upstream.dim() == 0 else upstream[piece]
@@ -165,7 +175,7 @@ class FusedCrossEntropy:
         row = hit + 2 * self._z_loss * lse
         if self._smoothing > 0:
             uniform = self._smoothing / self.weight.shape[0]
-            rounded = hidden.to(self.weight.dtype).to(self.dtype)  # what made the logits
+            rounded = hidden.to(self.weight.dtype).to(self.dtype)  # as for the logits
             smooth = self._weight_sum * lse - (rounded @ self._colsum + self._bias_dot)
             loss = loss + uniform * smooth
             row = row + uniform * self._weight_sum
@@ -204,8 +214,6 @@ class FusedCrossEntropy:
     def _smoothing_terms(self) -> tuple[Tensor, Tensor | float, Tensor | float]:
         """W^T w, w.b and sum(w)."""
         weights = self._class_weight
-        if self._smoothing == 0:
-            return self.weight.new_empty(0), 0.0, 0.0
         if weights is None:
             bias_dot = 0.0 if self.bias is None else self.bias.sum()
             colsum = self.weight.sum(0, dtype=self.dtype)
@@ -227,7 +235,7 @@ class FusedCrossEntropy:
         exps = self._exps[:, : self._filled]  # [V, M]
         pending, self._pending = self._pending, []
         self._filled = 0
-        position, h, y, r, t, q = (torch.cat(parts) for parts in zip(*pending, strict=True))
+        position, h, y, r, t, q = map(torch.cat, zip(*pending))
         gradients = self._gradients
         if len(gradients.hidden):
             d_hidden = self._product(exps.t(), self.weight).mul_(r[:, None])
@@ -236,7 +244,7 @@ class FusedCrossEntropy:
                 d_hidden.addr_(q, self._colsum, alpha=-1)
             gradients.hidden[position] = d_hidden
         if gradients.weight is not None:
-            h = h.to(self.weight.dtype).to(self.dtype)  # what made the logits
+            h = h.to(self.weight.dtype).to(self.dtype)  # as for the logits
             overwrite = not self._weight_written
             _operators.add_matmul(gradients.weight, exps, h * r[:, None], overwrite)
             gradients.weight.index_add_(0, y, h * t[:, None])
@@ -264,8 +272,3 @@ def new_buffer(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     buffer = like.new_empty(shape, dtype=dtype)
     _operators.large_pages(buffer)
     return buffer
-
-
-def cast_like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    """The gradient in the dtype of its parameter; None where either is."""
-    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

@@ -1,54 +1,84 @@
-"""What a call of the decoder keeps in memory: the sizes that it chooses, and the predicted peak."""
+"""The peak memory that `decode_memory` predicts.
+
+A callable cell's part of it is measured: a segment of its steps and their backward pass run on
+tensors without data.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from accumext.decoder._arguments import DecodeArguments
-from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-
-class HeadRows(NamedTuple):
-    """How many rows go through the head together."""
-
-    # That let the deferred products run at full speed, in the dtype of logits: with fewer, the
-    # traffic of the head's weight and its gradient dominates. Twice as many where exponentials take
-    # half as much, and less than twice of that where these would not fill it a second time.
-    workspace: int
-    logits: int  # of logits that exist at once, where so many are known
-
-
-# On a CPU, the widest product of few columns that is fast; a GPU wants hundreds of rows.
-HEAD_ROWS = {"cpu": HeadRows(256, 32), "cuda": HeadRows(1024, 512)}
-
-# Steps whose cell graph is rebuilt at once in the backward pass of a callable cell. Longer segments
-# save little: the states between segments are T/16 of all states.
-SEGMENT = 16
-
-# Bytes of the graph of a callable cell that are kept rather than computed again: all of a small
-# decoder's, where steps take longer than their arithmetic. None where memory is bounded.
-KEPT_GRAPH = 2**24
-
-# Rows of pre-activations that the backward pass of torch's modules forms at once: on a GPU so many
-# that products fill it and launches are few.
-CELL_ROWS = {"cpu": 256, "cuda": 2048}
+from accumext._torch_private import (
+    Allocations,
+    fake_tensors,
+    gradient_hooks,
+    is_since,
+    leaf_of,
+    next_node_number,
+    nodes_since,
+    unchanged,
+)
+from accumext.decoder._callable_steps import CallableSteps, segments
+from accumext.decoder._model import Model
+from accumext.decoder._plan import Plan, backward_steps, keeps_graph
+from accumext.decoder._tokens import Tokens
+from accumext.recurrence import (
+    GRU,
+    LSTM,
+    RNN_RELU,
+    RNN_TANH,
+    RnnWeights,
+    State,
+    Truncation,
+    map_tensors,
+    parameter_tensors,
+    tensors,
+)
 
 # Rows whose known inputs torch's modules multiply at once.
 INPUT_ROWS = {"cpu": 512, "cuda": 2048}
 
-# What the backward pass of torch's modules has per row, in units: the products of the gates and
-# what is computed from them, then their gradients.
+# Units that the backward pass of torch's modules has per row: the products of the gates and the
+# numbers computed from them, then their gradients.
 BACKWARD_UNITS = {GRU: 10, LSTM: 8, RNN_TANH: 1, RNN_RELU: 1}
 
+# A cell that does not run without data is taken to be a GRU as torch builds it: tensors of [B, H]
+# that the graph of one step keeps, as measured; and its gates, where its weights are not known.
+GRAPH, GATES = 10, 3
 
-@dataclass(frozen=True)
-class WorkspacePlan:
-    """The sizes that one call keeps to."""
 
-    rows: int  # of exponentials in the workspace: a multiple of B where a step fits
-    logit_rows: int  # rows of logits at once
-    segment: int  # steps of a callable cell's graph at once
+class Call(NamedTuple):
+    """The arguments of `decode_loss` that its memory depends on."""
+
+    model: Model
+    tokens: Tokens
+    truncation: Truncation
+    plan: Plan
+    return_outputs: bool
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Steps whose graph or gradients exist together, as `Truncation.spans`."""
+        return self.truncation.spans(self.tokens.steps)
+
+    @property
+    def longest_segment(self) -> int:
+        """Steps of a callable cell whose graph exists at once, at most."""
+        spans = self.spans
+        if len(spans) > 1:
+            return max(end - begin for begin, _, end in spans)
+        return self.plan.segment
 
 
 @dataclass(frozen=True)
@@ -63,97 +93,44 @@ class SegmentMemory:
     kept: int  # steps whose graph is kept rather than made again
 
 
-def longest_segment(args: DecodeArguments) -> int:
-    """Steps of a callable cell whose graph exists at once, at most."""
-    windows = args.windows()
-    if len(windows) > 1:
-        return max(end - begin for begin, _, end in windows)
-    period = args.steps if args.k2 is None else args.k2
-    return max(1, min(SEGMENT, args.steps, period))
-
-
-def keeps_graph(steps: int, graph: int, growth: int) -> bool:
-    """Whether the graph of so many last steps is kept: by the bytes of the first step's, and those
-    by which the state has grown since. It keeps what it reads of a cache, and a frozen copy."""
-    return steps * (graph + 2 * growth) <= KEPT_GRAPH
-
-
-def workspace_plan(args: DecodeArguments) -> WorkspacePlan:
-    """The sizes of this call."""
-    vocabulary, dtypes = args.head_weight.shape[0], args.dtypes
-    rows = HEAD_ROWS.get(args.head_weight.device.type, HEAD_ROWS["cpu"])
-    known = not (args.free_running and args.head_gradients_in_forward)
-    most = args.steps * args.batch if known else args.batch  # known rows of logits at once
-    return fill_budget(
-        args.steps, args.batch, vocabulary * dtypes.accumulation.itemsize,
-        vocabulary * dtypes.exps.itemsize, args.memory_budget,
-        rows._replace(logits=min(most, rows.logits)),
-    )  # fmt: skip
-
-
-def fill_budget(
-    steps: int, batch: int, logit_bytes: int, exps_bytes: int, memory_budget: int | None,
-    wanted: HeadRows,
-) -> WorkspacePlan:  # fmt: skip
-    """Fill the memory budget with whole steps, or with as many rows of one step as it holds.
-
-    `logit_bytes` and `exps_bytes` are those of a row [V] of logits and of exponentials.
-    """
-    logit_rows = max(1, wanted.logits)
-    if memory_budget is None:
-        # What is left over after so many rows at a time is shared out: a window of few is slow.
-        windows = max(1, steps * batch * exps_bytes // (wanted.workspace * logit_bytes))
-        rows = -(-steps // windows) * batch
-    else:
-        logit_rows = max(1, min(logit_rows, memory_budget // (logit_bytes + exps_bytes)))
-        rows = (memory_budget - logit_rows * logit_bytes) // exps_bytes
-        if rows >= batch > 0:
-            rows -= rows % batch
-    return WorkspacePlan(max(1, min(rows, steps * batch)), logit_rows, SEGMENT)
-
-
-def backward_steps(device: str, batch: int) -> int:
-    """Steps that the backward pass of torch's modules takes at once: CELL_ROWS rows of them."""
-    return -(-CELL_ROWS.get(device, CELL_ROWS["cpu"]) // max(1, batch))
-
-
-def predicted_peak(args: DecodeArguments, segment: SegmentMemory | None = None) -> int:
+def predicted_peak(call: Call, cell: Any) -> int:
     """Bytes that a call and its backward pass have at once, gradients of the parameters included.
-    `segment`: of a callable cell.
+    `cell` is the argument of this name.
 
     Three moments can be the highest: the end of the head's pass, with the workspace; the pass
     through the cell; and the embedding's gradient at the end. Main gradients that take the place of
     the parameters' gradients are counted as such.
     """
-    weight, table = args.head_weight, args.table.weight
-    plan, product = workspace_plan(args), args.dtypes.product
+    model, tokens, plan = call.model, call.tokens, call.plan
+    segment = None if model.rnn is not None else segment_memory(call, cell)
+    weight, table, product = model.head_weight, model.table.weight, model.dtypes.product
     vocabulary, hidden = weight.shape
     rows, width = table.shape
-    tokens = args.steps * args.batch
-    size = args.dtypes.accumulation.itemsize
+    count = tokens.steps * tokens.batch
+    size = model.dtypes.accumulation.itemsize
     half = weight.element_size() < size
 
-    head = vocabulary * size * (hidden * weight.requires_grad + (args.head_bias is not None))
-    d_hidden = tokens * hidden * size
+    head = vocabulary * size * (hidden * weight.requires_grad + (model.head_bias is not None))
+    d_hidden = count * hidden * size
     casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
-    workspace = vocabulary * plan.rows * args.dtypes.exps.itemsize
+    workspace = vocabulary * plan.rows * model.dtypes.exps.itemsize
     copies = 6 if segment is None else 4  # of outputs; a callable's own are read as they are
     passing = vocabulary * plan.logit_rows * size + copies * plan.rows * hidden * size
-    token_buffers = tokens * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
-    d_table = rows * width * (table.requires_grad and not args.tied)
+    token_buffers = count * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
+    d_table = rows * width * (table.requires_grad and not model.tied)
     final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad
     final += d_table * weight.element_size() * half
     d_table *= size
 
-    if args.rnn_weights is None:
+    if model.rnn is None:
         assert segment is not None
-        windows, steps = args.windows(), longest_segment(args)
-        outputs = tokens * hidden * weight.element_size()
-        states = outputs + segment.state * ((args.steps - 1) // steps)
-        lookups = args.batch * sum(end - begin for begin, _, end in windows)
+        spans, steps = call.spans, call.longest_segment
+        outputs = count * hidden * weight.element_size()
+        states = outputs + segment.state * ((tokens.steps - 1) // steps)
+        lookups = tokens.batch * sum(end - begin for begin, _, end in spans)
         looked_up = width * table.element_size() * table.requires_grad  # and the gradient is kept
         # The pass back begins and ends with a segment; then all rows looked up are joined.
-        others = (lookups - steps * args.batch) * looked_up
+        others = (lookups - steps * tokens.batch) * looked_up
         # Of the graph that is kept, the last segment is one, unless it is the first step alone.
         kept, before = segment.graph * segment.kept, segment.graph * (segment.kept > 0)
         first = kept - segment.graph * steps if segment.kept > 1 else kept
@@ -161,48 +138,244 @@ def predicted_peak(args: DecodeArguments, segment: SegmentMemory | None = None) 
         cell = max(first, others + segment.after_others + before) - states
         embedding = segment.gradients + d_table + 2 * lookups * looked_up - d_hidden - states
     else:
-        states, cell = _rnn_path(args, args.rnn_weights, size)
-        passing = max(passing, _input_products(args, args.rnn_weights, size))
+        states, cell = _rnn_path(call, model.rnn, size)
+        passing = max(passing, _input_products(call, model.rnn, size))
         cell += d_table
         embedding = d_table + final
         kept = 0
-    states += tokens * hidden * size * args.return_outputs
+    states += count * hidden * size * call.return_outputs
     # in the forward or the backward pass
     formed = casts + workspace + passing + states + head + d_hidden + kept
     backward = head + d_hidden + states + max(cell, embedding)
-    return token_buffers + max(formed, backward)
+    peak: int = token_buffers + max(formed, backward)
+    return peak
 
 
-def _rnn_path(args: DecodeArguments, rnn: RnnWeights, size: int) -> tuple[int, int]:
-    """States of every step; and what the backward pass through the layers adds."""
-    states = rnn.state_parts * rnn.layers * (args.steps + 1) * args.batch * rnn.units
+def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int]:
+    """Bytes of the states of every step, and those that the backward pass of the layers adds."""
+    model, tokens, truncation = call.model, call.tokens, call.truncation
+    device, width = model.device.type, model.table.weight.shape[1]
+    states = rnn.state_parts * rnn.layers * (tokens.steps + 1) * tokens.batch * rnn.units
     between = (rnn.layers - 1) * rnn.units * (rnn.dropout > 0)
-    around = args.table.weight.shape[1] * (args.embedding_dropout > 0)
-    around += rnn.units * (args.output_dropout > 0)
-    masks = args.steps * args.batch * (between + around)
-    longest = max(end - begin for begin, _, end in args.windows())
-    steps = min(longest, backward_steps(args.device.type, args.batch))
-    row = BACKWARD_UNITS[rnn.kind] * rnn.units + args.table.weight.shape[1]
+    around = width * (model.embedding_dropout > 0)
+    around += rnn.units * (model.output_dropout > 0)
+    masks = tokens.steps * tokens.batch * (between + around)
+    longest = max(end - begin for begin, _, end in call.spans)
+    steps = min(longest, backward_steps(device, tokens.batch))
+    row = BACKWARD_UNITS[rnn.kind] * rnn.units + width
     if rnn.layers > 1:  # the layer above has left the gradient of its inputs
         row = max(row, (BACKWARD_UNITS[rnn.kind] + 1) * rnn.units) + rnn.units
-    elif args.k2 is not None and args.k1 != args.k2:  # overlapping windows: d_out with zeros
+    elif truncation.k2 is not None and truncation.k1 != truncation.k2:
+        # overlapping windows: d_out with zeros
         row += rnn.units
     given = [w for w in rnn.weights if w is not None]
     gradients = sum(w.numel() for w in given) * size
-    operands = args.dtypes.cell  # of the products
+    operands = model.dtypes.cell  # of the products
     casts = sum(w.numel() for w in given if w.dim() == 2) * operands.itemsize
     casts *= given[0].dtype != operands
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
-    transposed *= args.device.type != "cpu"  # whose kernels take a weight as it lies
-    temporaries = steps * args.batch * row * size
+    transposed *= device != "cpu"  # whose kernels take a weight as it lies
+    temporaries = steps * tokens.batch * row * size
     return states * size + masks, temporaries + gradients + casts + transposed
 
 
-def _input_products(args: DecodeArguments, rnn: RnnWeights, size: int) -> int:
-    """What the forward pass through the layers has at once where the inputs are known."""
-    rows = INPUT_ROWS.get(args.device.type, INPUT_ROWS["cpu"])
-    if args.free_running:
+def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
+    """Bytes that the forward pass through the layers has at once where the inputs are known."""
+    model, tokens = call.model, call.tokens
+    rows = INPUT_ROWS.get(model.device.type, INPUT_ROWS["cpu"])
+    if tokens.free_running:
         return 0
-    steps = min(args.steps, max(1, rows // max(1, args.batch)))
-    inputs = (args.table.weight.shape[1] + rnn.units) * args.dtypes.cell.itemsize
-    return steps * args.batch * (inputs + rnn.gates * rnn.units * size)
+    steps = min(tokens.steps, max(1, rows // max(1, tokens.batch)))
+    inputs = (model.table.weight.shape[1] + rnn.units) * model.dtypes.cell.itemsize
+    return steps * tokens.batch * (inputs + rnn.gates * rnn.units * size)
+
+
+def segment_memory(call: Call, cell: Any) -> SegmentMemory:
+    """The memory of a segment of this call.
+
+    Nothing is computed, drawn or written, and the modules that the cell is made of get back what
+    their attributes were.
+    """
+    late, ahead = call, call.tokens.steps - call.longest_segment
+    try:
+        with (
+            fake_tensors() as fake, unchanged(_modules(cell)), _own_autocast_cache(),
+            torch.enable_grad(), warnings.catch_warnings(),
+        ):  # fmt: skip
+            warnings.simplefilter("ignore")  # the call itself will warn
+            state = _grown(call, fake, ahead)
+            late = call._replace(tokens=replace(call.tokens, state=state))
+            alone = _measured(late, fake, False)
+            after_others = _measured(late, fake, True)[0] if ahead > 0 else alone[0]
+            first = alone
+            if state is not call.tokens.state:
+                first = _measured(call, fake, False, 1)
+    except Exception:  # whatever a cell raises that asks for values
+        alone = first = _like_gru(call)
+        after_others = alone[0]
+    finally:
+        call.model.table.discard_gradients()
+    peak, gradients, size, graph = alone
+    steps = call.tokens.steps
+    kept = _kept_steps(call, first[3], (size - first[2]) // max(1, steps - 1))
+    graph -= (graph - first[3]) * kept // max(1, 2 * steps)  # of those on average
+    return SegmentMemory(peak, after_others, gradients, (first[2] + size) // 2, graph, kept)
+
+
+def _kept_steps(call: Call, graph: int, growth: int) -> int:
+    """Steps whose graph the path for callables keeps, by the bytes of the first one's and those
+    that each adds to the state: see `CallableSteps`."""
+    steps = call.tokens.steps
+    if call.plan.bounded or len(call.spans) > 1:
+        return 0
+    return sum(
+        end - begin
+        for begin, end in segments(steps, call.plan.segment, 1)
+        if begin == 0 or keeps_graph(steps - begin, graph, growth * (begin - 1))
+    )
+
+
+def _like_gru(call: Call) -> tuple[int, int, int, int]:
+    """As `_measured`, of a GRU."""
+    model, batch = call.model, call.tokens.batch
+    size = model.dtypes.accumulation.itemsize
+    hidden, width = model.head_weight.shape[1], model.table.weight.shape[1]
+    graph = batch * (GRAPH * hidden + width) * size
+    known = sum(p.numel() for p in parameter_tensors(model.cell))
+    weights = (known or GATES * hidden * (hidden + width)) * size
+    peak = call.longest_segment * graph + weights
+    return peak, weights, batch * hidden * size, graph
+
+
+def _measured(
+    call: Call, fake: Any, after_others: bool, steps: int | None = None
+) -> tuple[int, int, int, int]:
+    """Bytes of a segment's graph and backward pass, of the gradients that are left, of a state, and
+    of a step's graph.
+
+    After other segments' passes the gradients that these leave are there already.
+    """
+    steps = call.longest_segment if steps is None else steps
+    state = map_tensors(partial(_copy, requires_grad=True), call.tokens.state)
+    run, root, context = _without_data(call, steps)
+    d_hidden = root.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
+
+    with Allocations(fake) as memory:
+        first = next_node_number()
+        segment, last = run.run_steps(0, 0, steps, state, root, *context)
+        hidden = segment.hidden
+        del segment
+        size = sum({id(t.untyped_storage()): t.nbytes for t in tensors(last)}.values())
+        if not hidden.requires_grad:
+            return memory.peak, 0, size, 0
+        kept = [root, *tensors(state)]
+        edges, weights, hooked = _leaves(hidden, first, kept)
+        differentiable = [t for t in tensors(last) if t.requires_grad]
+        roots = [get_gradient_edge(t) for t in (hidden, *differentiable)]
+        del hidden  # the backward pass, which runs the segment again, does not stack its outputs
+        graph = memory.now // steps
+        gradients = [d_hidden, *map(torch.empty_like, differentiable)]
+        for weight in weights if after_others else ():
+            # Autograd makes the sum of these two, and adds to it.
+            roots += [get_gradient_edge(weight)] * 2
+            gradients += [weight.new_empty(()).expand(weight.shape)] * 2
+        del last, differentiable
+        torch.autograd.grad(roots, edges, gradients, allow_unused=True)
+    unseen = sum(weight.nbytes for weight in hooked)
+    left = sum(weight.nbytes for weight in weights) + unseen
+    return memory.peak + unseen, left, size, graph
+
+
+def _without_data(call: Call, steps: int) -> tuple[CallableSteps, Tensor, list[Tensor]]:
+    """Steps to run on tensors without data, the root of the embedding's lookups, the context."""
+    model, tokens, table = call.model, call.tokens, call.model.table.weight
+    shape = (steps, tokens.batch)
+    empty = partial(torch.empty, device=table.device)
+    ends = tokens.eos is not None or tokens.within_length is not None
+    gate = call.truncation.gate(tokens.steps, tokens.batch, model.head_weight)
+    transcript: Any = SimpleNamespace(
+        model=model, tokens=tokens, gate=gate, inputs=empty(shape, dtype=torch.int64),
+        active=empty(shape, dtype=torch.bool) if ends else None,
+    )  # fmt: skip
+    root = empty(0, dtype=table.dtype, requires_grad=table.requires_grad)
+    context = [_copy(tensor, tensor.requires_grad) for tensor in model.context]
+    run = CallableSteps(transcript, None, root, True, call.return_outputs, known=steps)
+    return run, root, context
+
+
+def _grown(call: Call, fake: Any, ahead: int) -> State:
+    """The state `ahead` steps later: each adds to it what the second does."""
+    given = call.tokens.state
+    if ahead < 2:
+        return given
+    run, root, context = _without_data(call, 1)
+    with Allocations(fake), torch.no_grad():
+        start = map_tensors(partial(_copy, requires_grad=False), given)
+        _, one = run.run_steps(0, 0, 1, start, root, *context)
+        _, two = run.run_steps(0, 0, 1, one, root, *context)
+    before = iter(tensors(one))
+
+    def longer(leaf: Tensor) -> Tensor:
+        sizes = zip(next(before).shape, leaf.shape, strict=True)
+        return leaf.new_empty([was + (ahead - 1) * (now - was) for was, now in sizes])
+
+    grows = [t.shape for t in tensors(one)] != [t.shape for t in tensors(two)]
+    return map_tensors(longer, two) if grows else given
+
+
+def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """The tensor without its data, a leaf."""
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return torch.empty_like(tensor).requires_grad_(requires_grad and differentiable)
+
+
+def _leaves(
+    output: Tensor, first: int, kept: list[Tensor]
+) -> tuple[list[GradientEdge], list[Tensor], list[Tensor]]:
+    """The edges by which gradients leave the graph, towards leaves and nodes from before `first`;
+    the leaves but for `kept`, of which every segment has its own; and apart from both, leaves with
+    hooks, which would be called.
+    """
+    edges: list[GradientEdge] = []
+    leaves: list[Tensor] = []
+    hooked: list[Tensor] = []
+    outward = {
+        (node, index)
+        for inner in nodes_since(first, [output])
+        for node, index in inner.next_functions
+        if node is not None and not is_since(node, first)
+    }
+    for node, index in outward:
+        leaf = leaf_of(node)
+        if leaf is not None and gradient_hooks(leaf)[0]:
+            hooked.append(leaf)
+            continue
+        edges.append(GradientEdge(node, index))
+        if leaf is not None and not any(leaf is tensor for tensor in kept):
+            leaves.append(leaf)
+    return edges, leaves, hooked
+
+
+def _modules(cell: Any) -> list[nn.Module]:
+    """The modules that a callable is, is bound to or names."""
+    if isinstance(cell, nn.Module):
+        return [cell]
+    if isinstance(cell, partial):
+        return _modules(cell.func)
+    owner = getattr(cell, "__self__", None)
+    named: list[Any] = [owner, *getattr(cell, "__dict__", {}).values()]
+    function = cell if inspect.isroutine(cell) else type(cell).__call__
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        variables = inspect.getclosurevars(function)
+        named += [*variables.nonlocals.values(), *variables.globals.values()]
+    return [value for value in named if isinstance(value, nn.Module)]
+
+
+@contextmanager
+def _own_autocast_cache() -> Iterator[None]:
+    """Weights that autocast has rounded are kept for as long as it is on: none of these here."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()

@@ -1,30 +1,59 @@
-"""The decoder's operations: of each the schema and the default kernel. They change their arguments
-in place and are called by the decoder alone, which has checked what it was given."""
+"""The decoder's operators: of each the reference kernel in plain PyTorch, which is its meaning and
+the fallback of compiled kernels, and behind it the schema.
+
+They change their arguments in place. Callers have checked what they hand over.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
+from torch import Tensor
 
-from accumext.decoder import _operators_reference
+from accumext.recurrence import GRU, LSTM, RNN_TANH, sample
+
+# Rows of a half-precision operand that are converted at once: enough for full speed, few beside a
+# vocabulary; and rows of float32 sums of float16 operands on a GPU, where each slice is three
+# launches.
+SLICE = 1024
+CUDA_SLICE = 8192
 
 
-def _define(name: str, schema: str) -> None:
-    """Register an operator with the kernel of its name in `_operators_reference`.
+def define_operator(reference: Callable[..., Any], schema: str) -> Any:
+    """The operator whose default kernel is `<its name>_reference`.
 
-    Everything that these operators make is an argument, so the fake kernel has nothing to do."""
+    All that these operators make is an argument, so the fake kernel has nothing to do.
+    """
+    name = reference.__name__.removesuffix("_reference")
     torch.library.define(f"accumext::{name}", schema)
-    kernel = getattr(_operators_reference, name)
-    torch.library.impl(f"accumext::{name}", "default", kernel)
+    torch.library.impl(f"accumext::{name}", "default", reference)
     result = 0 if schema.endswith("-> int") else None
     torch.library.register_fake(f"accumext::{name}", lambda *_: result)
+    return getattr(torch.ops.accumext, name).default
+
+
+def head_forward_reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None,
+    uniforms: Tensor | None, temperature: float, exps: Tensor | None, logit_rows: int,
+    tokens: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
+    for begin in range(0, len(hidden), logit_rows):
+        piece = slice(begin, begin + logit_rows)
+        softmax_stats(
+            logits_of(hidden[piece], weight, bias), None if targets is None else targets[piece],
+            None if uniforms is None else uniforms[piece], temperature,
+            None if exps is None else exps[piece], tokens[piece], stats[:, piece],
+        )  # fmt: skip
 
 
 # Rows of the output layer: logits and their statistics in the accumulation dtype, the token that
 # they predict (the argmax, or a sample by inversion where there are uniform numbers), and exp(z -
 # peak), 0 at the target, for the deferred products. At most `logit_rows` rows of logits exist at
 # once.
-_define(
-    "head_forward",
+head_forward = define_operator(
+    head_forward_reference,
     "(Tensor hidden, "  # [M, H]
     "Tensor weight, "  # [V, H]; hidden is rounded to its dtype
     "Tensor? bias, "  # [V]
@@ -36,16 +65,81 @@ _define(
     ") -> ()",
 )
 
+
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[m, V]: operands rounded to the weight's dtype, sums in that of hidden."""
+    h = hidden.t()
+    if weight.dtype == hidden.dtype:
+        z = torch.mm(weight, h) if bias is None else torch.addmm(bias[:, None], weight, h)
+        return z.t()
+    h = h.to(weight.dtype).to(hidden.dtype)
+    z = hidden.new_empty(weight.shape[0], len(hidden))
+    for rows in slices(len(weight)):
+        torch.mm(weight[rows].to(hidden.dtype), h, out=z[rows])
+    return z.t() if bias is None else z.add_(bias[:, None]).t()
+
+
+def softmax_stats(
+    logits: Tensor, targets: Tensor | None, uniforms: Tensor | None, temperature: float,
+    exps: Tensor | None, tokens: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
+    """Write the results of head_forward for logits [M, V], which are used up."""
+    peak, argmax = logits.max(1)
+    tokens.copy_(argmax if uniforms is None else sample(logits, uniforms, temperature))
+    targets = tokens if targets is None else targets
+    stats[0], stats[2] = peak, logits.gather(1, targets[:, None])[:, 0]
+    logits.sub_(peak[:, None]).exp_()
+    stats[1] = logits.sum(1)
+    if exps is not None:
+        exps.copy_(logits).scatter_(1, targets[:, None], 0.0)
+
+
+def head_objective_reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, share: Tensor,
+    z_loss: float, entropy_weight: float, soft_scale: float, temperature: float,
+    probabilities: Tensor | None, indices: Tensor | None, teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None, teacher_bias: Tensor | None, gradients: Tensor | None,
+    logit_rows: int, tokens: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
+    for begin in range(0, len(hidden), logit_rows):
+        piece = slice(begin, begin + logit_rows)
+        z = logits_of(hidden[piece], weight, bias)
+        tokens[piece] = z.max(1).indices
+        lse, log_p = z.logsumexp(1), z.log_softmax(1)
+        p = log_p.exp()
+        entropy = -_weighted(p, log_p).sum(1)
+        d_z = p * (share[piece] + 2 * z_loss * lse)[:, None]
+        if entropy_weight != 0:
+            d_z += entropy_weight * _weighted(p, log_p + entropy[:, None])
+        divergence, log_p = torch.zeros_like(lse), (z / temperature).log_softmax(1)
+        if teacher_hidden is not None and teacher_weight is not None:
+            u = logits_of(teacher_hidden[piece], teacher_weight, teacher_bias)
+            log_q = (u / temperature).log_softmax(1)
+            q = log_q.exp()
+            divergence += _weighted(q, log_q - log_p).sum(1)
+            d_z += soft_scale * (log_p.exp() - q)
+        if probabilities is not None and indices is not None:
+            q, at = probabilities[piece], indices[piece]
+            divergence += _weighted(q, q.log() - log_p.gather(1, at)).sum(1)
+            d_z += soft_scale * q.sum(1, keepdim=True) * log_p.exp()
+            d_z.scatter_add_(1, at, -soft_scale * q)
+        target = targets[piece, None]
+        rows = (lse, z.gather(1, target)[:, 0], entropy, divergence, d_z.gather(1, target)[:, 0])
+        stats[:, piece] = torch.stack(rows)
+        if gradients is not None:
+            gradients[piece] = d_z.scatter_(1, target, 0.0)
+
+
 # A loss of whole distributions: of rows their logsumexp, entropy and distance to a teacher, and the
 # gradient by the logits of
 #
 #     share * logsumexp + z_loss * logsumexp^2 - entropy_weight * entropy
 #     + soft_scale * temperature * KL(teacher || model), both at the temperature.
 #
-# The teacher is given by the probabilities of some tokens, or by a head of its own, whose logits no
-# more than the others exist.
-_define(
-    "head_objective",
+# The teacher is given by the probabilities of some tokens, or by a head of its own, of whose logits
+# no more than of the others exist.
+head_objective = define_operator(
+    head_objective_reference,
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, "  # as in head_forward
     "Tensor share, float z_loss, float entropy_weight, "  # [M]
     "float soft_scale, float temperature, "
@@ -57,49 +151,144 @@ _define(
     ") -> ()",
 )
 
-# The largest logits of rows, largest first and of equal ones the first in the vocabulary, and what
-# their probabilities are found with.
-_define(
-    "head_top",
-    "(Tensor hidden, Tensor weight, Tensor? bias, "  # as in head_forward
-    "int logit_rows, "
-    "Tensor(a!) logits, "  # [M, k], k <= V
-    "Tensor(b!) tokens, "  # int64 [M, k]: whose logits they are
-    "Tensor(c!) stats"  # [2, M]: peak, sum of exp(z - peak)
-    ") -> ()",
-)
 
-# Samples of the top_k most probable tokens, and of these of the fewest whose probabilities reach
-# top_p, by inversion in the order of the vocabulary.
-_define(
-    "head_sample",
-    "(Tensor hidden, Tensor weight, Tensor? bias, "  # as in head_forward
-    "Tensor uniforms, float temperature, "
-    "int top_k, float top_p, "  # in [1, V] and (0, 1]
-    "int logit_rows, Tensor(a!) tokens, Tensor(b!) stats) -> ()",
-)
+def _weighted(weight: Tensor, x: Tensor) -> Tensor:
+    """weight * x, and 0 where the weight is 0: x may then be infinite."""
+    return torch.where(weight == 0, 0, weight * x)
+
+
+def add_matmul_reference(sums: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
+    if left.dtype == right.dtype == sums.dtype:
+        torch.addmm(sums, left, right, beta=0 if overwrite else 1, out=sums)
+        return
+    if sums.is_cuda and left.dtype != sums.dtype:
+        _add_half_matmul(sums, left, right, overwrite)
+        return
+    if left.dtype != sums.dtype:
+        right = right.to(left.dtype)
+    # torch rounds sums to the operands' dtype here: a slice of them at a time is converted.
+    if overwrite:
+        sums.zero_()
+    for terms in slices(left.shape[1]):
+        wide = right[terms].to(sums.dtype)
+        for rows in slices(left.shape[0]):
+            sums[rows].addmm_(left[rows, terms].to(sums.dtype), wide)
+
 
 # sums = (0 if overwrite else sums) + left @ right, sums in the dtype of `sums`. A left operand of
 # half precision has the right one rounded to its dtype; on a GPU to float16 relative to its largest
 # magnitude, since the range of float16 is small.
-_define("add_matmul", "(Tensor(a!) sums, Tensor left, Tensor right, bool overwrite) -> ()")
+add_matmul = define_operator(
+    add_matmul_reference,
+    "(Tensor(a!) sums, Tensor left, Tensor right, bool overwrite) -> ()",
+)
+
+
+def _add_half_matmul(sums: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
+    """On a GPU, whose products of half-precision operands have sums in float32."""
+    if left.dtype == right.dtype or left.dtype == torch.bfloat16:
+        right = right.to(left.dtype)
+        if overwrite:
+            torch.mm(left, right, out_dtype=sums.dtype, out=sums)
+        else:
+            torch.addmm(sums, left, right, out_dtype=sums.dtype, out=sums)
+        return
+    # float16 has a small range: the right operand is divided by its largest magnitude first.
+    scale = right.abs().amax()
+    right = (right / torch.where(scale == 0, 1, scale)).to(left.dtype)
+    for rows in slices(left.shape[0], CUDA_SLICE):
+        part = torch.mm(left[rows], right, out_dtype=sums.dtype).mul_(scale)
+        sums[rows] = part if overwrite else sums[rows].add_(part)
+
+
+def slices(size: int, length: int = SLICE) -> Iterator[slice]:
+    return (slice(begin, begin + length) for begin in range(0, size, length))
+
+
+def large_pages_reference(memory: Tensor) -> None:
+    """Nothing: PyTorch cannot ask for them."""
+
 
 # Asks for large pages behind a tensor of many megabytes that nothing has been written to: the first
 # write to an ordinary page takes longer than a product writes it.
-_define("large_pages", "(Tensor memory) -> ()")
+large_pages = define_operator(
+    large_pages_reference,
+    "(Tensor memory) -> ()",
+)
+
+
+def decode_steps_reference(
+    table: Tensor, cell: list[Tensor], states: list[Tensor], kind: int, dropout_mask: Tensor | None,
+    dropout_scale: float, input_mask: Tensor | None, input_scale: float,
+    output_mask: Tensor | None, output_scale: float, inputs: Tensor, teacher: Tensor | None,
+    teacher_mask: Tensor | None, active: Tensor | None, eos: int, pad: int, uniforms: Tensor | None,
+    temperature: float, head_weight: Tensor, head_bias: Tensor | None, targets: Tensor | None,
+    tokens: Tensor, exps: Tensor | None, stats: Tensor | None, rows: Tensor | None,
+    logit_rows: int, begin: int, end: int, pre: Tensor | None = None,
+) -> int:  # fmt: skip
+    steps, batch = inputs.shape
+    everyone = torch.arange(batch, device=inputs.device)
+    used = 0
+    for t in range(begin, end):
+        if active is not None and none_active(active[t]):
+            for state in states:
+                state[t + 1 : end + 1] = state[t]
+            if stats is not None:
+                inputs[t + 1 : end + 1] = pad
+            break
+        x = table[inputs[t]].to(states[0].dtype)
+        if input_mask is not None:
+            x = x * input_mask[t] * input_scale
+        now = None if active is None else active[t]
+        for layer in range(len(cell) // 4):
+            of_step = None if pre is None else pre[layer, t]
+            x = _advance_layer(kind, cell, states, layer, t, x, now, of_step)
+            if dropout_mask is not None and layer < dropout_mask.shape[1]:
+                x = x * dropout_mask[t, layer] * dropout_scale
+        if stats is None:
+            continue
+        assert rows is not None
+        if output_mask is not None:
+            x = x * output_mask[t] * output_scale
+        named = everyone
+        if now is not None and now.device.type == "cpu":  # elsewhere nothing waits to count
+            named = everyone[now]
+        span = slice(used, used + len(named))
+        rows[span] = t * batch + named
+        token = tokens.new_empty(len(named))
+        head_forward_reference(
+            x[named], head_weight, head_bias, None if targets is None else targets[t][named],
+            None if uniforms is None else uniforms[t][named], temperature,
+            None if exps is None else exps[span], logit_rows, token, stats[:, span],
+        )  # fmt: skip
+        used = span.stop
+        tokens[t, named] = token if now is None else torch.where(now[named], token, pad)
+        if t + 1 == steps:
+            break
+        if eos >= 0:
+            assert active is not None
+            active[t + 1 :] &= active[t] & (tokens[t] != eos)
+        fed = tokens[t]
+        if teacher is not None and teacher_mask is None:
+            fed = teacher[t + 1]
+        elif teacher is not None and teacher_mask is not None:
+            fed = torch.where(teacher_mask[t + 1], teacher[t + 1], fed)
+        inputs[t + 1] = fed if active is None else torch.where(active[t + 1], fed, pad)
+    return used
+
 
 # Steps [begin, end) of a recurrent decoder: look up the input, advance every layer, and, where
-# `stats` are given, push the live rows through the head and choose the next input. The result is
+# `stats` are given, push the active rows through the head and choose the next input. The result is
 # the number of rows that the head has seen; `rows` names them, t * B + b. Where the host does not
 # wait for the device, the head sees every row.
-_define(
-    "decode_steps",
+decode_steps = define_operator(
+    decode_steps_reference,
     "(Tensor table, "  # [R, E]
     # Per layer weight_ih, weight_hh, to whose dtype x and h are rounded, and bias_ih, bias_hh of
     # the states' dtype, in which sums are; no bias: empty.
     "Tensor[] cell, "
     "Tensor(a!)[] states, "  # per layer h, and c of an LSTM, [T + 1, B, H]: before and after steps
-    "int kind, "  # index into _rnn_weights.KINDS
+    "int kind, "  # index into recurrence/_rnn_weights.py: KINDS
     "Tensor? dropout_mask, float dropout_scale, "  # bool [T, L - 1, B, H]: units that are kept
     "Tensor? input_mask, float input_scale, "  # bool [T, B, E]: of the looked-up rows
     "Tensor? output_mask, float output_scale, "  # bool [T, B, H]: of what the head reads
@@ -108,7 +297,7 @@ _define(
     "Tensor? teacher_mask, "  # bool [T, B]
     "Tensor(c!)? live, "  # bool [T, B]: the other rows keep their state and see no head
     "int eos, "  # ends a row; -1: nothing does
-    "int pad, "  # read by rows that have ended
+    "int pad, "  # read by inactive rows
     "Tensor? uniforms, float temperature, "  # fp64 [T, B]
     "Tensor head_weight, Tensor? head_bias, "
     "Tensor? targets, "  # int64 [T, B], in [0, V); None: the tokens
@@ -121,10 +310,103 @@ _define(
     "Tensor(h!)? pre=None) -> int",
 )
 
+
+def _advance_layer(
+    kind: int, cell: list[Tensor], states: list[Tensor], layer: int, t: int, x: Tensor,
+    active: Tensor | None, pre: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Write a layer's state after step t, and its pre-activations. Return its output [B, H]."""
+    w_ih, w_hh, b_ih, b_hh = cell[4 * layer : 4 * layer + 4]
+    h, c = states[layer], None
+    if kind == LSTM:
+        h, c = states[2 * layer : 2 * layer + 2]
+    from_x, from_h = linear(x, w_ih, b_ih), linear(h[t], w_hh, b_hh)
+    if pre is not None:
+        pre.copy_(pre_activations(kind, from_x, from_h))
+    rnn_advance(
+        kind, from_x, from_h, active, h[t], None if c is None else c[t], h[t + 1],
+        None if c is None else c[t + 1],
+    )  # fmt: skip
+    return h[t + 1]
+
+
+def pre_activations(kind: int, from_x: Tensor, from_h: Tensor) -> Tensor:
+    """Return the arguments of a layer's nonlinearities, [M, 4 H], from W_ih x + b_ih and W_hh h +
+    b_hh: i, f, g, o of an LSTM; r, z, n's part of x and n's part of h of a GRU."""
+    if kind == LSTM:
+        return from_x + from_h
+    rz = 2 * from_x.shape[1] // 3
+    return torch.cat([from_x[:, :rz] + from_h[:, :rz], from_x[:, rz:], from_h[:, rz:]], 1)
+
+
+def none_active(active: Tensor) -> bool:
+    """Tell whether no row [B] is active, as far as the host knows: it waits for no device."""
+    return active.device.type == "cpu" and not bool(active.any())
+
+
+def rnn_advance(
+    kind: int, from_x: Tensor, from_h: Tensor, active: Tensor | None, h: Tensor, c: Tensor | None,
+    h_next: Tensor, c_next: Tensor | None,
+) -> None:  # fmt: skip
+    """One layer's state after a step from W_ih x + b_ih and W_hh h + b_hh, [B, gates H]."""
+    units = h.shape[1]
+    new_c = None
+    if kind == GRU:
+        r_x, z_x, n_x = from_x.split(units, 1)
+        r_h, z_h, n_h = from_h.split(units, 1)
+        n = torch.tanh(n_x + torch.sigmoid(r_x + r_h) * n_h)
+        new_h = n + torch.sigmoid(z_x + z_h) * (h - n)
+    elif kind == LSTM:
+        assert c is not None
+        i, f, g, o = (from_x + from_h).split(units, 1)
+        new_c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        new_h = o.sigmoid() * new_c.tanh()
+    else:
+        pre = from_x + from_h
+        new_h = pre.tanh() if kind == RNN_TANH else pre.relu()
+    for after, new, before in ((h_next, new_h, h), (c_next, new_c, c)):
+        if after is not None and new is not None and before is not None:
+            after.copy_(new if active is None else torch.where(active[:, None], new, before))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x @ weight.t() + bias, sums in x's dtype; an empty bias is none."""
+    product = product_transposed(x, weight)
+    return product + bias if bias.numel() else product
+
+
+def product_transposed(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.t(): operands rounded to the weight's dtype, sums in that of x."""
+    return torch.mm(x.to(weight.dtype).to(x.dtype), weight.t().to(x.dtype))
+
+
+def rnn_backward_reference(
+    kind: int, d_out: Tensor, pre: Tensor | None, h: Tensor, c: Tensor | None,
+    active: Tensor | None, gate: Tensor | None, limit: Tensor | None, weight: Tensor, dh: Tensor,
+    dc: Tensor | None, d_x: Tensor, d_h: Tensor | None,
+) -> None:  # fmt: skip
+    for t in reversed(range(len(d_out))):
+        rnn_gradient(
+            kind, d_out[t], None if pre is None else pre[t],
+            h[t] if kind in (GRU, LSTM) else h[t + 1], None if c is None else c[t],
+            None if c is None else c[t + 1], None if active is None else active[t], dh, dc, d_x[t],
+            None if d_h is None else d_h[t],
+        )  # fmt: skip
+        dh += product_transposed(d_x[t] if d_h is None else d_h[t], weight)
+        for gradient in (dh, dc):
+            if gradient is None:
+                continue
+            if gate is not None:
+                factor = gate[t][:, None]
+                gradient.copy_(torch.where(factor == 0, 0, gradient * factor))
+            if limit is not None:
+                gradient.copy_(torch.clamp(gradient, -limit, limit))
+
+
 # Steps of one layer backward. d_out is the gradient of its output; dh and dc come in as those of
 # the state after the last step and go out as those of the state before the first.
-_define(
-    "rnn_backward",
+rnn_backward = define_operator(
+    rnn_backward_reference,
     "(int kind, Tensor d_out, "  # [q, B, H]
     "Tensor? pre, "  # [q, B, 4 H], as decode_steps writes them; not of a plain RNN
     "Tensor h, "  # [q + 1, B, H]
@@ -139,11 +421,50 @@ _define(
     ") -> ()",
 )
 
-head_forward = torch.ops.accumext.head_forward.default
-head_objective = torch.ops.accumext.head_objective.default
-head_top = torch.ops.accumext.head_top.default
-head_sample = torch.ops.accumext.head_sample.default
-add_matmul = torch.ops.accumext.add_matmul.default
-large_pages = torch.ops.accumext.large_pages.default
-decode_steps = torch.ops.accumext.decode_steps.default
-rnn_backward = torch.ops.accumext.rnn_backward.default
+
+def rnn_gradient(
+    kind: int, d_out: Tensor, pre: Tensor | None, h: Tensor, c: Tensor | None,
+    c_next: Tensor | None, active: Tensor | None, dh: Tensor, dc: Tensor | None, d_x: Tensor,
+    d_h: Tensor | None,
+) -> None:  # fmt: skip
+    """One step of rnn_backward, but for the product with weight_hh: dh and dc become those of the
+    state before the step without the part that comes through it. h is that before the step, of a
+    plain RNN that after it."""
+    units = dh.shape[1]
+    up, up_c = dh + d_out, None
+    if kind == GRU:
+        assert pre is not None
+        r_pre, z_pre, n_x, n_h = pre.split(units, 1)
+        r, z = r_pre.sigmoid(), z_pre.sigmoid()
+        n = torch.tanh(n_x + r * n_h)
+        d_n = up * (1 - z) * (1 - n * n)
+        d_r = d_n * n_h * r * (1 - r)
+        d_z = up * (h - n) * z * (1 - z)
+        parts, parts_h = [d_r, d_z, d_n], [d_r, d_z, d_n * r]
+        down = up * z
+    elif kind == LSTM:
+        assert pre is not None
+        assert c is not None
+        assert c_next is not None
+        assert dc is not None
+        i, f, g, o = pre.split(units, 1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        tanh_c = c_next.tanh()
+        all_c = dc + up * o * (1 - tanh_c * tanh_c)
+        d_i, d_f = all_c * g * i * (1 - i), all_c * c * f * (1 - f)
+        d_g, d_o = all_c * i * (1 - g * g), up * tanh_c * o * (1 - o)
+        parts = parts_h = [d_i, d_f, d_g, d_o]
+        down, up_c = torch.zeros_like(up), all_c * f
+    else:
+        parts = parts_h = [up * (1 - h * h) if kind == RNN_TANH else up * (h > 0)]
+        down = torch.zeros_like(up)
+    written = [(d_x, torch.cat(parts, 1))]
+    if d_h is not None:
+        written.append((d_h, torch.cat(parts_h, 1)))
+    for gradient, value in written:
+        gradient.copy_(value if active is None else torch.where(active[:, None], value, 0))
+    passed_on = [(dh, down)]
+    if dc is not None and up_c is not None:
+        passed_on.append((dc, up_c))
+    for gradient, value in passed_on:  # inactive rows pass it on unchanged
+        gradient.copy_(value if active is None else torch.where(active[:, None], value, gradient))

@@ -7,36 +7,33 @@ _through_time.py the one back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumext._checks import check_first_order
-from accumext.decoder import _operators
-from accumext.decoder._arguments import DecodeArguments
-from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, cast_like
-from accumext.decoder._memory import workspace_plan
-from accumext.decoder._precision import no_grad_no_autocast
-from accumext.decoder._rnn_buffers import NOTHING, RnnBuffers, rnn_buffers
-from accumext.decoder._rnn_weights import RnnWeights
+from accumext._wgrad_fusion import destination
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
+from accumext.decoder._rnn_steps import NO_DROPOUT, NOTHING, RnnBuffers, StepsCall, draw_dropout
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._through_time import ThroughTime
-from accumext.decoder._token_buffers import Decoded, TokenBuffers
+from accumext.decoder._transcript import Decoded, Transcript
+from accumext.recurrence import RnnWeights, dense_rows, module_state, operands, states_from
 
 
-def decode_with_rnn(tokens: TokenBuffers, rnn: RnnWeights) -> Decoded:
-    """What comes of a call whose cell the operators run."""
-    args = tokens.args
-    state = list(args.state) if rnn.state_parts == 2 else [args.state]
-    parameters = [args.head_weight, args.head_bias, args.table.weight]
-    weights = [w for w in rnn.weights if w is not None]
-    loss, outputs, *last = RnnDecode.apply(  # type: ignore[no-untyped-call]
-        tokens, rnn, torch.is_grad_enabled(), *parameters, *state, *weights
+def decode_with_rnn(transcript: Transcript, rnn: RnnWeights, return_outputs: bool) -> Decoded:
+    """Run a call by the operators, which know the cell."""
+    model, state = transcript.model, transcript.tokens.state
+    parts = list(state) if rnn.state_parts == 2 else [state]
+    parameters = [model.head_weight, model.head_bias, model.table.weight]
+    loss, outputs, lengths, *last = RnnDecode.apply(  # type: ignore[no-untyped-call]
+        transcript, rnn, return_outputs, torch.is_grad_enabled(), *parameters, *parts, *rnn.given
     )
-    return Decoded(loss, tuple(last) if rnn.state_parts == 2 else last[0], outputs)
+    return Decoded(loss, tuple(last) if rnn.state_parts == 2 else last[0], lengths, outputs)
 
 
 class RnnDecode(torch.autograd.Function):
@@ -45,78 +42,107 @@ class RnnDecode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: TokenBuffers, rnn: RnnWeights, grad_enabled: bool, head_weight: Tensor,
-        head_bias: Tensor | None, table: Tensor,
+        ctx: Any, transcript: Transcript, rnn: RnnWeights, return_outputs: bool, grad_enabled: bool,
+        head_weight: Tensor, head_bias: Tensor | None, table: Tensor,
         *state_and_weights: Tensor,  # the parts of the state, then the weights of the cell
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        args, plan = tokens.args, workspace_plan(tokens.args)
-        needs = None
-        if grad_enabled and args.head_gradients_in_forward:
-            needs_weight, needs_bias, *needs_cell = ctx.needs_input_grad[3:]
+        needs, plan, size = None, transcript.plan, transcript.losses.numel()
+        if grad_enabled and plan.gradients_in_forward:
+            needs_weight, needs_bias, *needs_cell = ctx.needs_input_grad[4:]
             needs = NeedsGrad(any(needs_cell), needs_weight, needs_bias)
-        with no_grad_no_autocast(table.device):
-            cross_entropy = FusedCrossEntropy(args, plan, needs)
-            buffers = rnn_buffers(tokens, rnn, state_and_weights[: rnn.state_parts])
-            _ForwardSteps(args, tokens, buffers, cross_entropy).run()
-            gradients = cross_entropy.finish()
-            value, inverse_divisor = tokens.reduced_loss()
-            last = buffers.module_state([state[-1] for state in buffers.states])
-            outputs = buffers.outputs.clone() if args.return_outputs else None
+        with torch.autocast(table.device.type, enabled=False):
+            buffers = rnn_buffers(transcript, rnn, state_and_weights[: rnn.state_parts])
+            head = FusedCrossEntropy(transcript.model, transcript.objective, plan, size, needs)
+            _ForwardSteps(transcript, buffers, head).run()
+            gradients = head.finish()
+            value, inverse_divisor, lengths = transcript.finish()
+            last_rows = list(map(itemgetter(-1), buffers.steps.states))
+            last = module_state(rnn, last_rows, buffers.state_dtypes)
+            outputs = buffers.outputs.clone() if return_outputs else None
         if grad_enabled:
-            ctx.saved = SavedForBackward(tokens, plan, inverse_divisor, gradients)
+            ctx.saved = SavedForBackward(transcript, inverse_divisor, gradients)
             ctx.buffers = buffers
             ctx.save_for_backward(value)  # autograd then refuses a second pass unless retained
         ctx.set_materialize_grads(False)
-        if args.truncated:
-            ctx.mark_non_differentiable(*last)
-        return value.clone(), outputs, *last
+        ctx.mark_non_differentiable(lengths, *(last if transcript.truncation.cuts else ()))
+        return value.clone(), outputs, lengths, *last
 
     @staticmethod
     def backward(
-        ctx: Any, upstream: Tensor | None, d_outputs: Tensor | None, *d_last: Tensor | None
-    ) -> tuple[Any, ...]:
-        check_first_order("decode_loss")
+        ctx: Any, upstream: Tensor | None, d_outputs: Tensor | None, _: None,
+        *d_last: Tensor | None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        if torch.is_grad_enabled():
+            check_first_order("decode_loss")
         saved: SavedForBackward = ctx.saved
         buffers: RnnBuffers = ctx.buffers
-        args = saved.args
+        model, transcript = saved.model, saved.transcript
         (value,) = ctx.saved_tensors
         saved.check_unchanged()
-        needs_weight, needs_bias, needs_table, *needs_cell = ctx.needs_input_grad[3:]
+        needs_weight, needs_bias, needs_table, *needs_cell = ctx.needs_input_grad[4:]
         through_cell = needs_table or any(needs_cell)
-        with no_grad_no_autocast(value.device):
+        with torch.autocast(value.device.type, enabled=False):
             if upstream is None:  # the loss was not used
                 upstream = torch.zeros_like(value)
-            else:
-                args.gate.begin_backward(upstream)
+            elif transcript.gate.clip is not None:
+                transcript.gate.begin_backward(upstream)
             needs = NeedsGrad(through_cell, needs_weight, needs_bias)
-            spans = buffers.head_spans(0, args.steps, saved.plan.rows)
-            outputs = (buffers.head_inputs(*span) for span in spans)
-            head, main = saved.head_gradients(upstream, outputs, needs, fuse_weight=True)
-            table_main = main
-            if not args.tied:
-                table_main = saved.table_destination() if needs_table else None
-            d_table = head.weight if args.tied else None
-            cell = ThroughTime(saved.tokens, buffers, needs_table, d_table, table_main)
+            steps, batch = transcript.losses.shape
+            head, main = saved.head_gradients(
+                upstream, partial(buffers.pieces, transcript.plan.rows), needs, fuse_weight=True
+            )
+            d_bias = head.bias_like(model.head_bias) if needs_bias else None
+            table, table_main = model.table, main
+            if not model.tied:
+                offers = needs_table and not table.sparse
+                dtype = model.dtypes.accumulation
+                table_main = destination(table.weight, dtype) if offers else None
+            d_table = head.weight if model.tied else None
+            cell = ThroughTime(transcript, buffers, needs_table, d_table, table_main)
             if through_cell:
-                cell.run(head.hidden.view(args.steps, args.batch, -1), d_outputs, d_last)
-            d_weight = head.weight if needs_weight and not args.tied and main is None else None
+                cell.run(head.hidden.view(steps, batch, -1), d_outputs, d_last)
+            d_weight = head.weight if needs_weight and not model.tied and main is None else None
             return (
-                *(None, None, None),
-                cast_like(d_weight, args.head_weight),
-                cast_like(head.bias if needs_bias else None, args.head_bias),
+                *(None, None, None, None),
+                None if d_weight is None else d_weight.to(model.head_weight.dtype),
+                d_bias,
                 cell.table_gradient() if needs_table else None,
                 *cell.state_and_weight_gradients(needs_cell),
             )
+
+
+def rnn_buffers(transcript: Transcript, rnn: RnnWeights, state: tuple[Tensor, ...]) -> RnnBuffers:
+    """The weights as the operators take them, space for every state, and dropout masks."""
+    model, tokens, source = transcript.model, transcript.tokens, transcript.source
+    table = dense_rows(model.table.weight)
+    inner = rnn.dropout if rnn.layers > 1 else 0.0
+    of_inputs = between = of_outputs = NO_DROPOUT
+    if inner > 0 or model.embedding_dropout > 0 or model.output_dropout > 0:
+        of_inputs, between, of_outputs = draw_dropout(
+            state[0], tokens.steps, (model.embedding_dropout, (tokens.batch, table.shape[1])),
+            (inner, (rnn.layers - 1, tokens.batch, rnn.units)),
+            (model.output_dropout, (tokens.batch, rnn.units)),
+        )  # fmt: skip
+    steps = StepsCall(
+        table=table, weights=operands(rnn, model.dtypes),
+        states=states_from(rnn, state, tokens.steps, model.dtypes.accumulation), kind=rnn.kind,
+        inputs=transcript.inputs, tokens=transcript.predicted, targets=tokens.targets,
+        pad=model.table.padding_token, eos=tokens.eos, active=transcript.active, between=between,
+        of_inputs=of_inputs, of_outputs=of_outputs, teacher=source.teacher.contiguous(),
+        teacher_mask=None if source.mask is None else source.mask.contiguous(),
+        uniforms=source.uniforms, temperature=source.temperature,
+    )  # fmt: skip
+    outputs = steps.states[-rnn.state_parts][1:]
+    return RnnBuffers(rnn, steps, outputs, tokens.resets, list(map(attrgetter("dtype"), state)))
 
 
 @dataclass(frozen=True)
 class _ForwardSteps:
     """Runs the steps: states, tokens and losses."""
 
-    args: DecodeArguments
-    tokens: TokenBuffers
+    transcript: Transcript
     buffers: RnnBuffers
-    cross_entropy: FusedCrossEntropy
+    head: FusedCrossEntropy
 
     def run(self) -> None:
         """Every step of the call."""
@@ -130,75 +156,57 @@ class _ForwardSteps:
 
     def _feedback_spans(self) -> list[tuple[int, bool]]:
         """Ends of spans of steps, and whether any of their inputs waits for a prediction."""
-        args, mask = self.args, self.args.feedback.mask
-        if not args.free_running:
-            return [(args.steps, False)]
-        if args.eos is not None or mask is None or mask.device.type != "cpu":
-            return [(args.steps, True)]  # on a GPU the host does not wait to read the mask
+        tokens, mask = self.transcript.tokens, self.transcript.source.mask
+        if not tokens.free_running:
+            return [(tokens.steps, False)]
+        if tokens.feedback.word in ("greedy", "sample"):
+            return [(tokens.steps, True)]
+        if tokens.eos is not None or mask is None or mask.device.type != "cpu":
+            return [(tokens.steps, True)]  # on a GPU the host does not wait to read the mask
         predicted = [not row for row in mask[1:].all(1).tolist()]
         predicted += predicted[-1:] or [False]  # nothing follows the last step: it joins its span
-        ends = [t + 1 for t in range(args.steps - 1) if predicted[t] != predicted[t + 1]]
-        return [(end, predicted[end - 1]) for end in [*ends, args.steps]]
+        ends = [t + 1 for t in range(tokens.steps - 1) if predicted[t] != predicted[t + 1]]
+        return [(end, predicted[end - 1]) for end in [*ends, tokens.steps]]
 
     def _teacher_forced(self, begin: int, end: int) -> None:
         """Steps whose inputs are known: the head takes them all at once."""
-        following = slice(begin + 1, min(end + 1, self.args.steps))
-        teacher = self.args.feedback.teacher[following]
-        self.tokens.inputs[following] = self.tokens.padded(following, teacher)
-        for first, last in self._spans(begin, end):
+        transcript, buffers, head = self.transcript, self.buffers, self.head
+        following = slice(begin + 1, min(end + 1, transcript.tokens.steps))
+        teacher = transcript.source.teacher[following]
+        transcript.inputs[following] = transcript.padded(following, teacher)
+        resets = buffers.resets
+        for first, last in [(begin, end)] if resets is None else resets.spans(begin, end):
             self._advance(first, last)
-        head, buffers = self.cross_entropy, self.buffers
         for first, last in buffers.head_spans(begin, end, head.rows):
-            self.tokens.predict(head, first, last, buffers.head_inputs(first, last))
+            transcript.predict(head, first, last, buffers.head_inputs(first, last))
 
     def _free_running(self, begin: int, end: int) -> None:
         """Steps that read the prediction before them, as many at once as the workspace holds."""
-        args, head = self.args, self.cross_entropy
-        if head.rows < args.batch and head.forms_gradients:
+        transcript, head, batch = self.transcript, self.head, self.transcript.tokens.batch
+        if head.rows < batch and head.forms_gradients:
             for step in range(begin, end):
                 self._advance(step, step + 1)
                 hidden = self.buffers.head_inputs(step, step + 1)
-                self.tokens.predict(head, step, step + 1, hidden)
-                self.tokens.feed_back(step)
+                transcript.predict(head, step, step + 1, hidden)
+                transcript.feed_back(step)
             return
-        size = max(1, head.rows // args.batch)
-        stats = self.tokens.losses.new_empty(3, size * args.batch)
-        rows = self.tokens.tokens.new_empty(size * args.batch)
-        for span in self._spans(begin, end):
+        size, buffers = max(1, head.rows // batch), self.buffers
+        stats = transcript.losses.new_empty(3, size * batch)
+        rows = transcript.predicted.new_empty(size * batch)
+        resets = buffers.resets
+        for span in [(begin, end)] if resets is None else resets.spans(begin, end):
             for first in range(*span, size):
                 last = min(first + size, span[1])
-                exps = head.workspace_slice((last - first) * args.batch)
-                used = self._advance(first, last, exps, stats, rows)
-                self._add_rows(rows[:used].clone(), stats[:, :used])
+                exps = head.workspace_slice((last - first) * batch)
+                with NOTHING if resets is None else buffers.reset_before(first, transcript.active):
+                    used = buffers.steps.run(
+                        first, last, head.weight, head.bias, head.logit_rows, stats, rows, exps
+                    )
+                seen = rows[:used].clone()
+                transcript.add_rows(head, seen, buffers.head_rows(seen), stats[:, :used])
 
-    def _spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """[begin, end) in pieces, within which no row is reset but before the first step."""
-        resets = self.buffers.resets
-        return iter([(begin, end)]) if resets is None else resets.spans(begin, end)
-
-    def _add_rows(self, rows: Tensor, stats: Tensor) -> None:
-        """The losses of rows that `decode_steps` has put through the head."""
-        tokens = self.tokens
-        tokens.losses.view(-1)[rows] = self.cross_entropy.add_rows(
-            self.buffers.head_rows(rows), tokens.targets.flatten()[rows],
-            tokens.counted().flatten()[rows], rows, tokens.upstream(rows), stats,
-        )  # fmt: skip
-
-    def _advance(
-        self, begin: int, end: int, exps: Tensor | None = None, stats: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> int:  # fmt: skip
-        """Run the steps; with `stats`, the head too. How many rows it has seen."""
-        args, tokens = self.args, self.tokens
-        buffers, head = self.buffers, self.cross_entropy
-        resets = buffers.resets
-        with NOTHING if resets is None else buffers.reset_before(begin, tokens.live):
-            used: int = _operators.decode_steps(
-                buffers.table, buffers.weights, buffers.states, buffers.rnn.kind,
-                *buffers.between, *buffers.of_inputs, *buffers.of_outputs, tokens.inputs,
-                buffers.teacher, buffers.teacher_mask, tokens.live,
-                -1 if args.eos is None else args.eos, args.table.padding_token,
-                args.feedback.uniforms, args.feedback.temperature, head.weight, head.bias,
-                args.targets, tokens.tokens, exps, stats, rows, head.logit_rows, begin, end,
-            )  # fmt: skip
-        return used
+    def _advance(self, begin: int, end: int) -> None:
+        """Run the steps without the head."""
+        buffers, head, active = self.buffers, self.head, self.transcript.active
+        with NOTHING if buffers.resets is None else buffers.reset_before(begin, active):
+            buffers.steps.run(begin, end, head.weight, head.bias, head.logit_rows)

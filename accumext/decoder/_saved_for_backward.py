@@ -1,9 +1,10 @@
-"""What the forward pass of either path leaves for its backward pass: the loss's gradients by the
-cell's outputs and the head's parameters, or what forms them again."""
+"""The head's gradients between the passes of either path: those of the loss by the cell's outputs
+and the head's parameters, or all that is needed to form them again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,11 +12,10 @@ from torch import Tensor
 from accumext._checks import message
 from accumext._torch_private import write_count
 from accumext._wgrad_fusion import destination
-from accumext.decoder._arguments import OP
-from accumext.decoder._cells import parameter_tensors
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, HeadGradients, NeedsGrad
-from accumext.decoder._memory import WorkspacePlan
-from accumext.decoder._token_buffers import TokenBuffers
+from accumext.decoder._model import OP
+from accumext.decoder._transcript import Transcript
+from accumext.recurrence import parameter_tensors
 
 
 class SavedForBackward:
@@ -23,31 +23,34 @@ class SavedForBackward:
 
     def __init__(
         self,
-        tokens: TokenBuffers,
-        plan: WorkspacePlan,
+        transcript: Transcript,
         inverse_divisor: Tensor,  # 0-dim
         gradients: HeadGradients | None,  # of the summed loss; None: to be formed
-        # What a callable's steps use, and how often it had been written when they began.
+        # Tensors that a callable's steps use, and their numbers of writes when these began.
         used: Sequence[tuple[Tensor, int]] = (),
     ) -> None:
-        self.args, self.tokens = tokens.args, tokens
-        self.plan, self._inverse_divisor, self._gradients = plan, inverse_divisor, gradients
-        self._divided = tokens.known_inverse_divisor is not None
-        self._used = [tensor for tensor, _ in used if tensor is not self.args.table.weight]
-        # Steps write into what they renormalise, and may do so again.
-        self._written = {id(tensor) for tensor, count in used if write_count(tensor) != count}
-        self._parameters = [(p, write_count(p)) for p in self._read_again()]
+        self.transcript, self.model = transcript, transcript.model
+        self._inverse_divisor, self._gradients = inverse_divisor, gradients
+        self._used: list[Tensor] = []
+        self._written: set[int] = set()
+        for tensor, count in used:
+            if tensor is not self.model.table.weight:
+                self._used.append(tensor)
+            if write_count(tensor) != count:  # steps renormalise it, and may do so again
+                self._written.add(id(tensor))
+        self._parameters = self._read_again()
+        self._write_counts = list(map(write_count, self._parameters))
 
     def check_unchanged(self) -> None:
         """Raise, as autograd would, if a parameter was written or replaced since the forward."""
-        now = self._read_again()
-        if len(now) != len(self._parameters) or any(
-            tensor is not then or write_count(tensor) != count
-            for tensor, (then, count) in zip(now, self._parameters, strict=True)
-        ):
+        now, then = self._read_again(), self._parameters
+        same = len(now) == len(then) and all(map(operator.is_, now, then))
+        if not same or list(map(write_count, now)) != self._write_counts:
             contract = "be those of the forward pass until the backward pass has run"
             raise RuntimeError(message(OP, "parameters", contract, "changed ones"))
-        if any(tensor.numel() and not tensor.untyped_storage().size() for tensor in now):
+        for tensor in now:
+            if tensor.untyped_storage().size() or not tensor.numel():
+                continue
             contract = "be in memory in the backward pass, which reads them again"
             advice = "Leave set_unshard_in_backward of fully_shard modules True"
             raise RuntimeError(message(OP, "parameters", contract, "freed ones", advice))
@@ -55,7 +58,7 @@ class SavedForBackward:
     def head_gradients(
         self,
         upstream: Tensor,  # 0-dim or [T, B]
-        outputs: Iterable[Tensor],  # that the head read: [n, H] each, [T B, H] together
+        outputs: Callable[[], Iterable[Tensor]],  # that the head read, [n, H] each, [T B, H] in all
         needs: NeedsGrad,
         fuse_weight: bool,  # whether the weight's gradient may go to a main gradient directly
     ) -> tuple[HeadGradients, Tensor | None]:
@@ -67,51 +70,48 @@ class SavedForBackward:
         there before, and in the second backward pass through a retained graph.
         """
         gradients, self._gradients = self._gradients, None
-        factor = upstream.to(self.args.dtypes.accumulation)
+        factor = upstream.to(self.model.dtypes.accumulation)
         if gradients is not None:
-            gradients.scale(factor if self._divided else factor * self._inverse_divisor)
+            divided = self.transcript.objective.known_inverse_divisor is not None
+            gradients.scale(factor if divided else factor * self._inverse_divisor)
             return gradients, None
         main = None
         if needs.weight and fuse_weight:
-            main = destination(self.args.head_weight, self.args.dtypes.accumulation)
-        all_counted = self.tokens.counted()
+            main = destination(self.model.head_weight, self.model.dtypes.accumulation)
+        transcript = self.transcript
+        all_counted, weight = transcript.counted(), transcript.objective.token_weight
         factors = (factor * self._inverse_divisor).expand(all_counted.shape)
-        if self.args.token_weight is not None:
-            factors = factors * self.args.token_weight
+        if weight is not None:
+            factors = factors * weight
         factors = factors.flatten()
-        cross_entropy = FusedCrossEntropy(self.args, self.plan, needs, main)
+        objective, plan = transcript.objective, transcript.plan
+        head = FusedCrossEntropy(self.model, objective, plan, len(factors), needs, main)
         done = 0
-        for hidden in outputs:
+        for hidden in outputs():
             span = slice(done, done + len(hidden))
             index = torch.arange(span.start, span.stop, device=hidden.device)
             counted = all_counted.flatten()[span]
             if counted.device.type == "cpu":  # on a GPU the host would wait for their number
                 index = index[counted]
             local = index - done
-            targets = self.tokens.targets.flatten()[index]
-            cross_entropy.forward(hidden[local], targets, counted[local], index, factors[index])
+            targets = transcript.targets.flatten()[index]
+            head.forward(hidden[local], targets, counted[local], index, factors[index])
             done = span.stop
-        formed = cross_entropy.finish()
+        formed = head.finish()
         assert formed is not None  # as `needs` was given
         return formed, main
 
-    def table_destination(self) -> Tensor | None:
-        """The main gradient to add the embedding's gradient to; None: autograd takes it."""
-        table = self.args.table
-        return None if table.sparse else destination(table.weight, self.args.dtypes.accumulation)
-
-    @property
-    def needs_outputs(self) -> bool:
-        """Whether `head_gradients` will read the outputs."""
-        return self._gradients is None
-
     def _read_again(self) -> list[Tensor]:
-        """What the backward pass reads again. A table with a maximal norm is written by lookups."""
-        args = self.args
-        table = [] if args.table.max_norm is not None else [args.table.weight]
-        head = [args.head_weight, *([] if args.head_bias is None else [args.head_bias])]
-        trained = parameter_tensors(args.cell)
-        if args.rnn_weights is not None and args.cell.module is not None:
-            trained = list(args.cell.module.parameters())  # frozen or not, they are all read
-        used = [t for t in (*trained, *self._used) if id(t) not in self._written]
-        return [*table, *head, *used]
+        """The parameters that the backward pass reads again; no table that lookups write into."""
+        model = self.model
+        found = [] if model.table.max_norm is not None else [model.table.weight]
+        found.append(model.head_weight)
+        if model.head_bias is not None:
+            found.append(model.head_bias)
+        if model.rnn is not None and model.cell.module is not None:
+            found += model.cell.module.parameters()  # frozen or not, they are all read
+        else:
+            found += parameter_tensors(model.cell)
+        if not self._used:
+            return found
+        return [t for t in (*found, *self._used) if id(t) not in self._written]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import torch
 from torch import Tensor
 
 from accumext import _scalars
 from accumext.decoder import _operators
-from accumext.decoder._fused_cross_entropy import new_buffer
-from accumext.decoder._memory import backward_steps
-from accumext.decoder._rnn_buffers import RnnBuffers
-from accumext.decoder._rnn_weights import GRU
-from accumext.decoder._token_buffers import TokenBuffers
+from accumext.decoder._rnn_steps import RnnBuffers
+from accumext.decoder._transcript import Transcript
+from accumext.recurrence import GRU, OPEN_GATE, WHOLE, Resets, module_state
 
 
 class ThroughTime:
@@ -23,22 +23,23 @@ class ThroughTime:
 
     def __init__(
         self,
-        tokens: TokenBuffers,
+        transcript: Transcript,
         buffers: RnnBuffers,
         needs_table: bool,
         d_table: Tensor | None,  # [R, E]: the tied head's gradient, to add to
         table_main: Tensor | None,  # the main gradient to add the table's gradient to
     ) -> None:
-        self._args, self._tokens, self._buffers = tokens.args, tokens, buffers
-        self._rnn, self._states = buffers.rnn, buffers.states
+        self._transcript, self._buffers, self._rnn = transcript, buffers, buffers.rnn
+        self._weights, self._states = buffers.steps.weights, buffers.steps.states
         self._needs_table, self._table_main = needs_table, table_main
-        new_zeros, table = self._states[0].new_zeros, self._args.table
-        self._d_weights = [new_zeros(w.shape) for w in buffers.weights]
+        self._table = table = transcript.model.table
+        new_zeros, tokens = self._states[0].new_zeros, transcript.tokens
+        self._d_weights = [new_zeros(w.shape) for w in self._weights]
         # weight_hh of every layer, transposed; kernels of a CPU take it as it lies
-        self._transposed = [w.t() for w in buffers.weights[1::4]]
+        self._transposed = list(map(Tensor.t, self._weights[1::4]))
         if not _scalars.on_host(self._states[0]):
-            self._transposed = [w.contiguous() for w in self._transposed]
-        self._d_state = [new_zeros(state.shape[1:]) for state in self._states]
+            self._transposed = list(map(Tensor.contiguous, self._transposed))
+        self._d_state = list(map(torch.zeros_like, map(itemgetter(0), self._states)))
         self._d_table = d_table
         self._d_rows: Tensor | None = None  # [T, B, E]: of a sparse gradient
         if needs_table and d_table is None:
@@ -46,10 +47,12 @@ class ThroughTime:
                 self._d_table = table_main
             elif table.sparse:
                 width = table.weight.shape[1]
-                self._d_rows = new_zeros(self._args.steps, self._args.batch, width)
+                self._d_rows = new_zeros(tokens.steps, tokens.batch, width)
             else:
-                dtype = self._args.dtypes.accumulation
-                self._d_table = new_buffer(table.weight, *table.weight.shape, dtype=dtype).zero_()
+                dtype = transcript.model.dtypes.accumulation
+                self._d_table = table.weight.new_empty(table.weight.shape, dtype=dtype)
+                _operators.large_pages(self._d_table)
+                self._d_table.zero_()
 
     def run(
         self,
@@ -58,40 +61,43 @@ class ThroughTime:
         d_last: tuple[Tensor | None, ...],
     ) -> None:
         """Every window, from the gradients of the outputs and of the last state."""
-        args, parts, stacked = self._args, self._rnn.state_parts, self._rnn.stacked
-        for begin, counting, end in args.windows():
-            d_state = [torch.zeros_like(d) for d in self._d_state]
-            for part, given in enumerate(() if args.truncated else d_last):
+        truncation, tokens = self._transcript.truncation, self._transcript.tokens
+        parts, stacked = self._rnn.state_parts, self._rnn.stacked
+        # in whole chunks from the end; the one at the beginning may be shorter
+        size, resets = self._transcript.plan.backward_steps, self._buffers.resets
+        windows = [(0, 0, tokens.steps)]
+        if truncation is not WHOLE:
+            windows = truncation.spans(tokens.steps)
+        for begin, counting, end in windows:
+            d_state = list(map(torch.zeros_like, self._d_state))
+            for part, given in enumerate(() if truncation.cuts else d_last):
                 if given is not None:
                     for d, of_layer in zip(d_state[part::parts], given if stacked else [given]):
                         d += of_layer
-            for first, last in self._spans(begin, end):
-                # in whole chunks from the end; the one at the beginning may be shorter
-                size = backward_steps(args.device.type, args.batch)
+            # pieces in which no row is reset but before the first step, from the last one on
+            spans = [(begin, end)] if resets is None else [*resets.spans(begin, end)][::-1]
+            for first, last in spans:
                 for stop in range(last, first, -size):
                     span = slice(max(first, stop - size), stop)
-                    with self._buffers.reset_before(span.start, self._tokens.live):
-                        d_out = self._buffers.of_outputs.apply(d_head[span], span)
-                        if d_outputs is not None:
-                            d_out = d_out + d_outputs[span]
+                    d_out, dropout = d_head[span], self._buffers.steps.of_outputs
+                    if dropout.mask is not None:
+                        d_out = dropout.apply(d_out, span)
+                    if d_outputs is not None:
+                        d_out = d_out + d_outputs[span]
+                    if resets is None:
                         self._chunk(span, counting, d_out, d_state)
-                self._take_resets(first, d_state)
+                        continue
+                    with self._buffers.reset_before(span.start, self._transcript.active):
+                        self._chunk(span, counting, d_out, d_state)
+                if resets is not None and first in resets.steps:
+                    self._take_resets(resets, first, d_state)
             if begin == 0:
                 for total, gradient in zip(self._d_state, d_state, strict=True):
                     total += gradient
 
-    def _spans(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """[begin, end) in pieces, within which no row is reset but before the first step, from the
-        last piece to the first."""
-        resets = self._buffers.resets
-        return [(begin, end)] if resets is None else [*resets.spans(begin, end)][::-1]
-
-    def _take_resets(self, step: int, d_state: list[Tensor]) -> None:
+    def _take_resets(self, resets: Resets, step: int, d_state: list[Tensor]) -> None:
         """The gradients of rows that were reset before `step` are the initial state's."""
-        resets = self._buffers.resets
-        if resets is None or step not in resets.steps:
-            return
-        anew = resets.at(step, self._tokens.live)[:, None]
+        anew = resets.at(step, self._transcript.active)[:, None]
         for total, gradient in zip(self._d_state, d_state, strict=True):
             total += torch.where(anew, gradient, 0)
             gradient.masked_fill_(anew, 0)
@@ -101,28 +107,31 @@ class ThroughTime:
         if counting > span.start:  # losses before step `counting` belong to another window
             d_out = d_out.clone()
             d_out[: counting - span.start] = 0
-        factors, buffers = self._gate_factors(span, d_out), self._buffers
+        gate, steps = self._transcript.gate, self._buffers.steps
+        factors = None if gate is OPEN_GATE else gate.row_factors(span, d_out)
         for layer in reversed(range(1, self._rnn.layers)):
             d_gates = self._layer(layer, span, d_out, factors, d_state)
-            d_out = _matmul(d_gates, buffers.weights[4 * layer]).view(*d_out.shape[:2], -1)
+            d_out = _matmul(d_gates, self._weights[4 * layer]).view(*d_out.shape[:2], -1)
             del d_gates
-            if buffers.between.mask is not None:
-                d_out.mul_(buffers.between.mask[span, layer - 1]).mul_(buffers.between.scale)
+            if steps.between.mask is not None:
+                d_out.mul_(steps.between.mask[span, layer - 1]).mul_(steps.between.scale)
         d_gates = self._layer(0, span, d_out, factors, d_state)
         if self._needs_table:
-            d_x = _matmul(d_gates, buffers.weights[0]).view(*d_out.shape[:2], -1)
-            self._add_to_table(span, buffers.of_inputs.apply(d_x, span).flatten(0, 1))
+            d_x = _matmul(d_gates, self._weights[0]).view(*d_out.shape[:2], -1)
+            if steps.of_inputs.mask is not None:
+                d_x = steps.of_inputs.apply(d_x, span)
+            self._add_to_table(span, d_x.flatten(0, 1))
 
     def _layer(
         self, layer: int, span: slice, d_out: Tensor, factors: Tensor | None, d_state: list[Tensor]
     ) -> Tensor:
         """These steps of one layer; gradients of W_ih x + b_ih, [n B, gates H]."""
-        rnn, buffers, live = self._rnn, self._buffers, self._tokens.live
+        rnn, active, gate = self._rnn, self._transcript.active, self._transcript.gate
         around, first = slice(span.start, span.stop + 1), layer * rnn.state_parts
         h = self._states[first][around]
         c = self._states[first + 1][around] if rnn.state_parts == 2 else None
         x = self._inputs(layer, span)
-        weights = buffers.weights[4 * layer : 4 * layer + 4]
+        weights = self._weights[4 * layer : 4 * layer + 4]
         before = h[:-1].flatten(0, 1)
         pre = None
         if rnn.gates > 1:
@@ -130,9 +139,8 @@ class ThroughTime:
         d_x = d_out.new_empty(*d_out.shape[:2], rnn.gates * rnn.units)
         d_h = torch.empty_like(d_x) if rnn.kind == GRU else None
         _operators.rnn_backward(
-            rnn.kind, d_out.contiguous(), pre, h, c,
-            None if live is None else live[span], factors,
-            self._args.gate.limit, self._transposed[layer], d_state[first],
+            rnn.kind, d_out.contiguous(), pre, h, c, None if active is None else active[span],
+            factors, gate.limit, self._transposed[layer], d_state[first],
             d_state[first + 1] if c is not None else None, d_x, d_h,
         )  # fmt: skip
         del pre  # makes room for the copies of d_x and d_h in half precision
@@ -149,34 +157,22 @@ class ThroughTime:
             b_hh.addmv_(d_h.t(), ones)
         return d_x
 
-    def _gate_factors(self, span: slice, like: Tensor) -> Tensor | None:
-        """Factors [n, B] of the gradients that go on to the states before these steps."""
-        args, factors = self._args, self._args.gate.factors
-        if factors is not None:
-            return factors[span].to(like.dtype)
-        if args.k2 is None or args.k1 != args.k2:
-            return None
-        passes = torch.arange(span.start, span.stop, device=like.device) % args.k1 != 0
-        passes[0] |= span.start == 0  # the initial state is not cut off
-        kept = passes[:, None].repeat(1, args.batch)
-        if args.resets is not None:
-            kept |= args.resets.rows[span]
-        return kept.to(like.dtype)
-
     def _inputs(self, layer: int, span: slice) -> Tensor:
-        """What the layer read in these steps, [n B, E or H]."""
-        buffers = self._buffers
+        """The inputs of the layer in these steps, [n B, E or H]."""
+        steps = self._buffers.steps
         if layer == 0:
-            rows = buffers.table[self._tokens.inputs[span]].to(self._states[0].dtype)
-            return buffers.of_inputs.apply(rows, span).flatten(0, 1)
+            rows = steps.table[steps.inputs[span]].to(self._states[0].dtype)
+            if steps.of_inputs.mask is not None:
+                rows = steps.of_inputs.apply(rows, span)
+            return rows.flatten(0, 1)
         below = self._states[(layer - 1) * self._rnn.state_parts][span.start + 1 : span.stop + 1]
-        if buffers.between.mask is not None:
-            below = below * buffers.between.mask[span, layer - 1] * buffers.between.scale
+        if steps.between.mask is not None:
+            below = below * steps.between.mask[span, layer - 1] * steps.between.scale
         return below.flatten(0, 1)
 
     def _add_to_table(self, span: slice, gradient: Tensor) -> None:
         """Add the gradient [n B, E] of the rows that these steps looked up."""
-        tokens, table = self._tokens.inputs[span].flatten(), self._args.table
+        tokens, table = self._transcript.inputs[span].flatten(), self._table
         if table.padding_idx is not None:
             gradient.masked_fill_((tokens == table.padding_idx)[:, None], 0)
         if self._d_rows is not None:
@@ -186,11 +182,11 @@ class ThroughTime:
 
     def table_gradient(self) -> Tensor | None:
         """The embedding's gradient; None where it is in a main gradient."""
-        table = self._args.table.weight
+        table = self._table.weight
         if self._table_main is not None:
             return None
         if self._d_rows is not None:
-            tokens = self._tokens.inputs.flatten()[None]
+            tokens = self._transcript.inputs.flatten()[None]
             rows = self._d_rows.flatten(0, 1).to(table.dtype)
             return torch.sparse_coo_tensor(tokens, rows, table.shape, check_invariants=False)
         assert self._d_table is not None
@@ -198,10 +194,14 @@ class ThroughTime:
 
     def state_and_weight_gradients(self, needed: list[bool]) -> list[Tensor | None]:
         """Of the parts of the initial state, then of the weights that the module has."""
-        pairs = zip(self._rnn.weights, self._d_weights, strict=True)
-        gradients = self._buffers.module_state(self._d_state)
-        gradients += [d.to(weight.dtype) for weight, d in pairs if weight is not None]
-        return [d if need else None for d, need in zip(gradients, needed, strict=True)]
+        gradients = module_state(self._rnn, self._d_state, self._buffers.state_dtypes)
+        for weight, gradient in zip(self._rnn.weights, self._d_weights, strict=True):
+            if weight is not None:
+                gradients.append(gradient.to(weight.dtype))
+        found: list[Tensor | None] = []
+        for gradient, need in zip(gradients, needed, strict=True):
+            found.append(gradient if need else None)
+        return found
 
 
 def pre_activations(
@@ -210,7 +210,7 @@ def pre_activations(
     h: Tensor,  # [M, H]
     weights: list[Tensor],  # weight_ih, weight_hh, bias_ih, bias_hh; an empty bias is none
 ) -> Tensor:
-    """What the nonlinearities of a layer are applied to, [M, 4 H] or [M, H].
+    """The arguments of the nonlinearities of a layer, [M, 4 H] or [M, H].
 
     r, z, n's part of x and n's part of h for a GRU; i, f, g, o for an LSTM.
     """

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accumext.decoder._decode_loss import DecodeOutput
+from accumext.decoder import DecodeOutput
 from accumext.demo.memory import peak_memory
 from accumext.demo.model import Batch, WordModel
 from accumext.demo.progress import Progress

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from accumext._checks import FeedbackWord
-from accumext.decoder._decode_loss import DecodeOutput, decode_loss
-from accumext.decoder._generate import generate
+from accumext.decoder import DecodeOutput, decode_loss
+from accumext.generation import generate
 
 TEMPERATURE, TOP_P = 0.8, 0.7  # of samples: neither the loops of argmax nor far-fetched words
 _IMPOSSIBLE = -1e4  # a logit

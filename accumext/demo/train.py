@@ -15,7 +15,7 @@ from accumext.demo.model import Batch, WordModel
 from accumext.demo.progress import Progress
 from accumext.demo.record import HeldOut, Record, Settings, Step, megabytes
 from accumext.demo.text import Text, windows
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+from accumext.optimizer import AccumulatingOptimizer
 
 WINDOW = 2  # micro-batches per optimizer step
 MAX_NORM = 1.0

@@ -35,7 +35,7 @@ from accumext._torch_private import (
 
 
 class ShardedWindow:
-    """What a window of sharded parameters needs beside its sums."""
+    """The needs of a window of sharded parameters beside its sums."""
 
     def __init__(self) -> None:
         self.unit: Scalar = 1.0  # what the next window's weights are multiplied in over
@@ -62,7 +62,7 @@ class ShardedWindow:
 
     @property
     def holds(self) -> bool:
-        """Whether FSDP has gradients of the open window, which nothing else has."""
+        """Tell whether FSDP has gradients of the open window, which nothing else has."""
         return bool(self._holding) and not self._reduced
 
     def roots_to_hold(self, op: str, model: nn.Module, reduction: _checks.Reduction) -> list[Any]:
@@ -210,12 +210,12 @@ def window_memory(model: nn.Module, synchronize: _checks.Synchronize) -> int:
 
 
 def _can_finalize(root: Any) -> bool:
-    """Whether this torch reduces gradients after the backward pass, when it is told to."""
+    """Tell whether this torch reduces gradients after the backward pass, when it is told to."""
     return hasattr(root, "finalize_backward")
 
 
 def _leave_unreduced(root: Any, on: bool) -> None:
-    """Whether backward passes leave gradients as they are, and parameters gathered."""
+    """Tell whether backward passes leave gradients as they are, and parameters gathered."""
     root.set_requires_gradient_sync(not on)
     root.set_reshard_after_backward(not on)
     if _can_finalize(root):

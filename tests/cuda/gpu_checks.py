@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from accumext import reference
 from accumext._torch_private import operator as lookup
 from accumext.backend import _build
-from accumext.decoder import _operators_reference
+from accumext.decoder import _operators
 
 PATIENCE = 20.0  # s, that a row may take
 
@@ -114,7 +114,7 @@ MAIN_GRADS, NOTHING = slice(1), slice(0)
 
 
 def of_the_decoder(call: Call) -> Operator:
-    kernel = getattr(_operators_reference, call.op)
+    kernel = getattr(_operators, f"{call.op}_reference")
     return Operator(lambda: (call.arguments, {}), kernel, slice(call.first_written, None))
 
 

@@ -328,7 +328,8 @@ def dropout_masks() -> Iterator[list[Masks]]:
 
     def spy(*args: Any) -> Any:
         made = buffers(*args)
-        masks.append(Masks(made.between.mask, made.of_inputs.mask, made.of_outputs.mask))
+        steps = made.steps
+        masks.append(Masks(steps.between.mask, steps.of_inputs.mask, steps.of_outputs.mask))
         return made
 
     _rnn_path.rnn_buffers = spy  # type: ignore[assignment]

@@ -29,7 +29,7 @@ from support.decode_cases import (
 )
 from support.tensors import FLOAT_DTYPES, dtype_id
 
-from accumext.decoder import _operators_reference as reference
+from accumext.decoder import _operators as reference
 
 pytestmark = pytest.mark.build  # compiles the kernels
 
@@ -492,7 +492,7 @@ def check_backward(kernels, arguments, runs, bands=0):
     order, a number may round to its other neighbour in every step."""
     expected = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
     kernels.rnn_backward(*arguments, bands=bands, runs=runs)
-    reference.rnn_backward(*expected)
+    reference.rnn_backward_reference(*expected)
     rtol = len(arguments[1]) * torch.finfo(arguments[8].dtype).eps
     for got, want in zip(arguments[9:], expected[9:]):
         if got is not None:

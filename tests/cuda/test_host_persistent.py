@@ -26,7 +26,7 @@ from support.decode_cases import (
 from support.tensors import HALF_DTYPES, dtype_id
 from torch import Tensor
 
-from accumext.decoder import _operators_reference as reference
+from accumext.decoder import _operators as reference
 
 pytestmark = pytest.mark.build  # compiles the kernels
 
@@ -171,7 +171,7 @@ def check(kernel, w: Window, *, blocks: int = 3, orders=TWO_ORDERS, **options) -
     and live rows that the kernel had at its beginning."""
     runs = [(order, blocks) for order in orders]
     found = w.decode(kernel.decode_steps, runs=runs, **options)
-    whole = w.decode(reference.decode_steps)
+    whole = w.decode(reference.decode_steps_reference)
     steps = slice(w.begin, w.end)
     alive = torch.ones_like(found.tokens, dtype=torch.bool) if whole.live is None else whole.live
     want = torch.where(alive, whole.tokens, PAD)
@@ -189,7 +189,7 @@ def check(kernel, w: Window, *, blocks: int = 3, orders=TWO_ORDERS, **options) -
 
 def check_step(w: Window, found: Results, step: int) -> None:
     one = w.decode(
-        reference.decode_steps, begin=step, end=step + 1, states=found.states,
+        reference.decode_steps_reference, begin=step, end=step + 1, states=found.states,
         inputs=found.inputs, live=found.live,
     )  # fmt: skip
     for got, want in zip(found.states, one.states):
@@ -200,7 +200,7 @@ def check_step(w: Window, found: Results, step: int) -> None:
     exps = torch.empty(w.batch, w.words)
     uniforms = None if w.uniforms is None else w.uniforms[step]
     targets = None if w.targets is None else w.targets[step]
-    reference.head_forward(
+    reference.head_forward_reference(
         hidden, w.head, w.head_bias, targets, uniforms, w.temperature, exps, 7, tokens, stats
     )  # fmt: skip
     if found.live is not None:
@@ -345,7 +345,7 @@ def test_what_does_not_fit(kernel):
 def test_exact_sums(kernel, batch):
     """Multiples of a quarter, of which all sums are exact: no bit may differ."""
     w = Window(batch=batch, kind=RNN_RELU, exact=True, steps=2, words=40, units=20)
-    found, whole = check_everything(kernel, w), w.decode(reference.decode_steps)
+    found, whole = check_everything(kernel, w), w.decode(reference.decode_steps_reference)
     assert torch.equal(found.states[0], whole.states[0])
     assert torch.equal(found.stats[[0, 2]], whole.stats[[0, 2]])
 
@@ -394,7 +394,7 @@ def test_logits_that_are_no_numbers(kernel, feedback):
     for name, some in values.items():
         w = with_logits(some, feedback=feedback, batch=2)
         found = w.decode(kernel.decode_steps, runs=((SHUFFLED, 3),))
-        want = w.decode(reference.decode_steps)
+        want = w.decode(reference.decode_steps_reference)
         torch.testing.assert_close(found.stats, want.stats, equal_nan=True)
         torch.testing.assert_close(found.exps, want.exps, equal_nan=True, rtol=2.0**-7, atol=0.0)
         if name == "some":
@@ -412,7 +412,7 @@ def test_infinite_states_leave_no_word_beyond_the_vocabulary(kernel):
             weight.abs_()
         w.head.abs_().add_(1)
         found = w.decode(kernel.decode_steps, runs=((SHUFFLED, 3),))
-        assert torch.equal(found.tokens, w.decode(reference.decode_steps).tokens)
+        assert torch.equal(found.tokens, w.decode(reference.decode_steps_reference).tokens)
 
 
 def test_samples_of_equal_probabilities_are_exact(kernel):

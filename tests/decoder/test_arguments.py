@@ -72,6 +72,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "state[1] must have shape [2, 3, 5], got [1, 3, 5]"),
     ({"feedback": "argmax"}, ValueError,
      "feedback must be one of 'teacher', 'greedy', 'sample', 'scheduled', got 'argmax'"),
+    ({"feedback": "mask"}, ValueError,
+     "feedback must be one of 'teacher', 'greedy', 'sample', 'scheduled', got 'mask'"),
     ({"feedback": torch.ones(T, B)}, TypeError,
      "feedback must be a word or a bool mask [T, B], got a float32 tensor. "
      "One is drawn by feedback='scheduled', teacher_forcing=0.5"),

@@ -18,8 +18,8 @@ from support.decoding import EXACT, raises
 from torch import Tensor, nn
 
 import accumext
-from accumext.decoder._recurrent_state import leaves, map_tensors, tensors
-from accumext.decoder._windows import windows as windows_of
+from accumext.recurrence._states import leaves, map_tensors, tensors
+from accumext.recurrence._truncation import windows as windows_of
 
 SIZE, VOCABULARY, LONGEST = 4, 7, 12
 EOS = 3

@@ -10,7 +10,7 @@ from support.decode_oracle import CELLS, decode, make_decoder, relative_distance
 from support.decoding import BATCH, EXACT, TARGETS, VOCABULARY, raises, run
 from torch import Tensor, nn
 
-from accumext.decoder._rnn_buffers import Dropout
+from accumext.decoder._rnn_steps import Dropout
 
 
 @pytest.mark.parametrize("called", [False, True], ids=["kernels", "callable"])

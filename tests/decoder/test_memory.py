@@ -13,13 +13,13 @@ from support.decoding import TARGETS, raises
 from torch import nn
 
 import accumext
-from accumext.decoder import _memory
-from accumext.decoder._memory import HeadRows, WorkspacePlan, backward_steps, fill_budget
+from accumext.decoder import _memory, _plan
+from accumext.decoder._plan import HeadRows, Plan, backward_steps, fill_budget
 from accumext.demo.memory import peak_memory
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 STEPS, BATCH, VOCABULARY = 6, 3, 13
-SEGMENT = _memory.SEGMENT
+SEGMENT = _plan.SEGMENT
 ROWS = HeadRows(workspace=256, logits=16)
 steps = st.integers(0, 12)
 batches = st.integers(0, 40)
@@ -159,7 +159,7 @@ def test_predicted_peak_of_the_pass_back_in_half_precision(
     kind: type[nn.RNNBase], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With as many rows at once as on a GPU, what its products read is rounded into new memory."""
-    monkeypatch.setattr(_memory, "CELL_ROWS", {"cpu": 2048})
+    monkeypatch.setattr(_plan, "CELL_ROWS", {"cpu": 2048})
     parts = nn.Embedding(50, 256), kind(256, 256, 2), nn.Linear(256, 50)
     for part in parts:
         part.bfloat16()
@@ -251,7 +251,7 @@ def test_a_budget_is_filled(steps: int, batch: int, logits: int, exps: int, budg
     rows = [n for n in range(1, steps * batch + 1) if logit_rows * logits + n * exps <= budget]
     whole = [n for n in rows if n % batch == 0]
     plan = fill_budget(steps, batch, logits, exps, budget, ROWS)
-    assert plan == WorkspacePlan(max(whole or rows, default=1), logit_rows, SEGMENT)
+    assert plan == Plan(max(whole or rows, default=1), logit_rows, SEGMENT)
     least = fill_budget(steps, batch, logits, exps, 0, ROWS)
     assert (least.rows, least.logit_rows) == (1, 1)
     if budget >= logits + exps:

@@ -66,14 +66,14 @@ def place(module: str) -> str:
 
 def test_few_modules_on_top_in_few_layers():
     on_top = {place(module) for module in MODULES} - {"accumext", "accumext.__main__"}
-    assert len(on_top) <= 18
+    assert len(on_top) <= 20
     graph = {name: set() for name in on_top}
     for path in SOURCES:
         if place(dotted(path)) in graph:
             graph[place(dotted(path))] |= {place(n) for n in imported(path, False)} & on_top
     for name, others in graph.items():
         others.discard(name)
-    assert layers(graph) <= 8
+    assert layers(graph) <= 9
 
 
 def inside(package: str, checking: bool) -> dict[str, set[str]]:
@@ -83,14 +83,30 @@ def inside(package: str, checking: bool) -> dict[str, set[str]]:
     return {name: imported(path, checking) & paths.keys() for name, path in paths.items()}
 
 
-@pytest.mark.parametrize("package", ["decoder", "backend"])
-def test_no_circle_in_a_package(package):
-    layers(inside(package, checking=False))
+def test_no_circle_in_the_backend():
+    layers(inside("backend", checking=False))
 
 
-@pytest.mark.parametrize(("package", "most"), [("optimizer", 6), ("masters", 2), ("sharding", 1)])
-def test_no_circle_and_few_layers_also_for_type_checkers(package, most):
-    assert layers(inside(package, checking=True)) <= most
+LAYERS = {
+    "decoder": 6, "generation": 5, "masters": 2, "optimizer": 6, "recurrence": 3, "rollout": 3,
+    "sharding": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_no_circle_and_few_layers_also_for_type_checkers(package):
+    assert layers(inside(package, checking=True)) <= LAYERS[package]
+
+
+def test_a_package_is_imported_by_its_face():
+    """Its modules are its own: others import what its `__init__` exports. Only the two faces of all
+    of accumext, which load the libraries and run the doctor, reach into a package."""
+    for path in SOURCES:
+        own = place(dotted(path))
+        for module in imported(path, checking=True) if own.count(".") else ():
+            private = module.count(".") > 1 and module.rsplit(".", 1)[1].startswith("_")
+            faces = {own} | ({"accumext.backend"} if own == "accumext.__main__" else set())
+            assert not private or place(module) in faces, (own, module)
 
 
 def lines_of(node: ast.AST) -> int:
@@ -106,11 +122,14 @@ def length_of(node: ast.AST) -> int:
     return node.end_lineno - node.lineno + 1
 
 
-def test_functions_and_classes_of_the_optimizer_are_short():
-    folder = PACKAGE / "optimizer"
+@pytest.mark.parametrize("package", LAYERS)
+def test_functions_and_classes_are_short(package):
+    folder = PACKAGE / package
     nodes = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     functions = {n.name: lines_of(n) for n in nodes if isinstance(n, ast.FunctionDef)}
-    assert {name: lines for name, lines in functions.items() if lines > 60} == {}
+    with_long_signatures = {"decode_loss", "generate"}
+    long = {name for name, lines in functions.items() if lines > 60}
+    assert long <= with_long_signatures
     classes = {n.name: lines_of(n) for n in nodes if isinstance(n, ast.ClassDef)}
     long = {name for name, lines in classes.items() if lines > 300}
     assert long <= {"AccumulatingOptimizer"}
@@ -142,7 +161,8 @@ def test_a_step_and_a_decode_are_short_ways(monkeypatch):
     """What bench/calls.py counts; Python 3.12 and later count comprehensions no more."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     calls = importlib.import_module("calls")
-    step, (forward, _) = calls.window_step(), calls.decoder_passes()
+    step, (forward, backward) = calls.window_step(), calls.decoder_passes()
     assert len(step.calls) <= 30
     assert step.changes <= 14
-    assert forward.changes <= 40
+    assert len(forward.calls) + len(backward.calls) <= 80
+    assert forward.changes + backward.changes <= 31  # 30 where nothing has imported FSDP

@@ -1,5 +1,5 @@
 """The decoder's kernels of csrc/cuda on the host, one at a time; see __init__.py. The arguments are
-those of accumext/decoder/_operators_reference.py, then what the kernels alone can do."""
+those of accumext/decoder/_operators.py, then what the kernels alone can do."""
 
 from __future__ import annotations
 

@@ -1,0 +1,284 @@
+"""Steps of a callable cell under autograd, in segments that the backward pass runs again, but for
+the last steps, whose graph is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from accumext._checks import message
+from accumext._torch_private import base_of, leaves_since, next_node_number, write_count
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
+from accumext.decoder._model import OP
+from accumext.decoder._operators import none_active
+from accumext.decoder._plan import keeps_graph
+from accumext.decoder._transcript import Transcript
+from accumext.recurrence import (
+    OPEN_GATE,
+    State,
+    check_output,
+    check_unwritten,
+    detach,
+    freeze,
+    join,
+    map_tensors,
+    no_grad_no_autocast,
+    parameter_tensors,
+    replay_rng,
+    rng_state,
+    size_of,
+    tensors,
+    write_counts,
+)
+
+
+class Segment(NamedTuple):
+    """The results of some steps."""
+
+    hidden: Tensor  # [n, B, H]: what the head reads
+    outputs: Tensor | None  # [n, B, H] of the cell, if they are asked for and are others
+    extras: State  # tensors [n, ...]
+
+
+def _silent(segment: Segment, steps: int) -> Segment:
+    """The results of steps in which no row is active: zeros, without a call of the cell."""
+
+    def zeros(leaf: Tensor) -> Tensor:
+        return leaf.new_zeros(steps, *leaf.shape[1:])
+
+    outputs = None if segment.outputs is None else zeros(segment.outputs)
+    return Segment(zeros(segment.hidden), outputs, map_tensors(zeros, segment.extras))
+
+
+@dataclass
+class CallableSteps:
+    """Runs steps of the cell, for their outputs, states and tokens."""
+
+    transcript: Transcript
+    head: FusedCrossEntropy | None  # None in the backward pass
+    root: Tensor  # of the embedding's lookups
+    builds_graph: bool
+    returns_outputs: bool
+    known: int = 0  # steps whose tokens are known; later passes over them are replays
+
+    def __post_init__(self) -> None:
+        self._first_node = next_node_number() if self.builds_graph else 0
+        # The cell's trained parameters and the other leaves in the graph of its first step, and how
+        # often each had been written when the steps began.
+        self.used = [(p, write_count(p)) for p in parameter_tensors(self.transcript.model.cell)]
+        self._knows_graph = False
+
+    def run(self) -> tuple[list[Segment], State]:
+        """Every step of the call, and the state after them."""
+        tokens, truncation = self.transcript.tokens, self.transcript.truncation
+        spans = truncation.spans(tokens.steps) if self.builds_graph else []
+        found, last = self._overlapping(spans) if len(spans) > 1 else self._once(tokens.state)
+        return found, detach(last) if truncation.cuts else last
+
+    def _once(self, state: State) -> tuple[list[Segment], State]:
+        """Every step once.
+
+        The graph of the first step is measured and kept; so is that of as many of the last steps
+        as are small: the backward pass has freed it when it runs the other steps again.
+        """
+        plan, steps = self.transcript.plan, self.transcript.tokens.steps
+        found, context = [], self.transcript.model.context
+        measures = self.builds_graph and not plan.bounded
+        graph = size = 0  # bytes of the first step's graph, and of the state after it
+        for begin, end in segments(steps, plan.segment, 1 if measures else 0):
+            given = (begin, begin, end, state, self.root, *context)
+            if begin == 0 and measures:
+                with measured_graph(context) as sizes:
+                    segment, state = self.run_steps(*given)
+                graph, size = sum(sizes.values()), size_of(state)
+            elif measures and keeps_graph(steps - begin, graph, size_of(state) - size):
+                segment, state = self.run_steps(*given)
+            else:
+                segment, state = self._run_segment(*given)
+            found.append(segment)
+            active = self.transcript.active
+            if active is not None and end < steps and none_active(active[end]):
+                found.append(_silent(segment, steps - end))
+                break
+        return found, state
+
+    def _overlapping(self, spans: list[tuple[int, int, int]]) -> tuple[list[Segment], State]:
+        """k1 < k2: the losses of each window flow back k2 steps from its end (`Truncation.spans`).
+
+        The windows overlap, so one pass without a graph finds the tokens and the states where
+        windows begin, and each window's graph then starts from its own detached state.
+        """
+        transcript, tokens = self.transcript, self.transcript.tokens
+        given = (self.root, *transcript.model.context)
+        device, draws = transcript.losses.device, transcript.model.draws
+        starts: dict[int, tuple[State, tuple[Tensor, ...] | None]] = {}
+        last = tokens.state
+        begins = [*sorted({begin for begin, _, _ in spans}), tokens.steps]
+        with torch.no_grad():
+            for first, following in pairwise(begins):
+                kept = map_tensors(torch.clone, last)  # a cell may write into its own later
+                starts[first] = (kept, rng_state(device) if draws else None)
+                for since, until in segments(following - first, transcript.plan.segment):
+                    begin, end = first + since, first + until
+                    _, last = self._run_segment(begin, begin, end, last, *given)
+        # with its graph: windows from step 0 reach the encoder
+        starts[0] = (tokens.state, starts[0][1])
+        found = []
+        for begin, counting, end in spans:
+            start, drawn = starts[begin]
+            with replay_rng(drawn, device):
+                segment, _ = self._run_segment(begin, counting, end, start, *given)
+            found.append(segment)
+        return found, last
+
+    def _run_segment(
+        self, begin: int, counting: int, end: int, state: State, root: Tensor, *context: Tensor
+    ) -> tuple[Segment, State]:
+        """The results of steps [counting, end), and the state after step end - 1.
+
+        The graph holds only the inputs of the segment: the backward pass runs its steps again.
+        """
+        given = (begin, counting, end, state, root, *context)
+        if not (self.builds_graph and torch.is_grad_enabled()):
+            return self.run_steps(*given)
+        draws = self.transcript.model.draws
+        found: tuple[Segment, State] = checkpoint(
+            self.run_steps, *given, use_reentrant=False, preserve_rng_state=draws
+        )
+        return found
+
+    def run_steps(
+        self, begin: int, counting: int, end: int, state: State, root: Tensor, *context: Tensor
+    ) -> tuple[Segment, State]:
+        """As `_run_segment`, with a graph that keeps everything."""
+        transcript, model, tokens = self.transcript, self.transcript.model, self.transcript.tokens
+        batch_dim, returns = model.cell.batch_dim, self.returns_outputs
+        hiddens, outputs, extras = [], [], []
+        returned: list[Tensor] = []
+        counts: list[int] = []
+        known = None
+        if not tokens.free_running:
+            embedded = model.table.lookup(root, transcript.inputs[begin:end].flatten())
+            # no views: a cell may write into them
+            known = torch.unsafe_split(embedded, tokens.batch)
+        changes = transcript.gate is not OPEN_GATE or tokens.resets is not None
+        for step in range(begin, end):
+            if known is None:
+                x = model.table.lookup(root, transcript.inputs[step])
+            else:
+                x = known[step - begin]
+            x = dropped(x, model.embedding_dropout)
+            state = self._before(step, state) if changes else state
+            output, new_state, more = self._call(x, state, context)
+            check_output(OP, output, tokens.batch, model.head_weight.shape[1])
+            if not self._knows_graph and torch.is_grad_enabled():
+                self._knows_graph = True
+                leaves = leaves_since(self._first_node, [output, *tensors(new_state)])
+                self.used += [(leaf, write_count(leaf)) for leaf in leaves]
+            if not torch.is_grad_enabled():  # a cell may return the same memory at every step
+                output, more = output.clone(), map_tensors(torch.clone, more)
+            if transcript.active is not None:
+                # later rows are written, and the graph keeps this
+                active = transcript.active[step].clone()
+                new_state = freeze(OP, active, new_state, state, batch_dim)
+            state = new_state
+            hidden = dropped(output, model.output_dropout)
+            if step >= counting:
+                hiddens.append(hidden)
+                outputs.append(output)
+                extras.append(more if returns else detach(more))
+                given = [output, *tensors(more)]
+                returned += given
+                counts += write_counts(given)
+            if tokens.free_running and step >= self.known:
+                self._predict(step, step + 1, hidden)
+                transcript.feed_back(step)
+        check_unwritten(OP, "cell", "no output or extras of an earlier step", returned, counts)
+        joined = torch.stack(hiddens)
+        if end > self.known:
+            self._predict(begin, end, joined.flatten(0, 1))
+        raw = torch.stack(outputs) if returns and model.output_dropout > 0 else None
+        return Segment(joined, raw, join(OP, torch.stack, extras)), state
+
+    def _before(self, step: int, state: State) -> State:
+        """The state that a step reads: its rows reset, its gradient cut off, weighted, bounded."""
+        transcript, resets = self.transcript, self.transcript.tokens.resets
+        batch_dim = transcript.model.cell.batch_dim
+        state = transcript.gate.cut(step, state)
+        if resets is not None:
+            initial = transcript.tokens.state
+            state = resets.apply(OP, step, transcript.active, state, initial, batch_dim)
+        return transcript.gate.attach(step, state, batch_dim)
+
+    def _call(
+        self, x: Tensor, state: State, context: tuple[Tensor, ...]
+    ) -> tuple[Tensor, State, State]:
+        """A step of the cell, which may not write into tensors that are read again: by a replay of
+        the step, or for rows that stay as they were."""
+        transcript, step = self.transcript, self.transcript.model.cell.step
+        stays = transcript.active is not None or transcript.tokens.resets is not None
+        if not (self.builds_graph or stays):
+            return step(x, state, *context)
+        if torch.is_inference_mode_enabled():  # its tensors count no writes
+            output, state, more = step(x, map_tensors(torch.clone, state), *context)
+            return output, map_tensors(torch.clone, state), more
+        given = [*tensors(state), *(context if self.builds_graph else ())]
+        counts = write_counts(given)
+        result = step(x, state, *context)
+        check_unwritten(OP, "cell", "no tensor of its state or context", given, counts)
+        return result
+
+    def _predict(self, begin: int, end: int, hidden: Tensor) -> None:
+        assert self.head is not None  # every token is known before the backward pass
+        with no_grad_no_autocast(hidden.device):
+            self.transcript.predict(self.head, begin, end, hidden.detach())
+        self.known = end
+
+
+def dropped(x: Tensor, rate: float) -> Tensor:
+    """x with elements dropped at this rate, the others scaled."""
+    return F.dropout(x, rate) if rate > 0 else x
+
+
+@contextmanager
+def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
+    """The bytes of each storage kept by a graph made in this context, but for those of leaves, of
+    views of them, and of `shared` tensors."""
+    sizes: dict[int, int] = {}
+    known = {tensor.untyped_storage().data_ptr() for tensor in shared}
+
+    def pack(tensor: Tensor) -> tuple[Tensor, int]:
+        storage = tensor.untyped_storage()
+        if not base_of(tensor).is_leaf and storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        # An output that its own node keeps would keep itself.
+        return tensor.detach(), write_count(tensor)
+
+    def unpack(saved: tuple[Tensor, int]) -> Tensor:
+        """As autograd does where there are no hooks, an error for what has been written since."""
+        tensor, writes = saved
+        if write_count(tensor) != writes:
+            contract = "be those of the forward pass until the backward pass has run"
+            raise RuntimeError(message(OP, "tensors that the cell reads", contract, "changed ones"))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield sizes
+
+
+def segments(steps: int, longest: int, first: int = 0) -> Iterator[tuple[int, int]]:
+    """[begin, end) over the steps, at most `longest` long; the first has `first` steps, if that is
+    given."""
+    begin = 0
+    while begin < steps:
+        end = min(begin + (first if first and begin == 0 else longest), steps)
+        yield begin, end
+        begin = end

@@ -1,0 +1,279 @@
+"""The modules of a decoder as its operators take them: the embedding, the cell, the head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from accumext._checks import (
+    FLOAT_DTYPES,
+    check_vector,
+    dtype_name,
+    fail_type,
+    fail_value,
+    message,
+    number,
+    same_device,
+    type_name,
+)
+from accumext._torch_private import (
+    forward_hooks,
+    is_fake,
+    only_sharding,
+    sharded_state,
+    translated_from,
+)
+from accumext.recurrence import (
+    Cell,
+    Dtypes,
+    EmbeddingTable,
+    RnnWeights,
+    cell_of,
+    dtypes_of,
+    parameter_tensors,
+    parts_of,
+    rnn_weights_of,
+)
+from accumext.sharding import is_shard
+
+OP = "decode_loss"
+
+
+@dataclass(frozen=True)
+class Model:
+    """The modules of a decoder as its operators take them, and the tensors that the cell reads."""
+
+    table: EmbeddingTable
+    cell: Cell
+    rnn: RnnWeights | None  # None: the cell is called, and autograd differentiates it
+    head_weight: Tensor  # [V, H]
+    head_bias: Tensor | None  # [V]
+    device: torch.device
+    tied: bool  # the head shares the embedding's weight
+    dtypes: Dtypes
+    context: tuple[Tensor, ...]
+    draws: bool  # a step may draw random numbers, so that a replay restores the generators
+    embedding_dropout: float  # of what the cell reads; 0 in its eval mode
+    output_dropout: float  # of what the head reads
+
+    @staticmethod
+    def of(
+        op: str,
+        *,
+        embedding: Any, cell: Any, head: Any, context: Any, batch_dim: Any,
+        embedding_dropout: Any = 0.0, output_dropout: Any = 0.0,
+        feedback: Any = "greedy",
+        has_data: bool = True,
+    ) -> Model:  # fmt: skip
+        """The arguments of these names, checked."""
+        table, (weight, bias) = embedding_table(op, embedding), _head(op, head)
+        device = weight.device
+        if has_data:
+            _check_computable(op, {"embedding": table.weight, "head": weight})
+        of_cell = list(cell.parameters()) if isinstance(cell, nn.Module) else []
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            _check_whole(op, {"embedding": [table.weight], "cell": of_cell, "head": [weight, bias]})
+        if table.weight.device != device:
+            same_device(op, "embedding", [table.weight], device)
+        for parameter in of_cell:
+            if parameter.device != device:
+                same_device(op, "cell", of_cell, device)
+        dropouts: tuple[float, ...] = (0.0, 0.0)
+        if embedding_dropout != 0 or output_dropout != 0:
+            dropouts = _dropout(op, cell, embedding_dropout, output_dropout)
+        given = cell_of(op, cell, batch_dim)
+        rows, words = table.weight.shape[0], weight.shape[0]
+        feeds_back = not isinstance(feedback, str) or feedback != "teacher"
+        if rows < words and feeds_back:
+            contract = f"have a row for each of the {words} words that can be fed back"
+            fail_value(op, "embedding", contract, f"{rows} rows")
+        # The operators look rows up without renormalising them to `max_norm`.
+        by_operators = table.max_norm is None or not feeds_back
+        rnn = None
+        if by_operators:
+            rnn = rnn_weights_of(given.module, table.weight.dtype, weight.dtype)
+        sizes = (table.weight.shape[1], weight.shape[1])
+        if rnn is None or (given.input_size, given.output_size) != sizes:
+            _check_fit(op, table.weight, given, of_cell, weight)
+        if context.__class__ is not tuple or len(context) > 0:
+            context = _context(op, context, given, device)
+        tied, draws = weight is table.weight, given.draws or max(dropouts) > 0
+        return Model(
+            table, given, rnn, weight, bias, device, tied, dtypes_of(weight), context, draws,
+            *dropouts,
+        )  # fmt: skip
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters that a call reads; of a callable's those that it is known to have."""
+        bias = [] if self.head_bias is None else [self.head_bias]
+        return [self.table.weight, self.head_weight, *bias, *parameter_tensors(self.cell)]
+
+
+def _check_fit(op: str, embedding: Tensor, cell: Cell, of_cell: list[Any], head: Tensor) -> None:
+    """Raise where a cell of torch does not fit between the embedding and the head."""
+    width = embedding.shape[1]
+    if cell.input_size is not None and cell.input_size != width:
+        fail_value(op, "embedding", f"have the cell's input size, {cell.input_size}", width)
+    for parameter in of_cell if cell.input_size is not None and not head.is_meta else ():
+        if parameter.dtype != embedding.dtype:
+            _check_casts(op, embedding, of_cell)
+    if cell.output_size is not None and cell.output_size != head.shape[1]:
+        contract = f"take the cell's output, {cell.output_size} wide"
+        fail_value(op, "head", contract, list(head.shape))
+
+
+def _dropout(op: str, cell: Any, *given: Any) -> tuple[float, ...]:
+    """The rates of the embedding's and the output's dropout: 0 in the eval mode of the cell."""
+    module = cell if isinstance(cell, nn.Module) else getattr(cell, "__self__", None)
+    trains = not isinstance(module, nn.Module) or module.training
+    rates = []
+    for name, value in zip(("embedding_dropout", "output_dropout"), given):
+        rate = number(op, name, value, 0) if value != 0 else 0.0
+        if rate > 1:
+            fail_value(op, name, "be at most 1", value)
+        rates.append(rate if trains else 0.0)
+    return tuple(rates)
+
+
+def _context(op: str, value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]:
+    if isinstance(value, Tensor) or not isinstance(value, (tuple, list)):
+        fail_type(op, "context", "be a tuple of tensors", type_name(value))
+    for index, tensor in enumerate(value):
+        if not isinstance(tensor, Tensor):
+            fail_type(op, f"context[{index}]", "be a tensor", type_name(tensor))
+    if value and cell.state_shapes is not None:
+        advice = "Wrap the cell: lambda x, state, memory: ..."
+        got = f"{len(value)} tensors"
+        fail_value(op, "context", "be empty for one of torch's cells", got, advice)
+    if value:
+        same_device(op, "context", list(value), device)
+    return tuple(value)
+
+
+def _check_casts(op: str, embedding: Tensor, of_cell: list[Any]) -> None:
+    """Raise for one of torch's cells that is of other dtypes than its input, without autocast."""
+    if not torch.is_autocast_enabled(embedding.device.type):
+        others = {parameter.dtype for parameter in of_cell} - {embedding.dtype}
+        dtype, got = dtype_name(embedding.dtype), ", ".join(sorted(map(dtype_name, others)))
+        advice = f"Pass cell.to(torch.{dtype}), or call it under torch.autocast"
+        fail_type(op, "cell", f"have the embedding's dtype, {dtype}", got, advice)
+
+
+def _check_computable(op: str, weights: Mapping[str, Tensor]) -> None:
+    """Raise for a weight without numbers, and for one whose changes autograd does not know."""
+    for name, weight in weights.items():
+        if weight.is_meta or (type(weight) not in (Tensor, nn.Parameter) and is_fake(weight)):
+            got = "a meta tensor" if weight.is_meta else "a fake tensor"
+            advice = "accumext.decode_memory takes such tensors, for the memory of a call"
+            fail_type(op, name, "hold numbers", got, advice)
+        if weight.is_inference() and not torch.is_inference_mode_enabled():
+            contract = "not be made in torch.inference_mode where it is to be used outside"
+            advice = "Make the module outside, or copy.deepcopy(module) there"
+            raise RuntimeError(message(op, name, contract, "an inference tensor", advice))
+
+
+def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
+    """The embedding argument: an `nn.Embedding` or a [V, E] tensor."""
+    if isinstance(embedding, nn.Embedding):
+        _check_forward(op, "embedding", embedding, nn.Embedding, "the weight")
+        if embedding.scale_grad_by_freq:
+            fail_value(op, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
+        padding, limit = embedding.padding_idx, embedding.max_norm
+        if limit is not None and sharded_state(embedding) is not None:
+            contract = "have no max_norm where it is sharded, for what lookups write would be lost"
+            fail_value(op, "embedding", contract, limit)
+        token = 0 if padding is None else padding
+        options = (token, padding, limit, embedding.norm_type, embedding.sparse)
+        return EmbeddingTable(embedding.weight, *options)
+    if not isinstance(embedding, Tensor) or embedding.dtype not in FLOAT_DTYPES:
+        contract = "be an nn.Embedding or a floating-point tensor [V, E]"
+        _fail_module(op, "embedding", contract, embedding)
+    if embedding.dim() != 2:
+        fail_value(op, "embedding", "have shape [V, E]", list(embedding.shape))
+    return EmbeddingTable(embedding)
+
+
+def _check_forward(
+    op: str, name: str, module: nn.Module, kind: type[nn.Module], instead: str
+) -> None:
+    """Raise for a module whose forward does more than its weight says: it is not called here."""
+    hooks = forward_hooks(module)
+    hooked = any(hooks) and not only_sharding(hooks)
+    if type(module).forward is not kind.forward or hooked:
+        contract = f"compute as a plain nn.{kind.__name__}, for its forward is not called"
+        got = "forward hooks" if hooked else f"{type(module).__name__} with a forward of its own"
+        fail_type(op, name, contract, got, f"Pass {instead} to mean just that")
+
+
+def _check_whole(op: str, parameters: Mapping[str, Iterable[Any]]) -> None:
+    """Raise for arguments with parameters of which this process has a shard only."""
+    for name, given in parameters.items():
+        if any(is_shard(parameter) for parameter in given):
+            inside = "Call this inside the forward of the fully_shard module that it is a part of"
+            advice = f"{inside}, or apply fully_shard to it as well"
+            fail_type(op, name, "have whole weights", "shards (DTensor)", advice)
+
+
+def _fail_module(op: str, name: str, contract: str, given: Any) -> NoReturn:
+    """Raise for an embedding or head that is none, and say which part of it may be one."""
+    translated = translated_from(given)
+    if translated is not None:
+        itself = "Pass the module itself, of which only the weights are read"
+        fail_type(op, name, contract, " ".join(translated), itself)
+    fail_type(op, name, contract, type_name(given), _instead(op, name, given))
+
+
+def _instead(op: str, name: str, given: Any) -> str | None:
+    """Advice on the argument to pass in place of an embedding or head that is none."""
+    whole = parts_of(given)
+    if name == "head" and isinstance(given, (nn.Embedding, Tensor)):
+        word = "embedding.weight" if isinstance(given, nn.Embedding) else "weight"
+        return f"Pass ({word}, None)"
+    if isinstance(given, nn.AdaptiveLogSoftmaxWithLoss):
+        return "Its logits are no one matrix product: use tbptt, or chunked_loss"
+    if isinstance(given, nn.Sequential):
+        kind = nn.Linear if name == "head" else nn.Embedding
+        at = [i for i, layer in enumerate(given) if isinstance(layer, kind)]
+        rates = [layer.p for layer in given if isinstance(layer, nn.Dropout)]
+        first_or_last = len(given) - 1 if name == "head" else 0
+        if at == [first_or_last] and len(rates) == len(given) - 1:
+            option = "output_dropout" if name == "head" else "embedding_dropout"
+            dropout = f" and {option}={rates[0]}" if rates and op == "decode_loss" else ""
+            return f"Pass {name}[{at[0]}]{dropout}"
+        if name == "head" and at and at[-1] == first_or_last:
+            before = "let the cell apply the layers before it to its output"
+            return f"Pass head[-1], and {before}; or use tbptt"
+        if name == "head" and isinstance(given[-1], (nn.LogSoftmax, nn.Softmax)):
+            return "The loss is that of logits: leave the softmax out"
+    if whole is None and name == "head" and isinstance(given, nn.Module):
+        return "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"
+    if whole is None and not isinstance(given, nn.Module) and callable(given):
+        return "Pass the module itself; what else is computed belongs into the cell, or use tbptt"
+    return whole
+
+
+def _head(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
+    """The head argument: weight [V, H] and bias [V] of an `nn.Linear`, or a pair of them."""
+    if isinstance(head, nn.Linear):
+        _check_forward(op, "head", head, nn.Linear, "(weight, bias)")
+        weight, bias = head.weight, head.bias
+    elif isinstance(head, (tuple, list)) and len(head) == 2:
+        weight, bias = head
+    else:
+        _fail_module(op, "head", "be an nn.Linear or a pair (weight, bias)", head)
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_DTYPES:
+        fail_type(op, "head weight", "be a floating-point tensor [V, H]", type_name(weight))
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        fail_value(op, "head weight", "have shape [V, H] with V >= 1", list(weight.shape))
+    if bias is None or (
+        isinstance(bias, Tensor) and bias.dtype == weight.dtype
+        and bias.device == weight.device and bias.shape == weight.shape[:1]
+    ):  # fmt: skip
+        return weight, bias
+    contract = "be a floating-point tensor [V] or None"
+    check_vector(op, "head bias", bias, FLOAT_DTYPES, contract, len(weight), weight.device)
+    return weight, bias

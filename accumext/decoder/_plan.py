@@ -1,0 +1,111 @@
+"""The sizes that a call chooses: of the workspace of its head, and of the pieces of its passes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from accumext._checks import fail_value, positive_int
+from accumext.recurrence import Dtypes
+
+
+class HeadRows(NamedTuple):
+    """Numbers of rows that go through the head together."""
+
+    # So many that the deferred products run at full speed, in the dtype of logits: with fewer, the
+    # traffic of the head's weight and its gradient dominates. Twice as many where exponentials take
+    # half as much, and less than twice of that where these would not fill it a second time.
+    workspace: int
+    logits: int  # of logits that exist at once, where so many are known
+
+
+# On a CPU, the widest product of few columns that is fast; a GPU wants hundreds of rows.
+HEAD_ROWS = {"cpu": HeadRows(256, 32), "cuda": HeadRows(1024, 512)}
+
+# Steps whose cell graph is rebuilt at once in the backward pass of a callable cell. Longer segments
+# save little: the states between segments are T/16 of all states.
+SEGMENT = 16
+
+# Bytes of the graph of a callable cell that are kept rather than computed again: all of a small
+# decoder's, where steps take longer than their arithmetic. None where memory is bounded.
+KEPT_GRAPH = 2**24
+
+# Rows of pre-activations that the backward pass of torch's modules forms at once: on a GPU so many
+# that products fill it and launches are few.
+CELL_ROWS = {"cpu": 256, "cuda": 2048}
+
+
+class Plan(NamedTuple):
+    """The sizes that one call keeps to."""
+
+    rows: int  # of exponentials in the workspace: a multiple of B where a step fits
+    logit_rows: int  # rows of logits at once
+    segment: int = SEGMENT  # steps of a callable cell's graph at once
+    bounded: bool = False  # by the caller, so that no graph is kept
+    backward_steps: int = 1  # of torch's modules at once in the backward pass
+    # The forward pass forms the head's gradients. They wait for the backward pass where the
+    # upstream gradient is per token, and where they are added to a main gradient, which an
+    # optimizer offers in the backward pass.
+    gradients_in_forward: bool = True
+
+    @staticmethod
+    def of(
+        op: str,
+        memory_budget: Any,
+        *,
+        shape: tuple[int, int],  # (T, B)
+        words: int,  # V
+        device: str,
+        dtypes: Dtypes,
+        period: int | None,  # of a truncation
+        free_running: bool,
+        gradients_in_forward: bool,
+    ) -> Plan:
+        """The sizes of a call of this shape, with its memory budget checked."""
+        steps, batch = shape
+        logit_bytes, exps_bytes = words * dtypes.accumulation.itemsize, words * dtypes.exps.itemsize
+        if memory_budget is not None:
+            memory_budget = positive_int(op, "memory_budget", memory_budget)
+            if memory_budget < logit_bytes:
+                contract = f"hold one row of logits, {logit_bytes} bytes"
+                fail_value(op, "memory_budget", contract, memory_budget)
+        wanted = HEAD_ROWS.get(device, HEAD_ROWS["cpu"])
+        # known rows of logits at once
+        most = batch if free_running and gradients_in_forward else steps * batch
+        wanted = HeadRows(wanted.workspace, min(most, wanted.logits))
+        plan = fill_budget(steps, batch, logit_bytes, exps_bytes, memory_budget, wanted)
+        segment = max(1, min(SEGMENT, steps, period or steps))
+        bounded = memory_budget is not None
+        pieces = backward_steps(device, batch)
+        return Plan(plan.rows, plan.logit_rows, segment, bounded, pieces, gradients_in_forward)
+
+
+def fill_budget(
+    steps: int, batch: int, logit_bytes: int, exps_bytes: int, memory_budget: int | None,
+    wanted: HeadRows,
+) -> Plan:  # fmt: skip
+    """Fill the memory budget with whole steps, or with as many rows of one step as it holds.
+
+    `logit_bytes` and `exps_bytes` are those of a row [V] of logits and of exponentials.
+    """
+    logit_rows = max(1, wanted.logits)
+    if memory_budget is None:
+        # The remainder after so many rows at a time is shared out: a window of few is slow.
+        windows = max(1, steps * batch * exps_bytes // (wanted.workspace * logit_bytes))
+        rows = -(-steps // windows) * batch
+    else:
+        logit_rows = max(1, min(logit_rows, memory_budget // (logit_bytes + exps_bytes)))
+        rows = (memory_budget - logit_rows * logit_bytes) // exps_bytes
+        if rows >= batch > 0:
+            rows -= rows % batch
+    return Plan(max(1, min(rows, steps * batch)), logit_rows)
+
+
+def backward_steps(device: str, batch: int) -> int:
+    """Steps that the backward pass of torch's modules takes at once: CELL_ROWS rows of them."""
+    return -(-CELL_ROWS.get(device, CELL_ROWS["cpu"]) // max(1, batch))
+
+
+def keeps_graph(steps: int, graph: int, growth: int) -> bool:
+    """Tell whether the graph of so many last steps is kept: by the bytes of the first step's, and
+    those by which the state has grown since, twice: a cache that is read, and its frozen copy."""
+    return steps * (graph + 2 * growth) <= KEPT_GRAPH

@@ -1,0 +1,214 @@
+"""The tokens of a call of `decode_loss`: how many, which of them count, and which are fed."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accumext._checks import (
+    fail_type,
+    fail_value,
+    integer,
+    same_device,
+    token_tensor,
+    type_name,
+    users_level,
+)
+from accumext._memory_overlap import share_memory
+from accumext.decoder._model import OP, Model
+from accumext.recurrence import (
+    Cell,
+    Feedback,
+    Resets,
+    State,
+    check_batch_dim,
+    resets_of,
+    tensors,
+    within_length_of,
+)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """T steps of B rows, and the state that the rows begin in."""
+
+    shape: tuple[int, int]  # (T, B)
+    steps: int  # T
+    batch: int  # B
+    targets: Tensor | None  # int64 [T, B], in [0, V): 0 where not counted; None: the predictions
+    counted: Tensor  # bool [T, B]: within its length and not ignored
+    within_length: Tensor | None  # bool [T, B]; None without `lengths`
+    eos: int | None
+    feedback: Feedback
+    free_running: bool  # the tokens of a step must be known before the next step
+    state: State
+    resets: Resets | None
+
+    @staticmethod
+    def of(
+        model: Model,
+        *,
+        targets: Any, steps: Any, state: Any, feedback: Any, start: Any, inputs: Any,
+        teacher_forcing: Any, draw: Any, temperature: Any, generator: Any, lengths: Any, eos: Any,
+        ignore_index: Any, resets: Any, batch_dim: Any, batch_first: Any,
+        truncation: Any,
+    ) -> Tokens:  # fmt: skip
+        """The arguments of these names, time-major and checked."""
+        cell, table, device = model.cell, model.table, model.device
+        words, rows = len(model.head_weight), len(table.weight)
+        if targets is None:
+            size = _free_steps(steps, feedback, inputs)
+            batch = batch_size(cell, state, start, lengths, model.context)
+            counted = torch.ones(size, batch, dtype=torch.bool, device=device)
+        else:
+            targets, counted = _targets(targets, ignore_index, device)
+            if steps is not None:
+                fail_value(OP, "steps", "be None where there are targets", steps)
+            size, batch = targets.shape
+            _check_layout(cell, targets, state, lengths, start, batch_dim, bool(batch_first))
+        shape, within_length = (size, batch), None
+        if lengths is not None:
+            within_length = within_length_of(OP, lengths, shape, device, "the head's device")
+            counted = counted & within_length
+        if targets is not None:
+            _check_range(targets, words, counted)
+        if state is None:
+            state = cell.initial_state(batch, table.weight)
+        else:
+            cell.check_state(OP, state, batch)
+            same_device(OP, "state", tensors(state), device)
+        if resets is not None:
+            resets = _resets(resets, shape, state, device)
+        by_rows = resets is not None or lengths is not None or eos is not None
+        by_rows = by_rows or truncation == "random"
+        if cell.state_shapes is None and by_rows:
+            check_batch_dim(OP, state, batch, batch_dim)
+        if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
+            fail_value(OP, "eos", f"be in [0, {words})", eos)
+        # Padding also past a row's length, where targets may be anything.
+        padding = table.padding_token
+        if targets is None:
+            fed = torch.full(shape, padding, device=device)
+        else:
+            fed = torch.where(counted, targets, padding)
+            targets = torch.where(counted, targets, 0).contiguous()
+        source = Feedback.of(
+            OP, feedback, fed, start=start, inputs=inputs, teacher_forcing=teacher_forcing,
+            temperature=temperature, generator=generator, rows=rows, draw=draw,
+        )  # fmt: skip
+        if table.max_norm is not None and source.word != "teacher":
+            _check_renormalised(model)
+        waits = source.word != "teacher" or eos is not None
+        return Tokens(
+            shape, size, batch, targets, counted, within_length, eos, source, waits, state, resets
+        )
+
+
+def _check_renormalised(model: Model) -> None:
+    """Raise where lookups of predictions would write into the head's weight."""
+    table = model.table
+    if share_memory(model.head_weight, table.weight):
+        contract = "have no max_norm where the head shares its weight and predictions are fed"
+        advice = "Renormalise the weight before the call: weight.renorm_(2, 0, max_norm)"
+        fail_value(OP, "embedding", contract, table.max_norm, advice)
+
+
+def _targets(targets: Any, ignore_index: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The targets, int64 [T, B], and which of them are not ignored, bool [T, B]."""
+    if ignore_index.__class__ is not int:
+        ignore_index = integer(OP, "ignore_index", ignore_index)
+    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
+        targets = token_tensor(OP, "targets", targets, "be an integer tensor [T, B]")
+    if targets.dim() != 2:
+        fail_value(OP, "targets", "have shape [T, B]", list(targets.shape))
+    if targets.device != device:
+        same_device(OP, "targets", [targets], device)
+    return targets, targets != ignore_index
+
+
+def _free_steps(steps: Any, feedback: Any, inputs: Any) -> int:
+    """T where the decoder's own tokens are its targets."""
+    if not isinstance(feedback, str) or feedback not in ("sample", "greedy"):
+        contract = "be 'sample' or 'greedy' where targets are None"
+        got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
+        fail_value(OP, "feedback", contract, got)
+    if inputs is not None:
+        fail_value(OP, "inputs", "be None where targets are None", type_name(inputs))
+    if steps is None:
+        fail_value(OP, "steps", "be given where targets are None", None)
+    size = integer(OP, "steps", steps)
+    if size < 0:
+        fail_value(OP, "steps", "be at least 0", size)
+    return size
+
+
+def batch_size(
+    cell: Cell, state: State, start: Any, lengths: Any, context: tuple[Tensor, ...]
+) -> int:
+    """B, from what is given for each row, or the context; 1 if nothing tells."""
+    for given in (start, lengths):
+        if isinstance(given, (tuple, list)) or (isinstance(given, Tensor) and given.dim() == 1):
+            return len(given)
+    for leaf in tensors(state):
+        if leaf.dim() > cell.batch_dim:
+            return leaf.shape[cell.batch_dim]
+    return next((leaf.shape[0] for leaf in context if leaf.dim() > 0), 1)
+
+
+def _resets(value: Any, shape: tuple[int, int], state: State, device: torch.device) -> Resets:
+    if not isinstance(value, Tensor) or value.dtype != torch.bool:
+        fail_type(OP, "resets", "be a bool tensor [T, B]", type_name(value))
+    if value.shape != shape:
+        fail_value(OP, "resets", f"have shape {list(shape)}", list(value.shape))
+    if value.device.type != "cpu":
+        same_device(OP, "resets", [value], device)
+    if state is None:
+        fail_value(OP, "state", "be given where rows are reset to it", None)
+    return resets_of(value, device)
+
+
+def _check_range(targets: Tensor, words: int, counted: Tensor) -> None:
+    """Raise on a CPU for a token outside [0, V); on a GPU the lookups themselves assert."""
+    if targets.device.type != "cpu":
+        return
+    wrong = counted & ((targets < 0) | (targets >= words))
+    if wrong.any():
+        token = int(targets[wrong][0])
+        advice = f"Pass ignore_index={token} if it marks ignored targets" if token < 0 else None
+        fail_value(OP, "targets", f"be in [0, {words})", token, advice)
+
+
+def _check_layout(
+    cell: Cell, targets: Tensor, state: State, lengths: Any, start: Any, batch_dim: Any,
+    batch_first: bool,
+) -> None:  # fmt: skip
+    """Raise where the state, the lengths or the start tokens say that B is the targets' other
+    dimension. Warn of a module with `batch_first`, which orders nothing here."""
+    steps, batch = targets.shape
+    module = cell.module
+    unclear = not batch_first and isinstance(module, nn.RNNBase) and module.batch_first
+    sizes = set()
+    for given in (lengths, start):
+        if isinstance(given, (tuple, list)) or (isinstance(given, Tensor) and given.dim() > 0):
+            sizes.add(len(given))
+    if state is not None:
+        dim, known = cell.batch_dim, cell.state_shapes is not None or batch_dim is not None
+        for part in tensors(state):  # a callable's may begin with layers
+            if part.dim() > max(1, dim) and (known or part.dim() == 2):
+                sizes.add(part.shape[dim])
+    if sizes == {steps} and steps != batch:
+        order, shape = ("[B, T]", [batch, steps]) if batch_first else ("[T, B]", [steps, batch])
+        advice = f"Did you mean targets.t() or batch_first={not batch_first}?"
+        if unclear:
+            advice = "Pass batch_first=True if they are [B, T]: that of the cell does not say so"
+        fail_value(OP, "targets", f"be {order} with B = {steps}", shape, advice)
+    if unclear and (steps == batch or not sizes):
+        text = (
+            f"targets {[steps, batch]} are read as [T, B], though the cell has batch_first=True. "
+            "Pass batch_first=True if they are [B, T], and set cell.batch_first = False if not"
+        )
+        warnings.warn(f"{OP}: {text}", stacklevel=users_level())

@@ -1,0 +1,143 @@
+"""The tokens, inputs and losses of one call, as they become known."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
+from accumext.decoder._model import Model
+from accumext.decoder._objective import Objective
+from accumext.decoder._plan import Plan
+from accumext.decoder._tokens import Tokens
+from accumext.recurrence import OPEN_GATE, WHOLE, State, Truncation
+
+
+class Decoded(NamedTuple):
+    """The results of a path, beside those per token."""
+
+    loss: Tensor
+    state: State
+    lengths: Tensor  # int64 [B]: steps until each row ended
+    outputs: Tensor | None = None  # [T, B, H]
+    extras: State = None  # tensors [T, ...]
+
+
+class Results(NamedTuple):
+    """The loss of a call, without a graph."""
+
+    loss: Tensor  # 0-dim or [T, B]
+    inverse_divisor: Tensor  # 0-dim
+    lengths: Tensor  # int64 [B]: steps until each row ended
+
+
+class Transcript:
+    """One call in flight: its arguments, random numbers, and what it finds per token, [T, B] each.
+
+    A row is active until its length, or until the step after the one that predicted `eos`.
+    """
+
+    def __init__(
+        self, model: Model, tokens: Tokens, objective: Objective, truncation: Truncation, plan: Plan
+    ) -> None:
+        self.model, self.tokens, self.objective = model, tokens, objective
+        self.truncation, self.plan = truncation, plan
+        self.source = tokens.feedback.drawn()
+        self.gate = OPEN_GATE
+        if truncation is not WHOLE:
+            generator, weight = tokens.feedback.generator, model.head_weight
+            self.gate = truncation.gate(*tokens.shape, weight, generator, tokens.resets)
+        shape, device, pad = tokens.shape, model.device, model.table.padding_token
+        self.predicted = torch.full(shape, pad, device=device)  # int64
+        self.inputs = torch.full(shape, pad, device=device)  # int64, the tokens that were fed
+        self.losses = torch.zeros(shape, dtype=model.dtypes.accumulation, device=device)
+        # int64: the losses' targets, known as soon as the predictions, where those are meant
+        self.targets = self.predicted if tokens.targets is None else tokens.targets
+        self.active = tokens.within_length  # bool; None: every row at every step
+        if tokens.eos is not None:
+            everywhere = torch.ones(shape, dtype=torch.bool, device=device)
+            self.active = everywhere if self.active is None else self.active.clone()
+        first = slice(0, 1) if tokens.free_running else slice(None)
+        teacher = self.source.teacher[first]
+        self.inputs[first] = teacher if self.active is None else self.padded(first, teacher)
+
+    def counted(self, steps: slice = slice(None)) -> Tensor:
+        """True where tokens of these steps have a loss, bool [n, B], as far as is known now."""
+        counted = self.tokens.counted[steps]
+        return counted if self.active is None else counted & self.active[steps]
+
+    def padded(self, steps: int | slice, tokens: Tensor) -> Tensor:
+        """The tokens of these steps, with padding in inactive rows."""
+        if self.active is None:
+            return tokens
+        return torch.where(self.active[steps], tokens, self.model.table.padding_token)
+
+    def predict(self, head: FusedCrossEntropy, begin: int, end: int, hidden: Tensor) -> None:
+        """Put the outputs [(end - begin) B, H] of these steps through the head: tokens, losses."""
+        span, first = slice(begin, end), begin * self.tokens.batch
+        index = torch.arange(first, end * self.tokens.batch, device=hidden.device)
+        if self.active is not None and self.active.device.type == "cpu":
+            # Only active rows. On a GPU the host would have to wait for their number.
+            active = self.active[span].flatten().nonzero().squeeze(1)
+            hidden, index = hidden[active], index[active]
+        local = index - first
+        targets, uniforms = self.tokens.targets, self.source.uniforms
+        tokens, losses = head.forward(
+            hidden,
+            None if targets is None else targets[span].flatten()[local],
+            self.counted(span).flatten()[local],
+            index,
+            self.upstream(index),
+            None if uniforms is None else uniforms[span].flatten()[local],
+            self.source.temperature,
+        )
+        self.predicted.view(-1)[index] = tokens
+        self.losses.view(-1)[index] = losses
+        if self.active is not None:
+            self.predicted[span] = self.padded(span, self.predicted[span])
+
+    def add_rows(
+        self, head: FusedCrossEntropy, rows: Tensor, hidden: Tensor, stats: Tensor
+    ) -> None:
+        """The losses of rows [M], of T B, that an operator has put through the head."""
+        targets, counted = self.targets.flatten()[rows], self.tokens.counted
+        if self.active is not None:
+            counted = counted & self.active
+        counted, upstream = counted.flatten()[rows], self.upstream(rows)
+        losses = head.add_rows(hidden, targets, counted, rows, upstream, stats)
+        self.losses.view(-1)[rows] = losses
+
+    def upstream(self, rows: Tensor) -> Tensor | None:
+        """The factor of the losses of these rows [M], of T B, as far as is known now."""
+        weight, inverse = self.objective.token_weight, self.objective.known_inverse_divisor
+        if weight is None:
+            return inverse
+        weight = weight.flatten()[rows]
+        return weight if inverse is None else weight * inverse
+
+    def feed_back(self, step: int) -> None:
+        """After the tokens of a step: end rows that predicted eos, and set the next inputs."""
+        tokens = self.tokens
+        if step + 1 >= tokens.steps:
+            return
+        if tokens.eos is not None and self.active is not None:
+            self.active[step + 1 :] &= self.active[step] & (self.predicted[step] != tokens.eos)
+        following = self.source.next(step + 1, self.predicted[step])
+        self.inputs[step + 1] = self.padded(step + 1, following)
+
+    def finish(self) -> Results:
+        """The loss without a graph, and all else that is known after the last step."""
+        objective, losses, active = self.objective, self.losses, self.active
+        inverse = objective.known_inverse_divisor
+        if inverse is None:
+            inverse = objective.inverse_divisor(self.counted(), self.targets, losses.dtype)
+        if objective.token_weight is not None:  # any, also NaN, where there is no loss
+            losses = torch.where(self.counted(), losses * objective.token_weight, 0)
+        if objective.reduction != "none":
+            losses = losses.sum() * inverse
+        if active is not None:
+            return Results(losses, inverse, active.sum(0))
+        steps, batch = self.tokens.shape
+        return Results(losses, inverse, torch.full((batch,), steps, device=self.losses.device))

@@ -1,0 +1,6 @@
+"""`generate`: a decoder's own tokens, greedily, by samples or by beam search."""
+
+from accumext.generation._generate import GenerateOutput as GenerateOutput
+from accumext.generation._generate import generate as generate
+from accumext.generation._token_filters import TokenFilter as TokenFilter
+from accumext.generation._token_filters import largest as largest

@@ -1,0 +1,298 @@
+"""`generate`: what a decoder says, greedily, by samples or by beam search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accumext._checks import (
+    SEARCHES,
+    Search,
+    check_vector,
+    explained,
+    fail_type,
+    fail_value,
+    integer,
+    lengths_tensor,
+    number,
+    one_of,
+    positive_int,
+    same_device,
+    token_tensor,
+    type_name,
+    without_effect,
+)
+from accumext.decoder import Model, batch_size
+from accumext.generation._beam_search import beam_search
+from accumext.generation._output_layer import OutputLayer
+from accumext.generation._sampling import Draw, generate_tokens
+from accumext.generation._stepper import OP, Stepper
+from accumext.generation._token_filters import TokenFilter
+from accumext.recurrence import (
+    State,
+    check_batch_dim,
+    map_tensors,
+    own_generator,
+    tensors,
+    with_shapes,
+)
+from accumext.sharding import gathered_once
+
+
+class GenerateOutput(NamedTuple):
+    """The results of `generate`; [B, T] in place of [T, B] with `batch_first`.
+
+    Attributes:
+        tokens: int64 [T, B], or [T, B, K] of a beam, best first; padding after the end.
+        log_probs: of the tokens, of their shape, 0 after the end; fp32, fp64 in double precision.
+        lengths: int64 [B] or [B, K], tokens until each row ended, its `eos` included.
+        state: each row's at its end; of a beam that of the best hypothesis.
+        scores: [B] or [B, K], sums of `log_probs`, divided by `length ** length_penalty`.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    lengths: Tensor
+    state: State
+    scores: Tensor
+
+    def __repr__(self) -> str:
+        return with_shapes(self)
+
+
+@explained
+def generate(
+    embedding: nn.Embedding | Tensor,
+    cell: nn.Module | Callable[..., Any],
+    head: nn.Linear | tuple[Tensor, Tensor | None],
+    state: State = None,
+    *,
+    max_length: int,
+    start: int | Tensor = 0,
+    prompt: Tensor | None = None,  # int64 [P, B]
+    eos: int | None = None,
+    search: Search = "greedy",
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    beams: int = 4,
+    length_penalty: float = 0.0,
+    generator: torch.Generator | None = None,
+    context: tuple[Tensor, ...] = (),
+    lengths: Tensor | list[int] | None = None,  # [B]
+    batch_dim: int | None = None,
+    batch_first: bool = False,
+) -> GenerateOutput:
+    """Generate tokens: greedily, by sampling, or by beam search.
+
+    The same step as that of `decode_loss`, without a graph and without keeping logits: no more than
+    32 rows of them exist at once, so the memory does not grow with the length. Greedy tokens are
+    those of `decode_loss(feedback="greedy")`, and so are samples, with the same generator, where
+    nothing filters them. Ends where every row has ended.
+
+    Args:
+        embedding, cell, head, state, context, batch_dim: as in `decode_loss`, but that a callable
+            may write into its state, such as a cache; the caller's is not written. Modules in
+            training mode apply their own dropout: call `eval()` before.
+        max_length: T, tokens of a row at most.
+        start: the first input token, an int or int64 [B].
+        prompt: int64 [P, B], fed first, in place of `start`; not part of the result.
+        eos: a row that emits this token ends with it.
+        search: "greedy", "sample" or "beam".
+        temperature: of "sample"; so are the following two.
+        top_k: only the k likeliest tokens are drawn from; of equals the lowest.
+        top_p: of these the fewest, likeliest first, whose probabilities together reach this share.
+        beams: K, hypotheses of "beam" that are active side by side, and that are returned. Of a
+            row's continuations those among the best K that end are set aside, and the best K that
+            do not stay active, until none of them could become better than the worst set aside.
+        length_penalty: hypotheses are compared by the sum of their log-probabilities divided by
+            length ** length_penalty: above 0 long ones gain.
+        generator: of "sample"; by default one seeded from torch's global generator.
+        lengths: ints [B], a tensor or a list: how many tokens each row has at most. Here, with
+            `eos` and with "beam" every tensor of a callable's state has the batch in `batch_dim`
+            (0-dim tensors are everyone's), and may grow in one other dimension, with zeros behind
+            what a row that has ended has of its own. A callable that starts its own state, None,
+            has taken a step in rows of length 0, too.
+        batch_first: prompt and results are [B, T], or [B, T, K].
+
+    Returns:
+        A `GenerateOutput`, T being the length of the longest row. `log_probs` are those of the
+        model, before temperature, top_k and top_p. Where a row has fewer than K hypotheses, the
+        others have length 0 and score -inf. A row whose largest logit is infinite or NaN has no
+        distribution: its token is that of `torch.argmax`, also of "sample", and its score is NaN.
+
+    Raises:
+        ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.
+        TypeError: a type is wrong.
+
+    Example:
+        >>> embedding, cell, head = nn.Embedding(100, 8), nn.GRUCell(8, 16), nn.Linear(16, 100)
+        >>> out = accumext.generate(embedding, cell, head, max_length=20, eos=1, search="beam")
+        >>> out.tokens[:, 0, 0]  # the best hypothesis of row 0
+
+    Sources: Holtzman et al. 2020 (top_p); Fan et al. 2018 (top_k); Wu et al. 2016 (length penalty).
+    """
+    with gathered_once(OP, cell, read=(embedding, cell, head)):
+        model = Model.of(
+            OP, embedding=embedding, cell=cell, head=head, context=context, batch_dim=batch_dim
+        )
+        if prompt is not None:
+            prompt = _prompt(model, prompt, batch_first)
+            batch = prompt.shape[1]
+        else:
+            batch = batch_size(model.cell, state, start, lengths, model.context)
+        steps = _max_length(max_length) if batch else 0
+        stepper = _stepper(model, eos, lengths, batch, steps)
+        first = _start(model, start, batch) if prompt is None else prompt[-1]
+        by_rows = stepper.ends or search == "beam"
+        state = _state(model, state, batch, batch_dim, by_rows)
+        one_of(OP, "search", search, SEARCHES)
+        if math.isinf(number(OP, "length_penalty", length_penalty)):
+            fail_value(OP, "length_penalty", "be finite", length_penalty)
+        token_filter = _filter(search, temperature, top_k, top_p, beams)
+        beams = positive_int(OP, "beams", beams)
+        dtypes = [part.dtype for part in tensors(state)]
+        draw = _draw(search, generator, steps, batch, model.device)
+        with torch.no_grad():
+            if batch and prompt is not None and len(prompt) > 1:
+                state = stepper.prefill(state, prompt[:-1])
+            if search == "beam":
+                generated, scores = beam_search(
+                    stepper, state, first, steps, beams, float(length_penalty)
+                )
+            else:
+                generated = generate_tokens(stepper, state, first, steps, draw, token_filter)
+                longest = int(generated.lengths.max()) if stepper.ends and batch else steps
+                generated = generated._replace(
+                    tokens=generated.tokens[:longest], log_probs=generated.log_probs[:longest]
+                )
+                counts = generated.lengths.clamp(min=1).to(generated.log_probs.dtype)
+                scores = generated.log_probs.sum(0) / counts**length_penalty
+    last = generated.state
+    if stepper.rnn is not None:  # in the precision of sums, so far
+        parts = iter(dtypes)
+        last = map_tensors(lambda leaf: leaf.to(next(parts)), last)
+    tokens, log_probs = generated.tokens, generated.log_probs
+    if batch_first:
+        tokens, log_probs = tokens.transpose(0, 1), log_probs.transpose(0, 1)
+    return GenerateOutput(tokens, log_probs, generated.lengths, last, scores)
+
+
+def _max_length(value: Any) -> int:
+    steps = integer(OP, "max_length", value)
+    if steps < 0:
+        fail_value(OP, "max_length", "be at least 0", steps)
+    return steps
+
+
+def _stepper(model: Model, eos: Any, lengths: Any, batch: int, steps: int) -> Stepper:
+    """The model step by step, with the ends of its rows."""
+    device, words = model.device, len(model.head_weight)
+    if lengths is None:
+        limits = torch.full((batch,), steps, device=device)
+    else:
+        limits = lengths_tensor(OP, "lengths", lengths, device)
+        contract = "be an integer tensor [B]"
+        check_vector(OP, "lengths", limits, (torch.int64,), contract, batch, device)
+        if device.type == "cpu" and ((limits < 0) | (limits > steps)).any():
+            fail_value(OP, "lengths", f"be in [0, {steps}]", limits.tolist())
+    if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
+        fail_value(OP, "eos", f"be in [0, {words})", eos)
+    rnn = model.rnn
+    if rnn is not None and rnn.dropout > 0 and rnn.layers > 1:
+        rnn = None  # the module drops what it drops in training mode
+    ends = lengths is not None or eos is not None
+    layer = OutputLayer.of(model.head_weight, model.head_bias, model.dtypes, model.table)
+    return Stepper(model, layer, rnn, eos, limits, ends)
+
+
+def _prompt(model: Model, value: Any, batch_first: bool) -> Tensor:
+    """The prompt, int64 [P, B] with P >= 1."""
+    prompt = token_tensor(OP, "prompt", value, "be an integer tensor [P, B]")
+    if prompt.dim() != 2:
+        fail_value(OP, "prompt", "have shape [P, B]", list(prompt.shape))
+    prompt = prompt.t() if batch_first else prompt
+    if len(prompt) == 0:
+        fail_value(OP, "prompt", "have at least one token", list(prompt.shape))
+    same_device(OP, "prompt", [prompt], model.device)
+    _check_tokens("prompt", prompt, model)
+    return prompt
+
+
+def _start(model: Model, value: Any, batch: int) -> Tensor:
+    """The input [B] after which the first token is generated."""
+    if isinstance(value, Tensor):
+        start = token_tensor(OP, "start", value, "be an int or an integer tensor [B]")
+        same_device(OP, "start", [start], model.device)
+        if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
+            fail_value(OP, "start", f"have shape {[batch]}", list(start.shape))
+    else:
+        start = torch.tensor(integer(OP, "start", value), device=model.device)
+    _check_tokens("start", start, model)
+    return start.expand(batch)
+
+
+def _check_tokens(name: str, tokens: Tensor, model: Model) -> None:
+    """Check on a CPU that the embedding has a row for each token: a GPU's lookup asserts it."""
+    rows = model.table.weight.shape[0]
+    if tokens.device.type != "cpu":
+        return
+    wrong = (tokens < 0) | (tokens >= rows)
+    if wrong.any():
+        fail_value(OP, name, f"be in [0, {rows})", int(tokens[wrong].flatten()[0]))
+
+
+def _state(model: Model, state: State, batch: int, batch_dim: Any, by_rows: bool) -> State:
+    if state is None:
+        return model.cell.initial_state(batch, model.table.weight)
+    state = map_tensors(lambda leaf: leaf.detach().clone(), state)  # the result is the caller's
+    model.cell.check_state(OP, state, batch)
+    same_device(OP, "state", tensors(state), model.device)
+    if model.cell.state_shapes is None and by_rows:
+        check_batch_dim(OP, state, batch, batch_dim)
+    return state
+
+
+# A search, an option of it, and its values elsewhere. (Greedy search has one beam.)
+_OF_ONE_SEARCH = (
+    ("sample", "temperature", 1.0),
+    ("sample", "top_k", None),
+    ("sample", "top_p", None),
+    ("beam", "beams", 4, 1),
+)
+
+
+def _filter(search: str, temperature: Any, top_k: Any, top_p: Any, beams: Any) -> TokenFilter:
+    """The tokens that samples are drawn from."""
+    if not 0 < number(OP, "temperature", temperature) < math.inf:
+        advice = 'search="greedy" is the limit of 0' if temperature == 0 else None
+        fail_value(OP, "temperature", "be greater than 0 and finite", temperature, advice)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "beams": beams}
+    for word, name, *neutral in _OF_ONE_SEARCH:
+        if search != word:
+            without_effect(OP, name, given[name], tuple(neutral), f"search is {word!r}")
+    top_k = None if top_k is None else positive_int(OP, "top_k", top_k)
+    if top_p is not None and not 0 < (share := number(OP, "top_p", top_p)) <= 1:
+        fail_value(OP, "top_p", "be in (0, 1]", top_p)
+    return TokenFilter(float(temperature), top_k, None if top_p is None else share)
+
+
+def _draw(search: str, generator: Any, steps: int, batch: int, device: torch.device) -> Draw | None:
+    """Uniform numbers [n, B], step after step the same as for all steps at once."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        fail_type(OP, "generator", "be a torch.Generator or None", type_name(generator))
+    if search != "sample":
+        return None
+    own = own_generator(generator, device)
+
+    def drawn(count: int) -> Tensor:
+        return torch.rand(count, batch, dtype=torch.float64, device=device, generator=own)
+
+    if device.type == "cpu":
+        return drawn
+    parts = iter(drawn(steps))  # a GPU gives other numbers for each way to split them
+    return lambda count: torch.stack([next(parts) for _ in range(count)])

@@ -1,0 +1,128 @@
+"""The output layer without a loss: tokens and their log-probabilities; and the operators for it, as
+those in accumext/decoder/_operators.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accumext._memory_overlap import share_memory
+from accumext.decoder import define_operator, head_forward, logits_of, rounded_head, softmax_stats
+from accumext.generation._token_filters import TokenFilter, largest
+from accumext.recurrence import Dtypes, EmbeddingTable, no_grad_no_autocast
+
+# Rows of logits that exist at once.
+LOGIT_ROWS = 32
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """The head as the operators take it."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V], in the accumulation dtype
+    dtype: torch.dtype  # of sums
+    changing: Tensor | None = None  # what `weight` was rounded from, if lookups write into it
+
+    @staticmethod
+    def of(
+        weight: Tensor, bias: Tensor | None, dtypes: Dtypes, table: EmbeddingTable
+    ) -> OutputLayer:
+        """The head with its weight rounded to the dtype of the products."""
+        rounded, bias = rounded_head(weight, bias, dtypes)
+        writes = table.max_norm is not None and share_memory(weight, table.weight)
+        changing = weight.detach() if writes and rounded.data_ptr() != weight.data_ptr() else None
+        return OutputLayer(rounded, bias, dtypes.accumulation, changing)
+
+    def choose(
+        self, hidden: Tensor, uniforms: Tensor | None, token_filter: TokenFilter
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [M] of hidden [M, H], the argmax or samples, and their log-probabilities."""
+        temperature, top_k, top_p = token_filter.of(len(self.weight))
+        tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        stats = hidden.new_empty(3, len(hidden), dtype=self.dtype)
+        operands = self._operands(hidden)
+        everything = top_k == len(self.weight) and top_p == 1
+        with no_grad_no_autocast(hidden.device):
+            if uniforms is None or everything:
+                head_forward(
+                    *operands, None, uniforms, temperature, None, LOGIT_ROWS, tokens, stats
+                )
+            else:
+                head_sample(
+                    *operands, uniforms, temperature, top_k, top_p, LOGIT_ROWS, tokens, stats
+                )
+        return tokens, log_probabilities(stats[2], stats)
+
+    def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [M, count] of hidden [M, H], largest first, and of which tokens."""
+        found = hidden.new_empty(len(hidden), count, dtype=self.dtype)
+        tokens = torch.empty(found.shape, dtype=torch.int64, device=hidden.device)
+        stats = hidden.new_empty(2, len(hidden), dtype=self.dtype)
+        operands = self._operands(hidden)
+        with no_grad_no_autocast(hidden.device):
+            head_top(*operands, LOGIT_ROWS, found, tokens, stats)
+        return log_probabilities(found, stats[:, :, None]), tokens
+
+    def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.changing is not None:
+            self.weight.copy_(self.changing)
+        return hidden.to(self.dtype).contiguous(), self.weight, self.bias
+
+
+def log_probabilities(logits: Tensor, stats: Tensor) -> Tensor:
+    """Of the tokens of these logits, from what the operators find: peak, sum of exp(z - peak)."""
+    return logits - stats[0] - stats[1].log()
+
+
+def head_top_reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_rows: int, logits: Tensor,
+    tokens: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
+    for begin in range(0, len(hidden), logit_rows):
+        piece = slice(begin, begin + logit_rows)
+        z = logits_of(hidden[piece], weight, bias).contiguous()
+        columns = largest(z, logits.shape[1])
+        best = z.gather(1, columns).sort(dim=1, descending=True, stable=True)
+        logits[piece], tokens[piece] = best.values, columns.gather(1, best.indices)
+        stats[0, piece] = best.values[:, 0]
+        stats[1, piece] = z.sub_(best.values[:, :1]).exp_().sum(1)
+
+
+# The largest logits of rows, largest first and of equal ones the first in the vocabulary, and what
+# their probabilities are found with.
+head_top = define_operator(
+    head_top_reference,
+    "(Tensor hidden, Tensor weight, Tensor? bias, "  # as in head_forward
+    "int logit_rows, "
+    "Tensor(a!) logits, "  # [M, k], k <= V
+    "Tensor(b!) tokens, "  # int64 [M, k]: whose logits they are
+    "Tensor(c!) stats"  # [2, M]: peak, sum of exp(z - peak)
+    ") -> ()",
+)
+
+
+def head_sample_reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, uniforms: Tensor, temperature: float,
+    top_k: int, top_p: float, logit_rows: int, tokens: Tensor, stats: Tensor,
+) -> None:  # fmt: skip
+    token_filter = TokenFilter(temperature, top_k, top_p)
+    for begin in range(0, len(hidden), logit_rows):
+        piece = slice(begin, begin + logit_rows)
+        z = logits_of(hidden[piece], weight, bias).contiguous()
+        chosen = token_filter.sample(z, uniforms[piece])
+        softmax_stats(z, chosen, None, 1.0, None, tokens[piece], stats[:, piece])
+        tokens[piece] = chosen
+
+
+# Samples of the top_k most probable tokens, and of these of the fewest whose probabilities reach
+# top_p, by inversion in the order of the vocabulary.
+head_sample = define_operator(
+    head_sample_reference,
+    "(Tensor hidden, Tensor weight, Tensor? bias, "  # as in head_forward
+    "Tensor uniforms, float temperature, "
+    "int top_k, float top_p, "  # in [1, V] and (0, 1]
+    "int logit_rows, Tensor(a!) tokens, Tensor(b!) stats) -> ()",
+)

@@ -1,0 +1,118 @@
+"""Greedy and sampled tokens: step by step, or by the operators in chunks of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from accumext.generation._output_layer import log_probabilities
+from accumext.generation._stepper import (
+    CHUNK,
+    EndWatch,
+    Generated,
+    OperatorSteps,
+    Stepper,
+    all_known_active,
+)
+from accumext.generation._token_filters import TokenFilter
+from accumext.recurrence import State
+
+Draw = Callable[[int], Tensor]  # uniform numbers of so many steps, fp64 [n, B]
+
+
+def generate_tokens(
+    stepper: Stepper,
+    state: State,
+    first: Tensor,  # int64 [B]
+    steps: int,
+    draw: Draw | None,  # None takes the argmax
+    token_filter: TokenFilter,
+) -> Generated:
+    """Up to `steps` tokens of every row."""
+    temperature, *kept = token_filter.of(len(stepper.layer.weight))
+    if stepper.rnn is not None and kept == [len(stepper.layer.weight), 1.0]:
+        by_operator = OperatorSteps(stepper, stepper.rnn, state)
+        return _in_chunks(by_operator, first, steps, draw, temperature)
+    stepper = stepper.from_state(state)
+    active, tokens, watch = stepper.limits > 0, first, EndWatch()
+    done: list[tuple[Tensor, Tensor]] = []
+    lengths = torch.zeros_like(stepper.limits)
+    for step in range(steps):
+        if stepper.ends and watch.none_active(active):
+            break
+        hidden, state = stepper.step_active(tokens, state, active)
+        uniforms = None if draw is None else draw(1)[0]
+        chosen, log_probs = _choose(stepper, hidden, uniforms, token_filter, active)
+        tokens = torch.where(active, chosen, stepper.pad)
+        done.append((tokens, torch.where(active, log_probs, 0)))
+        lengths += active
+        active = stepper.goes_on(active, tokens, step)
+        tokens = torch.where(active, tokens, stepper.pad)
+    if not done:
+        shape = (0, len(first))
+        return Generated(first.new_zeros(shape), _no_log_probs(stepper, shape), lengths, state)
+    all_tokens, all_log_probs = (torch.stack(column) for column in zip(*done, strict=True))
+    return Generated(all_tokens, all_log_probs, lengths, state)
+
+
+def _choose(
+    stepper: Stepper,
+    hidden: Tensor,
+    uniforms: Tensor | None,
+    token_filter: TokenFilter,
+    active: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Tokens [B] and their log-probabilities; on a CPU anything for inactive rows."""
+    if not stepper.ends or active.device.type != "cpu" or all_known_active(active):
+        return stepper.layer.choose(hidden, uniforms, token_filter)
+    rows = active.nonzero()[:, 0]
+    tokens = torch.zeros_like(active, dtype=torch.int64)
+    log_probs = _no_log_probs(stepper, tokens.shape)
+    numbers = None if uniforms is None else uniforms[rows]
+    tokens[rows], log_probs[rows] = stepper.layer.choose(hidden[rows], numbers, token_filter)
+    return tokens, log_probs
+
+
+def _no_log_probs(stepper: Stepper, shape: tuple[int, ...]) -> Tensor:
+    return stepper.layer.weight.new_zeros(shape, dtype=stepper.layer.dtype)
+
+
+def _in_chunks(
+    by_operator: OperatorSteps, first: Tensor, steps: int, draw: Draw | None, temperature: float
+) -> Generated:
+    """Up to `steps` tokens of every row, CHUNK steps at a time."""
+    stepper, batch, watch = by_operator.stepper, len(first), EndWatch()
+    going, fed = stepper.limits > 0, first
+    tokens = [first.new_empty(0, batch)]
+    log_probs = [_no_log_probs(stepper, (0, batch))]
+    lengths = torch.zeros_like(stepper.limits)
+    for begin in range(0, steps, CHUNK):
+        if stepper.ends and watch.none_active(going):
+            break
+        end = min(begin + CHUNK, steps)
+        size = end - begin
+        active = None
+        if stepper.ends:
+            span = torch.arange(begin, end, device=first.device)[:, None]
+            active = going & (span < stepper.limits)
+        tokens.append(chunk_tokens := first.new_full((size, batch), stepper.pad))
+        log_probs.append(chunk_log_probs := _no_log_probs(stepper, (size, batch)))
+        uniforms = None if draw is None else draw(size)
+        stats = chunk_log_probs.new_empty(3, size * batch)
+        rows = first.new_empty(size * batch)
+        inputs = torch.full_like(chunk_tokens, stepper.pad)
+        inputs[0] = fed
+        used = by_operator.run(chunk_tokens, inputs, active, uniforms, temperature, stats, rows)
+        found = log_probabilities(stats[2, :used], stats[:, :used])
+        chunk_log_probs.view(-1)[rows[:used]] = found
+        if active is not None:
+            chunk_tokens.masked_fill_(~active, stepper.pad)
+            chunk_log_probs.masked_fill_(~active, 0)
+            lengths += active.sum(0)
+            going = stepper.goes_on(active[-1], chunk_tokens[-1], end - 1)
+        else:
+            lengths += size
+        fed = torch.where(going, chunk_tokens[-1], stepper.pad)
+    return Generated(torch.cat(tokens), torch.cat(log_probs), lengths, by_operator.state)

@@ -1,0 +1,181 @@
+"""The steps of a decoder without a graph, by its modules or by an operator; and the end
+of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accumext.decoder import Model, StepsCall
+from accumext.generation._output_layer import LOGIT_ROWS, OutputLayer
+from accumext.recurrence import (
+    RnnWeights,
+    State,
+    check_output,
+    dense_rows,
+    freeze,
+    map_tensors,
+    module_state,
+    no_grad_no_autocast,
+    operands,
+    states_from,
+)
+
+OP = "generate"
+
+# Steps that the operators take at once: a longer call needs more memory for states, and goes on
+# longer after the last row's end.
+CHUNK = 32
+
+
+class Generated(NamedTuple):
+    """Tokens and their log-probabilities, [T, B] or, of a beam, [T, B, K]; padding and 0 after the
+    end of a row."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    lengths: Tensor  # int64 [B] or [B, K]
+    state: State
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """A decoder step by step, and the ends of its rows."""
+
+    model: Model
+    layer: OutputLayer
+    rnn: RnnWeights | None  # for the operators
+    eos: int | None
+    limits: Tensor  # int64 [B]: steps of each row at most
+    ends: bool  # a row may end before the others
+    by_operator: Callable[[Tensor, State], tuple[Tensor, State]] | None = None  # runs a step
+
+    @property
+    def pad(self) -> int:
+        """The token that is written and fed after the end of a row."""
+        return self.model.table.padding_token
+
+    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        """The output [B, H] and the state after the tokens [B]."""
+        if self.by_operator is not None:
+            return self.by_operator(tokens, state)
+        table, model = self.model.table, self.model
+        x = F.embedding(tokens, table.weight, None, table.max_norm, table.norm_type)
+        output, state, _ = model.cell.step(x, state, *model.context)
+        check_output(OP, output, len(tokens), self.layer.weight.shape[1])
+        return output, state
+
+    def step_active(self, tokens: Tensor, state: State, active: Tensor) -> tuple[Tensor, State]:
+        """As `step`, but inactive rows keep their state, which the cell may write."""
+        if not self.ends or all_known_active(active):
+            return self.step(tokens, state)
+        before = map_tensors(torch.clone, state)
+        hidden, new_state = self.step(tokens, state)
+        return hidden, freeze(OP, active, new_state, before, self.model.cell.batch_dim)
+
+    def prefill(self, state: State, prompt: Tensor) -> State:
+        """The state after the tokens of a prompt [P, B]."""
+        if self.rnn is not None:
+            return OperatorSteps(self, self.rnn, state).prefill(prompt)
+        for tokens in prompt:
+            _, state = self.step(tokens, state)
+        return state
+
+    def from_state(self, state: State) -> Stepper:
+        """The same steps, run by an operator where one can, from this state."""
+        if self.rnn is None:
+            return self
+        return replace(self, by_operator=OperatorSteps(self, self.rnn, state).step)
+
+    def goes_on(self, active: Tensor, tokens: Tensor, step: int) -> Tensor:
+        """The rows [B] that stay active after the tokens [B] of this step."""
+        if not self.ends:
+            return active
+        active = active & (self.limits > step + 1)
+        return active if self.eos is None else active & (tokens != self.eos)
+
+
+class OperatorSteps:
+    """Steps of one of torch's recurrent modules, which an operator runs, from a state that goes
+    on with them."""
+
+    def __init__(self, stepper: Stepper, rnn: RnnWeights, state: Any) -> None:
+        self.stepper, self.rnn = stepper, rnn
+        self.table = dense_rows(stepper.model.table.weight)
+        self.weights = operands(rnn, stepper.model.dtypes)
+        parts = list(state) if rnn.state_parts == 2 else [state]
+        self.parts = [part.to(stepper.layer.dtype) for part in parts]
+
+    @property
+    def state(self) -> State:
+        """The state after the last step, as the module has it."""
+        return tuple(self.parts) if self.rnn.state_parts == 2 else self.parts[0]
+
+    def prefill(self, prompt: Tensor) -> State:
+        """The state after the tokens of a prompt [P, B]."""
+        for some in prompt.split(CHUNK):
+            inputs = some.contiguous()
+            self.run(inputs, inputs)
+        return self.state
+
+    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        """The output [M, H] and the state after tokens [M], as a cell's step."""
+        self.parts = list(state) if self.rnn.state_parts == 2 else [state]
+        self.run(tokens[None], tokens[None].contiguous())
+        hidden = self.parts[0]
+        return hidden[-1] if self.rnn.stacked else hidden, self.state
+
+    def run(
+        self, tokens: Tensor, inputs: Tensor, active: Tensor | None = None,
+        uniforms: Tensor | None = None, temperature: float = 1.0, stats: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> int:  # fmt: skip
+        """Run the steps of these inputs [n, B], with `stats` the head, too. Return the
+        head's number of rows."""
+        layer, rnn = self.stepper.layer, self.rnn
+        states = states_from(rnn, self.parts, len(inputs), layer.dtype)
+        call = StepsCall(
+            table=self.table, weights=self.weights, states=states, kind=rnn.kind, inputs=inputs,
+            tokens=tokens, pad=self.stepper.pad, eos=self.stepper.eos, active=active,
+            uniforms=uniforms, temperature=temperature,
+        )  # fmt: skip
+        with no_grad_no_autocast(inputs.device):
+            used = call.run(0, len(inputs), layer.weight, layer.bias, LOGIT_ROWS, stats, rows)
+        last = [state[-1].clone() for state in states]  # a view would keep those of all steps
+        self.parts = module_state(rnn, last, [layer.dtype] * rnn.state_parts)
+        return used
+
+
+def all_known_active(active: Tensor) -> bool:
+    """Tell whether every row is active, on a CPU, where the host knows it without waiting."""
+    return active.device.type == "cpu" and bool(active.all())
+
+
+class EndWatch:
+    """Watches for the end of all rows. On a GPU it becomes known a few steps later, since the host
+    does not wait for it."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def none_active(self, active: Tensor) -> bool:
+        """Tell whether no row is active, as far as is known."""
+        if active.device.type != "cuda":
+            return not active.any()
+        if self._asked is not None:
+            answer, event = self._asked
+            if not event.query():
+                return False
+            if not answer.item():  # in the host's memory
+                return True
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer.copy_(active.any(), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._asked = answer, event
+        return False

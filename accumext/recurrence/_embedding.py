@@ -1,0 +1,102 @@
+"""Embedding lookups, a step or a few at a time, whose weight gradient is formed once.
+
+Autograd would make a dense [V, E] gradient per lookup. Here the backward of a lookup only stores
+its rows. All lookups of a call depend on one empty tensor, the root, so that the engine runs the
+root's backward after all of theirs: it adds the stored rows in a single `index_add`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accumext._checks import check_first_order
+
+
+@dataclass
+class EmbeddingTable:
+    """The embedding of one call, and the gradient rows that its lookups have stored."""
+
+    weight: Tensor  # [V, E]
+    padding_token: int = 0  # fed where there is no token to feed
+    padding_idx: int | None = None
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    sparse: bool = False
+    renormalised: bool = False  # whether all rows that are looked up have been, to max_norm
+    tied_gradient: Tensor | None = None  # [V, E]: the head's, where the head shares the weight
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens [n], dx [n, E])
+
+    def root(self) -> Tensor:
+        """The empty tensor through which the lookups of this call depend on the weight."""
+        root: Tensor = _Root.apply(self, self.weight)  # type: ignore[no-untyped-call]
+        return root
+
+    def lookup(self, root: Tensor, tokens: Tensor) -> Tensor:
+        """Embedded tokens [..., E], connected to the weight through the root."""
+        x: Tensor = _Lookup.apply(self, root, tokens)  # type: ignore[no-untyped-call]
+        return x
+
+    def renormalise(self, tokens: Tensor) -> None:
+        """Do at once what lookups of these tokens, the only ones, would do to the weight."""
+        if self.max_norm is not None:
+            torch.embedding_renorm_(self.weight.detach(), tokens, self.max_norm, self.norm_type)
+            self.renormalised = True
+
+    def discard_gradients(self) -> None:
+        """Drop what a backward pass that failed midway has stored."""
+        self.rows.clear()
+        self.tied_gradient = None
+
+    def take_gradient(self) -> Tensor | None:
+        """The weight's gradient from all stored rows and the tied head, which are dropped."""
+        rows, self.rows = self.rows, []
+        total, self.tied_gradient = self.tied_gradient, None
+        if not rows:
+            return total
+        tokens, gradient = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        rows.clear()
+        if self.padding_idx is not None:
+            gradient = gradient.masked_fill((tokens == self.padding_idx).unsqueeze(1), 0)
+        if self.sparse and total is None:
+            values, shape = gradient.to(self.weight.dtype), self.weight.shape
+            return torch.sparse_coo_tensor(tokens[None], values, shape, check_invariants=False)
+        if total is None:
+            # fp32 sums under half-precision weights: a frequent word adds thousands of small rows
+            dtype = torch.promote_types(self.weight.dtype, torch.float32)
+            total = self.weight.new_zeros(self.weight.shape, dtype=dtype)
+        return total.index_add_(0, tokens, gradient.to(total.dtype)).to(self.weight.dtype)
+
+
+class _Root(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: EmbeddingTable, weight: Tensor) -> Tensor:
+        ctx.table = table
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor | None]:
+        check_first_order("decode_loss")
+        table: EmbeddingTable = ctx.table
+        return None, table.take_gradient()
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: EmbeddingTable, root: Tensor, tokens: Tensor) -> Tensor:
+        ctx.table = table
+        # Not a saved tensor: checkpointing would run the segment again to get it.
+        ctx.tokens = tokens
+        limit = None if table.renormalised else table.max_norm
+        return F.embedding(tokens, table.weight.detach(), None, limit, table.norm_type)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        check_first_order("decode_loss")
+        table: EmbeddingTable = ctx.table
+        table.rows.append((ctx.tokens.flatten(), gradient.flatten(0, -2)))
+        return None, gradient.new_zeros(0), None

@@ -1,0 +1,203 @@
+"""The token that a decoder reads at each step: the target, its prediction, or either by a mask."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from accumext._checks import (
+    DRAW_WORDS,
+    FEEDBACK_WORDS,
+    fail_type,
+    fail_value,
+    number,
+    one_of,
+    token_tensor,
+    type_name,
+    without_effect,
+)
+from accumext.recurrence._generators import own_generator
+
+_SHARE = "feedback='scheduled', teacher_forcing=0.5"
+_SHARES = f"A share of the targets is fed by {_SHARE}, given ones by a bool mask [T, B]"
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """The arguments that choose the input of each step, checked; nothing is drawn yet."""
+
+    teacher: Tensor  # int64 [T, B]: the inputs of teacher forcing
+    word: str = "teacher"  # a FeedbackWord, or "mask"
+    mask: Tensor | None = None  # bool [T, B]: True feeds the teacher's input
+    share: float = 1.0  # of "scheduled": the probability of True
+    temperature: float = 1.0  # of samples
+    samples: bool = False  # predictions are samples, not the argmax
+    generator: torch.Generator | None = None
+
+    @staticmethod
+    def of(
+        op: str,
+        feedback: Any,
+        fed: Tensor,  # int64 [T, B]: the targets, with the token to feed where one is ignored
+        *,
+        start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
+        rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
+        draw: Any = "argmax",
+    ) -> Feedback:  # fmt: skip
+        """The arguments of this name, checked."""
+        teacher = _teacher_inputs(op, start, inputs, fed, rows)
+        word = "mask"
+        if isinstance(feedback, Tensor):
+            _check_mask(op, feedback, fed)
+        else:
+            word = feedback
+            if word.__class__ is not str or word not in FEEDBACK_WORDS:
+                advice = (
+                    f"A share of the targets is fed by {_SHARE}, given ones by a bool mask [T, B]"
+                )
+                one_of(op, "feedback", word, FEEDBACK_WORDS, advice)
+        samples = word == "sample"
+        plain = teacher_forcing.__class__ is temperature.__class__ is float and generator is None
+        if not (plain and teacher_forcing == temperature == 1.0 and draw == "argmax"):
+            samples = check_options(op, word, teacher_forcing, temperature, generator, draw)
+        if word == "teacher":
+            return Feedback(teacher, generator=generator)
+        mask = feedback if word == "mask" else None
+        share, temperature = float(teacher_forcing), float(temperature)
+        return Feedback(teacher, word, mask, share, temperature, samples, generator)
+
+    def drawn(self) -> Inputs:
+        """The inputs of one call, with all random numbers that they need."""
+        if self.word == "teacher":
+            return Inputs(self.teacher)
+        generator, shape, device = self.generator, self.teacher.shape, self.teacher.device
+        if self.samples or self.word == "scheduled":
+            generator = own_generator(generator, device)
+        mask, uniforms = self.mask, None
+        if self.word == "scheduled":
+            mask = torch.rand(shape, device=device, generator=generator) < self.share
+        elif mask is None:
+            mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        if self.samples:
+            uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
+        return Inputs(self.teacher, mask, self.temperature, uniforms)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The source of every input of one call."""
+
+    teacher: Tensor  # int64 [T, B]
+    mask: Tensor | None = None  # bool [T, B]: True feeds the teacher's input; None: everywhere
+    temperature: float = 1.0  # of the samples
+    uniforms: Tensor | None = None  # fp64 [T, B] in [0, 1), to sample with; None takes the argmax
+
+    def choose(self, step: int, logits: Tensor) -> Tensor:
+        """The tokens [B] that logits [B, V] predict: the argmax in at least fp32, or a sample."""
+        logits = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        if self.uniforms is None:
+            return logits.max(-1).indices
+        return sample(logits, self.uniforms[step], self.temperature)
+
+    def next(self, step: int, predicted: Tensor) -> Tensor:
+        """The input [B] of `step` >= 1, after `predicted` [B] at the step before."""
+        if self.mask is None:
+            return self.teacher[step]
+        return torch.where(self.mask[step], self.teacher[step], predicted)
+
+
+def sample(
+    logits: Tensor,  # [M, V]
+    uniforms: Tensor,  # fp64 [M], in [0, 1)
+    temperature: float,
+) -> Tensor:
+    """Samples [M] of softmax(logits / temperature), by inversion: the first token at which the
+    running sum of the probabilities passes the uniform number. The argmax of a row that is no
+    distribution, for its largest logit is infinite or NaN."""
+    tokens, peaks = [], []
+    # a few rows at a time: the running sums take twice the memory of the logits
+    for row, uniform in zip(logits.split(4), uniforms.split(4), strict=True):
+        peaks.append(peak := row.amax(1, keepdim=True))
+        shifted = (row - peak) / temperature
+        running = shifted.exp_().cumsum(1, dtype=torch.float64)
+        whole = running[:, -1:].contiguous()
+        token = torch.searchsorted(running, uniform[:, None] * whole, right=True)
+        possible = torch.searchsorted(running, whole)  # the last one: products are rounded
+        tokens.append(torch.minimum(token, possible).squeeze(1))
+    sampled, drawn = torch.cat(tokens), torch.cat(peaks).squeeze(1).isfinite()
+    if logits.device.type == "cpu" and bool(drawn.all()):
+        return sampled
+    return torch.where(drawn, sampled, logits.argmax(1))
+
+
+def _check_mask(op: str, mask: Tensor, fed: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        advice = f"One is drawn by {_SHARE}"
+        fail_type(op, "feedback", "be a word or a bool mask [T, B]", type_name(mask), advice)
+    if mask.shape != fed.shape:
+        fail_value(op, "feedback", f"have shape {list(fed.shape)}", list(mask.shape))
+    if mask.device != fed.device:
+        fail_value(op, "feedback", f"be on the device of targets, {fed.device}", mask.device)
+
+
+def check_options(
+    op: str, word: Any, teacher_forcing: Any, temperature: Any, generator: Any, draw: Any = "argmax"
+) -> bool:
+    """Tell whether this feedback, "mask" for one, draws samples. Raise for options that it has no
+    use for. A generator is none: results are the same though nothing is drawn from it."""
+    if number(op, "teacher_forcing", teacher_forcing, 0) > 1:
+        fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
+    if number(op, "temperature", temperature) <= 0:
+        fail_value(op, "temperature", "be greater than 0", temperature)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        fail_type(op, "generator", "be a torch.Generator or None", type_name(generator))
+    one_of(op, "draw", draw, DRAW_WORDS)
+    if word in ("teacher", "greedy"):
+        others = "feedback is 'sample', 'scheduled' or a mask"
+        without_effect(op, "draw", draw, ("argmax",), others)
+    if word != "scheduled":
+        neutral = (1.0,) if word == "teacher" else (1.0, 0.0)
+        without_effect(op, "teacher_forcing", teacher_forcing, neutral, "feedback is 'scheduled'")
+    sampled = "sample" in (draw, word)
+    if not sampled:
+        without_effect(op, "temperature", temperature, (1.0,), "samples are drawn")
+    return sampled
+
+
+def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | None) -> Tensor:
+    steps, batch = fed.shape
+    if inputs is not None:
+        given = token_tensor(op, "inputs", inputs, "be an integer tensor [T, B]")
+        if given.shape != fed.shape:
+            fail_value(op, "inputs", f"have shape {[steps, batch]}", list(given.shape))
+        _check_tokens(op, "inputs", given, fed, rows)
+        return given
+    contract = "be an int or an integer tensor [B]"
+    if isinstance(start, Tensor):
+        start = token_tensor(op, "start", start, contract)
+        if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
+            fail_value(op, "start", f"have shape {[batch]}", list(start.shape))
+        _check_tokens(op, "start", start, fed, rows)
+    elif isinstance(start, bool) or not isinstance(start, (int, SupportsIndex)):
+        fail_type(op, "start", contract, type_name(start))
+    elif (start := operator.index(start)) < 0 or (rows is not None and start >= rows):
+        fail_value(op, "start", "be at least 0" if rows is None else f"be in [0, {rows})", start)
+    _check_tokens(op, "targets that are fed", fed[:-1], fed, rows)
+    first = fed.new_full((), start) if isinstance(start, int) else start
+    first = first.expand(1, batch)
+    return torch.cat([first, fed[:-1]])[:steps]
+
+
+def _check_tokens(op: str, name: str, tokens: Tensor, fed: Tensor, rows: int | None) -> None:
+    """Check the device, and on a CPU the values: on a GPU the lookup itself asserts."""
+    if tokens.device != fed.device:
+        fail_value(op, name, f"be on the device of targets, {fed.device}", tokens.device)
+    if rows is None or tokens.device.type != "cpu":
+        return
+    wrong = (tokens < 0) | (tokens >= rows)
+    if wrong.any():
+        fail_value(op, name, f"be in [0, {rows})", int(tokens[wrong].flatten()[0]))

@@ -1,0 +1,58 @@
+"""Rows whose state is put back to their initial state before some steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from accumext._checks import fail_value
+from accumext.recurrence._states import State, freeze, tensors
+
+
+@dataclass(frozen=True)
+class Resets:
+    """The rows that are reset, and the steps before which they are."""
+
+    rows: Tensor  # bool [T, B]
+    steps: frozenset[int]  # those before which a row may be reset; at step 0 every row is
+
+    def at(self, step: int, active: Tensor | None) -> Tensor:
+        """The rows [B] that are reset before this step: none that is inactive."""
+        return self.rows[step] if active is None else self.rows[step] & active[step]
+
+    def apply(
+        self,
+        op: str,
+        step: int,
+        active: Tensor | None,
+        state: State,
+        initial: State,
+        batch_dim: int,
+    ) -> State:
+        """The state before this step, with its rows reset."""
+        if step not in self.steps:
+            return state
+        for now, first in zip(tensors(state), tensors(initial), strict=False):
+            if now.shape != first.shape:  # a cell would read the zeros behind what it began with
+                contract = "keep the shapes of its state where rows are reset"
+                advice = "Keep a cache as long as it gets, and how much of it each row has, [B]"
+                got = f"{list(now.shape)} after {list(first.shape)}"
+                fail_value(op, "cell", contract, got, advice)
+        return freeze(op, ~self.at(step, active), state, initial, batch_dim)
+
+    def spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """[begin, end) in pieces, of which no row begins anew but before the first step."""
+        inner = sorted(step for step in self.steps if begin < step < end)
+        return pairwise([begin, *inner, end])
+
+
+def resets_of(rows: Tensor, device: torch.device) -> Resets:
+    """Resets by a mask [T, B] on this device or on a CPU, where the host can read it; elsewhere it
+    does not wait for it, and before every step a row may begin anew."""
+    known = rows[1:].any(1).tolist() if rows.device.type == "cpu" else [True] * (len(rows) - 1)
+    steps = frozenset(step for step, any_row in enumerate(known, 1) if any_row)
+    return Resets(rows.to(device, copy=True), steps)  # the pass back reads them again

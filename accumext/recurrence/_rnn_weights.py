@@ -1,0 +1,115 @@
+"""The weights of torch's recurrent modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from accumext._torch_private import backward_hooks, forward_hooks, only_sharding
+from accumext.recurrence._precision import Dtypes
+
+KINDS = ("gru", "lstm", "rnn_tanh", "rnn_relu")  # in the order of csrc/math/gates.h: CellKind
+GRU, LSTM, RNN_TANH, RNN_RELU = range(4)
+
+_MODULES = (nn.GRUCell, nn.LSTMCell, nn.RNNCell, nn.GRU, nn.LSTM, nn.RNN)
+_FORWARDS = {kind.forward for kind in _MODULES}
+
+
+@dataclass(frozen=True)
+class RnnWeights:
+    """A recurrent module of one direction, as its weights."""
+
+    kind: int  # index into KINDS
+    weights: list[Tensor | None]  # per layer weight_ih, weight_hh, bias_ih, bias_hh
+    given: list[Tensor]  # those of them that the module has
+    layers: int
+    units: int  # H
+    dropout: float  # between layers; 0 in eval mode
+    stacked: bool  # the module's states are [L, B, H], not [B, H]
+    state_parts: int  # tensors of a state: h, and c of an LSTM
+    gates: int  # a weight has gates H rows
+
+
+def rnn_weights_of(module: nn.Module | None, *dtypes: torch.dtype) -> RnnWeights | None:
+    """The weights of one of torch's recurrent modules, which the operators then run.
+
+    None for anything else: where the module does more than its weights say (hooks, a forward of its
+    own, projections), or where weights differ in dtype from each other or from `dtypes`.
+    """
+    if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return None
+    hooks = forward_hooks(module)
+    hooked = (any(hooks) and not only_sharding(hooks)) or any(backward_hooks(module))
+    projected = getattr(module, "proj_size", 0) > 0
+    if type(module).forward not in _FORWARDS or hooked or projected:
+        return None
+    stacked = isinstance(module, nn.RNNBase)
+    layers = module.num_layers if isinstance(module, nn.RNNBase) else 1
+    weights: list[Tensor | None] = []
+    given: list[Tensor] = []
+    for layer in range(layers):
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            weight = getattr(module, f"{name}_l{layer}" if stacked else name, None)
+            weights.append(weight)
+            if weight is None:
+                continue
+            given.append(weight)
+            if weight.dtype != dtypes[0]:
+                return None
+    if dtypes[0] != dtypes[-1]:
+        return None
+    if isinstance(module, (nn.GRUCell, nn.GRU)):
+        kind = GRU
+    elif isinstance(module, (nn.LSTMCell, nn.LSTM)):
+        kind = LSTM
+    else:
+        kind = RNN_TANH if module.nonlinearity == "tanh" else RNN_RELU
+    dropout = module.dropout if isinstance(module, nn.RNNBase) and module.training else 0.0
+    parts, gates = 2 if kind == LSTM else 1, (3, 4, 1, 1)[kind]
+    units = module.hidden_size
+    return RnnWeights(kind, weights, given, layers, units, dropout, stacked, parts, gates)
+
+
+def dense_rows(table: Tensor) -> Tensor:
+    """The embedding's weight, elements of a row next to each other."""
+    table = table.detach()
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
+def operands(rnn: RnnWeights, dtypes: Dtypes) -> list[Tensor]:
+    """The weights in the dtypes of the products; an empty bias is none."""
+    kinds = (dtypes.cell, dtypes.cell, dtypes.accumulation, dtypes.accumulation)
+    found = []
+    for place, weight in enumerate(rnn.weights):
+        if weight is None:
+            found.append(rnn.given[0].new_empty(0, dtype=dtypes.accumulation))
+        else:
+            found.append(weight.detach().to(kinds[place % 4]).contiguous())
+    return found
+
+
+def states_from(
+    rnn: RnnWeights, state: Sequence[Tensor], steps: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Per layer h, and c of an LSTM, [T + 1, B, H], of which the first row is written."""
+    states = []
+    for layer in range(rnn.layers):
+        for part in state:
+            first = part[layer] if rnn.stacked else part
+            states.append(first.new_empty(steps + 1, *first.shape, dtype=dtype))
+            states[-1][0] = first
+    return states
+
+
+def module_state(
+    rnn: RnnWeights, of_layers: list[Tensor], dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
+    """Tensors [B, H], of each layer h and c, in the module's parts."""
+    found = []
+    for part, dtype in enumerate(dtypes):
+        layers = of_layers[part :: rnn.state_parts]
+        found.append((torch.stack(layers) if rnn.stacked else layers[0]).to(dtype))
+    return found

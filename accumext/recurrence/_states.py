@@ -1,0 +1,237 @@
+"""Recurrent states of any nesting (tuples, lists, dicts, dataclasses): detach them, freeze rows of
+them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accumext._checks import (
+    dtype_name,
+    fail_type,
+    fail_value,
+    integer,
+    lengths_tensor,
+    message,
+    type_name,
+)
+from accumext._torch_private import tree_leaves, tree_map, write_count
+
+# A tensor, None, or any nesting of tuples, lists, dicts and dataclasses of them.
+State: TypeAlias = Any
+
+
+def leaves(state: State) -> list[Any]:
+    """The entries of a state, in order."""
+    if state is None or isinstance(state, Tensor):  # the usual ones, without a walk
+        return [state]
+    found: list[Any] = []
+    for leaf in tree_leaves(state):
+        found += leaves(_field_values(leaf)) if _has_fields(leaf) else [leaf]
+    return found
+
+
+def map_leaves(function: Callable[[Any], Any], state: State) -> State:
+    """The same nesting, in new containers, with `function` applied to what it holds."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if not _has_fields(leaf):
+            return function(leaf)
+        made = copy.copy(leaf)  # not by its class, which may have an __init__ of its own
+        for name, value in _field_values(leaf).items():
+            object.__setattr__(made, name, map_leaves(function, value))
+        return made
+
+    usual = state is None or isinstance(state, Tensor)
+    return function(state) if usual else tree_map(of_leaf, state)
+
+
+def _has_fields(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _field_values(instance: Any) -> dict[str, Any]:
+    return {f.name: getattr(instance, f.name) for f in fields(instance)}
+
+
+def tensors(state: State) -> list[Tensor]:
+    """The tensors of a state, in order."""
+    return [leaf for leaf in leaves(state) if isinstance(leaf, Tensor)]
+
+
+def size_of(state: State) -> int:
+    """The bytes of its tensors."""
+    return sum(tensor.nbytes for tensor in tensors(state))
+
+
+def check_nesting(op: str, name: str, state: State) -> None:
+    """Raise for any other container: its tensors would be neither detached nor frozen."""
+    for leaf in leaves(state):
+        if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
+            contract = "nest tensors in tuples, lists, dicts and dataclasses"
+            fail_type(op, name, contract, type_name(leaf))
+
+
+def copy_nesting(state: State) -> State:
+    """The same tensors in new containers, which a cell may write into."""
+    return map_leaves(lambda leaf: leaf, state)
+
+
+def map_tensors(function: Callable[[Tensor], Any], state: State) -> State:
+    """The same nesting with `function` applied to every tensor."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, state)
+
+
+class _Words(str):
+    """Text that a container prints without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def with_shapes(output: Any) -> str:
+    """A named tuple as text: of each tensor its dtype and shape, for which no device is read."""
+
+    def shape(tensor: Tensor) -> _Words:
+        device = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+        return _Words(f"{dtype_name(tensor.dtype)} {list(tensor.shape)}{device}")
+
+    fields = [f"{name}={map_tensors(shape, value)!r}" for name, value in output._asdict().items()]
+    return f"{type(output).__name__}({', '.join(fields)})"
+
+
+def detach(state: State) -> State:
+    """The same values in the same nesting, without a graph."""
+    return map_tensors(Tensor.detach, state)
+
+
+def freeze(op: str, active: Tensor, new: State, old: State, batch_dim: int) -> State:
+    """`new` in the rows where `active` [B] is true, `old` in the others.
+
+    A tensor may have grown in one dimension, such as a cache of keys: the other rows have zeros
+    behind their own entries.
+    """
+
+    def choose(new_leaf: Any) -> Any:
+        old_leaf = next(before)
+        if not isinstance(new_leaf, Tensor) or not isinstance(old_leaf, Tensor):
+            return new_leaf
+        if new_leaf.dim() == 0:  # of the whole batch, such as a counter
+            return new_leaf
+        _check_rows(op, new_leaf, batch_dim, active.shape[0])
+        old_leaf = _grown(op, old_leaf, new_leaf, batch_dim)
+        shape = [-1 if dim == batch_dim else 1 for dim in range(new_leaf.dim())]
+        return torch.where(active.view(shape), new_leaf, old_leaf)
+
+    if old is None:  # the first step of a cell that makes its own initial state
+        return new
+    entries = leaves(old)
+    if len(leaves(new)) != len(entries):
+        contract = f"return a state with the {len(entries)} entries of the one before"
+        advice = "Keep a cache in one tensor that grows: torch.cat([keys, key[:, None]], 1)"
+        fail_value(op, "cell", contract, len(leaves(new)), advice)
+    before = iter(entries)
+    return map_leaves(choose, new)
+
+
+def _grown(op: str, old: Tensor, new: Tensor, batch_dim: int) -> Tensor:
+    """`old` with zeros behind it, as long as `new`."""
+    if old.shape == new.shape:
+        return old
+    longer = [now - was for was, now in zip(old.shape, new.shape, strict=False)]
+    if old.dim() != new.dim() or longer[batch_dim] or any(sorted(longer)[:-1]):
+        contract = "return a state of the shapes of the one before, or longer in one dimension"
+        fail_value(op, "cell", contract, f"{list(new.shape)} after {list(old.shape)}")
+    return F.pad(old, [size for by in reversed(longer) for size in (0, by)])
+
+
+def write_counts(given: list[Tensor]) -> list[int]:
+    """The number of writes into each tensor, for `check_unwritten`."""
+    return [0 if t.is_inference() else write_count(t) for t in given]
+
+
+def check_unwritten(op: str, name: str, what: str, given: list[Tensor], counts: list[int]) -> None:
+    """Raise if a function has written into tensors that are read again."""
+    if write_counts(given) == counts:
+        return
+    for tensor, before, now in zip(given, counts, write_counts(given), strict=True):
+        if before != now:
+            contract = f"write into {what}"
+            got = f"a write into one of shape {list(tensor.shape)}"
+            advice = "Make new ones: count + 1 in place of count += 1"
+            raise RuntimeError(message(op, name, contract, got, advice))
+
+
+def within_length_of(
+    op: str, lengths: Any, shape: tuple[int, int], device: torch.device, whose: str
+) -> Tensor:
+    """The argument `lengths`, checked, as bool [T, B]: which steps count."""
+    steps, batch = shape
+    lengths = lengths_tensor(op, "lengths", lengths, device)
+    if list(lengths.shape) != [batch]:
+        fail_value(op, "lengths", f"have shape {[batch]}", list(lengths.shape))
+    if lengths.device != device:
+        fail_value(op, "lengths", f"be on {whose}, {device}", lengths.device)
+    if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
+        fail_value(op, "lengths", f"be in [0, {steps}]", lengths.tolist())
+    return torch.lt(torch.arange(steps, device=device)[:, None], lengths)
+
+
+def batch_dim_of(op: str, value: Any) -> int:
+    """The argument `batch_dim`, checked; 0 where it is None."""
+    if value is not None and integer(op, "batch_dim", value) < 0:
+        fail_value(op, "batch_dim", "be at least 0", value)
+    return int(value or 0)
+
+
+def check_batch_dim(op: str, state: State, batch: int, batch_dim: int | None) -> None:
+    """Raise unless the tensors of a state have the batch where its rows are told apart: in
+    `batch_dim`; in dimension 0 if that is None, where no other dimension may be meant."""
+    shapes = [tensor.shape for tensor in tensors(state) if tensor.dim() > 0]
+    for tensor in tensors(state):
+        if tensor.dim() > 0:
+            _check_rows(op, tensor, batch_dim or 0, batch)
+    # The last dimension is one of features.
+    inner = range(1, min(map(len, shapes), default=1) - 1)
+    others = [dim for dim in inner if all(shape[dim] == batch for shape in shapes)]
+    if batch_dim is None and others and batch > 1:
+        contract = f"be given where dimensions 0 and {others[0]} may both be the batch of {batch}"
+        fail_value(op, "batch_dim", contract, f"a state of shape {list(shapes[0])}")
+
+
+def _check_rows(op: str, tensor: Tensor, batch_dim: int, batch: int) -> None:
+    """Raise if a tensor of a state has not the batch where its rows are to be frozen."""
+    if tensor.dim() > batch_dim and tensor.shape[batch_dim] == batch:
+        return
+    contract = f"hold tensors with the batch in dimension {batch_dim} to be frozen by row"
+    elsewhere = [dim for dim, size in enumerate(tensor.shape) if size == batch]
+    advice = f"Pass batch_dim={elsewhere[0]} if it is there" if elsewhere else None
+    fail_value(op, "state", contract, f"shape {list(tensor.shape)}", advice)
+
+
+def join(op: str, function: Callable[[list[Tensor]], Tensor], parts: list[State]) -> State:
+    """One nesting from several alike: of what they hold at each place, `function` of the tensors,
+    and else what the first has."""
+    first, places = parts[0], [leaves(part) for part in parts]
+    if any(len(place) != len(places[0]) for place in places):
+        contract = f"return extras with {len(places[0])} entries at every step"
+        fail_value(op, "cell", contract, [len(place) for place in places])
+    columns = zip(*places, strict=True)
+
+    def joined(leaf: Any) -> Any:
+        column = next(columns)
+        return function(list(column)) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(joined, first)
+
+
+def zero_gradient_tie(given: list[Tensor]) -> Tensor | None:
+    """A 0 that depends on every given tensor, whose backward gives each a zero gradient."""
+    ties = [t.reshape(-1)[:0].sum().real for t in given if t.requires_grad]
+    return torch.stack([t.to(ties[0].dtype) for t in ties]).sum() if ties else None

@@ -1,0 +1,697 @@
+"""rollout against the plain loop, every way of truncating it, and every wrong argument."""
+
+# ruff: noqa: E501  (one contract to a line)
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.decode_oracle import relative_distance
+from torch import Tensor, nn
+
+import accumext
+from accumext.demo.memory import peak_memory
+from accumext.recurrence import _truncation
+from accumext.recurrence._states import tensors
+
+EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
+BATCH, WIDTH, SIZE = 3, 2, 4
+Loop = Callable[["World", int], tuple[Tensor, Any, Any]]
+
+
+@dataclass
+class Memory:
+    """A state as a dataclass, with a number that has no gradient."""
+
+    hidden: Tensor
+    count: Tensor
+    flag: int = 3
+
+
+class World:
+    """A small recurrent model with everything that a rollout may have, in float64."""
+
+    def __init__(self, dropout: float = 0.0, kind: str = "tuple") -> None:
+        self.cell = nn.LSTMCell(WIDTH, SIZE, dtype=torch.float64)
+        self.head = nn.Linear(SIZE, 2 * WIDTH, dtype=torch.float64)
+        self.scale = torch.randn(WIDTH, dtype=torch.float64, requires_grad=True)
+        self.hidden = torch.randn(BATCH, SIZE, dtype=torch.float64, requires_grad=True)
+        self.start = torch.randn(BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+        self.encoded = torch.tanh(self.hidden * 2)  # closed over, with a graph of its own
+        self.series = torch.randn(40, BATCH, WIDTH, dtype=torch.float64)
+        self.dropout, self.kind = dropout, kind
+        self.calls = 0
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [
+            *self.cell.parameters(),
+            *self.head.parameters(),
+            self.scale,
+            self.hidden,
+            self.start,
+        ]
+
+    def state(self) -> Any:
+        zero = torch.zeros((), dtype=torch.int64)
+        if self.kind == "dataclass":
+            return {"a": [Memory(self.hidden, zero)], "c": self.hidden * 0.5}
+        return (self.hidden, [self.hidden * 0.5, zero])
+
+    def step(self, x: dict[str, Tensor], state: Any) -> tuple[Any, Any]:
+        self.calls += 1
+        if self.kind == "dataclass":
+            memory, c = state["a"][0], state["c"]
+            h, count = memory.hidden, memory.count
+        else:
+            h, (c, count) = state
+        h, c = self.cell(x["fed"] * self.scale, (h + 0.1 * self.encoded, c))
+        h = F.dropout(h, self.dropout, training=self.dropout > 0)
+        mean, spread = self.head(h).chunk(2, -1)
+        if self.kind == "dataclass":
+            state = {"a": [Memory(h, count + 1)], "c": c}
+        else:
+            state = (h, [c, count + 1])
+        return (mean, {"spread": torch.exp(0.1 * spread)}), state
+
+    def loss(self, output: Any, t: int) -> Tensor:
+        mean, rest = output
+        return ((mean - self.series[t]) ** 2 * rest["spread"]).mean() + 0.01 * t
+
+    def feed(self, output: Any, t: int) -> dict[str, Tensor]:
+        mean, rest = output
+        return {"fed": mean * rest["spread"] + 0.1 * t}
+
+    def first(self) -> dict[str, Tensor]:
+        return {"fed": self.start * 1}
+
+    def rollout(self, steps: int, **call: Any) -> accumext.RolloutOutput:
+        given = {"loss": self.loss, "start": self.first(), "feed": self.feed, **call}
+        return accumext.rollout(self.step, self.state(), steps, **given)
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        loss.backward()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.leaves]
+        for p in self.leaves:
+            p.grad = None
+        return found
+
+
+def cut(carry: Any) -> Any:
+    """A copy without a graph."""
+    if isinstance(carry, Tensor):
+        return carry.detach()
+    if isinstance(carry, dict):
+        return {name: cut(value) for name, value in carry.items()}
+    if isinstance(carry, Memory):
+        return Memory(cut(carry.hidden), cut(carry.count), carry.flag)
+    return type(carry)(cut(value) for value in carry) if isinstance(carry, (tuple, list)) else carry
+
+
+def plain(
+    world: World, steps: int, k1: int | None = None, k2: int | None = None, reduction: str = "mean"
+) -> tuple[Tensor, Any]:
+    """The loop by its definition: each window again from the detached state k2 steps back."""
+
+    def run(begin: int, end: int, carry: Any) -> tuple[list[Tensor], Any, Any]:
+        losses, output = [], None
+        for t in range(begin, end):
+            output, state = world.step(*carry)
+            losses.append(world.loss(output, t))
+            carry = (world.feed(output, t), state)
+        return losses, carry, output
+
+    initial = (world.first(), world.state())
+    if k2 is None:
+        losses, carry, output = run(0, steps, initial)
+    else:
+        k1 = k2 if k1 is None else k1
+        carries = [initial]
+        for t in range(steps):
+            carries.append(cut(run(t, t + 1, cut(carries[-1]))[1]))
+        losses, done, output = [], 0, None
+        for end in [*range(k1, steps, k1), steps]:
+            first = done if k1 == k2 else max(0, end - k2)
+            some, carry, output = run(first, end, carries[first])
+            losses += some[done - first :]
+            done = end
+    total = torch.stack(losses).sum()
+    return (total / steps if reduction == "mean" else total), (output, carry[1])
+
+
+def same(actual: Any, expected: Any) -> None:
+    for a, e in zip(tensors(actual), tensors(expected), strict=True):
+        torch.testing.assert_close(a, e, rtol=EXACT, atol=EXACT)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 12), st.sampled_from(["tuple", "dataclass"]), st.sampled_from(["mean", "sum"]),
+    st.none() | st.integers(1, 12), st.none() | st.integers(1, 6), st.integers(0, 6),
+    st.sampled_from([None, "tight", "wide"]),
+)  # fmt: skip
+def test_any_rollout_is_the_plain_loop(
+    steps: int, kind: str, reduction: str, checkpoint: int | None, k1: int | None, more: int,
+    budget: str | None,
+) -> None:  # fmt: skip
+    world = World(kind=kind)
+    k2 = None if k1 is None else k1 + more
+    loss, (output, state) = plain(world, steps, k1, k2, reduction)
+    expected = world.gradients(loss)
+    world.encoded = torch.tanh(world.hidden * 2)
+    bytes_ = {None: None, "tight": (checkpoint or 3) * 5000 + 30000, "wide": 10**7}[budget]
+    out = world.rollout(
+        steps, k1=k1, k2=k2, reduction=reduction, checkpoint=checkpoint, memory_budget=bytes_
+    )
+    torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=EXACT)
+    same((out.output, out.state), (output, state))
+    assert any(t.requires_grad for t in tensors(out.state)) == (k2 is None)
+    assert relative_distance(world.gradients(out.loss), expected) < EXACT
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 5), st.integers(1, 12))
+def test_dropout_is_replayed(steps: int, k1: int, more: int, checkpoint: int) -> None:
+    world = World(dropout=0.5)
+    for k2 in (None, k1 + more):
+        torch.manual_seed(1)
+        loss, _ = by_masks(world, steps, k1, k2)
+        expected = world.gradients(loss)
+        world.encoded = torch.tanh(world.hidden * 2)
+        torch.manual_seed(1)
+        call = {} if k2 is None else {"k1": k1, "k2": k2}
+        out = world.rollout(steps, checkpoint=checkpoint, **call)
+        after = torch.rand(())
+        torch.manual_seed(1)
+        for _ in range(steps):
+            F.dropout(world.hidden, 0.5)
+        assert torch.equal(after, torch.rand(()))  # the generator is where the loop leaves it
+        torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=EXACT)
+        torch.manual_seed(99)
+        state = torch.get_rng_state()
+        assert relative_distance(world.gradients(out.loss), expected) < EXACT
+        assert torch.equal(torch.get_rng_state(), state)
+        world.encoded = torch.tanh(world.hidden * 2)
+
+
+def by_masks(world: World, steps: int, k1: int, k2: int | None) -> tuple[Tensor, Any]:
+    """The plain loop, whose dropout has the masks of one pass in every window."""
+    masks = [F.dropout(torch.ones_like(world.hidden), 0.5) for _ in range(steps)]
+    cell, step, at = world.cell, world.step, 0
+
+    def masked_cell(x: Tensor, state: Any) -> tuple[Tensor, Tensor]:
+        h, c = cell(x, state)
+        return h * masks[at], c
+
+    def step_at(x: Any, state: Any) -> tuple[Any, Any]:
+        nonlocal at
+        at = int(state[1][1])
+        return step(x, state)
+
+    world.dropout, world.cell, world.step = 0.0, masked_cell, step_at  # type: ignore[assignment, method-assign]
+    try:
+        return plain(world, steps, k1, k2)
+    finally:
+        world.dropout, world.cell, world.step = 0.5, cell, step  # type: ignore[method-assign]
+
+
+def gru(steps: int = 20) -> tuple[nn.GRUCell, Any, dict[str, Any]]:
+    """A cell that reads its own state, and the keywords of its rollout."""
+    cell = nn.GRUCell(SIZE, SIZE, dtype=torch.float64)
+    series = torch.randn(steps, BATCH, SIZE, dtype=torch.float64)
+
+    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = cell(x, h)
+        return h, h
+
+    start = torch.randn(BATCH, SIZE, dtype=torch.float64, requires_grad=True)
+    return cell, step, {"loss": lambda x, t: F.mse_loss(x, series[t]), "start": start}
+
+
+def zeros() -> Tensor:
+    return torch.zeros(BATCH, SIZE, dtype=torch.float64, requires_grad=True)
+
+
+def plain_gru(step: Any, h: Any, steps: int, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    x, losses = call["start"], []
+    for t in range(steps):
+        x, h = step(x, h)
+        losses.append(call["loss"](x, t))
+    return torch.stack(losses).mean(), h
+
+
+def test_the_expectation_over_all_cuts_is_the_exact_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps, mean = 5, 4
+    world = World()
+    exact = world.gradients(world.rollout(steps).loss)
+    expected = [torch.zeros_like(g) for g in exact]
+    spread = 0.0
+    for pattern in itertools.product([False, True], repeat=steps - 1):
+        factors = torch.tensor([[1.0], *([0.0 if c else 4 / 3] for c in pattern)]).double()
+        factors = torch.where(factors > 1, 4.0 / 3.0, factors)
+        monkeypatch.setattr(_truncation, "random_cuts", lambda *_, f=factors: f)
+        world.encoded = torch.tanh(world.hidden * 2)
+        out = world.rollout(steps, truncation="random", k2=mean, checkpoint=2)
+        assert not any(t.requires_grad for t in tensors((out.state, out.output)))
+        gradients = world.gradients(out.loss)
+        chance = 0.25 ** sum(pattern) * 0.75 ** (steps - 1 - sum(pattern))
+        for total, gradient in zip(expected, gradients, strict=True):
+            total += chance * gradient
+        spread = max(spread, relative_distance(gradients, exact))
+    assert relative_distance(expected, exact) < EXACT
+    assert spread > 1e-3
+
+
+def test_random_cuts_are_drawn_from_the_global_generator() -> None:
+    cell, step, call = gru()
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        out = accumext.rollout(step, zeros(), 20, truncation="random", k2=3, **call)
+        found.append(torch.autograd.grad(out.loss, list(cell.parameters())))
+    assert relative_distance(list(found[0]), list(found[1])) == 0
+    assert relative_distance(list(found[0]), list(found[2])) > 1e-3
+
+
+@pytest.mark.parametrize("checkpoint", [None, 1, 3, 20])
+def test_the_output_is_fed_and_a_state_may_be_none(checkpoint: int | None) -> None:
+    cell, _, call = gru()
+
+    def step(x: Tensor | None, state: None) -> tuple[Tensor, None]:
+        x = torch.ones(BATCH, SIZE, dtype=torch.float64) if x is None else x
+        return cell(x, x), None
+
+    loss, _ = plain_gru(step, None, 20, {**call, "start": None})
+    expected = torch.autograd.grad(loss, list(cell.parameters()))
+    out = accumext.rollout(step, None, 20, loss=call["loss"], checkpoint=checkpoint)
+    assert out.state is None
+    actual = torch.autograd.grad(out.loss, list(cell.parameters()))
+    assert relative_distance(list(actual), list(expected)) < EXACT
+
+
+def test_a_loss_that_ignores_the_output() -> None:
+    _, step, call = gru()
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    out = accumext.rollout(
+        step, zeros(), 9, loss=lambda x, t: weight * t, checkpoint=2, start=call["start"]
+    )
+    out.loss.backward()
+    assert out.loss == 4
+    assert weight.grad == 4
+    constant = accumext.rollout(
+        step, zeros(), 9, loss=lambda x, t: torch.tensor(2.0), start=call["start"]
+    )
+    assert constant.loss == 2
+    assert not constant.loss.requires_grad
+
+
+def test_no_steps() -> None:
+    state, start = zeros(), zeros()
+    out = accumext.rollout(
+        lambda x, h: (x, h), {"h": state}, 0, loss=lambda x, t: x.sum(), start=start
+    )
+    assert out.loss == 0
+    assert out.output is None
+    assert out.state["h"] is state
+    out.loss.backward()
+    assert torch.equal(state.grad, torch.zeros_like(state))
+    assert torch.equal(start.grad, torch.zeros_like(start))
+
+
+def test_gradients_go_on_from_the_last_state_and_output_under_any_factor() -> None:
+    cell, step, call = gru()
+    h = zeros()
+    leaves = [*cell.parameters(), h, call["start"]]
+    loss, last = plain_gru(step, h, 20, call)
+    expected = torch.autograd.grad(3 * loss + last.square().sum(), leaves)
+    first = accumext.rollout(step, h, 8, checkpoint=3, reduction="sum", **call)
+    then = {"loss": lambda x, t: call["loss"](x, t + 8), "start": first.output}
+    second = accumext.rollout(step, first.state, 12, checkpoint=4, reduction="sum", **then)
+    total = 3 * (first.loss + second.loss) / 20 + second.state.square().sum()
+    assert relative_distance(list(torch.autograd.grad(total, leaves)), list(expected)) < EXACT
+
+
+@pytest.mark.parametrize("budget", [None, 6000])
+def test_a_graph_may_be_walked_twice_and_hooks_run_once(budget: int | None) -> None:
+    cell, step, call = gru()
+    seen: list[Tensor] = []
+    hook = cell.weight_hh.register_hook(seen.append)
+    plain_gru(step, zeros(), 20, call)[0].backward()
+    expected = [p.grad.clone() for p in cell.parameters()]
+    cell.zero_grad()
+    out = accumext.rollout(
+        step, zeros(), 20, checkpoint=4, memory_budget=budget and 4 * 2000 + budget, **call
+    )
+    out.loss.backward(retain_graph=True)
+    out.loss.backward()
+    assert relative_distance([p.grad / 2 for p in cell.parameters()], expected) < EXACT
+    assert len(seen) == 3
+    hook.remove()
+
+
+def test_without_a_graph_the_steps_just_run() -> None:
+    world = World()
+    with torch.no_grad():
+        out = world.rollout(9, k1=2, k2=4, loss=lambda x, t: world.loss(x, t) * world.scale.sum())
+        assert not world.rollout(
+            1, loss=lambda x, t: world.scale.sum(), reduction="sum"
+        ).loss.requires_grad
+        world.calls -= 1
+        assert world.calls == 9
+        loss = plain(world, 9)[0] * world.scale.sum()
+    assert not out.loss.requires_grad
+    torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "calls"), [(4, 20 + 16), (20, 20), (1, 20 + 19), (3, 20 + 17)]
+)
+def test_a_step_runs_again_once_but_for_the_last_segment(checkpoint: int, calls: int) -> None:
+    world = World()
+    world.gradients(world.rollout(20, checkpoint=checkpoint).loss)
+    assert world.calls == calls
+
+
+def test_all_is_freed_with_the_result() -> None:
+    _, step, call = gru()
+    gc.collect()
+    gc.disable()
+    try:
+        for options in ({}, {"checkpoint": 3}, {"k1": 2, "k2": 5}):
+            outputs: list[Any] = []
+
+            def watched(x: Tensor, h: Tensor, kept: list[Any] = outputs) -> tuple[Tensor, Tensor]:
+                x, h = step(x, h)
+                kept.append(weakref.ref(h))
+                return x, h
+
+            out = accumext.rollout(watched, zeros(), 20, **options, **call)
+            out.loss.backward()
+            del out
+            assert not [ref for ref in outputs if ref() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "options", [{"checkpoint": 3}, {"checkpoint": 3, "k1": 2, "k2": 5}], ids=str
+)
+def test_what_has_changed_since_is_an_error(options: dict[str, Any]) -> None:
+    cell, step, call = gru()
+    text = "rollout: parameters, inputs and states must be those of the forward pass until the backward pass has run"
+    early = torch.ones(SIZE, dtype=torch.float64, requires_grad=True)
+
+    def loss(x: Tensor, t: int) -> Tensor:
+        return (x * early).mean() if t < 3 else x.mean()
+
+    out = accumext.rollout(step, zeros(), 20, **{**options, **call, "loss": loss})
+    with torch.no_grad():
+        early.mul_(2)
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        out.loss.backward()
+    state = torch.zeros(BATCH, SIZE, dtype=torch.float64)
+    out = accumext.rollout(lambda x, h: (cell(x, x + h), h + 1), state, 20, **options, **call)
+    state.add_(1)
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        out.loss.backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"checkpoint": 3}, {}, {"checkpoint": 3, "k2": 4}, {"checkpoint": 3, "k1": 2, "k2": 5}],
+    ids=str,
+)
+def test_a_parameter_that_no_graph_keeps_is_seen_to_have_changed(options: dict[str, Any]) -> None:
+    """Of a sum autograd saves nothing; the steps that run again read its parts again."""
+    cell, step, call = gru()
+    for name in ("bias_ih", "bias_hh"):
+        out = accumext.rollout(step, zeros(), 20, **options, **call)
+        with torch.no_grad():
+            getattr(cell, name).add_(0.5)
+        with pytest.raises(RuntimeError, match=r"^rollout: parameters, inputs and states must be"):
+            out.loss.backward()
+
+
+@pytest.mark.parametrize(
+    "options", [{"checkpoint": 3}, {"checkpoint": 3, "k1": 2, "k2": 5}], ids=str
+)
+def test_steps_may_renormalise_an_embedding_that_they_look_up(options: dict[str, Any]) -> None:
+    """`max_norm` writes into the parameter, in the forward pass and in the replays alike."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(20, SIZE, max_norm=0.5, dtype=torch.float64)
+    cell, _, call = gru()
+    weight = embedding.weight.detach().clone()
+    grads = []
+
+    def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        h, t = state
+        h = cell(x + embedding(torch.full((BATCH,), t)), h)
+        return h, (h, t + 1)
+
+    for chosen in (options, {**options, "checkpoint": 20}):
+        with torch.no_grad():
+            embedding.weight.copy_(weight)
+        out = accumext.rollout(step, (zeros(), 0), 20, **chosen, **call)
+        grads.append(torch.autograd.grad(out.loss, [embedding.weight, *cell.parameters()]))
+    assert relative_distance(list(grads[0]), list(grads[1])) < EXACT
+
+
+def test_a_replay_that_does_something_else_is_an_error() -> None:
+    _, step, call = gru()
+    calls = 0
+
+    def changing(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        return step(x, h if calls <= 20 else torch.tanh(h))
+
+    out = accumext.rollout(changing, zeros(), 20, checkpoint=4, **call)
+    with pytest.raises(
+        RuntimeError, match=r"^rollout: step must save \d+ tensors for the backward pass in its"
+    ):
+        out.loss.backward()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoint": 2}, {"checkpoint": 2, "memory_budget": 7000}, {"k1": 1, "k2": 3}],
+    ids=str,
+)
+def test_a_replay_is_under_the_same_autocast(options: dict[str, Any], inside: bool) -> None:
+    cell = nn.Linear(SIZE, SIZE)
+    start = torch.randn(BATCH, SIZE)
+
+    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(cell(x) + h)
+        return h, h
+
+    def loss(x: Tensor, t: int) -> Tensor:
+        return x.float().square().mean()
+
+    def gradient(whole: bool) -> Tensor:
+        cell.zero_grad()
+        state = torch.zeros(BATCH, SIZE)
+        with torch.autocast("cpu", torch.bfloat16):
+            if whole:
+                total, _ = plain_gru(step, state, 9, {"start": start, "loss": loss})
+            else:
+                total = accumext.rollout(step, state, 9, loss=loss, start=start, **options).loss
+            if inside:
+                total.backward()
+        if not inside:
+            total.backward()
+        assert cell.weight.grad is not None
+        return cell.weight.grad
+
+    if "k1" in options:
+        assert gradient(False).norm() > 0.5 * gradient(True).norm() > 0
+    else:
+        torch.testing.assert_close(gradient(False), gradient(True), rtol=2**-6, atol=2**-10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoint": 2}, {"checkpoint": 2, "memory_budget": 12000}, {"k1": 2, "k2": 3}],
+    ids=str,
+)
+def test_a_step_may_write_into_its_containers(options: dict[str, Any]) -> None:
+    cell, step, call = gru()
+
+    def writing(x: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        x, state["h"] = step(x, state["h"])
+        state["seen"].append(state["h"])
+        return x + 0.1 * state["seen"][0], {"h": state["h"], "seen": state["seen"][-1:]}
+
+    def run(**options: Any) -> list[Tensor]:
+        h = torch.zeros(BATCH, SIZE, dtype=torch.float64)
+        state = {"h": h, "seen": [h + 1]}
+        out = accumext.rollout(writing, state, 9, **options, **call)
+        assert len(state["seen"]) == 1
+        assert state["h"] is h
+        return list(torch.autograd.grad(out.loss, list(cell.parameters())))
+
+    expected = run(
+        checkpoint=9, **{name: options[name] for name in ("k1", "k2") if name in options}
+    )
+    assert relative_distance(run(**options), expected) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+def test_a_compiled_step() -> None:
+    cell, step, call = gru()
+    memory = torch.tanh(call["start"] * 2)  # closed over, with a graph
+
+    def eager(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return step(x + 0.1 * memory, h)
+
+    leaves = [*cell.parameters(), call["start"]]
+    loss, _ = plain_gru(eager, zeros(), 20, call)
+    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    compiled = torch.compile(eager, backend="aot_eager")
+    out = accumext.rollout(compiled, zeros(), 20, checkpoint=4, **call)
+    assert relative_distance(list(torch.autograd.grad(out.loss, leaves)), list(expected)) < EXACT
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+WIDE, ROWS, STEPS = 64, 32, 128
+
+
+def wide_rollout(steps: int = STEPS, **options: Any) -> Callable[[], None]:
+    cell = nn.GRUCell(WIDE, WIDE)
+    for p in cell.parameters():
+        p.grad = torch.zeros_like(p)
+    series = torch.randn(steps, ROWS, WIDE)
+
+    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = cell(x, h)
+        return h, h
+
+    start, state = torch.zeros(ROWS, WIDE), torch.zeros(ROWS, WIDE)
+
+    def run() -> None:
+        out = accumext.rollout(
+            step, state, steps, loss=lambda x, t: F.mse_loss(x, series[t]), start=start, **options
+        )
+        out.loss.backward()
+
+    return run
+
+
+STATE = ROWS * WIDE * 4
+GRAPH = STATE * 7  # of a step: as measured with everything kept
+GRADIENTS = 3 * 2 * 3 * WIDE * WIDE * 4  # of both weights, of a step and summed
+
+
+def test_the_graph_of_a_step() -> None:
+    everything = peak_memory(wide_rollout(checkpoint=STEPS))
+    assert everything == pytest.approx(STEPS * GRAPH, rel=0.1)
+
+
+def test_the_peak_is_that_of_states_and_a_segment() -> None:
+    peak = peak_memory(wide_rollout(checkpoint=16))
+    assert peak - GRADIENTS < 1.15 * (STEPS * STATE + 16 * GRAPH)
+    assert peak_memory(wide_rollout()) - GRADIENTS < 1.15 * (2 * STEPS * STATE + 12 * GRAPH)
+
+
+@pytest.mark.parametrize("graphs", [6, 10, 40, 100])
+def test_a_budget_is_kept_to_and_used(graphs: int) -> None:
+    budget = int(graphs * GRAPH)
+    peak = peak_memory(wide_rollout(memory_budget=budget))
+    assert 0.75 * budget < peak < 1.05 * budget + GRADIENTS
+
+
+def test_what_a_segment_has_left_is_freed_before_the_next() -> None:
+    """A gradient for the start alone leaves what the nodes above the weight alone have saved."""
+    weight, start = torch.ones(ROWS, WIDE).requires_grad_(), torch.ones(ROWS, WIDE).requires_grad_()
+
+    def run() -> None:
+        call = {
+            "loss": lambda x, t: x.mean() + weight.exp().sum(),
+            "start": start,
+            "checkpoint": 32,
+        }
+        out = accumext.rollout(lambda x, _: (x * weight, None), None, STEPS, **call)
+        torch.autograd.grad(out.loss, [start])
+
+    # the last segment of the forward pass is not freed either; then two tensors a step
+    assert peak_memory(run) < 3.5 * 32 * STATE
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"step": 3}, TypeError, "step must be callable, got int"),
+    ({"loss": None}, TypeError, "loss must be callable, got NoneType"),
+    ({"feed": 3}, TypeError, "feed must be callable or None, got int"),
+    ({"state": {1}}, TypeError, "state must nest tensors in tuples, lists, dicts and dataclasses, got set"),
+    ({"start": {1}}, TypeError, "start must nest tensors in tuples, lists, dicts and dataclasses, got set"),
+    ({"steps": 2.0}, TypeError, "steps must be an int, got float"),
+    ({"steps": -1}, ValueError, "steps must be at least 0, got -1"),
+    ({"k1": 0}, ValueError, "k1 must be at least 1, got 0"),
+    ({"k1": 3, "k2": 2}, ValueError, "k2 must be at least k1, got k1=3, k2=2"),
+    ({"truncation": "best"}, ValueError, "truncation must be one of 'fixed', 'random', got 'best'"),
+    ({"truncation": "random"}, ValueError, "k2 must be at least 2, the mean of steps between random cuts, got None"),
+    ({"checkpoint": 0}, ValueError, "checkpoint must be at least 1, got 0"),
+    ({"memory_budget": 0}, ValueError, "memory_budget must be at least 1, got 0"),
+    ({"reduction": "none"}, ValueError, "reduction must be one of 'mean', 'sum', got 'none'"),
+    ({"step": lambda x, h: x}, TypeError, "step must return (output, state), got a float64 tensor"),
+    ({"step": lambda x, h: (x, {1})}, TypeError, "state must nest tensors in tuples, lists, dicts and dataclasses, got set"),
+    ({"step": lambda x, h: ({1}, h), "loss": lambda x, t: torch.zeros(())}, TypeError, "output must nest tensors in tuples, lists, dicts and dataclasses, got set"),
+    ({"feed": lambda x, t: {1}}, TypeError, "what feed returns must nest tensors in tuples, lists, dicts and dataclasses, got set"),
+    ({"loss": lambda x, t: 3.0}, TypeError, "loss must return a tensor, got float"),
+    ({"loss": lambda x, t: x}, ValueError, "loss must return a 0-dim loss, got shape [3, 4]. Take its mean() or sum()"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), WRONG, ids=[t[:60] for _, _, t in WRONG])
+def test_wrong_arguments(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+    _, step, call = gru()
+    given = {"step": step, "state": zeros(), "steps": 3, **call}
+    accumext.rollout(**given)
+    with pytest.raises(kind, match=rf"^rollout: {re.escape(text)}$"):
+        accumext.rollout(**{**given, **change})
+
+
+def test_a_budget_for_less_than_a_segment() -> None:
+    _, step, call = gru()
+    with pytest.raises(
+        ValueError,
+        match=r"^rollout: memory_budget must hold \d+ bytes: a segment's graph, and what it starts from, got 100$",
+    ):
+        accumext.rollout(step, zeros(), 20, memory_budget=100, **call)
+
+
+@pytest.mark.parametrize("steps", [4, 5, 9])
+def test_few_steps_with_small_states_and_large_graphs(steps: int) -> None:
+    weight = torch.ones(50000, requires_grad=True)
+
+    def step(x: Tensor, _: None) -> tuple[Tensor, None]:
+        return (x * weight).exp().mean() - 1, None
+
+    call = {"loss": lambda x, t: x, "start": torch.zeros(())}
+    out = accumext.rollout(step, None, steps, reduction="sum", **call)
+    out.loss.backward()
+    assert out.loss == 0
+    torch.testing.assert_close(weight.grad, torch.ones_like(weight) * 0)
+
+
+def test_k1_alone_is_a_warning() -> None:
+    _, step, call = gru()
+    with pytest.warns(UserWarning, match="rollout: k1=2 has no effect without k2"):
+        accumext.rollout(step, zeros(), 3, k1=2, **call)
