@@ -234,6 +234,7 @@ def decode_loss(
             OP, memory_budget, shape=tokens.shape, words=len(model.head_weight),
             device=model.device.type, dtypes=model.dtypes, period=bounds.period,
             free_running=tokens.free_running, gradients_in_forward=in_forward,
+            pre_activation_bytes=model.pre_activation_bytes(tokens.steps * tokens.batch),
         )  # fmt: skip
         # Random numbers are drawn from here on: a call that fails a check draws none.
         transcript = Transcript(model, tokens, objective, bounds, plan)
@@ -345,6 +346,7 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
         OP, call["memory_budget"], shape=tokens.shape, words=len(weight),
         device=model.device.type, dtypes=model.dtypes, period=truncation.period,
         free_running=tokens.free_running, gradients_in_forward=in_forward,
+        pre_activation_bytes=model.pre_activation_bytes(tokens.steps * tokens.batch),
     )  # fmt: skip
     asked = Call(model, tokens, truncation, plan, call["return_outputs"])
     return predicted_peak(asked, call["cell"])

@@ -30,7 +30,7 @@ from accumext._torch_private import (
     unchanged,
 )
 from accumext.decoder._callable_steps import CallableSteps, segments
-from accumext.decoder._model import Model
+from accumext.decoder._model import PRE_ACTIVATIONS, Model
 from accumext.decoder._plan import Plan, backward_steps, keeps_graph
 from accumext.decoder._tokens import Tokens
 from accumext.recurrence import (
@@ -50,8 +50,9 @@ from accumext.recurrence import (
 INPUT_ROWS = {"cpu": 512, "cuda": 2048}
 
 # Units that the backward pass of torch's modules has per row: the products of the gates and the
-# numbers computed from them, then their gradients.
+# numbers computed from them, unless these are kept, then their gradients.
 BACKWARD_UNITS = {GRU: 10, LSTM: 8, RNN_TANH: 1, RNN_RELU: 1}
+GRADIENT_UNITS = {GRU: 6, LSTM: 4, RNN_TANH: 1, RNN_RELU: 1}
 
 # A cell that does not run without data is taken to be a GRU as torch builds it: tensors of [B, H]
 # that the graph of one step keeps, as measured; and its gates, where its weights are not known.
@@ -162,9 +163,11 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int]:
     masks = tokens.steps * tokens.batch * (between + around)
     longest = max(end - begin for begin, _, end in call.spans)
     steps = min(longest, backward_steps(device, tokens.batch))
-    row = BACKWARD_UNITS[rnn.kind] * rnn.units + width
+    keeps = call.plan.keeps_pre_activations
+    units = (GRADIENT_UNITS if keeps else BACKWARD_UNITS)[rnn.kind]
+    row = units * rnn.units + width
     if rnn.layers > 1:  # the layer above has left the gradient of its inputs
-        row = max(row, (BACKWARD_UNITS[rnn.kind] + 1) * rnn.units) + rnn.units
+        row = max(row, (units + 1) * rnn.units) + rnn.units
     elif truncation.k2 is not None and truncation.k1 != truncation.k2:
         # overlapping windows: d_out with zeros
         row += rnn.units
@@ -176,6 +179,7 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int]:
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
     transposed *= device != "cpu"  # whose kernels take a weight as it lies
     temporaries = steps * tokens.batch * row * size
+    masks += model.pre_activation_bytes(tokens.steps * tokens.batch) * keeps
     return states * size + masks, temporaries + gradients + casts + transposed
 
 
@@ -187,7 +191,10 @@ def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
         return 0
     steps = min(tokens.steps, max(1, rows // max(1, tokens.batch)))
     inputs = (model.table.weight.shape[1] + rnn.units) * model.dtypes.cell.itemsize
-    return steps * tokens.batch * (inputs + rnn.gates * rnn.units * size)
+    products = rnn.gates
+    if rnn.gates > 1 and model.device.type == "cpu":
+        products = 0 if call.plan.keeps_pre_activations else PRE_ACTIVATIONS
+    return steps * tokens.batch * (inputs + products * rnn.units * size)
 
 
 def segment_memory(call: Call, cell: Any) -> SegmentMemory:

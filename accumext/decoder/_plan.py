@@ -25,8 +25,9 @@ HEAD_ROWS = {"cpu": HeadRows(256, 32), "cuda": HeadRows(1024, 512)}
 # save little: the states between segments are T/16 of all states.
 SEGMENT = 16
 
-# Bytes of the graph of a callable cell that are kept rather than computed again: all of a small
-# decoder's, where steps take longer than their arithmetic. None where memory is bounded.
+# Bytes of the cell's graph that are kept rather than computed again, however small the workspace:
+# all of a small decoder's, where steps take longer than their arithmetic. Of a callable cell none
+# where memory is bounded.
 KEPT_GRAPH = 2**24
 
 # Rows of pre-activations that the backward pass of torch's modules forms at once: on a GPU so many
@@ -46,6 +47,9 @@ class Plan(NamedTuple):
     # upstream gradient is per token, and where they are added to a main gradient, which an
     # optimizer offers in the backward pass.
     gradients_in_forward: bool = True
+    # The forward pass leaves the pre-activations of torch's modules, which the backward pass would
+    # form again: where they are no larger than the workspace, or half of the caller's budget.
+    keeps_pre_activations: bool = False
 
     @staticmethod
     def of(
@@ -59,6 +63,7 @@ class Plan(NamedTuple):
         period: int | None,  # of a truncation
         free_running: bool,
         gradients_in_forward: bool,
+        pre_activation_bytes: int = 0,  # of a call whose forward pass may leave them
     ) -> Plan:
         """The sizes of a call of this shape, with its memory budget checked."""
         steps, batch = shape
@@ -72,11 +77,20 @@ class Plan(NamedTuple):
         # known rows of logits at once
         most = batch if free_running and gradients_in_forward else steps * batch
         wanted = HeadRows(wanted.workspace, min(most, wanted.logits))
-        plan = fill_budget(steps, batch, logit_bytes, exps_bytes, memory_budget, wanted)
+        keeps, budget = pre_activation_bytes > 0, memory_budget
+        if budget is not None:
+            keeps = keeps and logit_bytes <= budget - pre_activation_bytes >= budget // 2
+            budget -= pre_activation_bytes if keeps else 0
+        plan = fill_budget(steps, batch, logit_bytes, exps_bytes, budget, wanted)
+        if budget is None:
+            workspace = plan.rows * exps_bytes + plan.logit_rows * logit_bytes
+            keeps = keeps and pre_activation_bytes <= max(KEPT_GRAPH, workspace)
         segment = max(1, min(SEGMENT, steps, period or steps))
         bounded = memory_budget is not None
         pieces = backward_steps(device, batch)
-        return Plan(plan.rows, plan.logit_rows, segment, bounded, pieces, gradients_in_forward)
+        return Plan(
+            plan.rows, plan.logit_rows, segment, bounded, pieces, gradients_in_forward, keeps
+        )
 
 
 def fill_budget(

@@ -18,6 +18,7 @@ from torch import Tensor
 from accumext._checks import check_first_order
 from accumext._wgrad_fusion import destination
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
+from accumext.decoder._model import PRE_ACTIVATIONS
 from accumext.decoder._rnn_steps import NO_DROPOUT, NOTHING, RnnBuffers, StepsCall, draw_dropout
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._through_time import ThroughTime
@@ -51,7 +52,9 @@ class RnnDecode(torch.autograd.Function):
             needs_weight, needs_bias, *needs_cell = ctx.needs_input_grad[4:]
             needs = NeedsGrad(any(needs_cell), needs_weight, needs_bias)
         with torch.autocast(table.device.type, enabled=False):
-            buffers = rnn_buffers(transcript, rnn, state_and_weights[: rnn.state_parts])
+            parts = state_and_weights[: rnn.state_parts]
+            keeps = grad_enabled and plan.keeps_pre_activations
+            buffers = rnn_buffers(transcript, rnn, parts, keeps)
             head = FusedCrossEntropy(transcript.model, transcript.objective, plan, size, needs)
             _ForwardSteps(transcript, buffers, head).run()
             gradients = head.finish()
@@ -111,8 +114,11 @@ class RnnDecode(torch.autograd.Function):
             )
 
 
-def rnn_buffers(transcript: Transcript, rnn: RnnWeights, state: tuple[Tensor, ...]) -> RnnBuffers:
-    """The weights as the operators take them, space for every state, and dropout masks."""
+def rnn_buffers(
+    transcript: Transcript, rnn: RnnWeights, state: tuple[Tensor, ...], keeps: bool
+) -> RnnBuffers:
+    """The weights as the operators take them, space for every state and, where they are kept, for
+    pre-activations, and dropout masks."""
     model, tokens, source = transcript.model, transcript.tokens, transcript.source
     table = dense_rows(model.table.weight)
     inner = rnn.dropout if rnn.layers > 1 else 0.0
@@ -123,6 +129,10 @@ def rnn_buffers(transcript: Transcript, rnn: RnnWeights, state: tuple[Tensor, ..
             (inner, (rnn.layers - 1, tokens.batch, rnn.units)),
             (model.output_dropout, (tokens.batch, rnn.units)),
         )  # fmt: skip
+    pre = None
+    if keeps:
+        shape = (rnn.layers, tokens.steps, tokens.batch, PRE_ACTIVATIONS * rnn.units)
+        pre = state[0].new_empty(shape, dtype=model.dtypes.accumulation)
     steps = StepsCall(
         table=table, weights=operands(rnn, model.dtypes),
         states=states_from(rnn, state, tokens.steps, model.dtypes.accumulation), kind=rnn.kind,
@@ -130,7 +140,7 @@ def rnn_buffers(transcript: Transcript, rnn: RnnWeights, state: tuple[Tensor, ..
         pad=model.table.padding_token, eos=tokens.eos, active=transcript.active, between=between,
         of_inputs=of_inputs, of_outputs=of_outputs, teacher=source.teacher.contiguous(),
         teacher_mask=None if source.mask is None else source.mask.contiguous(),
-        uniforms=source.uniforms, temperature=source.temperature,
+        uniforms=source.uniforms, temperature=source.temperature, pre=pre,
     )  # fmt: skip
     outputs = steps.states[-rnn.state_parts][1:]
     return RnnBuffers(rnn, steps, outputs, tokens.resets, list(map(attrgetter("dtype"), state)))

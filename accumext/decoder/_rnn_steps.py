@@ -54,6 +54,7 @@ class StepsCall:
     uniforms: Tensor | None = None
     temperature: float = 1.0
     targets: Tensor | None = None
+    pre: Tensor | None = None
 
     def run(
         self, begin: int, end: int,
@@ -69,15 +70,15 @@ class StepsCall:
             *self.of_outputs, self.inputs, self.teacher, self.teacher_mask, self.active,
             -1 if self.eos is None else self.eos, self.pad, self.uniforms, self.temperature,
             head_weight, head_bias, self.targets, self.tokens, exps, stats, rows, logit_rows,
-            begin, end,
+            begin, end, self.pre,
         )  # fmt: skip
         return used
 
 
 @dataclass(frozen=True)
 class RnnBuffers:
-    """The arguments of every step, which the forward pass writes and the backward pass reads again:
-    no pre-activations. States have a row more than there are steps: before and after them."""
+    """The arguments of every step, which the forward pass writes and the backward pass reads again.
+    States have a row more than there are steps: before and after them."""
 
     rnn: RnnWeights
     steps: StepsCall

@@ -133,8 +133,10 @@ class ThroughTime:
         x = self._inputs(layer, span)
         weights = self._weights[4 * layer : 4 * layer + 4]
         before = h[:-1].flatten(0, 1)
-        pre = None
-        if rnn.gates > 1:
+        pre = self._buffers.steps.pre
+        if pre is not None:
+            pre = pre[layer, span]
+        elif rnn.gates > 1:
             pre = pre_activations(rnn.kind, x, before, weights).view(*d_out.shape[:2], -1)
         d_x = d_out.new_empty(*d_out.shape[:2], rnn.gates * rnn.units)
         d_h = torch.empty_like(d_x) if rnn.kind == GRU else None

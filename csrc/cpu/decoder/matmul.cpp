@@ -198,9 +198,9 @@ Tensor converted(const Tensor& tensor, Dtype dtype) {
   return torch::stable::to(tensor, types[static_cast<int>(dtype)]);
 }
 
-// sums = left right, of few columns, by the product that reads each row of the left operand once.
+// Of few columns, by the product that reads each row of the left operand once.
 template <typename T>
-void skinny_matmul(const Tensor& sums, const Tensor& left, const Tensor& right) {
+void skinny_matmul(const Tensor& sums, const Tensor& left, const Tensor& right, bool overwrite) {
   const int64_t count = right.size(1);
   const int64_t width = padded(count);
   const T* from = static_cast<const T*>(right.const_data_ptr());
@@ -215,7 +215,15 @@ void skinny_matmul(const Tensor& sums, const Tensor& left, const Tensor& right) 
   T* out = static_cast<T*>(sums.mutable_data_ptr());
   const int64_t stride = sums.stride(0);
   torch::stable::parallel_for(0, sums.size(0), kSpan, [&](int64_t begin, int64_t end) {
-    product.run(begin, end, out, stride);
+    if (overwrite) return product.run(begin, end, out, stride);
+    const Buffer<T> found(kSpan * count);
+    for (int64_t first = begin; first < end; first += kSpan) {
+      const int64_t last = std::min(first + kSpan, end);
+      product.run(first, last, found.get() - first * count, count);
+      for (int64_t r = first; r < last; ++r) {
+        for (int64_t i = 0; i < count; ++i) out[r * stride + i] += found[(r - first) * count + i];
+      }
+    }
   });
 }
 
@@ -223,8 +231,8 @@ template <typename T>
 void add_matmul(const Tensor& sums, Tensor left, Tensor right, bool overwrite) {
   const Dtype dtype = float_dtype(left);
   const bool few = right.size(1) <= kFewColumns && left.size(0) >= kManyRows;
-  if (few && overwrite && left.stride(1) == 1 && float_dtype(right) == kDtypeOf<T>) {
-    return skinny_matmul<T>(sums, left, right);
+  if (few && left.stride(1) == 1 && float_dtype(right) == kDtypeOf<T>) {
+    return skinny_matmul<T>(sums, left, right, overwrite);
   }
   const bool pairs = dtype == Dtype::kBFloat16 && paired_kernels() != nullptr;
   if (dtype != kDtypeOf<T> && !pairs) right = converted(right, dtype);
