@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext import _checks
-from accumext._checks import DrawWord, FeedbackWord, TokenReduction, explained
+from accumext._checks import DrawWord, FeedbackWord, TokenReduction, TruncationWord, explained
 from accumext._wgrad_fusion import may_fuse
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._memory import Call, predicted_peak
@@ -79,7 +78,7 @@ def decode_loss(
     teacher_forcing: float = 1.0,
     k1: int | None = None,
     k2: int | None = None,
-    truncation: _checks.Truncation = "fixed",
+    truncation: TruncationWord = "fixed",
     state_grad_clip: float | None = None,
     lengths: Tensor | Sequence[int] | None = None,  # [B]
     eos: int | None = None,
