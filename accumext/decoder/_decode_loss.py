@@ -231,8 +231,8 @@ def decode_loss(
         in_forward = reduction != "none" and not may_fuse(model.head_weight)
         plan = Plan.of(
             OP, memory_budget, shape=tokens.shape, words=len(model.head_weight),
-            device=model.device.type, dtypes=model.dtypes, period=bounds.period,
-            free_running=tokens.free_running, gradients_in_forward=in_forward,
+            device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
+            gradients_in_forward=in_forward,
         )  # fmt: skip
         # Random numbers are drawn from here on: a call that fails a check draws none.
         transcript = Transcript(model, tokens, objective, bounds, plan)
@@ -342,8 +342,8 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     in_forward = call["reduction"] != "none" and not may_fuse(weight)
     plan = Plan.of(
         OP, call["memory_budget"], shape=tokens.shape, words=len(weight),
-        device=model.device.type, dtypes=model.dtypes, period=truncation.period,
-        free_running=tokens.free_running, gradients_in_forward=in_forward,
+        device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
+        gradients_in_forward=in_forward,
     )  # fmt: skip
     asked = Call(model, tokens, truncation, plan, call["return_outputs"])
     return predicted_peak(asked, call["cell"])

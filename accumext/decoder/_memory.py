@@ -31,7 +31,7 @@ from accumext._torch_private import (
 )
 from accumext.decoder._callable_steps import CallableSteps, segments
 from accumext.decoder._model import Model
-from accumext.decoder._plan import Plan, backward_steps, keeps_graph
+from accumext.decoder._plan import SEGMENT, Plan, backward_steps, keeps_graph
 from accumext.decoder._tokens import Tokens
 from accumext.recurrence import (
     GRU,
@@ -78,7 +78,7 @@ class Call(NamedTuple):
         spans = self.spans
         if len(spans) > 1:
             return max(end - begin for begin, _, end in spans)
-        return self.plan.segment
+        return max(1, min(SEGMENT, self.tokens.steps, self.truncation.period or SEGMENT))
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _kept_steps(call: Call, graph: int, growth: int) -> int:
         return 0
     return sum(
         end - begin
-        for begin, end in segments(steps, call.plan.segment, 1)
+        for begin, end in segments(steps, call.truncation.period, 1)
         if begin == 0 or keeps_graph(steps - begin, graph, growth * (begin - 1))
     )
 

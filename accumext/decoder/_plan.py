@@ -39,7 +39,6 @@ class Plan(NamedTuple):
 
     rows: int  # of exponentials in the workspace: a multiple of B where a step fits
     logit_rows: int  # rows of logits at once
-    segment: int = SEGMENT  # steps of a callable cell's graph at once
     bounded: bool = False  # by the caller, so that no graph is kept
     backward_steps: int = 1  # of torch's modules at once in the backward pass
     # The forward pass forms the head's gradients. They wait for the backward pass where the
@@ -56,7 +55,6 @@ class Plan(NamedTuple):
         words: int,  # V
         device: str,
         dtypes: Dtypes,
-        period: int | None,  # of a truncation
         free_running: bool,
         gradients_in_forward: bool,
     ) -> Plan:
@@ -73,10 +71,9 @@ class Plan(NamedTuple):
         most = batch if free_running and gradients_in_forward else steps * batch
         wanted = HeadRows(wanted.workspace, min(most, wanted.logits))
         plan = fill_budget(steps, batch, logit_bytes, exps_bytes, memory_budget, wanted)
-        segment = max(1, min(SEGMENT, steps, period or steps))
         bounded = memory_budget is not None
         pieces = backward_steps(device, batch)
-        return Plan(plan.rows, plan.logit_rows, segment, bounded, pieces, gradients_in_forward)
+        return Plan(plan.rows, plan.logit_rows, bounded, pieces, gradients_in_forward)
 
 
 def fill_budget(

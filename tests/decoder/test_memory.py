@@ -19,7 +19,6 @@ from accumext.demo.memory import peak_memory
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 STEPS, BATCH, VOCABULARY = 6, 3, 13
-SEGMENT = _plan.SEGMENT
 ROWS = HeadRows(workspace=256, logits=16)
 steps = st.integers(0, 12)
 batches = st.integers(0, 40)
@@ -251,7 +250,7 @@ def test_a_budget_is_filled(steps: int, batch: int, logits: int, exps: int, budg
     rows = [n for n in range(1, steps * batch + 1) if logit_rows * logits + n * exps <= budget]
     whole = [n for n in rows if n % batch == 0]
     plan = fill_budget(steps, batch, logits, exps, budget, ROWS)
-    assert plan == Plan(max(whole or rows, default=1), logit_rows, SEGMENT)
+    assert plan == Plan(max(whole or rows, default=1), logit_rows)
     least = fill_budget(steps, batch, logits, exps, 0, ROWS)
     assert (least.rows, least.logit_rows) == (1, 1)
     if budget >= logits + exps:
@@ -271,7 +270,6 @@ def test_without_a_budget_there_are_enough_whole_steps(
     assert plan.rows < 2 * (enough + 1) + batch
     assert -(-rows // plan.rows) <= max(1, rows // enough)
     assert plan.logit_rows == ROWS.logits
-    assert plan.segment == SEGMENT
 
 
 @given(st.sampled_from(["cpu", "cuda", "meta"]), st.integers(0, 5000))
