@@ -19,7 +19,7 @@ from accumext._torch_private import base_of, leaves_since, next_node_number, wri
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._model import OP
 from accumext.decoder._operators import none_active
-from accumext.decoder._plan import keeps_graph
+from accumext.decoder._plan import SEGMENT, keeps_graph
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import (
     OPEN_GATE,
@@ -93,7 +93,8 @@ class CallableSteps:
         found, context = [], self.transcript.model.context
         measures = self.builds_graph and not plan.bounded
         graph = size = 0  # bytes of the first step's graph, and of the state after it
-        for begin, end in segments(steps, plan.segment, 1 if measures else 0):
+        period = self.transcript.truncation.period
+        for begin, end in segments(steps, period, 1 if measures else SEGMENT):
             given = (begin, begin, end, state, self.root, *context)
             if begin == 0 and measures:
                 with measured_graph(context) as sizes:
@@ -126,7 +127,7 @@ class CallableSteps:
             for first, following in pairwise(begins):
                 kept = map_tensors(torch.clone, last)  # a cell may write into its own later
                 starts[first] = (kept, rng_state(device) if draws else None)
-                for since, until in segments(following - first, transcript.plan.segment):
+                for since, until in segments(following - first):
                     begin, end = first + since, first + until
                     _, last = self._run_segment(begin, begin, end, last, *given)
         # with its graph: windows from step 0 reach the encoder
@@ -274,11 +275,15 @@ def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
         yield sizes
 
 
-def segments(steps: int, longest: int, first: int = 0) -> Iterator[tuple[int, int]]:
-    """[begin, end) over the steps, at most `longest` long; the first has `first` steps, if that is
-    given."""
-    begin = 0
+def segments(
+    steps: int, period: int | None = None, first: int = SEGMENT
+) -> Iterator[tuple[int, int]]:
+    """[begin, end) over the steps, SEGMENT long at most and the first `first`, with an end at every
+    multiple of `period`: no segment is in two windows."""
+    begin, longest = 0, first
     while begin < steps:
-        end = min(begin + (first if first and begin == 0 else longest), steps)
+        end = min(begin + longest, steps)
+        if period is not None:
+            end = min(end, begin - begin % period + period)
         yield begin, end
-        begin = end
+        begin, longest = end, SEGMENT

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext import _checks
-from accumext._checks import DrawWord, FeedbackWord, TokenReduction, explained
+from accumext._checks import DrawWord, FeedbackWord, TokenReduction, TruncationWord, explained
 from accumext._wgrad_fusion import may_fuse
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._memory import Call, predicted_peak
@@ -79,7 +78,7 @@ def decode_loss(
     teacher_forcing: float = 1.0,
     k1: int | None = None,
     k2: int | None = None,
-    truncation: _checks.Truncation = "fixed",
+    truncation: TruncationWord = "fixed",
     state_grad_clip: float | None = None,
     lengths: Tensor | Sequence[int] | None = None,  # [B]
     eos: int | None = None,
@@ -232,9 +231,9 @@ def decode_loss(
         in_forward = reduction != "none" and not may_fuse(model.head_weight)
         plan = Plan.of(
             OP, memory_budget, shape=tokens.shape, words=len(model.head_weight),
-            device=model.device.type, dtypes=model.dtypes, period=bounds.period,
-            free_running=tokens.free_running, gradients_in_forward=in_forward,
-            pre_activation_bytes=model.pre_activation_bytes(tokens.steps * tokens.batch),
+            device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
+            gradients_in_forward=in_forward,
+            rnn=model.rnn,
         )  # fmt: skip
         # Random numbers are drawn from here on: a call that fails a check draws none.
         transcript = Transcript(model, tokens, objective, bounds, plan)
@@ -344,9 +343,9 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     in_forward = call["reduction"] != "none" and not may_fuse(weight)
     plan = Plan.of(
         OP, call["memory_budget"], shape=tokens.shape, words=len(weight),
-        device=model.device.type, dtypes=model.dtypes, period=truncation.period,
-        free_running=tokens.free_running, gradients_in_forward=in_forward,
-        pre_activation_bytes=model.pre_activation_bytes(tokens.steps * tokens.batch),
+        device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
+        gradients_in_forward=in_forward,
+        rnn=model.rnn,
     )  # fmt: skip
     asked = Call(model, tokens, truncation, plan, call["return_outputs"])
     return predicted_peak(asked, call["cell"])

@@ -30,8 +30,8 @@ from accumext._torch_private import (
     unchanged,
 )
 from accumext.decoder._callable_steps import CallableSteps, segments
-from accumext.decoder._model import PRE_ACTIVATIONS, Model
-from accumext.decoder._plan import Plan, backward_steps, keeps_graph
+from accumext.decoder._model import Model
+from accumext.decoder._plan import PRE_ACTIVATIONS, SEGMENT, Plan, backward_steps, keeps_graph
 from accumext.decoder._tokens import Tokens
 from accumext.recurrence import (
     GRU,
@@ -79,7 +79,7 @@ class Call(NamedTuple):
         spans = self.spans
         if len(spans) > 1:
             return max(end - begin for begin, _, end in spans)
-        return self.plan.segment
+        return max(1, min(SEGMENT, self.tokens.steps, self.truncation.period or SEGMENT))
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int]:
     masks = tokens.steps * tokens.batch * (between + around)
     longest = max(end - begin for begin, _, end in call.spans)
     steps = min(longest, backward_steps(device, tokens.batch))
-    keeps = call.plan.keeps_pre_activations
-    units = (GRADIENT_UNITS if keeps else BACKWARD_UNITS)[rnn.kind]
+    kept = call.plan.pre_activation_bytes
+    units = (GRADIENT_UNITS if kept else BACKWARD_UNITS)[rnn.kind]
     row = units * rnn.units + width
     if rnn.layers > 1:  # the layer above has left the gradient of its inputs
         row = max(row, (units + 1) * rnn.units) + rnn.units
@@ -179,8 +179,7 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int]:
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
     transposed *= device != "cpu"  # whose kernels take a weight as it lies
     temporaries = steps * tokens.batch * row * size
-    masks += model.pre_activation_bytes(tokens.steps * tokens.batch) * keeps
-    return states * size + masks, temporaries + gradients + casts + transposed
+    return states * size + masks + kept, temporaries + gradients + casts + transposed
 
 
 def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
@@ -193,7 +192,7 @@ def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
     inputs = (model.table.weight.shape[1] + rnn.units) * model.dtypes.cell.itemsize
     products = rnn.gates
     if rnn.gates > 1 and model.device.type == "cpu":
-        products = 0 if call.plan.keeps_pre_activations else PRE_ACTIVATIONS
+        products = 0 if call.plan.pre_activation_bytes else PRE_ACTIVATIONS
     return steps * tokens.batch * (inputs + products * rnn.units * size)
 
 
@@ -237,7 +236,7 @@ def _kept_steps(call: Call, graph: int, growth: int) -> int:
         return 0
     return sum(
         end - begin
-        for begin, end in segments(steps, call.plan.segment, 1)
+        for begin, end in segments(steps, call.truncation.period, 1)
         if begin == 0 or keeps_graph(steps - begin, graph, growth * (begin - 1))
     )
 

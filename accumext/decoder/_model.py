@@ -42,8 +42,6 @@ from accumext.sharding import is_shard
 
 OP = "decode_loss"
 
-PRE_ACTIVATIONS = 4  # of a unit of a GRU or LSTM
-
 
 @dataclass(frozen=True)
 class Model:
@@ -108,13 +106,6 @@ class Model:
             table, given, rnn, weight, bias, device, tied, dtypes_of(weight), context, draws,
             *dropouts,
         )  # fmt: skip
-
-    def pre_activation_bytes(self, rows: int) -> int:
-        """Bytes of the pre-activations of so many rows; 0 where the operators hand out none."""
-        rnn = self.rnn
-        if rnn is None or rnn.gates == 1 or self.device.type != "cpu":
-            return 0
-        return rnn.layers * rows * PRE_ACTIVATIONS * rnn.units * self.dtypes.accumulation.itemsize
 
     def parameters(self) -> list[Tensor]:
         """The parameters that a call reads; of a callable's those that it is known to have."""

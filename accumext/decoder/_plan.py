@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from accumext._checks import fail_value, positive_int
-from accumext.recurrence import Dtypes
+from accumext.recurrence import Dtypes, RnnWeights
 
 
 class HeadRows(NamedTuple):
@@ -30,6 +30,8 @@ SEGMENT = 16
 # where memory is bounded.
 KEPT_GRAPH = 2**24
 
+PRE_ACTIVATIONS = 4  # of a unit of a GRU or LSTM
+
 # Rows of pre-activations that the backward pass of torch's modules forms at once: on a GPU so many
 # that products fill it and launches are few.
 CELL_ROWS = {"cpu": 256, "cuda": 2048}
@@ -40,16 +42,15 @@ class Plan(NamedTuple):
 
     rows: int  # of exponentials in the workspace: a multiple of B where a step fits
     logit_rows: int  # rows of logits at once
-    segment: int = SEGMENT  # steps of a callable cell's graph at once
     bounded: bool = False  # by the caller, so that no graph is kept
     backward_steps: int = 1  # of torch's modules at once in the backward pass
     # The forward pass forms the head's gradients. They wait for the backward pass where the
     # upstream gradient is per token, and where they are added to a main gradient, which an
     # optimizer offers in the backward pass.
     gradients_in_forward: bool = True
-    # The forward pass leaves the pre-activations of torch's modules, which the backward pass would
-    # form again: where they are no larger than the workspace, or half of the caller's budget.
-    keeps_pre_activations: bool = False
+    # Of pre-activations of torch's modules that the forward pass leaves, so that the backward pass
+    # need not form them again: where they are no larger than the workspace, or half of a budget.
+    pre_activation_bytes: int = 0
 
     @staticmethod
     def of(
@@ -60,10 +61,9 @@ class Plan(NamedTuple):
         words: int,  # V
         device: str,
         dtypes: Dtypes,
-        period: int | None,  # of a truncation
         free_running: bool,
         gradients_in_forward: bool,
-        pre_activation_bytes: int = 0,  # of a call whose forward pass may leave them
+        rnn: RnnWeights | None,  # None: the cell is called
     ) -> Plan:
         """The sizes of a call of this shape, with its memory budget checked."""
         steps, batch = shape
@@ -77,20 +77,19 @@ class Plan(NamedTuple):
         # known rows of logits at once
         most = batch if free_running and gradients_in_forward else steps * batch
         wanted = HeadRows(wanted.workspace, min(most, wanted.logits))
-        keeps, budget = pre_activation_bytes > 0, memory_budget
+        kept, budget = 0, memory_budget
+        if rnn is not None and rnn.gates > 1 and device == "cpu":
+            units = rnn.layers * PRE_ACTIVATIONS * rnn.units
+            kept = steps * batch * units * dtypes.accumulation.itemsize
         if budget is not None:
-            keeps = keeps and logit_bytes <= budget - pre_activation_bytes >= budget // 2
-            budget -= pre_activation_bytes if keeps else 0
+            kept = kept if logit_bytes <= budget - kept >= budget // 2 else 0
+            budget -= kept
         plan = fill_budget(steps, batch, logit_bytes, exps_bytes, budget, wanted)
-        if budget is None:
-            workspace = plan.rows * exps_bytes + plan.logit_rows * logit_bytes
-            keeps = keeps and pre_activation_bytes <= max(KEPT_GRAPH, workspace)
-        segment = max(1, min(SEGMENT, steps, period or steps))
-        bounded = memory_budget is not None
-        pieces = backward_steps(device, batch)
-        return Plan(
-            plan.rows, plan.logit_rows, segment, bounded, pieces, gradients_in_forward, keeps
-        )
+        workspace = plan.rows * exps_bytes + plan.logit_rows * logit_bytes
+        if budget is None and kept > max(KEPT_GRAPH, workspace):
+            kept = 0
+        bounded, pieces = memory_budget is not None, backward_steps(device, batch)
+        return Plan(plan.rows, plan.logit_rows, bounded, pieces, gradients_in_forward, kept)
 
 
 def fill_budget(

@@ -18,7 +18,7 @@ from torch import Tensor
 from accumext._checks import check_first_order
 from accumext._wgrad_fusion import destination
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
-from accumext.decoder._model import PRE_ACTIVATIONS
+from accumext.decoder._plan import PRE_ACTIVATIONS
 from accumext.decoder._rnn_steps import NO_DROPOUT, NOTHING, RnnBuffers, StepsCall, draw_dropout
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._through_time import ThroughTime
@@ -53,7 +53,7 @@ class RnnDecode(torch.autograd.Function):
             needs = NeedsGrad(any(needs_cell), needs_weight, needs_bias)
         with torch.autocast(table.device.type, enabled=False):
             parts = state_and_weights[: rnn.state_parts]
-            keeps = grad_enabled and plan.keeps_pre_activations
+            keeps = grad_enabled and plan.pre_activation_bytes > 0
             buffers = rnn_buffers(transcript, rnn, parts, keeps)
             head = FusedCrossEntropy(transcript.model, transcript.objective, plan, size, needs)
             _ForwardSteps(transcript, buffers, head).run()

@@ -104,29 +104,38 @@ class StateGradientGate:
         """The state before a step, detached where it is known to be cut off in every row."""
         if self.period is not None:
             return state if step == 0 or step % self.period else detach(state)
-        factors = self.factors
-        if factors is None or factors.shape[1] > 1 or factors.device.type != "cpu":
-            return state
-        return state if factors[step] else detach(state)
+        factor = self._factor(step)
+        return detach(state) if isinstance(factor, float) and factor == 0 else state
 
     def attach(self, step: int, state: State, batch_dim: int = 0) -> State:
         """The state before a step, whose gradient passes this gate row by row."""
-        if self.factors is None and self.clip is None:
+        factor = self._factor(step)
+        if factor is None and self.clip is None:
             return state
 
         def attach(leaf: Tensor) -> Tensor:
             view = leaf.view_as(leaf) if leaf.requires_grad else leaf
             if not view.requires_grad:
                 return leaf
-            shape = [-1 if dim == batch_dim else 1 for dim in range(leaf.dim())]
-            factor = None if self.factors is None else self.factors[step].view(shape)
-            view.register_hook(partial(self._pass, factor))
+            of_rows = factor
+            if isinstance(factor, Tensor):
+                of_rows = factor.view([-1 if d == batch_dim else 1 for d in range(leaf.dim())])
+            view.register_hook(partial(self._pass, of_rows))
             return view
 
         return map_tensors(attach, state)
 
-    def _pass(self, factor: Tensor | None, gradient: Tensor) -> Tensor:
-        if factor is not None:
+    def _factor(self, step: int) -> Tensor | float | None:
+        """The factor of a step: of each row, [B], or a number where the host knows the only row."""
+        if self.factors is None:
+            return None
+        one = self.factors.shape[1] == 1 and self.factors.device.type == "cpu"
+        return float(self.factors[step]) if one else self.factors[step]
+
+    def _pass(self, factor: Tensor | float | None, gradient: Tensor) -> Tensor:
+        if isinstance(factor, float):
+            gradient = gradient * factor
+        elif factor is not None:
             factor = factor.to(gradient.dtype)
             # A cut also stops infinities and NaN, which 0 as a factor would not.
             gradient = torch.where(factor == 0, 0, gradient * factor)

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accumext import _checks
 from accumext._checks import (
     REDUCTIONS,
     Reduction,
+    TruncationWord,
     explained,
     fail_type,
     fail_value,
@@ -70,7 +70,7 @@ def rollout(
     feed: Callable[[State, int], State] | None = None,
     k1: int | None = None,
     k2: int | None = None,
-    truncation: _checks.Truncation = "fixed",
+    truncation: TruncationWord = "fixed",
     checkpoint: int | None = None,
     memory_budget: int | None = None,
     reduction: Reduction = "mean",

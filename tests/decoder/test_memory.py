@@ -19,7 +19,6 @@ from accumext.demo.memory import peak_memory
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 STEPS, BATCH, VOCABULARY = 6, 3, 13
-SEGMENT = _plan.SEGMENT
 ROWS = HeadRows(workspace=256, logits=16)
 steps = st.integers(0, 12)
 batches = st.integers(0, 40)
@@ -180,18 +179,22 @@ def test_predicted_peak_with_dropout(dropout: float) -> None:
     assert predicted == pytest.approx(measured(parts, targets, feedback="greedy"), rel=PREDICTION)
 
 
+@pytest.mark.parametrize("kept", [False, True])
 def test_known_inputs_are_predicted_where_they_are_multiplied_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two layers: what they read and their gates, in whole steps, at least one, at most all."""
+    """Of two layers: what they read and, unless they are kept anyway, their gates, in whole steps,
+    at least one, at most all."""
     size, units, batch, steps = 8, 40, 16, 500
     parts = nn.Embedding(3, size), nn.GRU(size, units, 2), nn.Linear(units, 3)
+    budget = None if kept else 2**10
 
     def predicted(rows: int, feedback: str = "teacher", batch: int = batch) -> int:
         monkeypatch.setattr(_memory, "INPUT_ROWS", {"cpu": rows})
-        return accumext.decode_memory(*parts, (steps, batch), feedback=feedback)
+        options = {"feedback": feedback, "memory_budget": budget}
+        return accumext.decode_memory(*parts, (steps, batch), **options)
 
-    step = batch * (size + units + 4 * units) * 4
+    step = batch * (size + units + (0 if kept else 4 * units)) * 4
     assert predicted(6000) - predicted(4800) == 75 * step
     assert predicted(6015) == predicted(6000)
     assert predicted(10**6) == predicted(steps * batch) > predicted(steps * batch - batch)
@@ -252,7 +255,7 @@ def test_a_budget_is_filled(steps: int, batch: int, logits: int, exps: int, budg
     rows = [n for n in range(1, steps * batch + 1) if logit_rows * logits + n * exps <= budget]
     whole = [n for n in rows if n % batch == 0]
     plan = fill_budget(steps, batch, logits, exps, budget, ROWS)
-    assert plan == Plan(max(whole or rows, default=1), logit_rows, SEGMENT)
+    assert plan == Plan(max(whole or rows, default=1), logit_rows)
     least = fill_budget(steps, batch, logits, exps, 0, ROWS)
     assert (least.rows, least.logit_rows) == (1, 1)
     if budget >= logits + exps:
@@ -272,7 +275,6 @@ def test_without_a_budget_there_are_enough_whole_steps(
     assert plan.rows < 2 * (enough + 1) + batch
     assert -(-rows // plan.rows) <= max(1, rows // enough)
     assert plan.logit_rows == ROWS.logits
-    assert plan.segment == SEGMENT
 
 
 @given(st.sampled_from(["cpu", "cuda", "meta"]), st.integers(0, 5000))
