@@ -46,6 +46,8 @@ class DecodeOutput(NamedTuple):
         outputs: [T, B, H] of the cell, with a graph, 0 past a row's end; None unless
             `return_outputs` asks for it.
         extras: what a callable cell returned as third value, stacked over T; else None.
+        entropies: [T, B] of each counted token's distribution, detached, 0 elsewhere; None unless
+            `entropy_weight` asks for it.
     """
 
     loss: Tensor
@@ -56,12 +58,13 @@ class DecodeOutput(NamedTuple):
     lengths: Tensor
     outputs: Tensor | None = None
     extras: State = None
+    entropies: Tensor | None = None
 
     def __repr__(self) -> str:
         return with_shapes(self)
 
 
-_PER_TOKEN = ("loss", "tokens", "inputs", "token_losses", "outputs")
+_PER_TOKEN = ("loss", "tokens", "inputs", "token_losses", "outputs", "entropies")
 
 
 @explained
@@ -101,6 +104,10 @@ def decode_loss(
     resets: Tensor | None = None,  # bool [T, B]
     batch_dim: int | None = None,
     return_outputs: bool = False,
+    soft_targets: tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor] | None = None,
+    soft_weight: float = 1.0,
+    soft_temperature: float = 1.0,
+    entropy_weight: float = 0.0,
 ) -> DecodeOutput:
     """Run a decoder on its own predictions, or the targets, for a loss with exact gradients.
 
@@ -184,6 +191,16 @@ def decode_loss(
             layers.
         return_outputs: whether `out.outputs` has the outputs of the cell, before any dropout, and
             `out.extras` carry a graph as they do.
+        soft_targets: the distributions of a teacher, for distillation: probabilities [T, B, K] of
+            the tokens in indices, ints [T, B, K], or None for all words; or a frozen head (weight
+            [V, H'], bias [V] or None, hidden [T, B, H']), whose logits are formed a few rows at a
+            time. Probabilities are those at `soft_temperature`, and need not add up to 1.
+        soft_weight: the loss of a counted token is (1 - soft_weight) times its cross-entropy plus
+            soft_weight times `soft_temperature**2 * KL(teacher || model)`, both distributions at
+            that temperature.
+        soft_temperature: what logits are divided by for that distance (Hinton et al. 2015).
+        entropy_weight: minus this times the entropy of each counted token's distribution is added
+            to its loss; `out.entropies` has the entropies.
 
     Returns:
         A `DecodeOutput`. A call in which nothing counts has loss 0 and zero gradients. Ties of the
@@ -203,12 +220,14 @@ def decode_loss(
         >>> out.loss.backward()
 
     Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Bengio et al. 2015
-    (scheduled sampling); Rennie et al. 2017 (self-critical training); the derivation is in
-    docs/decoder.md.
+    (scheduled sampling); Rennie et al. 2017 (self-critical training); Hinton et al. 2015 (soft
+    targets); the derivation is in docs/decoder.md.
     """
     if batch_first:
         by_token = (targets, inputs, feedback, token_weight, resets)
         targets, inputs, feedback, token_weight, resets = map(_time_major, by_token)
+        if isinstance(soft_targets, (tuple, list)):
+            soft_targets = tuple(map(_soft_time_major, soft_targets))
     with gathered_once(OP, cell, read=(embedding, cell, head)) as gathered:
         model = Model.of(
             OP, embedding=embedding, cell=cell, head=head, context=context, batch_dim=batch_dim,
@@ -224,6 +243,8 @@ def decode_loss(
             OP, tokens.counted, tokens.targets, tokens.eos is not None, model.head_weight,
             label_smoothing=label_smoothing, z_loss=z_loss, class_weight=class_weight,
             reduction=reduction, num_items=num_items, token_weight=token_weight,
+            soft_targets=soft_targets, soft_weight=soft_weight, soft_temperature=soft_temperature,
+            entropy_weight=entropy_weight,
         )  # fmt: skip
         bounds = WHOLE
         if truncation != "fixed" or not k1 is k2 is state_grad_clip is None:
@@ -254,7 +275,7 @@ def decode_loss(
     # The backward pass reads the inputs again: the caller, who may write, gets a copy.
     out = DecodeOutput(
         found.loss, transcript.predicted, transcript.inputs.clone(), transcript.losses, found.state,
-        found.lengths, outputs, found.extras,
+        found.lengths, outputs, found.extras, transcript.entropies,
     )  # fmt: skip
     return _with_batch_first(out) if batch_first else out
 
@@ -262,6 +283,11 @@ def decode_loss(
 def _time_major(value: Any) -> Any:
     """An argument [B, T] as [T, B]."""
     return value.t() if isinstance(value, Tensor) and value.dim() == 2 else value
+
+
+def _soft_time_major(value: Any) -> Any:
+    """One of the soft targets, [B, T, K], as [T, B, K]; what a head has stays as it is."""
+    return value.transpose(0, 1) if isinstance(value, Tensor) and value.dim() == 3 else value
 
 
 def _with_batch_first(out: DecodeOutput) -> DecodeOutput:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from accumext.decoder import _operators
 from accumext.decoder._model import Model
-from accumext.decoder._objective import Objective
+from accumext.decoder._objective import NO_TEACHER, Objective
 from accumext.decoder._plan import Plan
 from accumext.recurrence import Dtypes
 
@@ -60,6 +60,14 @@ class HeadGradients:
         return None if self.bias is None or parameter is None else self.bias.to(parameter.dtype)
 
 
+class Found(NamedTuple):
+    """Results of rows of the head."""
+
+    tokens: Tensor  # int64 [M]
+    losses: Tensor  # [M], unscaled; 0 where not counted
+    entropies: Tensor | None = None  # [M], of a loss of whole distributions
+
+
 class _Rows(NamedTuple):
     """Rows whose exponentials are in the workspace."""
 
@@ -89,11 +97,16 @@ class FusedCrossEntropy:
         self.forms_gradients = needs is not None
         self.dtype = dtypes.accumulation
         self.weight, self.bias = rounded_head(weight, model.head_bias, dtypes)
-        self._smoothing, self._z_loss = objective.label_smoothing, objective.z_loss
+        self._objective, self._z_loss = objective, objective.z_loss
+        self.of_distributions = objective.of_distributions
+        # Shares of the cross-entropy and, of each word, of the smoothed one.
+        hard = 1 - objective.soft_weight
+        self._hard = hard * (1 - objective.label_smoothing)
+        self._uniform = hard * objective.label_smoothing / vocabulary
         self._class_weight = None
         if objective.class_weight is not None:
             self._class_weight = objective.class_weight.to(self.dtype)
-        if self._smoothing > 0:
+        if self._uniform > 0:
             self._colsum, self._bias_dot, self._weight_sum = self._smoothing_terms()
 
         new = weight.new_empty
@@ -136,11 +149,52 @@ class FusedCrossEntropy:
         upstream: Tensor | None = None,  # factor of the losses in the gradients, 0-dim or [M]
         uniforms: Tensor | None = None,  # fp64 [M], to sample with
         temperature: float = 1.0,  # of samples
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens [M] and losses [M] (unscaled, 0 where not counted) of further rows."""
+    ) -> Found:
+        """Put further rows through the head."""
         hidden = hidden.detach().to(self.dtype)
+        if not self.of_distributions:
+            return self._pass(hidden, targets, counted, index, upstream, uniforms, temperature)
+        if targets is None or uniforms is not None:
+            # Samples, or tokens that the losses are of: those of all rows come first.
+            tokens = self._pass(hidden, None, None, index, None, uniforms, temperature).tokens
+            known = tokens if targets is None else targets
+            return self.known(hidden, known, counted, index, upstream)._replace(tokens=tokens)
+        found = self.known(hidden, targets, counted, index, upstream)
+        if counted.device.type == "cpu":  # `known` has left out rows without a loss
+            rest = (~counted).nonzero().squeeze(1)
+            others = self._pass(hidden[rest], None, None, index[rest], None, None, 1.0)
+            found.tokens[rest] = others.tokens
+        return found
+
+    def known(
+        self, hidden: Tensor, targets: Tensor, counted: Tensor, index: Tensor,
+        upstream: Tensor | None,
+    ) -> Found:  # fmt: skip
+        """As `forward`, of a loss of whole distributions: tokens are those of counted rows alone.
+
+        Other rows cost nothing, but on a GPU, where the host would have to wait for their number.
+        """
+        if counted.device.type != "cpu":
+            return self._differentiate(hidden, targets, counted, index, upstream)
+        some = counted.nonzero().squeeze(1)
+        if upstream is not None and upstream.dim() > 0:
+            upstream = upstream[some]
+        part = self._differentiate(
+            hidden[some], targets[some], counted[some], index[some], upstream
+        )
+        tokens, (losses, entropies) = torch.zeros_like(index), hidden.new_zeros(2, len(index))
+        tokens[some], losses[some] = part.tokens, part.losses
+        if part.entropies is not None:
+            entropies[some] = part.entropies
+        return Found(tokens, losses, entropies)
+
+    def _pass(
+        self, hidden: Tensor, targets: Tensor | None, counted: Tensor | None, index: Tensor,
+        upstream: Tensor | None, uniforms: Tensor | None, temperature: float,
+    ) -> Found:  # fmt: skip
+        """As `forward`, of the cross-entropy; `counted` is None: of the tokens alone."""
         tokens = torch.empty_like(index)
-        losses = hidden.new_empty(len(hidden))
+        losses = hidden.new_zeros(len(hidden))
         for start in range(0, len(hidden), self.rows):
             piece = slice(start, start + self.rows)
             h = hidden[piece].contiguous()
@@ -149,13 +203,16 @@ class FusedCrossEntropy:
                 h, self.weight, self.bias,
                 None if targets is None else targets[piece].contiguous(),
                 None if uniforms is None else uniforms[piece].contiguous(), temperature,
-                self.workspace_slice(len(h)), self.logit_rows, tokens[piece], stats,
+                None if counted is None else self.workspace_slice(len(h)), self.logit_rows,
+                tokens[piece], stats,
             )  # fmt: skip
+            if counted is None:
+                continue
             factor = upstream if upstream is None or upstream.dim() == 0 else upstream[piece]
             known = (tokens if targets is None else targets)[piece]
             rows = known, counted[piece], index[piece]
             losses[piece] = self.add_rows(h, *rows, factor, stats)
-        return tokens, losses
+        return Found(tokens, losses)
 
     def add_rows(
         self,
@@ -169,28 +226,80 @@ class FusedCrossEntropy:
         """Losses [M] of rows whose exponentials are in `workspace_slice(M)`, from their stats."""
         peak, total, target_logit = stats
         lse = peak + total.log()
-        share = 1 - self._smoothing
-        hit = share if self._class_weight is None else share * self._class_weight[targets]
-        loss = hit * (lse - target_logit)
-        row = hit + 2 * self._z_loss * lse
-        if self._smoothing > 0:
-            uniform = self._smoothing / self.weight.shape[0]
-            rounded = hidden.to(self.weight.dtype).to(self.dtype)  # as for the logits
-            smooth = self._weight_sum * lse - (rounded @ self._colsum + self._bias_dot)
-            loss = loss + uniform * smooth
-            row = row + uniform * self._weight_sum
-        if self._z_loss > 0:
-            loss = loss + self._z_loss * lse.square()
+        hit = self._hit(targets)
+        loss = self._cross_entropy(hidden, hit, lse, target_logit)
         if self._exps is not None:
+            row = self._share(hit) + 2 * self._z_loss * lse
             factor = counted.to(self.dtype)
             if upstream is not None:
                 factor = torch.where(counted, upstream, 0)
             r = torch.where(counted, factor * row / total, 0)
             t = torch.where(counted, r * (target_logit - peak).exp() - factor * hit, 0)
-            q = factor * (self._smoothing / self.weight.shape[0])
-            self._pending.append(_Rows(index, hidden, targets, r, t, q))
-            self._filled += len(hidden)
+            self._keep(_Rows(index, hidden, targets, r, t, factor * self._uniform))
         return torch.where(counted, loss, 0)
+
+    def _differentiate(
+        self, hidden: Tensor, targets: Tensor, counted: Tensor, index: Tensor,
+        upstream: Tensor | None,
+    ) -> Found:  # fmt: skip
+        """Losses of whole distributions: in place of E the workspace has their gradient by the
+        logits, but for the terms in t and q, and r is the upstream factor."""
+        objective, temperature = self._objective, self._objective.soft_temperature
+        scale = objective.soft_weight * temperature
+        tokens = torch.empty_like(index)
+        losses, entropies = hidden.new_empty(2, len(hidden))
+        for start in range(0, len(hidden), self.rows):
+            piece = slice(start, start + self.rows)
+            h, y, at = hidden[piece].contiguous(), targets[piece].contiguous(), index[piece]
+            hit, stats = self._hit(y), h.new_empty(5, len(h))
+            teacher = NO_TEACHER if objective.soft is None else objective.soft.operands(at)
+            share = stats.new_zeros(len(h)) + self._share(hit)
+            _operators.head_objective(
+                h, self.weight, self.bias, y, share, self._z_loss, objective.entropy_weight,
+                scale, temperature, *teacher, self.workspace_slice(len(h)), self.logit_rows,
+                tokens[piece], stats,
+            )  # fmt: skip
+            lse, target_logit, entropy, divergence, at_target = stats
+            loss = self._cross_entropy(h, hit, lse, target_logit)
+            loss = loss + scale * temperature * divergence - objective.entropy_weight * entropy
+            counts = counted[piece]
+            if self._exps is not None:
+                r = counts.to(self.dtype)
+                if upstream is not None:
+                    factor = upstream if upstream.dim() == 0 else upstream[piece]
+                    r = torch.where(counts, factor, 0)
+                t = torch.where(counts, r * (at_target - hit), 0)
+                self._keep(_Rows(at, h, y, r, t, r * self._uniform))
+            losses[piece] = torch.where(counts, loss, 0)
+            entropies[piece] = torch.where(counts, entropy, 0)
+        return Found(tokens, losses, entropies)
+
+    def _hit(self, targets: Tensor) -> Tensor | float:
+        """s of the rows' targets."""
+        weights = self._class_weight
+        return self._hard if weights is None else self._hard * weights[targets]
+
+    def _share(self, hit: Tensor | float) -> Tensor | float:
+        """The factor of the logsumexp in the loss, without the z-loss."""
+        return hit + self._uniform * self._weight_sum if self._uniform > 0 else hit
+
+    def _cross_entropy(
+        self, hidden: Tensor, hit: Tensor | float, lse: Tensor, target_logit: Tensor
+    ) -> Tensor:
+        """L of rows."""
+        loss = hit * (lse - target_logit)
+        if self._uniform > 0:
+            rounded = hidden.to(self.weight.dtype).to(self.dtype)  # as for the logits
+            smooth = self._weight_sum * lse - (rounded @ self._colsum + self._bias_dot)
+            loss = loss + self._uniform * smooth
+        if self._z_loss > 0:
+            loss = loss + self._z_loss * lse.square()
+        return loss
+
+    def _keep(self, rows: _Rows) -> None:
+        """Count rows that are in the workspace."""
+        self._pending.append(rows)
+        self._filled += len(rows.hidden)
 
     def finish(self) -> HeadGradients | None:
         """The gradients of all rows; frees the workspace."""
@@ -202,12 +311,12 @@ class FusedCrossEntropy:
         if d_weight is not None and not self._weight_written:
             d_weight.zero_()
         weights, term = self._class_weight, self._smoothed_bias
-        if d_weight is not None and self._smoothing > 0:
+        if d_weight is not None and self._uniform > 0:
             if weights is None:
                 d_weight.sub_(self._smoothed)
             else:
                 d_weight.addr_(weights, self._smoothed, alpha=-1)
-        if d_bias is not None and self._smoothing > 0:
+        if d_bias is not None and self._uniform > 0:
             d_bias.sub_(term if weights is None else weights * term)
         return self._gradients
 
@@ -240,7 +349,7 @@ class FusedCrossEntropy:
         if len(gradients.hidden):
             d_hidden = self._product(exps.t(), self.weight).mul_(r[:, None])
             d_hidden.addcmul_(self.weight[y].to(self.dtype), t[:, None])
-            if self._smoothing > 0:
+            if self._uniform > 0:
                 d_hidden.addr_(q, self._colsum, alpha=-1)
             gradients.hidden[position] = d_hidden
         if gradients.weight is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
@@ -19,13 +20,44 @@ from accumext._checks import (
     one_of,
     same_device,
     type_name,
+    without_effect,
 )
 from accumext._scalars import as_tensor
+
+_SOFT = (
+    "be a pair (probabilities [T, B, K], indices [T, B, K] or None) or the head of a teacher, "
+    "(weight [V, H'], bias [V] or None, hidden [T, B, H'])"
+)
+
+
+@dataclass(frozen=True)
+class SoftTargets:
+    """The distributions of a teacher: probabilities of some tokens, or a head with its inputs."""
+
+    words: int  # V
+    probabilities: Tensor | None = None  # [T B, K]
+    indices: Tensor | None = None  # int64 [T B, K]; None: all words
+    hidden: Tensor | None = None  # [T B, H']
+    weight: Tensor | None = None  # [V, H']
+    bias: Tensor | None = None  # [V]
+
+    def operands(self, rows: Tensor) -> tuple[Tensor | None, ...]:
+        """The arguments of `head_objective` for these of all T B rows."""
+        if self.hidden is not None:
+            return None, None, self.hidden[rows], self.weight, self.bias
+        assert self.probabilities is not None
+        if self.indices is not None:
+            return self.probabilities[rows], self.indices[rows], None, None, None
+        indices = torch.arange(self.words, device=rows.device).repeat(len(rows), 1)
+        return self.probabilities[rows], indices, None, None, None
+
+
+NO_TEACHER: tuple[Tensor | None, ...] = (None,) * 5
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a token, as in `F.cross_entropy`, and its reduction."""
+    """The loss of a token, as in `F.cross_entropy` and of distributions, and its reduction."""
 
     label_smoothing: float
     z_loss: float
@@ -36,6 +68,11 @@ class Objective:
     # 1 / divisor of the loss, 0-dim. With eos, or weights of classes that are not known yet, it is
     # known only after the last step, and the gradients that are formed before then lack it.
     known_inverse_divisor: Tensor | None
+    soft: SoftTargets | None = None
+    soft_weight: float = 0.0  # of the distance to the teacher; the cross-entropy has the rest
+    soft_temperature: float = 1.0
+    entropy_weight: float = 0.0
+    of_distributions: bool = False  # more than a logsumexp and the logit of a target
 
     @staticmethod
     def of(
@@ -46,7 +83,8 @@ class Objective:
         head_weight: Tensor,  # [V, H]
         *,
         label_smoothing: Any, z_loss: Any, class_weight: Any, reduction: Any, num_items: Any,
-        token_weight: Any,
+        token_weight: Any, soft_targets: Any, soft_weight: Any, soft_temperature: Any,
+        entropy_weight: Any,
     ) -> Objective:  # fmt: skip
         """The arguments of these names, checked."""
         if num_items is not None:
@@ -68,9 +106,21 @@ class Objective:
         if not (ends or (targets is None and class_weight is not None)):
             dtype = torch.promote_types(head_weight.dtype, torch.float32)
             inverse = inverse_divisor(reduction, num_items, class_weight, counted, targets, dtype)
+        if entropy_weight.__class__ is not float or entropy_weight != 0:
+            entropy_weight = number(op, "entropy_weight", entropy_weight)
+        soft = None
+        if soft_targets is not None:
+            soft = _soft_targets(op, soft_targets, counted, head_weight)
+            soft_weight, soft_temperature = _soft_options(op, soft_weight, soft_temperature)
+        elif soft_weight != 1 or soft_temperature != 1:
+            others = "soft_targets are given"
+            without_effect(op, "soft_weight", soft_weight, (1.0,), others)
+            without_effect(op, "soft_temperature", soft_temperature, (1.0,), others)
         return Objective(
-            smoothing, z_loss, class_weight, reduction, num_items, token_weight, inverse
-        )
+            smoothing, z_loss, class_weight, reduction, num_items, token_weight, inverse, soft,
+            0.0 if soft is None else soft_weight, soft_temperature, entropy_weight,
+            soft is not None or entropy_weight != 0,
+        )  # fmt: skip
 
     def inverse_divisor(self, counted: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         """1 / the divisor of the sum, once all tokens are known."""
@@ -93,6 +143,94 @@ def inverse_divisor(
     else:
         divisor = counted.sum().to(dtype)
     return torch.where(divisor == 0, 0, divisor.reciprocal())
+
+
+def _soft_options(op: str, weight: Any, temperature: Any) -> tuple[float, float]:
+    """The arguments `soft_weight` and `soft_temperature`, checked."""
+    share = number(op, "soft_weight", weight, 0)
+    if share > 1:
+        fail_value(op, "soft_weight", "be at most 1", weight)
+    if not 0 < (scale := number(op, "soft_temperature", temperature)) < math.inf:
+        fail_value(op, "soft_temperature", "be greater than 0 and finite", temperature)
+    return share, scale
+
+
+def _soft_targets(op: str, given: Any, counted: Tensor, head_weight: Tensor) -> SoftTargets:
+    """The argument of this name, checked, with rows that count nowhere left as they are on a CPU,
+    where nobody reads them, and else with zeros."""
+    if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
+        fail_type(op, "soft_targets", _SOFT, type_name(given))
+    words, dtype = len(head_weight), torch.promote_types(head_weight.dtype, torch.float32)
+    if len(given) == 2:
+        probabilities, indices = given
+        probabilities = _per_token(op, 0, probabilities, FLOAT_DTYPES, counted, head_weight, dtype)
+        size = probabilities.shape[1]
+        if indices is None:
+            if size != words:
+                contract = f"have all {words} words where no indices are given"
+                fail_value(op, "soft_targets[0]", contract, f"{size} of them")
+        else:
+            indices = _per_token(op, 1, indices, (torch.int64,), counted, head_weight, torch.int64)
+            if indices.shape != probabilities.shape:
+                shape = [*counted.shape, size]
+                fail_value(op, "soft_targets[1]", f"have shape {shape}", list(given[1].shape))
+        if counted.device.type == "cpu":
+            _check_soft_values(op, probabilities, indices, counted.flatten(), words)
+        return SoftTargets(words, probabilities, indices)
+    weight, bias, hidden = given
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_DTYPES:
+        contract = "be a floating-point tensor [V, H']"
+        fail_type(op, "soft_targets[0]", contract, type_name(weight))
+    if weight.dim() != 2 or len(weight) != words:
+        fail_value(op, "soft_targets[0]", f"have shape [{words}, H']", list(weight.shape))
+    same_device(op, "soft_targets[0]", [weight], head_weight.device)
+    if bias is not None:
+        contract = "be a floating-point tensor [V] or None"
+        check_vector(op, "soft_targets[1]", bias, FLOAT_DTYPES, contract, words, head_weight.device)
+    hidden = _per_token(op, 2, hidden, FLOAT_DTYPES, counted, head_weight, dtype)
+    if hidden.shape[1] != weight.shape[1]:
+        contract = f"have the teacher's size, {weight.shape[1]}"
+        fail_value(op, "soft_targets[2]", contract, list(given[2].shape))
+    weight = weight.detach()
+    if (weight.dtype == torch.float64) != (dtype == torch.float64):
+        weight = weight.to(dtype)
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    bias = None if bias is None else bias.detach().to(dtype).contiguous()
+    return SoftTargets(words, hidden=hidden, weight=weight, bias=bias)
+
+
+def _per_token(
+    op: str, place: int, value: Any, dtypes: tuple[torch.dtype, ...], counted: Tensor,
+    head_weight: Tensor, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """One of the soft targets, [T, B, K] with any K, as [T B, K]."""
+    name, kind = f"soft_targets[{place}]", "an integer" if dtype == torch.int64 else "a float"
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        fail_type(op, name, f"be {kind} tensor [T, B, K]", type_name(value))
+    if value.dim() != 3 or value.shape[:2] != counted.shape:
+        contract = f"have shape [{counted.shape[0]}, {counted.shape[1]}, K]"
+        fail_value(op, name, contract, list(value.shape))
+    same_device(op, name, [value], head_weight.device)
+    value = value.detach().to(dtype)
+    if value.device.type != "cpu":
+        value = torch.where(counted[:, :, None], value, 0)
+    rows: Tensor = value.flatten(0, 1).contiguous()
+    return rows
+
+
+def _check_soft_values(
+    op: str, probabilities: Tensor, indices: Tensor | None, counted: Tensor, words: int
+) -> None:
+    """Raise for a negative probability, and for an index outside [0, V), of a row that counts."""
+    negative = (probabilities < 0).any(1) & counted
+    if negative.any():
+        least = float(probabilities[negative].min())
+        fail_value(op, "soft_targets[0]", "be at least 0", least)
+    if indices is None:
+        return
+    wrong = ((indices < 0) | (indices >= words)) & counted[:, None]
+    if wrong.any():
+        fail_value(op, "soft_targets[1]", f"be in [0, {words})", int(indices[wrong][0]))
 
 
 def _class_weight(op: str, value: Any, head_weight: Tensor) -> Tensor:

@@ -207,7 +207,9 @@ class _ForwardSteps:
         for span in [(begin, end)] if resets is None else resets.spans(begin, end):
             for first in range(*span, size):
                 last = min(first + size, span[1])
-                exps = head.workspace_slice((last - first) * batch)
+                exps = None
+                if not head.of_distributions:
+                    exps = head.workspace_slice((last - first) * batch)
                 with NOTHING if resets is None else buffers.reset_before(first, transcript.active):
                     used = buffers.steps.run(
                         first, last, head.weight, head.bias, head.logit_rows, stats, rows, exps

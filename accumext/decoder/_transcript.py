@@ -53,6 +53,7 @@ class Transcript:
         self.predicted = torch.full(shape, pad, device=device)  # int64
         self.inputs = torch.full(shape, pad, device=device)  # int64, the tokens that were fed
         self.losses = torch.zeros(shape, dtype=model.dtypes.accumulation, device=device)
+        self.entropies = None if objective.entropy_weight == 0 else torch.zeros_like(self.losses)
         # int64: the losses' targets, known as soon as the predictions, where those are meant
         self.targets = self.predicted if tokens.targets is None else tokens.targets
         self.active = tokens.within_length  # bool; None: every row at every step
@@ -84,7 +85,7 @@ class Transcript:
             hidden, index = hidden[active], index[active]
         local = index - first
         targets, uniforms = self.tokens.targets, self.source.uniforms
-        tokens, losses = head.forward(
+        found = head.forward(
             hidden,
             None if targets is None else targets[span].flatten()[local],
             self.counted(span).flatten()[local],
@@ -93,21 +94,28 @@ class Transcript:
             None if uniforms is None else uniforms[span].flatten()[local],
             self.source.temperature,
         )
-        self.predicted.view(-1)[index] = tokens
-        self.losses.view(-1)[index] = losses
+        self.predicted.view(-1)[index] = found.tokens
+        self.losses.view(-1)[index] = found.losses
+        if self.entropies is not None and found.entropies is not None:
+            self.entropies.view(-1)[index] = found.entropies
         if self.active is not None:
             self.predicted[span] = self.padded(span, self.predicted[span])
 
     def add_rows(
         self, head: FusedCrossEntropy, rows: Tensor, hidden: Tensor, stats: Tensor
     ) -> None:
-        """The losses of rows [M], of T B, that an operator has put through the head."""
+        """The losses of rows [M], of T B, of which an operator has found the tokens."""
         targets, counted = self.targets.flatten()[rows], self.tokens.counted
         if self.active is not None:
             counted = counted & self.active
         counted, upstream = counted.flatten()[rows], self.upstream(rows)
-        losses = head.add_rows(hidden, targets, counted, rows, upstream, stats)
-        self.losses.view(-1)[rows] = losses
+        if head.of_distributions:
+            found = head.known(hidden, targets, counted, rows, upstream)
+            self.losses.view(-1)[rows] = found.losses
+            if self.entropies is not None and found.entropies is not None:
+                self.entropies.view(-1)[rows] = found.entropies
+            return
+        self.losses.view(-1)[rows] = head.add_rows(hidden, targets, counted, rows, upstream, stats)
 
     def upstream(self, rows: Tensor) -> Tensor | None:
         """The factor of the losses of these rows [M], of T B, as far as is known now."""
