@@ -253,8 +253,7 @@ def decode_loss(
         plan = Plan.of(
             OP, memory_budget, shape=tokens.shape, words=len(model.head_weight),
             device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
-            gradients_in_forward=in_forward,
-            rnn=model.rnn,
+            gradients_in_forward=in_forward, rnn=model.rnn,
         )  # fmt: skip
         # Random numbers are drawn from here on: a call that fails a check draws none.
         transcript = Transcript(model, tokens, objective, bounds, plan)
@@ -351,18 +350,22 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
             return tensor
         return torch.zeros_like(tensor, device=device).requires_grad_(tensor.requires_grad)
 
-    for name in ("targets", "state", "inputs", "lengths", "feedback", "context"):
+    for name in (
+        "targets", "state", "inputs", "lengths", "feedback", "context", "soft_targets",
+    ):  # fmt: skip
         call[name] = map_tensors(on_device, call[name])
     if call["truncation"] == "random":  # the same memory, and nothing is drawn
         call["truncation"], call["k2"] = "fixed", None
     if call["batch_first"]:
         for name in ("targets", "inputs", "feedback", "token_weight", "resets"):
             call[name] = _time_major(call[name])
+        if call["soft_targets"] is not None:
+            call["soft_targets"] = tuple(map(_soft_time_major, call["soft_targets"]))
     model = Model.of(OP, has_data=False, **_named(Model.of, call))
     tokens = Tokens.of(model, **_named(Tokens.of, call))
     weight, ends = model.head_weight, tokens.eos is not None
     options = _named(Objective.of, call)
-    Objective.of(OP, tokens.counted, tokens.targets, ends, weight, **options)
+    objective = Objective.of(OP, tokens.counted, tokens.targets, ends, weight, **options)
     truncation = Truncation.of(
         OP, call["k1"], call["k2"], call["truncation"], call["state_grad_clip"]
     )
@@ -370,10 +373,9 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     plan = Plan.of(
         OP, call["memory_budget"], shape=tokens.shape, words=len(weight),
         device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
-        gradients_in_forward=in_forward,
-        rnn=model.rnn,
+        gradients_in_forward=in_forward, rnn=model.rnn,
     )  # fmt: skip
-    asked = Call(model, tokens, truncation, plan, call["return_outputs"])
+    asked = Call(model, tokens, objective, truncation, plan, call["return_outputs"])
     return predicted_peak(asked, call["cell"])
 
 

@@ -248,8 +248,11 @@ class FusedCrossEntropy:
         scale = objective.soft_weight * temperature
         tokens = torch.empty_like(index)
         losses, entropies = hidden.new_empty(2, len(hidden))
-        for start in range(0, len(hidden), self.rows):
-            piece = slice(start, start + self.rows)
+        # Of all words, no more probabilities are copied at once than there are logits.
+        all_words = objective.soft is not None and objective.soft.of_all_words
+        size = min(self.rows, self.logit_rows) if all_words else self.rows
+        for start in range(0, len(hidden), size):
+            piece = slice(start, start + size)
             h, y, at = hidden[piece].contiguous(), targets[piece].contiguous(), index[piece]
             hit, stats = self._hit(y), h.new_empty(5, len(h))
             teacher = NO_TEACHER if objective.soft is None else objective.soft.operands(at)

@@ -31,6 +31,7 @@ from accumext._torch_private import (
 )
 from accumext.decoder._callable_steps import CallableSteps, segments
 from accumext.decoder._model import Model
+from accumext.decoder._objective import Objective
 from accumext.decoder._plan import PRE_ACTIVATIONS, SEGMENT, Plan, backward_steps, keeps_graph
 from accumext.decoder._tokens import Tokens
 from accumext.recurrence import (
@@ -64,6 +65,7 @@ class Call(NamedTuple):
 
     model: Model
     tokens: Tokens
+    objective: Objective
     truncation: Truncation
     plan: Plan
     return_outputs: bool
@@ -116,7 +118,9 @@ def predicted_peak(call: Call, cell: Any) -> int:
     casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
     workspace = vocabulary * plan.rows * model.dtypes.exps.itemsize
     copies = 6 if segment is None else 4  # of outputs; a callable's own are read as they are
-    passing = vocabulary * plan.logit_rows * size + copies * plan.rows * hidden * size
+    soft = call.objective.soft  # beside the logits are a teacher's, or its probabilities
+    logits = 1 if soft is None or soft.indices is not None else 2
+    passing = logits * vocabulary * plan.logit_rows * size + copies * plan.rows * hidden * size
     token_buffers = count * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
     d_table = rows * width * (table.requires_grad and not model.tied)
     final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad

@@ -34,12 +34,16 @@ _SOFT = (
 class SoftTargets:
     """The distributions of a teacher: probabilities of some tokens, or a head with its inputs."""
 
-    words: int  # V
     probabilities: Tensor | None = None  # [T B, K]
     indices: Tensor | None = None  # int64 [T B, K]; None: all words
     hidden: Tensor | None = None  # [T B, H']
     weight: Tensor | None = None  # [V, H']
     bias: Tensor | None = None  # [V]
+
+    @property
+    def of_all_words(self) -> bool:
+        """True where there is a probability of every word."""
+        return self.probabilities is not None and self.indices is None
 
     def operands(self, rows: Tensor) -> tuple[Tensor | None, ...]:
         """The arguments of `head_objective` for these of all T B rows."""
@@ -48,8 +52,8 @@ class SoftTargets:
         assert self.probabilities is not None
         if self.indices is not None:
             return self.probabilities[rows], self.indices[rows], None, None, None
-        indices = torch.arange(self.words, device=rows.device).repeat(len(rows), 1)
-        return self.probabilities[rows], indices, None, None, None
+        words = torch.arange(self.probabilities.shape[1], device=rows.device)
+        return self.probabilities[rows], words.expand(len(rows), -1), None, None, None
 
 
 NO_TEACHER: tuple[Tensor | None, ...] = (None,) * 5
@@ -176,7 +180,7 @@ def _soft_targets(op: str, given: Any, counted: Tensor, head_weight: Tensor) -> 
                 fail_value(op, "soft_targets[1]", f"have shape {shape}", list(given[1].shape))
         if counted.device.type == "cpu":
             _check_soft_values(op, probabilities, indices, counted.flatten(), words)
-        return SoftTargets(words, probabilities, indices)
+        return SoftTargets(probabilities, indices)
     weight, bias, hidden = given
     if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_DTYPES:
         contract = "be a floating-point tensor [V, H']"
@@ -196,7 +200,7 @@ def _soft_targets(op: str, given: Any, counted: Tensor, head_weight: Tensor) -> 
         weight = weight.to(dtype)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = None if bias is None else bias.detach().to(dtype).contiguous()
-    return SoftTargets(words, hidden=hidden, weight=weight, bias=bias)
+    return SoftTargets(hidden=hidden, weight=weight, bias=bias)
 
 
 def _per_token(

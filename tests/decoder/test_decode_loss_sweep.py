@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from support.budget import examples
 from support.decode_oracle import CELLS, decode, make_decoder, relative_distance
 from support.decoding import BATCH, EXACT, VOCABULARY
+from support.objectives import SOFT, entropy, objective, soft_targets
 
 import accumext
 
 OPTIONS = (
     "lengths", "eos", "resets", "token_weight", "embedding_dropout", "output_dropout",
-    "class_weight", "label_smoothing", "z_loss",
+    "class_weight", "label_smoothing", "z_loss", "entropy_weight", *SOFT,
 )  # fmt: skip
 
 
@@ -26,6 +27,7 @@ def options_of(names: set[str], steps: int) -> dict[str, Any]:
         "output_dropout": 0.3,
         "label_smoothing": 0.2,
         "z_loss": 0.1,
+        "entropy_weight": 0.3,
     }
     call: dict[str, Any] = {name: floats[name] for name in names & floats.keys()}
     if "lengths" in names:
@@ -40,6 +42,9 @@ def options_of(names: set[str], steps: int) -> dict[str, Any]:
         call["class_weight"] = torch.rand(VOCABULARY, dtype=torch.float64)
     if "num_items" in names:
         call["num_items"] = 5
+    for kind in names & set(SOFT):
+        call["soft_targets"] = soft_targets(kind, steps, BATCH, VOCABULARY)
+        call["soft_weight"], call["soft_temperature"] = (1.0, 1.0) if steps % 2 else (0.4, 2.0)
     return call
 
 
@@ -95,6 +100,11 @@ def test_any_options(
         for name in ("resets", "token_weight", "feedback"):
             if isinstance(call.get(name), torch.Tensor):
                 laid_out[name] = call[name].t()
+        if "soft_targets" in call:
+            laid_out["soft_targets"] = tuple(
+                t.transpose(0, 1) if t is not None and t.dim() == 3 else t
+                for t in call["soft_targets"]
+            )
 
     torch.manual_seed(seed)
     out = accumext.decode_loss(
@@ -118,8 +128,9 @@ def test_any_options(
     torch.manual_seed(seed)
     wanted = tokens if own else targets
     losses, divisor, logits = decode(
-        decoder, wanted, inputs, live, windows=windows, outputs=seen, **criterion, **rates
-    )
+        decoder, wanted, inputs, live, windows=windows, outputs=seen, objective=objective(call),
+        **criterion, **rates,
+    )  # fmt: skip
     torch.testing.assert_close(token_losses, losses.detach(), rtol=1e-11, atol=EXACT)
     if "token_weight" in call:
         losses = losses * call["token_weight"]
@@ -131,6 +142,11 @@ def test_any_options(
     if feedback in ("teacher", "greedy"):
         assert torch.equal(tokens[live], logits.argmax(-1)[live])
     torch.testing.assert_close(outputs, torch.stack(seen[:steps]), rtol=EXACT, atol=EXACT)
+    if "entropy_weight" in call:
+        entropies = out.entropies.t() if batch_first else out.entropies
+        counted = live if own else live & (targets != -100)
+        expected_entropies = torch.where(counted, entropy(logits), 0)
+        torch.testing.assert_close(entropies, expected_entropies, rtol=EXACT, atol=EXACT)
 
     factors, probe = torch.rand_like(losses), torch.randn_like(outputs)
     if windows is not None:  # the plain windows give no graph of all outputs together

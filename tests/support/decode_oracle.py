@@ -92,6 +92,7 @@ def decode(
     embedding_dropout: float = 0.0,
     output_dropout: float = 0.0,
     outputs: list[Tensor] | None = None,  # gets those of the cell, [B, H] of each step
+    objective: Callable[[int, Tensor, Tensor], Tensor] | None = None,  # of `support.objectives`
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss [T, B] per token, their divisor under "mean", and logits [T, B, V]; TBPTT(k1, k2) under
     `windows`."""
@@ -117,6 +118,8 @@ def decode(
                 label_smoothing=label_smoothing,
                 reduction="none",
             )
+            if objective is not None:
+                loss = objective(t, z, loss)
             counted = live[t] & (targets[t] != ignore_index)
             losses.append((loss + z_loss * z.logsumexp(-1).square()) * counted)
             logits.append(z)

@@ -59,7 +59,8 @@ struct ObjectiveRows {
   double entropy_weight;
   double soft_scale;       // of the distance to the teacher, in units of the temperature
   const T* probabilities;  // [count, size] of the teacher's tokens; null: none
-  const int64_t* indices;  // [count, size]: which they are
+  const int64_t* indices;  // [count, size] with a stride: which they are
+  int64_t index_stride;
   int64_t size;
   int64_t* tokens;                                                 // [count]: the argmax
   T *lse, *target_logit, *entropy, *divergence, *target_gradient;  // [count]
@@ -209,7 +210,7 @@ class Head {
     for (int64_t k = 0; k < rows.size; ++k) {
       const double q = rows.probabilities[i * rows.size + k];
       if (q == 0.0) continue;
-      const int64_t v = rows.indices[i * rows.size + k];
+      const int64_t v = rows.indices[i * rows.index_stride + k];
       const double log_p = (logits.z[v * n + i] - peak) * inverse_temperature_ - log_tempered;
       mass += q;
       divergence += q * (std::log(q) - log_p);
@@ -236,7 +237,7 @@ class Head {
       });
     };
     for (int64_t k = 0; k < rows.size; ++k) {
-      const int64_t v = rows.indices[i * rows.size + k];
+      const int64_t v = rows.indices[i * rows.index_stride + k];
       T& gradient = logits.z[v * n + i];
       gradient -= scale * rows.probabilities[i * rows.size + k];
       put(v, gradient);

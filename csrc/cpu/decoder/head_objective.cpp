@@ -28,11 +28,20 @@ void head_objective(const Tensor& hidden, const Tensor& weight, const std::optio
   for (int64_t i = 0; i < count; ++i)
     require(0 <= integers(targets)[i] && integers(targets)[i] < words);
   int64_t size = 0;
+  int64_t index_stride = 0;  // 0: of all rows the same
+  const int64_t* index = nullptr;
   if (indices) {
-    size = indices->numel() / count;
-    require(probabilities->numel() == count * size && indices->numel() == count * size);
-    for (int64_t i = 0; i < count * size; ++i)
-      require(0 <= integers(*indices)[i] && integers(*indices)[i] < words);
+    require(indices->dim() == 2 && indices->size(0) == count);
+    require(property(aoti_torch_get_dtype, *indices) == aoti_torch_dtype_int64());
+    size = indices->size(1);
+    require(probabilities->numel() == count * size && (indices->stride(1) == 1 || size <= 1));
+    index_stride = indices->stride(0);
+    index = static_cast<const int64_t*>(indices->const_data_ptr());
+    for (int64_t i = 0; i < (index_stride == 0 ? 1 : count); ++i) {
+      for (int64_t k = 0; k < size; ++k) {
+        require(0 <= index[i * index_stride + k] && index[i * index_stride + k] < words);
+      }
+    }
   }
   const int64_t piece = std::min({logit_rows, kMaxLogitRows, count});
   Head<T> head(weight, elements<T>(bias), piece, temperature, workspace.dtype, workspace.stride);
@@ -47,7 +56,6 @@ void head_objective(const Tensor& hidden, const Tensor& weight, const std::optio
   }
   const T* share_of = elements<T>(share);
   const T* soft = elements<T>(probabilities);
-  const int64_t* soft_index = indices ? integers(*indices) : nullptr;
   T* stat = elements<T>(stats);
   for_each_piece<T>(hidden, piece, [&](int64_t first, int64_t rows, const T* student_columns) {
     if (columns) to_columns(*teacher_hidden, first, rows, columns->get());
@@ -60,7 +68,8 @@ void head_objective(const Tensor& hidden, const Tensor& weight, const std::optio
                         .entropy_weight = entropy_weight,
                         .soft_scale = soft_scale,
                         .probabilities = soft == nullptr ? nullptr : soft + first * size,
-                        .indices = soft_index == nullptr ? nullptr : soft_index + first * size,
+                        .indices = index == nullptr ? nullptr : index + first * index_stride,
+                        .index_stride = index_stride,
                         .size = size,
                         .tokens = integers(tokens) + first,
                         .lse = stat + first,
