@@ -214,15 +214,13 @@ void skinny_matmul(const Tensor& sums, const Tensor& left, const Tensor& right, 
   product.take(columns.get(), width, count);
   T* out = static_cast<T*>(sums.mutable_data_ptr());
   const int64_t stride = sums.stride(0);
+  std::optional<Buffer<T>> found;  // [rows, count], to add
+  if (!overwrite) found.emplace(sums.size(0) * count);
   torch::stable::parallel_for(0, sums.size(0), kSpan, [&](int64_t begin, int64_t end) {
-    if (overwrite) return product.run(begin, end, out, stride);
-    const Buffer<T> found(kSpan * count);
-    for (int64_t first = begin; first < end; first += kSpan) {
-      const int64_t last = std::min(first + kSpan, end);
-      product.run(first, last, found.get() - first * count, count);
-      for (int64_t r = first; r < last; ++r) {
-        for (int64_t i = 0; i < count; ++i) out[r * stride + i] += found[(r - first) * count + i];
-      }
+    if (!found) return product.run(begin, end, out, stride);
+    product.run(begin, end, found->get(), count);
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t i = 0; i < count; ++i) out[row * stride + i] += (*found)[row * count + i];
     }
   });
 }

@@ -14,6 +14,18 @@ hidden, first, series = torch.zeros(3, 12), torch.zeros(3, 2), torch.randn(256, 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+class Teacher(nn.Module):
+    def __init__(self, words):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(words, 8), nn.Linear(8, words)
+
+    def forward(self, tokens):
+        return self.embedding(tokens)
+
+
+teacher = Teacher(5_000)
+
+
 def advantage(tokens, lengths):
     return lengths.float() - lengths.float().mean()
 
