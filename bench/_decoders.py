@@ -193,7 +193,7 @@ def ways(device: torch.device, dtype: torch.dtype, batch: int) -> dict[str, Way]
     found[OURS] = ours
     if dtype != torch.float32:
         return {name: cast(way) for name, way in found.items()}
-    if device.type == "cpu" and torch.cpu._is_avx512_bf16_supported():
+    if device.type == "cpu":
         found[OURS_BF16] = cast(ours)
     return found
 

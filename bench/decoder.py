@@ -1,7 +1,8 @@
 """Training a decoder on its own greedy tokens: accumext beside the usual ways, PyTorch and peers.
 
     python bench/decoder.py [--json FILE] [--plot FILE] [--device cpu|cuda] [--cell gru|lstm|rnn]
-                            [--dtype float32|bfloat16] [--shape T,B,V,H]... [--full] [--quick]
+                            [--dtype float32|bfloat16] [--threads N] [--shape T,B,V,H]... [--full]
+                            [--quick]
 
 One run, everything side by side: _decoders.py says what each way does, _decoding.py how it is
 measured. A time is that of a whole call, forward and backward; on a GPU from the first kernel to
@@ -21,8 +22,9 @@ have it keep all:
 
     MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000 python bench/decoder.py
 
-bfloat16: float32 parameters under torch.autocast, for every contender. On a CPU that multiplies
-bfloat16, accumext under autocast is also timed beside the float32 contenders.
+bfloat16: float32 parameters under torch.autocast, for every contender. On a CPU accumext under
+autocast is also timed beside the float32 contenders. ATEN_CPU_CAPABILITY=avx2 in the environment is
+a CPU without AVX-512, for all of them.
 """
 
 from __future__ import annotations
@@ -103,6 +105,8 @@ DEFAULT = Patience(seconds=3.0, least=3, most=15, longest=30.0)
 CHOSEN = Patience(seconds=5.0, least=3, most=15, longest=120.0)  # shapes that were asked for
 QUICK = Patience(seconds=0.05, least=3, most=6, longest=60.0)
 
+FASTER_BF16 = [Faster(WIDE, OURS_BF16, PRODUCTS, 1 / 0.40), Faster(WIDE, OURS_BF16, OURS, 2.0)]
+
 FIGURES: dict[str, list[Faster | Smaller | Waits | Growth]] = {
     "cpu": [
         Faster(SMALL, OURS, PER_TOKEN, 8.0),
@@ -110,8 +114,7 @@ FIGURES: dict[str, list[Faster | Smaller | Waits | Growth]] = {
         Faster(WIDE, OURS, PER_TOKEN, 5.0),
         Faster(WIDE, OURS, PLAIN, 5.0),
         Faster(WIDE, OURS, PRODUCTS, 1 / 0.75),
-        Faster(WIDE, OURS_BF16, PRODUCTS, 1 / 0.40),
-        Faster(WIDE, OURS_BF16, OURS, 2.0),
+        *(FASTER_BF16 if torch.cpu._is_avx512_bf16_supported() else []),
         Faster(MANY, OURS, PER_TOKEN, 4.0),
         Faster(MANY, OURS, PLAIN, 5.5),
         Smaller(LONG, 10.0),
@@ -130,6 +133,8 @@ PROMISED = {"cpu": ("gru", torch.float32), "cuda": ("gru", torch.bfloat16)}  # o
 def main() -> int:
     args = arguments()
     device = torch.device(args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     facts = machine(device) | _head_peers.status()  # compiles what is to be compiled
     facts["bfloat16"] = "float32 parameters under torch.autocast"
     kept = (f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_"))
@@ -145,7 +150,8 @@ def main() -> int:
     paces: Paces = {}
     for case in cases(args):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
-            measured = processes.submit(measure, case, device, patience, paces)
+            threads = torch.get_num_threads()
+            measured = processes.submit(measure, case, device, patience, paces, threads)
             try:
                 result, paces = measured.result()
             except Exception as error:  # memory is short, or the process was killed
@@ -194,9 +200,10 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def measure(
-    case: Case, device: torch.device, patience: Patience, paces: Paces
+    case: Case, device: torch.device, patience: Patience, paces: Paces, threads: int
 ) -> tuple[Result, Paces]:
     """What a process of its own finds out."""
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     warm_up(device, case.cell, case.dtype)
     bench = Bench(device, clock(device, ahead=False), patience, paces)
@@ -229,6 +236,7 @@ def arguments() -> argparse.Namespace:
         choices=("float32", "bfloat16"),
         help="float32 on a CPU and bfloat16 on a GPU, as in the figures",
     )
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch; as many as it chooses")
     parser.add_argument(
         "--shape",
         type=_shape,

@@ -1,6 +1,7 @@
 """generate, rollout and teacher-forced decode_loss beside the loops that people write.
 
-    python bench/loops.py [--json FILE] [--device cpu|cuda] [--quick] [generate|rollout|teacher]...
+    python bench/loops.py [--json FILE] [--device cpu|cuda] [--threads N] [--quick]
+                          [generate|rollout|teacher|known]...
 
 In every repetition each way of a job runs twice, in rotated order, and its second run is timed: a
 program repeats one way, and the first run after another pays for the memory that this has left
@@ -15,6 +16,8 @@ was before it, with the gradients that it leaves.
 - teacher: two layers of nn.LSTM and nn.GRU on known tokens, beside the module with nn.Linear and
   cross_entropy, and with F.linear_cross_entropy, which has no logits of all steps either; and an
   nn.GRUCell in a function, beside the loop that calls it and the head step by step.
+- known: the same of nn.LSTM with one layer and with two at many sizes, minutes on a CPU: only where
+  it is asked for.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ class Job(NamedTuple):
     forget: Callable[[], None] = lambda: None  # before every run
     figures: Sequence[tuple[str, float]] = ()  # ours is so many times as fast as these, at least
     same: bool = True  # whether all compute the same
+    repetitions: int = 11
 
 
 class Result(NamedTuple):
@@ -166,7 +170,10 @@ def teacher_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
     words, batch, size, steps = (499, 4, 32, 8) if quick else (10_000, 20, 650, 35)
     embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
     tokens = torch.randint(words, (steps + 1, batch), device=device)
-    inputs, targets = tokens[:-1], tokens[1:]
+    for kind in (nn.LSTM, nn.GRU):
+        module = kind(size, size, 2).to(device)
+        name = f"teacher, nn.{kind.__name__}"
+        yield module_job(name, embedding, module, head, tokens)
 
     def ours(cell: Any, *modules: nn.Module, **options: Any) -> Sequence[Tensor]:
         out = accumext.decode_loss(
@@ -174,34 +181,10 @@ def teacher_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
         )
         return _differentiated(out.loss, *modules)
 
-    for kind in (nn.LSTM, nn.GRU):
-        module = kind(size, size, 2).to(device)
-        modules = embedding, module, head
-
-        def plain(module: Any = module, modules: Any = modules) -> Sequence[Tensor]:
-            logits = head(module(embedding(inputs))[0])
-            return _differentiated(
-                F.cross_entropy(logits.flatten(0, 1), targets.flatten()), *modules
-            )
-
-        def fused(module: Any = module, modules: Any = modules) -> Sequence[Tensor]:
-            hidden = module(embedding(inputs))[0].flatten(0, 1)
-            loss = F.linear_cross_entropy(
-                hidden, head.weight, targets.flatten(), linear_bias=head.bias
-            )
-            return _differentiated(loss, *modules)
-
-        ways = {"the module": plain, "with F.linear_cross_entropy": fused}
-        if not hasattr(F, "linear_cross_entropy"):
-            del ways["with F.linear_cross_entropy"]
-        figures = [(against, 1.0) for against in ways]
-        ways[OURS] = functools.partial(ours, module, *modules)
-        yield Job(f"teacher, nn.{kind.__name__}", ways, _forgetter(*modules), figures)
-
     size, words = (32, 499) if quick else (128, 1000)
     embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
     one_step = nn.GRUCell(size, size).to(device)
-    inputs, targets = inputs % words, targets % words
+    inputs, targets = tokens[:-1] % words, tokens[1:] % words
     zeros = torch.zeros(batch, size, device=device)
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,6 +201,55 @@ def teacher_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
     modules = embedding, one_step, head
     ways = {"the loop": loop, OURS: functools.partial(ours, cell, *modules, state=zeros)}
     yield Job("teacher, a function", ways, _forgetter(*modules), [("the loop", 1.0)])
+
+
+KNOWN = (  # steps, rows, embedding and state, vocabulary
+    (50, 16, 512, 8_000),
+    (50, 16, 512, 50_000),
+    (32, 32, 512, 50_000),
+    (50, 64, 512, 32_000),
+    (200, 16, 256, 50_000),
+    (64, 8, 256, 50_000),
+    (50, 1, 512, 50_000),
+    (20, 16, 64, 1_000),
+)
+
+
+def known_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
+    """Known tokens at many sizes."""
+    for steps, batch, size, words in ((6, 3, 16, 97),) if quick else KNOWN:
+        embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
+        tokens = torch.randint(words, (steps + 1, batch), device=device)
+        for layers in (1, 2):
+            name = f"known, {steps}, {batch}, {size}, {words}, {layers}"
+            job = module_job(name, embedding, nn.LSTM(size, size, layers).to(device), head, tokens)
+            yield job._replace(repetitions=5 if steps * batch * words > 10**6 else 101)
+
+
+def module_job(
+    name: str, embedding: nn.Module, module: nn.Module, head: nn.Linear, tokens: Tensor
+) -> Job:
+    """A recurrent module of torch on known tokens [T + 1, B]."""
+    modules, inputs, targets = (embedding, module, head), tokens[:-1], tokens[1:]
+
+    def ours() -> Sequence[Tensor]:
+        out = accumext.decode_loss(*modules, targets, start=inputs[0], feedback="teacher")
+        return _differentiated(out.loss, *modules)
+
+    def plain() -> Sequence[Tensor]:
+        logits = head(module(embedding(inputs))[0])
+        return _differentiated(F.cross_entropy(logits.flatten(0, 1), targets.flatten()), *modules)
+
+    def fused() -> Sequence[Tensor]:
+        hidden = module(embedding(inputs))[0].flatten(0, 1)
+        loss = F.linear_cross_entropy(hidden, head.weight, targets.flatten(), linear_bias=head.bias)
+        return _differentiated(loss, *modules)
+
+    ways: dict[str, Callable[[], Sequence[Tensor]]] = {"the module": plain}
+    if hasattr(F, "linear_cross_entropy"):
+        ways["with F.linear_cross_entropy"] = fused
+    figures = [(against, 1.0) for against in ways]
+    return Job(name, ways | {OURS: ours}, _forgetter(*modules), figures)
 
 
 def _differentiated(loss: Tensor, *modules: nn.Module) -> Sequence[Tensor]:
@@ -290,12 +322,18 @@ def rows_of(result: Result) -> list[dict[str, Any]]:
     return rows
 
 
-JOBS = {"generate": generate_jobs, "rollout": rollout_jobs, "teacher": teacher_jobs}
+JOBS = {
+    "generate": generate_jobs,
+    "rollout": rollout_jobs,
+    "teacher": teacher_jobs,
+    "known": known_jobs,
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("jobs", nargs="*", choices=[[], *JOBS], help="which; all if none is named")
+    parser.add_argument("jobs", nargs="*", choices=[[], *JOBS], help="which; else all but known")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch; as many as it chooses")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every sample, after every job")
     parser.add_argument(
         "--device",
@@ -306,13 +344,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions")
     args = parser.parse_args()
     device = torch.device(args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     facts, seconds_of = machine(device), clock(device, ahead=False)
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     jobs = []
-    for name in args.jobs or JOBS:
+    for name in args.jobs or [name for name in JOBS if name != "known"]:
         for job in JOBS[name](device, args.quick):
-            result = measure(job, device, seconds_of, 2 if args.quick else 11)
+            repetitions = 2 if args.quick else job.repetitions
+            result = measure(job, device, seconds_of, repetitions)
             print(table(result), flush=True)
             rows += rows_of(result)
             jobs.append(
