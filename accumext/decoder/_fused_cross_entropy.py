@@ -347,7 +347,9 @@ class FusedCrossEntropy:
         exps = self._exps[:, : self._filled]  # [V, M]
         pending, self._pending = self._pending, []
         self._filled = 0
-        position, h, y, r, t, q = map(torch.cat, zip(*pending))
+        position, h, y, r, t, q = pending[0]
+        if len(pending) > 1:
+            position, h, y, r, t, q = map(torch.cat, zip(*pending))
         gradients = self._gradients
         if len(gradients.hidden):
             d_hidden = self._product(exps.t(), self.weight).mul_(r[:, None])
@@ -361,11 +363,13 @@ class FusedCrossEntropy:
             _operators.add_matmul(gradients.weight, exps, h * r[:, None], overwrite)
             gradients.weight.index_add_(0, y, h * t[:, None])
             self._weight_written = True
-            self._smoothed += q @ h
+            if self._uniform > 0:
+                self._smoothed += q @ h
         if gradients.bias is not None:
             _operators.add_matmul(gradients.bias[:, None], exps, r[:, None], False)
             gradients.bias.index_add_(0, y, t)
-            self._smoothed_bias += q.sum()
+            if self._uniform > 0:
+                self._smoothed_bias += q.sum()
 
 
 def rounded_head(

@@ -32,7 +32,7 @@ from accumext._torch_private import (
 from accumext.decoder._callable_steps import CallableSteps, segments
 from accumext.decoder._model import Model
 from accumext.decoder._objective import Objective
-from accumext.decoder._plan import PRE_ACTIVATIONS, SEGMENT, Plan, backward_steps, keeps_graph
+from accumext.decoder._plan import PRE_ACTIVATIONS, SEGMENT, Plan, keeps_graph
 from accumext.decoder._tokens import Tokens
 from accumext.recurrence import (
     GRU,
@@ -166,7 +166,7 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int]:
     around += rnn.units * (model.output_dropout > 0)
     masks = tokens.steps * tokens.batch * (between + around)
     longest = max(end - begin for begin, _, end in call.spans)
-    steps = min(longest, backward_steps(device, tokens.batch))
+    steps = min(longest, call.plan.backward_steps)
     kept = call.plan.pre_activation_bytes
     units = (GRADIENT_UNITS if kept else BACKWARD_UNITS)[rnn.kind]
     row = units * rnn.units + width

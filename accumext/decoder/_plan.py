@@ -89,6 +89,8 @@ class Plan(NamedTuple):
         if budget is None and kept > max(KEPT_GRAPH, workspace):
             kept = 0
         bounded, pieces = memory_budget is not None, backward_steps(device, batch)
+        if kept > 0:  # of a step, half as much is formed
+            pieces *= 2
         return Plan(plan.rows, plan.logit_rows, bounded, pieces, gradients_in_forward, kept)
 
 

@@ -77,23 +77,22 @@ class Transcript:
 
     def predict(self, head: FusedCrossEntropy, begin: int, end: int, hidden: Tensor) -> None:
         """Put the outputs [(end - begin) B, H] of these steps through the head: tokens, losses."""
-        span, first = slice(begin, end), begin * self.tokens.batch
-        index = torch.arange(first, end * self.tokens.batch, device=hidden.device)
+        span, first, last = slice(begin, end), begin * self.tokens.batch, end * self.tokens.batch
+        index = torch.arange(first, last, device=hidden.device)
+        targets, uniforms = self.tokens.targets, self.source.uniforms
+        targets = None if targets is None else targets.view(-1)[first:last]
+        uniforms = None if uniforms is None else uniforms.view(-1)[first:last]
+        counted = self.counted(span).flatten()
         if self.active is not None and self.active.device.type == "cpu":
             # Only active rows. On a GPU the host would have to wait for their number.
             active = self.active[span].flatten().nonzero().squeeze(1)
-            hidden, index = hidden[active], index[active]
-        local = index - first
-        targets, uniforms = self.tokens.targets, self.source.uniforms
+            hidden, index, counted = hidden[active], index[active], counted[active]
+            targets = None if targets is None else targets[active]
+            uniforms = None if uniforms is None else uniforms[active]
         found = head.forward(
-            hidden,
-            None if targets is None else targets[span].flatten()[local],
-            self.counted(span).flatten()[local],
-            index,
-            self.upstream(index),
-            None if uniforms is None else uniforms[span].flatten()[local],
+            hidden, targets, counted, index, self.upstream(index), uniforms,
             self.source.temperature,
-        )
+        )  # fmt: skip
         self.predicted.view(-1)[index] = found.tokens
         self.losses.view(-1)[index] = found.losses
         if self.entropies is not None and found.entropies is not None:
