@@ -32,7 +32,7 @@ from accumext._torch_private import (
 from accumext.decoder._callable_steps import CallableSteps, segments
 from accumext.decoder._model import Model
 from accumext.decoder._objective import Objective
-from accumext.decoder._plan import PRE_ACTIVATIONS, SEGMENT, Plan, keeps_graph
+from accumext.decoder._plan import HANDED_OUT, PRE_ACTIVATIONS, SEGMENT, Plan, keeps_graph
 from accumext.decoder._tokens import Tokens
 from accumext.recurrence import (
     GRU,
@@ -195,7 +195,7 @@ def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
     steps = min(tokens.steps, max(1, rows // max(1, tokens.batch)))
     inputs = (model.table.weight.shape[1] + rnn.units) * model.dtypes.cell.itemsize
     products = rnn.gates
-    if rnn.gates > 1 and model.device.type == "cpu":
+    if rnn.gates > 1 and model.device.type in HANDED_OUT:
         products = 0 if call.plan.pre_activation_bytes else PRE_ACTIVATIONS
     return steps * tokens.batch * (inputs + products * rnn.units * size)
 

@@ -31,6 +31,7 @@ SEGMENT = 16
 KEPT_GRAPH = 2**24
 
 PRE_ACTIVATIONS = 4  # of a unit of a GRU or LSTM
+HANDED_OUT = ("cpu",)  # devices whose operators hand them out
 
 # Rows of pre-activations that the backward pass of torch's modules forms at once: on a GPU so many
 # that products fill it and launches are few.
@@ -78,7 +79,7 @@ class Plan(NamedTuple):
         most = batch if free_running and gradients_in_forward else steps * batch
         wanted = HeadRows(wanted.workspace, min(most, wanted.logits))
         kept, budget = 0, memory_budget
-        if rnn is not None and rnn.gates > 1 and device == "cpu":
+        if rnn is not None and rnn.gates > 1 and device in HANDED_OUT:
             units = rnn.layers * PRE_ACTIVATIONS * rnn.units
             kept = steps * batch * units * dtypes.accumulation.itemsize
         if budget is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import accumext  # noqa: F401  (defines the operators)
+from accumext.decoder import _plan
 from host_cuda.launchers import LIBRARY, NOT_COOPERATIVE
 
 _PATH = os.environ[LIBRARY]
@@ -26,6 +27,7 @@ def _mm_dtype_out(self: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, out: Te
 
 _ATEN.impl("mm.dtype_out", _mm_dtype_out, "CPU")
 torch.ops.load_library(_PATH)
+_plan.HANDED_OUT = ()  # launchers hand out no pre-activations
 _library = ctypes.CDLL(_PATH)
 
 
