@@ -125,7 +125,7 @@ def _accept_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     They are the largest logits, or samples, of the hidden states that were found. To be those of
     plain PyTorch is too much to ask, where sums in another order decide.
     """
-    tokens, live, uniforms = ours["tokens"], ours.get("live"), ours["uniforms"]
+    tokens, active, uniforms = ours["tokens"], ours.get("active"), ours["uniforms"]
     if steps := "states" in ours:
         hidden = ours["states"][-_STATES[ours["kind"]]][1:]
         if ours["output_mask"] is not None:
@@ -142,27 +142,27 @@ def _accept_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         p, threshold = (z / ours["temperature"]).softmax(-1), uniforms[..., None]
         reached = p.cumsum(-1).gather(-1, chosen)
         error = torch.maximum(threshold - reached, reached - p.gather(-1, chosen) - threshold)
-    error = error if live is None else error[live]
+    error = error if active is None else error[active]
     _require(bool((error < _TOKEN_TOLERANCE).all()), "a token is not the one that the logits say")
     shared = {"targets": tokens.clone() if ours["targets"] is None else ours["targets"]}
     if steps:
-        _check_feedback(ours, theirs["live"])
+        _check_feedback(ours, theirs["active"])
         shared |= {"teacher": ours["inputs"].clone(), "teacher_mask": None, "eos": -1}
     for call in (ours, theirs):
         call.update(shared, tokens=theirs["tokens"])
 
 
-def _check_feedback(call: dict[str, Any], live: Tensor | None) -> None:
-    """The rule by which steps are fed, and rows end; `live`, as it was before, becomes what it is
+def _check_feedback(call: dict[str, Any], active: Tensor | None) -> None:
+    """The rule by which steps are fed, and rows end; `active`, as it was before, becomes what it is
     to be after."""
     fed = call["tokens"][:-1]
     if call["teacher"] is not None:
         fed = torch.where(call["teacher_mask"][1:], call["teacher"][1:], fed)
-    if live is not None:
-        for before, after, token in zip(live, live[1:], call["tokens"]):
+    if active is not None:
+        for before, after, token in zip(active, active[1:], call["tokens"]):
             after &= before & (token != call["eos"])
-        _require(torch.equal(call["live"], live), "other rows have ended")
-        fed = torch.where(live[1:], fed, call["pad"])
+        _require(torch.equal(call["active"], active), "other rows have ended")
+        fed = torch.where(active[1:], fed, call["pad"])
     _require(torch.equal(call["inputs"][1:], fed), "other tokens were fed")
 
 
@@ -274,7 +274,7 @@ def _greedy(operand: torch.dtype, kind: int, layers: int, batch: int) -> dict[st
         torch.randn(_STEPS + 1, batch, _UNITS, dtype=sums) for _ in range(layers * _STATES[kind])
     ]
     head = _head(operand, _STEPS * batch, sampled=False)
-    absent = ("dropout_mask", "input_mask", "output_mask", "teacher", "teacher_mask", "live")
+    absent = ("dropout_mask", "input_mask", "output_mask", "teacher", "teacher_mask", "active")
     return dict.fromkeys(absent) | {
         "table": torch.randn(_WORDS, _WIDTH, dtype=sums),
         "cell": cell, "states": states, "kind": kind,
@@ -296,7 +296,7 @@ def _mixed(operand: torch.dtype, kind: int, layers: int, batch: int) -> dict[str
     return call | {
         "dropout_mask": torch.rand(_STEPS, layers - 1, batch, _UNITS) < 0.5, "dropout_scale": 2.0,
         "teacher": torch.randint(_WORDS, shape), "teacher_mask": torch.rand(shape) < 0.5,
-        "live": torch.arange(_STEPS)[:, None] < torch.randint(1, _STEPS + 1, [batch]),
+        "active": torch.arange(_STEPS)[:, None] < torch.randint(1, _STEPS + 1, [batch]),
         "eos": _EOS, "uniforms": torch.rand(shape, dtype=torch.float64), "temperature": 0.7,
         "targets": torch.randint(_WORDS, shape),
     }  # fmt: skip
@@ -315,7 +315,7 @@ def _backward(operand: torch.dtype, kind: int, batch: int) -> dict[str, Any]:
         "pre": draw(_STEPS, batch, 4 * _UNITS) if _GATES[kind] > 1 else None,
         "h": draw(_STEPS + 1, batch, _UNITS),
         "c": draw(_STEPS + 1, batch, _UNITS) if lstm else None,
-        "live": torch.rand(_STEPS, batch) < 0.8,
+        "active": torch.rand(_STEPS, batch) < 0.8,
         "gate": torch.rand(_STEPS, batch, dtype=sums),
         "limit": torch.tensor(0.5, dtype=sums),
         "weight": _weight(operand, _UNITS, gates),

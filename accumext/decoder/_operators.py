@@ -295,7 +295,7 @@ decode_steps = define_operator(
     "Tensor(b!) inputs, "  # int64 [T, B]
     "Tensor? teacher, "  # int64 [T, B]: fed where `teacher_mask`, everywhere if that is None
     "Tensor? teacher_mask, "  # bool [T, B]
-    "Tensor(c!)? live, "  # bool [T, B]: the other rows keep their state and see no head
+    "Tensor(c!)? active, "  # bool [T, B]: the other rows keep their state and see no head
     "int eos, "  # ends a row; -1: nothing does
     "int pad, "  # read by inactive rows
     "Tensor? uniforms, float temperature, "  # fp64 [T, B]
@@ -411,7 +411,7 @@ rnn_backward = define_operator(
     "Tensor? pre, "  # [q, B, 4 H], as decode_steps writes them; not of a plain RNN
     "Tensor h, "  # [q + 1, B, H]
     "Tensor? c, "  # [q + 1, B, H] of an LSTM
-    "Tensor? live, "  # bool [q, B]
+    "Tensor? active, "  # bool [q, B]
     "Tensor? gate, "  # [q, B]: factor of what goes on to the state before the step
     "Tensor? limit, "  # 0-dim: largest magnitude of that
     "Tensor weight, "  # [H, gates H]: weight_hh, transposed; d_h is rounded to its dtype

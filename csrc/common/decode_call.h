@@ -25,7 +25,7 @@ struct DecodeCall {
   Tensor inputs;                       // int64 [T, B]
   std::optional<Tensor> teacher;       // int64 [T, B]
   std::optional<Tensor> teacher_mask;  // bool [T, B]
-  std::optional<Tensor> live;          // bool [T, B]
+  std::optional<Tensor> active;        // bool [T, B]
   int64_t eos;
   int64_t pad;
   std::optional<Tensor> uniforms;  // double [T, B]
@@ -50,7 +50,7 @@ int64_t decode_steps(Tensor table, TensorList cell, TensorList states, int64_t k
                      std::optional<Tensor> input_mask, double input_scale,
                      std::optional<Tensor> output_mask, double output_scale, Tensor inputs,
                      std::optional<Tensor> teacher, std::optional<Tensor> teacher_mask,
-                     std::optional<Tensor> live, int64_t eos, int64_t pad,
+                     std::optional<Tensor> active, int64_t eos, int64_t pad,
                      std::optional<Tensor> uniforms, double temperature, Tensor head_weight,
                      std::optional<Tensor> head_bias, std::optional<Tensor> targets, Tensor tokens,
                      std::optional<Tensor> exps, std::optional<Tensor> stats,
@@ -69,7 +69,7 @@ int64_t decode_steps(Tensor table, TensorList cell, TensorList states, int64_t k
                         inputs,
                         teacher,
                         teacher_mask,
-                        live,
+                        active,
                         eos,
                         pad,
                         uniforms,

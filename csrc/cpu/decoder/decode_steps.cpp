@@ -21,12 +21,12 @@ class Decoding {
         batch_(call.inputs.size(1)),
         width_(padded(batch_)),
         inputs_(integers(call.inputs)),
-        live_(call.live ? booleans(*call.live) : nullptr),
+        active_(call.active ? booleans(*call.active) : nullptr),
         x_(call.table.size(1) * width_) {
     require(0 <= begin_ && begin_ < end_ && end_ <= steps_ && batch_ > 0);
     const size_t parts = call.kind == CellKind::kLstm ? 2 : 1;
     require(call.cell.size() % 4 == 0 && call.cell.size() * parts == call.states.size() * 4);
-    require(!call.live || call.live->numel() == steps_ * batch_);
+    require(!call.active || call.active->numel() == steps_ * batch_);
     for (size_t i = 0; i < call.cell.size(); i += 4) {
       layers_.emplace_back(call.kind, call.cell[i], call.cell[i + 1], call.cell[i + 2],
                            call.cell[i + 3], batch_);
@@ -90,7 +90,7 @@ class Decoding {
       }
       embed(step);
       for (size_t l = 0; l < layers_.size(); ++l) {
-        layers_[l].step(l == 0 ? x_.get() : between(step, l), live_at(step), state(l, step + 1),
+        layers_[l].step(l == 0 ? x_.get() : between(step, l), active_at(step), state(l, step + 1),
                         memory(l, step + 1), pre_activations(l, step));
       }
       if (!head) continue;
@@ -118,14 +118,14 @@ class Decoding {
     return elements<T>(*call_.pre) + at * batch_ * kPreActivations * layers_[layer].units();
   }
 
-  const bool* live_at(int64_t step) const {
-    return live_ == nullptr ? nullptr : live_ + step * batch_;
+  const bool* active_at(int64_t step) const {
+    return active_ == nullptr ? nullptr : active_ + step * batch_;
   }
 
-  // Whether no row is live from this step on.
+  // Whether no row is active from this step on.
   bool all_ended(int64_t step) const {
-    const bool* live = live_at(step);
-    return live != nullptr && std::none_of(live, live + batch_, [](bool b) { return b; });
+    const bool* active = active_at(step);
+    return active != nullptr && std::none_of(active, active + batch_, [](bool b) { return b; });
   }
 
   // Each step chooses the next one's input, unless it is the last of all.
@@ -205,7 +205,7 @@ class Decoding {
     require(!call_.uniforms || call_.uniforms->numel() == steps_ * batch_);
     require(!call_.teacher_mask || call_.teacher_mask->numel() == steps_ * batch_);
     require(!call_.teacher || call_.teacher->numel() == steps_ * batch_);
-    require(call_.eos < 0 || call_.live);
+    require(call_.eos < 0 || call_.active);
     if (!call_.targets) return;
     const int64_t* targets = integers(*call_.targets);
     for (int64_t i = begin_ * batch_; i < end_ * batch_; ++i) {
@@ -213,12 +213,12 @@ class Decoding {
     }
   }
 
-  // The step's live rows through the head; how many there are.
+  // The step's active rows through the head; how many there are.
   int64_t predict(int64_t step, int64_t used, Head<T>& head, const Workspace& workspace) {
-    const bool* live = live_at(step);
-    std::vector<int64_t> named;  // the live rows, where some are not
+    const bool* active = active_at(step);
+    std::vector<int64_t> named;  // the active rows, where some are not
     for (int64_t b = 0; b < batch_; ++b) {
-      if (live == nullptr || live[b]) named.push_back(b);
+      if (active == nullptr || active[b]) named.push_back(b);
     }
     const auto count = static_cast<int64_t>(named.size());
     const bool all = count == batch_ && count <= head.logit_rows();
@@ -259,8 +259,8 @@ class Decoding {
     const int64_t next = (step + 1) * batch_;
     if (call_.eos >= 0) {
       for (int64_t b = 0; b < batch_; ++b) {
-        if (!live_[step * batch_ + b] || tokens[b] != call_.eos) continue;
-        for (int64_t later = step + 1; later < steps_; ++later) live_[later * batch_ + b] = false;
+        if (!active_[step * batch_ + b] || tokens[b] != call_.eos) continue;
+        for (int64_t later = step + 1; later < steps_; ++later) active_[later * batch_ + b] = false;
       }
     }
     const bool* mask = call_.teacher_mask ? booleans(*call_.teacher_mask) + next : nullptr;
@@ -268,7 +268,7 @@ class Decoding {
     for (int64_t b = 0; b < batch_; ++b) {
       const bool use_teacher = teacher != nullptr && (mask == nullptr || mask[b]);
       const int64_t token = use_teacher ? teacher[b] : tokens[b];
-      inputs_[next + b] = live_ == nullptr || live_[next + b] ? token : call_.pad;
+      inputs_[next + b] = active_ == nullptr || active_[next + b] ? token : call_.pad;
     }
   }
 
@@ -276,7 +276,7 @@ class Decoding {
   int64_t begin_, end_, steps_, batch_;
   int64_t width_;  // padded(batch)
   int64_t* inputs_;
-  bool* live_;
+  bool* active_;
   const bool* dropout_mask_ = nullptr;
   const bool* input_mask_ = nullptr;
   const bool* output_mask_ = nullptr;

@@ -30,7 +30,7 @@ class KnownSteps {
         width_(gate_count(call.kind) * units_),
         pre_width_(gate_count(call.kind) > 1 ? kPreActivations * units_ : units_),
         parts_(call.kind == CellKind::kLstm ? 2 : 1),
-        live_(call.live ? booleans(*call.live) : nullptr),
+        active_(call.active ? booleans(*call.active) : nullptr),
         from_h_(batch_ * width_),
         row_grain_(std::max<int64_t>(1, kGateGrain / width_)) {}
 
@@ -124,7 +124,7 @@ class KnownSteps {
       before[1] = state(layer, 1, step) + b * units_;
       after[1] = state(layer, 1, step + 1) + b * units_;
     }
-    if (live_ != nullptr && !live_[step * batch_ + b]) {
+    if (active_ != nullptr && !active_[step * batch_ + b]) {
       for (int64_t part = 0; part < parts_; ++part) {
         std::copy_n(before[part], units_, after[part]);
       }
@@ -162,7 +162,7 @@ class KnownSteps {
   int64_t width_;      // gates H
   int64_t pre_width_;  // of the pre-activations
   int64_t parts_;      // of a state
-  const bool* live_;
+  const bool* active_;
   Buffer<T> from_h_;  // [B, gates H]
   int64_t row_grain_;
 };

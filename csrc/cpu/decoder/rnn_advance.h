@@ -51,15 +51,15 @@ class Layer {
   // The state now, [units, padded(batch)].
   const T* h() const { return h_.get(); }
 
-  // A step on x [inputs, padded(batch)]; rows that are not live (null: all are) keep their state.
+  // A step on x [inputs, padded(batch)]; rows that are not active (null: all are) keep their state.
   // The new state also goes to h [batch, units], and c of an LSTM; pre-activations, if they are
   // wanted, to pre [batch, kPreActivations * units].
-  void step(const T* x, const bool* live, T* h, T* c, T* pre) {
+  void step(const T* x, const bool* active, T* h, T* c, T* pre) {
     from_x_.take(x, width_, batch_);
     from_h_.take(h_.get(), width_, batch_);
     torch::stable::parallel_for(0, units_, kUnitGrain, [&](int64_t begin, int64_t end) {
       advance(begin, end);
-      keep_ended(live, begin, end);
+      keep_ended(active, begin, end);
       untranspose(next_h_.get(), begin, end, h, units_);
       if (kind_ == CellKind::kLstm) untranspose(next_c_.get(), begin, end, c, units_);
       for (int64_t g = 0; pre != nullptr && g < kPreActivations; ++g) {
@@ -100,10 +100,10 @@ class Layer {
                                  next_c_.get() + begin * width_);
   }
 
-  void keep_ended(const bool* live, int64_t begin, int64_t end) {
-    if (live == nullptr) return;
+  void keep_ended(const bool* active, int64_t begin, int64_t end) {
+    if (active == nullptr) return;
     for (int64_t b = 0; b < batch_; ++b) {
-      if (live[b]) continue;
+      if (active[b]) continue;
       for (int64_t j = begin; j < end; ++j) {
         next_h_[j * width_ + b] = h_[j * width_ + b];
         if (kind_ == CellKind::kLstm) next_c_[j * width_ + b] = c_[j * width_ + b];

@@ -10,18 +10,18 @@ namespace {
 // The arguments of the operator; accumext/decoder/_operators.py says what each is.
 struct Call {
   CellKind kind;
-  Tensor d_out;                 // [q, B, H]
-  std::optional<Tensor> pre;    // [q, B, 4 H], not of a plain RNN
-  Tensor h;                     // [q + 1, B, H]
-  std::optional<Tensor> c;      // [q + 1, B, H] of an LSTM
-  std::optional<Tensor> live;   // bool [q, B]
-  std::optional<Tensor> gate;   // [q, B]
-  std::optional<Tensor> limit;  // 0-dim
-  Tensor weight;                // [H, gates H]: weight_hh transposed
-  Tensor dh;                    // [B, H]
-  std::optional<Tensor> dc;     // [B, H]
-  Tensor d_x;                   // [q, B, gates H]
-  std::optional<Tensor> d_h;    // [q, B, gates H] of a GRU
+  Tensor d_out;                  // [q, B, H]
+  std::optional<Tensor> pre;     // [q, B, 4 H], not of a plain RNN
+  Tensor h;                      // [q + 1, B, H]
+  std::optional<Tensor> c;       // [q + 1, B, H] of an LSTM
+  std::optional<Tensor> active;  // bool [q, B]
+  std::optional<Tensor> gate;    // [q, B]
+  std::optional<Tensor> limit;   // 0-dim
+  Tensor weight;                 // [H, gates H]: weight_hh transposed
+  Tensor dh;                     // [B, H]
+  std::optional<Tensor> dc;      // [B, H]
+  Tensor d_x;                    // [q, B, gates H]
+  std::optional<Tensor> d_h;     // [q, B, gates H] of a GRU
 };
 
 template <typename T>
@@ -39,7 +39,7 @@ class Backward {
         pre_(elements<T>(call.pre)),
         h_(elements<T>(call.h)),
         c_(elements<T>(call.c)),
-        live_(call.live ? booleans(*call.live) : nullptr),
+        active_(call.active ? booleans(*call.active) : nullptr),
         gate_(elements<T>(call.gate)),
         limit_(call.limit ? *elements<T>(call.limit) : std::numeric_limits<T>::infinity()),
         dh_(elements<T>(call.dh)),
@@ -57,7 +57,7 @@ class Backward {
     require(call.d_x.numel() == steps_ * state * gates_);
     require((call.kind == CellKind::kGru) == call.d_h.has_value());
     require(!call.d_h || call.d_h->numel() == steps_ * state * gates_);
-    require(!call.live || call.live->numel() == steps_ * batch_);
+    require(!call.active || call.active->numel() == steps_ * batch_);
     require(!call.gate || call.gate->numel() == steps_ * batch_);
   }
 
@@ -84,7 +84,7 @@ class Backward {
     T* dc = dc_ != nullptr ? dc_ + b * units_ : nullptr;
     T* d_x = d_x_ + row * gates_ * units_;
     T* d_h = d_h_ != nullptr ? d_h_ + row * gates_ * units_ : d_x;
-    if (live_ != nullptr && !live_[row]) {  // the state passed by
+    if (active_ != nullptr && !active_[row]) {  // the state passed by
       std::fill_n(d_x, gates_ * units_, T(0));
       std::fill_n(d_h, gates_ * units_, T(0));
     } else {
@@ -131,17 +131,17 @@ class Backward {
   PackedWeight<T> to_h_;
   Buffer<T> product_;  // [B, H]
   const T *d_out_, *pre_, *h_, *c_;
-  const bool* live_;
+  const bool* active_;
   const T* gate_;
   T limit_;
   T *dh_, *dc_, *d_x_, *d_h_;
 };
 
 void rnn_backward_cpu(int64_t kind, Tensor d_out, std::optional<Tensor> pre, Tensor h,
-                      std::optional<Tensor> c, std::optional<Tensor> live,
+                      std::optional<Tensor> c, std::optional<Tensor> active,
                       std::optional<Tensor> gate, std::optional<Tensor> limit, Tensor weight,
                       Tensor dh, std::optional<Tensor> dc, Tensor d_x, std::optional<Tensor> d_h) {
-  const Call call{cell_kind(kind), d_out, pre, h, c, live, gate, limit, weight, dh, dc, d_x, d_h};
+  const Call call{cell_kind(kind), d_out, pre, h, c, active, gate, limit, weight, dh, dc, d_x, d_h};
   require(d_out.dim() == 3);
   if (d_out.numel() == 0) return;
   if (float_dtype(d_out) == Dtype::kDouble) return Backward<double>(call).run();

@@ -14,7 +14,7 @@ namespace {
 // Rows whose inputs are multiplied at once where they are known.
 constexpr int64_t kInputRows = 2048;
 
-// Every row is named, whether it is live or not: the host does not wait to know.
+// Every row is named, whether it is active or not: the host does not wait to know.
 template <typename T>
 class Decoding {
  public:
@@ -29,7 +29,7 @@ class Decoding {
         views_(call.states[0]),
         queue_(views_.device_index()),
         inputs_(tokens<int64_t>(call.inputs)),
-        live_(tokens<bool>(call.live)) {
+        active_(tokens<bool>(call.active)) {
     require(0 <= begin_ && begin_ < end_ && end_ <= steps_ && batch_ > 0 && !call.pre);
     const size_t parts = call.kind == CellKind::kLstm ? 2 : 1;
     const size_t layers = call.cell.size() / 4;
@@ -43,7 +43,7 @@ class Decoding {
       std::optional<Tensor> memory;
       if (parts == 2) memory = call.states[2 * l + 1];
       layers_.emplace_back(queue_, views_, call.kind, w[0], w[1], w[2], w[3],
-                           call.states[parts * l], memory, live_);
+                           call.states[parts * l], memory, active_);
       require(layers_[l].inputs() == (l == 0 ? width_ : units_));
       require(w[0].scalar_type() == call.cell[0].scalar_type());
     }
@@ -159,7 +159,7 @@ class Decoding {
     const int64_t most = (end_ - begin_) * batch_;
     require(call_.head_weight.dim() == 2 && call_.head_weight.size(1) == units_);
     require(call_.stats->dim() == 2 && call_.stats->size(1) >= most);
-    require(call_.rows && call_.rows->numel() >= most && (call_.eos < 0 || live_ != nullptr));
+    require(call_.rows && call_.rows->numel() >= most && (call_.eos < 0 || active_ != nullptr));
     names_ = views_.template dense<int64_t>(*call_.rows, call_.rows->numel());
     require(!call_.exps || call_.exps->size(0) >= most);
     require(call_.temperature > 0.0);
@@ -208,7 +208,7 @@ class Decoding {
         .inputs_fed = inputs_,
         .teacher = tokens<const int64_t>(call_.teacher),
         .teacher_mask = tokens<const bool>(call_.teacher_mask),
-        .live = live_,
+        .active = active_,
         .eos = call_.eos,
         .pad = call_.pad,
         .uniforms = tokens<const double>(call_.uniforms),
@@ -284,11 +284,11 @@ class Decoding {
     };
     FeedBack result{.rows = names_ + (step - begin_) * batch_,
                     .first_row = step * batch_,
-                    .live = live_ == nullptr ? nullptr : live_ + step * batch_,
+                    .active = active_ == nullptr ? nullptr : active_ + step * batch_,
                     .pad = call_.pad,
                     .later = steps_ - step - 1};
     if (result.later == 0) return result;
-    result.live_later = next(live_);
+    result.active_later = next(active_);
     result.batch = batch_;
     result.eos = call_.eos;
     result.teacher = next(tokens<const int64_t>(call_.teacher));
@@ -305,7 +305,7 @@ class Decoding {
   Views views_;
   Queue queue_;
   int64_t* inputs_;
-  bool* live_;
+  bool* active_;
   const bool* dropout_mask_ = nullptr;
   const bool* input_mask_ = nullptr;
   const bool* output_mask_ = nullptr;

@@ -47,10 +47,10 @@ struct Lookup {
 struct FeedBack {
   int64_t* rows = nullptr;             // [rows]: names, from first_row on; or null
   int64_t first_row = 0;               // t B, and what the rows begin at
-  const bool* live = nullptr;          // [rows] of the step, or null: all are
+  const bool* active = nullptr;        // [rows] of the step, or null: all are
   int64_t pad = 0;                     // the token of a row that is not
   int64_t later = 0;                   // steps behind this one; 0: nothing else here is wanted
-  bool* live_later = nullptr;          // [later, B], or null: all are
+  bool* active_later = nullptr;        // [later, B], or null: all are
   int64_t batch = 0;                   // B
   int64_t eos = -1;                    // ends a row; -1: nothing does
   const int64_t* teacher = nullptr;    // [rows] of the next step, fed instead of the token, or null
@@ -66,8 +66,8 @@ struct FeedBack {
     };
     move(rest.rows);
     rest.first_row += first;
-    move(rest.live);
-    move(rest.live_later);
+    move(rest.active);
+    move(rest.active_later);
     move(rest.teacher);
     move(rest.teacher_mask);
     move(rest.inputs);
@@ -75,7 +75,7 @@ struct FeedBack {
     return rest;
   }
 
-  __device__ bool is_live(int64_t row) const { return live == nullptr || live[row]; }
+  __device__ bool is_live(int64_t row) const { return active == nullptr || active[row]; }
 
   __device__ bool ends(int64_t row, int64_t token) const {
     return eos >= 0 && is_live(row) && token == eos;
@@ -83,7 +83,7 @@ struct FeedBack {
 
   // The next input of a row whose token this is.
   __device__ int64_t input(int64_t row, int64_t token) const {
-    const bool goes_on = live_later == nullptr || (live_later[row] && !ends(row, token));
+    const bool goes_on = active_later == nullptr || (active_later[row] && !ends(row, token));
     if (!goes_on) return pad;
     const bool taught = teacher != nullptr && (teacher_mask == nullptr || teacher_mask[row]);
     return taught ? teacher[row] : token;
@@ -93,7 +93,7 @@ struct FeedBack {
   __device__ void lead_on(int64_t row, int64_t token, int64_t input) const {
     lookup.copy(row, input, static_cast<int>(threadIdx.x), kBlockSize);
     if (!ends(row, token)) return;
-    for (int64_t t = threadIdx.x; t < later; t += kBlockSize) live_later[t * batch + row] = false;
+    for (int64_t t = threadIdx.x; t < later; t += kBlockSize) active_later[t * batch + row] = false;
   }
 };
 

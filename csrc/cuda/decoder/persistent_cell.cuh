@@ -234,7 +234,7 @@ class PersistentCell {
     const float h = state(of.h, step, b, unit);
     float next = h;
     float c = of.c == nullptr ? 0.0f : state(of.c, step, b, unit);
-    if (memory_.row(b).live) {
+    if (memory_.row(b).active) {
       const auto sum = [&](Operand operand, int gate) {
         const int row = gate * plan_.units_per_pass + place;
         const int at = b % kTileRows * plan_.part_stride() + row;

@@ -45,7 +45,7 @@ struct PersistentRow {
   int64_t fed;     // the input of the next step
   int64_t target;  // of the step whose logits are known
   float peak;      // of that step
-  bool live, ended;
+  bool active, ended;
 };
 
 struct PersistentPlan {

@@ -106,7 +106,7 @@ class PersistentSteps {
     const int64_t at = call_.begin * call_.batch + b;
     PersistentRow& row = memory_.row(b);
     row.fed = checked(call_.inputs_fed[at]);
-    row.live = call_.live == nullptr || call_.live[at];
+    row.active = call_.active == nullptr || call_.active[at];
     row.ended = false;
   }
 
@@ -126,24 +126,24 @@ class PersistentSteps {
     if (call_.uniforms != nullptr) {
       token = load_shared_between_blocks(memory_.in_scratch<int>(memory_.plan.sampled) + b);
     }
-    if (!row.live) token = call_.pad;
+    if (!row.active) token = call_.pad;
     row.peak = peak.value;
     row.target = call_.targets == nullptr ? token : call_.targets[at];
     if (owns) call_.tokens[at] = token;
     if (step + 1 == call_.steps) return;
 
     const int64_t next = at + call_.batch;
-    const bool ends = call_.eos >= 0 && (!row.live || token == call_.eos);
+    const bool ends = call_.eos >= 0 && (!row.active || token == call_.eos);
     if (ends && !row.ended && owns) {
       for (int64_t later = step + 1; later < call_.steps; ++later) {
-        call_.live[later * call_.batch + b] = false;
+        call_.active[later * call_.batch + b] = false;
       }
     }
     row.ended = row.ended || ends;
-    row.live = !row.ended && (call_.live == nullptr || call_.live[next]);
+    row.active = !row.ended && (call_.active == nullptr || call_.active[next]);
     const bool taught =
         call_.teacher != nullptr && (call_.teacher_mask == nullptr || call_.teacher_mask[next]);
-    row.fed = checked(!row.live ? call_.pad : taught ? call_.teacher[next] : token);
+    row.fed = checked(!row.active ? call_.pad : taught ? call_.teacher[next] : token);
     if (owns) call_.inputs_fed[next] = row.fed;
   }
 
@@ -168,7 +168,7 @@ class PersistentSteps {
 //           states, [B, H], by every block, which the L2 cache has after the first; the cells'
 //           weights once per window where they stay in shared memory, else per step
 //   writes  per step: states, [B, H]; logits to scratch, 4 V width bytes, read again a step later
-//           for exps, [B, V]; tokens, inputs, rows, stats and live, [B]
+//           for exps, [B, V]; tokens, inputs, rows, stats and active, [B]
 template <typename T, int kTiles>
 __global__ void __launch_bounds__(kBlockSize, 1)
     persistent_steps_kernel(const __grid_constant__ PersistentCall call,

@@ -10,7 +10,7 @@ struct Advance {
   int64_t units;
   Matrix<const T> from_x, from_h;  // [B, gates units]: W_ih x and W_hh h
   Column<const T> bias_x, bias_h;  // [gates units], or null
-  Column<const bool> live;         // [B], or null: all are
+  Column<const bool> active;       // [B], or null: all are
   Matrix<const T> h, c;            // [B, units]; c of an LSTM
   Matrix<T> h_next, c_next;        // [B, units]; c_next of an LSTM
   // h_next rounded to what products read, [B, units], or null:
@@ -20,12 +20,12 @@ struct Advance {
   T scale;                  // has this factor where it may
 };
 
-// The state after a step; that before it in rows that are not live.
+// The state after a step; that before it in rows that are not active.
 //
 //   grid    rows times blocks_per_row    block   kBlockSize threads, one per unit of a row
 //   reads   from_x and from_h, T, [B, gates units]; bias_x and bias_h, T, [gates units]; h, and c
 //   of
-//           an LSTM, T, [B, units]; live, bool, [B]; kept, bool, [B, units]
+//           an LSTM, T, [B, units]; active, bool, [B]; kept, bool, [B, units]
 //   writes  h_next, and c_next of an LSTM, T, [B, units], which may be h and c; operand and output,
 //           any dtype, [B, units]
 //   So 6 T of a GRU's unit are read and 1 written with h; 9 and 2 of an LSTM's; 2 and 1 of an
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kBlockSize) rnn_advance_kernel(Advance<T> call
     const bool drops = call.kept.data != nullptr;
     put(call.output, row, unit, drops ? h * T(*call.kept.at(row, unit)) * call.scale : h);
   };
-  if (!is_live(call.live, row)) {
+  if (!is_live(call.active, row)) {
     if (kKind == CellKind::kLstm) *call.c_next.at(row, unit) = *call.c.at(row, unit);
     return leave(*call.h.at(row, unit));
   }

@@ -56,7 +56,7 @@ void step_by_step(const Queue& queue, const Views& views, const LayerGradient<T>
 template <typename T>
 void rnn_backward(CellKind kind, const Tensor& d_out, const std::optional<Tensor>& pre,
                   const Tensor& h, const std::optional<Tensor>& c,
-                  const std::optional<Tensor>& live, const std::optional<Tensor>& gate,
+                  const std::optional<Tensor>& active, const std::optional<Tensor>& gate,
                   const std::optional<Tensor>& limit, const Tensor& weight, const Tensor& dh,
                   const std::optional<Tensor>& dc, const Tensor& d_x,
                   const std::optional<Tensor>& d_h) {
@@ -81,7 +81,7 @@ void rnn_backward(CellKind kind, const Tensor& d_out, const std::optional<Tensor
                               .pre = views.dense<const T>(pre, steps * state * 4),
                               .h = views.dense<const T>(h, (steps + 1) * state),
                               .c = views.dense<const T>(c, (steps + 1) * state),
-                              .live = views.dense<const bool>(live, steps * batch),
+                              .active = views.dense<const bool>(active, steps * batch),
                               .gate = views.dense<const T>(gate, steps * batch),
                               .limit = views.dense<const T>(limit, 1),
                               .dh = views.matrix<T>(dh, batch, units),
@@ -97,12 +97,12 @@ void rnn_backward(CellKind kind, const Tensor& d_out, const std::optional<Tensor
 }
 
 void rnn_backward_cuda(int64_t kind, Tensor d_out, std::optional<Tensor> pre, Tensor h,
-                       std::optional<Tensor> c, std::optional<Tensor> live,
+                       std::optional<Tensor> c, std::optional<Tensor> active,
                        std::optional<Tensor> gate, std::optional<Tensor> limit, Tensor weight,
                        Tensor dh, std::optional<Tensor> dc, Tensor d_x, std::optional<Tensor> d_h) {
   require(d_out.dim() == 3);
   const auto run = [&](auto type) {
-    rnn_backward<decltype(type)>(cell_kind(kind), d_out, pre, h, c, live, gate, limit, weight, dh,
+    rnn_backward<decltype(type)>(cell_kind(kind), d_out, pre, h, c, active, gate, limit, weight, dh,
                                  dc, d_x, d_h);
   };
   float_dtype(d_out) == Dtype::kDouble ? run(double()) : run(float());

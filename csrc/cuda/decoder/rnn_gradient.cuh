@@ -54,7 +54,7 @@ struct Gradient {
   Matrix<const T> d_out;         // [B, units]
   Matrix<const T> pre;           // [B, 4 units]; not of a plain RNN
   Matrix<const T> h, c, c_next;  // [B, units]; c and c_next of an LSTM
-  Column<const bool> live;       // [B], or null: all are
+  Column<const bool> active;     // [B], or null: all are
   Matrix<T> d_x, d_h;            // [B, gates units]; d_h may be null
 };
 
@@ -65,7 +65,7 @@ struct LayerGradient {
   CellKind kind;
   int64_t steps, batch, units, gates;
   const T *d_out, *pre, *h, *c;
-  const bool* live;
+  const bool* active;
   const T *gate, *limit;
   Matrix<T> dh, dc;
   T *d_x, *d_h;
@@ -79,7 +79,7 @@ struct LayerGradient {
             .h = rows(h, row + before, units),
             .c = rows(c, row, units),
             .c_next = rows(c, row + batch, units),
-            .live = {live == nullptr ? nullptr : live + row, 1},
+            .active = {active == nullptr ? nullptr : active + row, 1},
             .d_x = rows(d_x, row, gates * units),
             .d_h = rows(d_h, row, gates * units)};
   }
@@ -99,15 +99,15 @@ struct LayerGradient {
 // Of one unit of a row, all that a step backward reads of it but dh and dc.
 template <typename T>
 struct UnitBefore {
-  bool live = false;
+  bool active = false;
   T d_out, pre[4], h, c, c_next;
 };
 
 template <typename T, CellKind kKind>
 __device__ UnitBefore<T> unit_before(const Gradient<T>& call, int64_t row, int64_t unit) {
   UnitBefore<T> of{};
-  if (!is_live(call.live, row)) return of;
-  of.live = true;
+  if (!is_live(call.active, row)) return of;
+  of.active = true;
   of.d_out = *call.d_out.at(row, unit);
   if constexpr (kGates<kKind> > 1) {
     for (int i = 0; i < 4; ++i) of.pre[i] = *call.pre.at(row, i * call.units + unit);
@@ -122,10 +122,10 @@ __device__ UnitBefore<T> unit_before(const Gradient<T>& call, int64_t row, int64
 }
 
 // A unit's step backward. dh and dc become what reaches the state before it past the product with
-// weight_hh; in a row that is not live they stay. leave(gate, d_x, d_h): gradients of the gates.
+// weight_hh; in a row that is not active they stay. leave(gate, d_x, d_h): gradients of the gates.
 template <CellKind kKind, typename T, typename Leave>
 __device__ void unit_backward(const UnitBefore<T>& of, T& dh, T& dc, const Leave& leave) {
-  if (!of.live) {
+  if (!of.active) {
     for (int gate = 0; gate < kGates<kKind>; ++gate) leave(gate, T(0), T(0));
     return;
   }
@@ -161,13 +161,13 @@ __device__ void unit_backward(const UnitBefore<T>& of, T& dh, T& dc, const Leave
   }
 }
 
-// One step backward: gradients of the gates, 0 in rows that are not live; dh and dc, passed on
+// One step backward: gradients of the gates, 0 in rows that are not active; dh and dc, passed on
 // unchanged in those rows, become what reaches the state before the step past the product with
 // weight_hh.
 //
 //   grid    rows times blocks_per_row    block   kBlockSize threads, one per unit of a row
 //   reads   dh, product and d_out, T, [B, units]; pre, [B, 4 units], not of a plain RNN; h,
-//           [B, units]; c, c_next and dc of an LSTM, [B, units]; live, bool, and gate, T, [B];
+//           [B, units]; c, c_next and dc of an LSTM, [B, units]; active, bool, and gate, T, [B];
 //           limit
 //   writes  d_x and d_h, T, [B, gates units], d_h unless null; operand, any dtype, the same; dh,
 //           and dc of an LSTM, [B, units]

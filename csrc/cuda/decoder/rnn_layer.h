@@ -25,7 +25,7 @@ class Layer {
   Layer(const Queue& queue, const Views& views, CellKind kind, const Tensor& weight_ih,
         const Tensor& weight_hh, const Tensor& bias_ih, const Tensor& bias_hh,  // may be empty
         const Tensor& h, const std::optional<Tensor>& c,  // [T + 1, B, H]: before and after steps
-        const bool* live)                                 // [T, B], or null: all rows are
+        const bool* active)                               // [T, B], or null: all rows are
       : queue_(queue),
         kernel_(with_kind(kind,
                           [](auto constant) -> void (*)(Advance<T>) {
@@ -36,7 +36,7 @@ class Layer {
         rows_(gate_count(kind) * units_),
         h_(views.dense<T>(h, h.size(0) * batch_ * units_)),
         c_(views.dense<T>(c, h.size(0) * batch_ * units_)),
-        live_(live),
+        active_(active),
         states_(h),
         weight_ih_(torch::stable::transpose(weight_ih, 0, 1)),
         weight_hh_(torch::stable::transpose(weight_hh, 0, 1)),
@@ -73,7 +73,7 @@ class Layer {
       const int64_t row = (begin + i) * batch_;
       matmul(operand_, weight_hh_, from_h_);
       call_.from_x = {products + i * batch_ * rows_, rows_, 1};
-      call_.live = {live_ == nullptr ? nullptr : live_ + row, 1};
+      call_.active = {active_ == nullptr ? nullptr : active_ + row, 1};
       call_.h = at<const T>(h_, row);
       call_.h_next = at(h_, row + batch_);
       if (c_ != nullptr) {
@@ -101,7 +101,7 @@ class Layer {
   int64_t batch_, units_;
   int64_t rows_;  // gates H
   T *h_, *c_;
-  const bool* live_;
+  const bool* active_;
   Tensor states_;
   Tensor weight_ih_, weight_hh_;  // transposed: [inputs, gates H], [H, gates H]
   Tensor operand_;                // [B, H]: the state as weight_hh reads it

@@ -28,8 +28,8 @@ struct Unit {
   }
 };
 
-__device__ inline bool is_live(const Column<const bool>& live, int64_t row) {
-  return live.data == nullptr || live[row];
+__device__ inline bool is_live(const Column<const bool>& active, int64_t row) {
+  return active.data == nullptr || active[row];
 }
 
 // An element of a matrix of any dtype, which may be null, rounded to that.

@@ -331,11 +331,11 @@ __device__ void write_exps(const Softmax<T>& call, const Rows<T>& rows, const Pl
 //   reads   peak, by each block those of its band; at, sum, tempered; targets, uniforms; of a
 //   sample
 //           a chunk of each row of logits, else one logit; for exps all of them, 4 or 8 bytes per
-//           element, and bias; with feed_back live, bool, [rows], and of the next step live,
+//           element, and bias; with feed_back active, bool, [rows], and of the next step active,
 //           teacher and teacher_mask; rows of lookup.table
 //   writes  stats, T, [3, rows]; tokens, int64, [rows]; exps, any dtype, [rows, columns], 2, 4 or 8
 //           bytes per element, must not overlap logits; sum and tempered, as factors of a row's;
-//           with feed_back rows, inputs and lookup.rows, and live of later steps where a row ends
+//           with feed_back rows, inputs and lookup.rows, and active of later steps where a row ends
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kBlockSize, kSoftmaxBlocks)
     softmax_rows_kernel(Softmax<T> call, Rows<T> rows, FeedBack feed_back) {

@@ -78,8 +78,8 @@ class Call : public host_cuda::Run {
     next.pad = request_.integer();
     next.eos = request_.integer();
     next.rows = of_type<int64_t>();
-    next.live = of_type<const bool>();
-    next.live_later = of_type<bool>();
+    next.active = of_type<const bool>();
+    next.active_later = of_type<bool>();
     next.teacher = of_type<const int64_t>();
     next.teacher_mask = of_type<const bool>();
     next.inputs = of_type<int64_t>();
@@ -110,7 +110,7 @@ class Call : public host_cuda::Run {
     for (const float** tensor : {&call.d_out, &call.pre, &call.h, &call.c}) {
       *tensor = of_type<const float>();
     }
-    call.live = of_type<const bool>();
+    call.active = of_type<const bool>();
     call.gate = of_type<const float>();
     call.limit = of_type<const float>();
     const AnyMatrix weight = any_matrix();
@@ -210,7 +210,7 @@ class Call : public host_cuda::Run {
       Advance<T> call{.units = units};
       call.from_x = matrix<const T>();
       call.from_h = matrix<const T>();
-      call.live = column<const bool>();
+      call.active = column<const bool>();
       call.h = matrix<const T>();
       call.c = matrix<const T>();
       call.h_next = matrix<T>();
@@ -230,7 +230,7 @@ class Call : public host_cuda::Run {
       call.h = matrix<const T>();
       call.c = matrix<const T>();
       call.c_next = matrix<const T>();
-      call.live = column<const bool>();
+      call.active = column<const bool>();
       passing.dh = matrix<T>();
       passing.dc = matrix<T>();
       call.d_x = matrix<T>();

@@ -86,7 +86,7 @@ class Call : public host_cuda::Run {
     call.inputs_fed = of_type<int64_t>();
     call.teacher = of_type<const int64_t>();
     call.teacher_mask = of_type<const bool>();
-    call.live = of_type<bool>();
+    call.active = of_type<bool>();
     call.uniforms = of_type<const double>();
     const AnyMatrix head = any_matrix();
     call.operand = head.dtype;
