@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -36,8 +36,12 @@ def dtypes_of(weight: Tensor) -> Dtypes:
     return Dtypes(accumulation, product, exps=narrow, cell=narrow)
 
 
-@contextmanager
-def no_grad_no_autocast(device: torch.device) -> Iterator[None]:
+def no_grad_no_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Neither a graph nor autocast: a call has precisions of its own."""
+    return _neither(device) if torch.is_autocast_enabled(device.type) else torch.no_grad()
+
+
+@contextmanager
+def _neither(device: torch.device) -> Iterator[None]:
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
