@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from accumext._checks import message
 from accumext._torch_private import base_of, leaves_since, next_node_number, write_count
+from accumext.decoder import _operators
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._model import OP
-from accumext.decoder._operators import none_active
 from accumext.decoder._plan import SEGMENT, keeps_graph
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import (
@@ -58,12 +58,67 @@ def _silent(segment: Segment, steps: int) -> Segment:
     return Segment(zeros(segment.hidden), outputs, map_tensors(zeros, segment.extras))
 
 
+class HeadOfSteps:
+    """Takes outputs of the cell as they come. Tokens that the next step waits for are found at
+    once, all else of as many steps together as the workspace holds."""
+
+    def __init__(self, transcript: Transcript, head: FusedCrossEntropy) -> None:
+        tokens, batch = transcript.tokens, transcript.tokens.batch
+        self._transcript, self._head = transcript, head
+        # Where rows end, the transcript chooses among those of each step.
+        whole = transcript.active is None and head.rows >= batch
+        self._finds_tokens = tokens.free_running and whole
+        self._size = head.rows // batch if whole or not tokens.free_running else 1  # steps
+        self._hidden: list[Tensor] = []  # what waits, [n B, H] each
+        self._begin = 0  # of the steps that wait
+        if self._finds_tokens:
+            self._stats = transcript.losses.new_empty(self._size, 3, batch)
+
+    def add(self, begin: int, end: int, hidden: Tensor) -> None:
+        """Take the outputs [(end - begin) B, H] of these steps: of one, if tokens wait for it."""
+        if self._finds_tokens:
+            hidden = hidden.to(self._head.dtype).contiguous()
+            self._find_tokens(begin, hidden)
+        self._hidden.append(hidden)
+        if end - self._begin >= self._size or end == self._transcript.tokens.steps:
+            self.finish(end)
+
+    def _find_tokens(self, step: int, hidden: Tensor) -> None:
+        transcript, head, at = self._transcript, self._head, step - self._begin
+        tokens, targets = transcript.tokens, transcript.tokens.targets
+        uniforms = transcript.source.uniforms
+        if at == 0:
+            size = min(self._size, tokens.steps - step) * tokens.batch
+            exps = head.workspace_slice(size)
+            self._exps = None if exps is None else exps.split(tokens.batch)
+        _operators.head_forward(
+            hidden, head.weight, head.bias, None if targets is None else targets[step],
+            None if uniforms is None else uniforms[step], transcript.source.temperature,
+            None if self._exps is None else self._exps[at], head.logit_rows,
+            transcript.predicted[step], self._stats[at],
+        )  # fmt: skip
+
+    def finish(self, end: int) -> None:
+        """Find what is left of the steps until `end`."""
+        begin, batch, given = self._begin, self._transcript.tokens.batch, self._hidden
+        self._begin, self._hidden = end, []
+        if not given:
+            return
+        hidden = given[0] if len(given) == 1 else torch.cat(given)
+        if not self._finds_tokens:
+            self._transcript.predict(self._head, begin, end, hidden)
+            return
+        rows = torch.arange(begin * batch, end * batch, device=hidden.device)
+        stats = self._stats[: end - begin].transpose(0, 1).flatten(1)
+        self._transcript.add_rows(self._head, rows, hidden, stats)
+
+
 @dataclass
 class CallableSteps:
     """Runs steps of the cell, for their outputs, states and tokens."""
 
     transcript: Transcript
-    head: FusedCrossEntropy | None  # None in the backward pass
+    head: HeadOfSteps | None  # None where tokens are known
     root: Tensor  # of the embedding's lookups
     builds_graph: bool
     returns_outputs: bool
@@ -81,6 +136,7 @@ class CallableSteps:
         tokens, truncation = self.transcript.tokens, self.transcript.truncation
         spans = truncation.spans(tokens.steps) if self.builds_graph else []
         found, last = self._overlapping(spans) if len(spans) > 1 else self._once(tokens.state)
+        self.head = None
         return found, detach(last) if truncation.cuts else last
 
     def _once(self, state: State) -> tuple[list[Segment], State]:
@@ -106,7 +162,10 @@ class CallableSteps:
                 segment, state = self._run_segment(*given)
             found.append(segment)
             active = self.transcript.active
-            if active is not None and end < steps and none_active(active[end]):
+            if active is not None and end < steps and _operators.none_active(active[end]):
+                if self.head is not None:
+                    with no_grad_no_autocast(active.device):
+                        self.head.finish(end)
                 found.append(_silent(segment, steps - end))
                 break
         return found, state
@@ -165,17 +224,12 @@ class CallableSteps:
         hiddens, outputs, extras = [], [], []
         returned: list[Tensor] = []
         counts: list[int] = []
-        known = None
-        if not tokens.free_running:
-            embedded = model.table.lookup(root, transcript.inputs[begin:end].flatten())
-            # no views: a cell may write into them
-            known = torch.unsafe_split(embedded, tokens.batch)
+        known = not tokens.free_running or end <= self.known
+        embedded = model.table.lookups(root, transcript.inputs[begin:end], known)
         changes = transcript.gate is not OPEN_GATE or tokens.resets is not None
-        for step in range(begin, end):
-            if known is None:
-                x = model.table.lookup(root, transcript.inputs[step])
-            else:
-                x = known[step - begin]
+        for step, x in enumerate(embedded, begin):
+            if not known:
+                model.table.look_up(transcript.inputs[step], x)
             x = dropped(x, model.embedding_dropout)
             state = self._before(step, state) if changes else state
             output, new_state, more = self._call(x, state, context)
@@ -240,7 +294,7 @@ class CallableSteps:
     def _predict(self, begin: int, end: int, hidden: Tensor) -> None:
         assert self.head is not None  # every token is known before the backward pass
         with no_grad_no_autocast(hidden.device):
-            self.transcript.predict(self.head, begin, end, hidden.detach())
+            self.head.add(begin, end, hidden.detach())
         self.known = end
 
 
