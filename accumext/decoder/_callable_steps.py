@@ -30,6 +30,7 @@ from accumext.recurrence import (
     freeze,
     join,
     map_tensors,
+    no_autocast,
     no_grad_no_autocast,
     parameter_tensors,
     replay_rng,
@@ -69,16 +70,20 @@ class HeadOfSteps:
         whole = transcript.active is None and head.rows >= batch
         self._finds_tokens = tokens.free_running and whole
         self._size = head.rows // batch if whole or not tokens.free_running else 1  # steps
-        self._hidden: list[Tensor] = []  # what waits, [n B, H] each
         self._begin = 0  # of the steps that wait
-        if self._finds_tokens:
-            self._stats = transcript.losses.new_empty(self._size, 3, batch)
+        self._hidden: list[Tensor] = []  # of them, [n B, H] each
+        self._stats: list[Tensor] = []  # [3, B] each, if their tokens are found
+        self._exps: tuple[Tensor, ...] | None = None  # space for those of each step, [B, V]
+        self._precision = no_autocast(transcript.losses.device)
 
     def add(self, begin: int, end: int, hidden: Tensor) -> None:
         """Take the outputs [(end - begin) B, H] of these steps: of one, if tokens wait for it."""
+        hidden = hidden.detach()
         if self._finds_tokens:
-            hidden = hidden.to(self._head.dtype).contiguous()
-            self._find_tokens(begin, hidden)
+            # a copy, for the cell may write what it returns again
+            hidden = hidden.to(self._head.dtype, copy=True).contiguous()
+            with self._precision:
+                self._find_tokens(begin, hidden)
         self._hidden.append(hidden)
         if end - self._begin >= self._size or end == self._transcript.tokens.steps:
             self.finish(end)
@@ -88,14 +93,15 @@ class HeadOfSteps:
         tokens, targets = transcript.tokens, transcript.tokens.targets
         uniforms = transcript.source.uniforms
         if at == 0:
-            size = min(self._size, tokens.steps - step) * tokens.batch
-            exps = head.workspace_slice(size)
+            steps = min(self._size, tokens.steps - step)
+            exps = head.workspace_slice(steps * tokens.batch)
             self._exps = None if exps is None else exps.split(tokens.batch)
+        self._stats.append(hidden.new_empty(3, tokens.batch))
         _operators.head_forward(
             hidden, head.weight, head.bias, None if targets is None else targets[step],
             None if uniforms is None else uniforms[step], transcript.source.temperature,
             None if self._exps is None else self._exps[at], head.logit_rows,
-            transcript.predicted[step], self._stats[at],
+            transcript.predicted[step], self._stats[-1],
         )  # fmt: skip
 
     def finish(self, end: int) -> None:
@@ -105,12 +111,13 @@ class HeadOfSteps:
         if not given:
             return
         hidden = given[0] if len(given) == 1 else torch.cat(given)
-        if not self._finds_tokens:
-            self._transcript.predict(self._head, begin, end, hidden)
-            return
-        rows = torch.arange(begin * batch, end * batch, device=hidden.device)
-        stats = self._stats[: end - begin].transpose(0, 1).flatten(1)
-        self._transcript.add_rows(self._head, rows, hidden, stats)
+        with no_grad_no_autocast(hidden.device):
+            if not self._finds_tokens:
+                self._transcript.predict(self._head, begin, end, hidden)
+                return
+            rows = torch.arange(begin * batch, end * batch, device=hidden.device)
+            stats, self._stats = torch.cat(self._stats, 1), []
+            self._transcript.add_rows(self._head, rows, hidden, stats)
 
 
 @dataclass
@@ -164,8 +171,7 @@ class CallableSteps:
             active = self.transcript.active
             if active is not None and end < steps and _operators.none_active(active[end]):
                 if self.head is not None:
-                    with no_grad_no_autocast(active.device):
-                        self.head.finish(end)
+                    self.head.finish(end)
                 found.append(_silent(segment, steps - end))
                 break
         return found, state
@@ -221,6 +227,7 @@ class CallableSteps:
         """As `_run_segment`, with a graph that keeps everything."""
         transcript, model, tokens = self.transcript, self.transcript.model, self.transcript.tokens
         batch_dim, returns = model.cell.batch_dim, self.returns_outputs
+        graph = torch.is_grad_enabled()
         hiddens, outputs, extras = [], [], []
         returned: list[Tensor] = []
         counts: list[int] = []
@@ -230,27 +237,29 @@ class CallableSteps:
         for step, x in enumerate(embedded, begin):
             if not known:
                 model.table.look_up(transcript.inputs[step], x)
-            x = dropped(x, model.embedding_dropout)
+            if model.embedding_dropout > 0:
+                x = F.dropout(x, model.embedding_dropout)
             state = self._before(step, state) if changes else state
             output, new_state, more = self._call(x, state, context)
             check_output(OP, output, tokens.batch, model.head_weight.shape[1])
-            if not self._knows_graph and torch.is_grad_enabled():
+            if graph and not self._knows_graph:
                 self._knows_graph = True
                 leaves = leaves_since(self._first_node, [output, *tensors(new_state)])
                 self.used += [(leaf, write_count(leaf)) for leaf in leaves]
-            if not torch.is_grad_enabled():  # a cell may return the same memory at every step
+            if not graph:  # a cell may return the same memory at every step
                 output, more = output.clone(), map_tensors(torch.clone, more)
             if transcript.active is not None:
                 # later rows are written, and the graph keeps this
                 active = transcript.active[step].clone()
                 new_state = freeze(OP, active, new_state, state, batch_dim)
             state = new_state
-            hidden = dropped(output, model.output_dropout)
+            rate = model.output_dropout
+            hidden = F.dropout(output, rate) if rate > 0 else output
             if step >= counting:
                 hiddens.append(hidden)
                 outputs.append(output)
                 extras.append(more if returns else detach(more))
-                given = [output, *tensors(more)]
+                given = [output] if more is None else [output, *tensors(more)]
                 returned += given
                 counts += write_counts(given)
             if tokens.free_running and step >= self.known:
@@ -293,14 +302,8 @@ class CallableSteps:
 
     def _predict(self, begin: int, end: int, hidden: Tensor) -> None:
         assert self.head is not None  # every token is known before the backward pass
-        with no_grad_no_autocast(hidden.device):
-            self.head.add(begin, end, hidden.detach())
+        self.head.add(begin, end, hidden)
         self.known = end
-
-
-def dropped(x: Tensor, rate: float) -> Tensor:
-    """x with elements dropped at this rate, the others scaled."""
-    return F.dropout(x, rate) if rate > 0 else x
 
 
 @contextmanager

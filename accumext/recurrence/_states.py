@@ -67,6 +67,8 @@ def _field_values(instance: Any) -> dict[str, Any]:
 
 def tensors(state: State) -> list[Tensor]:
     """The tensors of a state, in order."""
+    if isinstance(state, Tensor):
+        return [state]
     return [leaf for leaf in leaves(state) if isinstance(leaf, Tensor)]
 
 
@@ -160,7 +162,10 @@ def _grown(op: str, old: Tensor, new: Tensor, batch_dim: int) -> Tensor:
 
 def write_counts(given: list[Tensor]) -> list[int]:
     """The number of writes into each tensor, for `check_unwritten`."""
-    return [0 if t.is_inference() else write_count(t) for t in given]
+    try:
+        return list(map(write_count, given))
+    except RuntimeError:
+        return [0 if t.is_inference() else write_count(t) for t in given]
 
 
 def check_unwritten(op: str, name: str, what: str, given: list[Tensor], counts: list[int]) -> None:
