@@ -156,20 +156,23 @@ class CallableSteps:
         found, context = [], self.transcript.model.context
         measures = self.builds_graph and not plan.bounded
         graph = size = 0  # bytes of the first step's graph, and of the state after it
-        period = self.transcript.truncation.period
+        period, active = self.transcript.truncation.period, self.transcript.active
         for begin, end in segments(steps, period, 1 if measures else SEGMENT):
-            given = (begin, begin, end, state, self.root, *context)
+            given = (state, self.root, *context)
             if begin == 0 and measures:
                 with measured_graph(context) as sizes:
-                    segment, state = self.run_steps(*given)
+                    segment, state = self.run_steps(0, 0, end, *given)
                 graph, size = sum(sizes.values()), size_of(state)
             elif measures and keeps_graph(steps - begin, graph, size_of(state) - size):
-                segment, state = self.run_steps(*given)
+                if active is None and size == size_of(self.transcript.tokens.state):
+                    end = steps  # all steps will be kept, and none is left out
+                segment, state = self.run_steps(begin, begin, end, *given)
             else:
-                segment, state = self._run_segment(*given)
+                segment, state = self._run_segment(begin, begin, end, *given)
             found.append(segment)
-            active = self.transcript.active
-            if active is not None and end < steps and _operators.none_active(active[end]):
+            if end == steps:
+                break
+            if active is not None and _operators.none_active(active[end]):
                 if self.head is not None:
                     self.head.finish(end)
                 found.append(_silent(segment, steps - end))
