@@ -111,22 +111,26 @@ def is_since(node: Any, first: int) -> bool:
     return node_number(node) >= first and leaf_of(node) is None
 
 
+def _reached(first: int, roots: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of a graph made since `first`, and those of the leaves that they use, each once."""
+    waiting, seen = [t.grad_fn for t in roots], {None}
+    while waiting:
+        node: Any = waiting.pop()
+        if node not in seen and node_number(node) >= first:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
+
+
 def nodes_since(first: int, roots: Iterable[Tensor]) -> Iterator[Any]:
     """The nodes of a graph for which `is_since` holds, each once."""
-    waiting = {t.grad_fn for t in roots if t.grad_fn is not None and is_since(t.grad_fn, first)}
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        new = {n for n, _ in node.next_functions if n is not None and is_since(n, first)} - seen
-        seen |= new
-        waiting |= new
+    return (node for node in _reached(first, roots) if leaf_of(node) is None)
 
 
 def leaves_since(first: int, roots: Iterable[Tensor]) -> list[Tensor]:
     """The leaves that the nodes made since `first` use, each once."""
-    nodes = {n for node in nodes_since(first, roots) for n, _ in node.next_functions}
-    return [leaf for n in nodes if n is not None and (leaf := leaf_of(n)) is not None]
+    leaves = map(leaf_of, _reached(first, roots))
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 def saved_factor(node: Any) -> object:

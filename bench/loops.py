@@ -1,7 +1,8 @@
-"""generate, rollout and teacher-forced decode_loss beside the loops that people write.
+"""generate, rollout and decode_loss, teacher-forced or of functions, beside the loops that people
+write.
 
     python bench/loops.py [--json FILE] [--device cpu|cuda] [--threads N] [--quick]
-                          [generate|rollout|teacher|known]...
+                          [generate|rollout|teacher|function|known]...
 
 In every repetition each way of a job runs twice, in rotated order, and its second run is timed: a
 program repeats one way, and the first run after another pays for the memory that this has left
@@ -14,10 +15,12 @@ was before it, with the gradients that it leaves.
 - rollout: a GRU that is fed its own state, beside the stored graph of the loop. Its first figures
   are of time: a rollout runs steps again, so 1 / 1.35 is the least to ask for.
 - teacher: two layers of nn.LSTM and nn.GRU on known tokens, beside the module with nn.Linear and
-  cross_entropy, and with F.linear_cross_entropy, which has no logits of all steps either; and an
-  nn.GRUCell in a function, beside the loop that calls it and the head step by step.
-- known: the same of nn.LSTM with one layer and with two at many sizes, minutes on a CPU: only where
-  it is asked for.
+  cross_entropy, and with F.linear_cross_entropy, which has no logits of all steps either.
+- function: an nn.GRUCell in a function, alone or with dot-product attention over a memory, on its
+  own argmax and on known tokens, beside the loop that calls it and the head step by step. The
+  vocabularies are small: what a step costs beside its arithmetic shows.
+- known: nn.LSTM with one layer and with two on known tokens at many sizes, minutes on a CPU: only
+  where it is asked for.
 """
 
 from __future__ import annotations
@@ -166,7 +169,7 @@ def rollout_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
 
 
 def teacher_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
-    """Known tokens: modules of torch, and a function."""
+    """Known tokens, and modules of torch."""
     words, batch, size, steps = (499, 4, 32, 8) if quick else (10_000, 20, 650, 35)
     embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
     tokens = torch.randint(words, (steps + 1, batch), device=device)
@@ -175,32 +178,53 @@ def teacher_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
         name = f"teacher, nn.{kind.__name__}"
         yield module_job(name, embedding, module, head, tokens)
 
-    def ours(cell: Any, *modules: nn.Module, **options: Any) -> Sequence[Tensor]:
-        out = accumext.decode_loss(
-            embedding, cell, head, targets, start=inputs[0], feedback="teacher", **options
-        )
-        return _differentiated(out.loss, *modules)
 
-    size, words = (32, 499) if quick else (128, 1000)
+def function_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
+    """A cell that is a function, with or without attention."""
+    for name, batch, size, words in (
+        ("GRU", 8, 64, 64), ("GRU", 8, 64, 1000), ("attention", 16, 256, 1000)
+    ):  # fmt: skip
+        for feedback in ("greedy", "teacher"):
+            shape = (4, 3, 16, 30) if quick else (20, batch, size, words)
+            ways, modules = _ways_of_function(name == "attention", feedback, shape, device)
+            text = f"function, {name}, {feedback}, V={shape[3]:,}"
+            yield Job(text, ways, _forgetter(*modules), [("the loop", 1.0)])
+
+
+def _ways_of_function(
+    attends: bool, feedback: Any, shape: tuple[int, int, int, int], device: torch.device
+) -> tuple[dict[str, Callable[[], Sequence[Tensor]]], list[nn.Module]]:
+    steps, batch, size, words = shape
     embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
-    one_step = nn.GRUCell(size, size).to(device)
-    inputs, targets = tokens[:-1] % words, tokens[1:] % words
-    zeros = torch.zeros(batch, size, device=device)
+    gru = nn.GRUCell(2 * size if attends else size, size).to(device)
+    targets = torch.randint(words, (steps, batch), device=device)
+    zeros, start = torch.zeros(batch, size, device=device), torch.zeros_like(targets[0])
+    context = (torch.randn(batch, 20, size, device=device),) if attends else ()
 
-    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        h = one_step(x, h)
+    def cell(x: Tensor, h: Tensor, *context: Tensor) -> tuple[Tensor, Tensor]:
+        for memory in context:
+            weights = torch.einsum("bsh,bh->bs", memory, h).softmax(1)
+            x = torch.cat([x, torch.einsum("bs,bsh->bh", weights, memory)], 1)
+        h = gru(x, h)
         return h, h
 
     def loop() -> Sequence[Tensor]:
-        h, loss = zeros, torch.zeros((), device=device)
-        for t in range(steps):
-            output, h = cell(embedding(inputs[t]), h)
-            loss = loss + F.cross_entropy(head(output), targets[t])
-        return _differentiated(loss / steps, embedding, one_step, head)
+        token, h, loss = start, zeros, torch.zeros((), device=device)
+        for target in targets:
+            output, h = cell(embedding(token), h, *context)
+            logits = head(output)
+            loss = loss + F.cross_entropy(logits, target)
+            token = target if feedback == "teacher" else logits.detach().argmax(1)
+        return _differentiated(loss / steps, *modules)
 
-    modules = embedding, one_step, head
-    ways = {"the loop": loop, OURS: functools.partial(ours, cell, *modules, state=zeros)}
-    yield Job("teacher, a function", ways, _forgetter(*modules), [("the loop", 1.0)])
+    def ours() -> Sequence[Tensor]:
+        out = accumext.decode_loss(
+            embedding, cell, head, targets, zeros, feedback=feedback, context=context
+        )
+        return _differentiated(out.loss, *modules)
+
+    modules = [embedding, gru, head]
+    return {"the loop": loop, OURS: ours}, modules
 
 
 KNOWN = (  # steps, rows, embedding and state, vocabulary
@@ -326,6 +350,7 @@ JOBS = {
     "generate": generate_jobs,
     "rollout": rollout_jobs,
     "teacher": teacher_jobs,
+    "function": function_jobs,
     "known": known_jobs,
 }
 

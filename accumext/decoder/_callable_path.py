@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accumext._checks import check_first_order
-from accumext.decoder._callable_steps import CallableSteps
+from accumext.decoder._callable_steps import CallableSteps, HeadOfSteps
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
 from accumext.decoder._model import OP
 from accumext.decoder._saved_for_backward import SavedForBackward
@@ -32,9 +32,10 @@ def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decode
         head = FusedCrossEntropy(model, transcript.objective, plan, size, needs)
     root = model.table.root()
     builds_graph = grad_enabled and differentiable
-    steps = CallableSteps(transcript, head, root, builds_graph, return_outputs)
+    takes = HeadOfSteps(transcript, head)
+    steps = CallableSteps(transcript, takes, root, builds_graph, return_outputs)
+    del takes  # with its part of the workspace
     segments, last = steps.run()
-    steps.head = None
     outputs = None
     if return_outputs:
         outputs = torch.cat([s.hidden if s.outputs is None else s.outputs for s in segments])

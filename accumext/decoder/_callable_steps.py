@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from accumext._checks import message
 from accumext._torch_private import base_of, leaves_since, next_node_number, write_count
+from accumext.decoder import _operators
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._model import OP
-from accumext.decoder._operators import none_active
 from accumext.decoder._plan import SEGMENT, keeps_graph
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import (
@@ -30,6 +30,7 @@ from accumext.recurrence import (
     freeze,
     join,
     map_tensors,
+    no_autocast,
     no_grad_no_autocast,
     parameter_tensors,
     replay_rng,
@@ -58,12 +59,73 @@ def _silent(segment: Segment, steps: int) -> Segment:
     return Segment(zeros(segment.hidden), outputs, map_tensors(zeros, segment.extras))
 
 
+class HeadOfSteps:
+    """Takes outputs of the cell as they come. Tokens that the next step waits for are found at
+    once, all else of as many steps together as the workspace holds."""
+
+    def __init__(self, transcript: Transcript, head: FusedCrossEntropy) -> None:
+        tokens, batch = transcript.tokens, transcript.tokens.batch
+        self._transcript, self._head = transcript, head
+        # Where rows end, the transcript chooses among those of each step.
+        whole = transcript.active is None and head.rows >= batch
+        self._finds_tokens = tokens.free_running and whole
+        self._size = head.rows // batch if whole or not tokens.free_running else 1  # steps
+        self._begin = 0  # of the steps that wait
+        self._hidden: list[Tensor] = []  # of them, [n B, H] each
+        self._stats: list[Tensor] = []  # [3, B] each, if their tokens are found
+        self._exps: tuple[Tensor, ...] | None = None  # space for those of each step, [B, V]
+        self._precision = no_autocast(transcript.losses.device)
+
+    def add(self, begin: int, end: int, hidden: Tensor) -> None:
+        """Take the outputs [(end - begin) B, H] of these steps: of one, if tokens wait for it."""
+        hidden = hidden.detach()
+        if self._finds_tokens:
+            # a copy, for the cell may write what it returns again
+            hidden = hidden.to(self._head.dtype, copy=True).contiguous()
+            with self._precision:
+                self._find_tokens(begin, hidden)
+        self._hidden.append(hidden)
+        if end - self._begin >= self._size or end == self._transcript.tokens.steps:
+            self.finish(end)
+
+    def _find_tokens(self, step: int, hidden: Tensor) -> None:
+        transcript, head, at = self._transcript, self._head, step - self._begin
+        tokens, targets = transcript.tokens, transcript.tokens.targets
+        uniforms = transcript.source.uniforms
+        if at == 0:
+            steps = min(self._size, tokens.steps - step)
+            exps = head.workspace_slice(steps * tokens.batch)
+            self._exps = None if exps is None else exps.split(tokens.batch)
+        self._stats.append(hidden.new_empty(3, tokens.batch))
+        _operators.head_forward(
+            hidden, head.weight, head.bias, None if targets is None else targets[step],
+            None if uniforms is None else uniforms[step], transcript.source.temperature,
+            None if self._exps is None else self._exps[at], head.logit_rows,
+            transcript.predicted[step], self._stats[-1],
+        )  # fmt: skip
+
+    def finish(self, end: int) -> None:
+        """Find what is left of the steps until `end`."""
+        begin, batch, given = self._begin, self._transcript.tokens.batch, self._hidden
+        self._begin, self._hidden = end, []
+        if not given:
+            return
+        hidden = given[0] if len(given) == 1 else torch.cat(given)
+        with no_grad_no_autocast(hidden.device):
+            if not self._finds_tokens:
+                self._transcript.predict(self._head, begin, end, hidden)
+                return
+            rows = torch.arange(begin * batch, end * batch, device=hidden.device)
+            stats, self._stats = torch.cat(self._stats, 1), []
+            self._transcript.add_rows(self._head, rows, hidden, stats)
+
+
 @dataclass
 class CallableSteps:
     """Runs steps of the cell, for their outputs, states and tokens."""
 
     transcript: Transcript
-    head: FusedCrossEntropy | None  # None in the backward pass
+    head: HeadOfSteps | None  # None where tokens are known
     root: Tensor  # of the embedding's lookups
     builds_graph: bool
     returns_outputs: bool
@@ -81,6 +143,7 @@ class CallableSteps:
         tokens, truncation = self.transcript.tokens, self.transcript.truncation
         spans = truncation.spans(tokens.steps) if self.builds_graph else []
         found, last = self._overlapping(spans) if len(spans) > 1 else self._once(tokens.state)
+        self.head = None
         return found, detach(last) if truncation.cuts else last
 
     def _once(self, state: State) -> tuple[list[Segment], State]:
@@ -93,20 +156,25 @@ class CallableSteps:
         found, context = [], self.transcript.model.context
         measures = self.builds_graph and not plan.bounded
         graph = size = 0  # bytes of the first step's graph, and of the state after it
-        period = self.transcript.truncation.period
+        period, active = self.transcript.truncation.period, self.transcript.active
         for begin, end in segments(steps, period, 1 if measures else SEGMENT):
-            given = (begin, begin, end, state, self.root, *context)
+            given = (state, self.root, *context)
             if begin == 0 and measures:
                 with measured_graph(context) as sizes:
-                    segment, state = self.run_steps(*given)
+                    segment, state = self.run_steps(0, 0, end, *given)
                 graph, size = sum(sizes.values()), size_of(state)
             elif measures and keeps_graph(steps - begin, graph, size_of(state) - size):
-                segment, state = self.run_steps(*given)
+                if active is None and size == size_of(self.transcript.tokens.state):
+                    end = steps  # all steps will be kept, and none is left out
+                segment, state = self.run_steps(begin, begin, end, *given)
             else:
-                segment, state = self._run_segment(*given)
+                segment, state = self._run_segment(begin, begin, end, *given)
             found.append(segment)
-            active = self.transcript.active
-            if active is not None and end < steps and none_active(active[end]):
+            if end == steps:
+                break
+            if active is not None and _operators.none_active(active[end]):
+                if self.head is not None:
+                    self.head.finish(end)
                 found.append(_silent(segment, steps - end))
                 break
         return found, state
@@ -162,41 +230,39 @@ class CallableSteps:
         """As `_run_segment`, with a graph that keeps everything."""
         transcript, model, tokens = self.transcript, self.transcript.model, self.transcript.tokens
         batch_dim, returns = model.cell.batch_dim, self.returns_outputs
+        graph = torch.is_grad_enabled()
         hiddens, outputs, extras = [], [], []
         returned: list[Tensor] = []
         counts: list[int] = []
-        known = None
-        if not tokens.free_running:
-            embedded = model.table.lookup(root, transcript.inputs[begin:end].flatten())
-            # no views: a cell may write into them
-            known = torch.unsafe_split(embedded, tokens.batch)
+        known = not tokens.free_running or end <= self.known
+        embedded = model.table.lookups(root, transcript.inputs[begin:end], known)
         changes = transcript.gate is not OPEN_GATE or tokens.resets is not None
-        for step in range(begin, end):
-            if known is None:
-                x = model.table.lookup(root, transcript.inputs[step])
-            else:
-                x = known[step - begin]
-            x = dropped(x, model.embedding_dropout)
+        for step, x in enumerate(embedded, begin):
+            if not known:
+                model.table.look_up(transcript.inputs[step], x)
+            if model.embedding_dropout > 0:
+                x = F.dropout(x, model.embedding_dropout)
             state = self._before(step, state) if changes else state
             output, new_state, more = self._call(x, state, context)
             check_output(OP, output, tokens.batch, model.head_weight.shape[1])
-            if not self._knows_graph and torch.is_grad_enabled():
+            if graph and not self._knows_graph:
                 self._knows_graph = True
                 leaves = leaves_since(self._first_node, [output, *tensors(new_state)])
                 self.used += [(leaf, write_count(leaf)) for leaf in leaves]
-            if not torch.is_grad_enabled():  # a cell may return the same memory at every step
+            if not graph:  # a cell may return the same memory at every step
                 output, more = output.clone(), map_tensors(torch.clone, more)
             if transcript.active is not None:
                 # later rows are written, and the graph keeps this
                 active = transcript.active[step].clone()
                 new_state = freeze(OP, active, new_state, state, batch_dim)
             state = new_state
-            hidden = dropped(output, model.output_dropout)
+            rate = model.output_dropout
+            hidden = F.dropout(output, rate) if rate > 0 else output
             if step >= counting:
                 hiddens.append(hidden)
                 outputs.append(output)
                 extras.append(more if returns else detach(more))
-                given = [output, *tensors(more)]
+                given = [output] if more is None else [output, *tensors(more)]
                 returned += given
                 counts += write_counts(given)
             if tokens.free_running and step >= self.known:
@@ -239,14 +305,8 @@ class CallableSteps:
 
     def _predict(self, begin: int, end: int, hidden: Tensor) -> None:
         assert self.head is not None  # every token is known before the backward pass
-        with no_grad_no_autocast(hidden.device):
-            self.transcript.predict(self.head, begin, end, hidden.detach())
+        self.head.add(begin, end, hidden)
         self.known = end
-
-
-def dropped(x: Tensor, rate: float) -> Tensor:
-    """x with elements dropped at this rate, the others scaled."""
-    return F.dropout(x, rate) if rate > 0 else x
 
 
 @contextmanager

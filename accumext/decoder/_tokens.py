@@ -74,8 +74,14 @@ class Tokens:
         if lengths is not None:
             within_length = within_length_of(OP, lengths, shape, device, "the head's device")
             counted = counted & within_length
-        if targets is not None:
-            _check_range(targets, words, counted)
+        # Padding also past a row's length, where targets may be anything.
+        padding = table.padding_token
+        if targets is None:
+            fed = torch.full(shape, padding, device=device)
+        else:
+            targets = torch.where(counted, targets, 0).contiguous()
+            _check_range(targets, words)
+            fed = targets if padding == 0 else torch.where(counted, targets, padding)
         if state is None:
             state = cell.initial_state(batch, table.weight)
         else:
@@ -89,13 +95,6 @@ class Tokens:
             check_batch_dim(OP, state, batch, batch_dim)
         if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
             fail_value(OP, "eos", f"be in [0, {words})", eos)
-        # Padding also past a row's length, where targets may be anything.
-        padding = table.padding_token
-        if targets is None:
-            fed = torch.full(shape, padding, device=device)
-        else:
-            fed = torch.where(counted, targets, padding)
-            targets = torch.where(counted, targets, 0).contiguous()
         source = Feedback.of(
             OP, feedback, fed, start=start, inputs=inputs, teacher_forcing=teacher_forcing,
             temperature=temperature, generator=generator, rows=rows, draw=draw,
@@ -171,13 +170,13 @@ def _resets(value: Any, shape: tuple[int, int], state: State, device: torch.devi
     return resets_of(value, device)
 
 
-def _check_range(targets: Tensor, words: int, counted: Tensor) -> None:
+def _check_range(targets: Tensor, words: int) -> None:
     """Raise on a CPU for a token outside [0, V); on a GPU the lookups themselves assert."""
-    if targets.device.type != "cpu":
+    if targets.device.type != "cpu" or targets.numel() == 0:
         return
-    wrong = counted & ((targets < 0) | (targets >= words))
-    if wrong.any():
-        token = int(targets[wrong][0])
+    low, high = targets.aminmax()
+    if int(low) < 0 or int(high) >= words:
+        token = int(targets[(targets < 0) | (targets >= words)][0])
         advice = f"Pass ignore_index={token} if it marks ignored targets" if token < 0 else None
         fail_value(OP, "targets", f"be in [0, {words})", token, advice)
 

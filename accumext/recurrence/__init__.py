@@ -16,6 +16,7 @@ from accumext.recurrence._generators import rng_state as rng_state
 from accumext.recurrence._generators import set_rng_state as set_rng_state
 from accumext.recurrence._precision import Dtypes as Dtypes
 from accumext.recurrence._precision import dtypes_of as dtypes_of
+from accumext.recurrence._precision import no_autocast as no_autocast
 from accumext.recurrence._precision import no_grad_no_autocast as no_grad_no_autocast
 from accumext.recurrence._resets import Resets as Resets
 from accumext.recurrence._resets import resets_of as resets_of

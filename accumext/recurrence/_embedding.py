@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from accumext._checks import check_first_order
@@ -36,10 +35,20 @@ class EmbeddingTable:
         root: Tensor = _Root.apply(self, self.weight)  # type: ignore[no-untyped-call]
         return root
 
-    def lookup(self, root: Tensor, tokens: Tensor) -> Tensor:
-        """Embedded tokens [..., E], connected to the weight through the root."""
-        x: Tensor = _Lookup.apply(self, root, tokens)  # type: ignore[no-untyped-call]
-        return x
+    def lookups(self, root: Tensor, tokens: Tensor, known: bool) -> tuple[Tensor, ...]:
+        """Embedded tokens [n, B], as n tensors [B, E] that are connected to the weight through the
+        root, no views of each other. If the tokens are not known yet, `look_up` fills each."""
+        found: tuple[Tensor, ...] = _Lookups.apply(  # type: ignore[no-untyped-call]
+            self, root, tokens, known
+        )
+        return found
+
+    def look_up(self, tokens: Tensor, out: Tensor) -> None:
+        """Fill a tensor of `lookups` with the rows of tokens [n], unseen by autograd."""
+        weight = self.weight.detach()
+        if self.max_norm is not None and not self.renormalised:
+            torch.embedding_renorm_(weight, tokens.contiguous(), self.max_norm, self.norm_type)
+        torch.index_select(weight, 0, tokens, out=out.data)
 
     def renormalise(self, tokens: Tensor) -> None:
         """Do at once what lookups of these tokens, the only ones, would do to the weight."""
@@ -85,18 +94,23 @@ class _Root(torch.autograd.Function):
         return None, table.take_gradient()
 
 
-class _Lookup(torch.autograd.Function):
+class _Lookups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: EmbeddingTable, root: Tensor, tokens: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, table: EmbeddingTable, root: Tensor, tokens: Tensor, known: bool
+    ) -> tuple[Tensor, ...]:
         ctx.table = table
         # Not a saved tensor: checkpointing would run the segment again to get it.
         ctx.tokens = tokens
-        limit = None if table.renormalised else table.max_norm
-        return F.embedding(tokens, table.weight.detach(), None, limit, table.norm_type)
+        steps, batch = tokens.shape
+        rows = table.weight.new_empty(steps * batch, table.weight.shape[1])
+        if known:
+            table.look_up(tokens.flatten(), rows)
+        return torch.unsafe_split(rows, batch)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None, None]:
         check_first_order("decode_loss")
         table: EmbeddingTable = ctx.table
-        table.rows.append((ctx.tokens.flatten(), gradient.flatten(0, -2)))
-        return None, gradient.new_zeros(0), None
+        table.rows.append((ctx.tokens.flatten(), torch.cat(gradients)))
+        return None, gradients[0].new_zeros(0), None, None

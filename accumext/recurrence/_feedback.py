@@ -84,7 +84,8 @@ class Feedback:
             mask = torch.zeros(shape, dtype=torch.bool, device=device)
         if self.samples:
             uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
-        return Inputs(self.teacher, mask, self.temperature, uniforms)
+        own = self.word in ("greedy", "sample")
+        return Inputs(self.teacher, mask, self.temperature, uniforms, own)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Inputs:
     mask: Tensor | None = None  # bool [T, B]: True feeds the teacher's input; None: everywhere
     temperature: float = 1.0  # of the samples
     uniforms: Tensor | None = None  # fp64 [T, B] in [0, 1), to sample with; None takes the argmax
+    own: bool = False  # True feeds predictions alone, after the first step
 
     def choose(self, step: int, logits: Tensor) -> Tensor:
         """The tokens [B] that logits [B, V] predict: the argmax in at least fp32, or a sample."""
@@ -105,6 +107,8 @@ class Inputs:
 
     def next(self, step: int, predicted: Tensor) -> Tensor:
         """The input [B] of `step` >= 1, after `predicted` [B] at the step before."""
+        if self.own:
+            return predicted
         if self.mask is None:
             return self.teacher[step]
         return torch.where(self.mask[step], self.teacher[step], predicted)
@@ -196,8 +200,9 @@ def _check_tokens(op: str, name: str, tokens: Tensor, fed: Tensor, rows: int | N
     """Check the device, and on a CPU the values: on a GPU the lookup itself asserts."""
     if tokens.device != fed.device:
         fail_value(op, name, f"be on the device of targets, {fed.device}", tokens.device)
-    if rows is None or tokens.device.type != "cpu":
+    if rows is None or tokens.device.type != "cpu" or tokens.numel() == 0:
         return
-    wrong = (tokens < 0) | (tokens >= rows)
-    if wrong.any():
+    low, high = tokens.aminmax()
+    if int(low) < 0 or int(high) >= rows:
+        wrong = (tokens < 0) | (tokens >= rows)
         fail_value(op, name, f"be in [0, {rows})", int(tokens[wrong].flatten()[0]))

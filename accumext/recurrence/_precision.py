@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,14 @@ def dtypes_of(weight: Tensor) -> Dtypes:
     return Dtypes(accumulation, product, exps=narrow, cell=narrow)
 
 
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context, which may be entered again, without autocast."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
 @contextmanager
 def no_grad_no_autocast(device: torch.device) -> Iterator[None]:
     """Neither a graph nor autocast: a call has precisions of its own."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    with torch.no_grad(), no_autocast(device):
         yield

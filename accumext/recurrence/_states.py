@@ -31,6 +31,8 @@ def leaves(state: State) -> list[Any]:
     """The entries of a state, in order."""
     if state is None or isinstance(state, Tensor):  # the usual ones, without a walk
         return [state]
+    if type(state) in (tuple, list):
+        return [leaf for part in state for leaf in leaves(part)]
     found: list[Any] = []
     for leaf in tree_leaves(state):
         found += leaves(_field_values(leaf)) if _has_fields(leaf) else [leaf]
@@ -48,8 +50,11 @@ def map_leaves(function: Callable[[Any], Any], state: State) -> State:
             object.__setattr__(made, name, map_leaves(function, value))
         return made
 
-    usual = state is None or isinstance(state, Tensor)
-    return function(state) if usual else tree_map(of_leaf, state)
+    if state is None or isinstance(state, Tensor):
+        return function(state)
+    if type(state) in (tuple, list):
+        return type(state)([map_leaves(function, part) for part in state])
+    return tree_map(of_leaf, state)
 
 
 def _has_fields(leaf: Any) -> bool:
@@ -62,6 +67,8 @@ def _field_values(instance: Any) -> dict[str, Any]:
 
 def tensors(state: State) -> list[Tensor]:
     """The tensors of a state, in order."""
+    if isinstance(state, Tensor):
+        return [state]
     return [leaf for leaf in leaves(state) if isinstance(leaf, Tensor)]
 
 
@@ -72,7 +79,7 @@ def size_of(state: State) -> int:
 
 def check_nesting(op: str, name: str, state: State) -> None:
     """Raise for any other container: its tensors would be neither detached nor frozen."""
-    for leaf in leaves(state):
+    for leaf in () if state is None or isinstance(state, Tensor) else leaves(state):
         if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
             contract = "nest tensors in tuples, lists, dicts and dataclasses"
             fail_type(op, name, contract, type_name(leaf))
@@ -80,11 +87,13 @@ def check_nesting(op: str, name: str, state: State) -> None:
 
 def copy_nesting(state: State) -> State:
     """The same tensors in new containers, which a cell may write into."""
-    return map_leaves(lambda leaf: leaf, state)
+    return state if isinstance(state, Tensor) else map_leaves(lambda leaf: leaf, state)
 
 
 def map_tensors(function: Callable[[Tensor], Any], state: State) -> State:
     """The same nesting with `function` applied to every tensor."""
+    if state is None:
+        return None
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, state)
 
 
@@ -153,7 +162,10 @@ def _grown(op: str, old: Tensor, new: Tensor, batch_dim: int) -> Tensor:
 
 def write_counts(given: list[Tensor]) -> list[int]:
     """The number of writes into each tensor, for `check_unwritten`."""
-    return [0 if t.is_inference() else write_count(t) for t in given]
+    try:
+        return list(map(write_count, given))
+    except RuntimeError:
+        return [0 if t.is_inference() else write_count(t) for t in given]
 
 
 def check_unwritten(op: str, name: str, what: str, given: list[Tensor], counts: list[int]) -> None:

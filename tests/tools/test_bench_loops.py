@@ -34,7 +34,7 @@ def measured(loops: ModuleType, job: Any, repetitions: int = 3) -> Any:
     return loops.measure(job, torch.device("cpu"), seconds_of, repetitions)
 
 
-@pytest.mark.parametrize("name", ["generate", "rollout", "teacher"])
+@pytest.mark.parametrize("name", ["generate", "rollout", "teacher", "function"])
 def test_all_ways_of_a_job_do_the_same(loops: ModuleType, name: str) -> None:
     torch.manual_seed(0)
     for job in loops.JOBS[name](torch.device("cpu"), True):
