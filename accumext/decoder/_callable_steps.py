@@ -94,7 +94,9 @@ class HeadOfSteps:
         uniforms = transcript.source.uniforms
         if at == 0:
             steps = min(self._size, tokens.steps - step)
-            exps = head.workspace_slice(steps * tokens.batch)
+            exps = None
+            if not head.of_distributions:
+                exps = head.workspace_slice(steps * tokens.batch)
             self._exps = None if exps is None else exps.split(tokens.batch)
         self._stats.append(hidden.new_empty(3, tokens.batch))
         _operators.head_forward(

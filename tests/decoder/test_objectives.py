@@ -108,7 +108,6 @@ def test_single_and_half_precision(kind: str, autocast: bool) -> None:
     assert distance < (HALF if autocast else SINGLE)
 
 
-@pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="counts on the host")
 def test_rows_that_do_not_count_cost_nothing_and_may_be_anything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -210,7 +210,7 @@ def test_outputs_print_the_dtypes_and_shapes_of_what_they_hold() -> None:
     assert repr(out) == (
         f"DecodeOutput(loss=float64 [], tokens={tokens}, inputs={tokens}, "
         f"token_losses=float64 [5, {BATCH}], state={state}, lengths=int64 [{BATCH}], "
-        "outputs=None, extras=None)"
+        "outputs=None, extras=None, entropies=None)"
     )
     generated = accumext.generate(*call, decoder.state, max_length=3)
     assert repr(generated).startswith(f"GenerateOutput(tokens=int64 [3, {BATCH}], log_probs=")

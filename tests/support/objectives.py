@@ -20,7 +20,7 @@ def soft_targets(
         return weight, bias, torch.randn(steps, batch, 4, dtype=dtype)
     size = words if kind == "soft_words" else min(3, words)
     probabilities = torch.randn(steps, batch, size, dtype=dtype).softmax(-1)
-    probabilities[..., 0] *= 0.0  # they need not add up to 1
+    probabilities[..., 0] = 0.0  # they need not add up to 1
     if kind == "soft_words":
         return probabilities, None
     return probabilities, torch.randint(words, (steps, batch, size))  # some of them twice
