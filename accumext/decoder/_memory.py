@@ -144,6 +144,7 @@ def predicted_peak(call: Call, cell: Any) -> int:
     else:
         states, temporaries, left = _rnn_path(call, model.rnn, size)
         if not tokens.free_running:
+            passing += count * (3 * 8 + size)  # indices, targets, tokens; losses
             passing = max(passing, _input_products(call, model.rnn, size))
         final += sum(w.nbytes for w in model.rnn.weights if w is not None) * half
         cell = d_table + left + temporaries
@@ -177,7 +178,9 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
     if model.embedding_dropout > 0:  # the gradient of what was read, the mask, their product
         row = max(row, rnn.gates * rnn.units + 3 * width)
     if rnn.layers > 1:  # the layer above has left the gradient of its inputs
-        row = max(row, (units + 1) * rnn.units) + rnn.units
+        if rnn.layers > 2:  # and one between two others makes that of its own
+            row = max(row, (units + 1) * rnn.units)
+        row += rnn.units
     elif truncation.k2 is not None and truncation.k1 != truncation.k2:
         # overlapping windows: d_out with zeros
         row += rnn.units
@@ -185,8 +188,8 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
     given = [w for w in rnn.weights if w is not None]
     gradients = sum(w.numel() for w in given) * size
     operands = model.dtypes.cell  # of the products
-    casts = sum(w.numel() for w in given if w.dim() == 2) * operands.itemsize
-    casts *= given[0].dtype != operands
+    rounded = [w for w in given if w.dim() == 2 and w.dtype != operands]
+    casts = sum(w.numel() for w in rounded) * operands.itemsize
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
     transposed *= device != "cpu"  # whose kernels take a weight as it lies
     temporaries = steps * tokens.batch * row * size

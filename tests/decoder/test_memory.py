@@ -305,6 +305,10 @@ HALVES = FLOATS._replace(exps=torch.bfloat16)
         ({"budget": 2**20}, 112, 16, 0),
         ({"budget": 2**20, "dtypes": HALVES}, 224, 16, 0),
         ({"budget": 8000}, 1, 1, 0),
+        ({"shape": (1, 1)}, 1, 1, 0),
+        ({"shape": (0, 16)}, 1, 16, 0),
+        ({"shape": (5, 0)}, 1, 1, 0),
+        ({"shape": (5, 0), "budget": 2**14}, 1, 1, 0),
         # pre-activations [L, T, B, 4 H] of a GRU or LSTM on a CPU
         ({"kind": nn.GRU}, 256, 16, 2**22),
         ({"kind": nn.LSTM, "layers": 2, "units": 2}, 256, 16, 2**22),
@@ -322,6 +326,7 @@ HALVES = FLOATS._replace(exps=torch.bfloat16)
         ({"kind": nn.GRU, "budget": 2**23}, 496, 16, 2**22),
         ({"kind": nn.GRU, "budget": 2**23 - 2}, 1024, 16, 0),
         ({"kind": nn.GRU, "budget": 2**23 + 1}, 496, 16, 2**22),
+        ({"kind": nn.GRU, "units": 17, "words": 20, "budget": 2**30}, 65536, 16, 17 * 2**20),
         ({"kind": nn.GRU, "budget": 8016, "shape": (1, 1), "units": 1}, 1, 1, 16),
         ({"kind": nn.GRU, "budget": 8015, "shape": (1, 1), "units": 1}, 1, 1, 0),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 from torch import nn
 
 import accumext
+from accumext.decoder._memory import Call
 from accumext.demo.memory import peak_memory
+from accumext.recurrence import Truncation
 
 # Of the measured peak: vectors of a number per row. PyTorch's own kernels have temporaries of their
 # own, such as a step's gates and converted slices of a head in half precision.
@@ -20,9 +24,11 @@ HEAD = {"vocabulary": 3000, "units": 64, "steps": 4, "batch": 2}
 CELL = {"vocabulary": 30, "units": 64, "steps": 40, "batch": 20}
 WIDE = {"vocabulary": 30, "units": 256, "width": 8, "steps": 4, "batch": 2}
 ROWS = {"vocabulary": 20, "units": 256, "width": 2, "steps": 256, "batch": 1, "kind": nn.RNN}
+TOKENS = {"vocabulary": 3, "units": 1, "steps": 2000, "batch": 16, "kind": nn.RNN}
 STEP = {"vocabulary": 30, "units": 64, "steps": 1, "batch": 600}
 LOOKUP = {"vocabulary": 30, "units": 8, "width": 256, "steps": 1, "batch": 260}
-HALF = pytest.mark.skipif(accumext.backend() != "cpu", reason="PyTorch converts slices of a head")
+# Those slices, or the temporaries of one step, are there as large as all else.
+COMPILED = pytest.mark.skipif(accumext.backend() != "cpu", reason="of compiled kernels")
 CASES = [
     # the head, its bias and the embedding, with or without gradients
     HEAD,
@@ -34,16 +40,19 @@ CASES = [
     {**HEAD, "units": 8, "rows": 20000, "feedback": "teacher"},
     {**HEAD, "tied": True},
     # in half precision, by parameters or under autocast
-    pytest.param({**HEAD, "dtype": bf16}, marks=HALF),
-    pytest.param({**HEAD, "dtype": bf16, "frozen": "head"}, marks=HALF),
-    pytest.param({**HEAD, "dtype": bf16, "frozen": "embedding"}, marks=HALF),
-    pytest.param({**HEAD, "dtype": bf16, "tied": True}, marks=HALF),
-    pytest.param({**HEAD, "autocast": True, "tied": True}, marks=HALF),
-    pytest.param({**HEAD, "autocast": True, "frozen": "embedding head"}, marks=HALF),
+    pytest.param({**HEAD, "dtype": bf16}, marks=COMPILED),
+    pytest.param({**HEAD, "dtype": bf16, "frozen": "head"}, marks=COMPILED),
+    pytest.param({**HEAD, "dtype": bf16, "frozen": "embedding"}, marks=COMPILED),
+    pytest.param({**HEAD, "dtype": bf16, "tied": True}, marks=COMPILED),
+    pytest.param({**HEAD, "autocast": True, "tied": True}, marks=COMPILED),
+    pytest.param({**HEAD, "autocast": True, "frozen": "embedding head"}, marks=COMPILED),
     # the cell's weights, their gradients, and copies in other precisions
     WIDE,
     {**WIDE, "kind": nn.LSTM, "layers": 3},
     {**WIDE, "dtype": bf16, "layers": 3},
+    # tokens and their losses
+    {**TOKENS, "feedback": "greedy"},
+    {**TOKENS, "feedback": "teacher"},
     # outputs on their way through the head
     ROWS,
     {**ROWS, "output_dropout": 0.5},
@@ -57,20 +66,25 @@ CASES = [
     {**CELL, "layers": 2, "memory_budget": 2**12},
     {**CELL, "layers": 2, "dropout": 0.5},
     {**CELL, "layers": 8, "kind": nn.RNN, "dropout": 0.5},
+    {**CELL, "layers": 3, "kind": nn.RNN, "width": 2, "memory_budget": 2**14},
+    {**CELL, "layers": 2, "kind": nn.RNN, "width": 2, "memory_budget": 2**14},
+    {**CELL, "k1": 1, "k2": 20, "kind": nn.RNN, "width": 2, "memory_budget": 2**14},
     {**CELL, "steps": 200, "layers": 2, "kind": nn.RNN, "dropout": 0.5, "memory_budget": 2**15},
     {**CELL, "units": 8, "width": 256, "layers": 2},
     {**CELL, "units": 256, "width": 8, "output_dropout": 0.5, "kind": nn.RNN, "k1": 1, "k2": 20},
     {**CELL, "k1": 2, "k2": 6, "kind": nn.LSTM},
     {**CELL, "k1": 6, "k2": 6, "kind": nn.LSTM},
     # states before, between and after few steps of many rows
-    {**STEP, "kind": nn.LSTM, "layers": 3},
-    {**STEP, "steps": 4},
-    {**STEP, "output_dropout": 0.5},
+    pytest.param({**STEP, "kind": nn.LSTM, "layers": 3}, marks=COMPILED),
+    pytest.param({**STEP, "steps": 4}, marks=COMPILED),
+    pytest.param({**STEP, "output_dropout": 0.5}, marks=COMPILED),
     # rows that are looked up, with and without dropout
-    LOOKUP,
-    {**LOOKUP, "embedding_dropout": 0.5, "units": 60},
-    {**LOOKUP, "embedding_dropout": 0.5, "layers": 3, "kind": nn.LSTM},
-    {**LOOKUP, "embedding_dropout": 0.5, "units": 300, "width": 100},
+    pytest.param(LOOKUP, marks=COMPILED),
+    pytest.param({**LOOKUP, "embedding_dropout": 0.5, "units": 60}, marks=COMPILED),
+    pytest.param(
+        {**LOOKUP, "embedding_dropout": 0.5, "layers": 3, "kind": nn.LSTM}, marks=COMPILED
+    ),
+    pytest.param({**LOOKUP, "embedding_dropout": 0.5, "units": 300, "width": 100}, marks=COMPILED),
     # all that the first layer reads at once, in one step of more rows than are wanted
     {**STEP, "steps": 4, "vocabulary": 300, "width": 8192, "kind": nn.RNN,
      "feedback": "teacher", "frozen": "embedding"},
@@ -90,6 +104,43 @@ def test_predicted_peak_is_the_measured_one(case: dict[str, Any]) -> None:
     with torch.autocast("cpu", bf16, enabled=autocast):
         predicted = accumext.decode_memory(*parts, shape, **call)
         assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
+
+
+@pytest.mark.parametrize(("layers", "bias"), [(1, True), (3, True), (3, False)])
+def test_weights_are_transposed_but_on_a_cpu(layers: int, bias: bool) -> None:
+    """The state's weights of each layer, [H, H]."""
+    units = 256
+    cell = nn.RNN(8, units, layers, bias=bias)
+    parts = nn.Embedding(30, 8), cell, nn.Linear(units, 30)
+    on_cpu, elsewhere = (
+        accumext.decode_memory(*parts, (4, 2), feedback="greedy")
+        for parts in (parts, [part.to("meta") for part in copy.deepcopy(parts)])
+    )
+    assert elsewhere - on_cpu == layers * units * units * 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "windows", "longest"),
+    [
+        (0, {}, 1),
+        (1, {}, 1),
+        (15, {}, 15),
+        (40, {}, 16),
+        (40, {"k1": 6, "k2": 6}, 6),
+        (40, {"k1": 1, "k2": 1}, 1),
+        (40, {"k1": 20, "k2": 20}, 16),
+        (40, {"k1": 3, "k2": 7}, 7),  # windows that overlap are run whole
+        (40, {"k1": 3, "k2": 30}, 30),
+        (5, {"k1": 3, "k2": 30}, 5),
+    ],
+)
+def test_steps_whose_graph_exists_at_once(
+    steps: int, windows: dict[str, int], longest: int
+) -> None:
+    truncation = Truncation.of("decode_loss", windows.get("k1"), windows.get("k2"), "fixed")
+    tokens, unread = SimpleNamespace(steps=steps), SimpleNamespace()
+    call = Call(unread, tokens, truncation, unread, False)
+    assert call.longest_segment == longest
 
 
 def decoder(
