@@ -113,14 +113,16 @@ def predicted_peak(call: Call, cell: Any) -> int:
     size = model.dtypes.accumulation.itemsize
     half = weight.element_size() < size
 
-    head = vocabulary * size * (hidden * weight.requires_grad + (model.head_bias is not None))
+    bias = model.head_bias is not None and model.head_bias.requires_grad
+    head = vocabulary * size * (hidden * weight.requires_grad + bias)
     d_hidden = count * hidden * size
     casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
     workspace = vocabulary * plan.rows * model.dtypes.exps.itemsize
-    copies = 6 if segment is None else 4  # of outputs; a callable's own are read as they are
     soft = call.objective.soft  # beside the logits are a teacher's, or its probabilities
     logits = 1 if soft is None or soft.indices is not None else 2
-    passing = logits * vocabulary * plan.logit_rows * size + copies * plan.rows * hidden * size
+    passing = logits * vocabulary * plan.logit_rows * size + 3 * plan.rows * hidden * size
+    # Outputs, and the weight's rows of the targets, before or after they are converted.
+    passing += 2 * plan.rows * hidden * product.itemsize * (product.itemsize < size)
     token_buffers = count * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
     d_table = rows * width * (table.requires_grad and not model.tied)
     final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad
@@ -143,24 +145,30 @@ def predicted_peak(call: Call, cell: Any) -> int:
         cell = max(first, others + segment.after_others + before) - states
         embedding = segment.gradients + d_table + 2 * lookups * looked_up - d_hidden - states
     else:
-        states, cell = _rnn_path(call, model.rnn, size)
-        passing = max(passing, _input_products(call, model.rnn, size))
-        cell += d_table
-        embedding = d_table + final
+        states, temporaries, left = _rnn_path(call, model.rnn, size)
+        if not tokens.free_running:
+            passing += count * (8 + size)  # indices; losses
+            passing = max(passing, _input_products(call, model.rnn, size))
+        final += sum(w.nbytes for w in model.rnn.weights if w is not None) * half
+        cell = d_table + left + temporaries
+        embedding = d_table + left + final
         kept = 0
-    states += count * hidden * size * call.return_outputs
+    returned = count * hidden * size * call.return_outputs
     # in the forward or the backward pass
     formed = casts + workspace + passing + states + head + d_hidden + kept
-    backward = head + d_hidden + states + max(cell, embedding)
+    formed += returned * (segment is not None)  # torch's modules copy them afterwards
+    backward = head + d_hidden + states + returned + max(cell, embedding)
     peak: int = token_buffers + max(formed, backward)
     return peak
 
 
-def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int]:
-    """Bytes of the states of every step, and those that the backward pass of the layers adds."""
+def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
+    """Bytes of the states of every step and what else the passes share, and those that the backward
+    pass of the layers has for a while and until its end."""
     model, tokens, truncation = call.model, call.tokens, call.truncation
     device, width = model.device.type, model.table.weight.shape[1]
-    states = rnn.state_parts * rnn.layers * (tokens.steps + 1) * tokens.batch * rnn.units
+    state = rnn.state_parts * rnn.layers * tokens.batch * rnn.units * size
+    states = state * (tokens.steps + 3)  # before and after every step; the given and the last one
     between = (rnn.layers - 1) * rnn.units * (rnn.dropout > 0)
     around = width * (model.embedding_dropout > 0)
     around += rnn.units * (model.output_dropout > 0)
@@ -170,28 +178,32 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int]:
     kept = call.plan.pre_activation_bytes
     units = (GRADIENT_UNITS if kept else BACKWARD_UNITS)[rnn.kind]
     row = units * rnn.units + width
+    if model.embedding_dropout > 0:  # the gradient of what was read, the mask, their product
+        row = max(row, rnn.gates * rnn.units + 3 * width)
     if rnn.layers > 1:  # the layer above has left the gradient of its inputs
-        row = max(row, (units + 1) * rnn.units) + rnn.units
-    elif truncation.k2 is not None and truncation.k1 != truncation.k2:
+        if rnn.layers > 2:  # and one between two others makes that of its own
+            row = max(row, (units + 1) * rnn.units)
+        row += rnn.units
+    elif len(call.spans) > 1 and truncation.k1 != truncation.k2:
         # overlapping windows: d_out with zeros
         row += rnn.units
+    row += rnn.units * (model.output_dropout > 0)
     given = [w for w in rnn.weights if w is not None]
     gradients = sum(w.numel() for w in given) * size
     operands = model.dtypes.cell  # of the products
-    casts = sum(w.numel() for w in given if w.dim() == 2) * operands.itemsize
-    casts *= given[0].dtype != operands
+    rounded = [w for w in given if w.dim() == 2 and w.dtype != operands]
+    casts = sum(w.numel() for w in rounded) * operands.itemsize
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
     transposed *= device != "cpu"  # whose kernels take a weight as it lies
     temporaries = steps * tokens.batch * row * size
-    return states * size + masks + kept, temporaries + gradients + casts + transposed
+    left = gradients + transposed + 2 * state  # whose gradient is that of a window and the sum
+    return states + masks + kept + casts, temporaries, left
 
 
 def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
     """Bytes that the forward pass through the layers has at once where the inputs are known."""
     model, tokens = call.model, call.tokens
     rows = INPUT_ROWS.get(model.device.type, INPUT_ROWS["cpu"])
-    if tokens.free_running:
-        return 0
     steps = min(tokens.steps, max(1, rows // max(1, tokens.batch)))
     inputs = (model.table.weight.shape[1] + rnn.units) * model.dtypes.cell.itemsize
     products = rnn.gates

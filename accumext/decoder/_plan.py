@@ -111,8 +111,7 @@ def fill_budget(
     else:
         logit_rows = max(1, min(logit_rows, memory_budget // (logit_bytes + exps_bytes)))
         rows = (memory_budget - logit_rows * logit_bytes) // exps_bytes
-        if rows >= batch > 0:
-            rows -= rows % batch
+        rows = rows - rows % max(1, batch) or rows
     return Plan(max(1, min(rows, steps * batch)), logit_rows)
 
 

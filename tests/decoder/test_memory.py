@@ -14,8 +14,9 @@ from torch import nn
 
 import accumext
 from accumext.decoder import _memory, _plan
-from accumext.decoder._plan import HeadRows, Plan, backward_steps, fill_budget
+from accumext.decoder._plan import HeadRows, Plan, backward_steps, fill_budget, keeps_graph
 from accumext.demo.memory import peak_memory
+from accumext.recurrence import Dtypes, rnn_weights_of
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 STEPS, BATCH, VOCABULARY = 6, 3, 13
@@ -284,6 +285,85 @@ def test_the_cells_backward_pass_takes_the_fewest_steps_that_are_enough(
     wanted = 2048 if device == "cuda" else 256
     needed = next(n for n in range(1, wanted + 1) if n * max(1, batch) >= wanted)
     assert backward_steps(device, batch) == needed
+
+
+FLOATS = Dtypes(*[torch.float32] * 4)
+HALVES = FLOATS._replace(exps=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("call", "rows", "logit_rows", "kept"),
+    [
+        ({}, 256, 16, 0),
+        ({"device": "cuda"}, 1024, 16, 0),
+        ({"device": "cuda", "free_running": False}, 1024, 512, 0),
+        ({"device": "meta", "free_running": False}, 256, 32, 0),
+        ({"gradients_in_forward": False}, 256, 32, 0),
+        ({"free_running": False, "shape": (1, 16)}, 16, 16, 0),
+        ({"dtypes": HALVES}, 512, 16, 0),
+        ({"dtypes": Dtypes(*[torch.float64] * 4)}, 256, 16, 0),
+        ({"budget": 2**20}, 112, 16, 0),
+        ({"budget": 2**20, "dtypes": HALVES}, 224, 16, 0),
+        ({"budget": 8000}, 1, 1, 0),
+        ({"shape": (1, 1)}, 1, 1, 0),
+        ({"shape": (0, 16)}, 1, 16, 0),
+        ({"shape": (5, 0)}, 1, 1, 0),
+        ({"shape": (5, 0), "budget": 2**14}, 1, 1, 0),
+        # pre-activations [L, T, B, 4 H] of a GRU or LSTM on a CPU
+        ({"kind": nn.GRU}, 256, 16, 2**22),
+        ({"kind": nn.LSTM, "layers": 2, "units": 2}, 256, 16, 2**22),
+        ({"kind": nn.RNN}, 256, 16, 0),
+        ({"kind": nn.GRU, "device": "cuda"}, 1024, 16, 0),
+        ({"kind": nn.GRU, "dtypes": Dtypes(*[torch.float64] * 4)}, 256, 16, 2**23),
+        # up to 16 MiB, whatever the workspace is; or no larger than that with its logits
+        ({"kind": nn.GRU, "units": 16}, 256, 16, 2**24),
+        ({"kind": nn.GRU, "units": 17}, 256, 16, 0),
+        ({"kind": nn.GRU, "units": 17, "words": 17 * 2**12}, 256, 16, 17 * 2**20),
+        ({"kind": nn.GRU, "units": 17, "words": 2**14}, 256, 16, 17 * 2**20),
+        ({"kind": nn.GRU, "units": 17, "words": 2**14 - 1}, 256, 16, 0),
+        ({"kind": nn.GRU, "units": 17, "words": 2**14, "dtypes": HALVES}, 512, 16, 17 * 2**20),
+        # and at most half of a budget, of which one row of logits is left
+        ({"kind": nn.GRU, "budget": 2**23}, 496, 16, 2**22),
+        ({"kind": nn.GRU, "budget": 2**23 - 2}, 1024, 16, 0),
+        ({"kind": nn.GRU, "budget": 2**23 + 1}, 496, 16, 2**22),
+        ({"kind": nn.GRU, "units": 17, "words": 20, "budget": 2**30}, 65536, 16, 17 * 2**20),
+        ({"kind": nn.GRU, "budget": 8016, "shape": (1, 1), "units": 1}, 1, 1, 16),
+        ({"kind": nn.GRU, "budget": 8015, "shape": (1, 1), "units": 1}, 1, 1, 0),
+    ],
+    ids=str,
+)
+def test_sizes_of_a_call(call: dict[str, Any], rows: int, logit_rows: int, kept: int) -> None:
+    """Of 4096 steps of 16 rows, 2000 words, 4 units."""
+    given = {"device": "cpu", "free_running": True, "gradients_in_forward": True, **call}
+    kind, units, layers = given.pop("kind", None), given.pop("units", 4), given.pop("layers", 1)
+    rnn = None
+    if kind is not None:
+        rnn = rnn_weights_of(kind(3, units, layers), torch.float32, torch.float32)
+    budget = given.pop("budget", None)
+    given = {"shape": (4096, 16), "words": 2000, "dtypes": FLOATS, "rnn": rnn, **given}
+    plan = Plan.of("decode_loss", budget, **given)
+    assert (plan.rows, plan.logit_rows, plan.pre_activation_bytes) == (rows, logit_rows, kept)
+    assert plan.bounded == (budget is not None)
+    assert plan.gradients_in_forward == given["gradients_in_forward"]
+    # Twice as many where pre-activations are kept: of a step, half as much is formed.
+    assert plan.backward_steps == backward_steps(given["device"], given["shape"][1]) * (
+        1 + (kept > 0)
+    )
+
+
+def test_a_budget_holds_a_row_of_logits() -> None:
+    parts = modules(100, 4, torch.float32, False)
+    assert accumext.decode_memory(*parts, (2, 3), feedback="greedy", memory_budget=400) > 0
+    with raises(ValueError, "memory_budget must hold one row of logits, 400 bytes"):
+        accumext.decode_memory(*parts, (2, 3), feedback="greedy", memory_budget=399)
+
+
+def test_graphs_that_are_kept_take_sixteen_mebibytes() -> None:
+    """The first step's bytes for each step, and twice those by which the state has grown."""
+    assert keeps_graph(16, 2**20, 0)
+    assert not keeps_graph(16, 2**20 + 1, 0)
+    assert keeps_graph(16, 2**20 - 2**10, 2**9)
+    assert not keeps_graph(16, 2**20 - 2**10, 2**9 + 1)
 
 
 def test_sizes_that_anyone_can_compute() -> None:
