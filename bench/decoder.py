@@ -192,10 +192,10 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     timed = chosen or (QUICK_SHAPES if args.quick else SHAPES)[args.device]
     for shape in timed:
         aside = () if chosen or args.quick else ASIDE.get(shape.role, ())
-        yield Case(shape, args.cell, args.dtype, without=aside)
+        yield Case(shape, args.cell, args.dtype, args.way, without=aside)
     if not chosen:
         for shape in QUICK_MEMORY_SHAPES if args.quick else MEMORY_SHAPES:
-            names = (PLAIN, OURS) if shape.role == LONG else (OURS,)
+            names = args.way or ((PLAIN, OURS) if shape.role == LONG else (OURS,))
             yield Case(shape, args.cell, args.dtype, names, timed=False)
 
 
@@ -243,6 +243,9 @@ def arguments() -> argparse.Namespace:
         action="append",
         metavar="T,B,V,H",
         help="instead of the usual ones, for example 50,16,50000,512; may be given again",
+    )
+    parser.add_argument(
+        "--way", action="append", metavar="NAME", help="as in the tables; may be given again"
     )
     parser.add_argument(
         "--full", action="store_true", help="all shapes of the grid: hours on a CPU"

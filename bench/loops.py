@@ -247,7 +247,8 @@ def known_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
         for layers in (1, 2):
             name = f"known, {steps}, {batch}, {size}, {words}, {layers}"
             job = module_job(name, embedding, nn.LSTM(size, size, layers).to(device), head, tokens)
-            yield job._replace(repetitions=5 if steps * batch * words > 10**6 else 101)
+            logits = steps * batch * words  # minutes, seconds or milliseconds
+            yield job._replace(repetitions=3 if logits > 3e7 else 5 if logits > 1e6 else 101)
 
 
 def module_job(

@@ -153,6 +153,49 @@ def decoder_times() -> Lines:
     return markdown(("ms, and peaks in MiB", *map(sizes, DECODER_ROLES)), *rows)
 
 
+SETTINGS = ("", "_kept")  # of the C library: as it comes, and told to keep freed memory
+
+
+def decoder_by_shape() -> Lines:
+    """Medians in ms, by default and where the heap is kept; of bfloat16 and products the latter."""
+    rows = []
+    for threads in (1, 2):
+        runs = [result(f"decoder_avx2_{threads}{setting}")["cases"] for setting in SETTINGS]
+        for fresh, kept in zip(*runs):
+            medians = [
+                {name: f"{1e3 * way['spread']['median']:,.0f}" for name, way in ways.items()}
+                for ways in (fresh["contenders"], kept["contenders"])
+            ]
+            both = (" / ".join(found[name] for found in medians) for name in (PLAIN, OURS))
+            rows.append((shape_of(kept), str(threads), *both, *(medians[1][n] for n in REST)))
+    head = ("T, B, H, V", "threads", "plain PyTorch", OURS, "accumext in bfloat16", "the products")
+    return markdown(head, *rows)
+
+
+REST = (OURS_BF16, PRODUCTS)
+
+
+def shape_of(entry: dict[str, Any]) -> str:
+    return ", ".join(f"{entry[name]:,}" for name in ("steps", "batch", "size", "vocabulary"))
+
+
+def known() -> Lines:
+    """Medians in ms of known inputs; a cell is accumext, and the better of PyTorch's two ways."""
+    cells: dict[str, list[str]] = {}
+    for threads in (1, 2):
+        for job in result(f"known_avx2_{threads}")["jobs"]:
+            *shape, _ = job["job"].removeprefix("known, ").split(", ")
+            seconds = {way: statistics.median(found) for way, found in job["seconds"].items()}
+            mine = seconds.pop(OURS)
+            text = f"{1e3 * mine:,.{mine < 0.1:d}f} / {1e3 * min(seconds.values()):,.{mine < 0.1:d}f}"
+            cells.setdefault(", ".join(f"{int(n):,}" for n in shape), []).append(text)
+    ways = [f"{layers}, {threads}" for threads in ("1 thread", "2 threads") for layers in LAYERS]
+    return markdown(("T, B, H, V", *ways), *((shape, *found) for shape, found in cells.items()))
+
+
+LAYERS = ("one layer", "two layers")
+
+
 def loops(
     *rows: tuple[str, str], source: str = "loops_cpu", usual: str = "the loop", ours: str
 ) -> Lines:

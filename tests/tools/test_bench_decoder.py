@@ -246,6 +246,14 @@ def test_a_chosen_shape_in_bfloat16_is_drawn(cell: str, tmp_path: Path) -> None:
     assert height > 300
 
 
+@pytest.mark.process
+def test_ways_that_are_asked_for_run_alone(tmp_path: Path) -> None:
+    result, _ = bench(tmp_path, "--quick", "--shape=9,4,211,16", f"--way={OURS}", "--threads=1")
+    (case,) = result["cases"]
+    assert list(case["contenders"]) == [OURS, PRODUCTS]
+    assert result["machine"]["threads"] == 1
+
+
 def test_a_way_that_is_wrong_is_seen(modules: SimpleNamespace) -> None:
     """Each gradient is compared on the tokens that its own way fed."""
     decoders, decoding = modules.decoders, modules.decoding
