@@ -366,11 +366,11 @@ def set_sharding_phase(state: Any, name: str) -> None:
     state._training_state = type(state._training_state)[name]
 
 
-def begin_sharded_forward(state: Any, module: nn.Module, anchor: Tensor) -> Tensor:
+def begin_sharded_forward(state: Any, module: nn.Module, root: Tensor) -> Tensor:
     """Do as `fully_shard` does before a forward: gather weights, and put a node after the input,
-    here the anchor, that reduces gradients. The anchor to use instead."""
-    (anchor,), _ = state._pre_forward(module, (anchor,), {})
-    return anchor
+    here the root, that reduces gradients. The root to use instead."""
+    (root,), _ = state._pre_forward(module, (root,), {})
+    return root
 
 
 def end_sharded_forward(state: Any, module: nn.Module, outputs: list[Tensor]) -> None:

@@ -34,6 +34,8 @@ LARGE, MANY, TINY = "100M in 200", "2M in 2,000", "10k in 10"
 MASTERS = [f"masters_cpu_{run}" for run in range(1, 6)]  # further runs of some of the jobs
 DECODER_ROLES = ("small", "wide", "many rows")
 STEPS = ("unscale, clip", "unscale", "clip")
+SETTINGS = ("", "_kept")  # of the C library: as it comes, and told to keep freed memory
+THREADS = (1, 2)
 
 
 # --- results -----------------------------------------------------------------------------------
@@ -111,8 +113,9 @@ def sizes(role: str) -> str:
     return f"T={found['steps']}, B={found['batch']}, H={found['size']}"
 
 
-def decoder_ratios(*rows: tuple[str, str, str]) -> Lines:
-    """Ranges of the medians of two runs; a row is its label, a contender, and what it is beside."""
+def decoder_ratios(*rows: tuple[str, str, str], of_avx2: bool = False) -> Lines:
+    """Ranges of the medians of two runs with AVX-512; a row is its label, a contender, and what it
+    is beside. With AVX2, before them, medians with one thread and with two."""
     runs = ("decoder_cpu", "decoder_cpu_again")
 
     def cell(role: str, mine: str, other: str) -> str:
@@ -122,7 +125,21 @@ def decoder_ratios(*rows: tuple[str, str, str]) -> Lines:
         low, high = (f"{f([s.median for s in found if s]):.1f}" for f in (min, max))
         return low if low == high else f"{low}-{high}"
 
-    body = [(label, *(cell(role, *both) for role in DECODER_ROLES)) for label, *both in rows]
+    def with_avx2(role: str, setting: str, other: str) -> str:
+        found = [
+            times_as_fast(case(f"decoder_avx2_{n}{setting}", role), OURS, other) for n in THREADS
+        ]
+        return " / ".join(f"{s.median:.1f}" for s in found if s)
+
+    body = []
+    if of_avx2:
+        for label, *which in (
+            ("plain PyTorch, AVX2", "", PLAIN),
+            ("plain PyTorch that keeps its heap, AVX2", "_kept", PLAIN),
+            (f"{PRODUCTS}, AVX2", "_kept", PRODUCTS),
+        ):
+            body.append((label, *(with_avx2(role, *which) for role in DECODER_ROLES)))
+    body += [(label, *(cell(role, *both) for role in DECODER_ROLES)) for label, *both in rows]
     return markdown(("times as fast as", *map(sizes, DECODER_ROLES)), *body)
 
 
@@ -153,13 +170,10 @@ def decoder_times() -> Lines:
     return markdown(("ms, and peaks in MiB", *map(sizes, DECODER_ROLES)), *rows)
 
 
-SETTINGS = ("", "_kept")  # of the C library: as it comes, and told to keep freed memory
-
-
 def decoder_by_shape() -> Lines:
     """Medians in ms, by default and where the heap is kept; of bfloat16 and products the latter."""
     rows = []
-    for threads in (1, 2):
+    for threads in THREADS:
         runs = [result(f"decoder_avx2_{threads}{setting}")["cases"] for setting in SETTINGS]
         for fresh, kept in zip(*runs):
             medians = [
@@ -182,12 +196,14 @@ def shape_of(entry: dict[str, Any]) -> str:
 def known() -> Lines:
     """Medians in ms of known inputs; a cell is accumext, and the better of PyTorch's two ways."""
     cells: dict[str, list[str]] = {}
-    for threads in (1, 2):
+    for threads in THREADS:
         for job in result(f"known_avx2_{threads}")["jobs"]:
             *shape, _ = job["job"].removeprefix("known, ").split(", ")
             seconds = {way: statistics.median(found) for way, found in job["seconds"].items()}
             mine = seconds.pop(OURS)
-            text = f"{1e3 * mine:,.{mine < 0.1:d}f} / {1e3 * min(seconds.values()):,.{mine < 0.1:d}f}"
+            text = (
+                f"{1e3 * mine:,.{mine < 0.1:d}f} / {1e3 * min(seconds.values()):,.{mine < 0.1:d}f}"
+            )
             cells.setdefault(", ".join(f"{int(n):,}" for n in shape), []).append(text)
     ways = [f"{layers}, {threads}" for threads in ("1 thread", "2 threads") for layers in LAYERS]
     return markdown(("T, B, H, V", *ways), *((shape, *found) for shape, found in cells.items()))
@@ -444,13 +460,13 @@ TABLES = {
     "demo": Table("README.md", "demo_cpu", "-m accumext demo", demo),
     "decoder": Table(
         "README.md",
-        "decoder_cpu",
+        "decoder_avx2_2",
         DECODER,
         partial(
             decoder_ratios,
-            ("plain PyTorch, one graph", OURS, PLAIN),
-            ("a backward pass per token", OURS, PER_TOKEN),
-            (PRODUCTS, OURS, PRODUCTS),
+            ("plain PyTorch, AVX-512", OURS, PLAIN),
+            (f"{PRODUCTS}, AVX-512", OURS, PRODUCTS),
+            of_avx2=True,
         ),
     ),
     "gradients": Table(
@@ -477,6 +493,10 @@ TABLES = {
     ),
     "windows": Table("README.md", "windows_cpu", WINDOWS, windows_in_short),
     "windows in full": Table("docs/optimizer.md", "windows_cpu", WINDOWS, windows_in_full),
+    "decoder by shape": Table(
+        "docs/decoder.md", "decoder_avx2_2", f"{DECODER} --shape ...", decoder_by_shape
+    ),
+    "known": Table("docs/decoder.md", "known_avx2_2", "bench/loops.py known", known),
     "decoder times": Table("docs/decoder.md", "decoder_cpu", DECODER, decoder_times),
     "decoder ratios": Table(
         "docs/decoder.md",

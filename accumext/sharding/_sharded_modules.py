@@ -7,8 +7,8 @@ called at every step or slice may be gathered and freed every time, in the backw
 module whose weights are read without a call is not gathered at all. Here the call as a whole is the
 module's forward:
 
-- Before it the module's forward begins. Its input is a 0-dim tensor, the anchor. The call's loss
-  depends on it, and autograd runs later nodes first, so FSDP's node after the anchor runs when all
+- Before it the module's forward begins. Its input is a 0-dim tensor, the root. The call's loss
+  depends on it, and autograd runs later nodes first, so FSDP's node after the root runs when all
   uses in the call have given their gradients, and before what preceded the call.
 - During it the module is in the phase in which FSDP expects calls that gather and reduce nothing:
   that of activation checkpointing, which runs a forward again between the hook on the outputs and
@@ -59,7 +59,7 @@ class _Held(NamedTuple):
 
     module: Any
     was_sharded: bool
-    anchor: Tensor  # 0, with FSDP's node after it
+    root: Tensor  # 0, with FSDP's node after it
 
 
 _all_held: set[Any] = set()  # the states of modules that calls, one inside of another, hold
@@ -120,7 +120,7 @@ class GatheredOnce:
             return loss
         if loss.requires_grad:
             for held in self._held.values():
-                loss = loss + held.anchor.to(loss.dtype)
+                loss = loss + held.root.to(loss.dtype)
         # Hooks belong onto what views were made of: a write into a view would drop them.
         self._outputs = [base_of(t) for t in (loss, *others) if t.requires_grad]
         return loss
@@ -148,14 +148,14 @@ class GatheredOnce:
             return
         parameters = list(module.parameters())
         device = parameters[0].device if parameters else None
-        anchor = torch.zeros((), device=device, requires_grad=True)
+        root = torch.zeros((), device=device, requires_grad=True)
         was_sharded = any(map(is_shard, parameters))
         try:
-            anchor = begin_sharded_forward(state, module, anchor)
+            root = begin_sharded_forward(state, module, root)
         except BaseException:
             set_sharding_phase(state, IDLE_PHASE)
             raise
-        self._held[state] = _Held(module, was_sharded, anchor)
+        self._held[state] = _Held(module, was_sharded, root)
         _all_held.add(state)
         set_sharding_phase(state, REPLAY_PHASE)
 

@@ -400,8 +400,8 @@ def test_sharding(sharded):
     state = private.sharded_state(sharded)
     assert private.is_root(sharded) is None
     assert private.sharding_phase(state) == private.IDLE_PHASE
-    anchor = torch.zeros((), requires_grad=True)
-    behind = private.begin_sharded_forward(state, sharded, anchor)
+    root = torch.zeros((), requires_grad=True)
+    behind = private.begin_sharded_forward(state, sharded, root)
     assert private.is_root(sharded)
     assert private.sharding_phase(state) == private.FORWARD_PHASE
     assert not hasattr(sharded.weight, "device_mesh")
