@@ -223,6 +223,7 @@ def test_errors_name_the_soft_target(kind: type[Exception], text: str, soft: Any
         (ValueError, "soft_weight must be at most 1, got 1.5", (P, AT), {"soft_weight": 1.5}),
         (ValueError, "soft_weight must be at least 0, got -1", (P, AT), {"soft_weight": -1.0}),
         (ValueError, "soft_temperature must be greater", (P, AT), {"soft_temperature": 0}),
+        (ValueError, "soft_temperature must be", (P, AT), {"soft_temperature": float("inf")}),
         (ValueError, "soft_weight must be", None, {"soft_weight": 0.5}),
         (ValueError, "soft_temperature must be", None, {"soft_temperature": 2.0}),
         (TypeError, "entropy_weight must be", None, {"entropy_weight": "0.1"}),
