@@ -81,6 +81,20 @@ def test_per_token_losses_and_a_second_backward(kind: str) -> None:
         torch.testing.assert_close(p.grad, 2 * grad, rtol=EXACT, atol=EXACT)
 
 
+@pytest.mark.parametrize("kind", SOFT)
+def test_a_teacher_with_any_strides(kind: str) -> None:
+    def strided(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        apart = tensor.mT if tensor.dim() > 1 else tensor.repeat_interleave(2)
+        return apart.contiguous().mT if tensor.dim() > 1 else apart[::2]
+
+    decoder, call = make_decoder("gru_cell"), options(kind, 0.5) | {"feedback": "teacher"}
+    check(decoder, decoder.cell, targets_with_holes(), call)
+    call["soft_targets"] = tuple(map(strided, call["soft_targets"]))
+    check(decoder, decoder.cell, targets_with_holes(), call)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", SOFT)
 def test_single_and_half_precision(kind: str, autocast: bool) -> None:
