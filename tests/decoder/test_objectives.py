@@ -34,7 +34,8 @@ def check(decoder: Any, cell: Any, targets: Tensor | None, call: dict[str, Any])
         decoder.embedding, cell, decoder.head, targets, decoder.state, **call
     )
     wanted = out.tokens if targets is None else targets
-    losses, divisor, _ = decode(decoder, wanted, out.inputs, objective=objective(call))
+    criterion = {k: call[k] for k in ("label_smoothing", "z_loss", "class_weight") if k in call}
+    losses, divisor, _ = decode(decoder, wanted, out.inputs, objective=objective(call), **criterion)
     expected = losses.sum() / divisor
     torch.testing.assert_close(out.loss, expected, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(out.token_losses, losses.detach(), rtol=EXACT, atol=EXACT)
@@ -54,6 +55,14 @@ def test_losses_and_gradients_are_exact(kind: str | None, feedback: str, called:
             call = options(kind, weight, temperature)
             call |= {"feedback": feedback, "batch_dim": batch_dim}
             check(decoder, cell, targets_with_holes(), call)
+
+
+@pytest.mark.parametrize("kind", [None, *SOFT])
+def test_beside_the_options_of_the_cross_entropy(kind: str | None) -> None:
+    decoder, call = make_decoder("gru_cell"), options(kind, 0.6, 2.0)
+    call |= {"feedback": "teacher", "label_smoothing": 0.2, "z_loss": 0.1}
+    for weights in (None, torch.rand(VOCABULARY, dtype=torch.float64)):
+        check(decoder, decoder.cell, targets_with_holes(), call | {"class_weight": weights})
 
 
 def test_policy_gradient_with_entropy() -> None:
