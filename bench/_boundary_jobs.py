@@ -33,7 +33,7 @@ KINDS = {
 
 
 class Regime(NamedTuple):
-    """What happens before the step."""
+    """The operations before the step."""
 
     scaled: bool  # and so unscaled and checked
     clipped: bool

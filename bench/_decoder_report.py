@@ -1,4 +1,4 @@
-"""What the decoder's benchmark says: a table per case, figures against targets, and JSON."""
+"""The report of the decoder's benchmark: a table per case, figures against targets, and JSON."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def products(decoder: Decoder, dtype: torch.dtype) -> Callable[[], None]:
 
 
 class Exact(NamedTuple):
-    """What plain autograd finds on given tokens, in the decoder's own precision."""
+    """The results of plain autograd on given tokens, in the decoder's own precision."""
 
     loss: Tensor
     gradients: list[Tensor]

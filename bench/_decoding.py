@@ -42,7 +42,7 @@ IN_DOUBLE = 2 * 10**7  # logits; up to here, exact gradients are computed in flo
 
 
 class Patience(NamedTuple):
-    """How often one way runs: until its seconds are over, within bounds."""
+    """The number of runs of one way: until its seconds are over, within bounds."""
 
     seconds: float
     least: int
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What the first run of a way left."""
+    """The results of the first run of a way."""
 
     peak_bytes: int  # over the parameters and their gradients
     first_seconds: float  # of this run, while its memory was recorded
@@ -88,7 +88,7 @@ class Result(NamedTuple):
         return spread([taken for taken in self.seconds[name] if taken is not None])
 
     def ratio(self, name: str, against: str) -> Spread | None:
-        """How many times faster `name` is, over the repetitions in which both ran."""
+        """Return how many times faster `name` is, over the repetitions in which both ran."""
         if name not in self.seconds or against not in self.seconds:
             return None
         both = [
@@ -262,10 +262,10 @@ def distance(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def _work(shape: Shape) -> int:
-    """What every way's time grows with at least: of few rows, the weights are what is read."""
+    """Return a bound of every way's work: with few rows, reading the weights takes the time."""
     return shape.steps * shape.vocabulary * shape.size
 
 
 def _fits(shape: Shape, device: torch.device) -> bool:
-    """Whether plain autograd's probabilities, float32 in any precision, leave room for the rest."""
+    """Tell whether plain autograd's probabilities, always float32, leave room for the rest."""
     return 4 * shape.logits < 0.6 * free_bytes(device)

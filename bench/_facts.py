@@ -1,4 +1,4 @@
-"""What is true of a run besides its times: the machine, and promises that are kept or not."""
+"""Facts about a run besides its times: the machine, and promises that are kept or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import accumext
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the times depend on."""
+    """Return the facts that the times depend on."""
     facts: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -39,7 +39,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def free_bytes(device: torch.device) -> float:
-    """What tensors may still take; where the system does not say, as much as they like."""
+    """Return the bytes that tensors may still take; infinity where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -69,7 +69,7 @@ def promises(device: torch.device) -> list[dict[str, Any]]:
 
 
 def same_bits(call: Callable[[], Tensor]) -> bool:
-    """Whether one thread finds what two find."""
+    """Tell whether one thread finds the same bits as two."""
     before, found = torch.get_num_threads(), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -89,7 +89,7 @@ def launches(call: Callable[[], Tensor]) -> int:
 
 
 def synchronises(call: Callable[[], object]) -> bool:
-    """Whether torch sees the call wait for the device."""
+    """Tell whether torch sees the call wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         call()
@@ -101,7 +101,8 @@ def synchronises(call: Callable[[], object]) -> bool:
 
 
 def synchronisations(call: Callable[[], object]) -> int:
-    """How often torch sees a call wait for the device; 0 if none of its calls is an error then."""
+    """Count the waits for the device that torch sees in a call; 0 if none of its calls is an error
+    then."""
     if not synchronises(call):
         return 0
     torch.cuda.set_sync_debug_mode("warn")
@@ -115,7 +116,7 @@ def synchronisations(call: Callable[[], object]) -> int:
 
 
 def replays(call: Callable[[], Tensor]) -> bool:
-    """Whether a captured call returns the bits of an eager one."""
+    """Tell whether a captured call returns the bits of an eager one."""
     expected = call().clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -81,7 +81,7 @@ def unscale_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
         return norm
 
     def folded(measure: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """What an optimizer divides by in its own read comes with the norm."""
+        """Return the norm, and the divisor that an optimizer applies in its own read."""
         norm = measure()
         return norm, (inv_scale * clip_coef(norm, data.max_norm)).reciprocal()
 

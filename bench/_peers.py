@@ -1,5 +1,5 @@
-"""What others offer, where it is installed: kernels of NVIDIA apex and TransformerEngine, and
-Accelerate's loop."""
+"""Peers, where they are installed: kernels of NVIDIA apex and TransformerEngine, and Accelerate's
+loop."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ def _on_gpu(grads: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _flag(grads: Sequence[Tensor]) -> Tensor:
-    """What the kernels set where they find an inf or NaN, and do nothing if it is set."""
+    """Make the flag that kernels set where they find an inf or NaN; if set, they do nothing."""
     return torch.zeros(1, dtype=torch.int32, device=grads[0].device)

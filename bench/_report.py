@@ -1,4 +1,4 @@
-"""What a benchmark says: a table per job, figures against targets, the machine, and JSON."""
+"""The report of a benchmark: a table per job, figures against targets, the machine, and JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from _timing import Result, Spread
 
-# What a figure's `against` may be instead of a contender: the least time for the bytes that have to
+# Values of a figure's `against` besides a contender: the least time for the bytes that have to
 # move, the bytes per second of torch.copy_, and the device's time itself, with at most `target`.
 LIMIT, COPY, MICROSECONDS = "the limit", "torch.copy_'s bandwidth", "microseconds"
 
@@ -65,7 +65,7 @@ def _window_table(result: Result) -> str:
 
 
 def evaluate(figures: Sequence[Figure], results: Sequence[Result]) -> list[dict[str, Any]]:
-    """What was measured of the figures, and what the memory allows by the bytes of both."""
+    """Return the measured figures, with the ratio that the memory allows by the bytes of both."""
     rows = []
     for figure in figures:
         for result in results:

@@ -1,9 +1,9 @@
 """Paired timing: in every repetition each contender runs once, in rotated order.
 
 Ratios are formed within a repetition, where both sides saw the same state of the machine, and their
-median is taken; the memory's limit is measured in every repetition, too. What a contender needs
-beforehand, gradients as they were, is not timed. A GPU's time is that of the device alone, beside
-which stands the host's.
+median is taken; the memory's limit is measured in every repetition, too. A contender's preparation,
+such as gradients as they were, is not timed. A GPU's time is that of the device alone, beside which
+stands the host's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 class Taken(NamedTuple):
-    """What a call took."""
+    """The times of a call."""
 
     seconds: float  # of the device
     # Until the call had returned, where that is not the same; None also where a GPU had nothing
@@ -120,7 +120,7 @@ class Yardstick(NamedTuple):
     write: Callable[[], Any] | None = None
 
     def limits(self, seconds_of: Clock) -> Limits:
-        """What the memory does now."""
+        """Return the present speed of the memory."""
         read, update = (seconds_of(run).seconds for run in (self.read, self.update))
         copy = update if self.copy is self.update else seconds_of(self.copy).seconds
         rates = 4 * self.elements / read, 8 * self.elements / update, 8 * self.elements / copy
@@ -136,7 +136,7 @@ class Spread(NamedTuple):
 
 
 class Patience(NamedTuple):
-    """How often to repeat: until the seconds are over, within bounds."""
+    """The number of repetitions: until the seconds are over, within bounds."""
 
     seconds: float = 1.0
     least: int = 9
@@ -166,7 +166,7 @@ class Result(NamedTuple):
         return self.shape.elements * sum(self.traffic[name]) / self.spread(name).median
 
     def ratio(self, name: str, against: str) -> Spread:
-        """How many times faster `name` is, repetition by repetition."""
+        """Return how many times faster `name` is, repetition by repetition."""
         pairs = zip(self.seconds[name], self.seconds[against])
         return spread([theirs / mine for mine, theirs in pairs])
 
@@ -209,7 +209,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def clock(device: torch.device, ahead: bool = True) -> Clock:
-    """What times one call; on a GPU with nothing left in its cache.
+    """Return a clock of one call; on a GPU with nothing left in its cache.
 
     `ahead`: the GPU begins when all of the call is in its queue. Of a call that puts thousands of
     kernels there, more than the queue holds, the time from the first to the last is that of both.

@@ -49,7 +49,7 @@ class Model(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What the contenders of a job have in common."""
+    """The settings that the contenders of a job have in common."""
 
     shape: Shape
     device: torch.device

@@ -4,7 +4,7 @@
 
 One run, everything side by side: _timing.py says how. Every contender names the bytes per element
 that its passes move: r in passes that only read, u in passes that write too, c in passes that read
-one memory and write another. What the contenders of a job compute is compared before they are
+one memory and write another. The results of the contenders of a job are compared before they are
 timed; only those with "alone", "plain" or "unchecked" in their names do less than the others.
 
 Windows, from the first forward pass to the step, have models of their own, and another table: the
@@ -85,7 +85,7 @@ JOBS: dict[str, Callable[..., Iterator[Job]]] = {
 
 
 def figures(device: torch.device) -> list[Figure]:
-    """What is promised, and, without a target, what belongs beside it."""
+    """Return the figures that are promised, and, without a target, those beside them."""
     if device.type == "cuda":
         at_limit = ("total_norm fp32", OURS), (UNSCALE, WRITTEN), *((job, OURS) for job in HALVES)
         return [

@@ -1,4 +1,4 @@
-"""How much Python a call runs through: its calls within the package, and its changes of file.
+"""The Python that a call runs through: its calls within the package, and its changes of file.
 
     python bench/calls.py [--trace]
 
@@ -32,7 +32,7 @@ class Trace(NamedTuple):
 
     @property
     def changes(self) -> int:
-        """How often a call went to another file than the one before it."""
+        """Count the calls that went to another file than the one before."""
         files = [file for file, _ in self.calls]
         return sum(a != b for a, b in pairwise(files))
 

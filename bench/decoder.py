@@ -93,8 +93,8 @@ QUICK_MEMORY_SHAPES = (
 )
 GRID = [(32, 128, 512), (8, 16, 32, 64), (10_000, 50_000, 128_000), (256, 512, 1024)]
 
-# What the figures do not speak of is measured in the first shape, and where --shape asks for it:
-# the large shapes take most of the time that a run has.
+# Ways that no figure is about are measured in the first shape, and where --shape asks for it: the
+# large shapes take most of the time that a run has.
 ASIDE = {
     SMALL: (TORCH, CHECKPOINT, OURS_BF16),
     WIDE: (TORCH, CHECKPOINT),
@@ -177,14 +177,14 @@ def main() -> int:
 def figures(
     args: argparse.Namespace, device: torch.device, results: list[Result]
 ) -> list[dict[str, Any]]:
-    """What is promised, of what was measured."""
+    """Return the figures that are promised, of those measured."""
     if (args.cell, args.dtype) != PROMISED[device.type]:
         return []
     return [row for figure in FIGURES[device.type] for row in figure.rows(results)]
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """What is to be measured, the smallest first."""
+    """Yield the cases to be measured, the smallest first."""
     chosen: list[Shape] = args.shape or []
     if args.full:
         grid = [Shape(t, b, v, h) for t, b, v, h in itertools.product(*GRID)]
@@ -202,7 +202,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 def measure(
     case: Case, device: torch.device, patience: Patience, paces: Paces, threads: int
 ) -> tuple[Result, Paces]:
-    """What a process of its own finds out."""
+    """Measure a case, in a process of its own."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     warm_up(device, case.cell, case.dtype)
@@ -211,7 +211,7 @@ def measure(
 
 
 def warm_up(device: torch.device, cell: str, dtype: torch.dtype) -> None:
-    """What a process does once, such as the workspace of a library, is in no one's figures."""
+    """Do all that a process does once, such as a library's workspace, so that no figure has it."""
     decoder = Decoder(Shape(2, 2, 10, 8), cell, device)
     for way in ways(device, dtype, 2).values():
         way(decoder)

@@ -1,4 +1,4 @@
-"""What is far from everyday sizes, checked against definitions: one command per extreme.
+"""Extreme sizes, checked against definitions: one command per extreme.
 
     python bench/extremes.py long-run|elements|tensors|vocabulary|steps... [--quick] [--json FILE]
 
@@ -302,7 +302,7 @@ EXTREMES: dict[str, Callable[[bool], Checks]] = {
 
 
 def examine(name: str, quick: bool) -> dict[str, Any]:
-    """What a process of its own finds."""
+    """Examine one extreme, in a process of its own."""
     start, checked, difference = time.perf_counter(), [], None
     try:
         for sentence in EXTREMES[name](quick):

@@ -65,7 +65,7 @@ class Result(NamedTuple):
     peak_bytes: dict[str, int]
 
     def ratio(self, way: str, against: str) -> Spread:
-        """How many times faster, repetition by repetition."""
+        """Return how many times faster it is, repetition by repetition."""
         pairs = zip(self.seconds[way], self.seconds[against])
         return spread([theirs / mine for mine, theirs in pairs])
 

@@ -1,4 +1,4 @@
-// What the memory of a machine can do: plain loops for the compiler to vectorise.
+// Limits of a machine's memory: plain loops for the compiler to vectorise.
 
 #include <cstdint>
 

@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """What --json says, measured."""
+    """Measure and return the content of --json."""
     device = torch.device(args.device)
     content: dict[str, Any] = {"machine": machine(device), "cases": [], "failed": {}}
     print(f"peak MiB over parameters and gradients\n{'':32}", *(f"{name:>30}" for name in WAYS))

@@ -27,7 +27,8 @@ COMPARISON = re.compile(
 
 
 def comparisons(printed: str) -> dict[str, dict[str, float]]:
-    """What a program has printed, by title: seconds, and the peaks with the gradients in them."""
+    """Return a program's printed results by title: seconds, and the peaks with gradients in
+    them."""
     return {
         found["title"] or "": {
             "plain PyTorch, s": float(found["plain_s"]),

@@ -48,7 +48,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def figure(name: str, text: str) -> dict[str, Any]:
-    """What a file says of one figure."""
+    """Return the row of a file for one figure."""
     (found,) = (row for row in result(name)["figures"] if row["figure"] == text)
     return found
 
@@ -74,7 +74,7 @@ def times_as_fast(entry: dict[str, Any], mine: str, other: str) -> Spread | None
 
 
 def provenance(name: str, command: str) -> str:
-    """What a result was measured with."""
+    """Return the command, versions and machine of a measurement."""
     content = result(name)
     facts = content.get("machine") or content["versions"]  # the demo's record has no more
     words = [f"torch {facts['torch']}", f"Python {facts['python']}"]
@@ -378,7 +378,7 @@ WINDOW_LOOPS = {
 
 
 def window_job(entry: dict[str, Any]) -> str:
-    """What a job of whole windows is called, without its shape."""
+    """Return the name of a job of whole windows, without its shape."""
     return str(entry["job"]).removesuffix(", transformer")
 
 

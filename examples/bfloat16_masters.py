@@ -1,4 +1,4 @@
-"""What bfloat16 parameters lose, and float32 masters keep: one decoder trained four ways.
+"""Updates that bfloat16 parameters lose and float32 masters keep: one decoder, trained four ways.
 
 Adam moves a number by about the learning rate in a step. A bfloat16 number above 1/32 has its
 neighbours at least 2^-12 away, so that a step of 1e-4 is rounded off: training stalls, without an

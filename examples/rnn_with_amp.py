@@ -55,7 +55,7 @@ def main() -> None:
         targets = torch.randint(args.vocabulary, (args.length, batch), device=device)
         return targets, torch.randn(batch, size, device=device)
 
-    # 1. What the detach costs in correctness, in full precision and on the same tokens.
+    # 1. The cost of the detach in correctness, in full precision and on the same tokens.
     targets, hidden = data()
     loss = accumext.decode_loss(
         model.embedding, model.cell, model.head, targets, hidden, feedback="greedy"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a GPU can show, without a network, on kernels that were compiled before: two calls,
+# Checks that only a GPU can make, without a network, on kernels compiled before: two calls,
 # first and second, of less than nine minutes each, and in each what matters most comes first.
 #
 #   tests/gpu.sh [FOLDER [first|second|PART...]]

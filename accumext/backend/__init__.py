@@ -1,4 +1,4 @@
-"""Which kernels answer, and how they come to be compiled."""
+"""The choice of the kernels that answer, and their compilation."""
 
 from accumext.backend._build import load_arguments as load_arguments
 from accumext.backend._libraries import backend as backend

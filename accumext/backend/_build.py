@@ -59,7 +59,7 @@ def check_settings() -> None:
 
 
 def in_checkout() -> bool:
-    """Whether the package runs from its source tree (also an editable install)."""
+    """Tell whether the package runs from its source tree (also an editable install)."""
     return not (_PACKAGE / "_csrc").is_dir()
 
 
@@ -183,7 +183,7 @@ def cpp_extension() -> Any:
 
 
 def torch_is_too_old(torch: Any) -> bool:
-    """Whether a torch lacks the part of the stable ABI that the libraries use."""
+    """Tell whether a torch lacks the part of the stable ABI that the libraries use."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) < TORCH_MINIMUM
 
 
@@ -197,7 +197,7 @@ NO_TORCH_FIX = (
 
 
 def obstacle(torch: Any) -> tuple[str, str] | None:
-    """What keeps every library from being compiled, and the remedy; None if nothing does."""
+    """Return the obstacle to compiling any library, and the remedy; None if there is none."""
     if torch_is_too_old(torch):
         minimum = ".".join(map(str, TORCH_MINIMUM))
         reason = f"torch {torch.__version__} is older than {minimum}"
@@ -212,7 +212,7 @@ def obstacle(torch: Any) -> tuple[str, str] | None:
 
 
 class Cuda(NamedTuple):
-    """Whether CUDA kernels are to be compiled: the toolkit to do it with, or why not."""
+    """The decision on CUDA kernels: the toolkit to compile them with, or the reason for none."""
 
     home: str | None
     version: str | None  # of nvcc, such as "13.0"
@@ -360,7 +360,7 @@ def sources_key() -> str:
 
 
 def jit_obstacle(library: str, torch: Any) -> tuple[str, str] | None:
-    """What keeps one library from being compiled on first use, and the remedy."""
+    """Return the obstacle to compiling one library on first use, and the remedy, or None."""
     found = obstacle(torch)
     if found is None and library == "cuda" and (toolkit := cuda(torch)).home is None:
         found = toolkit.reason, toolkit.fix
@@ -391,7 +391,7 @@ _COMPILER_VARIABLES = (
 
 
 def _compilers(library: str, torch: Any) -> list[str]:
-    """Which compilers a JIT build runs, and what they are told by the environment."""
+    """Return the compilers that a JIT build runs, and the environment that they obey."""
     facts = [f"{name}={os.environ.get(name, '')}" for name in _COMPILER_VARIABLES]
     command = shlex.split(os.environ.get("CXX") or "c++")
     facts += [str(shutil.which(command[0])), _output([*command, "--version"])]
@@ -432,7 +432,7 @@ def installation() -> Path:
 
 
 def read_record() -> dict[str, Any]:
-    """What the installation recorded; empty where the package was never installed."""
+    """Return the record of the installation; empty where the package was never installed."""
     return _record_in(installation())
 
 

@@ -97,8 +97,8 @@ def _require_own(path: Path, kind: str) -> None:
 def _reached(place: Path) -> Path:
     """A folder, made if need be, as a path without links; OSError if anyone can replace it.
 
-    What lies in a folder can be renamed by whoever can write to it, unless it has the sticky bit. A
-    symbolic link leads where its owner likes: those of root and of this user are followed.
+    The contents of a folder can be renamed by whoever can write to it, unless it has the sticky
+    bit. A symbolic link leads where its owner likes: those of root and of this user are followed.
     """
     reached, rest, links = Path("/"), list(Path(os.path.abspath(place)).parts[:0:-1]), 0
     while True:
@@ -128,11 +128,11 @@ def _reached(place: Path) -> Path:
 
 
 def _words(error: OSError) -> str:
-    """What an error says, without its number."""
+    """Return the text of an error, without its number."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
-# --- what is believed --------------------------------------------------------------------------
+# --- kept libraries ----------------------------------------------------------------------------
 
 
 def kept(root: Path, key: str, file: str) -> list[Path]:

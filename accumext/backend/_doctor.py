@@ -57,7 +57,7 @@ def _backend() -> tuple[str, str]:
 
 
 def _fix(backend: str) -> str | None:
-    """What to type for better kernels; None if there are none."""
+    """Return the remedy that gets better kernels; None if there are none."""
     best = "cuda" if torch.cuda.is_available() else "cpu"
     if backend == best:
         return None

@@ -1,4 +1,4 @@
-"""Which kernels answer, and why: the only module that knows that compiled libraries exist.
+"""The choice of kernels, with its reasons: the only module that knows of compiled libraries.
 
 A library adds kernels to operators that `accumext.ops` has defined; the dispatcher does the rest. A
 library that is not installed is compiled on first use, and one for GPUs is tested on them then:
@@ -268,7 +268,7 @@ class _Library:
     def _make(self, folder: Path) -> str:
         """Compile and load the library, and keep it in a folder; why not, if it cannot be kept.
 
-        What is kept has been loaded and has its operators.
+        The kept library has been loaded and has its operators.
         """
         from accumext.backend import _cache
 
@@ -370,7 +370,7 @@ def load_installed() -> None:
 
 
 def backend() -> str:
-    """Which kernels are in use: compiled ones for the GPU or the CPU, or pure PyTorch.
+    """Name the kernels in use: compiled ones for the GPU or the CPU, or pure PyTorch.
 
     Kernels that are to be compiled, or tested, on first use are so now.
 

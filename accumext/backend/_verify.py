@@ -1,10 +1,10 @@
-"""Whether a library's kernels are right on a device: tried in another process, once per machine.
+"""The test of a library's kernels on a device: in another process, once per machine.
 
 A kernel that was compiled for a GPU may still be wrong there, crash, or never end. So none runs in
 a user's process before the self-test (_self_test.py) has passed on such a device, in a process that
-may come to harm. That process says which operator it tries before it does. Where it dies, or is
-silent for too long, another one goes on without that operator. The verdict is kept beside the
-libraries that were compiled on first use, in a folder of this user (_cache.py).
+may come to harm. The process names each operator before it tries it. Where it dies, or is silent
+for too long, another one goes on without that operator. The verdict is kept beside the libraries
+that were compiled on first use, in a folder of this user (_cache.py).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def described(verdicts: dict[torch.device, Outcomes]) -> str:
 
 
 def name_of(device: torch.device) -> str:
-    """What its maker calls a device."""
+    """Return the name that its maker gives a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -111,7 +111,7 @@ def _devices(kind: str) -> list[torch.device]:
 
 
 def _machine(device: torch.device) -> list[str]:
-    """What results may depend on, beside the library and torch."""
+    """Return the facts that results may depend on, beside the library and torch."""
     if device.type != "cuda":
         return [device.type]
     gpu, cuda = torch.cuda.get_device_properties(device), ctypes.c_int()
@@ -229,7 +229,7 @@ def _process(facts: str) -> Iterator[tuple[subprocess.Popen[bytes], Connection, 
 
 
 def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> str:
-    """How a process ended, and the last that it said."""
+    """Describe how a process ended, with the last line that it wrote."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
     status = process.returncode

@@ -1,4 +1,4 @@
-"""What is checked before the run, because it would fail only at its end."""
+"""Checks before the run of all that would otherwise fail only at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a phase is: a bar on a terminal, where tqdm is there; plain lines elsewhere."""
+"""The progress of a phase: a bar on a terminal, where tqdm is there; plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Progress:
             self._print(self._done, ", ".join(figures))
 
     def _visible(self) -> bool:
-        """Whether this piece shows, and the next one does not draw the bar anyway."""
+        """Tell whether this piece shows, and the next one does not draw the bar anyway."""
         if self._named:
             return self._done == self._total
         return 100 * (self._done - 1) // self._total < 100 * self._done // self._total

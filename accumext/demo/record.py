@@ -1,4 +1,4 @@
-"""What a run of the demo was asked for, and what it has found so far."""
+"""The settings of a run of the demo, and its results so far."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class TextFacts:
-    """What was read."""
+    """Sizes and entropy of the text that was read."""
 
     training_words: int
     held_out_words: int

@@ -64,7 +64,7 @@ class Text:
 
 
 def is_held_out(path: str) -> bool:
-    """Whether the file of this relative posix path belongs to the held-out tenth."""
+    """Tell whether the file of this relative posix path belongs to the held-out tenth."""
     return zlib.crc32(path.encode()) % 10 == 0
 
 

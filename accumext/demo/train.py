@@ -29,7 +29,7 @@ _WORTHWHILE = 1.3  # times faster; less is within the noise of a probe
 
 @dataclass(frozen=True)
 class Precision:
-    """What autocast rounds to, and why."""
+    """The dtype that autocast rounds to, and the reason."""
 
     device: torch.device
     dtype: torch.dtype | None  # None: no autocast

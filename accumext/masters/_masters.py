@@ -34,7 +34,7 @@ params_of = itemgetter("params")
 
 @dataclass(eq=False)
 class Link:
-    """What a master stands for."""
+    """The parameter that a master stands for."""
 
     parameter: Tensor  # half precision
     stochastic: bool  # whether the master is rounded into it stochastically
@@ -141,12 +141,12 @@ def _master_of(parameter: Tensor, place: torch.device | None, stochastic: bool) 
 
 
 def _crosses(parameter: Tensor, master: Tensor) -> bool:
-    """Whether the one is on a device and the other in the host's memory."""
+    """Tell whether the one is on a device and the other in the host's memory."""
     return master.is_cpu and not parameter.is_cpu
 
 
 class Target:
-    """What an optimizer steps on: the model's parameters, or masters of some of them."""
+    """The tensors an optimizer steps on: the model's parameters, or masters of some of them."""
 
     def __init__(self, op: str, optimizer: Optimizer, masters: Any) -> None:
         known = () if masters is None else masters
@@ -168,11 +168,11 @@ class Target:
         _check_one_each(op, "masters", self.links)
 
     def stepped_on(self) -> list[Tensor]:
-        """What the optimizer holds."""
+        """Return the tensors that the optimizer holds."""
         return list(chain.from_iterable(map(params_of, self._optimizer.param_groups)))
 
     def parameters(self) -> list[Tensor]:
-        """What gradients are formed for, in the same order."""
+        """Return the tensors that gradients are formed for, in the same order."""
         stepped_on, links = self.stepped_on(), self.links
         if self.is_parameters:
             return stepped_on
@@ -224,7 +224,8 @@ class Target:
                 link.version = version
 
     def rounding(self, skip: Scalar = 0.0, *, every: bool = False) -> Rounding:
-        """What writes the parameters of which a gradient was lent, or every one, unless `skip`."""
+        """Return the rounding into all parameters, or those whose gradient was lent, unless
+        `skip`."""
         return Rounding(self, [m for m in self.links if every or m.grad is not None], skip)
 
     def followed(self, method: Callable[..., Any]) -> Callable[..., Any]:

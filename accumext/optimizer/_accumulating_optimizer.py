@@ -292,8 +292,8 @@ class AccumulatingOptimizer(OptimizerProxy):
             kwargs: for the wrapped optimizer's `step`, if it is called.
 
         Returns:
-            What the wrapped `step` returned, if it was called and returned anything; else what the
-            closure did.
+            The value of the wrapped `step`, if it was called and returned anything; else that of
+            the closure.
 
         Raises:
             RuntimeError: called through `scaler.step` although this optimizer has a scaler of its
@@ -365,7 +365,7 @@ class AccumulatingOptimizer(OptimizerProxy):
 
     @property
     def stepped(self) -> bool:
-        """Whether the last `step` or `flush` closed a window, taken or skipped.
+        """True if the last `step` or `flush` closed a window, taken or skipped.
 
         Example:
             >>> if opt.stepped:

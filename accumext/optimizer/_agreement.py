@@ -56,7 +56,7 @@ _ALIKE = (
         advice=_SAME_COUNT,
     ),
     _Alike("the window", "be of the same trainable parameters", "{:.0f}".format, " elements"),
-    # What `_terms` tells of the optimizer
+    # The numbers of `_terms`
     _Alike("max_norm", "be the same", lambda n: "None" if n < 0 else str(n)),
     _Alike("norm_type", "be the same", str),
     _Alike("reduction", "be the same", _one_of(_checks.REDUCTIONS)),
@@ -74,7 +74,7 @@ _ALIKE = (
 
 
 def _terms(box: Box) -> Tensor:
-    """What processes have to have alike beside a window, as numbers."""
+    """Return, as numbers, all that processes have to have alike beside a window."""
     settings, parameters = box.settings, box.target.parameters()
     kinds = [(list(p.shape), p.dtype) for p in parameters]
     numbers = (
@@ -111,7 +111,7 @@ def agree(op: str, box: Box, window: Window, group: Group | None, flushing: bool
     world, rank = math.prod(each.size() for each in groups), 0
     for each in groups:
         rank = rank * each.size() + each.rank()
-    # That which the groups serve; others may be on the host.
+    # The device that the groups serve; other parameters may be on the host.
     device = next(filter(is_dtensor, parameters), parameters[0]).device
     count, settings = window.micro_batches, box.settings
     known, terms = box.agreed or (None, torch.empty(0))
@@ -156,7 +156,7 @@ def agree_on_shards(op: str, box: Box) -> None:
 
 
 def trained(parameters: Sequence[Tensor], window: Window) -> list[int]:
-    """Which parameters are trained or have a gradient."""
+    """Return the indices of the parameters that are trained or have a gradient."""
     sums = window.of(parameters).sums or [None] * len(parameters)
     rows = enumerate(zip(parameters, sums, strict=True))
     return [i for i, (p, m) in rows if p.requires_grad or m is not None or p.grad is not None]

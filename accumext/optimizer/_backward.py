@@ -1,4 +1,5 @@
-"""How gradients enter a window: `AccumulatingOptimizer.backward`, `accumulate`, `micro_batch`."""
+"""Entry of gradients into a window: `AccumulatingOptimizer.backward`, `accumulate` and
+`micro_batch`."""
 
 from __future__ import annotations
 
@@ -142,8 +143,8 @@ def _check_weight_inside(op: str, micro_batch: OpenMicroBatch, weight: Scalar) -
 
 
 def _cannot_carry(box: Box, loss: Tensor, weight: Scalar) -> bool:
-    """Whether the loss cannot be multiplied by its weight: 0 must make 0 of NaN, and a loss of
-    half precision would round the weight."""
+    """Tell whether the loss cannot be multiplied by its weight: 0 must make 0 of NaN, and a loss
+    of half precision would round the weight."""
     if box.sharded is not None:  # where weights differ between processes there is no other way
         return False
     if not isinstance(weight, Tensor) and weight == 0.0:
@@ -208,7 +209,7 @@ def _run(
 
 
 def _plain_grad(parameter: Tensor) -> Tensor | None:
-    """What lies in `.grad`, if an operator can add to it."""
+    """Return the gradient in `.grad`, if an operator can add to it; else None."""
     grad = parameter.grad
     return grad if grad is not None and grad.dtype == parameter.dtype and _is_plain(grad) else None
 
@@ -294,7 +295,8 @@ def _run_pass(
 def _overlapping_all_reduce(
     op: str, box: Box, window: Window, weight: Scalar
 ) -> WindowAllReduce | None:
-    """What sums the window while its last backward pass runs; None if it is not to, or not yet.
+    """Return the all-reduce of the window that runs during its last backward pass; None if there is
+    to be none, or not yet.
 
     All processes are told the numbers of the window before anything is done.
     """

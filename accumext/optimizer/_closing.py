@@ -59,7 +59,7 @@ class StepWatch:
         self._ended = False
 
     def has_moved(self) -> bool:
-        """Whether any parameter may have changed."""
+        """Tell whether any parameter may have changed."""
         return self._ended or versions(self._parameters) != self._before
 
     def write(self) -> None:
@@ -202,7 +202,7 @@ class Closing:
         return norm, flag
 
     def _multiplies(self) -> bool:
-        """Whether all gradients are to be multiplied in place, by what is known before the norm."""
+        """Tell whether to multiply all gradients in place, by what is known before the norm."""
         if getattr(self._box.optimizer, TAKES_SCALE, False) or self._casts():
             return False
         quotient = normaliser(self._window, self._box.settings.reduction)
@@ -213,7 +213,8 @@ class Closing:
         return self._may_write()
 
     def _casts(self) -> list[int]:
-        """Which sums are of another dtype than what is stepped on: float32 for a half."""
+        """Return the indices of sums of another dtype than what is stepped on: float32 for a
+        half."""
         grads, stepped_on = self._grads, self._stepped_on
         if self._tensors is grads and all(
             map(is_, map(dtype_of, grads), map(dtype_of, stepped_on))
@@ -223,8 +224,8 @@ class Closing:
         return [i for i, (grad, p) in pairs if grad is not None and grad.dtype != p.dtype]
 
     def _may_write(self) -> bool:
-        """Whether the gradients may be multiplied in place. The sums are the window's own; what
-        lies in `.grad` may share memory, be of inference mode, or be computed as it is read."""
+        """Tell whether the gradients may be multiplied in place. The sums are the window's own; a
+        tensor in `.grad` may share memory, be of inference mode, or be computed as it is read."""
         if not self._window.in_grad:
             return True
         parts = list(map(local_tensor, self._tensors))
@@ -238,13 +239,13 @@ class Closing:
         written, or by leaving it to the optimizer.
 
         Returns:
-            What is left to divide by, and norms of what was rounded to half precision.
+            The remaining divisor, and the norms of gradients that were rounded to half precision.
         """
         factor, casts, tensors = factors.factor, self._casts(), self._tensors
         one = not isinstance(factor, Tensor) and factor == 1.0
         if self._done or (one and not casts):
             return 1.0, ()
-        # What divides in a fused kernel is a float32. It writes back what it has divided.
+        # A fused kernel divides by a float32 and writes the quotients back.
         dense = self._one_call or not any(grad.is_sparse for grad in tensors)
         folds = fused and dense and not casts and not self._wide
         everything = self._window.in_grad and not self._may_write()

@@ -1,4 +1,4 @@
-"""What a window's step needs to know, found from the norm of its sums by one operator.
+"""The numbers that a window's step needs, found from the norm of its sums by one operator.
 
 On a device it does so in the launch that finishes the norm.
 """
@@ -30,12 +30,12 @@ class Normaliser(NamedTuple):
 
     @property
     def on_device(self) -> bool:
-        """Whether only a device knows it."""
+        """True if only a device knows the quotient."""
         return self.weight is not None or any(isinstance(n, Tensor) for n in self)
 
 
 def normaliser(window: Window, reduction: Reduction) -> Normaliser:
-    """What makes a window's gradient of its sums; finite also for a zero weight."""
+    """Return the quotient that makes a window's gradient of its sums; finite also for weight 0."""
     unit, weight, scale = window.unit, window.weight, window.scale
     unit = 1.0 if unit is None else unit
     if reduction == "sum":
@@ -72,7 +72,8 @@ def window_factors(
     found_inf: Scalar = 0.0,
     finite: Scalar | None = None,
 ) -> WindowFactors:
-    """What follows from the norm, by the operator; numbers of the host where it has them free."""
+    """Return the numbers that follow from the norm, by the operator; numbers of the host where it
+    has them free."""
     unit, weight, scale = quotient
     wide = torch.float64
     ones = not isinstance(scale, Tensor) and scale == 1.0

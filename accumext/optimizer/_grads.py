@@ -1,4 +1,4 @@
-"""What `.grad` of an optimizer's parameters holds, and what of it a step has used.
+"""The gradients in `.grad` of an optimizer's parameters, and those of them that a step has used.
 
 Nothing is marked: a gradient that a user writes through `.data`, assigns a second time, shares with
 another parameter or fills by replaying a captured graph is a gradient like any other.
@@ -21,7 +21,7 @@ is_none = partial(is_, None)
 
 
 def grads_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
-    """What `.grad` of each holds now."""
+    """Return the present `.grad` of each."""
     return list(map(grad_of, parameters))
 
 
@@ -66,7 +66,7 @@ class Used(NamedTuple):
         grads: Sequence[Tensor | None],  # in `.grad` now
         made: Sequence[Tensor | None] = (),  # those of them that the wrapper's backward has made
     ) -> Used:
-        """What is used now; what was used up before stays so."""
+        """Record the present gradients as used; those that were used up before stay so."""
         gone = self.used_up(grads)
         ours = list(map(is_, grads, made)) if made else [False] * len(grads)
         if any(gone):
@@ -74,8 +74,8 @@ class Used(NamedTuple):
         return Used(list(map(_weakly, grads)), versions(grads), ours)
 
     def after_writes(self, grads: Sequence[Tensor | None], between: Sequence[int | None]) -> Used:
-        """The same where these were written twice since, alike, and hold what they did: what
-        versions they had between the writes tells how many one counts."""
+        """The same where these were written twice since, alike, and hold what they did: their
+        versions between the writes tell how many one counts."""
         rows = zip(self.versions, between, versions(grads), strict=False)
         known = [
             now if now is not None and mid is not None and old == 2 * mid - now else old
@@ -84,7 +84,7 @@ class Used(NamedTuple):
         return self._replace(versions=known)
 
     def unchanged(self, grads: Sequence[Tensor | None]) -> list[bool]:
-        """Which of these were there, and were not seen to be written since."""
+        """Tell which of these were there, and were not seen to be written since."""
         if not self.seen:
             return [False] * len(grads)
         rows = zip(self.seen, self.versions, grads, versions(grads))
@@ -95,7 +95,7 @@ class Used(NamedTuple):
         return flags + [False] * (len(grads) - len(flags))
 
     def used_up(self, grads: Sequence[Tensor | None]) -> list[bool]:
-        """Which of these no step takes again."""
+        """Tell which of these no step takes again."""
         if not any(self.ours):
             return [False] * len(grads)
         ours = [*self.ours, *[False] * (len(grads) - len(self.ours))]

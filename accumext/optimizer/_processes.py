@@ -23,7 +23,7 @@ from accumext.optimizer._sums import adding
 from accumext.optimizer._window import Box, Window, explain
 from accumext.sharding import ShardedWindow
 
-# What DistributedDataParallel sends at a time: enough for full bandwidth, and little enough
+# The bucket size of DistributedDataParallel: enough for full bandwidth, and little enough
 # that it overlaps with filling the next bucket, or with the backward pass.
 BUCKET_BYTES = 25 * 2**20
 
@@ -142,7 +142,7 @@ class WindowAllReduce:
         self._sent = 0  # buckets; all processes send them in one order
 
     def agree(self, op: str, window: Window, weight: Scalar, count: int, flushing: bool) -> bool:
-        """Whether any process has something in the window, once all agree on what closes it."""
+        """Tell whether any process has something in the window, once all agree on its close."""
         window = window._replace(weight=weight, micro_batches=count)
         self.agreed = agree(op, self._box, window, self._group, flushing)
         return self.agreed.any_held
@@ -298,6 +298,7 @@ def _plan(parameters: Sequence[Tensor], indices: Sequence[int]) -> list[Bucket]:
 
 
 def _like(parameter: Tensor) -> Tensor:
-    """What a parameter's dense sum looks like here, without gaps, but for its dtype and device."""
+    """Return a tensor laid out as a parameter's dense sum is here, without gaps; its dtype and
+    device may differ."""
     like = dense_storage(parameter.detach())
     return like if like.is_contiguous() else torch.empty_like(like, device="meta")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from accumext import _checks
 from accumext._torch_private import HOOK_ATTRIBUTES
 
-# What GradScaler and learning-rate schedulers set on an optimizer; no part of a copy.
+# Attributes that GradScaler and learning-rate schedulers set on an optimizer; no part of a copy.
 _TRANSIENT = ("step", "grad_scale", "found_inf")
 
 

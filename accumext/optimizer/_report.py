@@ -1,4 +1,4 @@
-"""What is remembered of the last closed window: `AccumulatingOptimizer.last` and `stats()`."""
+"""The report of the last closed window: `AccumulatingOptimizer.last` and `stats()`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class WindowReport:
 
     @property
     def known_to_be_skipped(self) -> bool:
-        """Whether the host knows already that the step was left out."""
+        """True if the host knows already that the step was left out."""
         return not isinstance(self._skipped, Tensor) and bool(self._skipped)
 
     @property
@@ -99,7 +99,7 @@ class WindowReport:
         return self._nonfinite
 
     def _kept(self, number: Scalar | int) -> Scalar | int:
-        """What counts of a number, formed when it is asked for."""
+        """Return the part of a number that counts, formed when it is asked for."""
         if not self._empty_if_skipped:
             return number
         return number * (1.0 - as_tensor(self._skipped, torch.float64))

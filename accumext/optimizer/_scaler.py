@@ -22,7 +22,7 @@ _STEPS_FROM_SCALE = 4
 
 
 def scale_for(op: str, scaler: GradScaler, loss: Tensor, *optimizers: object) -> Scalar:
-    """What an unscaled loss is to be multiplied with; a scaler without a scale creates it."""
+    """Return the factor of an unscaled loss; a scaler without a scale creates it."""
     scale, states = scale_tensor(scaler), optimizer_states(scaler)
     if scale is not None and _is_scaled_with(loss, scale):
         contract = "be unscaled where the optimizer was given the scaler, which it scales with"
@@ -70,7 +70,7 @@ def refuse_unscaled(op: str, scaler: GradScaler | None, *optimizers: object) -> 
 def begin_update(
     op: str, scaler: GradScaler | None, proxy: object, optimizer: object, device: torch.device
 ) -> object:
-    """What `update` takes; the scaler of a copy, which has no scale yet, creates it."""
+    """Return the argument of `update`; the scaler of a copy, which has no scale yet, creates it."""
     if scaler is None:
         return None
     states = optimizer_states(scaler)
@@ -103,7 +103,7 @@ def update(
 
 
 def _is_scaled_with(loss: Tensor, scale: Tensor) -> bool:
-    """Whether `scaler.scale` made this loss, perhaps with a division or the like after it."""
+    """Tell whether `scaler.scale` made this loss, perhaps with a division or the like after it."""
     node = loss.grad_fn
     for _ in range(_STEPS_FROM_SCALE):
         if node is None or not node.name().startswith(("Mul", "Div", "Add", "Neg", "View")):
@@ -116,15 +116,16 @@ def _is_scaled_with(loss: Tensor, scale: Tensor) -> bool:
 
 
 class OuterScale(NamedTuple):
-    """What a GradScaler around `step` says of the gradients in `.grad`."""
+    """Scale and flag that a GradScaler around `step` gives for the gradients in `.grad`."""
 
     scale: Scalar
     found_inf: Scalar  # 0.0 where it looked at no gradient
 
 
 def outer_scale(op: str, proxy: object, scaler: GradScaler | None, accumulated: bool) -> OuterScale:
-    """What the GradScaler that calls `step` has set on the optimizer. It is refused beside the
-    optimizer's own `scaler`, and after gradients were accumulated that it has not seen."""
+    """Return the scale and flag that the GradScaler that calls `step` has set on the optimizer. It
+    is refused beside the optimizer's own `scaler`, and after gradients were accumulated that it has
+    not seen."""
     if scaler is not None:
         advice = "Leave scaler.step, update and unscale_ out, or scaler=None in the constructor"
         refuse_outer_scale(op, "an outer GradScaler beside its own", advice)

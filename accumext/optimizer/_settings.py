@@ -1,4 +1,4 @@
-"""What AccumulatingOptimizer was told: its settings, checked by one function."""
+"""The settings of AccumulatingOptimizer, checked by one function."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _TYPES = (
     ("reduce_in_backward", bool, "be a bool"),
 )
 
-# What others have to be: where whole micro-batches are looked at, where gradients are seen only
-# when the window closes, and where a closure forms gradients that no window can accumulate.
+# Values that other settings must have: where whole micro-batches are looked at, where gradients are
+# seen only when the window closes, and where a closure forms gradients that no window accumulates.
 _LOOKS_FIRST = {"accumulate_in_backward": False, "reduce_in_backward": False}
 _ONCE_PER_WINDOW = {"on_nonfinite": "skip_window", **_LOOKS_FIRST}
 _WITHOUT_WINDOW = {"window": 1, "max_norm": None, "scaler": None, "process_group": None}

@@ -155,13 +155,13 @@ def take_pending(
 
 
 def _took_a_step(box: Box) -> bool:
-    """Whether the last `step` has stepped, as far as the host knows."""
+    """Tell whether the last `step` has stepped, as far as the host knows."""
     last = box.state.last
     return box.state.stepped and last is not None and not last.known_to_be_skipped
 
 
 def _is_priming(optimizer: Optimizer) -> bool:
-    """Whether a distributed checkpoint steps only to make the optimizer create its state.
+    """Tell whether a distributed checkpoint steps only to make the optimizer create its state.
 
     There is no state yet, and every learning rate and gradient is zero. Gradients are read only
     where the rest holds.
@@ -213,9 +213,9 @@ def close_window(
 
 
 def _may_hand_through(box: Box, proxy: Optimizer) -> bool:
-    """Whether the wrapped optimizer may call the closure itself, when and as often as it likes.
+    """Tell whether the wrapped optimizer may call the closure itself, whenever it likes.
 
-    That is where nothing is left to do with the gradient but to look whether it is finite.
+    It may where nothing is left to do with the gradient but to look whether it is finite.
     """
     settings = box.settings
     return (
@@ -285,7 +285,7 @@ class _Evaluation:
         self.watch = StepWatch(box.target.stepped_on(), box.target.rounding(every=True))
 
     def run(self) -> Any:
-        """What the wrapped optimizer calls."""
+        """Evaluate the closure for the wrapped optimizer, which calls this in its stead."""
         target, watch = self._box.target, self.watch
         if target.is_parameters:
             return self._look_at()

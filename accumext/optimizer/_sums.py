@@ -130,7 +130,7 @@ class Plan(NamedTuple):
 
 
 def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Plan:
-    """What adds `grads * factor` to the sums. A parameter's first gradient becomes its sum."""
+    """Plan to add `grads * factor` to the sums. A parameter's first gradient becomes its sum."""
     counts = isinstance(factor, Tensor) or factor != 0.0
     if any(main is grad for main, grad in zip(window.sums, grads) if main is not None):
         contract = "be another tensor in every micro-batch of a window"
@@ -203,8 +203,8 @@ def _take(
 
 @not_compiled  # which cannot trace what storages tell
 def _own_their_memory(grads: Sequence[Tensor]) -> bool:
-    """Whether nothing but these can be seen in their memory, nor two of them in one place: no view,
-    such as of a DDP bucket, no expanded tensor, no part of a buffer."""
+    """Tell whether nothing but these can be seen in their memory, nor two of them in one place: no
+    view, such as of a DDP bucket, no expanded tensor, no part of a buffer."""
     parts = list(map(local_tensor, grads))
     if any(map(is_sparse, parts)):
         return False
@@ -220,7 +220,7 @@ def _own_their_memory(grads: Sequence[Tensor]) -> bool:
     )
 
 
-# What uses the memory of a tensor that shares it with no other: that, and the storage asked.
+# Users of a storage that one tensor alone has: the tensor, and the storage object asked.
 _probe = torch.zeros(1)
 _ALONE = storage_users(_probe.untyped_storage())
 del _probe
@@ -250,7 +250,7 @@ def made(window: Window, index: int) -> tuple[Window, Tensor]:
 def add_if_finite(
     window: Window, grads: Sequence[Tensor | None], weight: Scalar, scale: Scalar
 ) -> Callable[[list[Tensor]], Window]:
-    """What adds a micro-batch if all of it is finite, and else leaves the sums bit for bit.
+    """Return a function that adds a micro-batch if finite, and else leaves the sums bit for bit.
 
     The unit is 1, so that no dropped micro-batch can show in the sum of the others.
 
@@ -345,7 +345,7 @@ def add_micro_batch(
 ) -> None:
     """Add one micro-batch to the window and empty `.grad`; after an exception neither. In no_grad.
 
-    What is used up goes, too: the window may have taken the same tensor from another parameter.
+    Used-up gradients go, too: the window may have taken the same tensor from another parameter.
     """
     policy = box.settings.on_nonfinite
     if policy == "raise":
@@ -396,7 +396,7 @@ def raise_nonfinite(
 ) -> None:
     """Refuse a micro-batch that counts and is not finite, naming the parameters.
 
-    What is averaged over shards counts on all processes, which look at it together, also where
+    Gradients averaged over shards count on all processes, which look at them together, also where
     the weight of this one is zero.
     """
     counts = carried or isinstance(weight, Tensor) or weight > 0.0

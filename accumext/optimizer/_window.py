@@ -128,7 +128,7 @@ def _warn_at_exit() -> None:
 
 
 class Box:
-    """What one optimizer knows. Never replaced: trainers copy the attributes of an optimizer."""
+    """The state of one optimizer. Never replaced: trainers copy the attributes of an optimizer."""
 
     def __init__(
         self, optimizer: Optimizer, settings: Settings, target: Target, watch: Any
@@ -189,7 +189,7 @@ class Box:
             self.warn_of_loss()
 
     def expects_sum(self, parameter: Tensor) -> bool:
-        """Whether the next backward pass adds to a sum of this parameter that is there."""
+        """Tell whether the next backward pass adds to a sum of this parameter that is there."""
         window, settings = self.state.window, self.settings
         if settings.looks_first or settings.needs_closure:
             return False
@@ -229,13 +229,13 @@ class Box:
 
     @property
     def keeps_at_once(self) -> bool:
-        """Whether the next micro-batch is all that the window will hold."""
+        """True if the next micro-batch is all that the window will hold."""
         one = self.settings.window == 1 and self.state.window.micro_batches == 0
         return one and self.group is None
 
     @property
     def keeps_in_grad(self) -> bool:
-        """Whether the next micro-batch stays in `.grad`, where the optimizer finds it."""
+        """True if the next micro-batch stays in `.grad`, where the optimizer finds it."""
         return self.target.is_parameters and self.keeps_at_once
 
     def commit(

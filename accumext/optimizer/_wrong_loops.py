@@ -145,9 +145,9 @@ class Watch:
 
 
 def _is_divided(loss: Tensor, by: int) -> bool:
-    """Whether the last that was done to a loss is its division by a number.
+    """Tell whether the last that was done to a loss is its division by a number.
 
-    That of a sum makes a mean of it, and half of a loss is a loss of its own.
+    Division of a sum makes a mean of it, and half of a loss is a loss of its own.
     """
     node: Any = loss.grad_fn
     name = "" if node is None or by == 1 else node.name()
@@ -166,7 +166,7 @@ def _is_divided(loss: Tensor, by: int) -> bool:
 
 
 class _Gradient(NamedTuple):
-    """What lies in `.grad` of a parameter after a backward pass."""
+    """The gradient in `.grad` of a parameter after a backward pass."""
 
     tensor: ReferenceType[Tensor]
     version: int
@@ -201,7 +201,7 @@ class _Passes:
             handle.remove()
 
     def sum_up(self, parameters: Sequence[Tensor], clips: bool) -> bool:
-        """Whether all gradients that are there are of several passes, or were changed since.
+        """Tell whether all gradients that are there are of several passes, or were changed since.
 
         Args:
             clips: whether a change is a clip, and no scaler's or DistributedDataParallel's.

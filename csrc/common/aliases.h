@@ -1,4 +1,4 @@
-// Which arguments of a call share memory: what a kernel writes in parallel, no one else may touch.
+// Memory that arguments of a call share: no other argument may touch what a kernel writes.
 #pragma once
 
 #include <cstdint>
@@ -67,14 +67,14 @@ inline bool meets(const Cell& a, const Cell& b) {
   return a.data != nullptr && meets(b, Place<1>{a.data, a.dtype, 1, none, 0});
 }
 
-// Whether a gradient is its main gradient, element by element.
+// Tells whether a gradient is its main gradient, element by element.
 inline bool is_in_place(const Pair& pair) {
   if (pair.main_grad != pair.grad || pair.main_dtype != pair.grad_dtype) return false;
   return std::all_of(pair.layout.begin(), pair.layout.end(),
                      [](const Dim<2>& dim) { return dim.stride[0] == dim.stride[1]; });
 }
 
-// Whether two of these tensors share memory.
+// Tells whether two of these tensors share memory.
 inline bool share_memory(const std::vector<Span>& spans) {
   std::vector<Range> ranges;
   ranges.reserve(spans.size());
@@ -86,7 +86,7 @@ inline bool share_memory(const std::vector<Span>& spans) {
   });
 }
 
-// Whether a main gradient shares memory with another one or with a gradient that is not itself.
+// Tells whether a main gradient shares memory with another one or with a gradient not itself.
 inline bool share_memory(const std::vector<Pair>& pairs) {
   std::vector<Range> ranges;
   ranges.reserve(pairs.size());

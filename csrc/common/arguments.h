@@ -1,5 +1,5 @@
-// The tensors of a call as kernels see them, checked. Which contract is broken is not said here:
-// the Python function asks accumext/_checks.py, so that every backend gives the same sentence.
+// The tensors of a call as kernels see them, checked. The broken contract is not named here: the
+// Python function asks accumext/_checks.py, so that every backend gives the same sentence.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -28,8 +28,8 @@ inline void require(bool contract) {
   }
 }
 
-// What one of the aoti_torch_* functions says of a tensor: called directly and not through Tensor,
-// since lists are long.
+// A property of a tensor by one of the aoti_torch_* functions: called directly and not through
+// Tensor, since lists are long.
 template <typename T, typename Handle>
 T property(AOTITorchError (*get)(AtenTensorHandle, T*), const Handle& tensor) {
   T value;
@@ -96,8 +96,8 @@ class Arguments {
     return numbered;
   }
 
-  // What is written may share no memory with another argument, but for a main gradient that is its
-  // own gradient.
+  // Written memory may be that of no other argument, but for a main gradient that is its own
+  // gradient.
   static void require_apart(const std::vector<Pair>& pairs, const Scalar& factor,
                             const float* found_inf) {
     const Cell flag{found_inf, Dtype::kFloat};

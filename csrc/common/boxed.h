@@ -97,7 +97,7 @@ struct Boxed<kernel> {
   }
 };
 
-// What m.impl takes for a kernel.
+// The boxed form of a kernel, which m.impl takes.
 template <auto kernel>
 constexpr auto boxed = &Boxed<kernel>::call;
 

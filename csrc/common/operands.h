@@ -1,4 +1,4 @@
-// What a kernel is told about its tensors: no torch, so that device code may include it.
+// A kernel's view of its tensors: no torch, so that device code may include it.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Whether elements share memory: those of one strided tensor, and those of two. Answers are exact
-// but where the search for a common address is given up, and then they say yes.
+// Memory that elements share: those of one strided tensor, and those of two. Answers are exact but
+// where the search for a common address is given up, and then they say yes.
 #pragma once
 
 #include <algorithm>
@@ -16,15 +16,15 @@ namespace accumext {
 // The search of one question may try so many values; strides of real tensors need a handful.
 constexpr int64_t kMostTries = 1 << 14;
 
-// How far an address moves, in steps of `stride` > 0, of which there may be any number in
-// [low, high].
+// The movement of an address, in steps of `stride` > 0, of which there may be any number in [low,
+// high].
 struct Term {
   int64_t stride;
   int64_t low;
   int64_t high;
 };
 
-// Whether a sum of one multiple of every term's stride can be `target`: depth first from the
+// Tells whether a sum of one multiple of every term's stride can be `target`: depth first from the
 // largest stride on, among the values that leave the smaller ones something they can reach.
 class Reach {
  public:
@@ -89,8 +89,9 @@ class Reach {
   int64_t tries_ = 0;
 };
 
-// Whether two elements of an operand share an address. Mostly, ordered by stride, a dimension steps
-// over everything that the smaller ones reach; where not, some difference of indices has to be 0.
+// Tells whether two elements of an operand share an address. Mostly, ordered by stride, a dimension
+// steps over everything that the smaller ones reach; where not, some difference of indices has to
+// be 0.
 template <int kOperands>
 bool overlaps_itself(Layout<kOperands> dims, int operand) {
   std::erase_if(dims, [](const Dim<kOperands>& dim) { return dim.size == 1; });
@@ -122,7 +123,7 @@ struct Lattice {
   std::vector<Dim<1>> dims;  // strides in elements
 };
 
-// Whether any byte belongs to an element of both.
+// Tells whether any byte belongs to an element of both.
 inline bool share_memory(const Lattice& a, const Lattice& b) {
   const int64_t distance = b.address - a.address;
   int64_t unit = std::min(a.element, b.element);  // bytes: of powers of 2, so it divides both
@@ -164,7 +165,7 @@ class WrittenRanges {
     }
   }
 
-  // Whether predicate(owner, owner) holds for any two whose ranges meet.
+  // Tells whether predicate(owner, owner) holds for any two whose ranges meet.
   template <typename Predicate>
   bool any_pair(const Predicate& predicate) const {
     if (apart_) return false;
@@ -176,8 +177,8 @@ class WrittenRanges {
     return false;
   }
 
-  // Whether predicate(owner) holds for any whose range meets this one. Quickest where calls come in
-  // the order of addresses.
+  // Tells whether predicate(owner) holds for any whose range meets this one. Quickest where calls
+  // come in the order of addresses.
   template <typename Predicate>
   bool any_meeting(const Range& range, const Predicate& predicate) {
     if (begin_of(next_) < range.end) ++next_;

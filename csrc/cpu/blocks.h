@@ -1,4 +1,4 @@
-// How a CPU kernel walks over part of a tensor, whatever its strides: in blocks of elements.
+// The walk of a CPU kernel over part of a tensor, whatever its strides: in blocks of elements.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ class Walker {
 
   Walker(const Walker&) = delete;
 
-  // Whether every operand is dense along the innermost dimension, and it is not short.
+  // True if every operand is dense along the innermost dimension, and it is not short.
   bool has_runs(int64_t shortest) const {
     bool dense = dims_[last_].size >= shortest;
     for (const int64_t stride : dims_[last_].stride) dense = dense && stride == 1;
@@ -81,7 +81,7 @@ struct Numbers {
 };
 
 // body(count, data...) for the next `left` elements, kBlock at a time. Where a whole block lies
-// together, count is a constant. What does not is gathered, filled up with zeros, and put back.
+// together, count is a constant. Other blocks are gathered, filled up with zeros, and put back.
 // Data: pointers, or Numbers, which are gathered like elements and then come as a pointer, too.
 template <int kBlock, typename Body, typename... Data>
 [[gnu::always_inline]] inline void for_each_block(Walker<sizeof...(Data)>& walker, int64_t left,

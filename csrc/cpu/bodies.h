@@ -86,7 +86,7 @@ struct Totals : Lanes<norm_t, kWidth<acc_t>, kVectors<acc_t>> {
   }
 };
 
-// Whether all elements of a piece are finite.
+// Finds whether all elements of a piece are finite.
 template <typename acc_t>
 struct Probes : Lanes<acc_t, kWidth<acc_t>, kVectors<acc_t>> {
   [[gnu::always_inline]] Probes() : Probes::Lanes(acc_t(0)) {}

@@ -81,7 +81,7 @@ template <typename target_t, typename source_t>
   return bits<target_t>(static_cast<T>(sign | From::of_any(magnitude, U{random})));
 }
 
-// Whether any element of a vector is set: of a comparison.
+// Tells whether any element of a comparison's vector is set.
 template <typename V>
 [[gnu::always_inline]] inline bool any(const V& x) {
   uint64_t words[sizeof(V) / sizeof(uint64_t)], all = 0;

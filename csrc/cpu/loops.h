@@ -1,4 +1,4 @@
-// How a CPU kernel shares its work: chunks in parallel, each by the inner loops for this processor.
+// The work of a CPU kernel, shared: chunks in parallel, each by the inner loops for this processor.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -30,8 +30,8 @@ inline double value(const Scalar& scalar) {
   });
 }
 
-// Whether the main gradients outgrow the caches, so that nobody who reads them next could find them
-// there.
+// Tells whether the main gradients outgrow the caches, so that nobody who reads them next could
+// find them there.
 inline bool is_large(const std::vector<Pair>& pairs) {
   constexpr int64_t kElements = 4 << 20;
   int64_t elements = 0;

@@ -1,5 +1,5 @@
-// How CUDA kernels walk their tensors: a block takes a chunk of one tensor, its threads take
-// vectors. No torch here.
+// The walk of CUDA kernels over their tensors: a block takes a chunk of one tensor, its threads
+// take vectors. No torch here.
 #pragma once
 
 #include <cuda_bf16.h>

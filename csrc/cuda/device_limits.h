@@ -1,4 +1,4 @@
-// What a kernel may ask for that has a device to itself: no torch here, and no CUDA.
+// Limits of a kernel that has a device to itself: no torch here, and no CUDA.
 #pragma once
 
 #include <cstdint>

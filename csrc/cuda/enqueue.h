@@ -39,8 +39,8 @@ class Queue {
     if (blocks > 0) launch_with({}, kernel, blocks, threads, arguments...);
   }
 
-  // What the kernel may ask for where its blocks, of so many threads, run at the same time: all of
-  // a multiprocessor. From then on it may have that much shared memory on this device.
+  // Limits of the kernel where its blocks, of so many threads, run at the same time: all of a
+  // multiprocessor. From then on it may have that much shared memory on this device.
   template <typename... Parameters>
   DeviceLimits limits(void (*kernel)(Parameters...), int threads) const {
     static std::mutex mutex;

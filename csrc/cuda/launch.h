@@ -1,4 +1,4 @@
-// What every launcher needs: its tensors' device and current stream, and their table there.
+// Data of every launcher: its tensors' device and current stream, and their table there.
 #pragma once
 
 #include <algorithm>
@@ -69,7 +69,7 @@ inline Tensor norm_of_nothing() {
   return torch::stable::full({}, 0.0, torch::headeronly::ScalarType::Float);
 }
 
-// What follows from a norm that is still on the device: where it and found_inf go.
+// The outcome of a norm that is still on the device: where it and found_inf go.
 inline Outcome outcome(const Tensor& norm, float* found_inf) {
   return {.norm = norm.data_ptr(), .norm_dtype = float_dtype(norm), .found_inf = found_inf};
 }

@@ -16,7 +16,7 @@ struct Clip {
   bool skip;  // a gradient is not finite and the micro-batch is to be left out
 };
 
-// What happens to a norm once it is known.
+// The destinations of a norm once it is known.
 struct Outcome {
   void* norm = nullptr;        // [], of norm_dtype; or null
   Dtype norm_dtype;            // kFloat or kDouble

@@ -10,8 +10,8 @@
 
 namespace accumext::cuda {
 
-// What one thread has seen of a chunk. Terms are added in acc_t within a vector and in double from
-// then on.
+// The terms of a chunk that one thread has seen. They are added in acc_t within a vector and in
+// double from then on.
 template <NormKind kKind, typename acc_t>
 struct ThreadSum {
   const Norm<kKind>& norm;

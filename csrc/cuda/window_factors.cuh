@@ -5,7 +5,7 @@
 
 namespace accumext::cuda {
 
-// What follows from a norm.
+// Writes the numbers that follow from a norm.
 //
 //   grid    one block                    block   one thread
 //   reads   norm, [], float or double; the tensors among the numbers of closing, []

@@ -34,7 +34,7 @@ struct Narrowing {
   // The target's largest finite number, as a magnitude of the source.
   static constexpr uint64_t kLargest = (uint64_t{kSource.bias + kTarget.bias} << kSource.mantissa) +
                                        (((uint64_t{1} << kTarget.mantissa) - 1) << kDropped);
-  // Whether 16 random bits do for kLeastNormal to kLargest.
+  // True if 16 random bits do for kLeastNormal to kLargest.
   static constexpr bool kFew = kDropped <= 16;
 
   // The magnitude of the target for one from kLeastNormal to kLargest, by 16 random bits.

@@ -17,7 +17,7 @@ inline NormKind norm_kind(double p) {
   return NormKind::kPowers;
 }
 
-// What some elements contribute to a norm, and whether all of them are finite.
+// The contribution of some elements to a norm, and whether all of them are finite.
 struct Partial {
   double total;
   bool finite;
@@ -49,7 +49,7 @@ struct Norm {
     }
   }
 
-  // Whether the norm is no less than the magnitude of each element, and not finite if one is not.
+  // True if the norm is no less than the magnitude of each element, and not finite if one is not.
   ACCUMEXT_HOST_DEVICE bool grows() const { return kKind != NormKind::kMin && p > 0.0; }
 
   // Max and min keep a NaN from either side; std::fmax would drop it. `|` is what vectors know.

@@ -1,4 +1,4 @@
-// What a window's step needs to know, found from the norm of its main gradients: the formula of
+// The numbers that a window's step needs, found from the norm of its main gradients: the formula of
 // accumext/reference.py, in double.
 #pragma once
 

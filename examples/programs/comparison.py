@@ -76,7 +76,7 @@ def backward(way: Way, model: nn.Module, batch: Any) -> None:
 
 
 def gradients(way: Way, model: nn.Module, batch: Any) -> list[Tensor]:
-    """What a way leaves in every parameter."""
+    """Return the gradient that a way leaves in every parameter."""
     model.zero_grad()
     backward(way, model, batch)
     return [p.grad.clone() for p in model.parameters()]

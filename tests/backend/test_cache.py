@@ -145,7 +145,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(
 
 @pytest.fixture
 def kept_library(tmp_path: Path) -> Path:
-    """What passes for a library, kept while the umask forbids nothing."""
+    """Keep a file that passes for a library, while the umask forbids nothing."""
     before = os.umask(0)
     try:
         with _cache.workshop(tmp_path / "key") as workshop:

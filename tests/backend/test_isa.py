@@ -61,7 +61,7 @@ print(accumext.backend(), digest.hexdigest())
 
 
 def digest(capability: str) -> str:
-    """What the script prints where torch is told to use no more than this instruction set."""
+    """Return the script's output where torch is told to use at most this instruction set."""
     env = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", DIGEST]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Which kernels answer: each case in a process of its own, on a tree with one tiny kernel."""
+"""The kernels that answer: each case in a process of its own, on a tree with one tiny kernel."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def expected_sources() -> set[str]:
 
 
 def listed_files() -> set[str]:
-    """What the repository holds."""
+    """Return the names of the files in the repository."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("not in a git repository")

@@ -113,7 +113,7 @@ def results(result: object, call: Arguments) -> list[Tensor]:
 
 
 def written(case: _self_test.Case) -> list[int]:
-    """Which of the results of plain PyTorch are new or have changed, and begin with a number."""
+    """Return which results of plain PyTorch are new or have changed, and begin with a number."""
     before = results(torch.full((), torch.nan), case.arguments)  # where nothing has been returned
     call = case._on(CPU)
     result = call_default_kernel(operator(case.name), **call)
@@ -215,7 +215,7 @@ def test_each_fault_is_found_by_name(tree: Tree, monkeypatch: Patch) -> None:
 def test_a_process_that_does_not_begin_leaves_operators_untested(
     cache: Path, library: Path, monkeypatch: Patch, tmp_path: Path
 ) -> None:
-    """That is not kept: another time there may be memory, or a Python."""
+    """The outcome is not kept: another time there may be memory, or a Python."""
 
     def why() -> str:
         (outcome,) = set(verdict(library).values())

@@ -1,4 +1,4 @@
-"""What tests of several files here need."""
+"""Fixtures of several files here."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def run(request, world):
 
 @pytest.fixture(scope="module", params=[2, ranks.THREE], ids="{}-processes".format)
 def world(request):
-    """How many processes run the scenarios of a file."""
+    """Return the number of processes that run the scenarios of a file."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def seen(request, world):
-    """What each process saw of the scenarios of a file."""
+    """Return the records that each process made of the scenarios of a file."""
     return run(request, world)
 
 

@@ -36,7 +36,7 @@ CLASSES = sorted(
 )
 WITHOUT_CLOSURE = [name for name in CLASSES if name != "LBFGS"]
 
-# What torch computes with tensors: how to ask for it, and who refuses it on a CPU.
+# Variants that torch computes with tensors: how to ask for each, and who refuses it on a CPU.
 VARIANTS = {
     "default": {},
     "foreach": {"foreach": True},
@@ -48,7 +48,7 @@ NO_TENSOR_LR = ("LBFGS", "Muon")
 
 
 def accepts(name: str, option: str) -> bool:
-    """Whether the class has an option of that name."""
+    """Tell whether the class has an option of that name."""
     return option in inspect.signature(getattr(torch.optim, name)).parameters
 
 

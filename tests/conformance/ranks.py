@@ -96,7 +96,7 @@ def run_on(
     name: str,
     temporary: pytest.TempPathFactory,
 ) -> list[dict[str, dict[str, Any]]]:
-    """What each rank saw; run once for all workers of the test session."""
+    """Return the records of each rank; run once for all workers of the test session."""
     scenarios = scenarios if isinstance(scenarios, Mapping) else named(*scenarios)
 
     def run(folder: Path) -> None:
@@ -112,7 +112,7 @@ def of(seen: Sequence[dict[str, dict[str, Any]]], scenario: str, what: str) -> l
 
 
 def agreed(seen: Sequence[dict[str, dict[str, Any]]], scenario: Scenario | str) -> dict[str, Any]:
-    """What rank 0 saw of a scenario; parameters and statistics are equal on all ranks."""
+    """Return rank 0's record of a scenario; parameters and statistics are equal on all ranks."""
     name = scenario if isinstance(scenario, str) else scenario.__name__
     first, *others = (rank[name] for rank in seen)
     for other in others:

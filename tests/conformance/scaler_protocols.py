@@ -76,7 +76,7 @@ def make_optimizer(protocol, parameters, scaler, *, fused=False, **options):
 
 
 def micro_batch(protocol, opt, scaler, loss, number, weight=1.0):
-    """What a training loop does for one micro-batch."""
+    """Train on one micro-batch as a training loop does."""
     if protocol in ("none", "own"):
         opt.backward(loss, weight)
         opt.step()

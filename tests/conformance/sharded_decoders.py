@@ -1,4 +1,4 @@
-"""What the ranks of test_sharded_decoders.py do: each takes a rank and their number."""
+"""The scenarios of test_sharded_decoders.py: each takes a rank and the number of ranks."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         self.double()
 
     def note_shards(self, gradient):
-        """Whether the decoder has been reduced and sharded before the encoder's backward pass."""
+        """Note whether the decoder was reduced and sharded before the encoder's backward pass."""
         decoder = self.parts()[1:]
         if all(is_sharded(part) for part in decoder):
             reduced = all(p.grad is not None for part in decoder for p in part.parameters())
@@ -136,7 +136,7 @@ def sgd(model):
 
 
 def is_resharded(*modules):
-    """Whether all parameters are shards and the memory of the whole ones is freed."""
+    """Tell whether all parameters are shards and the memory of the whole ones is freed."""
     states = [m._get_fsdp_state() for part in modules for m in part.modules() if is_sharded(m)]
     wholes = [
         p._unsharded_param for s in states for g in s._fsdp_param_groups for p in g.fsdp_params
@@ -151,7 +151,7 @@ def is_sharded(module):
 
 @contextmanager
 def collectives():
-    """How many collectives of each kind are begun meanwhile."""
+    """Count the collectives of each kind that are begun meanwhile."""
     seen = Counter()
     with torch.profiler.profile(acc_events=True) as profile:
         yield seen

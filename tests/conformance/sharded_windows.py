@@ -1,4 +1,4 @@
-"""What the ranks of test_sharded_once_per_window.py do: each takes a rank and their number."""
+"""The scenarios of test_sharded_once_per_window.py: each takes a rank and the number of ranks."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def saved_inside(rank, world):
 
 
 def misuse(rank, world):
-    """What is refused in words."""
+    """Misuse the wrapper, and record the words in which it refuses."""
     model, opt = training()
     batch, weight = own_share(rank, world)[0]
 
@@ -215,7 +215,7 @@ def bytes_found():
 
 
 def memory(rank, world):
-    """What an open window holds, measured after two micro-batches, and what was predicted."""
+    """Measure the memory of an open window after two micro-batches, and predict it."""
     found = []
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for dtype, options in (

@@ -103,7 +103,7 @@ def train(opt, model, share, loop=called, bad=(), scaler=None, mixed=False):
     return closed
 
 
-# What it led to
+# Outcomes
 
 
 def whole(tensors):
@@ -116,7 +116,7 @@ def outcome(model, opt, **more):
 
 
 def held(opt):
-    """How many micro-batches are in the open window."""
+    """Return the number of micro-batches in the open window."""
     return opt._box.state.window.micro_batches
 
 

@@ -157,7 +157,7 @@ def sections() -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
 
 
 def versions() -> str:
-    """What the run was with; a package that is not installed has had no part in it."""
+    """Return the versions of the run; a package that is not installed has had no part in it."""
     named = ["Python {}.{}.{}".format(*sys.version_info[:3])]
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):

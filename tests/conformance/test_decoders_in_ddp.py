@@ -176,7 +176,7 @@ def rollout_while_backward_runs(rank, world):
 
 
 def all_reduces_of_a_rollout(rank, world):
-    """How often DDP sends each of its buckets while the loss of one rollout flows back."""
+    """Count the sends of each of DDP's buckets while the loss of one rollout flows back."""
     model = DistributedDataParallel(make())
     sent = []
 

@@ -27,7 +27,7 @@ BATCHES = make_batches(12)
 MAX_NORM = 0.1  # clips some windows and not others, and some of the batches in those
 GAMMA = 0.7
 
-# What Lightning calls of torch, and its advice where there are more cores or a GPU.
+# Warnings of torch that Lightning causes, and its advice where there are more cores or a GPU.
 pytestmark = [
     pytest.mark.usefixtures("forget_accelerate"),
     pytest.mark.filterwarnings(
@@ -63,7 +63,7 @@ def assert_as_plain(model, opt, batches, window, weights=None):
 
 
 def steps_of(optimizer):
-    """How often Adam has really stepped, by its own count."""
+    """Return how often Adam has really stepped, by its own count."""
     return int(next(iter(optimizer.state.values()))["step"])
 
 
@@ -150,7 +150,7 @@ def test_accelerate_accumulates_too(scaled):
 
 
 class Rows(torch.nn.Module):
-    """What the Trainer calls: keyword arguments in, a dict with the loss out."""
+    """The interface that the Trainer calls: keyword arguments in, a dict with the loss out."""
 
     def __init__(self, net):
         super().__init__()

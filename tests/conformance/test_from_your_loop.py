@@ -27,7 +27,7 @@ PROCESSES = ("ddp",)
 
 pytestmark = [
     pytest.mark.usefixtures("forget_accelerate"),
-    # What Lightning calls of torch, and its advice where there are more cores or a GPU.
+    # Warnings of torch that Lightning causes, and its advice where there are more cores or a GPU.
     pytest.mark.filterwarnings(
         "error:AccumulatingOptimizer:UserWarning",  # also of its end, and of what is skipped
         r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -94,7 +94,7 @@ def stand_ins(monkeypatch):
 
 
 class Labelled(nn.Module):
-    """What the Trainer calls: keyword arguments in, a dict with the loss out."""
+    """The interface that the Trainer calls: keyword arguments in, a dict with the loss out."""
 
     def __init__(self, model):
         super().__init__()

@@ -33,7 +33,7 @@ EXACT = 1e-12  # relatively, in float64
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """What a program prints with `--quick`."""
+    """Return a function that runs a program with `--quick` and returns its output."""
 
     def printed(program):
         monkeypatch.syspath_prepend(str(FOLDER))

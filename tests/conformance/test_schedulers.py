@@ -30,7 +30,7 @@ from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 WINDOW = 2
 COUNT = 16
 BATCHES = make_batches(COUNT)
-# What a validation loss might be after each window: it falls, then stays.
+# Validation losses as they might be after each window: they fall, then stay.
 METRICS = [1.0, 0.9, 0.9, 0.9, 0.9, 0.8, 0.8, 0.8]
 
 
@@ -81,7 +81,7 @@ def groups_of(model):
 
 
 def rates(opt):
-    """What a scheduler may set, by group."""
+    """Return the options that a scheduler may set, by group."""
     return [
         (float(group["lr"]), group.get("momentum"), group.get("betas"))
         for group in opt.param_groups

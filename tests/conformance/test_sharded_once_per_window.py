@@ -121,7 +121,8 @@ def test_a_window_that_fsdp_holds_is_saved(seen, world):
 
 
 def test_what_does_not_go_with_windows_that_are_sent_once(seen, world):
-    """What FSDP would reduce at once, and held gradients that were cleared, are errors in words"""
+    """Gradients that FSDP would reduce at once, and held ones that were cleared, are errors in
+    words"""
     first = ranks.agreed(seen, "misuse")
     inside = "must be formed inside `with opt.micro_batch(model):` where synchronize='window'"
     expected = {

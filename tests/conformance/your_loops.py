@@ -23,7 +23,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def function(name: str, side: str) -> Callable[..., Any]:
-    """What the file of a loop defines for its user: `train`, or `loss_of`."""
+    """Return the function that the file of a loop defines for its user: `train`, or `loss_of`."""
     found = runpy.run_path(str(FOLDER / f"{name}_{side}.py"))
     return found["train"] if "train" in found else found["loss_of"]
 
@@ -233,7 +233,8 @@ def whole_batch_loss(w: Tensor, x: Tensor) -> Tensor:
 
 
 def on_ranks(rank: int, world: int) -> dict[str, Any]:
-    """What `train` of both sides of the loop for several processes comes to on this rank."""
+    """Return the parameters after `train` of both sides of the loop for several processes, on this
+    rank."""
     batches = LOOPS["ddp"].batches()[rank::world]
     seen = {}
     for side in SIDES:

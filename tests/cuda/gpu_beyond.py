@@ -1,4 +1,4 @@
-"""What else a decoder does on a GPU, beside the same on the CPU in float64: rows of gpu_checks.py.
+"""Options of a decoder on a GPU, beside the same on the CPU in float64: rows of gpu_checks.py.
 
 The CPU's results are held against plain loops by the tests of tests/decoder. Where tokens are
 chosen, those of the GPU are scored on the CPU: a near tie may fall either way.

@@ -1,4 +1,4 @@
-"""What a GPU is asked first: every operator once, decode_loss beside plain autograd, and the rest.
+"""First checks of a GPU: every operator once, decode_loss beside plain autograd, and the rest.
 
     python tests/cuda/gpu_checks.py operators|decoder|beyond|masters [--device D] [--json FILE]
         [--quick]

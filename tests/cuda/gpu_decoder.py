@@ -1,9 +1,9 @@
 """decode_loss beside plain autograd in float64 on the tokens that it fed: rows of gpu_checks.py.
 
 Every case runs in two or five precisions, twice in each: the second time, any wait for the GPU is
-an error. What is off is relative to float64 on the same rounded parameters, and at most ALLOWED
-times as much as plain autograd is off in the same precision. There are training steps in a user's
-CUDA graph, too, and the peak memory beside decode_memory.
+an error. Errors are relative to float64 on the same rounded parameters, and at most ALLOWED times
+those of plain autograd in the same precision. There are training steps in a user's CUDA graph, too,
+and the peak memory beside decode_memory.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Model(nn.Module):
         return tuple(self.states) if len(self.states) == 2 else self.states[0]
 
     def call_cell(self, x: Tensor, state: Any, context: Tensor) -> tuple[Tensor, Any]:
-        """What a user's function may do."""
+        """Advance as a user's function may."""
         state = self.cell(x + context, state)
         return (state[0] if isinstance(state, tuple) else state) * context, state
 
@@ -127,7 +127,7 @@ class Model(nn.Module):
 
 
 class Masks(NamedTuple):
-    """What dropout keeps, as 1."""
+    """The masks of dropout: 1 where it keeps."""
 
     between: Tensor | None = None  # [T, L - 1, B, H]
     of_inputs: Tensor | None = None  # [T, B, E]
@@ -269,7 +269,8 @@ class Check:
         return Plain(loss.detach(), gradients, logits, tokens)
 
     def check_tokens(self, out: accumext.DecodeOutput) -> None:
-        """What was fed follows from what was predicted, and rows end where they should."""
+        """Check that tokens fed follow from those predicted, and that rows end where they
+        should."""
         tokens, inputs, targets = out.tokens.cpu(), out.inputs.cpu(), self.targets.cpu()
         steps = torch.arange(self.case.steps)[:, None]
         lengths = self.options.get("lengths", torch.full((self.case.batch,), self.case.steps))
@@ -384,7 +385,7 @@ def record(
     warm_up: Callable[[], Tensor],
     device: torch.device,
 ) -> Callable[[], Tensor]:
-    """What replays a step; on a CPU the step."""
+    """Return a function that replays a step; on a CPU the step."""
     if device.type != "cuda":
         return step
     stream = torch.cuda.Stream()
@@ -437,7 +438,7 @@ def compare(*args: Any) -> Facts:
 
 
 def checks(device: torch.device, quick: bool) -> Checks:
-    """What matters most comes first."""
+    """Yield the checks; those that matter most come first."""
     for prefix, check, named_cases, precisions in (
         ("", compare, large(quick), PRECISIONS),
         ("captured, ", check_captured, captured(), PRECISIONS),

@@ -69,8 +69,9 @@ def write(path: Path | None, report: dict[str, Any]) -> None:
 def _messages(
     make: Maker, device: str, quick: bool, first: int, patience: float
 ) -> Iterator[tuple[str, Any]]:
-    """What a process of its own says of the checks from `first` on: the "machine", each "row", and
-    the "end". Where it dies, or is silent for too long, a failed row stands for its own."""
+    """Yield the messages of a process of its own on the checks from `first` on: the "machine", each
+    "row", and the "end". Where it dies, or is silent for too long, a failed row stands for its
+    own."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(make, device, quick, first, sender))
@@ -118,7 +119,7 @@ def _serve(make: Maker, device: str, quick: bool, first: int, sender: Connection
 
 
 def _is_lost(device: str) -> bool:
-    """Whether a kernel has crashed: every later call would fail, too."""
+    """Tell whether a kernel has crashed: every later call would fail, too."""
     try:
         if device == "cuda":
             torch.cuda.synchronize()

@@ -286,8 +286,8 @@ def sleeping_gpu():
 
 @pytest.fixture(scope="module")
 def driver_waits():
-    """Whether the driver lets the host wait where torch's allocator asks it for memory, as tables
-    do."""
+    """Tell whether the driver lets the host wait where torch's allocator asks it for memory, as
+    tables do."""
     torch.cuda.empty_cache()
     try:
         with sleeping_gpu():

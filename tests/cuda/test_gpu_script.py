@@ -1,6 +1,6 @@
 """gpu.sh without a GPU: an interpreter that answers for the programs that the script calls.
 
-What is tested is that no result is lost. The checks of gpu_checks.py run for real, on the CPU.
+The tests are that no result is lost. The checks of gpu_checks.py run for real, on the CPU.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ SECOND = ["memcheck", "racecheck", "tests", "beyond", "masters", "loops", "windo
 SECONDS = 540  # of a call: nine minutes
 PATIENCE_S = 60.0  # for a part that takes a second
 
-# What the programs do, by their command line: all write what they found where --json says and leave
-# a line in the log; then those in FAILING end with status 3 after words, and those in SLEEPING do
-# not end. Only libraries that are there load, and not those in BROKEN.
+# The programs, by their command line: all write their results where --json says and leave a line in
+# the log; then those in FAILING end with status 3 after words, and those in SLEEPING do not end.
+# Only libraries that are there load, and not those in BROKEN.
 INTERPRETER = """#!{python}
 import os, pathlib, sys, time
 line = " ".join(sys.argv[1:])
@@ -109,11 +109,11 @@ class Run:
         )
 
     def finish(self) -> str:
-        """What it prints."""
+        """Wait for the script's end, and return its output."""
         return self.process.communicate(timeout=PATIENCE_S)[0]
 
     def pid_of(self, name: str) -> int:
-        """That of a program, as soon as it runs."""
+        """Return the id of a program's process, as soon as it runs."""
         wait_until(lambda: self._log.exists() and name in self._log.read_text())
         return int(self.programs()[-1].split()[-2])
 
@@ -131,7 +131,7 @@ class Run:
         return log
 
     def parts(self) -> dict[str, str]:
-        """How each that has ended did, in their order."""
+        """Return how each part that has ended did, in their order."""
         ended = re.findall(r"^=== (\w+) +\d+ s  (.*)$", self.log(), flags=re.MULTILINE)
         return dict(ended)
 
@@ -249,7 +249,7 @@ def test_tests_are_those_that_need_a_gpu(tmp_path: Path) -> None:
 
 
 def check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """What gpu_checks.py says on the CPU."""
+    """Return the status and report of gpu_checks.py on the CPU."""
     path = folder / "checks.json"
     done = run_script("tests/cuda/gpu_checks.py", *arguments, "--device=cpu", f"--json={path}")
     assert done.returncode in (0, 1), done.stderr

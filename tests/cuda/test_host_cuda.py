@@ -1,7 +1,7 @@
 """The kernels of csrc/cuda, run on the host: against float64 truth, exact data, the reference.
 
 Each call runs with several grids and orders of the threads, which must leave the same bits; see
-host_cuda. What needs a GPU (launchers, streams, captures, speed) is in test_cuda.py.
+host_cuda. Tests that need a GPU (launchers, streams, captures, speed) are in test_cuda.py.
 """
 
 from __future__ import annotations

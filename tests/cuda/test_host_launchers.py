@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.build, pytest.mark.timeout(1200)]
 # On a GPU all rows are named, live or not; these tests count those that are.
 COUNTS_ROWS = "test_ended_rows_are_not_pushed_through_the_head"
 TABLES = "cuda/host_cuda/launchers/tables.py"
-# Which tests of a file, by pytest's -k; those of a selection run in one process.
+# Tests of a file, by pytest's -k; those of a selection run in one process.
 SELECTIONS = {
     "steps": {
         # Thousands of rows take ten seconds here for each kind of cell.
@@ -34,7 +34,7 @@ SELECTIONS = {
         "decoder/test_decode_loss_options.py": "everything_at_once or one_leaf",
         "decoder/test_decode_loss_truncation.py": "test",
     },
-    # What differs between launchers; every kernel runs in test_host_cuda.py.
+    # Differences between launchers; every kernel runs in test_host_cuda.py.
     "lists": {
         "ops/test_accumulate.py": "pair or slices or expanded or tensor",
         "ops/test_unscale_check_clip_accumulate.py": "dyadic or tensor or finite_acc",
@@ -102,8 +102,8 @@ def library(tmp_path_factory):
 
 
 def outcome_of(library, *arguments):
-    """What pytest says of files of tests/ by the launchers, with options behind them; -s, because
-    what it has captured is lost where a fault ends the process."""
+    """Return the result of pytest on files of tests/ by the launchers, with options behind them;
+    -s, because captured output is lost where a fault ends the process."""
     paths = [f"tests/{name}" if name.endswith(".py") else name for name in arguments]
     return launchers.run(
         library, "-m", "pytest", "-q", "-n0", "-s", "-p", "host_cuda.launchers.loaded", "-p",

@@ -142,7 +142,7 @@ class Window:
 
 
 class Results:
-    """What a call has written."""
+    """The tensors that a call has written."""
 
     def __init__(self, window: Window, op, **changed) -> None:
         w = window

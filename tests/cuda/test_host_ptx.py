@@ -1,5 +1,5 @@
-"""host_cuda/ptx, by which nvcc's kernels run on the host: what instructions do, as the PTX ISA
-defines them, and the faults that it is to see. What is compiled here is written by hand."""
+"""host_cuda/ptx, by which nvcc's kernels run on the host: the effects of instructions, as the PTX
+ISA defines them, and the faults that it is to see. The PTX compiled here is written by hand."""
 
 from __future__ import annotations
 

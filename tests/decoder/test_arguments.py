@@ -1,5 +1,5 @@
-"""Every wrong argument of decode_loss: the exact sentence, nothing changed. What is
-doubtful: one warning that says what to type."""
+"""Every wrong argument of decode_loss: the exact sentence, nothing changed. For a doubtful one: one
+warning that says what to type."""
 
 # ruff: noqa: E501  (one contract to a line)
 

@@ -165,7 +165,7 @@ class Call:
 
 @dataclass
 class Found:
-    """What came out of a call."""
+    """The results of a call."""
 
     loss: torch.Tensor
     token_losses: torch.Tensor

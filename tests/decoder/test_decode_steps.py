@@ -104,7 +104,7 @@ class LayeredDecoder:
 
 @dataclass
 class Steps:
-    """What decode_steps wrote."""
+    """The tensors that decode_steps wrote."""
 
     states: list[Tensor]
     inputs: Tensor
@@ -387,8 +387,8 @@ def test_pre_activations_are_those_of_the_steps(batch: int, kind: str, known: bo
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=dtype_id)
 @pytest.mark.parametrize("kind", KINDS)
 def test_narrow_weights(kind: str, narrow: torch.dtype, known: bool) -> None:
-    """What they are multiplied with is rounded like them, and the sums are not: each step from the
-    state that was found before it, so that no rounding is there twice."""
+    """Operands of the products are rounded as the weights are, and the sums are not: each step from
+    the state that was found before it, so that no rounding is there twice."""
     words, steps, batch, units = 50, 4, 9, 20
     decoder = LayeredDecoder(kind, 2, batch, units, 7, words, steps, torch.float32, narrow=narrow)
     mask = torch.rand(steps, 1, batch, units) < 0.6

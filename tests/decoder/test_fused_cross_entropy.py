@@ -14,9 +14,9 @@ from torch import Tensor
 import accumext
 
 WORDS, SIZE, STEPS, BATCH = 300, 32, 12, 8
-# What a gradient may be worse than plain PyTorch's, relative to its norm. float32: 40 roundings, in
-# sums of another order and exponentials within two units in the last place, over a dozen steps.
-# Half precision: half a unit in the last place, once, of the result.
+# The error that a gradient may have over plain PyTorch's, relative to its norm. float32: 40
+# roundings, in sums of another order and exponentials within two units in the last place, over a
+# dozen steps. Half precision: half a unit in the last place, once, of the result.
 EXTRA = {torch.float32: 5e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # Under autocast operands alone are rounded: the products of plain PyTorch are rounded, too.
 MODES = ["float32", "bfloat16", "float16", "autocast"]
@@ -102,7 +102,7 @@ def test_no_worse_than_plain(kind: str, mode: str) -> None:
 
 
 def runs_in_bfloat16(module: torch.nn.Module) -> bool:
-    """Whether torch can run a module under autocast on this processor."""
+    """Tell whether torch can run a module under autocast on this processor."""
     try:
         with torch.autocast("cpu", torch.bfloat16):
             module(torch.zeros(1, 1, 2))

@@ -36,7 +36,7 @@ LARGEST_UNIFORM = 1 - 2.0**-53  # the largest double below 1
 
 @dataclass
 class Found:
-    """What the operator wrote."""
+    """The results that the operator wrote."""
 
     tokens: Tensor  # [M]
     peak: Tensor  # [M]

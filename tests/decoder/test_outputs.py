@@ -1,4 +1,4 @@
-"""What else comes back from a call: the outputs of the cell, and what a callable adds to them."""
+"""Other results of a call: the outputs of the cell, and those that a callable adds to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backward pass needs of the forward pass: once, again, and after a failure."""
+"""The backward pass's needs from the forward pass: once, again, and after a failure."""
 
 from __future__ import annotations
 

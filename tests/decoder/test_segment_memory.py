@@ -1,4 +1,4 @@
-"""What decode_memory says of callable cells, and what it leaves alone."""
+"""The predictions of decode_memory for callable cells, and the state that it leaves alone."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ WORDS, SIZE, STEPS, BATCH = 7, 24, 5, 64
 
 
 def reward(tokens: Tensor, wanted: Tensor) -> Tensor:
-    """How many of the tokens [T, B] are the wanted one of their row [B], between 0 and 1."""
+    """Return the share of the tokens [T, B] that are the wanted one of their row [B]."""
     return (tokens == wanted).double().mean(0)
 
 

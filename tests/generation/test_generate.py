@@ -1,4 +1,4 @@
-"""What a decoder says, against plain loops over log_softmax and lists of hypotheses."""
+"""The tokens of a decoder, against plain loops over log_softmax and lists of hypotheses."""
 
 from __future__ import annotations
 

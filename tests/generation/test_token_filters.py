@@ -1,4 +1,4 @@
-"""Which tokens are sampled from, against sorting all of them."""
+"""The tokens that are sampled from, against sorting all of them."""
 
 from __future__ import annotations
 

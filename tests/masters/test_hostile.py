@@ -1,4 +1,4 @@
-"""What others do to a model, its masters and their optimizer at awkward moments."""
+"""Changes to a model, its masters and their optimizer by others at awkward moments."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ NAMES = ["long-run", "elements", "tensors", "vocabulary", "steps"]
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a quick run of all wrote."""
+    """Return the report of a quick run of all extremes."""
     path = tmp_path_factory.mktemp("extremes") / "result.json"
     done = run_script("bench/extremes.py", *NAMES, "--quick", f"--json={path}")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -212,7 +212,7 @@ def test_leaves_that_require_grad_are_written_like_under_no_grad():
 
 
 class Named(torch.Tensor):
-    """What __torch_function__ makes of it by itself."""
+    """A subclass as __torch_function__ makes it by itself."""
 
 
 class Wrapped(torch.Tensor):

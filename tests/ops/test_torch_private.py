@@ -1,5 +1,5 @@
-"""What the private names of torch do for us: a test for each, which fails by name if torch changes
-it, and a test that no other file reads one."""
+"""The use of torch's private names: a test for each, which fails by name if torch changes it, and a
+test that no other file reads one."""
 
 from __future__ import annotations
 

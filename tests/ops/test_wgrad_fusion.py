@@ -198,7 +198,7 @@ def test_without_an_optimizer_the_logits_are_formed_once(monkeypatch: pytest.Mon
 
 
 def logits_formed(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often the head runs over the rows of a loss, forward and backward, without `opt`."""
+    """Count the runs of the head over the rows of a loss, forward and backward, without `opt`."""
     calls = []
     operator = _operators.head_forward
 

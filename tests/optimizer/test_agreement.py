@@ -46,7 +46,7 @@ IN_BACKWARD = [name for name in SETTINGS if name != "on_nonfinite"]
 
 
 def closing(opt, parameter):
-    """What is called last in a window of two, of the calls in which processes agree."""
+    """Return the last call, in a window of two, of those in which processes agree."""
     opt.backward(parameter.sum())
     opt.step()
     if opt.reduce_in_backward:

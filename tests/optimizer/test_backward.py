@@ -180,7 +180,7 @@ def in_parts(opt, model, batch, number):
 
 
 def of_one_layer(opt, model, batch, number):
-    """Which came first in the window must not show in the order of a norm's sum."""
+    """The order of a norm's sum must not show which layer came first in the window."""
     layer = (model[2], model[0], model)[number % 3]
     opt.backward(sum(p.float().square().sum() for p in layer.parameters()))
 
@@ -190,7 +190,7 @@ def with_inf_in_the_second(opt, model, batch, number):
 
 
 def beside_the_users(opt, model, batch, number):
-    """What lies in `.grad` already belongs to the micro-batch."""
+    """A gradient already in `.grad` belongs to the micro-batch."""
     loss_of(model, batch).backward()
     opt.backward(model[2].weight.float().square().sum())
 

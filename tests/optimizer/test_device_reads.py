@@ -1,4 +1,4 @@
-"""What holds where the host may not look: no value is read, and skips are known only when asked."""
+"""Rules where the host may not look: no value is read, and skips are known only when asked."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_nothing_is_read_with_a_fused_optimizer(protocol, policy, window):
 @cpu_as_device()
 @pytest.mark.parametrize("window", [1, 3])
 def test_one_value_is_read_per_window_with_any_other_optimizer(window):
-    """Whether to skip. Adam would read its step counts too; SGD reads nothing."""
+    """The value tells whether to skip. Adam would read its step counts too; SGD reads nothing."""
     assert train(make=sgd, window=window, scaled=False)[2] == len(BATCHES) // window
 
 

@@ -1,4 +1,4 @@
-"""What a window's step is found from the norm: by each kernel of the operator, and its caller."""
+"""Factors of a window's step from the norm: by each kernel of the operator, and its caller."""
 
 from __future__ import annotations
 

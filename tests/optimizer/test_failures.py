@@ -1,5 +1,5 @@
-"""What exceptions leave: the parameters and the window as before the call or as after it, but where
-a backward pass had added to the window: then it is dropped, and the exception says so."""
+"""The effects of exceptions: the parameters and the window are as before the call or as after it,
+but where a backward pass had added to the window: then it is dropped, and the exception says so."""
 
 from __future__ import annotations
 

@@ -36,13 +36,13 @@ OPERATORS = str(Path(PACKAGE, "reference.py"))  # in place of kernels, which not
 pytestmark = pytest.mark.filterwarnings("ignore:AccumulatingOptimizer")
 
 # After torch's fused kernels, which count no versions, a hook of ours is the first to know that the
-# parameters have moved; before its own first line nothing does. What GradScaler sets before it
-# calls `step` goes once that has begun.
+# parameters have moved; before its own first line nothing does. Attributes that GradScaler sets
+# before it calls `step` go once that has begun.
 UNKNOWABLE = {"_end", "step", "__setattr__"}
 BEFORE_STEP = "enabled = torch.is_grad_enabled()"  # the line before the `try:` of a step
 
 
-# What is interrupted
+# Interrupted calls
 
 
 @dataclass
@@ -235,7 +235,7 @@ CASES = [
 ]
 
 
-# What is compared
+# The comparison
 
 
 def plain(*values: Any) -> list[Any]:
@@ -251,7 +251,7 @@ def plain(*values: Any) -> list[Any]:
 
 
 def same(a: Any, b: Any, tolerance: float) -> bool:
-    """Whether what was seen is equal up to a rounding."""
+    """Tell whether two records are equal up to a rounding."""
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
     if isinstance(a, list):
@@ -264,7 +264,7 @@ def same(a: Any, b: Any, tolerance: float) -> bool:
 def seen(c: Case) -> dict[str, list[Any]]:
     """Everything that an interrupted call may not leave in the middle.
 
-    What lies in `.grad` shows in what becomes of it; what is used up may go at any time.
+    The gradients in `.grad` show in the later results; those that are used up may go at any time.
     """
     packed = c.opt.accumulation_state_dict()
     optimizers = vars(c.opt) | vars(c.opt.optimizer)
@@ -281,7 +281,7 @@ def seen(c: Case) -> dict[str, list[Any]]:
 
 
 def go_on(c: Case) -> Any:
-    """What becomes of it: the rest of this window, another, and a partial one."""
+    """Run the rest of this window, another, and a partial one; return the result."""
     torch.set_grad_enabled(True)
     for value in (1.0, 2.0, 5.0):
         c.backward(value, value)
@@ -292,7 +292,7 @@ def go_on(c: Case) -> Any:
 
 
 class Stop(BaseException):
-    """What KeyboardInterrupt is: nothing that `except Exception` catches."""
+    """An interrupt as KeyboardInterrupt is: no `except Exception` catches it."""
 
 
 class Lines:

@@ -1,4 +1,4 @@
-"""How often a window reads and writes its gradients: every operator counted, in bytes per element.
+"""Reads and writes of the gradients of a window: all operators counted, in bytes per element.
 
 Lower bounds, for K micro-batches of gradients of s bytes. `opt.backward` of float32 parameters:
 autograd adds, 12 for each micro-batch after the first, and no operator of ours runs. The closing
@@ -83,7 +83,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def reads(name: str, argument: str, values: dict, writes: bool) -> int:
-    """How often an operator reads an argument."""
+    """Return how often an operator reads an argument."""
     if name == "accumext::scale_":
         return int(float(values["factor"]) != 1.0)
     if writes and (name in WRITE_ONLY or values.get("overwrite")):
@@ -92,7 +92,7 @@ def reads(name: str, argument: str, values: dict, writes: bool) -> int:
 
 
 def writes_at_all(name: str, argument: str, values: dict) -> bool:
-    """Whether an operator writes what its schema says that it may."""
+    """Tell whether an operator writes what its schema says that it may."""
     if name == "accumext::scale_":
         return float(values["factor"]) != 1.0
     if name.startswith("aten::_fused_") and argument == "grads":

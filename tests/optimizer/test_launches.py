@@ -1,4 +1,4 @@
-"""How many kernels closing a window launches on a device, beside torch's own loop."""
+"""The number of kernels that closing a window launches on a device, beside torch's own loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ boundaries = pytest.mark.parametrize(("scaled", "clipped"), STOCK, ids=["both", 
 
 
 def launches(call):
-    """What a call launches, by the operator."""
+    """Count the kernels that a call launches, by the operator."""
     with Launches() as seen:
         call()
     return seen.calls

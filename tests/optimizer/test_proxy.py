@@ -72,7 +72,7 @@ def test_a_pickle_leaves_out_what_others_lay_on_it(proxy):
         assert isinstance(twin, torch.optim.Optimizer)
 
 
-# What is known of Accelerate, from modules that look like its own
+# The state known of Accelerate, from modules that look like its own
 
 
 @pytest.fixture

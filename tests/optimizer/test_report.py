@@ -1,4 +1,4 @@
-"""What is known of the last window: `opt.last` and `opt.stats()`, by definition."""
+"""The report of the last window: `opt.last` and `opt.stats()`, by definition."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ BATCHES = make_batches(2)
 
 @pytest.mark.parametrize("inside", [False, True], ids=["beside-an-own-one", "in-a-micro-batch"])
 def test_a_step_of_an_outer_scaler_that_is_refused_leaves_nothing_of_it(inside):
-    """What GradScaler lays on an optimizer would scale the next step that is called directly."""
+    """Attributes that GradScaler sets on an optimizer would scale the next direct call of step."""
     model, scaler = make_model(), torch.amp.GradScaler("cpu")
     opt = wrapped(model, scaler=None if inside else scaler)
     scaler.scale(loss_of(model, BATCHES[0])).backward()

@@ -1,4 +1,4 @@
-"""What is refused as a setting, an argument or a call, and in which words; nothing changes."""
+"""Settings, arguments and calls that are refused, and in which words; nothing changes."""
 
 from __future__ import annotations
 

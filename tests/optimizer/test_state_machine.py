@@ -61,7 +61,7 @@ def wide(value: tuple[float, float], index: int) -> Tensor:
     return torch.tensor(value, dtype=torch.float64).reshape(SHAPES[index])
 
 
-# What is lost or skipped is warned of; here all of it is meant.
+# Lost and skipped windows are warned of; here all of it is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:AccumulatingOptimizer")
 
 
@@ -146,7 +146,8 @@ class Machine(RuleBasedStateMachine):
         return self.system.opt
 
     def counts_for_nothing(self) -> bool:
-        """Whether `.grad` holds the zeros of a micro-batch of weight 0: nothing to write to."""
+        """Tell whether `.grad` holds the zeros of a micro-batch of weight 0: nothing to write
+        to."""
         in_grad = self.oracle.open.in_grad
         return in_grad is not None and in_grad.weight == 0.0
 
@@ -397,7 +398,7 @@ class Machine(RuleBasedStateMachine):
             oracle.stepped = False
             scaler.update()
             return
-        # What torch looks at, and divides, is every tensor in `.grad`, one that two share twice.
+        # Torch looks at, and divides, every tensor in `.grad`, one that two share twice.
         cells = [c for c in oracle.slots if c is not None]
         bad = any(not bool(c.value.isfinite().all()) for c in cells)
         if unscale:

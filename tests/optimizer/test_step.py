@@ -62,7 +62,7 @@ def test_a_closure_finds_the_gradients_that_a_step_without_one_would(max_norm):
 
 @pytest.mark.parametrize(("reduction", "gradient"), [("mean", 2.0), ("sum", 6.0)])
 def test_a_closure_may_call_backward_with_a_weight(reduction, gradient):
-    """What it brings is stepped on as without a closure; a GradScaler may come afterwards."""
+    """The closure's gradient is used as without a closure; a GradScaler may come afterwards."""
     parameter, opt = wrapped_zeros(reduction=reduction)
 
     def closure():

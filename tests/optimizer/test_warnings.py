@@ -40,14 +40,14 @@ from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 
 def warnings_of(use):
-    """What a use says."""
+    """Return the warnings of a use."""
     with warnings_as("always") as said:
         use()
     return [w for w in said if str(w.message).startswith(OP)]
 
 
 def said_once(use, text):
-    """What it says is one warning with a text in it, and points at a line of the loop."""
+    """Check that a use gives one warning with a text in it, which points at a line of the loop."""
     (said,) = warnings_of(use)
     assert text in str(said.message)
     assert said.filename in (__file__, optimizer_oracle.__file__)
@@ -336,7 +336,7 @@ def test_a_loss_beside_those_that_are_scaled_is_said_once():
     said_once(train, "opt.backward(loss) for every loss, or scaler.scale(loss).backward()")
 
 
-# What is done twice
+# Work that is done twice
 
 
 @pytest.mark.parametrize("divide", [lambda x, n: x / n, lambda x, n: x * (1 / n)], ids="/*")
@@ -461,7 +461,7 @@ def test_a_clip_of_what_lies_in_the_window_is_said_once():
     assert warnings_of(lambda: accumext.clip_grad_norm_(model.parameters(), 0.1)) == []
 
 
-# What it costs
+# Costs of watching
 
 
 @pytest.mark.parametrize("loop", [one_call, own_backward, outer_scaler])

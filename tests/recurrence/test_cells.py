@@ -1,4 +1,4 @@
-"""What a cell may be, be given and return."""
+"""The kinds of cells, and all that they may be given and return."""
 
 from __future__ import annotations
 

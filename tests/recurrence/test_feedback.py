@@ -1,4 +1,4 @@
-"""What decode_loss feeds, predicts and leaves out: feedback, lengths, ends, padding."""
+"""The tokens that decode_loss feeds, predicts and leaves out: feedback, lengths, ends, padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of torch's modules are run by their weights, and which are called."""
+"""The choice of torch's modules that are run by their weights, and of those that are called."""
 
 from __future__ import annotations
 

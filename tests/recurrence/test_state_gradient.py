@@ -1,4 +1,4 @@
-"""What a state's gradient is multiplied with and bounded by, and rows that have ended."""
+"""The factors and bounds of a state's gradient, and rows that have ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests share: oracles, cases, and programs that tests run."""
+"""Code that several tests share: oracles, cases, and programs that tests run."""
 
 from pathlib import Path
 

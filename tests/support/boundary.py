@@ -46,7 +46,7 @@ class Boundaries:
         return torch.amp.GradScaler(self._device, init_scale=8.0) if self._scaled else None
 
     def stock(self, count: Callable[[Callable[[], object]], Any]) -> Any:
-        """What `count` says of all that torch's loop does after a backward pass."""
+        """Return what `count` says of all that torch's loop does after a backward pass."""
         parameters, scaler = self._parameters(), self._scaler()
         opt = self._make(parameters)
 
@@ -75,7 +75,7 @@ class Boundaries:
         weight: float | Tensor = 1.0,
         **options: Any,
     ) -> Any:
-        """What `count` says of the step that closes a window."""
+        """Return what `count` says of the step that closes a window."""
         parameters, scaler = self._parameters(), self._scaler()
         max_norm = MAX_NORM if self._clipped else None
         opt = AccumulatingOptimizer(

@@ -1,4 +1,4 @@
-"""How many examples Hypothesis draws: few by default, as many as a test asks for in CI."""
+"""The number of examples of Hypothesis: few by default, as many as a test asks for in CI."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A compiler that compiles the same source with the same flags once: in a session of tests, or, of
 `python -m support.compile_once FOLDER`, in all of .ci/run.
 
-What differs between copies of a project, the folders of sources, objects and torch, is left out of
-the comparison; the source and every header of the copy's csrc are part of it. All else, linking
+The differences between copies of a project, the folders of sources, objects and torch, are left out
+of the comparison; the source and every header of the copy's csrc are part of it. All else, linking
 above all, is the compiler's own.
 """
 

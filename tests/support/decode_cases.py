@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ROWS, COLUMNS = "rows", "columns"
-# What a matrix of values looks like in memory that is NaN elsewhere.
+# Layouts in memory of a matrix of values, with NaN elsewhere.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     ROWS: lambda t: _within(t, (0, 0), (0, 0)),
     "aligned_slices": lambda t: _within(t, (1, 1), (0, -t.shape[1] % 8 + 8)),
@@ -61,7 +61,7 @@ def assert_intact(tensor: Tensor) -> None:
 
 
 class Softmax:
-    """What a call has written: tokens [M], stats [3, M] in a larger tensor, exps [M, V]."""
+    """The results of a call: tokens [M], stats [3, M] in a larger tensor, exps [M, V]."""
 
     def __init__(
         self,

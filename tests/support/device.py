@@ -1,4 +1,4 @@
-"""What the host asks of a device, seen on a CPU: its reads, and the kernels that it launches."""
+"""The host's use of a device, seen on a CPU: its reads, and the kernels that it launches."""
 
 from __future__ import annotations
 

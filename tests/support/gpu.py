@@ -1,4 +1,4 @@
-"""What a call does to a GPU."""
+"""The effects of a call on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases of a large parametrized test run by default.
+"""The cases of a large parametrized test that run by default.
 
 Faults mostly depend on one setting or on two together, so of a test with more than LARGEST cases
 those run by default that between them hold every pair of values; the others get the marker `full`.

@@ -1,4 +1,4 @@
-"""What all workers of a test session share: compiled or computed by the first that needs it."""
+"""Files that all workers of a test session share: made by the first that needs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What AccumulatingOptimizer is compared with: the window's gradient by hand, in plain PyTorch."""
+"""The reference of AccumulatingOptimizer: the window's gradient by hand, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_batches(count: int, dtype: torch.dtype = torch.float64) -> list[Tensor]
 
 
 def adam(parameters: Iterable[Tensor], **kwargs) -> torch.optim.Adam:
-    """What most tests wrap."""
+    """Make the optimizer that most tests wrap."""
     return torch.optim.Adam(parameters, lr=0.05, **kwargs)
 
 
@@ -89,7 +89,7 @@ def accumulating(model: nn.Module, in_backward: bool = True, **kwargs) -> Accumu
 
 
 def hooks_of(model: nn.Module) -> list[Callable]:
-    """What is called behind the accumulation of a gradient."""
+    """Return the hooks that are called behind the accumulation of a gradient."""
     return [hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {})]
 
 
@@ -113,7 +113,7 @@ def said_by(error: BaseException) -> str:
 
 
 def on_both(call: Callable[[int], Any]) -> list[Any]:
-    """What a call with each of two ranks returns, in a thread each."""
+    """Return the results of a call with each of two ranks, in a thread each."""
     with ThreadPoolExecutor(2) as threads:
         return [done.result() for done in [threads.submit(call, rank) for rank in range(2)]]
 
@@ -202,7 +202,7 @@ def closure_of(opt, model, batch, losses=None):
 
 
 def through_a_file(state, weights_only=True):
-    """What `torch.load` makes of what `torch.save` has written."""
+    """Return a state as `torch.load` reads it from a file of `torch.save`."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -217,7 +217,7 @@ def windows_of(items: Sequence, size: int) -> list[Sequence]:
 
 
 class ByHand:
-    """What a window is to do, in plain PyTorch: sums of `autograd.grad`, and a step on them.
+    """The work of a window in plain PyTorch: sums of `autograd.grad`, and a step on them.
 
     Half-precision gradients are summed in float32. With `wide`, the optimizer has copies of that
     dtype, from which the parameters are rounded after every step.
@@ -241,7 +241,7 @@ class ByHand:
         self._weight = 0.0
 
     def _held(self) -> list[Tensor]:
-        """What the optimizer steps on, groups that were added later too."""
+        """Return the tensors that the optimizer steps on, groups that were added later too."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def add(self, loss: Tensor, weight: float = 1.0) -> None:

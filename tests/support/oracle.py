@@ -1,4 +1,4 @@
-"""What gradient operations are compared with: exact data, float64 truth, bounds on errors."""
+"""References of gradient operations: exact data, float64 truth, bounds on errors."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ void* realloc(void* block, size_t size) noexcept {
 void free(void* block) noexcept { __libc_free(filled(block)); }
 
 #if defined(__x86_64__)
-// Whether this thread has computed with a subnormal number since it was last asked.
+// Tells whether this thread has computed with a subnormal number since it was last asked.
 bool subnormal_operands() {
   const unsigned flags = _mm_getcsr();
   _mm_setcsr(flags & ~_MM_EXCEPT_DENORM);

@@ -1,4 +1,4 @@
-"""What recurrent operators are compared with: torch's cells in float64, one step at a time."""
+"""References of recurrent operators: torch's cells in float64, one step at a time."""
 
 from __future__ import annotations
 

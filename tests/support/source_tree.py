@@ -48,7 +48,7 @@ COMPILER: dict[str, str] = {}  # CXX, where all tests of a session share one
 
 @functools.cache
 def as_user(user: int | None) -> tuple[str, ...]:
-    """What a command begins with that runs as another user and still reads this Python.
+    """Return the prefix of a command that runs as another user and still reads this Python.
 
     Python often lies in a folder that its owner alone can enter: where root may pass the capability
     to read everything on, the other user gets it. It does not let him write anywhere.

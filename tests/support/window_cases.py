@@ -13,7 +13,7 @@ INF, NAN = math.inf, math.nan
 
 
 class Case(NamedTuple):
-    """What a window's step is found from; None: not given."""
+    """The numbers that a window's step is found from; None: not given."""
 
     norm: float = 3.0
     unit: float = 1.0

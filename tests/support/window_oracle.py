@@ -1,4 +1,4 @@
-"""What AccumulatingOptimizer is to do, action by action, in float64 and without any of its code.
+"""The rules of AccumulatingOptimizer, action by action, in float64 and without any of its code.
 
 Written from the documented contract: `.grad` of every parameter holds a `Cell` or nothing, the open
 window is a weighted sum, or with window=1 what lies in `.grad`, and the wrapped optimizer is
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Settings:
-    """How the wrapper was constructed."""
+    """The settings with which the wrapper was constructed."""
 
     window: int = 1
     max_norm: float | None = None
@@ -48,7 +48,7 @@ Coefficients = Sequence[Tensor | None]  # a gradient by parameter; None where it
 
 @dataclass
 class Left:
-    """What a step, or `zero_grad`, left in `.grad` of a parameter."""
+    """The gradient that a step, or `zero_grad`, left in `.grad` of a parameter."""
 
     cell: Cell
     version: int
@@ -161,7 +161,7 @@ class Oracle:
         ]
 
     def consumed(self, index: int) -> bool:
-        """Whether what lies there was left by a step, and not written since."""
+        """Tell whether the gradient there was left by a step, and not written since."""
         cell, left = self.slots[index], self.left[index]
         return left is not None and left.cell is cell and left.version == cell.version
 
@@ -170,7 +170,7 @@ class Oracle:
         return left is not None and left.used_up and self.consumed(index)
 
     def pending(self, new: bool = False) -> Cells:
-        """What is in `.grad` and in no window; with `new` only what no step has used."""
+        """Return all that is in `.grad` and in no window; with `new` only what no step has used."""
         if self.open.in_grad is not None:
             return [None] * len(self.slots)
         gone = self.consumed if new else self.used_up
@@ -197,7 +197,7 @@ class Oracle:
         self.accumulated = None if self.accumulated is not False else False
 
     def stays_in_grad(self) -> bool:
-        """Whether the next micro-batch does."""
+        """Tell whether the next micro-batch stays in `.grad`."""
         return self.settings.window == 1 and self.open.micro_batches == 0
 
     def take_out(self) -> None:

@@ -24,7 +24,7 @@ TARGETS = {0.9, 1.6, 3.5, 2.2, 1.0, 0.85, 3.0, 5.0}  # promised on a CPU
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """What a quick run wrote, and what it printed."""
+    """Return the JSON that a quick run wrote, and its output."""
 
     def bench(folder: Path) -> None:
         result = f"--json={folder / 'result.json'}"

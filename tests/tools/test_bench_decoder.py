@@ -48,7 +48,7 @@ Run = tuple[dict[str, Any], str]
 
 
 def bench(folder: Path, *arguments: str) -> Run:
-    """What a run on a CPU wrote, and what it printed."""
+    """Return the JSON that a run on a CPU wrote, and its output."""
     path = folder / "result.json"
     done = run_script("bench/decoder.py", "--device=cpu", f"--json={path}", *arguments)
     assert done.returncode == 0, done.stderr

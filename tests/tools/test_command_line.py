@@ -45,7 +45,7 @@ def start(*arguments: str, preexec_fn=interruptible) -> subprocess.Popen[str]:
 
 
 def on_a_terminal(columns: int, *arguments: str) -> list[str]:
-    """What a program writes on a terminal of that width: lines, and every state of a bar."""
+    """Return a program's output on a terminal of that width: lines, and every state of a bar."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}

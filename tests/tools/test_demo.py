@@ -401,7 +401,7 @@ def test_smallest_vocabulary(capfd: pytest.CaptureFixture[str]):
 
 @pytest.mark.slow
 def test_same_seed_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Which precision is faster is measured, and may differ from run to run.
+    # The faster precision is measured, and may differ from run to run.
     monkeypatch.setattr(train, "_WORTHWHILE", float("inf"))
     losses = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

@@ -158,7 +158,8 @@ def test_the_core_names_no_framework():
 
 @pytest.mark.skipif(accumext.backend() == "reference", reason="operators are Python there")
 def test_a_step_and_a_decode_are_short_ways(monkeypatch):
-    """What bench/calls.py counts; Python 3.12 and later count comprehensions no more."""
+    """The calls are counted by bench/calls.py; Python 3.12 and later count comprehensions no
+    more."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     calls = importlib.import_module("calls")
     step, (forward, backward) = calls.window_step(), calls.decoder_passes()

@@ -1,7 +1,7 @@
 """The Python of the documentation runs: the blocks of a page one after the other, as they stand.
 
-What a page takes for granted, such as a model, is in `pages/<page>.py`, which runs before it; a
-function `close` of that file runs after it.
+The names that a page takes for granted, such as a model, are in `pages/<page>.py`, which runs
+before it; a function `close` of that file runs after it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def names_before(page: str) -> dict[str, Any]:
-    """What a page takes for granted."""
+    """Return the names that a page takes for granted."""
     setup = SETUPS / f"{page}.py"
     torch.manual_seed(0)
     return runpy.run_path(str(setup)) if setup.exists() else {}

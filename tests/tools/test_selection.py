@@ -1,4 +1,4 @@
-"""What runs by default: of large tests every pair of values, and any test that is named."""
+"""Tests that run by default: of large ones every pair of values, and any test that is named."""
 
 from __future__ import annotations
 

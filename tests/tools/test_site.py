@@ -52,7 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Search:
-    """What `searchtools.js` of Sphinx finds in the index: the same words, matches and scores."""
+    """The search of Sphinx's `searchtools.js` in the index: the same words, matches and scores."""
 
     TITLE, PARTIAL_TITLE, TERM, PARTIAL_TERM = 15, 7, 5, 2
     OBJECT, PARTIAL_OBJECT = 11 + 5, 6 + 5  # with the priority that objects of Python have

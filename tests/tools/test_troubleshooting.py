@@ -1,6 +1,6 @@
 """Every heading of docs/troubleshooting.md: what people have goes wrong, and the page cures it.
 
-The faulty code is here, the cure in the page. What is right is computed in plain PyTorch, in
+The faulty code is here, the cure in the page. The right result is computed in plain PyTorch, in
 float64 where gradients are compared.
 """
 
@@ -60,7 +60,7 @@ class Section:
         return [block for block in BLOCKS if block.heading == self.heading]
 
     def message(self) -> str:
-        """What the heading claims that the error says."""
+        """Return the heading's claim of the error's words."""
         return self.heading.removeprefix("RuntimeError: ").removeprefix("AssertionError: ")
 
     def cure(self, number: int = 0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an editor or a type checker sees of the package: its public names and their types."""
+"""The package in an editor or a type checker: its public names and their types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support import ROOT
 
 import accumext
 
-# What a line with a comment says is an error there; other lines must have none.
+# Lines with a comment must have the error that it names; other lines must have none.
 USE = """
 import torch
 import accumext

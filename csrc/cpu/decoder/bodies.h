@@ -9,7 +9,7 @@
 namespace accumext::cpu {
 namespace {
 
-// Whether a register holds whole rows of so few columns.
+// Tells whether a register holds whole rows of so few columns.
 template <typename T>
 bool holds_rows(const Logits<T>& logits) {
   const int64_t columns = logits.columns;

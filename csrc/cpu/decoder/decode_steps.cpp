@@ -122,7 +122,7 @@ class Decoding {
     return active_ == nullptr ? nullptr : active_ + step * batch_;
   }
 
-  // Whether no row is active from this step on.
+  // Tells whether no row is active from this step on.
   bool all_ended(int64_t step) const {
     const bool* active = active_at(step);
     return active != nullptr && std::none_of(active, active + batch_, [](bool b) { return b; });
@@ -173,7 +173,7 @@ class Decoding {
     return dropped(below, dropout_mask_ + at * batch_ * layers_[0].units(), call_.dropout_scale);
   }
 
-  // What the head reads: the state of the last layer, with units dropped.
+  // The input of the head: the state of the last layer, with units dropped.
   const T* output(int64_t step) {
     const T* h = layers_.back().h();
     if (output_mask_ == nullptr) return h;

@@ -191,7 +191,7 @@ class Head {
   }
 
  private:
-  // What sums over the vocabulary say of row i, and the factors of its gradient.
+  // Finds row i's results from sums over the vocabulary, and the factors of its gradient.
   void reduce(const Logits<T>& logits, const double (&sums)[kDistributionSums], bool taught,
               int64_t i, const ObjectiveRows<T>& rows, T* factors, int64_t n) const {
     const double total = sums[kOfExp], peak = logits.peak[i];
@@ -302,8 +302,8 @@ class Head {
     });
   }
 
-  // Whether the row is no distribution, for its largest logit is infinite or NaN: then its token is
-  // the argmax, also where one was to be drawn.
+  // Tells whether the row is no distribution, for its largest logit is infinite or NaN: then its
+  // token is the argmax, also where one was to be drawn.
   template <typename Rows>
   bool took_first(const Logits<T>& logits, const Rows& rows, int64_t i) const {
     if (!std::isnan(rows.total[i])) return false;

@@ -44,7 +44,7 @@ struct Product {
 template <typename T>
 constexpr int64_t kPanelColumns = 128 / sizeof(T);
 
-// What panels are made of, [depth, columns] with any strides.
+// The matrix that panels are made of, [depth, columns] with any strides.
 struct PanelSource {
   const void* data;
   Dtype dtype;
@@ -55,7 +55,7 @@ struct PanelSource {
   int64_t panel_size;  // elements from one panel to the next
 };
 
-// What rows are packed from, [rows, depth] with any strides.
+// The matrix that rows are packed from, [rows, depth] with any strides.
 struct RowSource {
   const void* data;
   Dtype dtype;

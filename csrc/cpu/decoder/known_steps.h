@@ -84,7 +84,7 @@ class KnownSteps {
     return converted(x, float_dtype(call_.cell[0]));
   }
 
-  // What a layer reads of the one below it, [count B, H].
+  // The inputs that a layer reads from the one below it, [count B, H].
   Tensor below(int64_t layer, int64_t step, int64_t count) const {
     Tensor states = call_.states[(layer - 1) * parts_];
     states = torch::stable::narrow(states, 0, step + 1, count);

@@ -1,4 +1,4 @@
-// Which instruction set the CPU kernels use: the widest that the processor has, or less if torch is
+// The instruction set of the CPU kernels: the widest that the processor has, or less if torch is
 // told to use less (ATEN_CPU_CAPABILITY=default, avx2 or avx512).
 #pragma once
 

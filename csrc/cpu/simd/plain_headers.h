@@ -1,5 +1,5 @@
-// What a kernels_*.cpp includes before it chooses an instruction set: inline functions of these
-// headers may be shared with code for any processor.
+// Headers that a kernels_*.cpp includes before it chooses an instruction set: inline functions of
+// these headers may be shared with code for any processor.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>

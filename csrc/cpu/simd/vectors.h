@@ -71,7 +71,8 @@ template <typename T>
   return x;
 }
 
-// What g++ 12 makes of __builtin_convertvector is several times slower than the one instruction.
+// The code that g++ 12 makes of __builtin_convertvector takes several times as long as this one
+// instruction.
 template <int kSize>
 [[gnu::always_inline]] inline Vector<uint32_t, kSize> load_uint16(const void* from) {
 #if ACCUMEXT_VECTOR_BYTES >= 64

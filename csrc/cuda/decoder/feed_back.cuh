@@ -1,4 +1,4 @@
-// What a step's tokens decide: who has ended, what the next step reads, and its rows of the
+// Consequences of a step's tokens: who has ended, what the next step reads, and its rows of the
 // embedding.
 #pragma once
 
@@ -42,7 +42,7 @@ struct Lookup {
   }
 };
 
-// What follows from the tokens of a step for the steps behind it. Pointers begin at the first of
+// The memory in which a step's tokens change the steps behind it. Pointers begin at the first of
 // the rows that a launch has.
 struct FeedBack {
   int64_t* rows = nullptr;             // [rows]: names, from first_row on; or null

@@ -15,9 +15,9 @@ struct CallSite {
 using CallSite = host_cuda::Site;
 #endif
 
-// What a block has written before arrive() is visible after wait() to every block that shares the
-// counter. Between the two it may do what no other block waits for. The counter, 0 when the kernel
-// begins, only grows: no block can overtake another by more than one meeting.
+// A block's writes before arrive() are visible after wait() to every block that shares the counter.
+// Between the two it may do what no other block waits for. The counter, 0 when the kernel begins,
+// only grows: no block can overtake another by more than one meeting.
 class GridBarrier {
  public:
   // `expected` is in shared memory, of thread 0 alone; so many `blocks` share the counter.

@@ -57,7 +57,7 @@ __device__ void mma_16x8x16(float (&sums)[4], const uint32_t (&a)[4], const uint
 
 // --- asynchronous copies -------------------------------------------------------------------------
 
-// Which part of what is read stays in the L2 cache: `kept` of it goes last, the rest first.
+// The policy by which `kept` of all that is read leaves the L2 cache last, the rest first.
 __device__ inline uint64_t cache_policy([[maybe_unused]] float kept) {
   uint64_t policy = 0;
 #ifdef __CUDACC__
@@ -140,7 +140,7 @@ __device__ inline void count_up_release(unsigned long long* count) {
 #endif
 }
 
-// Whether a counter has come to `least`; what others wrote before they counted up to there is
+// Tells whether a counter has come to `least`; what others wrote before they counted up to there is
 // visible from then on.
 __device__ inline bool has_reached(const unsigned long long* counter, unsigned long long least) {
 #ifdef __CUDACC__

@@ -28,7 +28,7 @@ inline void matmul(const Tensor& a, const Tensor& b, const Tensor& out) {
   torch::stable::detail::to<Tensor>(result);  // out once more, which is ours to release
 }
 
-// Whether `matmul` can keep sums in T of operands of this dtype.
+// Tells whether `matmul` can keep sums in T of operands of this dtype.
 template <typename T>
 bool multiplies(Dtype operands) {
   if constexpr (std::is_same_v<T, double>) {

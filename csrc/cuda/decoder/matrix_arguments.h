@@ -30,8 +30,8 @@ constexpr auto dtype_of() {
   return std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
 }
 
-// Makes views of the tensors of one call; all must lie on the device of the first. What is written,
-// whose T is not const, must not overlap itself.
+// Makes views of the tensors of one call; all must lie on the device of the first. Written tensors,
+// whose T is not const, must not overlap themselves.
 class Views {
  public:
   explicit Views(const Tensor& first) : device_(device_of(first)) {

@@ -7,7 +7,7 @@
 
 namespace accumext::cuda {
 
-// How far a warp's stream of weights has come.
+// The position of a warp's stream of weights.
 struct StreamPosition {
   int steps;        // of which chunks are to be copied
   int task, chunk;  // of the next of them

@@ -19,7 +19,7 @@ inline PersistentKernel kernel_of(const PersistentCall& call) {
   return kernel_of<__nv_bfloat16>(call.batch);
 }
 
-// Whether the kernel takes this window on the queue's device. Nothing is launched, nothing waits.
+// Tells whether the kernel takes this window on the queue's device. Nothing is launched or waits.
 inline bool persistent_fits(const Queue& queue, const PersistentCall& call) {
   return persistent_plan(call, queue.limits(kernel_of(call), kBlockSize)).blocks > 0;
 }

@@ -1,4 +1,4 @@
-// What the parts of the persistent kernel share: the call, its plan, and where things lie.
+// Data shared by the parts of the persistent kernel: the call, its plan, and the memory layout.
 #pragma once
 
 #include <cstddef>

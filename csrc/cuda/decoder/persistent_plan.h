@@ -1,4 +1,4 @@
-// How a window of decoder steps is laid out over a GPU that keeps it to itself: which blocks own
+// The layout of a window of decoder steps over a GPU that keeps it to itself: which blocks own
 // what, and what lies where in shared and in scratch memory. No torch here, and no CUDA.
 #pragma once
 
@@ -34,7 +34,7 @@ ACCUMEXT_HOST_DEVICE inline int64_t share_begin(int64_t count, int64_t block, in
   return count * block / blocks;
 }
 
-// What each block says of its logits of a row, to be summed up by whoever reads it.
+// The statistics of a block's logits of a row, to be summed up by whoever reads them.
 struct PersistentShare {
   double sum, tempered;  // of exp(z - peak), and of exp((z - peak) / temperature)
   float peak;
@@ -138,13 +138,13 @@ inline void lay_out_scratch(const PersistentCall& call, PersistentPlan& plan) {
   plan.scratch_bytes = room.size();
 }
 
-// Whether the elements of a row lie next to each other.
+// Tells whether the elements of a row lie next to each other.
 template <typename M>  // Matrix or AnyMatrix
 bool dense_rows(const M& matrix, int64_t columns) {
   return matrix.column_stride == 1 || columns <= 1;
 }
 
-// Whether the kernel takes a window at all.
+// Tells whether the kernel takes a window at all.
 inline bool takes(const PersistentCall& call) {
   if (call.batch < 1 || call.batch > kMaxPersistentBatch || call.layers > kMaxLayers) return false;
   if (call.operand != Dtype::kHalf && call.operand != Dtype::kBFloat16) return false;
@@ -177,8 +177,9 @@ inline PersistentPlan persistent_plan(const PersistentCall& call, const DeviceLi
   plan.units_per_pass = static_cast<int>((units + plan.passes - 1) / plan.passes);
   plan.cell_groups = (plan.gates_rows(call.kind) + kRowGroup - 1) / kRowGroup;
   plan.operand_size = plan.width * chunks_of(call.units) * kChunk;
-  // What fits into half of the cache stays there. Of more, less: what is kept of the weight then
-  // costs what passes by, and three tenths of an H100's cache have been the best share.
+  // A weight that fits into half of the cache stays there. Of a larger one, less: the kept part
+  // then displaces data that passes by, and three tenths of an H100's cache have been the best
+  // share.
   const double share = static_cast<double>(device.l2_bytes) / (2.0 * call.vocabulary * call.units);
   plan.kept = static_cast<float>(share >= 2.0 ? 1.0 : 0.3 * share);
 

@@ -1,4 +1,4 @@
-// What the persistent kernel makes of a step's logits.
+// The persistent kernel's results from a step's logits.
 #pragma once
 
 #include <climits>
@@ -11,7 +11,7 @@
 
 namespace accumext::cuda {
 
-// What some logits of a row of the batch come to.
+// The statistics of some logits of a row of the batch.
 struct Statistics {
   float peak;
   int at;
@@ -140,7 +140,8 @@ class PersistentResults {
     return in.exists() && found.exists() ? first + found.term() : peak.at;
   }
 
-  // What only the loss and the caller wait for, but for exps: persistent_head.cuh.
+  // Writes the results that only the loss and the caller wait for, but for exps:
+  // persistent_head.cuh.
   __device__ void record(int64_t step) const {
     record_targets(step);
     record_statistics(step);

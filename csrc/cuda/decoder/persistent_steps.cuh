@@ -8,7 +8,7 @@
 
 namespace accumext::cuda {
 
-// What one block does. Its parts are outlined, so that each has all registers.
+// The work of one block. Its parts are outlined, so that each has all registers.
 template <typename T, int kTiles>
 class PersistentSteps {
  public:
@@ -115,8 +115,8 @@ class PersistentSteps {
     if (blockIdx.x == 0 && threadIdx.x < call_.batch) memory_.keys(step)[threadIdx.x] = 0;
   }
 
-  // What a row has predicted, whether it has ended, and what it reads next. Every block finds it
-  // out for itself; its owner writes it down.
+  // Finds the token that a row has predicted, whether it has ended, and what it reads next. Every
+  // block finds it out for itself; its owner writes it down.
   __device__ void feed_back(int64_t step, int b) const {
     PersistentRow& row = memory_.row(b);
     const int64_t at = step * call_.batch + b;

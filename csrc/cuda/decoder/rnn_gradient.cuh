@@ -5,7 +5,7 @@
 
 namespace accumext::cuda {
 
-// What becomes of a gradient on its way to the state before a step.
+// The factor and bound of a gradient on its way to the state before a step.
 template <typename T>
 struct Carry {
   Column<const T> gate;  // [B]: a factor, 0 of which cuts off even infinity; or null
@@ -25,8 +25,8 @@ __device__ T carried(const Carry<T>& carry, int64_t row, T x) {
   return x;
 }
 
-// What a step sends back to the state before it: dh and dc, to which the product with weight_hh is
-// to be added, then carried.
+// The gradients that a step sends back to the state before it: dh and dc, to which the product with
+// weight_hh is to be added, then carried.
 template <typename T>
 struct Passing {
   Matrix<T> dh, dc;         // [B, units]; dc of an LSTM, else null
@@ -47,7 +47,7 @@ __device__ T passed_dc(const Passing<T>& passing, int64_t row, int64_t unit) {
   return passing.product.data == nullptr ? dc : carried(passing.carry, row, dc);
 }
 
-// What a step backward reads, and its gradients of the gates.
+// The inputs of a step backward, and its gradients of the gates.
 template <typename T>
 struct Gradient {
   int64_t units;
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kBlockSize)
   if constexpr (kKind == CellKind::kLstm) *passing.dc.at(row, unit) = dc;
 }
 
-// What the first step passes on: dh and dc become the gradients of the state before it.
+// The first step's gradients, passed on: dh and dc become those of the state before it.
 //
 //   grid    rows times blocks_per_row    block   kBlockSize threads, one per unit of a row
 //   reads   dh and product, T, [B, units]; dc of an LSTM, [B, units]; gate, T, [B]; limit

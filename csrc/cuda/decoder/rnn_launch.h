@@ -1,4 +1,4 @@
-// How the launchers of a recurrent layer's kernels choose the kind of cell, and launch.
+// The choice of the kind of cell by the launchers of a recurrent layer's kernels, and the launch.
 #pragma once
 
 #include <type_traits>

@@ -10,7 +10,7 @@
 
 namespace accumext::cuda {
 
-// What a layer's outputs are written to for whoever reads them next.
+// The copies of a layer's outputs for whoever reads them next.
 template <typename T>
 struct Outputs {
   AnyMatrix rows;              // [n B, H], any dtype; or null

@@ -10,7 +10,7 @@
 
 namespace accumext::cuda {
 
-// What one block does: it owns some units of a band of rows. Their part of weight_hh stays in
+// The work of one block: it owns some units of a band of rows. Their part of weight_hh stays in
 // shared memory, and so do dh and dc. Per step it finds the gradients of their gates, waits for
 // those of the band's other blocks, and multiplies.
 template <typename T, int kTiles, CellKind kKind>
@@ -99,7 +99,7 @@ class RnnThroughTime {
     }
   }
 
-  // What the thread's first unit needs of a step, before what it waits for is there.
+  // The inputs of the thread's first unit in a step, before its gradients are there.
   __device__ UnitBefore<float> before_of_first(int64_t t) const {
     const int row = threadIdx.x / plan_.units();
     const int64_t unit = first_unit_ + threadIdx.x % plan_.units();
@@ -129,8 +129,9 @@ class RnnThroughTime {
     });
   }
 
-  // What step t sends to the state before it. Its product is a sum over the splits of the depth,
-  // each of which has left the rows of all tiles: parts are [splits, kTiles * kTileRows, stride].
+  // The gradient that step t sends to the state before it. Its product is a sum over the splits of
+  // the depth, each of which has left the rows of all tiles: parts are [splits, kTiles * kTileRows,
+  // stride].
   __device__ float passed_dh(int64_t t, int i, int64_t row) const {
     const int stride = part_stride_of(plan_.groups);
     const float* part =

@@ -1,5 +1,5 @@
-// How the steps of a layer backward are laid out over a GPU that keeps them to itself. No torch
-// here, and no CUDA.
+// The layout of a layer's steps backward over a GPU that keeps them to itself. No torch here, and
+// no CUDA.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What the kernels of a recurrent layer's step share: element by element, between the products with
-// its weights. One launch each.
+// Parts shared by the kernels of a recurrent layer's step: element by element, between the products
+// with its weights. One launch each.
 #pragma once
 
 #include <cmath>

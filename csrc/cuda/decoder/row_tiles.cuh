@@ -1,5 +1,5 @@
-// How a block shares a tile of rows that lie side by side, and sums and largest elements of those
-// rows over its threads, in an order that the tile alone decides.
+// The sharing of a tile of rows that lie side by side by a block, and sums and largest elements of
+// those rows over its threads, in an order that the tile alone decides.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ Tiles tiles_of(int64_t rows, int64_t columns, const Matrix<const T>& logits,
   return {rows, columns, height};
 }
 
-// Whether vectors of kCount columns are aligned in each row.
+// Tells whether vectors of kCount columns are aligned in each row.
 template <int kCount, typename T>
 bool aligned_rows(const Matrix<T>& matrix, int64_t element_size) {
   const int64_t bytes = std::min(kCount * element_size, kVectorBytes);
@@ -51,8 +51,9 @@ bool aligned_rows(const Matrix<T>& matrix, int64_t element_size) {
          matrix.row_stride * element_size % bytes == 0;
 }
 
-// What a thread does in its block, and its block in the grid: one of the `slots` blocks that share
-// the chunks of a band, of each of which it takes every `turns`-th element, or vector, of one row.
+// The task of a thread in its block, and its block in the grid: one of the `slots` blocks that
+// share the chunks of a band, of each of which it takes every `turns`-th element, or vector, of one
+// row.
 struct Place {
   int64_t band, slot, slots;
   int64_t row;
@@ -116,7 +117,7 @@ __device__ inline Sums from_below(const Sums& x, int distance) {
           __shfl_down_sync(kAllLanes, x.tempered, distance)};
 }
 
-// Which term made a running sum pass a threshold, and the sum before it.
+// The term that made a running sum pass a threshold, and the sum before it.
 struct Crossing {
   static constexpr int kNone = INT_MAX;
   static constexpr int kMissed = 1 << 30;
@@ -137,7 +138,7 @@ __device__ inline Crossing from_below(const Crossing& x, int distance) {
           __shfl_down_sync(kAllLanes, x.before, distance)};
 }
 
-// What all threads of a row have, combined; every thread of the block must call it, and has the
+// Combines the values of all threads of a row; every thread of the block must call it, and has the
 // result of its row.
 template <typename V>
 __device__ V row_combined(const Place& place, V mine) {

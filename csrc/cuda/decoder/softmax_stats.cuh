@@ -44,7 +44,7 @@ struct Softmax {
   }
 };
 
-// What the second kernel is asked for.
+// The rows and results that the second kernel is asked for.
 template <typename T>
 struct Rows {
   // [rows]; one outside [0, columns) has a logit of NaN. Null: the tokens, and who calls clears
@@ -92,7 +92,7 @@ size_t softmax_workspace(Softmax<T>& call, bool tempered, std::byte* memory) {
   return next - memory;
 }
 
-// Whether threads move vectors of kWidth<T> columns.
+// Tells whether threads move vectors of kWidth<T> columns.
 template <typename T>
 bool takes_vectors(const Softmax<T>& call, const AnyMatrix& exps) {
   return call.tiles.height == 1 && aligned_rows<kWidth<T>>(call.logits, sizeof(T)) &&
@@ -105,7 +105,7 @@ __device__ T origin(T peak) {
   return peak == T(-INFINITY) ? T(0) : peak;
 }
 
-// How many columns of a chunk of the thread's row exist.
+// The number of columns that exist of a chunk of the thread's row.
 template <typename T>
 __device__ int columns_left(const Softmax<T>& call, const Place& place, int64_t chunk) {
   if (place.row >= call.tiles.rows) return 0;

@@ -74,7 +74,7 @@ def link(*objects: Path, executable: Path) -> None:
 
 
 def execute(executable: Path, *arguments: str, request: bytes = b"") -> bytes:
-    """What an executable writes; RuntimeError with its words if it found a fault."""
+    """Return the output of an executable; RuntimeError with its words if it found a fault."""
     done = subprocess.run(
         [executable, *arguments],
         input=request,

@@ -29,7 +29,7 @@ class Lookup:
 
 @dataclass
 class FeedBack:
-    """What follows from the tokens of a step: FeedBack of feed_back.cuh."""
+    """The consequences of a step's tokens: FeedBack of feed_back.cuh."""
 
     later: int
     batch: int

@@ -88,7 +88,7 @@ using accumext::cuda::GridBarrier;
 
 constexpr int kBlocks = 3;
 
-// What the blocks share: zeroed.
+// The memory that the blocks share: zeroed.
 struct Meeting {
   unsigned long long arrived;
   double of_block[kBlocks];

@@ -1,8 +1,8 @@
 """Faults that the race detector has to find: changes to the text of csrc/cuda.
 
 All of them are put into one copy of the sources, each behind a condition, so that a driver is
-compiled once; the variable HOST_CUDA_MUTANT switches one on. What tests/cuda/test_host_races.py
-calls by name shows it.
+compiled once; the variable HOST_CUDA_MUTANT switches one on. The call that
+tests/cuda/test_host_races.py names shows it.
 """
 
 from __future__ import annotations

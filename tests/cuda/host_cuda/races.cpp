@@ -141,7 +141,7 @@ void report(const Region& region, size_t byte, const Access& first, const Access
                description(second).c_str());
 }
 
-// Whether an access happened before one that the running thread makes now.
+// Tells whether an access happened before one that the running thread makes now.
 bool happened_before(const Access& access) {
   if (access.copies) return false;
   const Block& mine = blocks[block];

@@ -13,7 +13,7 @@
 // order in which the host runs threads. Atomics do not race with atomics. An asynchronous copy
 // reads and writes at any time from its issue to the wait for its group, for its own thread, too.
 // One run of a kernel therefore speaks for every order of its threads, as far as they take the same
-// branches there. What happens before is taken to be visible: caches are not looked at.
+// branches there. A write that happens before is taken to be visible: caches are not looked at.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +37,7 @@ void forget(const void* begin);
 void begin_launch(int64_t blocks);
 void finish();  // after the last: the process fails if there was a race, or a launch without access
 
-// Which thread runs; after pause() none, and no access is a kernel's.
+// Sets the thread that runs; after pause() none does, and no access is a kernel's.
 void resume(unsigned block, unsigned thread);
 void pause();
 
@@ -51,7 +51,7 @@ void set_atomic(bool atomic);                       // whether accesses are, fro
 void begin_copy(const void* to, size_t written, const void* from, size_t read, const void* place);
 void end_copy(const void* to, size_t written, const void* from, size_t read, const void* place);
 
-// Whether a fault that a test has put into the kernels is switched on: by HOST_CUDA_MUTANT.
+// Tells whether a fault that a test has put into the kernels is switched on: by HOST_CUDA_MUTANT.
 bool mutant(int number);
 
 template <typename F>

@@ -1,4 +1,4 @@
-// What a driver is asked to run, and the device memory in which it runs it.
+// A driver's request, and the device memory in which the driver runs it.
 #pragma once
 
 #include "simt.h"

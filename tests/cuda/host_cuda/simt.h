@@ -68,9 +68,9 @@ constexpr size_t kStackSize =
 
 constexpr size_t kStackGuard = 256;  // at the end of a stack
 
-// In which order the threads run from one barrier to the next, and blocks after one another: a warp
-// at a time, each as far as it can, or all threads in turn. What a race decides comes out
-// differently in another order.
+// The order in which the threads run from one barrier to the next, and blocks after one another: a
+// warp at a time, each as far as it can, or all threads in turn. The outcome of a race differs in
+// another order.
 enum class Order : int64_t { kAscending, kDescending, kShuffled };
 
 enum class State { kReady, kAtBarrier, kAtWarpOperation, kPausing, kDone };
@@ -126,7 +126,7 @@ struct Thread {
   std::deque<std::vector<Copy>> groups;  // of copies
 };
 
-// What the lanes of a warp have given to an operation, until the next but one.
+// The values that the lanes of a warp have given to an operation, until the next but one.
 template <typename T>
 class Lanes {
  public:
@@ -322,7 +322,7 @@ class Device {
     switch_stack(thread.context, scheduler_, scheduler_stack_, scheduler_stack_size_);
   }
 
-  // What each lane of the running thread's warp gives.
+  // Returns the values that each lane of the running thread's warp gives.
   template <typename T>
   [[gnu::noinline]] Lanes<T> exchanged(unsigned mask, T value, const Site& site) {
     static_assert(sizeof(T) <= kMostGiven);

@@ -1,4 +1,4 @@
-"""What docs/decoder.md takes for granted."""
+"""Names that docs/decoder.md takes for granted."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What docs/optimizer.md takes for granted."""
+"""Names that docs/optimizer.md takes for granted."""
 
 import torch
 from torch import nn

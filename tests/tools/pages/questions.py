@@ -1,4 +1,4 @@
-"""What docs/questions.md takes for granted."""
+"""Names that docs/questions.md takes for granted."""
 
 import torch
 import torch.nn.functional as F

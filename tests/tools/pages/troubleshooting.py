@@ -1,4 +1,4 @@
-"""What docs/troubleshooting.md takes for granted."""
+"""Names that docs/troubleshooting.md takes for granted."""
 
 import math  # noqa: F401, for the page
 

@@ -37,7 +37,8 @@ OPTIONS = {
 
 
 def runtime(kind: str) -> Path | None:
-    """What a program that was not built for the sanitizer has to preload; None if it is missing."""
+    """Return the library that a program not built for the sanitizer has to preload; None if it is
+    missing."""
     return sanitizer_runtime(KINDS[kind][1])
 
 

@@ -33,7 +33,7 @@ H100, SMALLER, SLICE, NOT_COOPERATIVE, CROWDED = range(5)
 
 
 def available() -> bool:
-    """Whether the compiler has what such a program must preload."""
+    """Tell whether the compiler has the runtime that such a program must preload."""
     return sanitizer_runtime("libasan.so") is not None
 
 

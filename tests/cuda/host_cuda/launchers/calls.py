@@ -1,5 +1,5 @@
-"""What calls of the decoder's operators put on the device, and which have other bits in another
-order of the threads: a program that prints it as JSON."""
+"""The work that calls of the decoder's operators put on the device, and the calls that have other
+bits in another order of the threads: a program that prints them as JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def windows(steps: int) -> Iterator[tuple[str, Call]]:
 
 
 def apart(call: Call, device: int) -> bool:
-    """Whether one kernel finds other tokens, or numbers far from those of a loop over the steps."""
+    """Tell whether one kernel finds other tokens, or numbers far from those of a loop over
+    steps."""
     results = []
     for used in (NOT_COOPERATIVE, device):
         loaded.use_device(used)
@@ -87,7 +88,7 @@ def others() -> Iterator[tuple[str, Call]]:
 
 
 def differs(call: Call) -> bool:
-    """Whether another order of the threads leaves other bits."""
+    """Tell whether another order of the threads leaves other bits."""
     results = []
     for order in ORDERS:
         loaded.set_order(order)

@@ -1,5 +1,5 @@
-// The part of CUDA's runtime that launchers call, on the host: runtime.cpp. What is put on a stream
-// waits there until somebody waits for it, so that memory which does not active as long is seen; an
+// The part of CUDA's runtime that launchers call, on the host: runtime.cpp. Work put on a stream
+// waits there until somebody waits for it, so that memory which does not live as long is seen; an
 // error is what CUDA makes of the same call, and stays until it is asked for.
 #pragma once
 

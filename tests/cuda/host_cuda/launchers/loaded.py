@@ -57,12 +57,13 @@ def use_device(device: int) -> None:
 
 
 def set_free_memory(size: int) -> None:
-    """How many bytes cudaMalloc can still give."""
+    """Set the number of bytes that cudaMalloc can still give."""
     _library.host_cuda_set_free_memory(ctypes.c_int64(size))
 
 
 def wait_for_operators(wait: bool) -> None:
-    """Whether the work of an operator is done when it returns, or when somebody waits for it."""
+    """Set whether the work of an operator is done when it returns, or when somebody waits for
+    it."""
     _library.host_cuda_wait_for_operators(wait)
 
 
@@ -90,7 +91,7 @@ class Stream:
 
 
 class Graph:
-    """What is called within `with`, on a stream of its own, to be done by `replay`."""
+    """The calls within `with`, on a stream of its own, to be done by `replay`."""
 
     def __init__(self) -> None:
         self.stream = Stream()

@@ -128,8 +128,8 @@ cudaError_t put(Stream* stream, Work work) {
   return cudaSuccess;
 }
 
-// Whether a call may not be made while a stream is being captured, which it also ends; this thread
-// can say that it knows better.
+// Tells whether a call may not be made while a stream is being captured, which it also ends; this
+// thread can say that it knows better.
 bool spoils_capture() {
   if (runtime().mode == cudaStreamCaptureModeRelaxed) return false;
   bool spoilt = false;
@@ -250,7 +250,7 @@ EXPORTED void host_cuda_use_stream(cudaStream_t stream) {
 // Does what waits on all streams, of the last one first if so asked.
 EXPORTED void host_cuda_synchronize(bool last_first) { synchronize(last_first); }
 
-// Whether the work of an operator is done at its end.
+// Sets whether the work of an operator is done at its end.
 EXPORTED void host_cuda_wait_for_operators(bool wait) { runtime().waits = wait; }
 
 EXPORTED void host_cuda_begin_capture() { current().capture = Capture{.id = ++runtime().captures}; }
@@ -267,7 +267,7 @@ EXPORTED void host_cuda_replay(int graph) {
   for (const Work& node : runtime().graphs[graph]) enqueue(node);
 }
 
-// How many bytes cudaMalloc can still give, and how often it has given some.
+// The bytes that cudaMalloc can still give, and how often it has given some.
 EXPORTED void host_cuda_set_free_memory(int64_t bytes) { runtime().free_memory = bytes; }
 EXPORTED int64_t host_cuda_allocations() { return runtime().allocations; }
 

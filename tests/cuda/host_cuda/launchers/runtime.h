@@ -1,4 +1,4 @@
-// What torch.cpp asks of the runtime besides what CUDA has.
+// The calls of torch.cpp to the runtime besides those of CUDA.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -209,7 +209,7 @@ def test_the_table_of_a_graph_is_not_written_again(seen):
 
 
 def test_graphs_share_a_table():
-    """Which nothing overwrites."""
+    """Nothing overwrites a table of graphs."""
     graphs, element = [loaded.Graph(), loaded.Graph()], torch.ones(1)
     before = loaded.allocations()
     for graph in graphs:

@@ -1,4 +1,4 @@
-// What launchers ask of torch, for tensors of the CPU that stand for a device's: its memory is
+// The calls of launchers to torch, for tensors of the CPU that stand for a device's: its memory is
 // there in the order of a stream, and its operators are put on the stream.
 #include <cuda_runtime.h>
 #include <sanitizer/asan_interface.h>

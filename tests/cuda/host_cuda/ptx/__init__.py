@@ -2,7 +2,7 @@
 
 nvcc compiles what runs on a GPU by itself: what the host's compiler makes of the same source shows
 none of its faults. So its PTX is translated into C++, linked with a driver of host_cuda, and takes
-the place of the driver's own kernels there. What is not covered is ptxas, which turns PTX into
+the place of the driver's own kernels there. Two things are not covered: ptxas, which turns PTX into
 instructions of a GPU, and how a GPU orders accesses to memory.
 """
 
@@ -50,7 +50,7 @@ def available() -> bool:
 def build(driver: Path, arch: str, cache: Path) -> Path:
     """An executable beside `driver` and like it, with nvcc's kernels for `arch`, such as "sm_90".
 
-    What is compiled on the way is kept in `cache`, by the content of what it was made from."""
+    Files that are compiled on the way are kept in `cache`, by the content of their sources."""
 
     def compiled(source: str) -> str:
         code = translated(source, arch, cache)
@@ -92,7 +92,7 @@ def compile_translated(code: str, to: Path) -> None:
 
 @functools.cache
 def _facts() -> tuple[str, ...]:
-    """What PTX depends on besides its source and architecture."""
+    """Return all that PTX depends on besides its source and architecture."""
     nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
     sources = sorted(
         path for path in _build.csrc().rglob("*") if path.suffix in (".h", ".cuh", ".cu")

@@ -1,6 +1,6 @@
-// What the instructions of PTX do, for the code that translate.py makes: `add.rn.f32 %f1, %f2, %f3`
-// is `_f1 = add_rn<f32>(_f2, _f3)`. Registers are unsigned integers that hold the bits of a value
-// of a type. Approximate functions are exact here. Barriers, warps and copies are those of simt.h.
+// The instructions of PTX, for the code that translate.py makes: `add.rn.f32 %f1, %f2, %f3` is
+// `_f1 = add_rn<f32>(_f2, _f3)`. Registers are unsigned integers that hold the bits of a value of a
+// type. Approximate functions are exact here. Barriers, warps and copies are those of simt.h.
 #pragma once
 
 #include "instructions.h"
@@ -60,7 +60,7 @@ struct UnsignedOf<8> {
   using type = u64;
 };
 
-// What a register of T is. A class, since compilers look up a class template once for each T.
+// The type of a register of T. A class, since compilers look up a class template once for each T.
 template <typename T>
 struct RegisterOf : UnsignedOf<sizeof(T)> {};
 template <>
@@ -83,7 +83,7 @@ Bits<T> bits(T value) {
   return std::bit_cast<Bits<T>>(value);
 }
 
-// What a register gets that may be wider than T: small integers are extended by their sign.
+// A value for a register that may be wider than T: small integers are extended by their sign.
 template <typename T>
 using Extended = std::conditional_t<std::integral<T>, T, Bits<T>>;
 

@@ -1,8 +1,8 @@
 """PTX, as nvcc writes it, to C++ that the host shim runs.
 
 Every function becomes a function and every instruction a line: `add.rn.f32 %f1, %f2, %f3;` becomes
-`_f1 = add_rn<f32>(_f2, _f3);`. Registers are unsigned integers of their size. What instructions do
-stands in machine.h; one that it does not have is an error of the C++ compiler.
+`_f1 = add_rn<f32>(_f2, _f3);`. Registers are unsigned integers of their size. The instructions are
+defined in machine.h; one that it does not have is an error of the C++ compiler.
 """
 
 from __future__ import annotations
