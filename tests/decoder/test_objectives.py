@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.decode_oracle import CELLS, decode, make_decoder, relative_distance
 from support.decoding import BATCH, EXACT, STEPS, VOCABULARY, raises, targets_with_holes
-from support.objectives import SOFT, objective, soft_targets
+from support.objectives import SOFT, entropy, objective, soft_targets
 from torch import Tensor, nn
 
 import accumext
@@ -29,16 +29,23 @@ def options(kind: str | None, weight: float = 1.0, temperature: float = 1.0) -> 
 
 
 def check(decoder: Any, cell: Any, targets: Tensor | None, call: dict[str, Any]) -> None:
-    """Loss, entropies and gradients equal those of the plain loop on the same tokens."""
+    """Loss, entropies, tokens and gradients equal those of the plain loop on the same tokens."""
     out = accumext.decode_loss(
         decoder.embedding, cell, decoder.head, targets, decoder.state, **call
     )
     wanted = out.tokens if targets is None else targets
     criterion = {k: call[k] for k in ("label_smoothing", "z_loss", "class_weight") if k in call}
-    losses, divisor, _ = decode(decoder, wanted, out.inputs, objective=objective(call), **criterion)
-    expected = losses.sum() / divisor
-    torch.testing.assert_close(out.loss, expected, rtol=EXACT, atol=EXACT)
-    torch.testing.assert_close(out.token_losses, losses.detach(), rtol=EXACT, atol=EXACT)
+    losses, divisor, logits = decode(
+        decoder, wanted, out.inputs, objective=objective(call), **criterion
+    )
+    expected = (losses * call.get("token_weight", 1)).sum() / divisor
+    entropies = torch.where(wanted == -100, 0, entropy(logits)).detach()
+    if "sample" not in (call["feedback"], call.get("draw")):
+        assert torch.equal(out.tokens, logits.argmax(-1))
+    for actual, exact in (
+        (out.loss, expected), (out.token_losses, losses.detach()), (out.entropies, entropies)
+    ):  # fmt: skip
+        torch.testing.assert_close(actual, exact, rtol=EXACT, atol=EXACT)
     distance = relative_distance(decoder.gradients(out.loss), decoder.gradients(expected))
     assert distance < EXACT
 
@@ -63,6 +70,35 @@ def test_beside_the_options_of_the_cross_entropy(kind: str | None) -> None:
     call |= {"feedback": "teacher", "label_smoothing": 0.2, "z_loss": 0.1}
     for weights in (None, torch.rand(VOCABULARY, dtype=torch.float64)):
         check(decoder, decoder.cell, targets_with_holes(), call | {"class_weight": weights})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"entropy_weight": -0.3},
+        {"token_weight": torch.arange(1.0, 1 + STEPS * BATCH).view(STEPS, BATCH)},
+        {"feedback": torch.rand(STEPS, BATCH) < 0.5, "draw": "sample"},
+        {"feedback": "sample", "memory_budget": 2 * 8 * VOCABULARY},  # a row at a time
+        {"feedback": "greedy", "memory_budget": 2 * 8 * VOCABULARY},
+    ],
+    ids=str,
+)
+def test_beside_other_options(changes: dict[str, Any]) -> None:
+    decoder = make_decoder("gru_cell")
+    call = options("soft_tokens", 0.6, 2.0) | {"feedback": "teacher"} | changes
+    for cell in (decoder.cell, decoder.step):
+        check(decoder, cell, targets_with_holes(), call)
+
+
+def test_a_teacher_in_another_precision() -> None:
+    decoder, call = make_decoder("gru_cell"), options("soft_teacher") | {"feedback": "teacher"}
+    single = tuple(tensor.float() for tensor in call["soft_targets"])
+    parts, targets = (decoder.embedding, decoder.cell, decoder.head), targets_with_holes()
+    losses = [
+        accumext.decode_loss(*parts, targets, decoder.state, **call | {"soft_targets": soft}).loss
+        for soft in (single, tuple(tensor.double() for tensor in single))
+    ]
+    torch.testing.assert_close(*losses, rtol=EXACT, atol=EXACT)
 
 
 def test_policy_gradient_with_entropy() -> None:
@@ -226,6 +262,7 @@ PAIR = " must be a pair (probabilities [T, B, K], indices [T, B, K] or None) or 
         (ValueError, "[0] must have all 13 words where no indices", (P, None)),
         (ValueError, "[0] must be at least 0, got -0.5", (-P, AT)),
         (ValueError, "[1] must be in [0, 13), got 13", (P, AT + 13)),
+        (ValueError, "[0] must have shape", (P[:, 1:], AT)),
         (TypeError, "[0] must be a floating-point tensor [V, H']", (None, None, X)),
         (ValueError, "[0] must have shape [13, H'], got [12, 4]", (W[1:], None, X)),
         (ValueError, "[1] must have shape [13], got [4]", (W, W[0], X)),
