@@ -76,6 +76,7 @@ def test_beside_the_options_of_the_cross_entropy(kind: str | None) -> None:
     "changes",
     [
         {"entropy_weight": -0.3},
+        {"entropy_weight": -0.3, "soft_targets": None, "soft_weight": 1.0, "soft_temperature": 1.0},
         {"token_weight": torch.arange(1.0, 1 + STEPS * BATCH).view(STEPS, BATCH)},
         {"feedback": torch.rand(STEPS, BATCH) < 0.5, "draw": "sample"},
         {"feedback": "sample", "memory_budget": 2 * 8 * VOCABULARY},  # a row at a time
@@ -187,7 +188,8 @@ def test_rows_that_do_not_count_cost_nothing_and_may_be_anything(
 
     monkeypatch.setattr(_operators, "head_objective", counting)
     probabilities, indices = call["soft_targets"]
-    probabilities[~counted], indices[~counted] = torch.nan, -100
+    probabilities[~counted] = torch.tensor([torch.nan, -1.0, 0.0], dtype=torch.float64)
+    indices[~counted] = -100
     out = accumext.decode_loss(*parts, targets, decoder.state, **call)
     assert sum(seen) == int(counted.sum())
     assert torch.equal(out.loss, expected.loss)
