@@ -18,6 +18,9 @@ from accumext.demo.memory import peak_memory
 # A float32 product of some dozens of terms, and differences of logarithms: relative to the largest
 # gradient. Half precision rounds the operands of the head's products to 8 bits.
 SINGLE, HALF = 2e-5, 2e-2
+WEIGHTS = torch.arange(1.0, 1 + STEPS * BATCH).view(STEPS, BATCH)
+MASK = torch.arange(STEPS * BATCH).view(STEPS, BATCH) % 5 < 3
+ROW = 2 * 8 * VOCABULARY  # memory of logits and exponentials of a row at a time
 
 
 def options(kind: str | None, weight: float = 1.0, temperature: float = 1.0) -> dict[str, Any]:
@@ -77,10 +80,11 @@ def test_beside_the_options_of_the_cross_entropy(kind: str | None) -> None:
     [
         {"entropy_weight": -0.3},
         {"entropy_weight": -0.3, "soft_targets": None, "soft_weight": 1.0, "soft_temperature": 1.0},
-        {"token_weight": torch.arange(1.0, 1 + STEPS * BATCH).view(STEPS, BATCH)},
-        {"feedback": torch.rand(STEPS, BATCH) < 0.5, "draw": "sample"},
-        {"feedback": "sample", "memory_budget": 2 * 8 * VOCABULARY},  # a row at a time
-        {"feedback": "greedy", "memory_budget": 2 * 8 * VOCABULARY},
+        {"token_weight": WEIGHTS},
+        {"token_weight": WEIGHTS, "memory_budget": 12 * 8 * VOCABULARY},  # in pieces
+        {"feedback": MASK, "draw": "sample"},
+        {"feedback": "sample", "memory_budget": ROW},
+        {"feedback": "greedy", "memory_budget": ROW},
     ],
     ids=str,
 )
@@ -89,6 +93,24 @@ def test_beside_other_options(changes: dict[str, Any]) -> None:
     call = options("soft_tokens", 0.6, 2.0) | {"feedback": "teacher"} | changes
     for cell in (decoder.cell, decoder.step):
         check(decoder, cell, targets_with_holes(), call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{"feedback": MASK, "draw": "sample"}, {"feedback": "sample", "memory_budget": ROW}],
+    ids=str,
+)
+def test_samples_are_those_of_the_cross_entropy(call: dict[str, Any]) -> None:
+    decoder, targets = make_decoder("gru_cell"), targets_with_holes()
+    for cell in (decoder.cell, decoder.step):
+        found = []
+        for others in ({}, options("soft_tokens")):
+            torch.manual_seed(5)
+            out = accumext.decode_loss(
+                decoder.embedding, cell, decoder.head, targets, decoder.state, **call, **others
+            )
+            found.append(out.tokens)
+        assert torch.equal(*found)
 
 
 def test_a_teacher_in_another_precision() -> None:
