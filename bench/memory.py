@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print(f"peak MiB over parameters and gradients\n{'':32}", *(f"{name:>30}" for name in WAYS))
     for case in cases(args.quick):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
-            measured = processes.submit(measure, case, device, DEFAULT, {})
+            measured = processes.submit(measure, case, device, DEFAULT, {}, torch.get_num_threads())
             try:
                 result, _ = measured.result()
             except Exception as error:  # memory is short, or the process was killed
