@@ -122,8 +122,8 @@ def test_decode_loss_grows_by_states_and_tokens(result: dict[str, Any]) -> None:
     state = 4 * SIZE
     for one, other in ((0, 1), (1, 2)):
         grown, steps = measured[other] - measured[one], STEPS[other] - STEPS[one]
-        # The states, and in the backward pass their gradients.
-        assert state * BATCH * steps <= grown <= (2 * state + TOKEN) * BATCH * steps
+        # States and pre-activations, four numbers a unit; in the backward pass states' gradients.
+        assert 5 * state * BATCH * steps <= grown <= (6 * state + TOKEN) * BATCH * steps
 
 
 def texts(picture: Path) -> list[ElementTree.Element]:
