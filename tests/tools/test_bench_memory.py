@@ -27,8 +27,9 @@ LABELS = {
 # Scalars of a step have a few bytes each: losses, their means and gradients.
 SCALARS = 64
 # Bytes that a token has besides its states: what was fed and predicted, its loss, and the numbers
-# that its row of probabilities is divided and multiplied by. docs/decoder.md says the same.
-TOKEN = 45
+# that its row of probabilities is divided and multiplied by; a 1 in the sums of the biases'
+# gradients. docs/decoder.md says the same.
+TOKEN = 49
 
 
 @pytest.fixture(scope="module")
