@@ -247,8 +247,9 @@ def known_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
         for layers in (1, 2):
             name = f"known, {steps}, {batch}, {size}, {words}, {layers}"
             job = module_job(name, embedding, nn.LSTM(size, size, layers).to(device), head, tokens)
-            logits = steps * batch * words  # minutes, seconds or milliseconds
-            yield job._replace(repetitions=3 if logits > 3e7 else 5 if logits > 1e6 else 101)
+            logits = steps * batch * words  # seconds or milliseconds
+            repetitions = 2 if logits > 1e8 else 3 if logits > 3e7 else 5 if logits > 1e6 else 101
+            yield job._replace(repetitions=repetitions)
 
 
 def module_job(

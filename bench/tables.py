@@ -174,19 +174,21 @@ def decoder_by_shape() -> Lines:
     """Medians in ms, by default and where the heap is kept; of bfloat16 and products the latter."""
     rows = []
     for threads in THREADS:
-        runs = [result(f"decoder_avx2_{threads}{setting}")["cases"] for setting in SETTINGS]
-        for fresh, kept in zip(*runs):
-            medians = [
-                {name: f"{1e3 * way['spread']['median']:,.0f}" for name, way in ways.items()}
-                for ways in (fresh["contenders"], kept["contenders"])
-            ]
-            both = (" / ".join(found[name] for found in medians) for name in (PLAIN, OURS))
-            rows.append((shape_of(kept), str(threads), *both, *(medians[1][n] for n in REST)))
+        fresh, kept = (
+            {
+                shape_of(entry): {
+                    name: f"{1e3 * way['spread']['median']:,.0f}"
+                    for name, way in entry["contenders"].items()
+                }
+                for entry in result(f"decoder_avx2_{threads}{setting}")["cases"]
+            }
+            for setting in SETTINGS
+        )
+        for shape, ways in kept.items():
+            both = (f"{fresh.get(shape, {}).get(n, '')} / {ways[n]}" for n in (PLAIN, OURS))
+            rows.append((shape, str(threads), *both, ways[OURS_BF16], ways[PRODUCTS]))
     head = ("T, B, H, V", "threads", "plain PyTorch", OURS, "accumext in bfloat16", "the products")
     return markdown(head, *rows)
-
-
-REST = (OURS_BF16, PRODUCTS)
 
 
 def shape_of(entry: dict[str, Any]) -> str:
