@@ -1,5 +1,5 @@
-"""Rows of a head and a loss of whole distributions: what `head_objective` is to find, by autograd on
-the definition in float64."""
+"""Losses of whole distributions: what `head_objective` is to find, by autograd on their definition
+in float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 STATS = ("logsumexp", "target_logit", "entropy", "divergence", "target_gradient")
 # Relative to the largest value. In float64 sums over the vocabulary are in another order; in
@@ -35,6 +36,13 @@ class Problem:
     probabilities: Tensor | None
     indices: Tensor | None
     teacher: tuple[Tensor, Tensor, Tensor | None] | None  # hidden, weight, bias
+
+    def to(self, device: str) -> Problem:
+        """A copy there."""
+        moved = tree_map(
+            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, vars(self)
+        )
+        return Problem(**moved)
 
     def loss(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of logits [M, V] the losses, entropies and divergences [M], by definition."""
@@ -76,10 +84,10 @@ class Problem:
         `along`, whose columns are."""
         rows, words = len(self.hidden), len(self.weight)
         shape = (rows, words + 3) if along else (words, rows + 3)
-        memory = torch.full(shape, float("nan"), dtype=kept or self.hidden.dtype)
+        memory = self.hidden.new_full(shape, torch.nan, dtype=kept)
         gradients = memory[:, :words] if along else memory[:, :rows].t()
-        tokens = torch.full((rows,), -1)
-        stats = torch.full((5, rows), float("nan"), dtype=self.hidden.dtype)
+        tokens = torch.full_like(self.targets, -1)
+        stats = self.hidden.new_full((5, rows), torch.nan)
         teacher = self.teacher or (None, None, None)
         op(
             self.hidden, self.weight, self.bias, self.targets, self.share, self.z_loss,

@@ -6,17 +6,21 @@
 namespace accumext::cuda {
 namespace {
 
-// As many blocks for the tiles of every band as the device holds at once, or as there are tiles.
+// As many blocks for every band, or row, as the device holds at once, or as there is work for.
 template <typename T>
 void launch(const Queue& queue, const Objective<T>& call) {
   const Tiles& tiles = call.model.tiles;
   const int64_t resident = kObjectiveBlocks * queue.multiprocessors();
-  const int64_t slots = std::min(tiles.chunks(), (resident + tiles.bands() - 1) / tiles.bands());
-  queue.launch(objective_chunks_kernel<T>, tiles.bands() * slots, kBlockSize, call);
+  const auto shared = [&](int64_t parts, int64_t most) {
+    return parts * std::min(most, (resident + parts - 1) / parts);
+  };
+  const int64_t blocks = shared(tiles.bands(), tiles.chunks());
+  queue.launch(objective_chunks_kernel<T>, blocks, kBlockSize, call);
   queue.launch(objective_rows_kernel<T>, tiles.bands(), kBlockSize, call);
   if (call.gradients.data == nullptr) return;
-  queue.launch(objective_gradients_kernel<T>, tiles.bands() * slots, kBlockSize, call);
-  queue.launch(objective_words_kernel<T>, tiles.rows, kBlockSize, call);
+  queue.launch(objective_gradients_kernel<T>, blocks, kBlockSize, call);
+  queue.launch(objective_given_kernel<T>,
+               shared(tiles.rows, (call.size + kBlockSize - 1) / kBlockSize), kBlockSize, call);
 }
 
 template <typename T>

@@ -1,5 +1,6 @@
 // The output layer of a loss of whole distributions, behind its products: sums over the logits of
-// each chunk of a row, what follows for the row, its gradient. Four launches, whatever the shape.
+// each chunk of a row, what follows for the row, its gradient. Four launches at most, whatever the
+// shape.
 #pragma once
 
 #include <climits>
@@ -17,21 +18,29 @@ namespace accumext::cuda {
 
 constexpr int kObjectiveBlocks = 2;  // of each multiprocessor: 128 registers per thread
 
-struct ChunkSums {
+struct ObjectiveSums {
   double of[kDistributionSums];
+  // Of words whose probabilities q are given: of q log(q / exp(z / temperature)), of q, and of how
+  // often a word comes after itself or a later one.
+  double given, mass, descents;
 };
 
-__device__ inline ChunkSums combined(ChunkSums a, const ChunkSums& b) {
+__device__ inline ObjectiveSums combined(ObjectiveSums a, const ObjectiveSums& b) {
 #pragma unroll
   for (int s = 0; s < kDistributionSums; ++s) a.of[s] += b.of[s];
+  a.given += b.given;
+  a.mass += b.mass;
+  a.descents += b.descents;
   return a;
 }
 
-__device__ inline ChunkSums from_below(ChunkSums x, int distance) {
+__device__ inline ObjectiveSums from_below(ObjectiveSums x, int distance) {
+  const auto shift = [&](double& sum) { sum = __shfl_down_sync(kAllLanes, sum, distance); };
 #pragma unroll
-  for (int s = 0; s < kDistributionSums; ++s) {
-    x.of[s] = __shfl_down_sync(kAllLanes, x.of[s], distance);
-  }
+  for (int s = 0; s < kDistributionSums; ++s) shift(x.of[s]);
+  shift(x.given);
+  shift(x.mass);
+  shift(x.descents);
   return x;
 }
 
@@ -39,7 +48,7 @@ __device__ inline ChunkSums from_below(ChunkSums x, int distance) {
 // to 0 where a peak is -inf.
 template <typename T>
 struct ObjectiveChunk {
-  ChunkSums sums;
+  ObjectiveSums sums;
   T peak, teacher_peak;
   int32_t at;  // the column of the peak, from the chunk's first
 };
@@ -49,6 +58,7 @@ template <typename T>
 struct ObjectiveRow {
   T peak, teacher_peak;
   DistributionFactors<T> factors;
+  bool ascends;  // its words whose probabilities are given: no two are the same
 };
 
 // A call. `kept` are the elements of model.logits, in whose place the gradient is kept in T until
@@ -86,6 +96,20 @@ struct Objective {
 
   __device__ bool teaches() const { return teacher.logits.data != nullptr; }
   __device__ bool has(int64_t column) const { return column >= 0 && column < model.tiles.columns; }
+
+  // NaN where there is no such column.
+  __device__ T logit(int64_t row, int64_t column) const {
+    return has(column) ? model.logit(row, column) : T(NAN);
+  }
+
+  // The gradient so far, which at the target is a statistic.
+  template <typename gradient_t>
+  __device__ void put(const Matrix<gradient_t>& to, int64_t row, int64_t column, int64_t target,
+                      T gradient) const {
+    *kept.at(row, column) = gradient;
+    *to.at(row, column) = rounded<gradient_t>(column == target ? T(0) : gradient);
+    if (column == target) *stats.at(4, row) = gradient;
+  }
 };
 
 // The workspace of a call in bytes, and its pointers into one that begins at `memory`.
@@ -113,22 +137,37 @@ __device__ DistributionTerms<T> terms_of(const Objective<T>& call, T d, T teache
   return word;
 }
 
-// The largest of the thread's row in a tile.
-template <typename T, int kElements>
-__device__ Peak<T> tile_peak(const Place& place, const T (&z)[kElements]) {
-  Peak<T> mine{z[0], place.column_of<1>(0)};
-#pragma unroll
-  for (int n = 1; n < kElements; ++n) {
-    mine = combined(mine, Peak<T>{z[n], place.column_of<1>(n)});
+// Adds the given words of a chunk: as many as it has columns, or more, where there are more of them
+// than columns in all.
+template <typename T>
+__device__ void add_given(const Objective<T>& call, const Place& place, int64_t chunk,
+                          ObjectiveSums& sums) {
+  const Tiles& tiles = call.model.tiles;
+  const int64_t row = place.row;
+  if (row >= tiles.rows) return;
+  const double inverse = call.inverse_temperature;
+  for (int64_t first = chunk * tiles.width(); first < call.size;
+       first += tiles.chunks() * tiles.width()) {
+#pragma unroll 4
+    for (int n = 0; n < kPerThread; ++n) {
+      const int64_t k = first + place.column_of<1>(n);
+      if (k >= call.size) continue;
+      const int64_t word = *call.indices.at(row, k);
+      const double q = *call.probabilities.at(row, k);
+      sums.given += divergence_term(q, call.logit(row, word) * inverse);
+      sums.mass += q;
+      if (k > 0 && word <= *call.indices.at(row, k - 1)) sums.descents += 1.0;
+    }
   }
-  return row_combined(place, mine);
 }
 
 // call.chunks.
 //
 //   grid    tiles.bands() times any      block   kBlockSize threads, over a tile at a time
-//   reads   logits, T, [rows, columns], of the model and of the teacher, once; both bias, [columns]
-//   writes  chunks, 48 or 64 bytes per chunk of a row
+//   reads   logits, T, [rows, columns], of the model and of the teacher, once; both bias,
+//   [columns];
+//           probabilities, T, and indices, int64, [rows, size], and of logits those of the indices
+//   writes  chunks, 80 or 88 bytes per chunk of a row
 template <typename T>
 __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
     objective_chunks_kernel(Objective<T> call) {
@@ -138,13 +177,13 @@ __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
     const int left = columns_left(call.model, place, chunk);
     T z[kPerThread], teacher[kPerThread] = {};
     load_tile<1>(call.model, place, chunk, left, 0, z);
-    const Peak<T> peak = tile_peak(place, z);
+    const Peak<T> peak = tile_peak<1>(place, z);
     Peak<T> teacher_peak{};
     if (call.teaches()) {
       load_tile<1>(call.teacher, place, chunk, left, 0, teacher);
-      teacher_peak = tile_peak(place, teacher);
+      teacher_peak = tile_peak<1>(place, teacher);
     }
-    ChunkSums sums{};
+    ObjectiveSums sums{};
 #pragma unroll
     for (int n = 0; n < kPerThread; n += kGroup) {
       T group[kDistributionSums] = {};
@@ -157,6 +196,7 @@ __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
 #pragma unroll
       for (int s = 0; s < kDistributionSums; ++s) sums.of[s] += group[s];
     }
+    add_given(call, place, chunk, sums);
     sums = row_combined(place, sums);
     if (place.turn > 0) continue;
     call.chunks[call.model.index(place.band, chunk) + place.in_tile] = {
@@ -166,13 +206,13 @@ __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
 
 // The sums of a chunk relative to the peaks of its row.
 template <typename T>
-__device__ ChunkSums rescaled(const Objective<T>& call, const ObjectiveChunk<T>& chunk, double peak,
-                              double teacher_peak) {
+__device__ ObjectiveSums rescaled(const Objective<T>& call, const ObjectiveChunk<T>& chunk,
+                                  double peak, double teacher_peak) {
   const double inverse = call.inverse_temperature;
   const double depth = chunk.peak - peak;  // -inf where there is no finite logit
   const double weight = std::exp(depth), tempered = std::exp(depth * inverse);
   const double (&of)[kDistributionSums] = chunk.sums.of;
-  ChunkSums sums{};
+  ObjectiveSums sums = chunk.sums;
   sums.of[kOfExp] = weight * of[kOfExp];
   sums.of[kOfProduct] = weight * (of[kOfProduct] + weighted(of[kOfExp], depth));
   sums.of[kOfTempered] = tempered * of[kOfTempered];
@@ -185,15 +225,13 @@ __device__ ChunkSums rescaled(const Objective<T>& call, const ObjectiveChunk<T>&
   return sums;
 }
 
-// call.rows, tokens and the first four stats.
+// call.rows, tokens and stats, of which the last waits for the gradient.
 //
 //   grid    tiles.bands()      block   kBlockSize threads
-//   reads   chunks; targets; share; probabilities, T, and indices, int64, [rows, size]; of logits
-//           those of the targets and indices
-//   writes  tokens, int64, [rows]; stats, T, [5, rows], but for the last; rows
+//   reads   chunks; targets; share; of logits those of the targets
+//   writes  tokens, int64, [rows]; stats, T, [5, rows]; rows
 template <typename T>
-__global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
-    objective_rows_kernel(Objective<T> call) {
+__global__ void __launch_bounds__(kBlockSize) objective_rows_kernel(Objective<T> call) {
   const Place place(call.model.tiles);
   const Tiles& tiles = call.model.tiles;
   const ObjectiveChunk<T>* chunks = call.chunks + call.model.index(place.band, 0) + place.in_tile;
@@ -205,54 +243,50 @@ __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
   }
   peak = row_combined(place, peak);
   teacher_peak = row_combined(place, teacher_peak);
-  ChunkSums sums{};
+  ObjectiveSums sums{};
   for (int64_t chunk = place.turn; chunk < tiles.chunks(); chunk += place.turns) {
     sums = combined(sums,
                     rescaled(call, chunks[chunk * tiles.height], peak.value, teacher_peak.value));
   }
   sums = row_combined(place, sums);
   const int64_t row = place.row;
-  const double log_tempered = std::log(sums.of[kOfTempered]);
-  Sums given{};  // divergence and mass
-  for (int64_t k = place.turn; row < tiles.rows && k < call.size; k += place.turns) {
-    const double q = *call.probabilities.at(row, k);
-    const int64_t column = *call.indices.at(row, k);
-    const T z = call.has(column) ? call.model.logit(row, column) : T(NAN);
-    const double log_p = (z - peak.value) * double{call.inverse_temperature} - log_tempered;
-    given = combined(given, Sums{divergence_term(q, log_p), q});
-  }
-  given = row_combined(place, given);
   if (place.turn > 0 || row >= tiles.rows) return;
+  const double log_tempered =
+      peak.value * double{call.inverse_temperature} + std::log(sums.of[kOfTempered]);
+  const double given = sums.given + weighted(sums.mass, log_tempered);
   const Distribution found = distribution_of(sums.of, peak.value, call.share[row], call.teaches(),
-                                             given.plain, given.tempered, call.rules);
+                                             given, sums.mass, call.rules);
   const DistributionFactors<double>& factors = found.factors;
   call.rows[row] = {peak.value,
                     teacher_peak.value,
                     {static_cast<T>(factors.of_exp), static_cast<T>(factors.of_product),
-                     static_cast<T>(factors.of_tempered), static_cast<T>(factors.of_teacher)}};
+                     static_cast<T>(factors.of_tempered), static_cast<T>(factors.of_teacher)},
+                    sums.descents == 0.0};
   call.tokens[row] = peak.at * tiles.width() + chunks[peak.at * int64_t{tiles.height}].at;
-  const int64_t target = call.targets[row];
   *call.stats.at(0, row) = static_cast<T>(found.lse);
-  *call.stats.at(1, row) = call.has(target) ? call.model.logit(row, target) : T(NAN);
+  *call.stats.at(1, row) = call.logit(row, call.targets[row]);
   *call.stats.at(2, row) = static_cast<T>(found.entropy);
   *call.stats.at(3, row) = static_cast<T>(found.divergence);
+  *call.stats.at(4, row) = T(NAN);
 }
 
-// The gradient but for the words whose probabilities are given, to `kept` and to `gradients`.
+// The gradient but for what the given words add.
 //
 //   grid    tiles.bands() times any      block   kBlockSize threads, over a tile at a time
-//   reads   rows; logits, T, [rows, columns], of the model and of the teacher; both bias, [columns]
-//   writes  kept, T, in place of the model's logits; gradients, any dtype, [rows, columns]
+//   reads   rows; targets; logits, T, [rows, columns], of the model and of the teacher; both bias
+//   writes  kept, T, in place of the model's logits; gradients, any dtype, [rows, columns]; the
+//   last
+//           of stats
 template <typename T>
 __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
     objective_gradients_kernel(Objective<T> call) {
   constexpr int kPart = 4;  // elements in flight
   const Place place(call.model.tiles);
-  const ObjectiveRow<T> its =
-      place.row < call.model.tiles.rows ? call.rows[place.row] : ObjectiveRow<T>{};
+  const bool exists = place.row < call.model.tiles.rows;
+  const ObjectiveRow<T> its = exists ? call.rows[place.row] : ObjectiveRow<T>{};
+  const int64_t target = exists ? call.targets[place.row] : -1;
   with_type(call.gradients.dtype, [&](auto type) {
-    using gradient_t = decltype(type);
-    const Matrix<gradient_t> gradients = call.gradients.template as<gradient_t>();
+    const auto gradients = call.gradients.template as<decltype(type)>();
 #pragma unroll 1
     for (int64_t chunk = place.slot; chunk < call.model.tiles.chunks(); chunk += place.slots) {
       const int left = columns_left(call.model, place, chunk);
@@ -267,64 +301,55 @@ __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
           const int column = place.column_of<1>(part + n);
           if (column >= left) continue;
           const auto word = terms_of(call, z[n] - its.peak, teacher[n] - its.teacher_peak);
-          const T g = distribution_gradient(word, call.teaches(), its.factors);
-          *call.kept.at(place.row, begin + column) = g;
-          *gradients.at(place.row, begin + column) = rounded<gradient_t>(g);
+          call.put(gradients, place.row, begin + column, target,
+                   distribution_gradient(word, call.teaches(), its.factors));
         }
       }
     }
   });
 }
 
-// The gradients of the words whose probabilities are given, in their order, and of the target. A
-// row's words are taken kBlockSize at a time; of those that are the same word, its first thread
-// adds up all. Where they ascend, as all words of a vocabulary do, no two are the same.
+// What the given words add to the gradient, in their order, kBlockSize of a row at a time. Where
+// they ascend, as all words of a vocabulary do, blocks share a row. Else one block has it, and the
+// first thread that has a word adds up what all others have of it.
 //
-//   grid    rows      block   kBlockSize threads
-//   reads   probabilities, T, and indices, int64, [rows, size]; targets
-//   writes  of kept and gradients the elements at the indices; the last of stats; 0 to gradients at
-//           the target
+//   grid    rows times any      block   kBlockSize threads
+//   reads   rows; targets; probabilities, T, and indices, int64, [rows, size]
+//   writes  of kept and gradients the elements at the indices, and the last of stats
 template <typename T>
-__global__ void __launch_bounds__(kBlockSize) objective_words_kernel(Objective<T> call) {
+__global__ void __launch_bounds__(kBlockSize) objective_given_kernel(Objective<T> call) {
   __shared__ int64_t words[kBlockSize];
   __shared__ T shares[kBlockSize];
-  const Place place(Tiles{call.model.tiles.rows, call.model.tiles.columns, 1});
-  const int64_t row = place.row;
+  const int64_t row = blockIdx.x % call.model.tiles.rows;
+  const int64_t slot = blockIdx.x / call.model.tiles.rows;
+  const bool repeats = !call.rows[row].ascends;
+  if (repeats && slot > 0) return;
+  const int64_t slots = repeats ? 1 : gridDim.x / call.model.tiles.rows;
+  const int64_t target = call.targets[row];
   const T scale = static_cast<T>(call.rules.soft_scale);
-  int descends = 0;
-  for (int64_t k = threadIdx.x + int64_t{1}; k < call.size; k += kBlockSize) {
-    if (*call.indices.at(row, k) <= *call.indices.at(row, k - 1)) descends = 1;
-  }
-  const bool repeats = row_combined(place, Peak<int>{descends, 0}).value != 0;
+  const int mine = threadIdx.x;
   with_type(call.gradients.dtype, [&](auto type) {
-    using gradient_t = decltype(type);
-    const Matrix<gradient_t> gradients = call.gradients.template as<gradient_t>();
-    for (int64_t first = 0; first < call.size; first += kBlockSize) {
-      const int64_t k = first + threadIdx.x;
+    const auto gradients = call.gradients.template as<decltype(type)>();
+    for (int64_t first = slot * kBlockSize; first < call.size; first += slots * kBlockSize) {
+      const int64_t k = first + mine;
       const int64_t word = k < call.size ? *call.indices.at(row, k) : -1;
       const T share = k < call.size ? scale * *call.probabilities.at(row, k) : T(0);
-      bool mine = call.has(word);
+      bool is_first = call.has(word);
       if (repeats) {
-        words[threadIdx.x] = word;
-        shares[threadIdx.x] = share;
+        words[mine] = word;
+        shares[mine] = share;
         __syncthreads();
-        for (int i = 0; i < static_cast<int>(threadIdx.x); ++i) mine = mine && words[i] != word;
+        for (int i = 0; i < mine; ++i) is_first = is_first && words[i] != word;
       }
-      if (mine) {
-        T g = *call.kept.at(row, word) - share;
-        for (int i = threadIdx.x + 1; repeats && i < kBlockSize; ++i) {
-          if (words[i] == word) g -= shares[i];
+      if (is_first) {
+        T gradient = *call.kept.at(row, word) - share;
+        for (int i = mine + 1; repeats && i < kBlockSize; ++i) {
+          if (words[i] == word) gradient -= shares[i];
         }
-        *call.kept.at(row, word) = g;
-        *gradients.at(row, word) = rounded<gradient_t>(g);
+        call.put(gradients, row, word, target, gradient);
       }
       if (repeats) __syncthreads();
     }
-    __syncthreads();
-    const int64_t target = call.targets[row];
-    if (threadIdx.x > 0) return;
-    *call.stats.at(4, row) = call.has(target) ? *call.kept.at(row, target) : T(NAN);
-    if (call.has(target)) *gradients.at(row, target) = rounded<gradient_t>(T(0));
   });
 }
 

@@ -145,6 +145,17 @@ __device__ void load_tile(const Logits<T>& call, const Place& place, int64_t chu
   }
 }
 
+// The largest of a tile that is in the thread's row. Every thread must call it.
+template <int kCount, typename T>
+__device__ Peak<T> tile_peak(const Place& place, const T (&z)[kPerThread]) {
+  Peak<T> mine{z[0], place.column_of<kCount>(0)};
+#pragma unroll
+  for (int n = 1; n < kPerThread; ++n) {
+    mine = combined(mine, Peak<T>{z[n], place.column_of<kCount>(n)});
+  }
+  return row_combined(place, mine);
+}
+
 // call.peak, at, sum and tempered of every chunk of every row.
 //
 //   grid    tiles.bands() times any      block   kBlockSize threads, over a tile at a time
@@ -161,12 +172,7 @@ __global__ void __launch_bounds__(kBlockSize, kSoftmaxBlocks)
   for (int64_t chunk = place.slot; chunk < call.tiles.chunks(); chunk += place.slots) {
     T z[kPerThread];
     load_tile<kCount>(call, place, chunk, columns_left(call, place, chunk), 0, z);
-    Peak<T> mine{z[0], place.column_of<kCount>(0)};
-#pragma unroll
-    for (int n = 1; n < kPerThread; ++n) {
-      mine = combined(mine, Peak<T>{z[n], place.column_of<kCount>(n)});
-    }
-    const Peak<T> peak = row_combined(place, mine);
+    const Peak<T> peak = tile_peak<kCount>(place, z);
     const T from = origin(peak.value);
     Sums sums{};
 #pragma unroll

@@ -216,7 +216,8 @@ class Call : public host_cuda::Run {
     device_.launch(objective_chunks_kernel<T>, tiles.bands() * grid_, kBlockSize, call);
     device_.launch(objective_rows_kernel<T>, tiles.bands(), kBlockSize, call);
     device_.launch(objective_gradients_kernel<T>, tiles.bands() * grid_, kBlockSize, call);
-    device_.launch(objective_words_kernel<T>, count, kBlockSize, call);
+    const int64_t slots = std::min(grid_, (call.size + kBlockSize - 1) / kBlockSize);
+    device_.launch(objective_given_kernel<T>, count * slots, kBlockSize, call);
   }
 
   template <typename T>
