@@ -68,9 +68,10 @@ class Case(NamedTuple):
             return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf
 
         call: dict[str, Any] = tree_map(copied, self.arguments)
-        exps = call.get("exps")
-        if device.type == "cpu" and exps is not None and exps.dtype == torch.float16:
-            call["exps"] = exps.float()  # on a CPU nothing multiplies float16 fast
+        for name in ("exps", "gradients"):
+            kept = call.get(name)
+            if device.type == "cpu" and kept is not None and kept.dtype == torch.float16:
+                call[name] = kept.float()  # on a CPU nothing multiplies float16 fast
         return call
 
 
