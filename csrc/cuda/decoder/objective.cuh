@@ -148,7 +148,7 @@ __device__ void add_given(const Objective<T>& call, const Place& place, int64_t 
   const double inverse = call.inverse_temperature;
   for (int64_t first = chunk * tiles.width(); first < call.size;
        first += tiles.chunks() * tiles.width()) {
-#pragma unroll 4
+#pragma unroll 2
     for (int n = 0; n < kPerThread; ++n) {
       const int64_t k = first + place.column_of<1>(n);
       if (k >= call.size) continue;
