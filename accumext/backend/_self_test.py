@@ -68,9 +68,10 @@ class Case(NamedTuple):
             return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf
 
         call: dict[str, Any] = tree_map(copied, self.arguments)
-        exps = call.get("exps")
-        if device.type == "cpu" and exps is not None and exps.dtype == torch.float16:
-            call["exps"] = exps.float()  # on a CPU nothing multiplies float16 fast
+        for name in ("exps", "gradients"):
+            kept = call.get(name)
+            if device.type == "cpu" and kept is not None and kept.dtype == torch.float16:
+                call[name] = kept.float()  # on a CPU nothing multiplies float16 fast
         return call
 
 
@@ -219,6 +220,7 @@ def _decoder_cases() -> Iterator[Case]:
     for operand in _DTYPES:
         for batch, sampled in product((9, 33), (False, True)):
             yield _product_case("head_forward", operand, _head(operand, batch, sampled))
+        yield _product_case("head_objective", operand, _objective(operand, 9))
         for kind in range(len(_GATES)):
             yield _product_case("rnn_backward", operand, _backward(operand, kind, 9))
         # A GPU takes windows in half precision whole: tiles of 8, 16, 32 and 64 rows, no more.
@@ -261,6 +263,21 @@ def _head(operand: torch.dtype, rows: int, sampled: bool) -> dict[str, Any]:
         "tokens": torch.zeros(rows, dtype=torch.int64),
         "stats": torch.zeros(3, rows, dtype=sums),
     }
+
+
+def _objective(operand: torch.dtype, rows: int) -> dict[str, Any]:
+    """Of a teacher with a head of its own and probabilities of words, some of them twice."""
+    head, sums = _head(operand, rows, sampled=True), _sums(operand)
+    shared = ("hidden", "weight", "bias", "targets", "temperature", "logit_rows", "tokens")
+    return {name: head[name] for name in shared} | {
+        "share": torch.rand(rows, dtype=sums), "z_loss": 0.1, "entropy_weight": 0.2,
+        "soft_scale": 0.5, "probabilities": torch.rand(rows, _WORDS, dtype=sums) / _WORDS,
+        "indices": torch.randint(_WORDS, (rows, _WORDS)),
+        "teacher_hidden": torch.randn(rows, _WIDTH, dtype=sums),
+        "teacher_weight": _weight(operand, _WORDS, _WIDTH), "teacher_bias": None,
+        "gradients": torch.zeros(_WORDS, rows, dtype=operand).t(),
+        "stats": torch.zeros(5, rows, dtype=sums),
+    }  # fmt: skip
 
 
 def _greedy(operand: torch.dtype, kind: int, layers: int, batch: int) -> dict[str, Any]:
@@ -341,17 +358,6 @@ def _cases_of_the_cpu() -> Iterator[Case]:
         yield _product_case("head_top", operand, top | found)
         sample = {k: head[k] for k in ("uniforms", "temperature", "tokens", "stats")}
         yield _product_case("head_sample", operand, top | sample | {"top_k": 7, "top_p": 0.8})
-        shared = ("hidden", "weight", "bias", "targets", "temperature", "logit_rows", "tokens")
-        objective = {name: head[name] for name in shared} | {
-            "share": torch.rand(9, dtype=sums), "z_loss": 0.1, "entropy_weight": 0.2,
-            "soft_scale": 0.5, "probabilities": torch.rand(9, 4, dtype=sums) / 4,
-            "indices": torch.randint(_WORDS, (9, 4)),
-            "teacher_hidden": torch.randn(9, _WIDTH, dtype=sums),
-            "teacher_weight": _weight(operand, _WORDS, _WIDTH), "teacher_bias": None,
-            "gradients": torch.zeros(_WORDS, 9, dtype=sums).t(),
-            "stats": torch.zeros(5, 9, dtype=sums),
-        }  # fmt: skip
-        yield _product_case("head_objective", operand, objective)
         right = torch.randn(65, 33, dtype=sums)
         for left, overwrite in product(
             (_weight(operand, 9, 65), _weight(sums, 9, 65)), (False, True)

@@ -147,7 +147,8 @@ head_objective = define_operator(
     "Tensor? teacher_hidden, Tensor? teacher_weight, Tensor? teacher_bias, "  # [M, H'], [V, H']
     "Tensor(a!)? gradients, "  # [M, V], rows next to each other in memory: 0 at the target
     "int logit_rows, Tensor(b!) tokens, "  # int64 [M]: the argmax
-    "Tensor(c!) stats"  # [5, M]: logsumexp, target's logit, entropy, KL, gradient at the target
+    # [5, M]: logsumexp, target's logit, entropy, KL, and, with gradients, the one at the target
+    "Tensor(c!) stats"
     ") -> ()",
 )
 

@@ -39,6 +39,9 @@ class Model(nn.Module):
         self.register_buffer("targets", torch.randint(WORDS, (STEPS, BATCH)))
         self.register_buffer("resets", torch.rand(STEPS, BATCH) < 0.3)
         self.register_buffer("lengths", torch.arange(BATCH) * STEPS // (BATCH - 1))
+        self.register_buffer("probabilities", torch.rand(STEPS, BATCH, WORDS).softmax(2))
+        self.register_buffer("words", torch.randint(WORDS, (STEPS, BATCH, 20)))
+        self.teacher = nn.Linear(SIZE // 2, WORDS).requires_grad_(False)
         self.register_buffer("goal", torch.randn(STEPS, BATCH, SIZE))
 
     @property
@@ -57,8 +60,16 @@ class Model(nn.Module):
 
     def results(self, loss: Tensor, *more: Tensor) -> list[Tensor]:
         """And the gradients of the loss."""
-        leaves = list(self.parameters())
+        leaves = [leaf for leaf in self.parameters() if leaf.requires_grad]
         return [loss, *more, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
+
+
+def taught(model: Model, teacher: tuple[Tensor | None, ...], **options: Any) -> list[Tensor]:
+    """A loss of whole distributions."""
+    return decoded(
+        model, feedback="teacher", soft_targets=teacher, soft_temperature=2.0, soft_weight=0.7,
+        entropy_weight=0.1, z_loss=0.01, label_smoothing=0.1, **options,
+    )  # fmt: skip
 
 
 def decoded(model: Model, **options: Any) -> list[Tensor]:
@@ -93,6 +104,14 @@ CALLS: dict[str, tuple[str, Callable[[Model], list[Tensor]]]] = {
             "outputs": lambda m: decoded(m, feedback="teacher", return_outputs=True),
             "outputs, lengths": lambda m: decoded(
                 m, feedback="teacher", return_outputs=True, lengths=m.lengths
+            ),
+            "entropy": lambda m: decoded(m, feedback="teacher", entropy_weight=0.1),
+            "taught words": lambda m: taught(m, (m.probabilities[:, :, :20], m.words)),
+            "taught all words, lengths": lambda m: taught(
+                m, (m.probabilities, None), lengths=m.lengths
+            ),
+            "taught by a head": lambda m: taught(
+                m, (m.teacher.weight, m.teacher.bias, m.goal[:, :, : SIZE // 2])
             ),
         }.items()
     },

@@ -26,7 +26,7 @@ import gpu_decoder
 import gpu_masters
 import torch
 from gpu_rows import Checks, Facts, collect
-from support.decoder_calls import Call, backward_call, head_call, steps_call
+from support.decoder_calls import Call, backward_call, head_call, objective_call, steps_call
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -150,6 +150,7 @@ OPERATORS: dict[str, Operator] = {
         MAIN_GRADS,
     ),
     "head_forward": of_the_decoder(head_call()),
+    "head_objective": of_the_decoder(objective_call()),
     "decode_steps": of_the_decoder(steps_call("lstm", layers=2)),
     "rnn_backward": of_the_decoder(backward_call("lstm")),
 }

@@ -18,8 +18,9 @@ from support.decode_cases import (
     assert_statistics,
     first_argmax,
 )
-from support.decoder_calls import KINDS, backward_call, head_call, steps_call
+from support.decoder_calls import KINDS, backward_call, head_call, objective_call, steps_call
 from support.gpu import LAUNCHES, launched
+from support.objective_cases import check, problem
 from support.tensors import FLOAT_DTYPES, dtype_id
 
 pytestmark = [
@@ -161,6 +162,26 @@ def test_broken_contracts():
             torch.ops.accumext.head_forward(*(good | change).values())
 
 
+# --- head_objective -------------------------------------------------------------------------------
+
+TAUGHT = {"temperature": 2.0, "entropy_weight": 0.1, "z_loss": 0.1}
+
+
+@pytest.mark.parametrize("soft", ["none", "tokens", "head", "all words", "tokens and head"])
+@pytest.mark.parametrize("shape", SHAPES[:-2], ids=str)
+def test_objectives(shape, soft, dtype):
+    given = problem(*shape, dtype, soft=soft, size=700, **TAUGHT)
+    check(given.to(GPU))
+    check(given.to(GPU), logit_rows=2, along=True)
+
+
+@pytest.mark.parametrize("kept", FLOAT_DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_objectives_in_half_precision(weight, kept):
+    given = problem(32, 50257, torch.float32, weight, soft="tokens and head", **TAUGHT)
+    check(given.to(GPU), kept=kept)
+
+
 # --- all operators --------------------------------------------------------------------------------
 
 # Of float32, and of what is rounded to bfloat16 on the way; the reference adds in another order.
@@ -213,9 +234,10 @@ def test_float32_products_obey_torchs_precision(kind):
 # --- the host does not wait, and launches little --------------------------------------------------
 
 
-# A head of 32 rows, and steps with all that they can do.
+# Heads of 32 rows, and steps with all that they can do.
 CALLS = {
     "head_forward": lambda: head_call(rows=32, words=50257, logit_rows=32, narrow=True),
+    "head_objective": lambda: objective_call(rows=32, words=50257, logit_rows=32, narrow=True),
     "decode_steps": lambda: steps_call("lstm", layers=2, ends=True, narrow=True),
     "known steps": lambda: steps_call("gru", layers=2, head=False),
     "rnn_backward": lambda: backward_call("gru", narrow=True),

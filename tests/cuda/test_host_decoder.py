@@ -6,6 +6,8 @@ host_cuda. Launchers, captures and speed are for test_cuda_decoder.py.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 
 import pytest
@@ -27,6 +29,7 @@ from support.decode_cases import (
     check_gradient,
     first_argmax,
 )
+from support.objective_cases import check, problem
 from support.tensors import FLOAT_DTYPES, dtype_id
 
 from accumext.decoder import _operators as reference
@@ -341,6 +344,89 @@ def test_a_bias_is_added_to_the_logits(kernels, layout, dtype):
             assert torch.equal(found.tokens, expected.tokens)
             assert torch.equal(found.stats, expected.stats)
             assert torch.equal(found.exps, expected.exps)
+
+
+# --- head_objective -------------------------------------------------------------------------------
+
+OBJECTIVES = {
+    "entropy": {"entropy_weight": 0.3, "z_loss": 0.1},
+    "tokens": {"soft": "tokens", "temperature": 2.5, "bias": False},
+    "head": {"soft": "head", "temperature": 0.5},
+    "all words": {"soft": "all words"},
+    "everything": {
+        "soft": "tokens and head", "temperature": 3.0, "entropy_weight": -0.2, "z_loss": 0.1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("along", [False, True], ids=["rows side by side", "columns side by side"])
+@pytest.mark.parametrize("options", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_objectives_at_every_edge(kernels, options, along, dtype):
+    op = functools.partial(kernels.head_objective, runs=ONE_RUN)
+    for columns, count in zip(COLUMN_EDGES, itertools.cycle((1, 3, 9))):
+        check(problem(count, columns, dtype, **options), op=op, along=along)
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_objectives_bits_do_not_depend_on_the_grid_or_the_order(kernels, weight):
+    runs = usual(*zip(ORDERS, (1, 2, 5)), (SHUFFLED, 30))
+    given = problem(9, 1200, torch.float32, weight, size=300, **OBJECTIVES["everything"])
+    check(given, kept=weight, op=functools.partial(kernels.head_objective, runs=runs))
+
+
+@pytest.mark.parametrize("kept", FLOAT_DTYPES, ids=dtype_id)
+def test_gradients_of_every_dtype(kernels, kept, dtype):
+    given = problem(3, 520, dtype, **OBJECTIVES["everything"])
+    check(given, kept=kept, op=functools.partial(kernels.head_objective, runs=ONE_RUN))
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 600])
+def test_words_that_a_teacher_gives_more_than_once(kernels, size, dtype):
+    """Neighbours, in the same turn of a block's threads and in another one, and all the same."""
+    given = problem(5, 200, dtype, soft="tokens", size=size)
+    given.indices[0] = 7
+    given.indices[1] = torch.arange(size) // 2 % 200
+    given.indices[2] = torch.arange(size) % 100
+    check(given, op=functools.partial(kernels.head_objective, runs=TWO_RUNS))
+
+
+def test_objectives_with_masked_words(kernels, dtype):
+    """Whole chunks that cannot be, in the model, its teacher, or both."""
+    given = problem(9, 2000, dtype, soft="head", entropy_weight=0.5, z_loss=0.1)
+    given.bias[:600] = given.teacher[2][:600] = -math.inf
+    given.teacher[2][900:1600] = -math.inf
+    given.targets.clamp_(min=600)
+    check(given, op=functools.partial(kernels.head_objective, runs=TWO_RUNS))
+    given.bias[900:1600] = -math.inf
+    _, stats, gradients = given.run(op=kernels.head_objective)
+    assert all(value[given.targets >= 1600].isfinite().all() for value in stats.values())
+    assert (gradients[:, :600] == 0).all()
+    assert (gradients[:, 900:1600] == 0).all()
+    given.teacher[2][1000] = 0.0  # what the teacher says, and the model cannot
+    assert given.run(op=kernels.head_objective)[1]["divergence"].isposinf().all()
+
+
+def test_objectives_of_rows_that_are_not_numbers(kernels):
+    given = problem(9, 700, torch.float32, soft="tokens and head", entropy_weight=0.5)
+    whole = given.run(op=kernels.head_objective)
+    given.hidden[4], given.hidden[7, 0] = math.nan, math.inf
+    tokens, stats, gradients = given.run(op=kernels.head_objective)
+    assert tokens[4] == 0
+    assert stats["logsumexp"][[4, 7]].isnan().all()
+    others = torch.tensor([0, 1, 2, 3, 5, 6, 8])
+    assert torch.equal(tokens[others], whole[0][others])
+    assert torch.equal(gradients[others], whole[2][others])
+
+
+def test_words_outside_of_the_vocabulary_are_not_touched(kernels):
+    given = problem(3, 40, torch.float32, soft="tokens")
+    given.indices[0, 1:3] = torch.tensor([-1, 40])
+    given.targets[:] = torch.tensor([3, -1, 40])
+    _, stats, gradients = given.run(op=kernels.head_objective)
+    assert stats["divergence"].isnan().tolist() == [True, False, False]
+    for name in ("target_logit", "target_gradient"):
+        assert stats[name].isnan().tolist() == [False, True, True]
+    assert gradients.isfinite().all()
 
 
 # --- cells ----------------------------------------------------------------------------------------

@@ -28,7 +28,10 @@ SELECTIONS = {
         "decoder/test_rnn_backward.py": "test",
         "decoder/test_rnn_path.py": f"not {COUNTS_ROWS}",
     },
-    "head_forward": {"decoder/test_head_forward.py": "not frequencies"},
+    "heads": {
+        "decoder/test_head_forward.py": "not frequencies",
+        "decoder/test_head_objective.py": "test",
+    },
     "decode_loss": {
         "decoder/test_decode_loss.py": "test",
         "decoder/test_decode_loss_options.py": "everything_at_once or one_leaf",

@@ -3,6 +3,7 @@ finds the faults that are put in for it."""
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from host_cuda.persistent import HostPersistent
 from host_cuda.race_mutants import MUTANTS
 from support import window_cases
 from support.decode_cases import GRU, KINDS, LSTM, RNN_RELU, RNN_TANH
+from support.objective_cases import problem
 from support.once import once
 from support.programs import compiler
 from support.tensors import FLOAT_DTYPES, shifted
@@ -103,6 +105,17 @@ def softmax_of_many_chunks(kernels: HostDecoder) -> None:
     logits = torch.randn(17_000, 5).t()
     tokens, stats = torch.zeros(5, dtype=torch.int64), torch.zeros(3, 5)
     kernels.softmax_stats(logits, tokens, None, 1.0, None, tokens, stats, runs=RUNS)
+
+
+def head_objective(kernels: HostDecoder) -> None:
+    """Of rows that share a tile, and of rows with tiles of their own; of words that are the same,
+    and of all words."""
+    op = functools.partial(kernels.head_objective, runs=RUNS)
+    for soft, words, along in (("tokens", 4500, True), ("all words", 1200, False)):
+        rows = problem(9, words, torch.float32, soft=f"{soft} and head", size=600, temperature=2.0)
+        if soft == "tokens":
+            rows.indices.fill_(7)
+        rows.run(kept=torch.bfloat16, op=op, along=along)
 
 
 def lookup(rows: int, words: int) -> Lookup:
@@ -224,6 +237,7 @@ CASES = {
     "softmax, sampled": softmax(sampled=True),
     "softmax, fed back": softmax(sampled=True, fed_back=True),
     "softmax, many chunks": Case("decoder", softmax_of_many_chunks),
+    "head_objective": Case("decoder", head_objective),
     "look_up": Case("decoder", look_up),
     "clear_tokens": Case("decoder", clear_tokens),
     "rnn_advance": Case("decoder", rnn_advance),

@@ -2,133 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
+from support.objective_cases import check, problem
 from support.tensors import dtype_id
-from torch import Tensor
 
 import accumext  # noqa: F401  the operator
-
-head_objective = torch.ops.accumext.head_objective.default
-
-STATS = ("logsumexp", "target_logit", "entropy", "divergence", "target_gradient")
-# Relative to the largest value. In float64 sums over the vocabulary are in another order; in
-# float32 a divergence is a difference of logarithms near 10, with an ulp of 1e-6 each.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Rows of a head, and what their loss is made of."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor
-    share: Tensor
-    z_loss: float
-    entropy_weight: float
-    soft_scale: float
-    temperature: float
-    probabilities: Tensor | None
-    indices: Tensor | None
-    teacher: tuple[Tensor, Tensor, Tensor | None] | None  # hidden, weight, bias
-
-    def loss(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of logits [M, V] the losses, entropies and divergences [M], by definition."""
-        lse, log_p = z.logsumexp(1), z.log_softmax(1)
-        entropy = torch.distributions.Categorical(logits=z).entropy()
-        tempered = (z / self.temperature).log_softmax(1)
-        divergence = torch.zeros_like(lse)
-        if self.teacher is not None:
-            hidden, weight, bias = (None if t is None else t.double() for t in self.teacher)
-            u = torch.nn.functional.linear(hidden, weight, bias) / self.temperature
-            divergence = torch.nn.functional.kl_div(
-                tempered, u.log_softmax(1), reduction="none", log_target=True
-            ).nan_to_num(0.0).sum(1)  # fmt: skip
-        if self.probabilities is not None:
-            at = tempered.gather(1, self.indices)
-            q = self.probabilities.double()
-            divergence = divergence + torch.nn.functional.kl_div(at, q, reduction="none").sum(1)
-        assert log_p.shape == z.shape
-        loss = self.share.double() * lse + self.z_loss * lse**2 - self.entropy_weight * entropy
-        return loss + self.soft_scale * self.temperature * divergence, entropy, divergence
-
-    def expected(self) -> tuple[dict[str, Tensor], Tensor]:
-        """The statistics, and the gradient by the logits, 0 at the targets."""
-        bias = None if self.bias is None else self.bias.double()
-        rounded = self.hidden.to(self.weight.dtype).double()
-        z = torch.nn.functional.linear(rounded, self.weight.double(), bias).requires_grad_()
-        loss, entropy, divergence = self.loss(z)
-        (d_z,) = torch.autograd.grad(loss.sum(), z)
-        at = self.targets[:, None]
-        found = z.logsumexp(1), z.gather(1, at)[:, 0], entropy, divergence, d_z.gather(1, at)[:, 0]
-        stats = dict(zip(STATS, (f.detach() for f in found), strict=True))
-        return stats, d_z.scatter(1, at, 0.0)
-
-    def run(self, logit_rows: int, kept: torch.dtype) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        rows, words = len(self.hidden), len(self.weight)
-        memory = torch.full((words, rows + 3), float("nan"), dtype=kept)
-        gradients, tokens = memory[:, :rows].t(), torch.full((rows,), -1)
-        stats = torch.full((5, rows), float("nan"), dtype=self.hidden.dtype)
-        teacher = self.teacher or (None, None, None)
-        head_objective(
-            self.hidden, self.weight, self.bias, self.targets, self.share, self.z_loss,
-            self.entropy_weight, self.soft_scale, self.temperature, self.probabilities,
-            self.indices, *teacher, gradients, logit_rows, tokens, stats,
-        )  # fmt: skip
-        assert memory[:, rows:].isnan().all()
-        return tokens, dict(zip(STATS, stats, strict=True)), gradients
-
-
-def problem(
-    rows: int, words: int, dtype: torch.dtype = torch.float64,
-    weight_dtype: torch.dtype | None = None, *, entropy_weight: float = 0.0,
-    soft: str = "none", temperature: float = 1.0,
-    z_loss: float = 0.0, bias: bool = True,
-) -> Problem:  # fmt: skip
-    depth, size = 17, min(words, 5)
-    weight_dtype = weight_dtype or dtype
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64)
-
-    probabilities = indices = teacher = None
-    if "tokens" in soft:
-        probabilities = normal(rows, size).softmax(1).to(dtype)
-        probabilities[:, 0] = 0.0
-        indices = torch.randint(words, (rows, size))  # some of them twice
-    if "head" in soft:
-        u_bias = normal(words)
-        u_bias[0] = -torch.inf
-        hidden, weight = normal(rows, 9).to(dtype), normal(words, 9).to(weight_dtype)
-        hidden = hidden.to(weight_dtype).to(dtype)
-        teacher = hidden, weight, u_bias.to(dtype)
-    return Problem(
-        normal(rows, depth).to(dtype), normal(words, depth).div(2).to(weight_dtype),
-        normal(words).to(dtype) if bias else None, torch.randint(words, (rows,)),
-        torch.rand(rows, dtype=torch.float64).to(dtype), z_loss, entropy_weight,
-        0.8 if soft != "none" else 0.0, temperature, probabilities, indices, teacher,
-    )  # fmt: skip
-
-
-def check(given: Problem, logit_rows: int = 32, kept: torch.dtype | None = None) -> None:
-    dtype = given.hidden.dtype
-    tokens, stats, gradients = given.run(logit_rows, kept or dtype)
-    expected, d_z = given.expected()
-    for name, value in stats.items():
-        scale = max(1.0, float(expected[name].abs().max()))
-        error = float((value.double() - expected[name]).abs().max())
-        assert error <= TOLERANCE[dtype] * scale, (name, error)
-    rounding = 0.0 if kept is None else torch.finfo(kept).eps
-    error = (gradients.double() - d_z).abs() - rounding * d_z.abs()
-    assert float(error.max()) <= TOLERANCE[dtype]
-    bias = 0.0 if given.bias is None else given.bias.double()
-    z = given.hidden.to(given.weight.dtype).double() @ given.weight.double().t() + bias
-    assert torch.equal(tokens, z.argmax(1))
-
 
 OPTIONS = [
     {"entropy_weight": 0.3},
@@ -138,6 +17,8 @@ OPTIONS = [
     {"soft": "head", "temperature": 0.5, "entropy_weight": -0.2, "z_loss": 0.1},
     {"soft": "tokens and head", "temperature": 3.0, "entropy_weight": 0.1, "bias": False},
     {"z_loss": 0.2},
+    {"soft": "all words", "temperature": 2.0},
+    {"soft": "tokens", "size": 0},
 ]
 
 
@@ -145,7 +26,7 @@ OPTIONS = [
 @pytest.mark.parametrize("rows", [1, 3, 4, 8, 9, 16, 17, 33])
 def test_statistics_and_gradients_in_double(rows: int, options: dict[str, object]) -> None:
     torch.manual_seed(rows)
-    for words in (2, 13, 480, 961):
+    for words in (1, 2, 13, 480, 961):
         check(problem(rows, words, **options))
 
 
@@ -165,6 +46,19 @@ def test_rows_do_not_depend_on_how_many_there_are_at_once(logit_rows: int) -> No
     check(given, logit_rows)
 
 
+@pytest.mark.parametrize("size", [255, 256, 257, 700])
+def test_many_words_of_a_teacher_some_of_them_more_than_once(size: int) -> None:
+    given = problem(5, 200, soft="tokens and head", size=size, temperature=1.5)
+    given.indices[:2] = 7
+    check(given)
+
+
+def test_no_rows() -> None:
+    tokens, _, gradients = problem(0, 7, soft="tokens and head").run()
+    assert tokens.shape == (0,)
+    assert gradients.shape == (0, 7)
+
+
 def test_words_that_cannot_be() -> None:
     """A mask of words: their probability is 0, and no product with an infinite logit is formed."""
     given = problem(9, 50, soft="head", entropy_weight=0.5)
@@ -172,7 +66,7 @@ def test_words_that_cannot_be() -> None:
     assert given.teacher is not None
     given.bias[7] = given.teacher[2][7] = -torch.inf
     given.targets.masked_fill_(given.targets == 7, 8)
-    _, stats, gradients = given.run(32, torch.float64)
+    _, stats, gradients = given.run()
     assert all(value.isfinite().all() for value in stats.values())
     assert (gradients[:, 7] == 0).all()
     assert gradients.isfinite().all()
@@ -181,9 +75,9 @@ def test_words_that_cannot_be() -> None:
 def test_a_row_without_a_distribution() -> None:
     """Its token is that of argmax, and the others are as they were."""
     given = problem(9, 50, soft="head", entropy_weight=0.5)
-    whole = given.run(32, torch.float64)
+    whole = given.run()
     given.hidden[4] = torch.nan
-    tokens, stats, gradients = given.run(32, torch.float64)
+    tokens, stats, gradients = given.run()
     assert stats["logsumexp"][4].isnan()
     assert tokens[4] == 0
     others = torch.arange(9) != 4

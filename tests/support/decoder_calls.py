@@ -54,6 +54,26 @@ def head_call(
     ], 6)  # fmt: skip
 
 
+def objective_call(
+    *, rows: int = BATCH, words: int = WORDS, logit_rows: int = 3, narrow: bool = False,
+    soft: str = "tokens",
+) -> Call:  # fmt: skip
+    """With a teacher's head, and its probabilities of some "tokens", some of them more than once,
+    or of "all words"."""
+    dtype = torch.bfloat16 if narrow else torch.float32
+    indices = torch.randint(words, (rows, 40))
+    if soft == "all words":
+        indices = torch.arange(words).expand(rows, -1)
+    return Call("head_objective", [
+        torch.randn(rows, UNITS), torch.randn(words, UNITS).div(9).to(dtype), torch.randn(words),
+        torch.randint(words, [rows]), torch.rand(rows), 0.1, 0.2, 0.5, 2.0,
+        torch.rand(indices.shape) / indices.shape[1], indices, torch.randn(rows, WIDTH),
+        torch.randn(words, WIDTH).to(dtype), torch.randn(words),
+        torch.zeros(words, rows, dtype=dtype).t(), logit_rows,
+        torch.zeros(rows, dtype=torch.int64), torch.zeros(5, rows),
+    ], 14)  # fmt: skip
+
+
 def steps_call(
     kind: str, *, layers: int = 1, steps: int = 4, head: bool = True, narrow: bool = False,
     exps: bool = True, ends: bool = False, logit_rows: int = 32, around: bool = False,

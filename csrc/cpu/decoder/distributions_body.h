@@ -6,51 +6,32 @@
 namespace accumext::cpu {
 namespace {
 
-// Logits of a row, and the exponentials that the sums and the gradient are made of.
-template <typename T, int kSize>
-struct Row {
-  Vector<T, kSize> d, e, tempered, teacher, log_teacher;
-};
-
 template <typename T, bool kTempered, bool kTeaches, typename Columns>
-[[gnu::always_inline]] inline auto row_of(const Distributions<T>& all, const Columns& columns,
-                                          int64_t v, int i) {
+[[gnu::always_inline]] inline auto terms_of(const Distributions<T>& all, const Columns& columns,
+                                            int64_t v, int i) {
   constexpr int kSize = Columns::kSize;
   const auto inverse = splat<T, kSize>(static_cast<T>(all.inverse_temperature));
-  Row<T, kSize> row{};
-  row.d = columns.load(all.z + v * all.stride, i) - columns.load(all.peak, i);
-  row.e = exp_of_negative<T, kSize>(row.d);
-  row.tempered = kTempered ? exp_of_negative<T, kSize>(row.d * inverse) : row.e;
+  DistributionTerms<Vector<T, kSize>> terms{};
+  terms.d = columns.load(all.z + v * all.stride, i) - columns.load(all.peak, i);
+  terms.e = exp_of_negative<T, kSize>(terms.d);
+  terms.log_tempered = terms.d * inverse;
+  terms.tempered = kTempered ? exp_of_negative<T, kSize>(terms.log_tempered) : terms.e;
   if constexpr (kTeaches) {
     const auto d = columns.load(all.teacher + v * all.stride, i);
-    row.log_teacher = (d - columns.load(all.teacher_peak, i)) * inverse;
-    row.teacher = exp_of_negative<T, kSize>(row.log_teacher);
+    terms.log_teacher = (d - columns.load(all.teacher_peak, i)) * inverse;
+    terms.teacher = exp_of_negative<T, kSize>(terms.log_teacher);
   }
-  return row;
-}
-
-// x, or 0 where the weight is 0: x may then be infinite.
-template <typename V>
-[[gnu::always_inline]] inline V weighted(const V& weight, const V& x) {
-  return weight == 0 ? V{} : weight * x;
+  return terms;
 }
 
 template <typename T, bool kTempered, bool kTeaches>
 void sum_of(const Distributions<T>& all, int64_t begin, int64_t end, T* sums) {
   for_columns<T>(all.columns, [&](auto columns) __attribute__((always_inline)) {
     constexpr int kSize = columns.kSize;
-    const auto inverse = splat<T, kSize>(static_cast<T>(all.inverse_temperature));
     for (int i = 0; i < columns.kVectors; ++i) {
       Vector<T, kSize> total[kDistributionSums] = {};
       for (int64_t v = begin; v < end; ++v) {
-        const auto row = row_of<T, kTempered, kTeaches>(all, columns, v, i);
-        total[kOfExp] += row.e;
-        total[kOfProduct] += weighted(row.e, row.d);
-        total[kOfTempered] += row.tempered;
-        if constexpr (kTeaches) {
-          total[kOfTeacher] += row.teacher;
-          total[kOfCross] += weighted(row.teacher, row.log_teacher - row.d * inverse);
-        }
+        add_terms(terms_of<T, kTempered, kTeaches>(all, columns, v, i), kTeaches, total);
       }
       const int64_t first = columns.first + i * kSize;
       for (int64_t c = 0; c < std::min<int64_t>(kSize, columns.count - i * kSize); ++c) {
@@ -66,14 +47,12 @@ void differentiate_to(const Distributions<T>& all, int64_t begin, int64_t end) {
     constexpr int kSize = columns.kSize;
     auto* gradients = static_cast<scalar_t*>(all.gradients);
     for (int i = 0; i < columns.kVectors; ++i) {
-      const auto of_exp = columns.load(all.of_exp, i);
-      const auto of_product = columns.load(all.of_product, i);
-      const auto of_tempered = columns.load(all.of_tempered, i);
-      const auto of_teacher = columns.load(all.of_teacher, i);
+      const DistributionFactors<Vector<T, kSize>> factors{
+          columns.load(all.factors.of_exp, i), columns.load(all.factors.of_product, i),
+          columns.load(all.factors.of_tempered, i), columns.load(all.factors.of_teacher, i)};
       for (int64_t v = begin; v < end; ++v) {
-        const auto row = row_of<T, kTempered, kTeaches>(all, columns, v, i);
-        auto g = row.e * of_exp + of_product * weighted(row.e, row.d) + of_tempered * row.tempered;
-        if constexpr (kTeaches) g -= of_teacher * row.teacher;
+        const auto terms = terms_of<T, kTempered, kTeaches>(all, columns, v, i);
+        const auto g = distribution_gradient(terms, kTeaches, factors);
         columns.store(all.z + v * all.stride, i, g);
         columns.store(gradients + v * all.gradients_stride, i, rounded<scalar_t, kSize, T>(g));
       }

@@ -55,9 +55,7 @@ struct ObjectiveRows {
   int64_t count;
   const int64_t* targets;  // [count], in [0, V)
   const T* share;          // [count]: of the logsumexp in the loss
-  double z_loss;           // of its square
-  double entropy_weight;
-  double soft_scale;       // of the distance to the teacher, in units of the temperature
+  DistributionRules rules;
   const T* probabilities;  // [count, size] of the teacher's tokens; null: none
   const int64_t* indices;  // [count, size] with a stride: which they are
   int64_t index_stride;
@@ -162,10 +160,8 @@ class Head {
                          .teacher = nullptr,
                          .teacher_peak = teacher_peak.data(),
                          .inverse_temperature = inverse_temperature_,
-                         .of_exp = factors.data(),
-                         .of_product = factors.data() + n,
-                         .of_tempered = factors.data() + 2 * n,
-                         .of_teacher = factors.data() + 3 * n,
+                         .factors = {factors.data(), factors.data() + n, factors.data() + 2 * n,
+                                     factors.data() + 3 * n},
                          .gradients = rows.gradients,
                          .gradients_dtype = exps_dtype_,
                          .gradients_stride = exps_stride_};
@@ -194,40 +190,32 @@ class Head {
   // Finds row i's results from sums over the vocabulary, and the factors of its gradient.
   void reduce(const Logits<T>& logits, const double (&sums)[kDistributionSums], bool taught,
               int64_t i, const ObjectiveRows<T>& rows, T* factors, int64_t n) const {
-    const double total = sums[kOfExp], peak = logits.peak[i];
-    if (std::isnan(total))
-      rows.tokens[i] = largest_of(logits, i, 1, static_cast<T>(total))[0].token;
-    const double lse = peak + std::log(total), entropy = std::log(total) - sums[kOfProduct] / total;
-    rows.lse[i] = static_cast<T>(lse);
-    rows.entropy[i] = static_cast<T>(entropy);
-    rows.target_logit[i] = logits.z[rows.targets[i] * n + i];
-    const double log_tempered = std::log(sums[kOfTempered]);
-    double divergence = 0.0, mass = 0.0;  // of the teacher
-    if (taught) {
-      mass = 1.0;
-      divergence = sums[kOfCross] / sums[kOfTeacher] - std::log(sums[kOfTeacher]) + log_tempered;
-    }
+    const double peak = logits.peak[i], log_tempered = std::log(sums[kOfTempered]);
+    if (std::isnan(sums[kOfExp]))
+      rows.tokens[i] = largest_of(logits, i, 1, static_cast<T>(sums[kOfExp]))[0].token;
+    double divergence = 0.0, mass = 0.0;
     for (int64_t k = 0; k < rows.size; ++k) {
       const double q = rows.probabilities[i * rows.size + k];
-      if (q == 0.0) continue;
-      const int64_t v = rows.indices[i * rows.index_stride + k];
-      const double log_p = (logits.z[v * n + i] - peak) * inverse_temperature_ - log_tempered;
+      const double z = logits.z[rows.indices[i * rows.index_stride + k] * n + i];
       mass += q;
-      divergence += q * (std::log(q) - log_p);
+      divergence += divergence_term(q, (z - peak) * inverse_temperature_ - log_tempered);
     }
-    rows.divergence[i] = static_cast<T>(divergence);
-    factors[0] = static_cast<T>((rows.share[i] + 2 * rows.z_loss * lse +
-                                 rows.entropy_weight * (entropy - std::log(total))) /
-                                total);
-    factors[n] = static_cast<T>(rows.entropy_weight / total);
-    factors[2 * n] = static_cast<T>(rows.soft_scale * mass / sums[kOfTempered]);
-    factors[3 * n] = static_cast<T>(taught ? rows.soft_scale / sums[kOfTeacher] : 0.0);
+    const Distribution row =
+        distribution_of(sums, peak, rows.share[i], taught, divergence, mass, rows.rules);
+    rows.lse[i] = static_cast<T>(row.lse);
+    rows.entropy[i] = static_cast<T>(row.entropy);
+    rows.divergence[i] = static_cast<T>(row.divergence);
+    rows.target_logit[i] = logits.z[rows.targets[i] * n + i];
+    factors[0] = static_cast<T>(row.factors.of_exp);
+    factors[n] = static_cast<T>(row.factors.of_product);
+    factors[2 * n] = static_cast<T>(row.factors.of_tempered);
+    factors[3 * n] = static_cast<T>(row.factors.of_teacher);
   }
 
   // Takes the teacher's tokens and the target out of the gradient of row i.
   void correct(const Logits<T>& logits, int64_t i, const ObjectiveRows<T>& rows) const {
     const int64_t n = rows.count;
-    const T scale = static_cast<T>(rows.soft_scale);
+    const T scale = static_cast<T>(rows.rules.soft_scale);
     const auto put = [&](int64_t v, T value) {
       with_type(exps_dtype_, [&](auto type) {
         using Kept = decltype(type);

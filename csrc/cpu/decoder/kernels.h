@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/operands.h"
+#include "math/distributions.h"
 #include "math/gates.h"
 
 namespace accumext::cpu {
@@ -95,7 +96,7 @@ struct Logits {
 };
 
 // Columns of logits z [V, columns], those of a teacher beside them, and what their distributions
-// become. Of a column, with d = z - peak and e = exp(d):
+// become.
 template <typename T>
 struct Distributions {
   T* z;
@@ -105,17 +106,11 @@ struct Distributions {
   const T* teacher;  // logits [V, stride]; null: there is none
   const T* teacher_peak;
   double inverse_temperature;
-  // The gradient is e * (of_exp + of_product * d) + of_tempered * exp(d / temperature)
-  // - of_teacher * exp((teacher - teacher_peak) / temperature); [columns] each.
-  const T *of_exp, *of_product, *of_tempered, *of_teacher;
-  void* gradients;  // [V, gradients_stride]
+  DistributionFactors<const T*> factors;  // [columns] each
+  void* gradients;                        // [V, gradients_stride]
   Dtype gradients_dtype;
   int64_t gradients_stride;
 };
-
-// Sums over the vocabulary of e, of e * d, of exp(d / temperature), of the teacher's exponentials
-// s, and of s * log(s / exp(d / temperature)).
-enum DistributionSum { kOfExp, kOfProduct, kOfTempered, kOfTeacher, kOfCross, kDistributionSums };
 
 // Flat arrays of the pre-activations, forward or backward, of `size` units.
 template <typename T>

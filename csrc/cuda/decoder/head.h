@@ -16,6 +16,49 @@ template <typename T>
 void launch_softmax(const Queue& queue, const Softmax<T>& call, const Rows<T>& rows,
                     const FeedBack& feed_back);
 
+// Products of up to `most` rows with the weight of a head.
+template <typename T>
+class LogitsProduct {
+ public:
+  LogitsProduct(const Queue& queue, const Views& views,
+                const Tensor& weight,               // [V, H]
+                const std::optional<Tensor>& bias,  // [V]
+                int64_t most)
+      : weight_(weight), most_(most), logits_(queue.empty({weight.size(0), most}, dtype_of<T>())) {
+    require(weight.dim() == 2 && weight.size(0) > 0 && most > 0);
+    require(multiplies<T>(float_dtype(weight)));
+    views.operand(weight, weight.size(0), weight.size(1));
+    bias_ = views.column<const T>(bias, weight.size(0));
+  }
+
+  int64_t vocabulary() const { return weight_.size(0); }
+  int64_t depth() const { return weight_.size(1); }
+
+  // Of rows [first, first + count) of hidden, [M, H] in the weight's dtype; `others` are what the
+  // same kernel goes through. In place of those of the call before.
+  Logits<T> of(Tensor hidden, int64_t first, int64_t count, const AnyMatrix& others) {
+    const Tensor some = torch::stable::narrow(hidden, 0, first, count);
+    const Tensor logits = torch::stable::narrow(logits_, 1, 0, count);
+    matmul(weight_, torch::stable::transpose(some, 0, 1), logits);
+    const Matrix<const T> view{static_cast<const T*>(logits.data_ptr()), 1, most_};
+    return {view, bias_, tiles_of(count, vocabulary(), view, others)};
+  }
+
+ private:
+  Tensor weight_;
+  int64_t most_;
+  Tensor logits_;  // [V, most]: rows next to each other, as the exponentials are
+  Column<const T> bias_;
+};
+
+// hidden, [M, H], in the dtype of the weight that it is multiplied with.
+inline Tensor rounded_like(const Queue& queue, const Tensor& hidden, const Tensor& weight) {
+  if (float_dtype(weight) == float_dtype(hidden)) return hidden;
+  Tensor operand = queue.empty({hidden.size(0), hidden.size(1)}, weight.scalar_type());
+  torch::stable::copy_(operand, hidden);
+  return operand;
+}
+
 // A product and two launches for up to `most` rows, three where tokens are their own targets.
 template <typename T>
 class Head {
@@ -25,36 +68,27 @@ class Head {
        const std::optional<Tensor>& bias,  // [V]
        int64_t most, bool sampled, double temperature)
       : queue_(queue),
-        weight_(weight),
+        product_(queue, views, weight, bias, most),
         most_(most),
-        logits_(queue.empty({weight.size(0), most}, dtype_of<T>())),
         tempered_(sampled && temperature != 1.0) {
-    require(weight.dim() == 2 && weight.size(0) > 0 && most > 0 && temperature > 0.0);
-    require(multiplies<T>(float_dtype(weight)));
-    views.operand(weight, weight.size(0), weight.size(1));
-    call_.bias = views.column<const T>(bias, weight.size(0));
+    require(temperature > 0.0);
     call_.inverse_temperature = inverse_of<T>(temperature);
   }
 
-  int64_t vocabulary() const { return weight_.size(0); }
-  int64_t depth() const { return weight_.size(1); }
+  int64_t vocabulary() const { return product_.vocabulary(); }
+  int64_t depth() const { return product_.depth(); }
 
   // Rows of hidden, [M, H] in the weight's dtype; what feed_back says begins at the first of them.
-  void evaluate(Tensor hidden, const Rows<T>& rows, FeedBack feed_back = {}) {
+  void evaluate(const Tensor& hidden, const Rows<T>& rows, FeedBack feed_back = {}) {
     for (int64_t first = 0; first < hidden.size(0); first += most_) {
       const int64_t count = std::min(most_, hidden.size(0) - first);
-      piece(torch::stable::narrow(hidden, 0, first, count), rows.from(first),
-            feed_back.from(first));
+      static_cast<Logits<T>&>(call_) = product_.of(hidden, first, count, rows.exps);
+      piece(rows.from(first), feed_back.from(first));
     }
   }
 
  private:
-  void piece(const Tensor& hidden, const Rows<T>& rows, const FeedBack& feed_back) {
-    const int64_t count = hidden.size(0);
-    const Tensor logits = torch::stable::narrow(logits_, 1, 0, count);
-    matmul(weight_, torch::stable::transpose(hidden, 0, 1), logits);
-    call_.logits = {static_cast<const T*>(logits.data_ptr()), 1, most_};
-    call_.tiles = tiles_of(count, vocabulary(), call_.logits, rows.exps);
+  void piece(const Rows<T>& rows, const FeedBack& feed_back) {
     const int64_t bytes = softmax_workspace(call_, tempered_, nullptr);
     if (!memory_ || memory_->numel() < bytes) {
       memory_ = queue_.empty({bytes}, torch::headeronly::ScalarType::Byte);
@@ -64,9 +98,8 @@ class Head {
   }
 
   const Queue& queue_;
-  Tensor weight_;
+  LogitsProduct<T> product_;
   int64_t most_;
-  Tensor logits_;  // [V, most]: rows next to each other, as the exponentials are
   bool tempered_;
   std::optional<Tensor> memory_;
   Softmax<T> call_{};

@@ -40,14 +40,9 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
                      .stats = views.matrix<T>(stats, 3, count)};
   if (count == 0) return;
   const Queue queue(views.device_index());
-  Tensor operand = hidden;
-  if (float_dtype(weight) != float_dtype(hidden)) {
-    operand = queue.empty({count, hidden.size(1)}, weight.scalar_type());
-    torch::stable::copy_(operand, hidden);
-  }
   Head<T> head(queue, views, weight, bias, std::min(logit_rows, count), uniforms.has_value(),
                temperature);
-  head.evaluate(operand, rows);
+  head.evaluate(rounded_like(queue, hidden, weight), rows);
 }
 
 void head_forward_cuda(Tensor hidden, Tensor weight, std::optional<Tensor> bias,

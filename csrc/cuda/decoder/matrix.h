@@ -18,6 +18,11 @@ struct Matrix {
   ACCUMEXT_HOST_DEVICE T* at(int64_t row, int64_t column) const {
     return data + (row * row_stride + column * column_stride);
   }
+
+  // Its rows from `first` on.
+  Matrix from_row(int64_t first) const {
+    return {data == nullptr ? nullptr : at(first, 0), row_stride, column_stride};
+  }
 };
 
 // A matrix whose dtype is known when it runs.
@@ -47,6 +52,11 @@ struct Column {
   int64_t stride = 0;  // elements
 
   ACCUMEXT_HOST_DEVICE T& operator[](int64_t i) const { return data[i * stride]; }
+
+  // Its elements from `first` on.
+  Column from(int64_t first) const {
+    return {data == nullptr ? nullptr : data + first * stride, stride};
+  }
 };
 
 }  // namespace accumext::cuda

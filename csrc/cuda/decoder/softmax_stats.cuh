@@ -20,20 +20,14 @@ namespace accumext::cuda {
 // device.cuh, kInFlight.
 constexpr int kSoftmaxBlocks = 3;
 
-// A call, and what its first kernel leaves for its second. Sums are relative to the largest logit
-// of their chunk, so that no term overflows; one without a finite logit counts from 0.
+// Logits of rows, and how blocks share them.
 template <typename T>
-struct Softmax {
+struct Logits {
   Matrix<const T> logits;  // [rows, columns], without
   Column<const T> bias;    // [columns], or null
   Tiles tiles;
-  T inverse_temperature;
-  // Of each chunk of each row, [bands, chunks, height]:
-  double* sum;       // of exp(z - origin)
-  double* tempered;  // of exp((z - origin) * inverse_temperature); null where sum serves
-  T* peak;           // the largest logit
-  int32_t* at;       // its column, from the chunk's first
 
+  // Of what there is for each chunk of each row, [bands, chunks, height].
   ACCUMEXT_HOST_DEVICE int64_t index(int64_t band, int64_t chunk) const {
     return (band * tiles.chunks() + chunk) * tiles.height;
   }
@@ -42,6 +36,18 @@ struct Softmax {
     const T z = *logits.at(row, column);
     return bias.data == nullptr ? z : z + bias[column];
   }
+};
+
+// A call, and what its first kernel leaves for its second. Sums are relative to the largest logit
+// of their chunk, so that no term overflows; one without a finite logit counts from 0.
+template <typename T>
+struct Softmax : Logits<T> {
+  T inverse_temperature;
+  // Of each chunk of each row:
+  double* sum;       // of exp(z - origin)
+  double* tempered;  // of exp((z - origin) * inverse_temperature); null where sum serves
+  T* peak;           // the largest logit
+  int32_t* at;       // its column, from the chunk's first
 };
 
 // The rows and results that the second kernel is asked for.
@@ -57,13 +63,10 @@ struct Rows {
 
   // Those from row `first` on.
   Rows from(int64_t first) const {
-    const auto at = [first](auto column) {
-      if (column.data != nullptr) column.data += first * column.stride;
-      return column;
-    };
     Matrix<T> its_stats = stats;
     its_stats.data = stats.at(0, first);
-    return {at(targets), at(uniforms), exps.from_row(first), at(tokens), its_stats};
+    return {targets.from(first), uniforms.from(first), exps.from_row(first), tokens.from(first),
+            its_stats};
   }
 };
 
@@ -107,7 +110,7 @@ __device__ T origin(T peak) {
 
 // The number of columns that exist of a chunk of the thread's row.
 template <typename T>
-__device__ int columns_left(const Softmax<T>& call, const Place& place, int64_t chunk) {
+__device__ int columns_left(const Logits<T>& call, const Place& place, int64_t chunk) {
   if (place.row >= call.tiles.rows) return 0;
   const int64_t left = call.tiles.columns - chunk * call.tiles.width();
   return static_cast<int>(left < call.tiles.width() ? left : call.tiles.width());
@@ -115,7 +118,7 @@ __device__ int columns_left(const Softmax<T>& call, const Place& place, int64_t 
 
 // Of the thread's logits of a tile those from `first` on; -inf where there are none.
 template <int kCount, typename T, int kElements>
-__device__ void load_tile(const Softmax<T>& call, const Place& place, int64_t chunk, int left,
+__device__ void load_tile(const Logits<T>& call, const Place& place, int64_t chunk, int left,
                           int first, T (&z)[kElements]) {
   const int64_t begin = chunk * call.tiles.width();
   const T* from = call.logits.at(place.row, begin + place.column_of<kCount>(first));
@@ -142,6 +145,17 @@ __device__ void load_tile(const Softmax<T>& call, const Place& place, int64_t ch
   }
 }
 
+// The largest of a tile that is in the thread's row. Every thread must call it.
+template <int kCount, typename T>
+__device__ Peak<T> tile_peak(const Place& place, const T (&z)[kPerThread]) {
+  Peak<T> mine{z[0], place.column_of<kCount>(0)};
+#pragma unroll
+  for (int n = 1; n < kPerThread; ++n) {
+    mine = combined(mine, Peak<T>{z[n], place.column_of<kCount>(n)});
+  }
+  return row_combined(place, mine);
+}
+
 // call.peak, at, sum and tempered of every chunk of every row.
 //
 //   grid    tiles.bands() times any      block   kBlockSize threads, over a tile at a time
@@ -158,12 +172,7 @@ __global__ void __launch_bounds__(kBlockSize, kSoftmaxBlocks)
   for (int64_t chunk = place.slot; chunk < call.tiles.chunks(); chunk += place.slots) {
     T z[kPerThread];
     load_tile<kCount>(call, place, chunk, columns_left(call, place, chunk), 0, z);
-    Peak<T> mine{z[0], place.column_of<kCount>(0)};
-#pragma unroll
-    for (int n = 1; n < kPerThread; ++n) {
-      mine = combined(mine, Peak<T>{z[n], place.column_of<kCount>(n)});
-    }
-    const Peak<T> peak = row_combined(place, mine);
+    const Peak<T> peak = tile_peak<kCount>(place, z);
     const T from = origin(peak.value);
     Sums sums{};
 #pragma unroll

@@ -8,6 +8,7 @@
 #include "cuda/decoder/clear_tokens.cuh"
 #include "cuda/decoder/look_up.cuh"
 #include "cuda/decoder/matrix.h"
+#include "cuda/decoder/objective.cuh"
 #include "cuda/decoder/rnn_advance.cuh"
 #include "cuda/decoder/rnn_gradient.cuh"
 #include "cuda/decoder/rnn_through_time.cuh"
@@ -30,6 +31,7 @@ class Call : public host_cuda::Run {
     if (op == 4) return look_up();
     if (op == 5) return clear_tokens();
     if (op == 6) return through_time();
+    if (op == 7) return wide ? head_objective<double>() : head_objective<float>();
     wide ? with_kind<double>(op) : with_kind<float>(op);
   }
 
@@ -185,6 +187,37 @@ class Call : public host_cuda::Run {
     device_.launch(softmax_chunks_kernel<T, kCount>, bands * grid_, kBlockSize, call);
     device_.launch(softmax_rows_kernel<T, kCount>, bands * (1 + writers), kBlockSize, call, rows,
                    next);
+  }
+
+  template <typename T>
+  void head_objective() {
+    const int64_t count = request_.integer();
+    const int64_t columns = request_.integer();
+    Objective<T> call{.inverse_temperature = inverse_of<T>(request_.number())};
+    for (double* rule : {&call.rules.z_loss, &call.rules.entropy_weight, &call.rules.soft_scale}) {
+      *rule = request_.number();
+    }
+    call.model.logits = matrix<const T>();
+    call.model.bias = column<const T>();
+    call.teacher.logits = matrix<const T>();
+    call.teacher.bias = column<const T>();
+    call.targets = column<const int64_t>();
+    call.share = column<const T>();
+    call.size = request_.integer();
+    call.probabilities = matrix<const T>();
+    call.indices = matrix<const int64_t>();
+    call.gradients = any_matrix();
+    call.tokens = column<int64_t>();
+    call.stats = matrix<T>();
+    const Tiles tiles = tiles_of(count, columns, call.model.logits, call.gradients);
+    call.model.tiles = call.teacher.tiles = tiles;
+    const host_cuda::Memory memory(objective_workspace(call, nullptr));
+    objective_workspace(call, memory.data());
+    device_.launch(objective_chunks_kernel<T>, tiles.bands() * grid_, kBlockSize, call);
+    device_.launch(objective_rows_kernel<T>, tiles.bands(), kBlockSize, call);
+    device_.launch(objective_gradients_kernel<T>, tiles.bands() * grid_, kBlockSize, call);
+    const int64_t slots = std::min(grid_, (call.size + kBlockSize - 1) / kBlockSize);
+    device_.launch(objective_given_kernel<T>, count * slots, kBlockSize, call);
   }
 
   template <typename T>

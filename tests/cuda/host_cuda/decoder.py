@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from accumext.decoder._operators import logits_of
 from host_cuda import RUNS, Request, execute
 
 _OPS = (
     "softmax_stats", "rnn_advance", "rnn_gradient", "rnn_pass_on", "look_up", "clear_tokens",
-    "rnn_through_time",
+    "rnn_through_time", "head_objective",
 )  # fmt: skip
 
 
@@ -73,6 +73,27 @@ class HostDecoder:
             for name in places:
                 request.put_place(getattr(feed_back, name))
             _put_lookup(request, feed_back.lookup)
+        self._call(request, runs)
+
+    def head_objective(
+        self, hidden, weight, bias, targets, share, z_loss, entropy_weight, soft_scale, temperature,
+        probabilities, indices, teacher_hidden, teacher_weight, teacher_bias, gradients,
+        logit_rows, tokens, stats, *, runs=RUNS,
+    ) -> None:  # fmt: skip
+        """What follows the products, of all rows at once. The second number of a run is how many
+        blocks share a band of rows."""
+        request = self._request("head_objective", hidden)
+        request.put_integers(*gradients.shape)
+        request.put_numbers(temperature, z_loss, entropy_weight, soft_scale)
+        heads = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
+        for rows, matrix, offset in heads:
+            _put_matrices(request, None if rows is None else logits_of(rows, matrix, None))
+            _put_columns(request, offset)
+        _put_columns(request, targets, share)
+        request.put_integers(0 if indices is None else indices.shape[1])
+        _put_matrices(request, probabilities, indices, gradients)
+        _put_columns(request, tokens)
+        _put_matrices(request, stats)
         self._call(request, runs)
 
     def rnn_advance(
@@ -153,7 +174,7 @@ class HostDecoder:
 def _put_matrices(request: Request, *matrices: Tensor | None) -> None:
     for matrix in matrices:
         request.put_place(matrix)
-        request.put_dtype(None if matrix is None or matrix.dtype == torch.bool else matrix)
+        request.put_dtype(matrix if matrix is not None and matrix.is_floating_point() else None)
         request.put_integers(*((0, 0) if matrix is None else matrix.stride()))
 
 

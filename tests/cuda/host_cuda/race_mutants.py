@@ -40,6 +40,7 @@ def without_barrier(
 HEAD, STEPS = "decoder/persistent_head.cuh", "decoder/persistent_steps.cuh"
 MEMORY, RESULTS = "decoder/persistent_memory.cuh", "decoder/persistent_results.cuh"
 BARRIER, TILES = "decoder/grid_barrier.cuh", "decoder/row_tiles.cuh"
+OBJECTIVE = "decoder/objective.cuh"
 SOFTMAX, THROUGH_TIME = "decoder/softmax_stats.cuh", "decoder/rnn_through_time.cuh"
 
 MUTANTS = (
@@ -195,6 +196,31 @@ MUTANTS = (
     Mutant(
         "two blocks write exponentials", "softmax", DEVICE, SOFTMAX,
         "peak.value, place.slot - 1,", "peak.value, MUTANT ? 0 : place.slot - 1,",
+    ),
+    # --- a loss of whole distributions ---
+    without_barrier(
+        "words are compared before all are there", "head_objective", STATIC, OBJECTIVE,
+        "shares[mine] = share;\n        ",
+    ),
+    without_barrier(
+        "the next words overwrite these", "head_objective", STATIC, OBJECTIVE, "if (repeats) ",
+    ),
+    Mutant(
+        "every thread of a word adds it up", "head_objective", DEVICE, OBJECTIVE,
+        "is_first && words[i] != word", "is_first && (MUTANT || words[i] != word)",
+    ),
+    Mutant(
+        "words that repeat are taken for ascending ones", "head_objective", DEVICE, OBJECTIVE,
+        "sums.descents == 0.0", "MUTANT || sums.descents == 0.0",
+    ),
+    Mutant(
+        "every block of a row has all of its words", "head_objective", DEVICE, OBJECTIVE,
+        "first = slot * kBlockSize;", "first = MUTANT ? 0 : slot * kBlockSize;",
+    ),
+    Mutant(
+        "two blocks differentiate a chunk", "head_objective", DEVICE, OBJECTIVE,
+        "#pragma unroll 1\n    for (int64_t chunk = place.slot;",
+        "#pragma unroll 1\n    for (int64_t chunk = MUTANT ? 0 : place.slot;",
     ),
     # --- cells ---
     Mutant(

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from support.decoder_calls import KINDS, Call, backward_call, head_call, steps_call
+from support.decoder_calls import (
+    KINDS,
+    Call,
+    backward_call,
+    head_call,
+    objective_call,
+    steps_call,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from host_cuda import ORDERS
@@ -82,6 +89,8 @@ def others() -> Iterator[tuple[str, Call]]:
     yield "pieces", steps_call("lstm", logit_rows=2, ends=True)
     yield "head", head_call(rows=20, words=900, logit_rows=9)
     yield "own targets", head_call(rows=20, words=900, logit_rows=9, own=True)
+    yield "objective", objective_call(rows=20, words=900, logit_rows=9)
+    yield "objective, all words", objective_call(rows=20, words=900, narrow=True, soft="all words")
     yield "own, predicted", steps_call("gru", own=True, around=True, ends=True)
     yield "around, known", steps_call("lstm", layers=2, around=True, head=False)
     yield "argmax", head_call(rows=20, words=900, logit_rows=20, sampled=False, narrow=True)

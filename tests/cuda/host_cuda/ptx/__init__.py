@@ -29,7 +29,10 @@ FOLDER = Path(__file__).parent
 # Sources of csrc/cuda that hold the kernels of a driver.
 SOURCES = {
     "driver": ("accumulate", "copy_rounded", "norm", "scale", "window_factors"),
-    "decoder": ("decoder/decode_steps", "decoder/head_forward", "decoder/rnn_backward"),
+    "decoder": tuple(
+        f"decoder/{name}"
+        for name in ("decode_steps", "head_forward", "head_objective", "rnn_backward")
+    ),
     "persistent": tuple(f"decoder/persistent_steps_{tiles}" for tiles in (1, 2, 4)),
 }
 FLAGS = [
