@@ -20,6 +20,8 @@ void head_objective(const Tensor& hidden, const Tensor& weight, const std::optio
   require(!bias || bias->numel() == weight.size(0));
   require(targets.numel() == count && share.numel() == count && tokens.numel() == count);
   require(stats.dim() == 2 && stats.numel() == 5 * count && temperature > 0.0);
+  const bool narrow = std::is_same_v<T, float> && workspace.dtype == Dtype::kBFloat16;
+  require(workspace.data == nullptr || workspace.dtype == kDtypeOf<T> || narrow);
   require(workspace.data == nullptr || workspace.rows >= count);
   require(logit_rows >= 1 && probabilities.has_value() == indices.has_value());
   require(teacher_hidden.has_value() == teacher_weight.has_value());

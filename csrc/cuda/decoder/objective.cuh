@@ -44,7 +44,7 @@ __device__ inline ObjectiveSums from_below(ObjectiveSums x, int distance) {
   return x;
 }
 
-// What the first kernel leaves of a chunk of a row. Sums are relative to the chunk's own peaks, or
+// The first kernel's results for a chunk of a row. Sums are relative to the chunk's own peaks, or
 // to 0 where a peak is -inf.
 template <typename T>
 struct ObjectiveChunk {
@@ -53,7 +53,7 @@ struct ObjectiveChunk {
   int32_t at;  // the column of the peak, from the chunk's first
 };
 
-// What the second kernel leaves of a row.
+// The second kernel's results for a row.
 template <typename T>
 struct ObjectiveRow {
   T peak, teacher_peak;
@@ -81,7 +81,7 @@ struct Objective {
   Matrix<T> stats;                // [5, rows], as head_objective of _operators.py
   AnyMatrix gradients;            // [rows, columns]
 
-  // What it is asked for from row `first` on.
+  // The rest of it, from row `first` on.
   Objective from(int64_t first) const {
     Objective rest = *this;
     rest.targets = targets.from(first);
@@ -309,9 +309,9 @@ __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
   });
 }
 
-// What the given words add to the gradient, in their order, kBlockSize of a row at a time. Where
-// they ascend, as all words of a vocabulary do, blocks share a row. Else one block has it, and the
-// first thread that has a word adds up what all others have of it.
+// Adds what is due to the given words to the gradient, in their order, kBlockSize of a row at a
+// time. Where they ascend, as all words of a vocabulary do, blocks share a row. Else one block has
+// it, and the first thread that has a word adds up what all others have of it.
 //
 //   grid    rows times any      block   kBlockSize threads
 //   reads   rows; targets; probabilities, T, and indices, int64, [rows, size]

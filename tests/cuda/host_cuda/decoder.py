@@ -80,8 +80,8 @@ class HostDecoder:
         probabilities, indices, teacher_hidden, teacher_weight, teacher_bias, gradients,
         logit_rows, tokens, stats, *, runs=RUNS,
     ) -> None:  # fmt: skip
-        """What follows the products, of all rows at once. The second number of a run is how many
-        blocks share a band of rows."""
+        """Run all that follows the products, of all rows at once. The second number of a run is
+        that of blocks which share a band of rows."""
         request = self._request("head_objective", hidden)
         request.put_integers(*gradients.shape)
         request.put_numbers(temperature, z_loss, entropy_weight, soft_scale)
