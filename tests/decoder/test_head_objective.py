@@ -7,7 +7,8 @@ import torch
 from support.objective_cases import check, problem
 from support.tensors import dtype_id
 
-import accumext  # noqa: F401  the operator
+import accumext
+from accumext.decoder import _operators
 
 OPTIONS = [
     {"entropy_weight": 0.3},
@@ -57,6 +58,30 @@ def test_no_rows() -> None:
     tokens, _, gradients = problem(0, 7, soft="tokens and head").run()
     assert tokens.shape == (0,)
     assert gradients.shape == (0, 7)
+
+
+@pytest.mark.skipif(accumext.backend() == "reference", reason="of the kernel, which is compiled")
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.float32, torch.float64),
+        (torch.float64, torch.float32),
+        (torch.float64, torch.bfloat16),
+    ],
+)
+def test_gradients_in_a_precision_that_is_not_written(
+    dtype: torch.dtype, kept: torch.dtype
+) -> None:
+    rows, words, size = 3, 7, 4
+    hidden, weight = torch.randn(rows, size, dtype=dtype), torch.randn(words, size, dtype=dtype)
+    targets, share = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=dtype)
+    gradients = torch.zeros(words, rows, dtype=kept).t()
+    with pytest.raises(RuntimeError):
+        _operators.head_objective(
+            hidden, weight, None, targets, share, 0.0, 0.1, 1.0, 1.0, None, None, None, None, None,
+            gradients, 1, torch.empty_like(targets), hidden.new_empty(5, rows),
+        )  # fmt: skip
+    assert not gradients.any()
 
 
 def test_words_that_cannot_be() -> None:
