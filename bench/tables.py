@@ -34,8 +34,8 @@ LARGE, MANY, TINY = "100M in 200", "2M in 2,000", "10k in 10"
 MASTERS = [f"masters_cpu_{run}" for run in range(1, 6)]  # further runs of some of the jobs
 DECODER_ROLES = ("small", "wide", "many rows")
 STEPS = ("unscale, clip", "unscale", "clip")
-SETTINGS = ("", "_kept")  # of the C library: as it comes, and told to keep freed memory
-THREADS = (1, 2)
+# Two threads with the C library as it comes; one and two where it is told to keep freed memory.
+AVX2, AVX2_KEPT = "decoder_avx2_2", ("decoder_avx2_1_kept", "decoder_avx2_2_kept")
 
 
 # --- results -----------------------------------------------------------------------------------
@@ -125,18 +125,16 @@ def decoder_ratios(*rows: tuple[str, str, str], of_avx2: bool = False) -> Lines:
         low, high = (f"{f([s.median for s in found if s]):.1f}" for f in (min, max))
         return low if low == high else f"{low}-{high}"
 
-    def with_avx2(role: str, setting: str, other: str) -> str:
-        found = [
-            times_as_fast(case(f"decoder_avx2_{n}{setting}", role), OURS, other) for n in THREADS
-        ]
+    def with_avx2(role: str, other: str, *sources: str) -> str:
+        found = [times_as_fast(case(source, role), OURS, other) for source in sources]
         return " / ".join(f"{s.median:.1f}" for s in found if s)
 
     body = []
     if of_avx2:
         for label, *which in (
-            ("plain PyTorch, AVX2", "", PLAIN),
-            ("plain PyTorch that keeps its heap, AVX2", "_kept", PLAIN),
-            (f"{PRODUCTS}, AVX2", "_kept", PRODUCTS),
+            ("plain PyTorch, AVX2", PLAIN, AVX2),
+            ("plain PyTorch that keeps its heap, AVX2", PLAIN, *AVX2_KEPT),
+            (f"{PRODUCTS}, AVX2", PRODUCTS, *AVX2_KEPT),
         ):
             body.append((label, *(with_avx2(role, *which) for role in DECODER_ROLES)))
     body += [(label, *(cell(role, *both) for role in DECODER_ROLES)) for label, *both in rows]
@@ -171,22 +169,24 @@ def decoder_times() -> Lines:
 
 
 def decoder_by_shape() -> Lines:
-    """Medians in ms, by default and where the heap is kept; of bfloat16 and products the latter."""
-    rows = []
-    for threads in THREADS:
-        fresh, kept = (
-            {
-                shape_of(entry): {
-                    name: f"{1e3 * way['spread']['median']:,.0f}"
-                    for name, way in entry["contenders"].items()
-                }
-                for entry in result(f"decoder_avx2_{threads}{setting}")["cases"]
+    """Medians in ms where the heap is kept; before those with two threads, those by default."""
+
+    def medians(source: str) -> dict[str, dict[str, str]]:
+        return {
+            shape_of(entry): {
+                name: f"{1e3 * way['spread']['median']:,.0f}"
+                for name, way in entry["contenders"].items()
             }
-            for setting in SETTINGS
-        )
-        for shape, ways in kept.items():
-            both = (f"{fresh.get(shape, {}).get(n, '')} / {ways[n]}" for n in (PLAIN, OURS))
-            rows.append((shape, str(threads), *both, ways[OURS_BF16], ways[PRODUCTS]))
+            for entry in result(source)["cases"]
+        }
+
+    rows, fresh = [], medians(AVX2)
+    for source, threads in zip(AVX2_KEPT, "12"):
+        for shape, ways in medians(source).items():
+            both = [ways[PLAIN], ways[OURS]]
+            if threads == "2":
+                both = [f"{fresh[shape][n]} / {ways[n]}" for n in (PLAIN, OURS)]
+            rows.append((shape, threads, *both, ways[OURS_BF16], ways[PRODUCTS]))
     head = ("T, B, H, V", "threads", "plain PyTorch", OURS, "accumext in bfloat16", "the products")
     return markdown(head, *rows)
 
@@ -196,22 +196,22 @@ def shape_of(entry: dict[str, Any]) -> str:
 
 
 def known() -> Lines:
-    """Medians in ms of known inputs; a cell is accumext, and the better of PyTorch's two ways."""
-    cells: dict[str, list[str]] = {}
-    for threads in THREADS:
+    """Medians in ms of known inputs: accumext / the better of PyTorch's two ways."""
+    found: dict[str, dict[tuple[int, str], str]] = {}
+    for threads in (1, 2):
         for job in result(f"known_avx2_{threads}")["jobs"]:
-            *shape, _ = job["job"].removeprefix("known, ").split(", ")
-            seconds = {way: statistics.median(found) for way, found in job["seconds"].items()}
-            mine = seconds.pop(OURS)
-            text = (
-                f"{1e3 * mine:,.{mine < 0.1:d}f} / {1e3 * min(seconds.values()):,.{mine < 0.1:d}f}"
-            )
-            cells.setdefault(", ".join(f"{int(n):,}" for n in shape), []).append(text)
-    ways = [f"{layers}, {threads}" for threads in ("1 thread", "2 threads") for layers in LAYERS]
-    return markdown(("T, B, H, V", *ways), *((shape, *found) for shape, found in cells.items()))
-
-
-LAYERS = ("one layer", "two layers")
+            *shape, layers = job["job"].removeprefix("known, ").split(", ")
+            medians = {way: 1e3 * statistics.median(times) for way, times in job["seconds"].items()}
+            mine, best = medians.pop(OURS), min(medians.values())
+            row = found.setdefault(", ".join(f"{int(size):,}" for size in shape), {})
+            row[threads, layers] = " / ".join(f"{ms:,.{mine < 100:d}f}" for ms in (mine, best))
+    columns = {
+        (threads, layers): f"{of_layers}, {of_threads}"
+        for threads, of_threads in ((1, "1 thread"), (2, "2 threads"))
+        for layers, of_layers in (("1", "one layer"), ("2", "two layers"))
+    }
+    rows = [(shape, *(row.get(column, "") for column in columns)) for shape, row in found.items()]
+    return markdown(("T, B, H, V", *columns.values()), *rows)
 
 
 def loops(
@@ -462,7 +462,7 @@ TABLES = {
     "demo": Table("README.md", "demo_cpu", "-m accumext demo", demo),
     "decoder": Table(
         "README.md",
-        "decoder_avx2_2",
+        AVX2,
         DECODER,
         partial(
             decoder_ratios,
@@ -495,9 +495,7 @@ TABLES = {
     ),
     "windows": Table("README.md", "windows_cpu", WINDOWS, windows_in_short),
     "windows in full": Table("docs/optimizer.md", "windows_cpu", WINDOWS, windows_in_full),
-    "decoder by shape": Table(
-        "docs/decoder.md", "decoder_avx2_2", f"{DECODER} --shape ...", decoder_by_shape
-    ),
+    "decoder by shape": Table("docs/decoder.md", AVX2, f"{DECODER} --shape ...", decoder_by_shape),
     "known": Table("docs/decoder.md", "known_avx2_2", "bench/loops.py known", known),
     "decoder times": Table("docs/decoder.md", "decoder_cpu", DECODER, decoder_times),
     "decoder ratios": Table(

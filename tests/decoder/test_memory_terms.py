@@ -107,17 +107,22 @@ def test_predicted_peak_is_the_measured_one(case: dict[str, Any]) -> None:
         assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
 
 
-@pytest.mark.parametrize(("layers", "bias"), [(1, True), (3, True), (3, False)])
-def test_weights_are_transposed_but_on_a_cpu(layers: int, bias: bool) -> None:
-    """The state's weights of each layer, [H, H]."""
-    units = 256
-    cell = nn.RNN(8, units, layers, bias=bias)
+@pytest.mark.parametrize(
+    ("kind", "layers", "bias"),
+    [(nn.RNN, 1, True), (nn.RNN, 3, True), (nn.RNN, 3, False), (nn.GRU, 1, True)],
+)
+def test_weights_are_transposed_but_on_a_cpu(
+    kind: type[nn.RNNBase], layers: int, bias: bool
+) -> None:
+    """The state's weights of each layer, [gates H, H]; all else is predicted alike."""
+    units, gates = 256, 3 if kind is nn.GRU else 1
+    cell = kind(8, units, layers, bias=bias)
     parts = nn.Embedding(30, 8), cell, nn.Linear(units, 30)
     on_cpu, elsewhere = (
         accumext.decode_memory(*parts, (4, 2), feedback="greedy")
         for parts in (parts, [part.to("meta") for part in copy.deepcopy(parts)])
     )
-    assert elsewhere - on_cpu == layers * units * units * 4
+    assert elsewhere - on_cpu == layers * gates * units * units * 4
 
 
 @pytest.mark.parametrize(

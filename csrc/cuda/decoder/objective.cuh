@@ -164,9 +164,8 @@ __device__ void add_given(const Objective<T>& call, const Place& place, int64_t 
 // call.chunks.
 //
 //   grid    tiles.bands() times any      block   kBlockSize threads, over a tile at a time
-//   reads   logits, T, [rows, columns], of the model and of the teacher, once; both bias,
-//   [columns];
-//           probabilities, T, and indices, int64, [rows, size], and of logits those of the indices
+//   reads   logits, T, [rows, columns], of the model and of the teacher, once; bias, [columns], of
+//           both; probabilities, T, and indices, int64, [rows, size], and the logits of these
 //   writes  chunks, 80 or 88 bytes per chunk of a row
 template <typename T>
 __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
@@ -275,8 +274,7 @@ __global__ void __launch_bounds__(kBlockSize) objective_rows_kernel(Objective<T>
 //   grid    tiles.bands() times any      block   kBlockSize threads, over a tile at a time
 //   reads   rows; targets; logits, T, [rows, columns], of the model and of the teacher; both bias
 //   writes  kept, T, in place of the model's logits; gradients, any dtype, [rows, columns]; the
-//   last
-//           of stats
+//           last of stats
 template <typename T>
 __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
     objective_gradients_kernel(Objective<T> call) {
