@@ -31,7 +31,7 @@ SEGMENT = 16
 KEPT_GRAPH = 2**24
 
 PRE_ACTIVATIONS = 4  # of a unit of a GRU or LSTM
-HANDED_OUT = ("cpu", "meta")  # devices whose operators do so; of meta tensors a prediction
+HANDED_OUT = ("cpu", "meta")  # where operators write them out; meta: as predicted
 
 # Rows of pre-activations that the backward pass of torch's modules forms at once: on a GPU so many
 # that products fill it and launches are few.
