@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from support import ROOT, oracle
+from support.cpu_library import compiled, emulated_avx512, linked
 from support.once import once
-from support.source_tree import COMPILER
+from support.source_tree import COMPILER, Tree
 
 import accumext
+from accumext.backend import _build
 
 if accumext.backend() != "cpu":
     pytest.skip("no compiled CPU kernels are in use", allow_module_level=True)
@@ -155,25 +157,62 @@ def test_every_instruction_set_decodes_alike(tmp_path: Path) -> None:
             assert error <= allowed, (capability, name, error)
 
 
-OPERATORS = [f"tests/{name}.py" for name in (
+WIDEST = torch.backends.cpu.get_cpu_capability().lower()
+OPERATORS = [f"{ROOT}/tests/{name}.py" for name in (
     "decoder/test_add_matmul", "decoder/test_head_forward", "decoder/test_head_objective",
     "decoder/test_decode_steps", "decoder/test_rnn_backward", "generation/test_head_top",
 )]  # fmt: skip
+
+
+def check_tests(*tests: str, folder: Path, **variables: str) -> None:
+    """Run tests with the package that is in a folder."""
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    env = os.environ | variables
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_the_decoders_operators_with_fewer_instructions(capability: str) -> None:
     """Their own tests, where the others run with all that the processor has."""
-    widest = torch.backends.cpu.get_cpu_capability().lower()
-    if capability == widest or (capability == "avx2" and widest == "default"):
+    if capability == WIDEST or (capability == "avx2" and WIDEST == "default"):
         pytest.skip("these are all that the processor has")
-    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *OPERATORS], env=env, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    check_tests(*OPERATORS, folder=ROOT, ATEN_CPU_CAPABILITY=capability)
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package, whose kernels for AVX-512 are made of instructions of AVX2."""
+
+    def build(folder: Path) -> None:
+        tree = Tree(folder)
+        shutil.rmtree(folder / "csrc")
+        csrc = emulated_avx512(folder / "csrc")
+        (folder / "objects").mkdir()
+        objects = compiled(csrc, folder / "objects", [*_build.cxx_flags("cpu"), "-O1"])
+        tree.install(linked(objects.values(), folder / "library.so"))
+
+    return once(tmp_path_factory, "emulated", build)
+
+
+@pytest.mark.build
+@pytest.mark.skipif(WIDEST != "avx2", reason="the processor has AVX-512, or no AVX2")
+@pytest.mark.parametrize(
+    "tests",
+    [
+        OPERATORS,
+        [
+            f"{__file__}::test_every_instruction_set_gives_the_same_bits",
+            f"{__file__}::test_every_instruction_set_decodes_alike",
+        ],
+    ],
+    ids=["operators", "alike"],
+)
+def test_emulated_avx512(tests: list[str], emulated: Path) -> None:
+    """The kernels for AVX-512, and for AVX512-BF16, on a processor without it."""
+    check_tests(*tests, folder=emulated, PYTHONPATH=str(emulated))
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])

@@ -139,7 +139,6 @@ void check_block(int64_t rows, int64_t depth, int64_t columns, bool add) {
   std::vector<float> out(rows * stride, kUntouched);
   kPairedAmx.multiply({.left = left.data.data(),
                        .row_stride = left.stride,
-                       .depth_stride = 1,
                        .panel = panel.data(),
                        .rows = rows,
                        .depth = depth,
@@ -188,8 +187,7 @@ void check_skinny(int64_t rows, int64_t depth, int64_t columns) {
                       .columns = columns,
                       .bias = bias.data(),
                       .out = out.data(),
-                      .out_stride = columns,
-                      .scratch = nullptr},
+                      .out_stride = columns},
                      0, rows);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = 0; c < columns; ++c) {

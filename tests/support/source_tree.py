@@ -122,15 +122,17 @@ class Tree:
         (library,) = self.cache.glob("accumext*/*/_C_cpu.so")
         return library.parent
 
-    def install(self) -> None:
-        """Put a compiled library where an installation would."""
-        if not self.cache.exists():
-            self.show()
-        shutil.copy(self.built() / "_C_cpu.so", self.installed)
+    def install(self, library: Path | None = None) -> None:
+        """Put a library, by default that of these sources, where an installation would."""
+        if library is None:
+            if not self.cache.exists():
+                self.show()
+            library = self.built() / "_C_cpu.so"
+        shutil.copy(library, self.installed)
         path = self.folder / "accumext" / "backend" / "_build.py"  # by path, as in setup.py
         key = runpy.run_path(str(path))["sources_key"]()
         record: dict[str, Any] = {"sources": key, "torch": "2.13.0", "compiled": ["cpu"]}
         digest = hashlib.sha256(self.installed.read_bytes()).hexdigest()
         record |= {"missing": {}, "sha256": {self.installed.name: digest}}
         (self.folder / "accumext" / "backend" / "_build_info.json").write_text(json.dumps(record))
-        shutil.rmtree(self.cache)
+        shutil.rmtree(self.cache, ignore_errors=True)

@@ -63,7 +63,7 @@ def test_a_fault_is_seen(kind, fault, words, built):
     [("address", "default"), ("address", "avx2"), ("address", "avx512"), ("thread", "avx512")],
 )
 def test_operators(kind, isa, built):
-    """`isa`: the widest instruction set that may be used; less where the processor has less."""
+    """`isa`: the widest instruction set that may be used, emulated where need be."""
     done = sanitized.run(kind, built(kind), "operators", ATEN_CPU_CAPABILITY=isa)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "decoder done"

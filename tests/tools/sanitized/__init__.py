@@ -10,12 +10,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support.programs import compiler, sanitizer_runtime
-from torch.utils import cpp_extension
+from support import cpu_library
+from support.programs import sanitizer_runtime
 
 from accumext.backend import _build
 
@@ -42,31 +40,18 @@ def runtime(kind: str) -> Path | None:
     return sanitizer_runtime(KINDS[kind][1])
 
 
-def build(kind: str, folder: Path, csrc: Path | None = None) -> Path:
+def build(kind: str, folder: Path) -> Path:
     """Compile the library, `threads` and `faults` into `folder`; returns the library."""
     sanitize = KINDS[kind][0]
-    csrc = csrc or _build.csrc()
-    includes = [f"-I{path}" for path in (csrc, *cpp_extension.include_paths())]
+    csrc = cpu_library.sources_of_every_isa(folder / "csrc")
     # Not optimised: half the time to compile, and nothing that could be seen is optimised away.
     dropped = ("-O", "-g", "-fvisibility")  # threads.cpp is to be found by others
     kept = [flag for flag in _build.cxx_flags("cpu") if not flag.startswith(dropped)]
-    flags = [*kept, "-O0", "-g1", "-w", "-fPIC", sanitize, "-fno-sanitize-recover=all", *includes]
-    sources = sorted(csrc.glob("cpu/**/*.cpp"), key=lambda path: -path.stem.startswith("kernels"))
-
-    def compiled(source: Path) -> str:
-        target = folder / f"{source.stem}.o"
-        _run([*compiler(), *flags, "-c", str(source), "-o", str(target)])
-        return str(target)
-
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(compiled, [*sources, *FOLDER.glob("*.cpp")]))
-    link = [*compiler(), "-shared", sanitize]
-    own = [path for path in objects if Path(path).stem not in ("threads", "faults")]
-    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-    _run([*link, *own, "-o", str(folder / "library.so"), *libraries, "-ltorch", "-ltorch_cpu"])
+    flags = [*kept, "-O0", "-g1", "-w", sanitize, "-fno-sanitize-recover=all"]
+    objects = cpu_library.compiled(csrc, folder, flags, FOLDER.glob("*.cpp"))
     for name in ("threads", "faults"):
-        _run([*link, str(folder / f"{name}.o"), "-o", str(folder / f"{name}.so")])
-    return folder / "library.so"
+        cpu_library.linked([objects.pop(name)], folder / f"{name}.so", sanitize)
+    return cpu_library.linked(objects.values(), folder / "library.so", sanitize)
 
 
 def run(kind: str, folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
@@ -85,9 +70,3 @@ def run(kind: str, folder: Path, *arguments: str, **variables: str) -> subproces
         timeout=TIMEOUT_S,
         env=environment,
     )
-
-
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
