@@ -60,9 +60,9 @@ def compiled(
 
 
 def linked(objects: Iterable[Path], library: Path, *flags: str) -> Path:
-    """Link objects to a library that torch loads."""
+    """Link objects to a library, which torch loads if it needs torch."""
     folders = [f"-L{path}" for path in cpp_extension.library_paths()]
-    torch = [*folders, "-ltorch", "-ltorch_cpu"]
+    torch = [*folders, "-Wl,--as-needed", "-ltorch", "-ltorch_cpu"]
     run([*compiler(), "-shared", *flags, *map(str, objects), "-o", str(library), *torch])
     return library
 
