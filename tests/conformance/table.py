@@ -118,11 +118,11 @@ def outcomes(reports: Sequence[Path]) -> Outcomes:
 
 
 def docstring(node: ast.Module | ast.FunctionDef) -> str:
-    """The first line of a docstring, which every room and test of this folder has."""
+    """The first paragraph of a docstring, which every room and test of this folder has."""
     text = ast.get_docstring(node)
     if not text:
         raise SystemExit(f"{getattr(node, 'name', node)}: a test without a docstring has no row")
-    return text.splitlines()[0].rstrip(".")
+    return " ".join(text.split("\n\n")[0].split()).rstrip(".")
 
 
 def table(cases: Outcomes) -> tuple[list[str], int]:

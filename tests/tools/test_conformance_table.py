@@ -110,3 +110,8 @@ def test_every_row_is_a_test_that_exists(table):
         for file, function, _ in rows:
             (path,) = FOLDER.parent.rglob(f"{file}.py")
             assert f"\ndef {function}(" in path.read_text(encoding="utf-8")
+
+
+def test_the_documentation_has_the_text_of_every_test(table, tmp_path):
+    good = report(table, tmp_path / "good.xml", passed)
+    assert table.main([good, "--check"]) == 0
