@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accumext
+from accumext.decoder import _memory, _plan
 from accumext.demo.memory import peak_memory
 
 PREDICTION = 0.10  # of the measured peak
@@ -215,6 +216,34 @@ def test_a_graph_that_is_kept(attention: Any, places: int) -> None:
     """Without a budget, of as many of the last steps as are small: of all, or of few."""
     memory = torch.randn(BATCH, places, SIZE, requires_grad=True)
     compare(attention(), 24, context=(memory,), memory_budget=None)
+
+
+@pytest.mark.parametrize(
+    ("make", "limit"),
+    [(gru_cell, 2**18), (gru_cell, 2**21), (Cached, 2**21), (Cached, 2**23), (Cached, 2**24)],
+)
+def test_as_many_steps_are_kept_as_in_the_call(
+    make: Any, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph of these steps is not made again, so that the cell is called once for each."""
+    found, predict, steps, calls = [], _memory._kept_steps, 70, 0
+    monkeypatch.setattr(_memory, "_kept_steps", lambda *a: found.append(predict(*a)) or found[-1])
+    monkeypatch.setattr(_plan, "KEPT_GRAPH", limit)
+    cell, (embedding, head) = make(), parts()
+
+    def counted(x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        nonlocal calls
+        calls += 1
+        return cell(x, state)
+
+    empty = torch.zeros(BATCH, 0, SIZE)
+    state = torch.zeros(BATCH, SIZE) if make is gru_cell else (empty, empty)
+    targets = torch.randint(VOCABULARY, (steps, BATCH))
+    given = (embedding, counted, head, targets, state)
+    accumext.decode_memory(*given, feedback="greedy")
+    calls = 0
+    accumext.decode_loss(*given, feedback="greedy").loss.backward()
+    assert found == [2 * steps - calls]
 
 
 def test_autocast_rounds_weights_once_and_keeps_them() -> None:
