@@ -239,8 +239,10 @@ def segment_memory(call: Call, cell: Any) -> SegmentMemory:
         call.model.table.discard_gradients()
     peak, gradients, size, graph = alone
     steps = call.tokens.steps
-    looked_up = call.tokens.batch * call.model.table.weight[0].nbytes  # is no part of a graph there
-    kept = _kept_steps(call, first[3] - looked_up, (size - first[2]) // max(1, steps - 1))
+    table = call.model.table.weight
+    # The call counts what the graph of its first step saves: not the embeddings that it reads.
+    read = call.tokens.batch * table.shape[1] * table.element_size()
+    kept = _kept_steps(call, first[3] - read, (size - first[2]) // max(1, steps - 1))
     graph -= (graph - first[3]) * kept // max(1, 2 * steps)  # of those on average
     return SegmentMemory(peak, after_others, gradients, (first[2] + size) // 2, graph, kept)
 

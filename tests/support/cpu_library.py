@@ -20,8 +20,8 @@ EMULATED = Path(__file__).with_name("avx512_emulated.h")
 
 
 def sources_of_every_isa(csrc: Path) -> Path:
-    """The sources with which this processor runs all CPU kernels but those for AMX: as they are, or
-    a copy of them in the folder `csrc`."""
+    """The sources, or a copy of them in the folder `csrc` where this processor would not run the
+    kernels for AVX512-BF16."""
     return _build.csrc() if cpu_multiplies_bfloat16() else emulated_avx512(csrc)
 
 
