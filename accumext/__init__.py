@@ -15,6 +15,7 @@ if (
 
 from accumext import ops
 from accumext._clip_grad_norm import clip_grad_norm_
+from accumext.audit import audit
 from accumext.backend import _libraries, backend, backend_reason
 from accumext.chunked import chunked_loss
 from accumext.decoder import DecodeOutput, decode_loss, decode_memory
@@ -42,6 +43,7 @@ __all__ = [
     "TBPTTResult",
     "WindowReport",
     "accumulate_",
+    "audit",
     "backend",
     "backend_reason",
     "chunked_loss",

@@ -11,6 +11,7 @@ import torch
 
 import accumext
 from accumext import demo
+from accumext.audit import cli as audit
 from accumext.backend import _doctor
 from accumext.demo.cli import INTERRUPTED
 
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, module, summary in (
         ("doctor", _doctor, "which kernels are in use, why, how to get better ones; self-test"),
         ("demo", demo, "train a decoder on real text, beside plain PyTorch"),
+        ("audit", audit, "run a training script, and say what its loop does wrongly"),
     ):
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)

@@ -1,0 +1,179 @@
+"""What an audit records of a loop: one frozen event for each thing that happened.
+
+Numbers are plain Python, read from the device when the audit closes. Gradients are `Sketch`es.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+Sketch: TypeAlias = Tensor  # float64 [parameters, SIZE] on the host, linear in the gradient
+
+
+@dataclass(frozen=True)
+class Event:
+    where: str  # "train.py:31"
+    time: float  # in seconds
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss in the graph of a backward pass, as near to its root as autograd names it."""
+
+    node: int  # its number in the graph, the same in every pass that goes through it
+    known: bool  # one of torch's losses
+    reduction: str | None  # "mean", "sum", or not known
+    count: float | None  # of the targets that it counts
+    coefficient: float  # derivative of the pass's root by it
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What autograd keeps for a backward pass, when that begins."""
+
+    bytes: int  # of saved tensors, without parameters
+    calls: int  # uses of the parameter that is used most often
+    parameter: int  # which one that is
+    bytes_per_call: float
+    class_bytes: int  # of tensors with an element for every class
+
+
+@dataclass(frozen=True)
+class Pass(Event):
+    """A backward pass that reached a parameter."""
+
+    start: float
+    gradient: Sketch  # this pass's own
+    reached: frozenset[int]  # parameters
+    losses: tuple[Loss, ...]
+    coefficient: float  # derivative of its root by its loss, by all scalar factors at the end
+    scale: float  # of the GradScaler that scaled it, else 1
+    value: float  # of the root
+    graph: Graph
+    sent: int  # bytes that DistributedDataParallel reduced in it
+
+
+@dataclass(frozen=True)
+class Cleared(Event):
+    """`zero_grad` of the optimizer or the model."""
+
+
+@dataclass(frozen=True)
+class Unscaled(Event):
+    """`GradScaler.unscale_` of the optimizer."""
+
+
+@dataclass(frozen=True)
+class Clipped(Event):
+    """`clip_grad_norm_`, by torch or by accumext."""
+
+    norm: float
+    max_norm: float
+    parameters: frozenset[int]
+    others: int  # parameters that are neither the optimizer's nor of another that steps
+
+    @property
+    def factor(self) -> float:
+        return min(1.0, self.max_norm / (self.norm + 1e-6))
+
+
+@dataclass(frozen=True)
+class Updated(Event):
+    """`GradScaler.update`."""
+
+
+@dataclass(frozen=True)
+class Scheduled(Event):
+    """A step of a learning-rate scheduler."""
+
+
+@dataclass(frozen=True)
+class Stepped(Event):
+    """A step of the optimizer, or one that a scaler or the wrapper skipped."""
+
+    used: Sketch | None  # the gradient, after all factors; None if the step was skipped
+    left: Sketch | None  # what was in `.grad`
+    present: frozenset[int]  # parameters that had a gradient
+    factor: float  # the wrapper's clip
+    skipped: bool
+    through_scaler: bool
+    closure_calls: int
+    half_error: float  # of the sum in half precision, relative to the sum in float32
+    half_rounding: float  # of rounding that sum once
+
+
+@dataclass(frozen=True)
+class Truncated(Event):
+    """A truncated gradient, measured beside the exact one."""
+
+    k1: int
+    k2: int | None
+    steps: int
+    distance: float  # relative to the exact gradient
+    cosine: float
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """All of an audit."""
+
+    events: tuple[Event, ...]
+    names: tuple[str, ...]  # of the parameters
+    bytes: int  # of the parameters
+    trained: frozenset[int]  # parameters that an optimizer which stepped has
+    twice: frozenset[int]  # those that two groups, or two such optimizers, have
+    audited: frozenset[int]  # those of the audited optimizer
+    wrapped: bool  # in an AccumulatingOptimizer, which weights and unscales by itself
+    sums: bool  # the wrapper's reduction is "sum"
+    half: frozenset[int]  # parameters of half precision
+    ranks: tuple[Record, ...] = ()  # those of all processes, where they reduce gradients
+    before: Record | None = None  # of the same loop, run earlier
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a loop does wrongly.
+
+    Attributes:
+        name: what it is, such as "divisor missing".
+        evidence: what was seen, with numbers.
+        cure: what to write instead.
+        value: the number of the evidence, in the unit that it says.
+        where: the line of the loop, "train.py:31".
+    """
+
+    name: str
+    evidence: str
+    cure: str
+    value: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Window:
+    """The events up to a step, and what came before."""
+
+    index: int
+    events: tuple[Event, ...]
+    step: Stepped
+    previous: Stepped | None
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return tuple(event for event in self.events if isinstance(event, Pass))
+
+
+def windows_of(record: Record) -> list[Window]:
+    """The closed windows of a record."""
+    windows: list[Window] = []
+    since: list[Event] = []
+    for event in record.events:
+        since.append(event)
+        if isinstance(event, Stepped):
+            previous = windows[-1].step if windows else None
+            windows.append(Window(len(windows), tuple(since), event, previous))
+            since = []
+    return windows

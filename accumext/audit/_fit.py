@@ -1,0 +1,147 @@
+"""With which factor each pass of a window is in the gradient that its step used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from accumext.audit._events import Cleared, Clipped, Pass, Record, Sketch, Window, windows_of
+
+_EXPLAINED = 1e-3  # of the gradient may be rounding
+_EXPLAINED_HALF = 0.1  # where gradients, or their sums, are of half precision
+_WELL_POSED = 1e-5  # smallest singular value of the sketches, relative to the greatest
+
+
+@dataclass(frozen=True)
+class Share:
+    """A pass in a window's gradient."""
+
+    of: Pass
+    rank: int
+    factor: float  # of the pass's gradient in the one that the step used, without its clip
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a step's gradient is made of."""
+
+    window: Window
+    shares: tuple[Share, ...]
+    equal: bool  # all passes have one factor
+    earlier: float  # factor of what the step before left in `.grad`, relative to this window's
+
+
+@lru_cache(maxsize=2)
+def fits(record: Record) -> tuple[Fit, ...]:
+    """Those of the windows that are a sum of their passes."""
+    others = [windows_of(rank) for rank in record.ranks] or [windows_of(record)]
+    found = []
+    for window in windows_of(record):
+        passes = [
+            (rank, one)
+            for rank, windows in enumerate(others)
+            for one in (windows[window.index].passes if window.index < len(windows) else ())
+            if one.reached & record.audited
+        ]
+        fit = _fit(record, window, passes)
+        if fit is not None:
+            found.append(fit)
+    return tuple(found)
+
+
+def _fit(record: Record, window: Window, passes: list[tuple[int, Pass]]) -> Fit | None:
+    step = window.step
+    if step.used is None or not passes or step.closure_calls > 1:
+        return None
+    used = without_clip(window)
+    own = torch.zeros(len(used), 1, dtype=torch.bool)
+    own[list(record.audited)] = True
+    columns = [torch.where(own, one.gradient, 0.0) for _, one in passes]
+    if not all(map(finite, (used, *columns))):
+        return None
+    tolerance = _EXPLAINED_HALF if record.half else _EXPLAINED
+    left = None if window.previous is None else window.previous.left
+
+    def explained(groups: list[list[int]], extra: list[Sketch]) -> Tensor | None:
+        sums = [torch.stack([columns[i] for i in group]).sum(0) for group in groups]
+        return _solve([*sums, *extra], used, tolerance)
+
+    every, number = list(range(len(passes))), len(passes)
+    one = explained([every], [])
+    if one is not None:
+        return _made(window, passes, [float(one[0])] * number, True, 0.0)
+    if left is not None and finite(left):
+        two = explained([every], [torch.where(own, left, 0.0)])
+        if two is not None and abs(two[1]) > tolerance * abs(two[0]):
+            return _made(window, passes, [float(two[0])] * number, True, float(two[1] / two[0]))
+    for groups in (_between_clears(window, passes), [[i] for i in every]):
+        many = explained(groups, []) if 2 * len(groups) <= used.numel() else None
+        if many is not None:
+            factors = [0.0] * number
+            for group, factor in zip(groups, many.tolist(), strict=True):
+                for i in group:
+                    factors[i] = factor
+            return _made(window, passes, factors, False, 0.0)
+    return None
+
+
+def _made(
+    window: Window,
+    passes: list[tuple[int, Pass]],
+    factors: list[float],
+    equal: bool,
+    earlier: float,
+) -> Fit:
+    shares = [Share(one, rank, f) for (rank, one), f in zip(passes, factors, strict=True)]
+    return Fit(window, tuple(shares), equal, earlier)
+
+
+def without_clip(window: Window) -> Sketch:
+    """The gradient that a step used, as it was before it was clipped."""
+    used = window.step.used
+    assert used is not None
+    used = used / window.step.factor if window.step.factor else used
+    last = max((i for i, event in enumerate(window.events) if isinstance(event, Pass)), default=0)
+    factors = torch.ones(len(used), 1, dtype=torch.float64)
+    for event in window.events[last:]:
+        if isinstance(event, Clipped) and event.factor > 0:
+            factors[list(event.parameters)] *= event.factor
+    return used / factors
+
+
+def _between_clears(window: Window, passes: list[tuple[int, Pass]]) -> list[list[int]]:
+    """The passes, in groups that no `zero_grad` divides."""
+    mine = {id(one): i for i, (_, one) in enumerate(passes)}
+    groups: list[list[int]] = [[]]
+    for event in window.events:
+        if isinstance(event, Cleared):
+            groups.append([])
+        elif id(event) in mine:
+            groups[-1].append(mine[id(event)])
+    listed = {i for group in groups for i in group}
+    groups.append([i for i in mine.values() if i not in listed])  # of other processes
+    return [group for group in groups if group]
+
+
+def _solve(columns: list[Sketch], used: Sketch, tolerance: float) -> Tensor | None:
+    """Factors with which the columns sum up to a gradient; None where they do not, or several do."""
+    matrix = torch.stack([column.flatten() for column in columns], dim=1)
+    norms = matrix.norm(dim=0)
+    target = used.flatten()
+    if not (bool((norms > 0).all()) and bool(target.norm() > 0)):
+        return None
+    matrix = matrix / norms
+    singular = torch.linalg.svdvals(matrix)
+    if len(singular) < len(columns) or singular[-1] < _WELL_POSED * singular[0]:
+        return None
+    factors = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]
+    if (matrix @ factors - target).norm() > tolerance * target.norm():
+        return None
+    return factors / norms
+
+
+def finite(values: Sketch) -> bool:
+    return bool(values.isfinite().all())

@@ -1,0 +1,153 @@
+"""A record and its findings for people, for programs, and as a picture."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from accumext.audit._events import (
+    Cleared,
+    Clipped,
+    Event,
+    Finding,
+    Pass,
+    Record,
+    Scheduled,
+    Stepped,
+    Unscaled,
+    Updated,
+    Window,
+    windows_of,
+)
+from accumext.audit._infer import count, main_losses, mib
+
+_WIDTH, _LINES = 98, 30
+_SHOWN = 4  # findings, and windows
+
+
+def text(record: Record, findings: tuple[Finding, ...]) -> str:
+    """The report: what is wrong, and what the windows were, in at most 30 lines."""
+    windows = windows_of(record)
+    passes = sum(len(window.passes) for window in windows)
+    verdict = f"{len(findings)} finding{'s' * (len(findings) != 1)}" if findings else "no findings"
+    lines = [f"accumext audit: {verdict} in {len(windows)} windows of {passes} backward passes"]
+    room = _LINES - 3 - min(len(windows), _SHOWN)
+    for number, finding in enumerate(findings, 1):
+        entry = ["", f"{number}. {finding.name}  ({finding.where})"]
+        for label, words in (("seen", finding.evidence), ("cure", finding.cure)):
+            entry += textwrap.wrap(
+                words, _WIDTH, initial_indent=f"   {label}  ", subsequent_indent=" " * 9
+            )
+        if len(lines) + len(entry) > room:
+            rest = [f.name for f in findings[number - 1 :]]
+            lines += textwrap.shorten(f"and: {', '.join(rest)}", _WIDTH).splitlines()
+            break
+        lines += entry
+    lines.append("")
+    lines += [_shorten(_described(window)) for window in windows[:_SHOWN]]
+    return "\n".join(lines)
+
+
+def _shorten(line: str) -> str:
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
+
+
+def _described(window: Window) -> str:
+    """`window 1: 4 x backward (64 targets), clip 2 (norm 3.1), step; graph 12 MiB, 50 steps`."""
+    parts = []
+    for kind, group in groupby(window.events, key=type):
+        some = list(group)
+        parts.append(f"{len(some)} x {_word(some[0])}" if len(some) > 1 else _word(some[0]))
+        del kind
+    passes = window.passes
+    largest = max((one.graph for one in passes), key=lambda graph: graph.bytes, default=None)
+    kept = "" if largest is None else f"; graph {mib(largest.bytes)}"
+    calls = f", {largest.calls} steps" if largest is not None and largest.calls > 1 else ""
+    return f"window {window.index + 1}: {', '.join(parts)}{kept}{calls}"
+
+
+def _word(event: Event) -> str:
+    match event:
+        case Pass():
+            counted = count(event)
+            losses = len(main_losses(event))
+            of = f" ({counted:g} targets" if counted else ""
+            return (
+                f"backward{of}{f', {losses} losses' if of and losses > 1 else ''}{')' * bool(of)}"
+            )
+        case Clipped():
+            return f"clip {event.max_norm:g} (norm {event.norm:.3g}, times {event.factor:.3g})"
+        case Stepped():
+            return "step skipped" if event.skipped else "step"
+    words = {Cleared: "zero_grad", Unscaled: "unscale_", Updated: "update", Scheduled: "schedule"}
+    return words.get(type(event), type(event).__name__.lower())
+
+
+def as_json(record: Record, findings: tuple[Finding, ...]) -> dict[str, Any]:
+    """Plain lists, numbers and strings."""
+    return {
+        "findings": [asdict(finding) for finding in findings],
+        "windows": [
+            [
+                {
+                    "what": _word(event),
+                    "where": event.where,
+                    "time": event.time,
+                    "graph_bytes": event.graph.bytes if isinstance(event, Pass) else None,
+                }
+                for event in window.events
+            ]
+            for window in windows_of(record)
+        ],
+    }
+
+
+_MARKS = {
+    Cleared: ("|", "0.5", "zero_grad"),
+    Unscaled: ("x", "C4", "unscale_"),
+    Clipped: ("v", "C3", "clip"),
+    Stepped: ("*", "C2", "step"),
+    Updated: ("+", "C4", "update"),
+    Scheduled: ("^", "C5", "schedule"),
+}
+
+
+def plot(record: Record, path: str | Path | None) -> Any:
+    """A row of events per window over its time, and the graph of every pass below."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        advice = "audit.plot needs matplotlib: pip install 'accumext[demo]'"
+        raise ImportError(advice) from error
+
+    windows = windows_of(record)
+    figure = Figure(figsize=(10, 2.5 + 0.6 * len(windows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows, memory = figure.subplots(2, 1, height_ratios=(max(len(windows), 1), 2))
+    for window in windows:
+        row, begin = window.index + 1, _begin(window)
+        spans = [(one.start - begin, one.time - one.start) for one in window.passes]
+        rows.broken_barh(spans, (row - 0.3, 0.6), color="C0", ec="white", label="_backward")
+        for kind, (mark, color, label) in _MARKS.items():
+            times = [event.time - begin for event in window.events if type(event) is kind]
+            name = f"_{label}" if window.index else label
+            rows.plot(times, [row] * len(times), mark, color=color, ms=9, label=name)
+    rows.set(title="Windows", xlabel="seconds since the window began", ylabel="window")
+    rows.set_yticks([window.index + 1 for window in windows])
+    rows.invert_yaxis()
+    if windows:
+        rows.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    kept = [one.graph.bytes / 2**20 for window in windows for one in window.passes]
+    memory.bar(range(1, len(kept) + 1), kept, color="C0")
+    memory.set(title="Saved for backward", xlabel="backward pass", ylabel="MiB")
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _begin(window: Window) -> float:
+    return min(e.start if isinstance(e, Pass) else e.time for e in window.events)

@@ -1,0 +1,69 @@
+"""`python -m accumext audit train.py [arguments]`: the audit of a script's first windows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from accumext.audit._audit import Audit, audit
+
+
+class _Done(BaseException):
+    """The windows are complete; not an Exception, which scripts catch."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--windows", type=int, default=4, help="steps to observe (default: 4)")
+    parser.add_argument("--twice", action="store_true", help="run it again, and compare")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write findings and windows")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the windows' time line")
+    parser.add_argument("script", type=Path, help="a training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the script until its windows are complete; 1 if there is a finding."""
+    if not args.script.is_file():
+        print(f"accumext audit: no such file: {args.script}", file=sys.stderr)
+        return 2
+    if args.windows < 1:
+        print(f"accumext audit: --windows must be at least 1, got {args.windows}", file=sys.stderr)
+        return 2
+    state = torch.get_rng_state()
+    seen = _run(args, None)
+    if args.twice:
+        torch.set_rng_state(state)
+        seen = _run(args, seen)
+    print(seen)
+    if args.json is not None:
+        args.json.write_text(json.dumps(seen.to_json(), indent=2) + "\n")
+    if args.plot is not None:
+        seen.plot(args.plot)
+    return 1 if seen.findings else 0
+
+
+def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
+    def stop() -> None:
+        raise _Done
+
+    argv, path = sys.argv, sys.path.copy()
+    sys.argv = [str(args.script), *args.arguments]
+    sys.path[0:0] = [str(args.script.resolve().parent)]
+    seen = audit(windows=args.windows, against=against)
+    seen.when_done(stop)
+    try:
+        with suppress(_Done), seen:
+            try:
+                runpy.run_path(str(args.script), run_name="__main__")
+            except SystemExit as end:
+                if end.code not in (None, 0):
+                    raise
+    finally:
+        sys.argv, sys.path[:] = argv, path
+    return seen
