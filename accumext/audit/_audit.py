@@ -56,11 +56,6 @@ class Audit:
             record = replace(record, ranks=tuple(ranks))
         self._record = record
 
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Have something called, in the loop, as soon as no window is left."""
-        if self._observer is not None:
-            self._observer.on_done = call
-
     @property
     def record(self) -> Record:
         """What was seen; for tests of rules, and for `against`."""
@@ -184,4 +179,4 @@ def audit(
     if against is not None and not isinstance(against, Audit):
         _checks.fail_type(OP, "against", "be an audit or None", _checks.type_name(against))
     before = None if against is None else replace(against.record, before=None)
-    return Audit(Observer(model, optimizer, windows), before)
+    return Audit(Observer(model, optimizer, windows, lambda: None), before)

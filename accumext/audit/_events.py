@@ -57,13 +57,10 @@ class Pass(Event):
 
 
 @dataclass(frozen=True)
-class Cleared(Event):
-    """`zero_grad` of the optimizer or the model."""
+class Call(Event):
+    """`zero_grad`, `unscale_`, `update` of a GradScaler, or "schedule": a schedule's `step`."""
 
-
-@dataclass(frozen=True)
-class Unscaled(Event):
-    """`GradScaler.unscale_` of the optimizer."""
+    name: str
 
 
 @dataclass(frozen=True)
@@ -78,16 +75,6 @@ class Clipped(Event):
     @property
     def factor(self) -> float:
         return min(1.0, self.max_norm / (self.norm + 1e-6))
-
-
-@dataclass(frozen=True)
-class Updated(Event):
-    """`GradScaler.update`."""
-
-
-@dataclass(frozen=True)
-class Scheduled(Event):
-    """A step of a learning-rate scheduler."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +100,6 @@ class Truncated(Event):
     k2: int | None
     steps: int
     distance: float  # relative to the exact gradient
-    cosine: float
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from accumext.audit._events import Cleared, Clipped, Pass, Record, Sketch, Window, windows_of
+from accumext.audit._events import Call, Clipped, Pass, Record, Sketch, Window, windows_of
 
 _EXPLAINED = 1e-3  # of the gradient may be rounding
 _EXPLAINED_HALF = 0.1  # where gradients, or their sums, are of half precision
@@ -117,7 +117,7 @@ def _between_clears(window: Window, passes: list[tuple[int, Pass]]) -> list[list
     mine = {id(one): i for i, (_, one) in enumerate(passes)}
     groups: list[list[int]] = [[]]
     for event in window.events:
-        if isinstance(event, Cleared):
+        if isinstance(event, Call) and event.name == "zero_grad":
             groups.append([])
         elif id(event) in mine:
             groups[-1].append(mine[id(event)])
@@ -127,7 +127,7 @@ def _between_clears(window: Window, passes: list[tuple[int, Pass]]) -> list[list
 
 
 def _solve(columns: list[Sketch], used: Sketch, tolerance: float) -> Tensor | None:
-    """Factors with which the columns sum up to a gradient; None where they do not, or several do."""
+    """Factors with which columns sum up to a gradient; None where they do not, or several do."""
     matrix = torch.stack([column.flatten() for column in columns], dim=1)
     norms = matrix.norm(dim=0)
     target = used.flatten()
@@ -137,7 +137,7 @@ def _solve(columns: list[Sketch], used: Sketch, tolerance: float) -> Tensor | No
     singular = torch.linalg.svdvals(matrix)
     if len(singular) < len(columns) or singular[-1] < _WELL_POSED * singular[0]:
         return None
-    factors = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]
+    factors: Tensor = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]
     if (matrix @ factors - target).norm() > tolerance * target.norm():
         return None
     return factors / norms

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from accumext import _torch_private as private
+from accumext._tensor_kinds import is_dtensor
 from accumext.audit._events import Graph, Loss
 
 # Nodes that scale a loss, and those that also join losses: behind them are the losses themselves.
@@ -153,12 +154,18 @@ class SavedTensors:
     """Bytes that the living graphs hold, each storage once, without parameters."""
 
     def __init__(self) -> None:
-        self.parameters: dict[int, int] = {}  # by the address of a storage
-        self.leaves: dict[int, int] = {}  # by id
+        self._parameters: dict[int, int] = {}  # by the address of a storage
+        self._leaves: dict[int, int] = {}  # by id
         self._users = Counter[int]()  # of a storage
         self._bytes, self._by_width = 0, Counter[int]()
         self._uses: dict[int, _Uses] = {}
         self.watching = True
+
+    def know(self, parameters: list[Tensor]) -> None:
+        """Which storages are parameters'."""
+        inner = [private.local_part(t) if is_dtensor(t) else t for t in parameters]
+        self._parameters = {t.untyped_storage().data_ptr(): n for n, t in enumerate(inner)}
+        self._leaves = {id(t): n for n, t in enumerate(parameters)}
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -169,13 +176,13 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Tensor | Held:
         if not self.watching:
             return Held(tensor, 0, 0, self)
-        inner = private.local_part(tensor) if hasattr(tensor, "_local_tensor") else tensor
+        inner = private.local_part(tensor) if is_dtensor(tensor) else tensor
         try:
             storage = inner.untyped_storage()
             key, size = storage.data_ptr(), storage.nbytes()
         except RuntimeError:  # no memory of its own
             key, size = 0, 0
-        index = self.parameters.get(key)
+        index = self._parameters.get(key)
         held = Held(tensor, 0 if index is not None else key, size, self)
         index = self._leaf(tensor) if index is None else index
         if index is not None:
@@ -194,7 +201,7 @@ class SavedTensors:
             if node is None or (leaf := private.leaf_of(node)) is not None:
                 break
             node = _inner(node)[0] if _is(node, _CASTS) else None
-        return None if node is None else self.leaves.get(id(leaf))
+        return None if node is None else self._leaves.get(id(leaf))
 
     def count(self, held: Held, by: int) -> None:
         """One user more or less of a storage."""

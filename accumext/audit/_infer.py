@@ -6,33 +6,86 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
+from typing import TypeAlias
 
 from accumext.audit._events import (
+    Call,
     Clipped,
     Finding,
     Loss,
     Pass,
     Record,
-    Scheduled,
-    Sketch,
     Stepped,
     Truncated,
-    Unscaled,
-    Updated,
     Window,
     windows_of,
 )
 from accumext.audit._fit import Fit, Share, finite, fits
+
+Group: TypeAlias = Sequence[Share]  # micro-batches of one kind: passes from the same line
+Found: TypeAlias = Iterator[Finding]
 
 _SAME = 1e-2  # relative difference of what counts as equal
 _MANY_CALLS = 16  # of one parameter in a graph; layers that share one call it less often
 _SAME_BITS = 1e-13  # of sketches, whose own rounding is smaller
 _LOST_BITS = 1.0  # of a sum in half precision, beyond those that its last rounding costs
 
+CURES = {  # name of a finding -> what to write instead
+    "step on inf or nan": "scaler.step(optimizer), or on_nonfinite= of AccumulatingOptimizer, "
+    "which skips the window or the micro-batch, or raises",
+    "steps skipped": "find the micro-batch that has it: no loss scale helps where the loss is not "
+    "finite; opt.last.nonfinite of AccumulatingOptimizer names parameters",
+    "unscale missing": "scaler.step(optimizer) instead of optimizer.step()",
+    "divisor missing": "divide every micro-batch's loss by their number, or "
+    "AccumulatingOptimizer(optimizer, window=n), which divides by what a window holds",
+    "divided twice": "divide once, the loss or the gradient; for AccumulatingOptimizer: neither",
+    "divisor of a full window": "divide the last window of an epoch by the micro-batches that it "
+    "holds, or opt.flush() of AccumulatingOptimizer, which does",
+    "micro-batches lost": "optimizer.zero_grad() after optimizer.step(), and nowhere else",
+    "micro-batches counted again": "optimizer.zero_grad() after every optimizer.step(); backward "
+    "on each micro-batch's own loss, without retain_graph, and loss.detach() for the log",
+    "scales mixed in one sum": "keep the loss scale until the window's step, or "
+    "AccumulatingOptimizer, which unscales every micro-batch with its own",
+    "scaler updated inside a window": "scaler.update() once, after scaler.step(optimizer)",
+    "clip before unscale": "scaler.unscale_(optimizer) before clip_grad_norm_, once per window, or "
+    "max_norm= and scaler= of AccumulatingOptimizer",
+    "clip of each micro-batch": "clip once, after the window's last backward pass",
+    "clip of other parameters": "clip_grad_norm_ of the parameters that the optimizer has",
+    "parameters not reduced": "let a window's last backward pass run outside of model.no_sync()",
+    "reduced every micro-batch": "with model.no_sync(): around all micro-batches but the last, or "
+    "opt.micro_batch(model) of AccumulatingOptimizer",
+    "ranks weighted equally": "divide by the targets of all ranks: sum the losses, all-reduce the "
+    "counts; or opt.backward(loss, weight=targets) of AccumulatingOptimizer",
+    "micro-batches weighted equally": "sum the losses (reduction='sum') and divide by all targets "
+    "of the window, or opt.backward(loss, weight=targets) of AccumulatingOptimizer",
+    "micro-batches weighted unequally": "give micro-batches of as many targets the same factor",
+    "scheduler steps per micro-batch": "scheduler.step() after optimizer.step() alone; with "
+    "AccumulatingOptimizer: if opt.stepped: scheduler.step()",
+    "scheduler before the first step": "scheduler.step() after optimizer.step()",
+    "parameters in two groups": "give every parameter to one group of one optimizer",
+    "parameters in no optimizer": "make the optimizer after the last of the model's parameters, or "
+    "requires_grad_(False)",
+    "parameters without gradient": "use them in the loss, or leave them out of the optimizer",
+    "sum in half precision": "sum in float32: AccumulatingOptimizer does, and accumext.masters "
+    "keeps the sum unrounded for the step",
+    "truncated gradient": "accumext.decode_loss: the exact gradient, in memory that does not grow "
+    "with the logits; or a longer k2",
+    "runs differ": "seed every generator and the loader's workers; "
+    "torch.use_deterministic_algorithms(True) names operations that are not deterministic",
+    "one graph over many steps": "accumext.decode_loss keeps no logits, with the same gradient; "
+    "accumext.tbptt(k1=1, k2=1) keeps one step, and truncates the gradient",
+}  # fmt: skip
+
 
 def findings(record: Record) -> tuple[Finding, ...]:
-    """All that is wrong, the worst first."""
-    return tuple(finding for rule in RULES for finding in rule(record))
+    """All that is wrong, the worst first: in the order of `CURES`."""
+    order = list(CURES)
+    every = [finding for rule in RULES for finding in rule(record)]
+    return tuple(sorted(every, key=lambda finding: order.index(finding.name)))
+
+
+def found(name: str, value: float, where: str, evidence: str) -> Finding:
+    return Finding(name, evidence, CURES[name], value, where)
 
 
 # --- what a loss weighs ---------------------------------------------------------------------------
@@ -40,22 +93,18 @@ def findings(record: Record) -> tuple[Finding, ...]:
 
 def main_losses(one: Pass) -> tuple[Loss, ...]:
     """The losses that a pass is about: torch's own, else means, else what there is."""
-    for chosen in (
-        [loss for loss in one.losses if loss.known],
-        [loss for loss in one.losses if loss.reduction == "mean"],
-    ):
-        if chosen:
-            return tuple(chosen)
-    return one.losses
+    known = tuple(loss for loss in one.losses if loss.known)
+    means = tuple(loss for loss in one.losses if loss.reduction == "mean")
+    return known or means or one.losses
 
 
 def mass(share: Share) -> float | None:
     """The weight of a pass's losses in the gradient, as means; None where it is not known."""
-    total = 0.0
-    for loss in main_losses(share.of):
-        if loss.reduction == "sum" and loss.count is None:
-            return None
-        total += loss.coefficient * (loss.count or 1.0 if loss.reduction == "sum" else 1.0)
+    losses = main_losses(share.of)
+    if any(loss.reduction == "sum" and loss.count is None for loss in losses):
+        return None
+    of_sums = [loss.count or 0.0 if loss.reduction == "sum" else 1.0 for loss in losses]
+    total = sum(loss.coefficient * n for loss, n in zip(losses, of_sums, strict=True))
     return total * share.factor
 
 
@@ -65,10 +114,22 @@ def count(one: Pass) -> float | None:
     return None if None in counts else sum(n for n in counts if n is not None)
 
 
-def micro_batches(fit: Fit) -> list[tuple[Share, ...]]:
-    """The shares that are micro-batches of one kind: passes from the same line."""
+def groups(fit: Fit) -> list[Group]:
+    """The kinds of micro-batches of a window."""
     shares = sorted(fit.shares, key=lambda share: share.of.where)
     return [tuple(some) for _, some in groupby(shares, key=lambda share: share.of.where)]
+
+
+def regular(fit: Fit, group: Group) -> bool:
+    """Each micro-batch is there once: nothing is lost, or counted again."""
+    nodes = Counter(node for share in group for node in nodes_of(share))
+    top = max(abs(share.factor) for share in group)
+    there = all(abs(share.factor) > _SAME * top for share in group)
+    return there and not fit.earlier and max(nodes.values(), default=1) == 1
+
+
+def nodes_of(share: Share) -> set[tuple[int, int]]:
+    return {(share.rank, loss.node) for loss in main_losses(share.of)}
 
 
 def same(a: float, b: float) -> bool:
@@ -82,555 +143,369 @@ def some(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(listed[:most]) + more
 
 
-def places(windows: Sequence[Window]) -> str:
-    numbers = ", ".join(str(window.index + 1) for window in windows)
-    return f"window{'s' if len(windows) > 1 else ''} {numbers}"
+def numbered(windows: Iterable[Window]) -> str:
+    return "window " + ", ".join(str(window.index + 1) for window in windows)
+
+
+def mib(number: float) -> str:
+    """Bytes for people."""
+    power = min(int(math.log(max(number, 1.0), 1024)), 4)
+    return f"{number / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 # --- 1 to 3: divisors, weights, micro-batches -----------------------------------------------------
 
 
-def divisor(record: Record) -> Iterator[Finding]:
+def divisor(record: Record) -> Found:
     """The gradient is c times the mean over the micro-batches."""
-    if record.sums:
-        return
-    seen: dict[str, list[tuple[Fit, float, Sequence[Share]]]] = {}
-    every = fits(record)
-    full = max((len(group) for fit in every for group in micro_batches(fit)), default=0)
-    for fit in every:
-        for group in micro_batches(fit):
-            if not _regular(fit, group):
-                continue
-            name, factor = _named_factor(group, full)
-            if name:
-                seen.setdefault(name, []).append((fit, factor, group))
-    for name, cases in seen.items():
-        fit, factor, group = cases[0]
-        n, where = len(group), group[0].of.where
-        given = sorted({f"{share.of.coefficient / share.of.scale:.4g}" for share in group})
-        ours = "or accumext.AccumulatingOptimizer(optimizer, window=...), which divides by itself"
-        cure = {
-            "divisor missing": f"divide each micro-batch's loss by {n}: (loss / {n}).backward(), {ours}",
-            "divided twice": "divide by the number of micro-batches once: the loss, or the gradient",
-            "divisor of a full window": (
-                f"divide by the {n} micro-batches that the window holds, not by {full}, or "
-                "opt.flush() of accumext.AccumulatingOptimizer, which does"
-            ),
-        }[name]
-        if record.wrapped and name == "divided twice":
-            cure = "pass the loss itself: AccumulatingOptimizer divides the window by what it holds"
-        yield Finding(
-            name,
-            f"the gradient is {factor:.4g} times the mean over the {n} micro-batches of "
-            f"{places([case[0].window for case in cases])}; factor of the losses: {', '.join(given)}",
-            cure,
-            factor,
-            where,
-        )
+    every = [(fit, group) for fit in fits(record) for group in groups(fit)]
+    full = max((len(group) for _, group in every), default=0)
+    cases: dict[str, list[tuple[Fit, float, Group]]] = {}
+    for fit, group in every:
+        if regular(fit, group) and not record.sums:
+            name, factor = named_factor(group, full)
+            cases.setdefault(name, []).append((fit, factor, group))
+    for name, of_name in cases.items():
+        if name:
+            _, factor, group = of_name[0]
+            given = {f"{share.of.coefficient / share.of.scale:.4g}" for share in group}
+            yield found(
+                name, factor, group[0].of.where,
+                f"the gradient is {factor:.4g} times the mean over the {len(group)} micro-batches "
+                f"of {numbered(fit.window for fit, _, _ in of_name)}; their losses were multiplied "
+                f"by {some(sorted(given))}",
+            )  # fmt: skip
 
 
-def _regular(fit: Fit, group: Sequence[Share]) -> bool:
-    """Each micro-batch is there once: nothing is lost, or counted again."""
-    nodes = Counter(loss.node for share in group for loss in main_losses(share.of))
-    there = all(abs(share.factor) > 0 for share in group)
-    return there and not fit.earlier and max(nodes.values(), default=1) == 1
-
-
-def _named_factor(group: Sequence[Share], full: int) -> tuple[str, float]:
+def named_factor(group: Group, full: int) -> tuple[str, float]:
     """The name of a wrong factor, and how large it is; no name where it is right, or not known."""
-    masses = [mass(share) for share in group]
-    counts = [count(share.of) for share in group]
-    n, steps = len(group), max(len(main_losses(share.of)) for share in group)
-    factors = [sum(share.of.coefficient * share.factor for share in group)]
+    n, masses = len(group), [mass(share) for share in group]
     known = [m for m in masses if m is not None]
+    losses = [loss for share in group for loss in main_losses(share.of)]
+    factors = [sum(share.of.coefficient * share.factor for share in group)]
     if len(known) == n:
-        factors += [sum(known), sum(known) / max(steps, 1)]
-        total = sum(c for c in counts if c is not None)
-        sums = all(loss.reduction == "sum" for s in group for loss in main_losses(s.of))
-        if sums and total and same(sum(known), total):
-            return "", 1.0  # sums by choice
-    if all(
-        s.of.scale != 1.0 for s in group
-    ):  # scaled gradients that were not unscaled: a rule's own
-        scale = group[0].of.scale
-        if any(same(f, scale * k) for f in factors for k in (1, n)) and scale not in (1, n):
-            return "", 1.0
-    if n < 2 and full < 2 or any(same(factor, 1.0) for factor in factors):
-        return "", 1.0
-    for name, expected in (
-        ("divisor missing", float(n)),
-        ("divided twice", 1 / n),
-        ("divisor of a full window", n / full),
+        factors += [sum(known), sum(known) / (len(losses) / n)]  # a mean over steps, or their sum
+    counts = [loss.count or 0.0 for loss in losses if loss.reduction == "sum"]
+    if any(same(factor, 1.0) for factor in factors) or (
+        len(counts) == len(losses) and any(same(factor, sum(counts)) for factor in factors)
     ):
+        return "", 1.0  # a mean, or a sum by choice
+    names = {
+        "divisor missing": float(n),
+        "divided twice": 1 / n,
+        "divisor of a full window": n / full,
+    }
+    for name, expected in names.items():
         for factor in factors:
-            if same(factor, expected) and expected != 1.0:
+            if same(factor, expected):
                 return name, factor
     return "", 1.0
 
 
-def weights(record: Record) -> Iterator[Finding]:
+def weights(record: Record) -> Found:
     """Micro-batches of unequal token counts weigh the same, or the reverse."""
-    cases: dict[tuple[str, bool], list[tuple[float, Fit, Sequence[Share]]]] = {}
+    cases: dict[str, list[tuple[float, Group]]] = {}
     for fit in fits(record):
-        for group in micro_batches(fit):
-            pairs = [(mass(share), count(share.of)) for share in group]
-            known = [(m, c) for m, c in pairs if m and c]
-            if len(known) < max(len(group), 2) or not _regular(fit, group):
+        for group in groups(fit):
+            known = [(abs(m), c) for s in group if (m := mass(s)) and (c := count(s.of))]
+            if len(known) < max(len(group), 2) or not regular(fit, group):
                 continue
-            masses, counts = [abs(m) for m, _ in known], [c for _, c in known]
-            per_target = [m / c for m, c in zip(masses, counts, strict=True)]
-            equal_masses = same(min(masses), max(masses))
-            if same(min(counts), max(counts)):
-                name, ratio = "micro-batches weighted unequally", max(masses) / min(masses)
-            else:
-                name, ratio = "micro-batches weighted equally", max(per_target) / min(per_target)
-            across = len({share.rank for share in group}) > 1 and equal_masses
-            wrong = not equal_masses if "unequally" in name else equal_masses
-            if wrong and ratio > 1 + _SAME:
-                cases.setdefault((name, across), []).append((ratio, fit, group))
-    for (name, across), found in cases.items():
-        ratio, fit, group = max(found, key=lambda case: case[0])
-        counted = ", ".join(f"{count(share.of):g}" for share in group[:6])
-        size = _distance(group) if "unequally" not in name else 0.0
-        yield Finding(
-            "ranks weighted equally" if across and "unequally" not in name else name,
-            f"micro-batches of {counted} targets: one target weighs up to {ratio:.4g} times another"
-            + (f"; the gradient is {size:.2g} from the mean over all targets" if size else ""),
-            "sum the losses (reduction='sum') and divide by all targets of the window"
-            + (", on all ranks" if across else "")
-            + ", or opt.backward(loss, weight=targets) of accumext.AccumulatingOptimizer",
-            ratio,
-            group[0].of.where,
-        )
+            masses, counts = [m for m, _ in known], [c for _, c in known]
+            per_target = [m / c for m, c in known]
+            equal = same(min(masses), max(masses))
+            if equal and not same(min(counts), max(counts)):
+                ranks = {share.rank for share in group}
+                name = "ranks" if len(ranks) > 1 else "micro-batches"
+                ratio = max(per_target) / min(per_target)
+                cases.setdefault(f"{name} weighted equally", []).append((ratio, group))
+            elif not equal and same(min(counts), max(counts)):
+                ratio = max(masses) / min(masses)
+                cases.setdefault("micro-batches weighted unequally", []).append((ratio, group))
+    for name, of_name in cases.items():
+        ratio, group = max(of_name, key=lambda case: case[0])
+        yield found(
+            name, ratio, group[0].of.where,
+            f"micro-batches of {some([f'{count(s.of):g}' for s in group], 6)} targets: one target "
+            f"weighs up to {ratio:.4g} times another; the gradient is {distance(group):.2g} from "
+            "the mean over all targets, relative to it",
+        )  # fmt: skip
 
 
-def _distance(group: Sequence[Share]) -> float:
-    """From the gradient that counts every target alike, relative to it."""
+def distance(group: Group) -> float:
+    """Of a window's gradient from the one that counts every target alike."""
     total = sum(count(share.of) or 0.0 for share in group)
-    used = sum(share.factor * share.of.gradient for share in group)
-    right = sum(
-        share.factor * share.of.gradient * ((count(share.of) or 0.0) / total) / (mass(share) or 1.0)
-        for share in group
-    )
-    return float((used - right).norm() / right.norm())  # type: ignore[union-attr]
+    parts = [(s.factor * s.of.gradient, (count(s.of) or 0.0) / (mass(s) or 1.0)) for s in group]
+    used = sum((part for part, _ in parts[1:]), parts[0][0])
+    right = sum((part * c / total for part, c in parts[1:]), parts[0][0] * parts[0][1] / total)
+    return float((used - right).norm() / right.norm())
 
 
-def lost(record: Record) -> Iterator[Finding]:
+def lost(record: Record) -> Found:
     """Micro-batches whose gradients the step did not see."""
-    worst: tuple[int, int, str] | None = None
+    cases = []
     for fit in fits(record):
         top = max(abs(share.factor) for share in fit.shares)
-        for group in micro_batches(fit):
+        for group in groups(fit):
             gone = [share for share in group if abs(share.factor) < _SAME * top]
-            if gone and len(gone) < len(group) and (worst is None or len(gone) > worst[0]):
-                worst = len(gone), len(group), gone[0].of.where
+            cases += [(len(gone), len(group), group[0].of.where)] if len(gone) < len(group) else []
     for window in windows_of(record):
         passes = [one for one in window.passes if one.reached & record.audited]
-        if not window.step.present and not window.step.skipped and passes:
-            worst = len(passes), len(passes), passes[0].where
-    if worst is not None:
-        gone_count, n, where = worst
-        yield Finding(
-            "micro-batches lost",
-            f"{gone_count} of the {n} micro-batches of a window are not in the gradient that "
-            "the step used: .grad was cleared, or replaced, between them",
-            "call optimizer.zero_grad() after optimizer.step(), and nowhere else",
-            gone_count,
-            where,
-        )
+        if passes and not (window.step.present or window.step.skipped):
+            cases.append((len(passes), len(passes), passes[0].where))
+    gone_count, n, where = max(cases, default=(0, 0, ""))
+    if gone_count:
+        yield found(
+            "micro-batches lost", gone_count, where,
+            f"{gone_count} of the {n} micro-batches of a window are not in the gradient that the "
+            "step used: .grad was cleared, or replaced, between them",
+        )  # fmt: skip
 
 
-def again(record: Record) -> Iterator[Finding]:
+def again(record: Record) -> Found:
     """Micro-batches that count several times: graphs kept, or gradients not cleared."""
-    nodes: Counter[int] = Counter()
-    where = ""
-    for fit in fits(record):
-        for share in fit.shares:
-            nodes.update({loss.node for loss in main_losses(share.of)})
-            where = where or share.of.where
-    times = max(nodes.values(), default=1)
+    shares = [share for fit in fits(record) for share in fit.shares]
+    times = max(Counter(n for s in shares for n in nodes_of(s)).values(), default=1)
+    kept = [fit.window for fit in fits(record) if same(fit.earlier, 1.0)]
     if times > 1:
-        yield Finding(
-            "micro-batches counted again",
+        yield found(
+            "micro-batches counted again", times, shares[0].of.where,
             f"the loss of one micro-batch is in {times} backward passes, whose gradients add up",
-            "call backward on each micro-batch's own loss, without retain_graph; keep "
-            "loss.detach() for the log",
-            times,
-            where,
-        )
-    kept = [fit for fit in fits(record) if fit.earlier and same(fit.earlier, 1.0)]
-    if kept:
-        yield Finding(
-            "micro-batches counted again",
-            f"{places([fit.window for fit in kept])} began with the gradients of the step before: "
-            f"micro-batches are in up to {len(kept) + 1} steps",
-            "call optimizer.zero_grad() after every optimizer.step()",
-            len(kept) + 1,
-            kept[0].window.step.where,
-        )
+        )  # fmt: skip
+    elif kept:
+        yield found(
+            "micro-batches counted again", len(kept) + 1, kept[0].step.where,
+            f"{numbered(kept)} began with the gradients of the step before: micro-batches are in "
+            f"up to {len(kept) + 1} steps",
+        )  # fmt: skip
 
 
 # --- 4 to 6: clips, scalers, schedules ------------------------------------------------------------
 
 
-def clips(record: Record) -> Iterator[Finding]:
+def clips(record: Record) -> Found:
     """Clipped too early, too often, or in vain."""
-    early: list[tuple[Clipped, float]] = []
-    often: list[tuple[int, Clipped]] = []
+    early, often = list[tuple[Clipped, float]](), list[tuple[int, Clipped]]()
     for window in windows_of(record):
-        scale, inside = 1.0, 0
-        last = None
+        scale, clipped, added = 1.0, list[Clipped](), False
         for event in window.events:
             if isinstance(event, Pass):
-                scale = event.scale
-                inside += last is not None
-            elif isinstance(event, Unscaled):
+                scale, added = event.scale, added or bool(clipped)
+            elif isinstance(event, Call) and event.name == "unscale_":
                 scale = 1.0
             elif isinstance(event, Clipped) and event.parameters & record.audited:
-                last = event
-                if scale != 1.0 and not record.wrapped:
-                    early.append((event, scale))
-        if inside and last is not None:
-            number = sum(isinstance(event, Clipped) for event in window.events)
-            often.append((number, last))
-    if early:
-        clip, scale = early[0]
-        yield Finding(
-            "clip before unscale",
+                clipped.append(event)
+                early += [(event, scale)] if scale != 1.0 and not record.wrapped else []
+        often += [(len(clipped), clipped[0])] if added else []
+    for clip, scale in early[:1]:
+        yield found(
+            "clip before unscale", scale, clip.where,
             f"the norm {clip.norm:.4g} that was clipped to {clip.max_norm:g} is that of gradients "
             f"times the loss scale {scale:g}; the gradient's own is {clip.norm / scale:.4g}",
-            "scaler.unscale_(optimizer) before clip_grad_norm_, once per window, or max_norm= and "
-            "scaler= of accumext.AccumulatingOptimizer",
-            scale,
-            clip.where,
-        )
-    if often:
-        number, clip = max(often, key=lambda case: case[0])
-        yield Finding(
-            "clip of each micro-batch",
+        )  # fmt: skip
+    for number, clip in [max(often, key=lambda case: case[0])] if often else []:
+        yield found(
+            "clip of each micro-batch", number, clip.where,
             f"clipped {number} times in a window, to {clip.max_norm:g}: each pass adds to what was "
-            "clipped, and the sum of all is not within the limit",
-            "clip once, after the window's last backward pass and before optimizer.step()",
-            number,
-            clip.where,
-        )
-    vain = [e for e in record.events if isinstance(e, Clipped) and e.others]
-    if vain:
-        yield Finding(
-            "clip of other parameters",
-            f"{vain[0].others} of the clipped parameters belong to no optimizer that steps",
-            "pass the parameters that the optimizer has: clip_grad_norm_(model.parameters(), ...)",
-            vain[0].others,
-            vain[0].where,
-        )
+            "clipped before",
+        )  # fmt: skip
+    vain = [event for event in record.events if isinstance(event, Clipped) and event.others]
+    for clip in vain[:1]:
+        yield found(
+            "clip of other parameters", clip.others, clip.where,
+            f"{clip.others} of the clipped parameters belong to no optimizer that steps",
+        )  # fmt: skip
 
 
-def scalers(record: Record) -> Iterator[Finding]:
+def scalers(record: Record) -> Found:
     """A GradScaler used out of order."""
-    if record.wrapped:
-        return
-    updates: list[list[Updated]] = []
-    mixed: list[tuple[float, str]] = []
-    missing: list[tuple[float, str]] = []
-    for window in windows_of(record):
-        places_of = [i for i, event in enumerate(window.events) if isinstance(event, Pass)]
-        inside = window.events[places_of[0] : places_of[-1]] if places_of else ()
-        updates.append([event for event in inside if isinstance(event, Updated)])
+    for window in [] if record.wrapped else windows_of(record):
+        at = [i for i, event in enumerate(window.events) if isinstance(event, Pass)]
+        inside = window.events[at[0] : at[-1]] if at else ()
+        updates = [e for e in inside if isinstance(e, Call) and e.name == "update"]
         scales = [one.scale for one in window.passes]
+        if updates:
+            yield found(
+                "scaler updated inside a window", len(updates), updates[0].where,
+                f"{len(updates)} times between micro-batches whose gradients add up",
+            )  # fmt: skip
         if scales and not same(min(scales), max(scales)):
-            mixed.append((max(scales) / min(scales), window.passes[-1].where))
-    for fit in fits(record):
-        scale = fit.shares[0].of.scale
-        unscaled = any(isinstance(event, Unscaled) for event in fit.window.events)
-        if fit.equal and scale != 1.0 and not (unscaled or fit.window.step.through_scaler):
-            if same(fit.shares[0].factor, 1.0):
-                missing.append((scale, fit.window.step.where))
-    if most := max(updates, key=len, default=[]):
-        yield Finding(
-            "scaler updated inside a window",
-            f"scaler.update() ran {len(most)} times between micro-batches whose gradients add up",
-            "scaler.update() once, after scaler.step(optimizer)",
-            len(most),
-            most[0].where,
-        )
-    for found, name, evidence, cure in (
-        (
-            mixed,
-            "scales mixed in one sum",
-            "losses of one window were scaled by factors of ratio {:.4g}, and the sum was divided "
-            "by the last",
-            "keep the loss scale until the window's step, or accumext.AccumulatingOptimizer, which "
-            "unscales every micro-batch with its own",
-        ),
-        (
-            missing,
-            "unscale missing",
-            "the step used gradients times the loss scale, {:.4g}",
-            "scaler.step(optimizer) instead of optimizer.step(), or scaler.unscale_(optimizer)",
-        ),
-    ):
-        if found:
-            value, where = found[0]
-            yield Finding(name, evidence.format(value), cure, value, where)
+            ratio = max(scales) / min(scales)
+            yield found(
+                "scales mixed in one sum", ratio, window.passes[-1].where,
+                f"losses of one window were scaled with factors of ratio {ratio:.4g}, and their "
+                "sum was divided by the last",
+            )  # fmt: skip
+        if updates or len({*scales}) > 1:
+            break
+    for fit in [] if record.wrapped else fits(record):
+        scale, step = fit.shares[0].of.scale, fit.window.step
+        unscaled = any(isinstance(e, Call) and e.name == "unscale_" for e in fit.window.events)
+        as_scaled = fit.equal and scale != 1.0 and same(fit.shares[0].factor, 1.0)
+        if as_scaled and not (unscaled or step.through_scaler):
+            evidence = f"the step used gradients times the loss scale, {scale:g}"
+            yield found("unscale missing", scale, step.where, evidence)
+            break
 
 
-def nonfinite(record: Record) -> Iterator[Finding]:
+def nonfinite(record: Record) -> Found:
     """Steps on inf or NaN, and steps skipped for another reason than an overflow of the scale."""
     windows = windows_of(record)
     stepped = [w for w in windows if w.step.used is not None and not finite(w.step.used)]
-    if stepped:
-        first = stepped[0]
-        names = [record.names[n] for n in _culprits(first, record)]
-        yield Finding(
-            "step on inf or nan",
-            f"{places(stepped)}: the step used an inf or NaN in the gradient of {some(names)}"
-            + _bad_losses(first),
-            "skip such steps: scaler.step(optimizer), or accumext.AccumulatingOptimizer, whose "
-            "on_nonfinite= skips the window or the micro-batch, or raises",
-            len(stepped),
-            first.step.where,
-        )
     skipped = [window for window in windows if window.step.skipped]
-    of_data = [w for w in skipped if any(not math.isfinite(p.value) for p in w.passes)]
-    if of_data or (skipped and len(skipped) == len(windows) > 1):
-        shown = of_data or skipped
-        names = sorted(
-            {
-                record.names[n]
-                for one in shown[0].passes
-                for n in one.reached
-                if not finite(one.gradient[n])
-            }
-        )
-        yield Finding(
-            "steps skipped",
-            f"{places(shown)} of {len(windows)} stepped nothing: inf or NaN in the gradient of "
-            f"{some(names)}" + _bad_losses(shown[0]),
-            "find the micro-batch that has it: the scale is not the cause where the loss is not "
-            "finite; opt.last.nonfinite of accumext.AccumulatingOptimizer names parameters",
-            len(shown),
-            shown[0].step.where,
-        )
+    of_data = [w for w in skipped if not all(math.isfinite(one.value) for one in w.passes)]
+    never = skipped if len(skipped) == len(windows) > 1 else []
+    for name, cases in (("step on inf or nan", stepped), ("steps skipped", of_data or never)):
+        if cases:
+            passes, of_step = cases[0].passes, cases[0].step.used
+            grads = [one.gradient for one in passes] if of_step is None else [of_step]
+            bad = [n for n in sorted(record.audited) if any(not finite(g[n]) for g in grads)]
+            at = [i for i, one in enumerate(passes, 1) if not math.isfinite(one.value)]
+            yield found(
+                name, len(cases), cases[0].step.where,
+                f"{numbered(cases)} of {len(windows)}: inf or NaN in the gradient of "
+                + some(record.names[n] for n in bad)
+                + (f"; the loss of micro-batch {at[0]} is not finite" if at else ""),
+            )  # fmt: skip
 
 
-def _culprits(window: Window, record: Record) -> list[int]:
-    used = window.step.used
-    return [] if used is None else [n for n in sorted(record.audited) if not finite(used[n])]
-
-
-def _bad_losses(window: Window) -> str:
-    bad = [i + 1 for i, one in enumerate(window.passes) if not math.isfinite(one.value)]
-    return f"; the loss of micro-batch {bad[0]} is not finite" if bad else ""
-
-
-def schedules(record: Record) -> Iterator[Finding]:
+def schedules(record: Record) -> Found:
     """A schedule that counts micro-batches, or steps too early."""
-    first = next((i for i, e in enumerate(record.events) if isinstance(e, Stepped)), None)
-    early = [e for e in record.events[:first] if isinstance(e, Scheduled)]
-    inside: list[list[Scheduled]] = []
+    most: list[Call] = []
     for window in windows_of(record):
-        after: list[Scheduled] = []
-        fresh = False
-        for event in window.events:
-            if isinstance(event, Pass):
-                fresh = True
-            elif isinstance(event, Scheduled) and fresh:
-                after.append(event)
-                fresh = False
-        inside.append(after)
-    most = max(inside, key=len, default=[])
+        events = [e for e in window.events if isinstance(e, Pass) or _is_schedule(e)]
+        pairs = pairwise(events)
+        inside = [b for a, b in pairs if isinstance(a, Pass) and isinstance(b, Call)]
+        most = max(most, inside, key=len)
+    first = next((i for i, e in enumerate(record.events) if isinstance(e, Stepped)), 0)
+    early = [event for event in record.events[:first] if _is_schedule(event)]
     if len(most) > 1:
-        yield Finding(
-            "scheduler steps per micro-batch",
+        yield found(
+            "scheduler steps per micro-batch", len(most), most[0].where,
             f"the schedule went {len(most)} steps on before one step of the optimizer",
-            "scheduler.step() after optimizer.step() alone; with accumext.AccumulatingOptimizer: "
-            "if opt.stepped: scheduler.step()",
-            len(most),
-            most[0].where,
-        )
-    elif early and first is not None:
-        yield Finding(
-            "scheduler before the first step",
+        )  # fmt: skip
+    elif early:
+        yield found(
+            "scheduler before the first step", len(early), early[0].where,
             f"the schedule went {len(early)} steps on before the optimizer's first: its first "
             "learning rate is never used",
-            "call scheduler.step() after optimizer.step()",
-            len(early),
-            early[0].where,
-        )
+        )  # fmt: skip
+
+
+def _is_schedule(event: object) -> bool:
+    return isinstance(event, Call) and event.name == "schedule"
 
 
 # --- 7 to 9: memory, truncation, precision --------------------------------------------------------
 
 
-def graphs(record: Record) -> Iterator[Finding]:
+def graphs(record: Record) -> Found:
     """One graph over many steps."""
     passes = [e for e in record.events if isinstance(e, Pass) and e.graph.calls >= _MANY_CALLS]
-    if not passes:
-        return
-    worst = max(passes, key=lambda one: one.graph.bytes)
-    graph = worst.graph
-    step = graph.bytes / graph.calls
-    flat = graph.bytes - graph.class_bytes * (1 - 1 / graph.calls)
-    if graph.bytes - step < record.bytes:
-        return
-    classes = f", {mib(graph.class_bytes)} of them with an element per class" * bool(
-        graph.class_bytes
-    )
-    yield Finding(
-        "one graph over many steps",
-        f"a pass keeps {mib(graph.bytes)} for {graph.calls} steps "
-        f"({record.names[graph.parameter]} is used {graph.calls} times), and "
-        f"{mib(graph.bytes_per_call)} more for each step{classes}",
-        f"accumext.decode_loss keeps no logits, with the same gradient: about {mib(flat)}; "
-        f"accumext.tbptt(k1=1, k2=1) keeps one step, about {mib(step)}, and truncates the gradient",
-        graph.bytes,
-        worst.where,
-    )
+    for worst in [max(passes, key=lambda one: one.graph.bytes)] if passes else []:
+        graph = worst.graph
+        step = graph.bytes / graph.calls
+        flat = graph.bytes - graph.class_bytes * (1 - 1 / graph.calls)
+        if graph.bytes - step > record.bytes:
+            yield found(
+                "one graph over many steps", graph.bytes, worst.where,
+                f"a pass keeps {mib(graph.bytes)} for {graph.calls} steps, "
+                f"{mib(graph.bytes_per_call)} more for each; {mib(graph.class_bytes)} of it has an "
+                f"element per class. Without logits it is {mib(flat)}, with one step "
+                f"{mib(step)}",
+            )  # fmt: skip
 
 
-def mib(number: float) -> str:
-    """Bytes for people."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(int(math.log(max(number, 1.0), 1024)), len(units) - 1)
-    return f"{number / 1024**power:.4g} {units[power]}"
-
-
-def truncation(record: Record) -> Iterator[Finding]:
+def truncation(record: Record) -> Found:
     """What detaching the state costs."""
     measured = [event for event in record.events if isinstance(event, Truncated)]
-    for event in measured[:1]:
+    for event in [max(measured, key=lambda event: event.distance)] if measured else []:
         if event.distance > _SAME:
-            yield Finding(
-                "truncated gradient",
-                f"k1={event.k1}, k2={event.k2} of {event.steps} steps: {event.distance:.3g} from the "
-                f"exact gradient, relative to it (cosine {event.cosine:.3g})",
-                "accumext.decode_loss(..., k2=None) has the exact gradient in memory that does not "
-                "grow with the logits; or a longer k2",
-                event.distance,
-                event.where,
-            )
+            yield found(
+                "truncated gradient", event.distance, event.where,
+                f"k1={event.k1}, k2={event.k2} of {event.steps} steps: {event.distance:.3g} from "
+                "the exact gradient, relative to it",
+            )  # fmt: skip
 
 
-def half_sums(record: Record) -> Iterator[Finding]:
+def half_sums(record: Record) -> Found:
     """Sums of half-precision gradients that have lost bits."""
-    cases = [
-        (fit.window.step, len(fit.shares))
-        for fit in fits(record)
-        if fit.equal and not fit.earlier and fit.window.step.half_rounding > 0
-    ]
-    worst = max(cases, key=lambda case: case[0].half_error, default=None)
-    if worst is None:
-        return
-    step, n = worst
-    bits = math.log2(step.half_error / step.half_rounding) if step.half_error else 0.0
-    if bits >= _LOST_BITS:
-        yield Finding(
-            "sum in half precision",
-            f"the sum of {n} gradients in {len(record.half)} half-precision parameters is "
-            f"{step.half_error:.3g} from their sum in float32, relative to it: {bits:.1f} bits more "
-            "than one rounding loses",
-            "accumulate in float32: accumext.AccumulatingOptimizer does, and accumext.masters "
-            "keeps the sum unrounded for the step",
-            step.half_error,
-            step.where,
-        )
+    whole = [fit for fit in fits(record) if fit.equal and not fit.earlier]
+    for fit in [max(whole, key=lambda fit: fit.window.step.half_error)] if whole else []:
+        error, once = fit.window.step.half_error, fit.window.step.half_rounding
+        bits = math.log2(error / once) if error and once else 0.0
+        if bits >= _LOST_BITS:
+            yield found(
+                "sum in half precision", error, fit.window.step.where,
+                f"the sum of {len(fit.shares)} gradients in {len(record.half)} parameters is "
+                f"{error:.3g} from their sum in float32, relative to it: {bits:.1f} bits lost "
+                "beyond one rounding",
+            )  # fmt: skip
 
 
 # --- 10 to 13: processes, parameters, determinism -------------------------------------------------
 
 
-def processes(record: Record) -> Iterator[Finding]:
+def processes(record: Record) -> Found:
     """DistributedDataParallel that reduces too often, or too little."""
-    wasted = [(sum(one.sent for one in w.passes[:-1]), w) for w in windows_of(record)]
-    worst, window = max(wasted, key=lambda case: case[0], default=(0, None))
-    if worst and window is not None:
-        n = len(window.passes)
-        yield Finding(
-            "reduced every micro-batch",
-            f"all {n} passes of a window reduced their gradients: {mib(worst)} per rank for nothing",
-            "with model.no_sync(): around all micro-batches but the last, or "
-            "opt.micro_batch(model) of accumext.AccumulatingOptimizer",
-            worst,
-            window.passes[0].where,
-        )
-    steps = [[w.step.used for w in windows_of(rank)] for rank in record.ranks]
+    windows = windows_of(record)
+    sent = [sum(one.sent for one in window.passes[:-1]) for window in windows]
+    if any(sent):
+        window = windows[sent.index(max(sent))]
+        yield found(
+            "reduced every micro-batch", max(sent), window.passes[0].where,
+            f"{len(window.passes)} passes of a window reduced their gradients, where one has to: "
+            f"{mib(max(sent))} per rank for nothing",
+        )  # fmt: skip
     differing: set[int] = set()
-    for of_ranks in zip(*steps, strict=False):
-        known = [used for used in of_ranks if used is not None and finite(used)]
-        for a, b in pairwise(known):
+    for steps in zip(*map(windows_of, record.ranks), strict=False):
+        used = [w.step.used for w in steps if w.step.used is not None and finite(w.step.used)]
+        for a, b in pairwise(used):
             apart = (a - b).norm(dim=1) > _SAME_BITS * (a.norm(dim=1) + b.norm(dim=1))
             differing |= set(apart.nonzero()[:, 0].tolist())
     if differing:
-        yield Finding(
-            "parameters not reduced",
-            f"the ranks stepped on different gradients of {some(record.names[n] for n in differing)}",
-            "let the window's last backward pass run outside of model.no_sync()",
-            len(differing),
-            windows_of(record)[0].step.where,
-        )
+        yield found(
+            "parameters not reduced", len(differing), windows[0].step.where,
+            "the ranks stepped on different gradients of "
+            + some(record.names[n] for n in sorted(differing)),
+        )  # fmt: skip
 
 
-def parameters(record: Record) -> Iterator[Finding]:
+def parameters(record: Record) -> Found:
     """Parameters that are not trained, or by two."""
     windows = [window for window in windows_of(record) if window.step.present]
     reached = frozenset[int]().union(*(one.reached for w in windows for one in w.passes))
     used = frozenset[int]().union(*(window.step.present for window in windows))
-    where = windows[0].step.where if windows else ""
-    for name, numbers, evidence, cure in (
-        (
-            "parameters without gradient",
-            record.audited - used - reached if windows else frozenset[int](),
-            "no backward pass reached",
-            "use them in the loss, or leave them out of the optimizer",
-        ),
-        (
-            "parameters in two groups",
-            record.twice,
-            "two optimizers, or two groups, step on",
-            "give every parameter to one group of one optimizer",
-        ),
-        (
-            "parameters in no optimizer",
-            reached - record.trained if windows else frozenset[int](),
-            "backward passes reached, and no optimizer stepped on,",
-            "make the optimizer after the last of the model's parameters, or set "
-            "requires_grad_(False)",
-        ),
+    for name, numbers, evidence in (
+        ("parameters in two groups", record.twice, "two of them step on"),
+        ("parameters in no optimizer", reached - record.trained, "gradients reach, no step uses"),
+        ("parameters without gradient", record.audited - used - reached, "no gradient reaches"),
     ):
-        if numbers:
+        if numbers and windows:
             names = some(record.names[n] for n in sorted(numbers))
-            yield Finding(name, f"{evidence} {names}", cure, len(numbers), where)
+            yield found(name, len(numbers), windows[0].step.where, f"{evidence} {names}")
 
 
-def determinism(record: Record) -> Iterator[Finding]:
+def determinism(record: Record) -> Found:
     """Two runs of the same windows that differ."""
-    if record.before is None:
-        return
-    runs = zip(_gradients(record.before), _gradients(record), strict=False)
-    for number, ((_, a), (where, b)) in enumerate(runs, 1):
-        if a.shape != b.shape or not (finite(a) and finite(b)):
-            continue
-        distance = float((a - b).norm() / a.norm()) if float(a.norm()) else 0.0
-        if distance > _SAME_BITS:
-            yield Finding(
-                "runs differ",
-                f"the gradient of backward pass {number} is {distance:.3g} from that of the first "
+    runs = [] if record.before is None else zip(_passes(record.before), _passes(record))
+    for number, (a, b) in enumerate(runs, 1):
+        size = float(a.gradient.norm())
+        known = a.gradient.shape == b.gradient.shape and math.isfinite(size) and size
+        apart = float((a.gradient - b.gradient).norm()) / size if known else 0.0
+        if apart > _SAME_BITS:
+            yield found(
+                "runs differ", apart, b.where,
+                f"the gradient of backward pass {number} is {apart:.3g} from that of the first "
                 "run, relative to it",
-                "seed every generator and the loader's workers; torch.use_deterministic_algorithms("
-                "True) names operations that are not deterministic",
-                distance,
-                where,
-            )
+            )  # fmt: skip
             return
 
 
-def _gradients(record: Record) -> Iterator[tuple[str, Sketch]]:
-    for event in record.events:
-        if isinstance(event, Pass):
-            yield event.where, event.gradient
+def _passes(record: Record) -> list[Pass]:
+    return [event for event in record.events if isinstance(event, Pass)]
 
 
-RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (
+RULES: tuple[Callable[[Record], Found], ...] = (
     nonfinite, divisor, lost, again, scalers, clips, processes, weights, schedules, parameters,
     half_sums, truncation, determinism, graphs,
 )  # fmt: skip

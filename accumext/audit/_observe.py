@@ -1,4 +1,8 @@
-"""Watch a loop: what is patched or hooked while an audit is open, and what it writes down."""
+"""Watch a loop: what is patched or hooked while an audit is open, and what it writes down.
+
+Nothing is read from a device before the audit closes. What is patched are functions through which
+every loop goes, by whatever name it has them.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +25,16 @@ from torch.amp import GradScaler
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
-from torch.optim import Optimizer
+from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 import accumext
 from accumext import _torch_private as private
 from accumext._tensor_kinds import HALF_DTYPES, is_dtensor
-from accumext.audit._events import (
-    Cleared,
-    Clipped,
-    Event,
-    Pass,
-    Record,
-    Scheduled,
-    Sketch,
-    Stepped,
-    Unscaled,
-    Updated,
-)
+from accumext.audit._events import Call, Clipped, Event, Pass, Record, Sketch, Stepped
 from accumext.audit._graph import Losses, SavedTensors
 from accumext.audit._sketch import SIZE, dense, sketch
 from accumext.optimizer import AccumulatingOptimizer
-
-Draft = Callable[[], Event]  # reads from the device what an event says
 
 _OURS = (os.path.dirname(torch.__file__), os.path.dirname(accumext.__file__))
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
@@ -56,16 +43,16 @@ _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<fro
 def line() -> str:
     """The line of the loop that is running: the user's own if it is in a library's loop."""
     frame: FrameType | None = sys._getframe(1)
-    outermost = ""
+    innermost = ""
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith(_OURS):
             place = f"{os.path.basename(path)}:{frame.f_lineno}"
             if not path.startswith(_INSTALLED):
                 return place
-            outermost = outermost or place
+            innermost = innermost or place
         frame = frame.f_back
-    return outermost
+    return innermost
 
 
 @contextmanager
@@ -85,17 +72,23 @@ def replaced(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrapped(wrapper: Any) -> Any:
     """The optimizer inside of wrappers, such as those of accumext, Accelerate and Lightning."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+    while isinstance(getattr(wrapper, "optimizer", None), Optimizer):
+        wrapper = wrapper.optimizer
+    return wrapper
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type) -> Iterator[type[Any]]:
     yield cls
-    for below in cls.__subclasses__():
+    for below in type.__subclasses__(cls):
         yield from _subclasses(below)
+
+
+def _original(tensor: Tensor) -> Tensor:
+    """The half-precision parameter of a master; else the parameter itself."""
+    link = getattr(tensor, "master_of", None)
+    return tensor if link is None else link.parameter
 
 
 class Parameters:
@@ -103,83 +96,89 @@ class Parameters:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}  # by id; of masters too
+        self.numbers: dict[int, int] = {}  # by id
         self._names: dict[int, str] = {}
         self._nodes: dict[int, Any] = {}  # kept: a leaf makes its node anew once nobody holds it
 
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def add(self, tensor: Tensor) -> None:
-        """Know a parameter, and of a master the parameter that it stands for."""
-        link = getattr(tensor, "master_of", None)
-        original = tensor if link is None else link.parameter
-        number = self._numbers.setdefault(id(original), len(self.tensors))
-        self._numbers[id(tensor)] = number
+    def add(self, tensor: Tensor, name: str | None = None) -> None:
+        number = self.numbers.setdefault(id(_original(tensor)), len(self.tensors))
         if number == len(self.tensors):
-            self.tensors.append(original)
-
-    def name(self, model: nn.Module) -> None:
-        """Know a model's parameters, and their names."""
-        for name, tensor in model.named_parameters():
-            self.add(tensor)
-            self._names[self._numbers[id(tensor)]] = name.removeprefix("module.")
+            self.tensors.append(_original(tensor))
+        if name is not None:
+            self._names[number] = name.removeprefix("module.")
 
     def number(self, tensor: Tensor) -> int | None:
-        return self._numbers.get(id(tensor))
+        return self.numbers.get(id(_original(tensor)))
 
-    def numbers(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+    def among(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+        """The numbers of those of these that are known."""
         return frozenset(n for t in tensors if (n := self.number(t)) is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._names.get(i, f"parameter {i}") for i in range(len(self)))
+        return tuple(self._names.get(i, f"parameter {i}") for i in range(len(self.tensors)))
 
-    def hook(self, see: Callable[[int, Tensor], None]) -> Iterator[Any]:
-        """Have `see` called with every gradient that is about to be added to a `.grad`."""
+    def hook(self, see: Callable[[int, Tensor], None]) -> Iterator[Callable[[], None]]:
+        """Have `see` called with each gradient that is about to be added to a `.grad`."""
         for number, tensor in enumerate(self.tensors):
             if tensor.requires_grad and number not in self._nodes and not is_dtensor(tensor):
                 node = self._nodes[number] = get_gradient_edge(tensor).node
-                yield node.register_prehook(functools.partial(_first_of, see, number))
+                yield node.register_prehook(functools.partial(_first, see, number)).remove
 
-    def shards(self) -> Iterator[tuple[int, Tensor]]:
-        """Parameters whose gradients are summed over processes before they reach `.grad`."""
-        return ((n, t) for n, t in enumerate(self.tensors) if is_dtensor(t))
+    def take(self, tensors: Iterable[Tensor]) -> Sketches:
+        """The gradients that these have in `.grad`."""
+        found = Sketches(self.tensors)
+        for tensor in tensors:
+            if tensor.grad is not None and (number := self.number(tensor)) is not None:
+                found.add(number, tensor.grad)
+        return found
 
 
-def _first_of(see: Callable[[int, Tensor], None], number: int, grads: tuple[Any, ...]) -> None:
+def _first(see: Callable[[int, Tensor], None], number: int, grads: tuple[Any, ...]) -> None:
     if grads[0] is not None:
         see(number, grads[0])
 
 
-class Observer:
-    """The events of a loop, until so many windows are closed."""
+class Sketches:
+    """The sketches of gradients of known parameters, in one tensor on their device."""
 
-    def __init__(self, model: nn.Module | None, optimizer: Any, windows: int) -> None:
-        self.left = windows
+    def __init__(self, parameters: list[Tensor]) -> None:
+        device = parameters[0].device if parameters else None
+        self.values = torch.zeros(len(parameters), SIZE, dtype=torch.float64, device=device)
+        self.present: set[int] = set()
+
+    def add(self, number: int, grad: Tensor) -> None:
+        self.values[number] += sketch(grad).to(self.values.device)
+        self.present.add(number)
+
+    def on_host(self, size: int) -> Sketch:
+        """With rows for parameters that became known later."""
+        return nn.functional.pad(self.values.cpu(), (0, 0, 0, size - len(self.values)))
+
+
+class Observer:
+    """The events of a loop, until so many windows are closed; then `done` is called."""
+
+    def __init__(
+        self, model: nn.Module | None, wrapper: Any, windows: int, done: Callable[[], None]
+    ) -> None:
+        self.left, self._done = windows, done
         self.parameters = Parameters()
-        self.on_done: Callable[[], None] | None = None  # called once no window is left
-        self._model, self._optimizer = model, unwrapped(optimizer)
-        self._wrapper = optimizer if isinstance(optimizer, AccumulatingOptimizer) else None
-        self._report = None if self._wrapper is None else self._wrapper.last
-        self._factors: list[Callable[[], float]] = []  # the wrapper's clip of the last window
-        self._drafts: list[Draft] = []
-        self._saved = SavedTensors()
-        self._sketches: dict[int, Tensor] | None = None  # of the pass that runs
-        self._sums: dict[int, list[Tensor]] = {}  # of half-precision gradients, in float32
-        self._scale: Tensor | None = None  # of a loss that was scaled and has not flowed back
-        self._sizes: dict[int, int] = {}  # optimizers that have stepped: parameters of each group
-        self._trained: dict[int, list[Tensor]] = {}  # the parameters of each
-        self._clipped: list[Tensor] = []  # that are not the optimizer's
-        self._through_scaler, self._scheduling, self._calls = False, False, 0
-        self._used: tuple[dict[int, Tensor], Any, Any] | None = None
-        self._hooks = ExitStack()  # put back when no window is left
-        self._stack = ExitStack()
         self.measured = False  # whether a truncated gradient was
-        if optimizer is not None:
-            self._attach(self._optimizer)
-        if model is not None:
-            self.parameters.name(model)
+        self._model, self._optimizer = model, unwrapped(wrapper)
+        self._wrapper = wrapper if isinstance(wrapper, AccumulatingOptimizer) else None
+        self._report = None if self._wrapper is None else self._wrapper.last
+        self._clip_of_window: list[Callable[[], float]] = []  # the wrapper's, once it is known
+        self._drafts: list[Callable[[], Event]] = []
+        self._saved = SavedTensors()
+        self._pass: Sketches | None = None  # that runs
+        self._sums: dict[int, Tensor] = {}  # of half-precision gradients, in float32
+        self._scale: Tensor | None = None  # of a loss that was scaled and has not flowed back
+        self._trained: dict[int, list[Tensor]] = {}  # by optimizers that have stepped
+        self._through_scaler, self._scheduling, self._closures = False, False, 0
+        self._used: tuple[Sketches, Callable[[], float], Callable[[], bool]] | None = None
+        self._hooks, self._stack = ExitStack(), ExitStack()  # for the windows, for the block
+        self._know()
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -189,11 +188,10 @@ class Observer:
             for owner, name, call in self._patches():
                 stack.enter_context(replaced(owner, name, call))
             stack.enter_context(self._saved.watch())
-            for register, hook in (
-                (register_optimizer_step_pre_hook, self._before_step),
-                (register_optimizer_step_post_hook, self._after_step),
-            ):
-                stack.callback(register(hook).remove)
+            before = optimizer.register_optimizer_step_pre_hook(self._before_step)
+            stack.callback(before.remove)
+            after = optimizer.register_optimizer_step_post_hook(self._after_step)
+            stack.callback(after.remove)
             self._stack = stack.pop_all()
 
     def _patches(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
@@ -202,81 +200,89 @@ class Observer:
         yield nn.Module, "zero_grad", self._zero_grad
         yield clip_grad, "_clip_grads_with_norm_", self._clip
         yield accumext, "clip_grad_norm_", self._our_clip
-        yield Optimizer, "__init__", self._built
+        yield Optimizer, "__init__", self._made
         yield AccumulatingOptimizer, "__init__", self._wrapped
-        for name in ("scale", "unscale_", "step", "update"):
-            yield GradScaler, name, getattr(self, f"_scaler_{name}")
-        for cls in _subclasses(LRScheduler):
-            if "step" in vars(cls):
-                yield cls, "step", self._schedule
+        yield GradScaler, "scale", self._scaler_scale
+        yield GradScaler, "unscale_", functools.partial(self._scaler_call, "unscale_")
+        yield GradScaler, "step", self._scaler_step
+        yield GradScaler, "update", functools.partial(self._scaler_call, "update")
+        yield from (
+            (cls, "step", self._schedule) for cls in _subclasses(LRScheduler) if "step" in vars(cls)
+        )
+
+    def enter(self, context: AbstractContextManager[None]) -> None:
+        """Leave something else when the audit closes."""
+        self._stack.enter_context(context)
 
     def close(self) -> None:
         """Put everything back."""
-        self._settle_wrapper()
-        self._finish()
-        self._stack.close()
+        try:
+            self._settle_wrapper()
+        finally:
+            self._finish()
+            self._stack.close()
 
     def _finish(self) -> None:
         self.left, self._saved.watching = 0, False
         self._hooks.close()
         self._sums.clear()
 
+    def _count(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self._finish()
+            self._done()
+
+    def write(self, event: type[Event], **fields: Any) -> None:
+        """Keep an event; fields that are functions are asked when the audit closes."""
+        where, time = line(), perf_counter()
+        self._drafts.append(
+            lambda: event(where, time, **{k: v() if callable(v) else v for k, v in fields.items()})
+        )
+
     def record(self) -> Record:
         """What was seen, read from the device."""
-        events = tuple(draft() for draft in self._drafts)
         known = self.parameters
-        trained = [known.numbers(tensors) for tensors in self._trained.values()]
-        audited = self._own()
-        every = Counter(known.number(t) for tensors in self._trained.values() for t in tensors)
-        tensors = known.tensors
+        owners = Counter(known.number(t) for tensors in self._trained.values() for t in tensors)
         return Record(
-            events=events,
+            events=tuple(draft() for draft in self._drafts),
             names=known.names,
-            bytes=sum(t.numel() * t.element_size() for t in tensors),
-            trained=frozenset().union(*trained),
-            twice=frozenset(n for n, times in every.items() if n is not None and times > 1),
-            audited=known.numbers(audited),
+            bytes=sum(t.numel() * t.element_size() for t in known.tensors),
+            trained=frozenset(n for n in owners if n is not None),
+            twice=frozenset(n for n, times in owners.items() if n is not None and times > 1),
+            audited=known.among(self._own()),
             wrapped=self._wrapper is not None,
             sums=self._wrapper is not None and self._wrapper.reduction == "sum",
-            half=frozenset(n for n, t in enumerate(tensors) if t.dtype in HALF_DTYPES),
+            half=frozenset(n for n, t in enumerate(known.tensors) if t.dtype in HALF_DTYPES),
         )
 
     @property
     def reduces(self) -> bool:
-        """Whether processes that DistributedDataParallel joins are audited together."""
+        """Whether DistributedDataParallel joins processes."""
         joined = isinstance(self._model, DistributedDataParallel)
         return joined and dist.is_initialized() and dist.get_world_size() > 1
 
-    def patch(self, patched: AbstractContextManager[None]) -> None:
-        """Patch one thing more until the audit closes."""
-        self._stack.enter_context(patched)
-
-    def buffers(self) -> Iterable[Tensor]:
-        """The model's; none where it is not known."""
-        return [] if self._model is None else self._model.buffers()
-
-    def write(self, event: type[Event], **fields: Callable[[], Any]) -> None:
-        """Keep an event; its fields are asked for when the audit closes."""
-        where, time = line(), perf_counter()
-        self._drafts.append(
-            lambda: event(where, time, **{name: field() for name, field in fields.items()})
-        )
-
     # --- optimizers and models --------------------------------------------------------------------
-
-    def _attach(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        for tensor in self._own():
-            self.parameters.add(tensor)
 
     def _own(self) -> list[Tensor]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return [tensor for group in groups for tensor in group["params"]]
 
-    def _built(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
+    def _know(self) -> None:
+        for tensor in self._own():
+            self.parameters.add(tensor)
+        for name, tensor in [] if self._model is None else self._model.named_parameters():
+            self.parameters.add(tensor, name)
+
+    def buffers(self) -> Iterable[Tensor]:
+        """The model's; none where it is not known."""
+        return [] if self._model is None else self._model.buffers()
+
+    def _made(self, original: Any, made: Any, *args: Any, **kwargs: Any) -> None:
+        original(made, *args, **kwargs)
         if self.left and self._optimizer is None:
-            self._attach(optimizer)
+            self._optimizer = made
+            self._know()
 
     def _wrapped(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
         original(wrapper, *args, **kwargs)
@@ -285,19 +291,19 @@ class Observer:
 
     def _find_model(self) -> None:
         """The module that has most of the optimizer's parameters, and is in no other."""
-        mine = set(map(id, self._own()))
-        best = 0
-        for candidate in gc.get_objects():
-            if mine and issubclass(type(candidate), nn.Module):
-                shared = len(mine & set(map(id, candidate.parameters())))
-                size = shared * 10**6 + sum(1 for _ in candidate.modules())
-                if shared and size > best:
-                    self._model, best = candidate, size
-        if self._model is not None:
-            self.parameters.name(self._model)
+        mine = {id(_original(tensor)) for tensor in self._own()}
+        modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+        sizes = [
+            (len(mine & set(map(id, m.parameters()))), sum(1 for _ in m.modules())) for m in modules
+        ]
+        best = max(range(len(modules)), key=sizes.__getitem__, default=0)
+        if modules and sizes[best][0]:
+            self._model = modules[best]
+            self._know()
 
     def _is_mine(self, owner: Any) -> bool:
-        return owner is self._model or unwrapped(owner) is self._optimizer
+        """Whether it is the audited optimizer, in a wrapper or not."""
+        return self._optimizer is not None and unwrapped(owner) is self._optimizer
 
     def _settle_wrapper(self) -> None:
         """Complete the last window of a wrapper, which tells its clip, or that it skipped."""
@@ -305,112 +311,96 @@ class Observer:
         if report is None or report is self._report:
             return
         if self._used is None:
-            self._write_step(None, skipped=lambda: True)
+            self._write_step(None)
         self._report, self._used = report, None
-        self._factors.append(lambda: float(report.clip_coef))
+        self._clip_of_window.append(lambda: float(report.clip_coef))
         self._count()
-
-    def _count(self) -> None:
-        self.left -= 1
-        if not self.left:
-            self._finish()
-            if self.on_done is not None:
-                self.on_done()
 
     # --- backward passes --------------------------------------------------------------------------
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        nodes = [t.grad_fn for t in roots if isinstance(t, Tensor) and t.grad_fn is not None]
-        nested = self._sketches is not None or kwargs.get("inputs") is not None
-        if not (self.left and self._optimizer is not None and nodes) or nested:
+        own = self.left and self._optimizer is not None and self._pass is None  # and not inside
+        known = own and kwargs.get("inputs") is None and isinstance(roots[0], Tensor)
+        if not (known and roots[0].grad_fn is not None):
             return original(tensors, *args, **kwargs)
-        with self._pass(roots[0], nodes[0]):
+        with self._watched(roots[0]):
             return original(tensors, *args, **kwargs)
 
     @contextmanager
-    def _pass(self, root: Tensor, node: Any) -> Iterator[None]:
+    def _watched(self, root: Tensor) -> Iterator[None]:
+        """A backward pass."""
         self._settle_wrapper()
         if self._model is None:
             self._find_model()
+        self._know()
         known, start = self.parameters, perf_counter()
-        for tensor in self._own():
-            known.add(tensor)
-        for handle in known.hook(self._see):
-            self._hooks.callback(handle.remove)
-        self._saved.parameters = {
-            private.local_part(t).data_ptr() if is_dtensor(t) else t.data_ptr(): n
-            for n, t in enumerate(known.tensors)
-        }
-        self._saved.leaves = {id(t): n for n, t in enumerate(known.tensors)}
+        for remove in known.hook(self._see):
+            self._hooks.callback(remove)
+        self._saved.know(known.tensors)
         scale, self._scale = self._scale, None
-        losses = Losses(node)
+        losses = Losses(root.grad_fn)
         graph = self._saved.graph(losses.classes)
-        before = {n: sketch(t.grad) for n, t in known.shards() if t.grad is not None}
-        found = self._sketches = dict[int, Tensor]()
-        complete = False
+        shards = [t for t in known.tensors if is_dtensor(t)]  # summed before they reach `.grad`
+        before = known.take(shards)
+        found = self._pass = Sketches(known.tensors)
         try:
             yield
-            complete = True
+        except BaseException:
+            found.present.clear()
+            raise
         finally:
-            self._sketches = None
+            self._pass = None
             self._saved.end_pass()
             read = losses.end()
-            for n, t in known.shards():
-                if t.grad is not None:
-                    found[n] = sketch(t.grad) - before.get(n, 0.0)
+            if shards:
+                after = known.take(shards)
+                found.present |= after.present if found.present or not before.present else set()
+                found.values += after.values - before.values
             value = root.detach().sum().clone()
-            if complete and found:
-                sent = self._sent(found)
+            if found.present:
                 self.write(
                     Pass,
-                    start=lambda: start,
-                    gradient=lambda: self._matrix(found),
-                    reached=lambda: frozenset(found),
+                    start=start,
+                    gradient=lambda: found.on_host(len(known.tensors)),
+                    reached=frozenset(found.present),
                     losses=lambda: read()[0],
                     coefficient=lambda: read()[1],
                     scale=lambda: 1.0 if scale is None else float(scale),
                     value=lambda: float(value),
-                    graph=lambda: graph,
-                    sent=lambda: sent,
+                    graph=graph,
+                    sent=self._sent(found),
                 )
 
     def _see(self, number: int, grad: Tensor) -> None:
-        if self._sketches is None:
+        if self._pass is None:
             return
-        one = sketch(grad)
-        self._sketches[number] = self._sketches.get(number, 0.0) + one
+        self._pass.add(number, grad)
         if grad.dtype in HALF_DTYPES and self._wrapper is None:
             with torch.no_grad():
-                sums = self._sums.setdefault(number, [torch.zeros_like(dense(grad)).float()])
-                sums[0] += dense(grad)
+                known = self._sums.get(number)
+                self._sums[number] = dense(grad).float() + (0.0 if known is None else known)
 
-    def _matrix(self, rows: dict[int, Tensor]) -> Sketch:
-        matrix = torch.zeros(len(self.parameters), SIZE, dtype=torch.float64)
-        for number, row in rows.items():
-            matrix[number] = row.cpu()
-        return matrix
-
-    def _sent(self, found: dict[int, Tensor]) -> int:
+    def _sent(self, found: Sketches) -> int:
         if not (self.reduces and getattr(self._model, "require_backward_grad_sync", False)):
             return 0
-        grads = [self.parameters.tensors[n] for n in found]
+        grads = [self.parameters.tensors[n] for n in found.present]
         return sum(t.numel() * t.element_size() for t in grads)
 
     # --- what is done to gradients ----------------------------------------------------------------
 
     def _zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
-        if self.left and self._is_mine(owner):
+        if self.left and (owner is self._model or self._is_mine(owner)):
             self._settle_wrapper()
-            self.write(Cleared)
+            self.write(Call, name="zero_grad")
         original(owner, *args, **kwargs)
 
     def _clip(
-        self, original: Any, parameters: Any, max_norm: Any, total_norm: Tensor, *args: Any
+        self, original: Any, parameters: Any, max_norm: Any, norm: Tensor, *args: Any, **kwargs: Any
     ) -> None:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        original(tensors, max_norm, total_norm, *args)
-        self._write_clip(tensors, max_norm, total_norm)
+        original(tensors, max_norm, norm, *args, **kwargs)
+        self._write_clip(tensors, max_norm, norm)
 
     def _our_clip(
         self, original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any
@@ -420,23 +410,23 @@ class Observer:
         self._write_clip(tensors, max_norm, norm)
         return norm
 
-    def _write_clip(self, tensors: list[Tensor], max_norm: Any, norm: Tensor) -> None:
+    def _write_clip(self, tensors: list[Tensor], max_norm: Any, norm: Any) -> None:
         if not self.left or self._optimizer is None:
             return
         norm = norm.full_tensor() if is_dtensor(norm) else norm.detach().clone()
+        known = self.parameters
+
+        def untrained() -> int:
+            every = [*self._own(), *(t for some in self._trained.values() for t in some)]
+            return len({id(t) for t in tensors} - {id(_original(t)) for t in every})
+
         self.write(
             Clipped,
             norm=lambda: float(norm),
             max_norm=lambda: float(max_norm),
-            parameters=lambda: self.parameters.numbers(tensors),
-            others=lambda: len(self._untrained(tensors)),
+            parameters=lambda: known.among(tensors),
+            others=untrained,
         )
-
-    def _untrained(self, tensors: list[Tensor]) -> list[Tensor]:
-        trained = {id(t) for some in (*self._trained.values(), self._own()) for t in some}
-        masters = [getattr(t, "master_of", None) for t in self._own()]
-        trained |= {id(link.parameter) for link in masters if link is not None}
-        return [t for t in tensors if id(t) not in trained]
 
     # --- scalers and schedules --------------------------------------------------------------------
 
@@ -447,64 +437,60 @@ class Observer:
             self._scale = scale.detach().clone()
         return scaled
 
-    def _scaler_unscale_(self, original: Any, scaler: GradScaler, optimizer: Any) -> None:
-        original(scaler, optimizer)
-        if self.left and scaler.is_enabled() and unwrapped(optimizer) is self._optimizer:
-            self.write(Unscaled)
+    def _scaler_call(
+        self, name: str, original: Any, scaler: GradScaler, *args: Any, **kwargs: Any
+    ) -> None:
+        original(scaler, *args, **kwargs)
+        mine = name == "update" or self._is_mine(args[0])
+        if self.left and scaler.is_enabled() and mine and not self._through_scaler:
+            self.write(Call, name=name)
 
     def _scaler_step(
-        self, original: Any, scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any
+        self, original: Any, scaler: GradScaler, stepping: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        mine = self.left and self._wrapper is None and unwrapped(optimizer) is self._optimizer
+        mine = self.left and self._wrapper is None and self._is_mine(stepping)
         if not (mine and scaler.is_enabled()):
-            return original(scaler, optimizer, *args, **kwargs)
-        before, self._through_scaler = len(self._drafts), True
+            return original(scaler, stepping, *args, **kwargs)
+        left, self._through_scaler = self.left, True
         try:
-            result = original(scaler, optimizer, *args, **kwargs)
+            result = original(scaler, stepping, *args, **kwargs)
+            if self.left == left:
+                self._write_step(None)
         finally:
             self._through_scaler = False
-        if len(self._drafts) == before:
-            self._through_scaler = True
-            self._write_step(None, skipped=lambda: True)
-            self._through_scaler = False
         return result
-
-    def _scaler_update(self, original: Any, scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
-        original(scaler, *args, **kwargs)
-        if self.left and scaler.is_enabled():
-            self.write(Updated)
 
     def _schedule(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         inner, self._scheduling = self._scheduling, True
         started = getattr(scheduler, "_step_count", 1) > 0  # the first is the constructor's
-        mine = unwrapped(getattr(scheduler, "optimizer", None)) is self._optimizer
         try:
             result = original(scheduler, *args, **kwargs)
         finally:
             self._scheduling = inner
+        mine = self._is_mine(getattr(scheduler, "optimizer", None))
         if self.left and started and mine and not inner:
             self._settle_wrapper()
-            self.write(Scheduled)
+            self.write(Call, name="schedule")
         return result
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if not self.left or isinstance(optimizer, AccumulatingOptimizer):
+    def _before_step(self, stepping: Any, args: Any, kwargs: Any) -> Any:
+        if not self.left or isinstance(stepping, AccumulatingOptimizer):
             return None
-        self._trained[id(optimizer)] = [p for g in optimizer.param_groups for p in g["params"]]
-        if optimizer is not self._optimizer:
+        self._trained[id(stepping)] = [p for g in stepping.param_groups for p in g["params"]]
+        if stepping is not self._optimizer:
             return None
         self._settle_wrapper()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._calls = 0
+        self._closures = 0
         if closure is None:
             self._take_used()
             return None
 
         def watched() -> Any:
             result = closure()
-            self._calls += 1
+            self._closures += 1
             self._take_used()
             return result
 
@@ -513,49 +499,47 @@ class Observer:
         return (args[0], watched, *args[2:]), kwargs
 
     def _take_used(self) -> None:
-        grads = [(self.parameters.number(t), t.grad) for t in self._own()]
-        left = {n: sketch(g) for n, g in grads if n is not None and g is not None}
-        factors = [getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf")]
-        kept = [f.detach().clone() if isinstance(f, Tensor) else f for f in factors]
-        self._used = (left, *kept)
-
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self.left or optimizer is not self._optimizer or self._used is None:
-            return
-        left, scale, found_inf = self._used
-        self._write_step(
-            left,
-            scale=lambda: 1.0 if scale is None else float(scale),
-            skipped=lambda: found_inf is not None and float(found_inf) > 0,
+        scale, skip = (getattr(self._optimizer, n, None) for n in ("grad_scale", "found_inf"))
+        scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
+        skip = skip.detach().clone() if isinstance(skip, Tensor) else skip
+        self._used = (
+            self.parameters.take(self._own()),
+            lambda: 1.0 if scale is None else float(scale),
+            lambda: skip is not None and float(skip) > 0,
         )
-        if self._wrapper is None:
-            self._used = None
+
+    def _after_step(self, stepping: Any, args: Any, kwargs: Any) -> None:
+        if self.left and stepping is self._optimizer and self._used is not None:
+            self._write_step(self._used)
+            if self._wrapper is None:
+                self._used = None
 
     def _write_step(
-        self,
-        left: dict[int, Tensor] | None,
-        skipped: Callable[[], bool],
-        scale: Callable[[], float] = lambda: 1.0,
+        self, used: tuple[Sketches, Callable[[], float], Callable[[], bool]] | None
     ) -> None:
-        calls, scaler = self._calls, self._through_scaler
-        errors = self._half_errors() if left is not None else []
-        factors = self._factors = list[Callable[[], float]]()
+        known, factors = self.parameters, list[Callable[[], float]]()
+        self._clip_of_window = factors
+        left, scale, skipped = used or (None, lambda: 1.0, lambda: True)
+        errors = [] if left is None else self._half_errors()
 
-        def half(column: int) -> float:
-            sums = [sum(float(row[k]) for row in errors) for k in (0, 1, 2)]
-            return float((sums[column] / sums[2]) ** 0.5) if errors and sums[2] else 0.0
+        def gradient(divisor: float = 1.0) -> Sketch | None:
+            return None if left is None else left.on_host(len(known.tensors)) / divisor
+
+        def error(column: int) -> float:
+            sums = [sum(float(row[i]) for row in errors) for i in (column, 2)]
+            return float((sums[0] / sums[1]) ** 0.5) if errors and sums[1] else 0.0
 
         self.write(
             Stepped,
-            used=lambda: None if left is None or skipped() else self._matrix(left) / scale(),
-            left=lambda: None if left is None else self._matrix(left),
-            present=lambda: frozenset(left or ()),
+            used=lambda: None if skipped() else gradient(scale()),
+            left=gradient,
+            present=frozenset() if left is None else frozenset(left.present),
             factor=lambda: factors[0]() if factors else 1.0,
             skipped=skipped,
-            through_scaler=lambda: scaler,
-            closure_calls=lambda: calls,
-            half_error=lambda: half(0),
-            half_rounding=lambda: half(1),
+            through_scaler=self._through_scaler,
+            closure_calls=self._closures,
+            half_error=lambda: error(0),
+            half_rounding=lambda: error(1),
         )
         if self._wrapper is None:
             self._count()
@@ -564,13 +548,12 @@ class Observer:
     def _half_errors(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Squares of the error of each sum in half precision, of one rounding, and of the sum."""
         rows = []
-        for number, (total,) in self._sums.items():
+        for number, total in self._sums.items():
             grad = self.parameters.tensors[number].grad
             if grad is not None and grad.dtype in HALF_DTYPES:
-                used, square = dense(grad).float(), total.square().sum()
-                factor = (used * total).sum() / square  # of unscaling and clipping
+                summed, square = dense(grad).float(), total.square().sum()
+                factor = (summed * total).sum() / square  # of unscaling and clipping
                 once = (total.to(grad.dtype).float() - total).square().sum()
-                error = (used - factor * total).square().sum() / factor.square()
-                rows.append((error, once, square))
+                rows.append(((summed / factor - total).square().sum(), once, square))
         self._sums.clear()
         return rows

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from accumext.audit._events import (
-    Cleared,
+    Call,
     Clipped,
     Event,
     Finding,
     Pass,
     Record,
-    Scheduled,
     Stepped,
-    Unscaled,
-    Updated,
     Window,
     windows_of,
 )
@@ -82,8 +79,9 @@ def _word(event: Event) -> str:
             return f"clip {event.max_norm:g} (norm {event.norm:.3g}, times {event.factor:.3g})"
         case Stepped():
             return "step skipped" if event.skipped else "step"
-    words = {Cleared: "zero_grad", Unscaled: "unscale_", Updated: "update", Scheduled: "schedule"}
-    return words.get(type(event), type(event).__name__.lower())
+        case Call():
+            return event.name
+    return type(event).__name__.lower()
 
 
 def as_json(record: Record, findings: tuple[Finding, ...]) -> dict[str, Any]:
@@ -106,12 +104,12 @@ def as_json(record: Record, findings: tuple[Finding, ...]) -> dict[str, Any]:
 
 
 _MARKS = {
-    Cleared: ("|", "0.5", "zero_grad"),
-    Unscaled: ("x", "C4", "unscale_"),
-    Clipped: ("v", "C3", "clip"),
-    Stepped: ("*", "C2", "step"),
-    Updated: ("+", "C4", "update"),
-    Scheduled: ("^", "C5", "schedule"),
+    "zero_grad": "|",
+    "unscale_": "x",
+    "clip": "v",
+    "step": "*",
+    "update": "+",
+    "schedule": "^",
 }
 
 
@@ -132,10 +130,10 @@ def plot(record: Record, path: str | Path | None) -> Any:
         row, begin = window.index + 1, _begin(window)
         spans = [(one.start - begin, one.time - one.start) for one in window.passes]
         rows.broken_barh(spans, (row - 0.3, 0.6), color="C0", ec="white", label="_backward")
-        for kind, (mark, color, label) in _MARKS.items():
-            times = [event.time - begin for event in window.events if type(event) is kind]
-            name = f"_{label}" if window.index else label
-            rows.plot(times, [row] * len(times), mark, color=color, ms=9, label=name)
+        for color, (kind, mark) in enumerate(_MARKS.items(), 1):
+            times = [event.time - begin for event in window.events if _kind(event) == kind]
+            name = f"_{kind}" if window.index else kind
+            rows.plot(times, [row] * len(times), mark, color=f"C{color}", ms=9, label=name)
     rows.set(title="Windows", xlabel="seconds since the window began", ylabel="window")
     rows.set_yticks([window.index + 1 for window in windows])
     rows.invert_yaxis()
@@ -147,6 +145,11 @@ def plot(record: Record, path: str | Path | None) -> Any:
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
+
+
+def _kind(event: Event) -> str:
+    names = {Clipped: "clip", Stepped: "step", Pass: "backward"}
+    return event.name if isinstance(event, Call) else names.get(type(event), "")
 
 
 def _begin(window: Window) -> float:

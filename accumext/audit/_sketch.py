@@ -1,8 +1,9 @@
 """Gradients in eight numbers per parameter, by which sums of gradients are told apart.
 
-A sketch is a product with fixed random signs. It is linear, so that the factors with which passes
-are in a sum of gradients follow from their sketches alone, and it needs none of the memory that a
-second set of gradients would. Source: Alon, Matias & Szegedy 1996.
+A sketch is linear, so that the factors with which passes are in a sum of gradients follow from
+their sketches alone, and it needs none of the memory of a second set of gradients. Elements are
+summed at a stride, in one read, and the sums are multiplied with fixed random signs. Source: Alon,
+Matias & Szegedy 1996.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ import torch
 from torch import Tensor
 
 from accumext import _torch_private as private
+from accumext._tensor_kinds import HALF_DTYPES, is_dtensor
 
 SIZE = 8  # numbers of a sketch
-_WIDTH = 1024  # elements that share a row of signs
-_ROWS = 4096  # that are converted to float64 at once
+_STRIDE = 1021  # a prime: along the rows or columns of a matrix, gradients may sum up to zero
 
 
 @lru_cache
-def _signs(seed: int, rows: int, columns: int, device: torch.device) -> Tensor:
+def _signs(device: torch.device) -> Tensor:
     """Entries 1 and -1, the same in every process; the generators of the loop are not asked."""
-    draws = torch.randint(2, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    draws = torch.randint(2, (_STRIDE, SIZE), generator=torch.Generator().manual_seed(0))
     return (2.0 * draws - 1.0).to(device, torch.float64)
 
 
 def dense(grad: Tensor) -> Tensor:
     """The elements of a gradient on this process, zeros of sparse ones included."""
-    grad = private.local_part(grad) if hasattr(grad, "_local_tensor") else grad
+    grad = private.local_part(grad) if is_dtensor(grad) else grad
     grad = grad.detach()
     grad = grad.to_dense() if grad.layout is not torch.strided else grad
     return torch.view_as_real(grad) if grad.is_complex() else grad
@@ -40,12 +41,8 @@ def sketch(grad: Tensor) -> Tensor:
     flat = dense(grad).reshape(-1)
     if flat.numel() <= SIZE:
         return torch.nn.functional.pad(flat.double(), (0, SIZE - flat.numel()))
-    signs = _signs(0, _WIDTH, SIZE, flat.device)
-    total = signs.new_zeros(SIZE)
-    for number, part in enumerate(flat.split(_ROWS * _WIDTH)):
-        part, of_rows = part.double(), _signs(number + 1, _ROWS + 1, 1, flat.device)[:, 0]
-        rows, rest = divmod(part.numel(), _WIDTH)
-        whole = part[: rows * _WIDTH].view(rows, _WIDTH)
-        total += of_rows[:rows] @ (whole @ signs)
-        total += of_rows[-1] * (part[rows * _WIDTH :] @ signs[:rest])
-    return total
+    flat = flat.float() if flat.dtype in HALF_DTYPES else flat
+    rows, rest = divmod(flat.numel(), _STRIDE)
+    sums = flat[: rows * _STRIDE].view(rows, _STRIDE).sum(0).double()
+    sums[:rest] += flat[rows * _STRIDE :]
+    return sums @ _signs(flat.device)

@@ -19,15 +19,15 @@ from accumext.rollout import rollout
 def watch_tbptt(observer: Observer) -> None:
     """Measure the first call of `accumext.tbptt`, by whatever name a loop has it."""
     module = sys.modules["accumext.tbptt"]
-    observer.patch(replaced(module, "_check", functools.partial(_measure_first, observer)))
+    observer.enter(replaced(module, "_check", functools.partial(_measure_first, observer)))
 
 
 def _measure_first(observer: Observer, original: Any, *args: Any) -> Any:
     checked = original(*args)
     step, targets, state, criterion, feedback, start, inputs, k1, k2 = args[:9]
     lengths, context = args[-3:-1]
-    simple = lengths is None and feedback in ("greedy", "teacher") and targets.numel()
-    if simple and observer.left and not observer.measured:
+    usual = lengths is None and feedback in ("greedy", "teacher") and targets.numel()
+    if usual and observer.left and observer.parameters.tensors and not observer.measured:
         write_distance(
             observer, step, targets, state, criterion, k1, k2, feedback, start, inputs, context
         )
@@ -50,20 +50,16 @@ def write_distance(
     """Write down the distance for one batch, and return it."""
     observer.measured = True
     k2 = k1 if k2 is None else k2
-    first = (
-        inputs[0]
-        if inputs is not None
-        else torch.as_tensor(start).to(targets).expand_as(targets[0])
-    )
-    known = feedback == "teacher"
+    if inputs is None:
+        first = torch.as_tensor(start).to(targets).expand_as(targets[0])
+        following = targets if targets.is_floating_point() else targets.clamp(min=0)
+    else:
+        first, following = inputs[0], inputs[1:]
 
     def feed(output: Tensor, t: int) -> Tensor:
-        if not known:
-            return output.argmax(-1)
-        following = targets if inputs is None else inputs[1:]
-        return following[t].clamp(min=0) if inputs is None else following[t]
+        return following[t] if feedback == "teacher" else output.argmax(-1)
 
-    def gradient(k1: int | None, k2: int | None) -> list[Tensor | None]:
+    def gradient(k1: int | None, k2: int | None) -> tuple[Tensor | None, ...]:
         with torch.enable_grad(), _unchanged(observer, targets.device):
             out = rollout(
                 lambda token, state: step(token, state, *context),
@@ -71,23 +67,16 @@ def write_distance(
                 start=first, feed=feed, k1=k1, k2=k2,
             )  # fmt: skip
             trained = [t for t in observer.parameters.tensors if t.requires_grad]
-            return list(torch.autograd.grad(out.loss, trained, allow_unused=True))
+            return torch.autograd.grad(out.loss, trained, allow_unused=True)
 
-    truncated, exact = gradient(k1, k2), gradient(None, None)
-    pairs = [
-        (a, b) for a, b in zip(truncated, exact, strict=True) if a is not None and b is not None
-    ]
-    size = sum(b.double().square().sum() for _, b in pairs)
-    apart = sum((a.double() - b.double()).square().sum() for a, b in pairs)
-    inner = sum((a.double() * b.double()).sum() for a, b in pairs)
-    own = sum(a.double().square().sum() for a, _ in pairs)
-    distance = float((apart / size) ** 0.5) if pairs else 0.0
-    cosine = float(inner / (size * own) ** 0.5) if pairs else 1.0
-    steps = len(targets)
+    grads = zip(gradient(k1, k2), gradient(None, None), strict=True)
+    pairs = [(a.double(), b.double()) for a, b in grads if a is not None and b is not None]
+    apart = sum(float((a - b).square().sum()) for a, b in pairs)
+    size = sum(float(b.square().sum()) for _, b in pairs)
+    distance = (apart / size) ** 0.5 if size else 0.0
     observer.write(
         Truncated,
-        k1=lambda: k1, k2=lambda: k2, steps=lambda: steps,
-        distance=lambda: distance, cosine=lambda: cosine,
+        k1=k1, k2=k2, steps=len(targets), distance=distance,
     )  # fmt: skip
     return distance
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from accumext.audit._audit import Audit, audit
+from accumext.audit._audit import Audit
+from accumext.audit._observe import Observer
 
 
 class _Done(BaseException):
@@ -55,8 +56,8 @@ def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
     argv, path = sys.argv, sys.path.copy()
     sys.argv = [str(args.script), *args.arguments]
     sys.path[0:0] = [str(args.script.resolve().parent)]
-    seen = audit(windows=args.windows, against=against)
-    seen.when_done(stop)
+    before = None if against is None else against.record
+    seen = Audit(Observer(None, None, args.windows, stop), before)
     try:
         with suppress(_Done), seen:
             try:
