@@ -15,7 +15,7 @@ if (
 
 from accumext import ops
 from accumext._clip_grad_norm import clip_grad_norm_
-from accumext.audit import audit
+from accumext.audit import Audit, Finding, audit
 from accumext.backend import _libraries, backend, backend_reason
 from accumext.chunked import chunked_loss
 from accumext.decoder import DecodeOutput, decode_loss, decode_memory
@@ -37,7 +37,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccumulatingOptimizer",
+    "Audit",
     "DecodeOutput",
+    "Finding",
     "GenerateOutput",
     "RolloutOutput",
     "TBPTTResult",
