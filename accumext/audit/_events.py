@@ -1,6 +1,7 @@
 """What an audit records of a loop: one frozen event for each thing that happened.
 
-Numbers are plain Python, read from the device when the audit closes. Gradients are `Sketch`es.
+Each has its line, such as "train.py:31", and its time in seconds. Numbers are plain Python, read
+from the device when the audit closes.
 """
 
 from __future__ import annotations
@@ -11,12 +12,6 @@ from typing import TypeAlias
 from torch import Tensor
 
 Sketch: TypeAlias = Tensor  # float64 [parameters, SIZE] on the host, linear in the gradient
-
-
-@dataclass(frozen=True)
-class Event:
-    where: str  # "train.py:31"
-    time: float  # in seconds
 
 
 @dataclass(frozen=True)
@@ -42,9 +37,11 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Pass(Event):
+class Pass:
     """A backward pass that reached a parameter."""
 
+    where: str
+    time: float
     start: float
     gradient: Sketch  # this pass's own
     reached: frozenset[int]  # parameters
@@ -57,16 +54,20 @@ class Pass(Event):
 
 
 @dataclass(frozen=True)
-class Call(Event):
+class Call:
     """`zero_grad`, `unscale_`, `update` of a GradScaler, or "schedule": a schedule's `step`."""
 
+    where: str
+    time: float
     name: str
 
 
 @dataclass(frozen=True)
-class Clipped(Event):
+class Clipped:
     """`clip_grad_norm_`, by torch or by accumext."""
 
+    where: str
+    time: float
     norm: float
     max_norm: float
     parameters: frozenset[int]
@@ -78,9 +79,11 @@ class Clipped(Event):
 
 
 @dataclass(frozen=True)
-class Stepped(Event):
+class Stepped:
     """A step of the optimizer, or one that a scaler or the wrapper skipped."""
 
+    where: str
+    time: float
     used: Sketch | None  # the gradient, after all factors; None if the step was skipped
     left: Sketch | None  # what was in `.grad`
     present: frozenset[int]  # parameters that had a gradient
@@ -93,13 +96,18 @@ class Stepped(Event):
 
 
 @dataclass(frozen=True)
-class Truncated(Event):
+class Truncated:
     """A truncated gradient, measured beside the exact one."""
 
+    where: str
+    time: float
     k1: int
     k2: int | None
     steps: int
     distance: float  # relative to the exact gradient
+
+
+Event: TypeAlias = Pass | Call | Clipped | Stepped | Truncated
 
 
 @dataclass(frozen=True, eq=False)

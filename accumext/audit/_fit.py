@@ -138,9 +138,8 @@ def _solve(columns: list[Sketch], used: Sketch, tolerance: float) -> Tensor | No
     if len(singular) < len(columns) or singular[-1] < _WELL_POSED * singular[0]:
         return None
     factors: Tensor = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]
-    if (matrix @ factors - target).norm() > tolerance * target.norm():
-        return None
-    return factors / norms
+    explained = bool((matrix @ factors - target).norm() <= tolerance * target.norm())
+    return factors / norms if explained else None
 
 
 def finite(values: Sketch) -> bool:

@@ -79,9 +79,9 @@ def unwrapped(wrapper: Any) -> Any:
     return wrapper
 
 
-def _subclasses(cls: type) -> Iterator[type[Any]]:
+def _subclasses(cls: Any) -> Iterator[Any]:
     yield cls
-    for below in type.__subclasses__(cls):
+    for below in cls.__subclasses__():
         yield from _subclasses(below)
 
 
@@ -273,6 +273,7 @@ class Observer:
             self.parameters.add(tensor)
         for name, tensor in [] if self._model is None else self._model.named_parameters():
             self.parameters.add(tensor, name)
+        self._saved.know(self.parameters.tensors)
 
     def buffers(self) -> Iterable[Tensor]:
         """The model's; none where it is not known."""
@@ -337,7 +338,6 @@ class Observer:
         known, start = self.parameters, perf_counter()
         for remove in known.hook(self._see):
             self._hooks.callback(remove)
-        self._saved.know(known.tensors)
         scale, self._scale = self._scale, None
         losses = Losses(root.grad_fn)
         graph = self._saved.graph(losses.classes)

@@ -19,7 +19,8 @@ from accumext.audit._events import (
     Window,
     windows_of,
 )
-from accumext.audit._infer import count, main_losses, mib
+from accumext.audit._fit import fits
+from accumext.audit._infer import count, main_losses, mass, mib
 
 _WIDTH, _LINES = 98, 30
 _SHOWN = 4  # findings, and windows
@@ -31,50 +32,53 @@ def text(record: Record, findings: tuple[Finding, ...]) -> str:
     passes = sum(len(window.passes) for window in windows)
     verdict = f"{len(findings)} finding{'s' * (len(findings) != 1)}" if findings else "no findings"
     lines = [f"accumext audit: {verdict} in {len(windows)} windows of {passes} backward passes"]
-    room = _LINES - 3 - min(len(windows), _SHOWN)
+    shown = windows[:_SHOWN]
+    ends = [part for window in shown for part in _described(record, window)]
     for number, finding in enumerate(findings, 1):
         entry = ["", f"{number}. {finding.name}  ({finding.where})"]
         for label, words in (("seen", finding.evidence), ("cure", finding.cure)):
             entry += textwrap.wrap(
                 words, _WIDTH, initial_indent=f"   {label}  ", subsequent_indent=" " * 9
             )
-        if len(lines) + len(entry) > room:
-            rest = [f.name for f in findings[number - 1 :]]
-            lines += textwrap.shorten(f"and: {', '.join(rest)}", _WIDTH).splitlines()
+        if len(lines) + len(entry) + len(ends) + 3 > _LINES:
+            rest = ", ".join(finding.name for finding in findings[number - 1 :])
+            lines += ["", textwrap.shorten(f"and: {rest}", _WIDTH)]
             break
         lines += entry
-    lines.append("")
-    lines += [_shorten(_described(window)) for window in windows[:_SHOWN]]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *ends])
 
 
-def _shorten(line: str) -> str:
-    return line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
-
-
-def _described(window: Window) -> str:
-    """`window 1: 4 x backward (64 targets), clip 2 (norm 3.1), step; graph 12 MiB, 50 steps`."""
+def _described(record: Record, window: Window) -> tuple[str, str]:
+    """What happened in a window, and what its gradient and its largest graph were."""
     parts = []
-    for kind, group in groupby(window.events, key=type):
-        some = list(group)
-        parts.append(f"{len(some)} x {_word(some[0])}" if len(some) > 1 else _word(some[0]))
-        del kind
-    passes = window.passes
-    largest = max((one.graph for one in passes), key=lambda graph: graph.bytes, default=None)
-    kept = "" if largest is None else f"; graph {mib(largest.bytes)}"
-    calls = f", {largest.calls} steps" if largest is not None and largest.calls > 1 else ""
-    return f"window {window.index + 1}: {', '.join(parts)}{kept}{calls}"
+    for _, group in groupby(window.events, key=_word):
+        words = [_word(event) for event in group]
+        parts.append(f"{len(words)} x {words[0]}" if len(words) > 1 else words[0])
+    graphs = [one.graph for one in window.passes]
+    graph = max(graphs, key=lambda graph: graph.bytes, default=None)
+    kept = "" if graph is None else f"; a graph of {graph.calls} steps keeps {mib(graph.bytes)}"
+    first = textwrap.shorten(f"window {window.index + 1}: {', '.join(parts)}", _WIDTH)
+    return first, f"          {_gradient(record, window)}{kept}"
+
+
+def _gradient(record: Record, window: Window) -> str:
+    """The factor of a window's gradient, over the mean of its losses."""
+    fit = next((fit for fit in fits(record) if fit.window.index == window.index), None)
+    masses = [] if fit is None else [mass(share) for share in fit.shares]
+    known = [m for m in masses if m is not None]
+    if fit is None or len(known) < len(masses):
+        return "no gradient" if window.step.skipped else "gradient: not a known sum of these passes"
+    losses = sum(len(main_losses(share.of)) for share in fit.shares)
+    return f"gradient: {sum(known):.4g} times the mean of {losses} losses"
 
 
 def _word(event: Event) -> str:
+    """An event in a few words, the same for events that are alike."""
     match event:
         case Pass():
-            counted = count(event)
-            losses = len(main_losses(event))
-            of = f" ({counted:g} targets" if counted else ""
-            return (
-                f"backward{of}{f', {losses} losses' if of and losses > 1 else ''}{')' * bool(of)}"
-            )
+            counted, losses = count(event), len(main_losses(event))
+            of = f" of {losses} losses" if losses > 1 else ""
+            return f"backward{of}" + (f" ({counted:g} targets)" if counted else "")
         case Clipped():
             return f"clip {event.max_norm:g} (norm {event.norm:.3g}, times {event.factor:.3g})"
         case Stepped():

@@ -10,8 +10,10 @@ from support.optimizer_oracle import OP
 from support.programs import run_script
 
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+SMALL = ["--steps", "3", "--vocabulary", "2000", "--length", "50"]
 ARGUMENTS = {
-    "rnn_with_amp": ["--steps", "3", "--vocabulary", "2000", "--length", "50"],
+    "is_my_loop_right": SMALL,
+    "rnn_with_amp": SMALL,
     "tutorial_loop": ["--steps", "10"],  # its steps are no windows
 }
 
