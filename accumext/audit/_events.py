@@ -79,6 +79,16 @@ class Clipped:
 
 
 @dataclass(frozen=True)
+class HalfSum:
+    """The sum of a window's gradients in half precision, beside that in float32, S."""
+
+    factor: float  # of S in the sum, which is factor * (S + rest), with the rest at right angles
+    rest: float  # square of the rest, relative to that of S
+    square: float  # of S
+    once: float  # square of what rounding S once changes
+
+
+@dataclass(frozen=True)
 class Stepped:
     """A step of the optimizer, or one that a scaler or the wrapper skipped."""
 
@@ -91,8 +101,7 @@ class Stepped:
     skipped: bool
     through_scaler: bool
     closure_calls: int
-    half_error: float  # of the sum in half precision, relative to the sum in float32
-    half_rounding: float  # of rounding that sum once
+    half_sums: tuple[HalfSum, ...]
 
 
 @dataclass(frozen=True)

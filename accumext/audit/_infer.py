@@ -11,6 +11,7 @@ from typing import TypeAlias
 from accumext.audit._events import (
     Call,
     Clipped,
+    Event,
     Finding,
     Loss,
     Pass,
@@ -121,11 +122,19 @@ def groups(fit: Fit) -> list[Group]:
 
 
 def regular(fit: Fit, group: Group) -> bool:
-    """Each micro-batch is there once: nothing is lost, or counted again."""
+    """Each micro-batch is there once, and nothing else was done to some of them alone."""
     nodes = Counter(node for share in group for node in nodes_of(share))
     top = max(abs(share.factor) for share in group)
     there = all(abs(share.factor) > _SAME * top for share in group)
-    return there and not fit.earlier and max(nodes.values(), default=1) == 1
+    alike = len({share.of.scale for share in group}) == 1 and not clipped_inside(fit.window)
+    return there and alike and not fit.earlier and max(nodes.values(), default=1) == 1
+
+
+def clipped_inside(window: Window) -> list[Clipped]:
+    """The clips of a window, if passes followed one of them."""
+    every = [(i, e) for i, e in enumerate(window.events) if isinstance(e, Clipped) and e.parameters]
+    last = max((i for i, e in enumerate(window.events) if isinstance(e, Pass)), default=0)
+    return [event for _, event in every] if every and every[0][0] < last else []
 
 
 def nodes_of(share: Share) -> set[tuple[int, int]]:
@@ -190,10 +199,10 @@ def named_factor(group: Group, full: int) -> tuple[str, float]:
         len(counts) == len(losses) and any(same(factor, sum(counts)) for factor in factors)
     ):
         return "", 1.0  # a mean, or a sum by choice
+    partial, whole = ("divisor of a full window", n / full), ("divided twice", 1 / n)
     names = {
         "divisor missing": float(n),
-        "divided twice": 1 / n,
-        "divisor of a full window": n / full,
+        **dict((partial, whole) if n < full else (whole, partial)),
     }
     for name, expected in names.items():
         for factor in factors:
@@ -284,29 +293,28 @@ def again(record: Record) -> Found:
 
 def clips(record: Record) -> Found:
     """Clipped too early, too often, or in vain."""
-    early, often = list[tuple[Clipped, float]](), list[tuple[int, Clipped]]()
-    for window in windows_of(record):
-        scale, clipped, added = 1.0, list[Clipped](), False
+    early: list[tuple[Clipped, float]] = []
+    for window in [] if record.wrapped else windows_of(record):
+        scale = 1.0
         for event in window.events:
             if isinstance(event, Pass):
-                scale, added = event.scale, added or bool(clipped)
+                scale = event.scale
             elif isinstance(event, Call) and event.name == "unscale_":
                 scale = 1.0
             elif isinstance(event, Clipped) and event.parameters & record.audited:
-                clipped.append(event)
-                early += [(event, scale)] if scale != 1.0 and not record.wrapped else []
-        often += [(len(clipped), clipped[0])] if added else []
+                early += [(event, scale)] if scale != 1.0 else []
     for clip, scale in early[:1]:
         yield found(
             "clip before unscale", scale, clip.where,
             f"the norm {clip.norm:.4g} that was clipped to {clip.max_norm:g} is that of gradients "
             f"times the loss scale {scale:g}; the gradient's own is {clip.norm / scale:.4g}",
         )  # fmt: skip
-    for number, clip in [max(often, key=lambda case: case[0])] if often else []:
+    often = max(map(clipped_inside, windows_of(record)), key=len, default=[])
+    if often:
         yield found(
-            "clip of each micro-batch", number, clip.where,
-            f"clipped {number} times in a window, to {clip.max_norm:g}: each pass adds to what was "
-            "clipped before",
+            "clip of each micro-batch", len(often), often[0].where,
+            f"clipped {len(often)} times in a window, to {often[0].max_norm:g}: each pass adds to "
+            "what was clipped before",
         )  # fmt: skip
     vain = [event for event in record.events if isinstance(event, Clipped) and event.others]
     for clip in vain[:1]:
@@ -370,15 +378,15 @@ def nonfinite(record: Record) -> Found:
 
 def schedules(record: Record) -> Found:
     """A schedule that counts micro-batches, or steps too early."""
-    most: list[Call] = []
+    most: list[Event] = []
     for window in windows_of(record):
         events = [e for e in window.events if isinstance(e, Pass) or _is_schedule(e)]
-        pairs = pairwise(events)
-        inside = [b for a, b in pairs if isinstance(a, Pass) and isinstance(b, Call)]
-        most = max(most, inside, key=len)
+        after = [b for a, b in pairwise(events) if isinstance(a, Pass) and _is_schedule(b)]
+        if len(after) > 1:
+            most = max(most, [e for e in events if _is_schedule(e)], key=len)
     first = next((i for i, e in enumerate(record.events) if isinstance(e, Stepped)), 0)
     early = [event for event in record.events[:first] if _is_schedule(event)]
-    if len(most) > 1:
+    if most:
         yield found(
             "scheduler steps per micro-batch", len(most), most[0].where,
             f"the schedule went {len(most)} steps on before one step of the optimizer",
@@ -391,7 +399,7 @@ def schedules(record: Record) -> Found:
         )  # fmt: skip
 
 
-def _is_schedule(event: object) -> bool:
+def _is_schedule(event: Event) -> bool:
     return isinstance(event, Call) and event.name == "schedule"
 
 
@@ -430,8 +438,8 @@ def truncation(record: Record) -> Found:
 def half_sums(record: Record) -> Found:
     """Sums of half-precision gradients that have lost bits."""
     whole = [fit for fit in fits(record) if fit.equal and not fit.earlier]
-    for fit in [max(whole, key=lambda fit: fit.window.step.half_error)] if whole else []:
-        error, once = fit.window.step.half_error, fit.window.step.half_rounding
+    for fit in [max(whole, key=half_error)] if whole else []:
+        error, once = half_error(fit)
         bits = math.log2(error / once) if error and once else 0.0
         if bits >= _LOST_BITS:
             yield found(
@@ -440,6 +448,23 @@ def half_sums(record: Record) -> Found:
                 f"{error:.3g} from their sum in float32, relative to it: {bits:.1f} bits lost "
                 "beyond one rounding",
             )  # fmt: skip
+
+
+def half_error(fit: Fit) -> tuple[float, float]:
+    """Of a window's sum, relative to the sum in float32; and what rounding that once would cost."""
+    sums = fit.window.step.half_sums
+    whole = sum(one.square for one in sums)
+    if not whole:
+        return 0.0, 0.0
+    clip = math.prod(e.factor for e in fit.window.events if isinstance(e, Clipped))
+    near = sum(one.factor * one.square for one in sums) / whole
+    # What clip and scaler multiplied with: the sums may be scaled yet, for a fused optimizer.
+    factor = min((clip, clip / fit.shares[0].of.scale), key=lambda f: abs(math.log(near / f)))
+    squares = [
+        ((one.factor / factor - 1) ** 2 + one.rest * (one.factor / factor) ** 2) * one.square
+        for one in sums
+    ]
+    return (sum(squares) / whole) ** 0.5, (sum(one.once for one in sums) / whole) ** 0.5
 
 
 # --- 10 to 13: processes, parameters, determinism -------------------------------------------------
@@ -494,9 +519,9 @@ def determinism(record: Record) -> Found:
         apart = float((a.gradient - b.gradient).norm()) / size if known else 0.0
         if apart > _SAME_BITS:
             yield found(
-                "runs differ", apart, b.where,
-                f"the gradient of backward pass {number} is {apart:.3g} from that of the first "
-                "run, relative to it",
+                "runs differ", number, b.where,
+                f"the gradient of backward pass {number} is about {apart:.1g} from that of the "
+                "first run, relative to it",
             )  # fmt: skip
             return
 

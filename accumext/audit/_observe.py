@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, optimizer
@@ -31,9 +30,8 @@ from torch.optim.lr_scheduler import LRScheduler
 import accumext
 from accumext import _torch_private as private
 from accumext._tensor_kinds import HALF_DTYPES, is_dtensor
-from accumext.audit._events import Call, Clipped, Event, Pass, Record, Sketch, Stepped
-from accumext.audit._graph import Losses, SavedTensors
-from accumext.audit._sketch import SIZE, dense, sketch
+from accumext.audit._events import Call, Clipped, Event, HalfSum, Pass, Record, Sketch, Stepped
+from accumext.audit._passes import Parameters, Passes, Sketches, stands_for
 from accumext.optimizer import AccumulatingOptimizer
 
 _OURS = (os.path.dirname(torch.__file__), os.path.dirname(accumext.__file__))
@@ -85,77 +83,6 @@ def _subclasses(cls: Any) -> Iterator[Any]:
         yield from _subclasses(below)
 
 
-def _original(tensor: Tensor) -> Tensor:
-    """The half-precision parameter of a master; else the parameter itself."""
-    link = getattr(tensor, "master_of", None)
-    return tensor if link is None else link.parameter
-
-
-class Parameters:
-    """The parameters that an audit knows, by number: the optimizer's, then the model's others."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.numbers: dict[int, int] = {}  # by id
-        self._names: dict[int, str] = {}
-        self._nodes: dict[int, Any] = {}  # kept: a leaf makes its node anew once nobody holds it
-
-    def add(self, tensor: Tensor, name: str | None = None) -> None:
-        number = self.numbers.setdefault(id(_original(tensor)), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(_original(tensor))
-        if name is not None:
-            self._names[number] = name.removeprefix("module.")
-
-    def number(self, tensor: Tensor) -> int | None:
-        return self.numbers.get(id(_original(tensor)))
-
-    def among(self, tensors: Iterable[Tensor]) -> frozenset[int]:
-        """The numbers of those of these that are known."""
-        return frozenset(n for t in tensors if (n := self.number(t)) is not None)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._names.get(i, f"parameter {i}") for i in range(len(self.tensors)))
-
-    def hook(self, see: Callable[[int, Tensor], None]) -> Iterator[Callable[[], None]]:
-        """Have `see` called with each gradient that is about to be added to a `.grad`."""
-        for number, tensor in enumerate(self.tensors):
-            if tensor.requires_grad and number not in self._nodes and not is_dtensor(tensor):
-                node = self._nodes[number] = get_gradient_edge(tensor).node
-                yield node.register_prehook(functools.partial(_first, see, number)).remove
-
-    def take(self, tensors: Iterable[Tensor]) -> Sketches:
-        """The gradients that these have in `.grad`."""
-        found = Sketches(self.tensors)
-        for tensor in tensors:
-            if tensor.grad is not None and (number := self.number(tensor)) is not None:
-                found.add(number, tensor.grad)
-        return found
-
-
-def _first(see: Callable[[int, Tensor], None], number: int, grads: tuple[Any, ...]) -> None:
-    if grads[0] is not None:
-        see(number, grads[0])
-
-
-class Sketches:
-    """The sketches of gradients of known parameters, in one tensor on their device."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        device = parameters[0].device if parameters else None
-        self.values = torch.zeros(len(parameters), SIZE, dtype=torch.float64, device=device)
-        self.present: set[int] = set()
-
-    def add(self, number: int, grad: Tensor) -> None:
-        self.values[number] += sketch(grad).to(self.values.device)
-        self.present.add(number)
-
-    def on_host(self, size: int) -> Sketch:
-        """With rows for parameters that became known later."""
-        return nn.functional.pad(self.values.cpu(), (0, 0, 0, size - len(self.values)))
-
-
 class Observer:
     """The events of a loop, until so many windows are closed; then `done` is called."""
 
@@ -170,14 +97,13 @@ class Observer:
         self._report = None if self._wrapper is None else self._wrapper.last
         self._clip_of_window: list[Callable[[], float]] = []  # the wrapper's, once it is known
         self._drafts: list[Callable[[], Event]] = []
-        self._saved = SavedTensors()
-        self._pass: Sketches | None = None  # that runs
-        self._sums: dict[int, Tensor] = {}  # of half-precision gradients, in float32
-        self._scale: Tensor | None = None  # of a loss that was scaled and has not flowed back
+        self._passes = Passes(self.parameters)
         self._trained: dict[int, list[Tensor]] = {}  # by optimizers that have stepped
         self._through_scaler, self._scheduling, self._closures = False, False, 0
         self._used: tuple[Sketches, Callable[[], float], Callable[[], bool]] | None = None
-        self._hooks, self._stack = ExitStack(), ExitStack()  # for the windows, for the block
+        self._stack = ExitStack()  # of what is put back when the block ends
+        if self._wrapper is not None:
+            self._passes.sum_nothing()
         self._know()
 
     # --- opening and closing ----------------------------------------------------------------------
@@ -187,7 +113,7 @@ class Observer:
         with ExitStack() as stack:
             for owner, name, call in self._patches():
                 stack.enter_context(replaced(owner, name, call))
-            stack.enter_context(self._saved.watch())
+            stack.enter_context(self._passes.saved.watch())
             before = optimizer.register_optimizer_step_pre_hook(self._before_step)
             stack.callback(before.remove)
             after = optimizer.register_optimizer_step_post_hook(self._after_step)
@@ -198,8 +124,9 @@ class Observer:
         yield torch.autograd, "backward", self._backward
         yield Optimizer, "zero_grad", self._zero_grad
         yield nn.Module, "zero_grad", self._zero_grad
-        yield clip_grad, "_clip_grads_with_norm_", self._clip
-        yield accumext, "clip_grad_norm_", self._our_clip
+        yield clip_grad, "_clip_grads_with_norm_", self._clip  # what clip_grad_norm_ calls
+        yield nn.utils, "clip_grads_with_norm_", self._clip
+        yield accumext, "clip_grad_norm_", self._clip
         yield Optimizer, "__init__", self._made
         yield AccumulatingOptimizer, "__init__", self._wrapped
         yield GradScaler, "scale", self._scaler_scale
@@ -223,9 +150,8 @@ class Observer:
             self._stack.close()
 
     def _finish(self) -> None:
-        self.left, self._saved.watching = 0, False
-        self._hooks.close()
-        self._sums.clear()
+        self.left = 0
+        self._passes.close()
 
     def _count(self) -> None:
         self.left -= 1
@@ -273,7 +199,7 @@ class Observer:
             self.parameters.add(tensor)
         for name, tensor in [] if self._model is None else self._model.named_parameters():
             self.parameters.add(tensor, name)
-        self._saved.know(self.parameters.tensors)
+        self._passes.saved.know(self.parameters.tensors)
 
     def buffers(self) -> Iterable[Tensor]:
         """The model's; none where it is not known."""
@@ -289,10 +215,11 @@ class Observer:
         original(wrapper, *args, **kwargs)
         if self.left and self._wrapper is None and unwrapped(wrapper) is self._optimizer:
             self._wrapper = wrapper
+            self._passes.sum_nothing()
 
     def _find_model(self) -> None:
         """The module that has most of the optimizer's parameters, and is in no other."""
-        mine = {id(_original(tensor)) for tensor in self._own()}
+        mine = {id(stands_for(tensor)) for tensor in self._own()}
         modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
         sizes = [
             (len(mine & set(map(id, m.parameters()))), sum(1 for _ in m.modules())) for m in modules
@@ -321,70 +248,24 @@ class Observer:
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        own = self.left and self._optimizer is not None and self._pass is None  # and not inside
+        own = self.left and self._optimizer is not None and self._passes.running is None
         known = own and kwargs.get("inputs") is None and isinstance(roots[0], Tensor)
         if not (known and roots[0].grad_fn is not None):
             return original(tensors, *args, **kwargs)
-        with self._watched(roots[0]):
-            return original(tensors, *args, **kwargs)
-
-    @contextmanager
-    def _watched(self, root: Tensor) -> Iterator[None]:
-        """A backward pass."""
         self._settle_wrapper()
         if self._model is None:
             self._find_model()
         self._know()
-        known, start = self.parameters, perf_counter()
-        for remove in known.hook(self._see):
-            self._hooks.callback(remove)
-        scale, self._scale = self._scale, None
-        losses = Losses(root.grad_fn)
-        graph = self._saved.graph(losses.classes)
-        shards = [t for t in known.tensors if is_dtensor(t)]  # summed before they reach `.grad`
-        before = known.take(shards)
-        found = self._pass = Sketches(known.tensors)
-        try:
-            yield
-        except BaseException:
-            found.present.clear()
-            raise
-        finally:
-            self._pass = None
-            self._saved.end_pass()
-            read = losses.end()
-            if shards:
-                after = known.take(shards)
-                found.present |= after.present if found.present or not before.present else set()
-                found.values += after.values - before.values
-            value = root.detach().sum().clone()
-            if found.present:
-                self.write(
-                    Pass,
-                    start=start,
-                    gradient=lambda: found.on_host(len(known.tensors)),
-                    reached=frozenset(found.present),
-                    losses=lambda: read()[0],
-                    coefficient=lambda: read()[1],
-                    scale=lambda: 1.0 if scale is None else float(scale),
-                    value=lambda: float(value),
-                    graph=graph,
-                    sent=self._sent(found),
-                )
+        with self._passes.watch(roots[0]) as fields:
+            result = original(tensors, *args, **kwargs)
+        if fields:
+            self.write(Pass, **fields, sent=self._sent(fields["reached"]))
+        return result
 
-    def _see(self, number: int, grad: Tensor) -> None:
-        if self._pass is None:
-            return
-        self._pass.add(number, grad)
-        if grad.dtype in HALF_DTYPES and self._wrapper is None:
-            with torch.no_grad():
-                known = self._sums.get(number)
-                self._sums[number] = dense(grad).float() + (0.0 if known is None else known)
-
-    def _sent(self, found: Sketches) -> int:
+    def _sent(self, reached: frozenset[int]) -> int:
         if not (self.reduces and getattr(self._model, "require_backward_grad_sync", False)):
             return 0
-        grads = [self.parameters.tensors[n] for n in found.present]
+        grads = [self.parameters.tensors[n] for n in reached]
         return sum(t.numel() * t.element_size() for t in grads)
 
     # --- what is done to gradients ----------------------------------------------------------------
@@ -396,19 +277,14 @@ class Observer:
         original(owner, *args, **kwargs)
 
     def _clip(
-        self, original: Any, parameters: Any, max_norm: Any, norm: Tensor, *args: Any, **kwargs: Any
-    ) -> None:
-        tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        original(tensors, max_norm, norm, *args, **kwargs)
-        self._write_clip(tensors, max_norm, norm)
-
-    def _our_clip(
         self, original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    ) -> Any:
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        norm: Tensor = original(tensors, max_norm, *args, **kwargs)
+        norm = result = original(tensors, max_norm, *args, **kwargs)
+        if result is None:
+            norm = args[0] if args else kwargs["total_norm"]
         self._write_clip(tensors, max_norm, norm)
-        return norm
+        return result
 
     def _write_clip(self, tensors: list[Tensor], max_norm: Any, norm: Any) -> None:
         if not self.left or self._optimizer is None:
@@ -418,7 +294,7 @@ class Observer:
 
         def untrained() -> int:
             every = [*self._own(), *(t for some in self._trained.values() for t in some)]
-            return len({id(t) for t in tensors} - {id(_original(t)) for t in every})
+            return len({id(t) for t in tensors} - {id(stands_for(t)) for t in every})
 
         self.write(
             Clipped,
@@ -434,7 +310,7 @@ class Observer:
         scaled = original(scaler, *args)
         scale = private.scale_tensor(scaler) if self.left and scaler.is_enabled() else None
         if scale is not None:
-            self._scale = scale.detach().clone()
+            self._passes.scale = scale.detach().clone()
         return scaled
 
     def _scaler_call(
@@ -520,14 +396,10 @@ class Observer:
         known, factors = self.parameters, list[Callable[[], float]]()
         self._clip_of_window = factors
         left, scale, skipped = used or (None, lambda: 1.0, lambda: True)
-        errors = [] if left is None else self._half_errors()
+        sums = [] if left is None else self._passes.half_sums()
 
         def gradient(divisor: float = 1.0) -> Sketch | None:
             return None if left is None else left.on_host(len(known.tensors)) / divisor
-
-        def error(column: int) -> float:
-            sums = [sum(float(row[i]) for row in errors) for i in (column, 2)]
-            return float((sums[0] / sums[1]) ** 0.5) if errors and sums[1] else 0.0
 
         self.write(
             Stepped,
@@ -538,22 +410,7 @@ class Observer:
             skipped=skipped,
             through_scaler=self._through_scaler,
             closure_calls=self._closures,
-            half_error=lambda: error(0),
-            half_rounding=lambda: error(1),
+            half_sums=lambda: tuple(HalfSum(*map(float, row)) for row in sums if row[2]),
         )
         if self._wrapper is None:
             self._count()
-
-    @torch.no_grad()
-    def _half_errors(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Squares of the error of each sum in half precision, of one rounding, and of the sum."""
-        rows = []
-        for number, total in self._sums.items():
-            grad = self.parameters.tensors[number].grad
-            if grad is not None and grad.dtype in HALF_DTYPES:
-                summed, square = dense(grad).float(), total.square().sum()
-                factor = (summed * total).sum() / square  # of unscaling and clipping
-                once = (total.to(grad.dtype).float() - total).square().sum()
-                rows.append(((summed / factor - total).square().sum(), once, square))
-        self._sums.clear()
-        return rows

@@ -1,0 +1,166 @@
+"""The backward passes of a loop: their gradients as sketches, their losses, and what they keep."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from accumext._tensor_kinds import HALF_DTYPES, is_dtensor
+from accumext.audit._events import Sketch
+from accumext.audit._graph import Losses, SavedTensors
+from accumext.audit._sketch import SIZE, dense, sketch
+
+
+def stands_for(tensor: Tensor) -> Tensor:
+    """The half-precision parameter of a master; else the parameter itself."""
+    link = getattr(tensor, "master_of", None)
+    return tensor if link is None else link.parameter
+
+
+class Parameters:
+    """The parameters that an audit knows, by number: the optimizer's, then the model's others."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.numbers: dict[int, int] = {}  # by id
+        self._names: dict[int, str] = {}
+
+    def add(self, tensor: Tensor, name: str | None = None) -> None:
+        number = self.numbers.setdefault(id(stands_for(tensor)), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(stands_for(tensor))
+        if name is not None:
+            self._names[number] = name.removeprefix("module.")
+
+    def number(self, tensor: Tensor) -> int | None:
+        return self.numbers.get(id(stands_for(tensor)))
+
+    def among(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+        """The numbers of those of these that are known."""
+        return frozenset(n for t in tensors if (n := self.number(t)) is not None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._names.get(i, f"parameter {i}") for i in range(len(self.tensors)))
+
+    def take(self, tensors: Iterable[Tensor]) -> Sketches:
+        """The gradients that these have in `.grad`."""
+        found = Sketches(self.tensors)
+        for tensor in tensors:
+            if tensor.grad is not None and (number := self.number(tensor)) is not None:
+                found.add(number, tensor.grad)
+        return found
+
+
+class Sketches:
+    """The sketches of gradients of known parameters, in one tensor on their device."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        device = parameters[0].device if parameters else None
+        self.values = torch.zeros(len(parameters), SIZE, dtype=torch.float64, device=device)
+        self.present: set[int] = set()
+
+    def add(self, number: int, grad: Tensor) -> None:
+        self.values[number] += sketch(grad).to(self.values.device)
+        self.present.add(number)
+
+    def on_host(self, size: int) -> Sketch:
+        """With rows for parameters that became known later."""
+        return nn.functional.pad(self.values.cpu(), (0, 0, 0, size - len(self.values)))
+
+
+class Passes:
+    """What backward passes do while they run."""
+
+    def __init__(self, known: Parameters) -> None:
+        self.saved = SavedTensors()
+        self.scale: Tensor | None = None  # of a loss that was scaled and has not flowed back
+        self._known = known
+        self._nodes: dict[int, Any] = {}  # kept: a leaf makes its node anew once nobody holds it
+        self._hooks = ExitStack()
+        self.running: Sketches | None = None
+        self._sums: dict[int, Tensor] | None = {}  # of half-precision gradients, in float32
+
+    def sum_nothing(self) -> None:
+        """Leave half-precision gradients to a wrapper, which sums them in float32."""
+        self._sums = None
+
+    def close(self) -> None:
+        self.saved.watching, self._sums = False, None
+        self._hooks.close()
+        self._nodes.clear()
+
+    @contextmanager
+    def watch(self, root: Tensor) -> Iterator[dict[str, Any]]:
+        """A pass; afterwards the fields of its event, or none if it reached no known parameter."""
+        known, start, fields = self._known, perf_counter(), dict[str, Any]()
+        self._hook()
+        scale, self.scale = self.scale, None
+        losses = Losses(root.grad_fn)
+        graph = self.saved.graph(losses.classes)
+        shards = [t for t in known.tensors if is_dtensor(t)]  # summed before they reach `.grad`
+        before = known.take(shards)
+        running = self.running = Sketches(known.tensors)
+        try:
+            yield fields
+        finally:
+            self.running = None
+            self.saved.end_pass()
+            read = losses.end()
+        if shards:
+            after = known.take(shards)
+            running.present |= after.present
+            running.values += after.values - before.values
+        value = root.detach().sum().clone()
+        if running.present:
+            fields.update(
+                start=start,
+                gradient=lambda: running.on_host(len(known.tensors)),
+                reached=frozenset(running.present),
+                losses=lambda: read()[0],
+                coefficient=lambda: read()[1],
+                scale=lambda: 1.0 if scale is None else float(scale),
+                value=lambda: float(value),
+                graph=graph,
+            )
+
+    def _hook(self) -> None:
+        """See every gradient that is about to be added to a `.grad`."""
+        for number, tensor in enumerate(self._known.tensors):
+            if tensor.requires_grad and number not in self._nodes and not is_dtensor(tensor):
+                node = self._nodes[number] = get_gradient_edge(tensor).node
+                handle = node.register_prehook(functools.partial(self._see, number))
+                self._hooks.callback(handle.remove)
+
+    @torch.no_grad()
+    def _see(self, number: int, grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[0]
+        if self.running is None or grad is None:
+            return
+        self.running.add(number, grad)
+        if self._sums is not None and grad.dtype in HALF_DTYPES:
+            known = self._sums.get(number)
+            self._sums[number] = dense(grad).float() if known is None else known + dense(grad)
+
+    @torch.no_grad()
+    def half_sums(self) -> list[tuple[Tensor, ...]]:
+        """The fields of a `HalfSum` for each sum in half precision; the sums begin anew."""
+        rows: list[tuple[Tensor, ...]] = []
+        for number, total in (self._sums or {}).items():
+            grad = self._known.tensors[number].grad
+            if grad is not None and grad.dtype in HALF_DTYPES:
+                summed, square = dense(grad).float(), total.square().sum()
+                factor = (summed * total).sum() / square
+                once = (total.to(grad.dtype).float() - total).square().sum()
+                rest = (summed / factor - total).square().sum() / square
+                rows.append((factor, rest, square, once))
+        if self._sums is not None:
+            self._sums.clear()
+        return rows
