@@ -50,10 +50,10 @@ class Audit:
         assert observer is not None
         observer.close()
         record = replace(observer.record(), before=self._before)
-        if observer.reduces and kind is None:
+        if observer.joined and kind is None:
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, replace(record, before=None))
-            record = replace(record, ranks=tuple(ranks))
+            record = replace(record, ranks=tuple(ranks), rank=dist.get_rank())
         self._record = record
 
     @property

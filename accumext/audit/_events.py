@@ -132,6 +132,7 @@ class Record:
     wrapped: bool  # in an AccumulatingOptimizer, which weights and unscales by itself
     sums: bool  # the wrapper's reduction is "sum"
     half: frozenset[int]  # parameters of half precision
+    rank: int = 0
     ranks: tuple[Record, ...] = ()  # those of all processes, where they reduce gradients
     before: Record | None = None  # of the same loop, run earlier
 

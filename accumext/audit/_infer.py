@@ -255,8 +255,9 @@ def lost(record: Record) -> Found:
     for fit in fits(record):
         top = max(abs(share.factor) for share in fit.shares)
         for group in groups(fit):
-            gone = [share for share in group if abs(share.factor) < _SAME * top]
-            cases += [(len(gone), len(group), group[0].of.where)] if len(gone) < len(group) else []
+            own = [share for share in group if share.rank == record.rank]
+            gone = [share for share in own if abs(share.factor) < _SAME * top]
+            cases += [(len(gone), len(own), own[0].of.where)] if len(gone) < len(own) else []
     for window in windows_of(record):
         passes = [one for one in window.passes if one.reached & record.audited]
         if passes and not (window.step.present or window.step.skipped):

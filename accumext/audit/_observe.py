@@ -83,6 +83,18 @@ def _subclasses(cls: Any) -> Iterator[Any]:
         yield from _subclasses(below)
 
 
+def module_of(parameters: Iterable[Tensor]) -> nn.Module | None:
+    """The module that has most of some parameters, and is in no other."""
+    ids = {id(stands_for(tensor)) for tensor in parameters}
+    sizes = {
+        module: (len(ids & set(map(id, module.parameters()))), sum(1 for _ in module.modules()))
+        for module in gc.get_objects()
+        if issubclass(type(module), nn.Module)
+    }
+    best = max(sizes, key=sizes.__getitem__, default=None)
+    return None if best is None or not sizes[best][0] else best
+
+
 class Observer:
     """The events of a loop, until so many windows are closed; then `done` is called."""
 
@@ -92,6 +104,8 @@ class Observer:
         self.left, self._done = windows, done
         self.parameters = Parameters()
         self.measured = False  # whether a truncated gradient was
+        self._joined: DistributedDataParallel | None = None
+        self._searched = False
         self._model, self._optimizer = model, unwrapped(wrapper)
         self._wrapper = wrapper if isinstance(wrapper, AccumulatingOptimizer) else None
         self._report = None if self._wrapper is None else self._wrapper.last
@@ -183,10 +197,9 @@ class Observer:
         )
 
     @property
-    def reduces(self) -> bool:
+    def joined(self) -> bool:
         """Whether DistributedDataParallel joins processes."""
-        joined = isinstance(self._model, DistributedDataParallel)
-        return joined and dist.is_initialized() and dist.get_world_size() > 1
+        return self._joined is not None
 
     # --- optimizers and models --------------------------------------------------------------------
 
@@ -217,17 +230,15 @@ class Observer:
             self._wrapper = wrapper
             self._passes.sum_nothing()
 
-    def _find_model(self) -> None:
-        """The module that has most of the optimizer's parameters, and is in no other."""
-        mine = {id(stands_for(tensor)) for tensor in self._own()}
-        modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
-        sizes = [
-            (len(mine & set(map(id, m.parameters()))), sum(1 for _ in m.modules())) for m in modules
-        ]
-        best = max(range(len(modules)), key=sizes.__getitem__, default=0)
-        if modules and sizes[best][0]:
-            self._model = modules[best]
-            self._know()
+    def _find_modules(self) -> None:
+        """The model, and the DistributedDataParallel around it, if there is a group of processes."""
+        joins = dist.is_available() and dist.is_initialized()
+        if not self._searched and (self._model is None or joins):
+            self._searched = True
+            outermost = module_of(self._own())
+            self._model = outermost if self._model is None else self._model
+            if isinstance(outermost, DistributedDataParallel) and dist.get_world_size() > 1:
+                self._joined = outermost
 
     def _is_mine(self, owner: Any) -> bool:
         """Whether it is the audited optimizer, in a wrapper or not."""
@@ -253,8 +264,7 @@ class Observer:
         if not (known and roots[0].grad_fn is not None):
             return original(tensors, *args, **kwargs)
         self._settle_wrapper()
-        if self._model is None:
-            self._find_model()
+        self._find_modules()
         self._know()
         with self._passes.watch(roots[0]) as fields:
             result = original(tensors, *args, **kwargs)
@@ -263,7 +273,7 @@ class Observer:
         return result
 
     def _sent(self, reached: frozenset[int]) -> int:
-        if not (self.reduces and getattr(self._model, "require_backward_grad_sync", False)):
+        if self._joined is None or not self._joined.require_backward_grad_sync:
             return 0
         grads = [self.parameters.tensors[n] for n in reached]
         return sum(t.numel() * t.element_size() for t in grads)
