@@ -119,11 +119,14 @@ def saved(node: Any, name: str) -> Tensor | None:
 class Held:
     """A saved tensor, while a graph holds it."""
 
-    __slots__ = ("key", "size", "tensor", "tracker", "version")
+    __slots__ = ("key", "parameter", "size", "tensor", "tracker", "version")
 
-    def __init__(self, tensor: Tensor, key: int, size: int, tracker: SavedTensors) -> None:
-        self.tensor, self.version = tensor, private.write_count(tensor)
-        self.key, self.size, self.tracker = key, size, tracker
+    def __init__(
+        self, tensor: Tensor, key: int, size: int, parameter: int | None, tracker: SavedTensors
+    ) -> None:
+        # Detached: a node that saves its own output would hold itself.
+        self.tensor, self.version = tensor.detach(), private.write_count(tensor)
+        self.key, self.size, self.parameter, self.tracker = key, size, parameter, tracker
         tracker.count(self, 1)
 
     def __del__(self) -> None:
@@ -142,24 +145,25 @@ class Held:
 
 
 @dataclass
-class _Uses:
-    """How often a parameter is in a graph, and the bytes saved at its first and last use."""
+class _Memory:
+    """A storage that graphs hold."""
 
-    calls: int
-    first: int
-    last: int
+    users: int
+    bytes: int
+    width: int  # of its last dimension
 
 
 class SavedTensors:
     """Bytes that the living graphs hold, each storage once, without parameters."""
 
     def __init__(self) -> None:
+        self.watching = True
         self._parameters: dict[int, int] = {}  # by the address of a storage
         self._leaves: dict[int, int] = {}  # by id
-        self._users = Counter[int]()  # of a storage
+        self._held: dict[int, _Memory] = {}  # by the address of a storage
         self._bytes, self._by_width = 0, Counter[int]()
-        self._uses: dict[int, _Uses] = {}
-        self.watching = True
+        self._uses = Counter[int]()  # of parameters
+        self._at: dict[int, tuple[int, int]] = {}  # bytes at the first and the last of these
 
     def know(self, parameters: list[Tensor]) -> None:
         """Which storages are parameters'."""
@@ -170,29 +174,20 @@ class SavedTensors:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Count what is saved inside."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, Held.unpack):
             yield
 
-    def _pack(self, tensor: Tensor) -> Tensor | Held:
-        if not self.watching:
-            return Held(tensor, 0, 0, self)
+    def _pack(self, tensor: Tensor) -> Held:
         inner = private.local_part(tensor) if is_dtensor(tensor) else tensor
         try:
             storage = inner.untyped_storage()
             key, size = storage.data_ptr(), storage.nbytes()
         except RuntimeError:  # no memory of its own
             key, size = 0, 0
-        index = self._parameters.get(key)
-        held = Held(tensor, 0 if index is not None else key, size, self)
-        index = self._leaf(tensor) if index is None else index
-        if index is not None:
-            uses = self._uses.setdefault(index, _Uses(0, self._bytes, self._bytes))
-            uses.calls, uses.last = uses.calls + 1, self._bytes
-        return held
-
-    @staticmethod
-    def _unpack(held: Held) -> Tensor:
-        return held.unpack()
+        own = self._parameters.get(key) if self.watching else None
+        counted = self.watching and own is None
+        parameter = self._leaf(tensor) if counted else own
+        return Held(tensor, key if counted else 0, size, parameter, self)
 
     def _leaf(self, tensor: Tensor) -> int | None:
         """The parameter that a tensor is a cast of, as under autocast, or a view of that."""
@@ -204,25 +199,26 @@ class SavedTensors:
         return None if node is None else self._leaves.get(id(leaf))
 
     def count(self, held: Held, by: int) -> None:
-        """One user more or less of a storage."""
-        if not held.key:
-            return
-        users = self._users[held.key] = self._users[held.key] + by
-        if users == (1 if by > 0 else 0):
+        """One user more or less of a storage, and of a parameter."""
+        if held.key:
             width = held.tensor.shape[-1] if held.tensor.dim() else 0
-            self._bytes += by * held.size
-            self._by_width[width] += by * held.size
-        if not users:
-            del self._users[held.key]
+            memory = self._held.setdefault(held.key, _Memory(0, held.size, width))
+            memory.users += by
+            if memory.users == max(by, 0):
+                self._bytes += by * memory.bytes
+                self._by_width[memory.width] += by * memory.bytes
+            if not memory.users:
+                del self._held[held.key]
+        if held.parameter is not None:
+            self._uses[held.parameter] += by
+            first = self._at[held.parameter][0] if self._uses[held.parameter] > 1 else self._bytes
+            self._at[held.parameter] = first, self._bytes
 
     def graph(self, classes: int) -> Graph:
         """What is saved now, when a pass begins."""
-        index, uses = max(
-            self._uses.items(), key=lambda item: item[1].calls, default=(0, _Uses(0, 0, 0))
-        )
-        per_call = (uses.last - uses.first) / max(uses.calls - 1, 1)
-        return Graph(self._bytes, uses.calls, index, per_call, self._by_width[classes])
-
-    def end_pass(self) -> None:
-        """A pass has run: what is used from here on belongs to the next."""
-        self._uses.clear()
+        parameter = max(self._uses, key=self._uses.__getitem__, default=None)
+        if parameter is None:
+            return Graph(self._bytes, 0, 0, 0.0, self._by_width[classes])
+        calls, (first, last) = self._uses[parameter], self._at[parameter]
+        per_call = (last - first) / max(calls - 1, 1)
+        return Graph(self._bytes, calls, parameter, per_call, self._by_width[classes])

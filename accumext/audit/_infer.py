@@ -126,7 +126,9 @@ def regular(fit: Fit, group: Group) -> bool:
     nodes = Counter(node for share in group for node in nodes_of(share))
     top = max(abs(share.factor) for share in group)
     there = all(abs(share.factor) > _SAME * top for share in group)
-    alike = len({share.of.scale for share in group}) == 1 and not clipped_inside(fit.window)
+    alike = len(
+        {(share.of.scale, share.of.reached) for share in group}
+    ) == 1 and not clipped_inside(fit.window)
     return there and alike and not fit.earlier and max(nodes.values(), default=1) == 1
 
 

@@ -158,7 +158,7 @@ class Observer:
     def close(self) -> None:
         """Put everything back."""
         try:
-            self._settle_wrapper()
+            self.settle()
         finally:
             self._finish()
             self._stack.close()
@@ -190,7 +190,7 @@ class Observer:
             bytes=sum(t.numel() * t.element_size() for t in known.tensors),
             trained=frozenset(n for n in owners if n is not None),
             twice=frozenset(n for n, times in owners.items() if n is not None and times > 1),
-            audited=known.among(self._own()),
+            audited=known.among(t for t in self._own() if t.requires_grad),
             wrapped=self._wrapper is not None,
             sums=self._wrapper is not None and self._wrapper.reduction == "sum",
             half=frozenset(n for n, t in enumerate(known.tensors) if t.dtype in HALF_DTYPES),
@@ -231,7 +231,7 @@ class Observer:
             self._passes.sum_nothing()
 
     def _find_modules(self) -> None:
-        """The model, and the DistributedDataParallel around it, if there is a group of processes."""
+        """The model, and the DistributedDataParallel around it where there are processes."""
         joins = dist.is_available() and dist.is_initialized()
         if not self._searched and (self._model is None or joins):
             self._searched = True
@@ -244,7 +244,7 @@ class Observer:
         """Whether it is the audited optimizer, in a wrapper or not."""
         return self._optimizer is not None and unwrapped(owner) is self._optimizer
 
-    def _settle_wrapper(self) -> None:
+    def settle(self) -> None:
         """Complete the last window of a wrapper, which tells its clip, or that it skipped."""
         report = None if self._wrapper is None or not self.left else self._wrapper.last
         if report is None or report is self._report:
@@ -263,7 +263,7 @@ class Observer:
         known = own and kwargs.get("inputs") is None and isinstance(roots[0], Tensor)
         if not (known and roots[0].grad_fn is not None):
             return original(tensors, *args, **kwargs)
-        self._settle_wrapper()
+        self.settle()
         self._find_modules()
         self._know()
         with self._passes.watch(roots[0]) as fields:
@@ -282,7 +282,7 @@ class Observer:
 
     def _zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
         if self.left and (owner is self._model or self._is_mine(owner)):
-            self._settle_wrapper()
+            self.settle()
             self.write(Call, name="zero_grad")
         original(owner, *args, **kwargs)
 
@@ -355,7 +355,7 @@ class Observer:
             self._scheduling = inner
         mine = self._is_mine(getattr(scheduler, "optimizer", None))
         if self.left and started and mine and not inner:
-            self._settle_wrapper()
+            self.settle()
             self.write(Call, name="schedule")
         return result
 
@@ -367,7 +367,7 @@ class Observer:
         self._trained[id(stepping)] = [p for g in stepping.param_groups for p in g["params"]]
         if stepping is not self._optimizer:
             return None
-        self._settle_wrapper()
+        self.settle()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._closures = 0
         if closure is None:

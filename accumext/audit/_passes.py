@@ -112,7 +112,6 @@ class Passes:
             yield fields
         finally:
             self.running = None
-            self.saved.end_pass()
             read = losses.end()
         if shards:
             after = known.take(shards)

@@ -26,6 +26,7 @@ def _measure_first(observer: Observer, original: Any, *args: Any) -> Any:
     checked = original(*args)
     step, targets, state, criterion, feedback, start, inputs, k1, k2 = args[:9]
     lengths, context = args[-3:-1]
+    observer.settle()
     usual = lengths is None and feedback in ("greedy", "teacher") and targets.numel()
     if usual and observer.left and observer.parameters.tensors and not observer.measured:
         write_distance(
