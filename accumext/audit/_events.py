@@ -171,11 +171,13 @@ class Window:
 
 
 def windows_of(record: Record) -> list[Window]:
-    """The closed windows of a record."""
+    """The closed windows of a record, without passes and clips of other optimizers' parameters."""
     windows: list[Window] = []
     since: list[Event] = []
     for event in record.events:
-        since.append(event)
+        touched = {Pass: "reached", Clipped: "parameters"}.get(type(event))
+        if touched is None or getattr(event, touched) & record.audited:
+            since.append(event)
         if isinstance(event, Stepped):
             previous = windows[-1].step if windows else None
             windows.append(Window(len(windows), tuple(since), event, previous))

@@ -44,7 +44,6 @@ def fits(record: Record) -> tuple[Fit, ...]:
             (rank, one)
             for rank, windows in enumerate(others)
             for one in (windows[window.index].passes if window.index < len(windows) else ())
-            if one.reached & record.audited
         ]
         fit = _fit(record, window, passes)
         if fit is not None:
@@ -65,7 +64,11 @@ def _fit(record: Record, window: Window, passes: list[tuple[int, Pass]]) -> Fit 
     tolerance = _EXPLAINED_HALF if record.half else _EXPLAINED
     left = None if window.previous is None else window.previous.left
 
+    numbers = int(torch.stack([used, *columns]).any(0).sum())
+
     def explained(groups: list[list[int]], extra: list[Sketch]) -> Tensor | None:
+        if 2 * (len(groups) + len(extra)) > numbers:
+            return None
         sums = [torch.stack([columns[i] for i in group]).sum(0) for group in groups]
         return _solve([*sums, *extra], used, tolerance)
 
@@ -78,7 +81,7 @@ def _fit(record: Record, window: Window, passes: list[tuple[int, Pass]]) -> Fit 
         if two is not None and abs(two[1]) > tolerance * abs(two[0]):
             return _made(window, passes, [float(two[0])] * number, True, float(two[1] / two[0]))
     for groups in (_between_clears(window, passes), [[i] for i in every]):
-        many = explained(groups, []) if 2 * len(groups) <= used.numel() else None
+        many = explained(groups, [])
         if many is not None:
             factors = [0.0] * number
             for group, factor in zip(groups, many.tolist(), strict=True):

@@ -87,7 +87,7 @@ def _losses(root: Any) -> Iterator[Any]:
         of_list = _is(node, ("Mean", "Sum")) and any(_is(n, _LISTS) for n in inner)
         if inner and (of_list or _is(node, _JOINS)):
             waiting += inner
-        else:
+        elif private.leaf_of(node) is None:
             yield node
 
 

@@ -134,7 +134,7 @@ def regular(fit: Fit, group: Group) -> bool:
 
 def clipped_inside(window: Window) -> list[Clipped]:
     """The clips of a window, if passes followed one of them."""
-    every = [(i, e) for i, e in enumerate(window.events) if isinstance(e, Clipped) and e.parameters]
+    every = [(i, e) for i, e in enumerate(window.events) if isinstance(e, Clipped)]
     last = max((i for i, e in enumerate(window.events) if isinstance(e, Pass)), default=0)
     return [event for _, event in every] if every and every[0][0] < last else []
 
@@ -170,11 +170,13 @@ def mib(number: float) -> str:
 def divisor(record: Record) -> Found:
     """The gradient is c times the mean over the micro-batches."""
     every = [(fit, group) for fit in fits(record) for group in groups(fit)]
-    full = max((len(group) for _, group in every), default=0)
+    full = Counter[str]()  # of every line
+    for _, group in every:
+        full[group[0].of.where] = max(full[group[0].of.where], len(group))
     cases: dict[str, list[tuple[Fit, float, Group]]] = {}
     for fit, group in every:
         if regular(fit, group) and not record.sums:
-            name, factor = named_factor(group, full)
+            name, factor = named_factor(group, full[group[0].of.where])
             cases.setdefault(name, []).append((fit, factor, group))
     for name, of_name in cases.items():
         if name:
@@ -196,11 +198,10 @@ def named_factor(group: Group, full: int) -> tuple[str, float]:
     factors = [sum(share.of.coefficient * share.factor for share in group)]
     if len(known) == n:
         factors += [sum(known), sum(known) / (len(losses) / n)]  # a mean over steps, or their sum
-    counts = [loss.count or 0.0 for loss in losses if loss.reduction == "sum"]
-    if any(same(factor, 1.0) for factor in factors) or (
-        len(counts) == len(losses) and any(same(factor, sum(counts)) for factor in factors)
-    ):
-        return "", 1.0  # a mean, or a sum by choice
+    counts = [loss.count for loss in losses if loss.reduction == "sum"]
+    right = {1.0} if None in counts or len(counts) < len(losses) else {1.0, math.fsum(counts)}
+    if None in counts or any(same(factor, one) for factor in factors for one in right):
+        return "", 1.0  # a mean, or a sum by choice; or not known
     partial, whole = ("divisor of a full window", n / full), ("divided twice", 1 / n)
     names = {
         "divisor missing": float(n),
@@ -302,10 +303,10 @@ def clips(record: Record) -> Found:
         for event in window.events:
             if isinstance(event, Pass):
                 scale = event.scale
-            elif isinstance(event, Call) and event.name == "unscale_":
+            elif _is_call(event, "unscale_"):
                 scale = 1.0
-            elif isinstance(event, Clipped) and event.parameters & record.audited:
-                early += [(event, scale)] if scale != 1.0 else []
+            elif isinstance(event, Clipped) and scale != 1.0:
+                early.append((event, scale))
     for clip, scale in early[:1]:
         yield found(
             "clip before unscale", scale, clip.where,
@@ -329,11 +330,10 @@ def clips(record: Record) -> Found:
 
 def scalers(record: Record) -> Found:
     """A GradScaler used out of order."""
-    for window in [] if record.wrapped else windows_of(record):
-        at = [i for i, event in enumerate(window.events) if isinstance(event, Pass)]
-        inside = window.events[at[0] : at[-1]] if at else ()
-        updates = [e for e in inside if isinstance(e, Call) and e.name == "update"]
-        scales = [one.scale for one in window.passes]
+    for events in [] if record.wrapped else summed(record):
+        at = [i for i, event in enumerate(events) if isinstance(event, Pass)]
+        updates = [e for e in events[at[0] : at[-1]] if _is_call(e, "update")] if at else []
+        scales = [event.scale for event in events if isinstance(event, Pass)]
         if updates:
             yield found(
                 "scaler updated inside a window", len(updates), updates[0].where,
@@ -342,7 +342,7 @@ def scalers(record: Record) -> Found:
         if scales and not same(min(scales), max(scales)):
             ratio = max(scales) / min(scales)
             yield found(
-                "scales mixed in one sum", ratio, window.passes[-1].where,
+                "scales mixed in one sum", ratio, events[at[-1]].where,
                 f"losses of one window were scaled with factors of ratio {ratio:.4g}, and their "
                 "sum was divided by the last",
             )  # fmt: skip
@@ -350,12 +350,24 @@ def scalers(record: Record) -> Found:
             break
     for fit in [] if record.wrapped else fits(record):
         scale, step = fit.shares[0].of.scale, fit.window.step
-        unscaled = any(isinstance(e, Call) and e.name == "unscale_" for e in fit.window.events)
+        unscaled = any(_is_call(event, "unscale_") for event in fit.window.events)
         as_scaled = fit.equal and scale != 1.0 and same(fit.shares[0].factor, 1.0)
         if as_scaled and not (unscaled or step.through_scaler):
             evidence = f"the step used gradients times the loss scale, {scale:g}"
             yield found("unscale missing", scale, step.where, evidence)
             break
+
+
+def summed(record: Record) -> Iterator[list[Event]]:
+    """The events of the windows, in parts whose gradients add up: a `zero_grad` divides them."""
+    for window in windows_of(record):
+        for clears, events in groupby(window.events, lambda event: _is_call(event, "zero_grad")):
+            if not clears:
+                yield list(events)
+
+
+def _is_call(event: Event, name: str) -> bool:
+    return isinstance(event, Call) and event.name == name
 
 
 def nonfinite(record: Record) -> Found:
@@ -383,12 +395,12 @@ def schedules(record: Record) -> Found:
     """A schedule that counts micro-batches, or steps too early."""
     most: list[Event] = []
     for window in windows_of(record):
-        events = [e for e in window.events if isinstance(e, Pass) or _is_schedule(e)]
-        after = [b for a, b in pairwise(events) if isinstance(a, Pass) and _is_schedule(b)]
+        events = [e for e in window.events if isinstance(e, Pass) or _is_call(e, "schedule")]
+        after = [b for a, b in pairwise(events) if isinstance(a, Pass) and _is_call(b, "schedule")]
         if len(after) > 1:
-            most = max(most, [e for e in events if _is_schedule(e)], key=len)
+            most = max(most, [e for e in events if _is_call(e, "schedule")], key=len)
     first = next((i for i, e in enumerate(record.events) if isinstance(e, Stepped)), 0)
-    early = [event for event in record.events[:first] if _is_schedule(event)]
+    early = [event for event in record.events[:first] if _is_call(event, "schedule")]
     if most:
         yield found(
             "scheduler steps per micro-batch", len(most), most[0].where,
@@ -400,10 +412,6 @@ def schedules(record: Record) -> Found:
             f"the schedule went {len(early)} steps on before the optimizer's first: its first "
             "learning rate is never used",
         )  # fmt: skip
-
-
-def _is_schedule(event: Event) -> bool:
-    return isinstance(event, Call) and event.name == "schedule"
 
 
 # --- 7 to 9: memory, truncation, precision --------------------------------------------------------
@@ -457,7 +465,7 @@ def half_error(fit: Fit) -> tuple[float, float]:
     """Of a window's sum, relative to the sum in float32; and what rounding that once would cost."""
     sums = fit.window.step.half_sums
     whole = sum(one.square for one in sums)
-    if not whole:
+    if not whole or sum(one.factor * one.square for one in sums) <= 0:
         return 0.0, 0.0
     clip = math.prod(e.factor for e in fit.window.events if isinstance(e, Clipped))
     near = sum(one.factor * one.square for one in sums) / whole
@@ -501,7 +509,8 @@ def processes(record: Record) -> Found:
 def parameters(record: Record) -> Found:
     """Parameters that are not trained, or by two."""
     windows = [window for window in windows_of(record) if window.step.present]
-    reached = frozenset[int]().union(*(one.reached for w in windows for one in w.passes))
+    passes = [event for event in record.events if isinstance(event, Pass)]
+    reached = frozenset[int]().union(*(one.reached for one in passes))
     used = frozenset[int]().union(*(window.step.present for window in windows))
     for name, numbers, evidence in (
         ("parameters in two groups", record.twice, "two of them step on"),
@@ -518,9 +527,8 @@ def determinism(record: Record) -> Found:
     runs = [] if record.before is None else zip(_passes(record.before), _passes(record))
     for number, (a, b) in enumerate(runs, 1):
         size = float(a.gradient.norm())
-        known = a.gradient.shape == b.gradient.shape and math.isfinite(size) and size
-        apart = float((a.gradient - b.gradient).norm()) / size if known else 0.0
-        if apart > _SAME_BITS:
+        apart = float((a.gradient - b.gradient).norm()) / (size or 1.0)
+        if not a.gradient.allclose(b.gradient, 0.0, _SAME_BITS * size, equal_nan=True):
             yield found(
                 "runs differ", number, b.where,
                 f"the gradient of backward pass {number} is about {apart:.1g} from that of the "
