@@ -199,7 +199,7 @@ def named_factor(group: Group, full: int) -> tuple[str, float]:
     if len(known) == n:
         factors += [sum(known), sum(known) / (len(losses) / n)]  # a mean over steps, or their sum
     counts = [loss.count for loss in losses if loss.reduction == "sum"]
-    right = {1.0} if None in counts or len(counts) < len(losses) else {1.0, math.fsum(counts)}
+    right = {1.0, math.fsum(n or 0.0 for n in counts) if len(counts) == len(losses) else 1.0}
     if None in counts or any(same(factor, one) for factor in factors for one in right):
         return "", 1.0  # a mean, or a sum by choice; or not known
     partial, whole = ("divisor of a full window", n / full), ("divided twice", 1 / n)

@@ -30,22 +30,29 @@ def text(record: Record, findings: tuple[Finding, ...]) -> str:
     """The report: what is wrong, and what the windows were, in at most 30 lines."""
     windows = windows_of(record)
     passes = sum(len(window.passes) for window in windows)
-    verdict = f"{len(findings)} finding{'s' * (len(findings) != 1)}" if findings else "no findings"
-    lines = [f"accumext audit: {verdict} in {len(windows)} windows of {passes} backward passes"]
-    shown = windows[:_SHOWN]
-    ends = [part for window in shown for part in _described(record, window)]
+    lines = [
+        f"accumext audit: {_number(len(findings), 'finding', 'no')} in "
+        f"{_number(len(windows), 'window')} of {_number(passes, 'backward pass')}"
+    ]
+    ends = [line for window in windows[:_SHOWN] for line in _described(record, window)]
     for number, finding in enumerate(findings, 1):
-        entry = ["", f"{number}. {finding.name}  ({finding.where})"]
+        entry = ["", f"{number}. {finding.name}  ({finding.where})"[:_WIDTH]]
         for label, words in (("seen", finding.evidence), ("cure", finding.cure)):
             entry += textwrap.wrap(
-                words, _WIDTH, initial_indent=f"   {label}  ", subsequent_indent=" " * 9
-            )
+                words, _WIDTH, initial_indent=f"   {label}  ", subsequent_indent=" " * 9,
+                max_lines=3,
+            )  # fmt: skip
         if len(lines) + len(entry) + len(ends) + 3 > _LINES:
             rest = ", ".join(finding.name for finding in findings[number - 1 :])
             lines += ["", textwrap.shorten(f"and: {rest}", _WIDTH)]
             break
         lines += entry
     return "\n".join([*lines, "", *ends])
+
+
+def _number(n: int, noun: str, none: str = "0") -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{n or none} {noun if n == 1 else plural}"
 
 
 def _described(record: Record, window: Window) -> tuple[str, str]:
@@ -56,7 +63,11 @@ def _described(record: Record, window: Window) -> tuple[str, str]:
         parts.append(f"{len(words)} x {words[0]}" if len(words) > 1 else words[0])
     graphs = [one.graph for one in window.passes]
     graph = max(graphs, key=lambda graph: graph.bytes, default=None)
-    kept = "" if graph is None else f"; a graph of {graph.calls} steps keeps {mib(graph.bytes)}"
+    kept = (
+        ""
+        if graph is None
+        else f"; a graph of {_number(graph.calls, 'step')} keeps {mib(graph.bytes)}"
+    )
     first = textwrap.shorten(f"window {window.index + 1}: {', '.join(parts)}", _WIDTH)
     return first, f"          {_gradient(record, window)}{kept}"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import runpy
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -53,18 +53,26 @@ def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
     def stop() -> None:
         raise _Done
 
-    argv, path = sys.argv, sys.path.copy()
+    script = args.script.resolve()
+    argv, path, modules = sys.argv, sys.path.copy(), sys.modules.copy()
     sys.argv = [str(args.script), *args.arguments]
-    sys.path[0:0] = [str(args.script.resolve().parent)]
+    sys.path.insert(0, str(script.parent))
+    program = sys.modules["__main__"] = ModuleType("__main__")
+    program.__file__ = str(script)
     before = None if against is None else against.record
     seen = Audit(Observer(None, None, args.windows, stop), before)
     try:
         with suppress(_Done), seen:
             try:
-                runpy.run_path(str(args.script), run_name="__main__")
+                exec(compile(script.read_bytes(), script, "exec"), vars(program))
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
     finally:
         sys.argv, sys.path[:] = argv, path
+        sys.modules["__main__"] = modules["__main__"]
+        for name in sys.modules.keys() - modules:  # a second run makes the script's own ones anew
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and script.parent in Path(file).parents:
+                del sys.modules[name]
     return seen

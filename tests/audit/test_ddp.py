@@ -1,0 +1,84 @@
+"""Two processes (gloo, CPU): what DistributedDataParallel sends, weighs and forgets."""
+
+from __future__ import annotations
+
+import ddp_loops
+import pytest
+import ranks
+import torch
+from by_definition import Step, gradients, weights
+from ddp_loops import COUNTS, GIVEN, SCENARIOS, WINDOWS
+from support.optimizer_oracle import assert_equal
+from wrong_loops import N, network, of_labels
+
+WORLD = 2
+RIGHT = ("right", "mean_of_all_labels", "reduced_by_hand", "wrapper")
+
+pytestmark = pytest.mark.process
+every_way = pytest.mark.parametrize("given", GIVEN)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return ranks.run_on(WORLD, SCENARIOS, "audited", tmp_path_factory)
+
+
+def only(seen, name):
+    """The one finding that every rank has, and its size."""
+    found = [rank[name]["findings"] for rank in seen]
+    assert [len(of_rank) for of_rank in found] == [1] * WORLD, found
+    assert len({of_rank[0] for of_rank in found}) == 1
+    ((kind, value, where),) = found[0]
+    assert where.startswith("ddp_loops.py:")
+    return kind, value
+
+
+@every_way
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(seen, name, given):
+    """no_sync, a mean over the labels of all ranks, a reduction by hand, the wrapper: nothing"""
+    assert ranks.of(seen, f"{name}-{given}", "findings") == [[]] * WORLD
+    assert ranks.of(seen, f"{name}-{given}", "windows") == [WINDOWS] * WORLD
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_bits(seen, name):
+    """The parameters of every rank are those without the audit; the report is short"""
+    for rank in seen:
+        assert_equal(rank[name]["watched"], rank[name]["plain"])
+        assert rank[name]["lines"] <= 30
+
+
+@every_way
+def test_every_time(seen, given):
+    """Without no_sync three of four reductions are in vain: so many bytes of gradients"""
+    numbers = sum(parameter.numel() for parameter in network().parameters())
+    kind, value = only(seen, f"every_time-{given}")
+    assert kind == "reduced every micro-batch"
+    assert value == pytest.approx((N - 1) * numbers * 4, rel=0.01)
+
+
+@every_way
+def test_never(seen, given):
+    """no_sync around everything: every rank trains a model of its own"""
+    a, b = ranks.of(seen, f"never-{given}", "gradient")
+    sizes = [parameter.numel() for parameter in network().parameters()]
+    differing = sum(not torch.equal(g, h) for g, h in zip(a.split(sizes), b.split(sizes)))
+    assert differing == 4
+    assert only(seen, f"never-{given}") == ("parameters not reduced", differing)
+
+
+@every_way
+def test_mean_of_each_rank(seen, given):
+    """12 labels on one rank and 3 on the other: a label here weighs a fourth of one there"""
+    a, b = ranks.of(seen, f"mean_of_each_rank-{given}", "gradient")
+    assert torch.equal(a, b)
+    batches = [batch for rank in range(WORLD) for batch in ddp_loops.tagged_share(rank)[:N]]
+    step = Step(seen[0][f"mean_of_each_rank-{given}"]["before"], a, a)
+    sums = [lambda m, x=x, y=y: of_labels(m, x.double(), y, "sum") for x, y in batches]
+    used = weights(a, gradients(network(), step, sums))
+    ratio = float(used.max() / used.min())
+    assert ratio == pytest.approx(COUNTS[0] / COUNTS[1], rel=1e-3)
+    kind, value = only(seen, f"mean_of_each_rank-{given}")
+    assert kind == "ranks weighted equally"
+    assert value == pytest.approx(ratio, rel=0.01)

@@ -1,0 +1,217 @@
+"""What graphs keep, in bytes: by hooks of the test itself, which see each storage once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, embedding
+
+from accumext.audit._graph import SavedTensors
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cell = nn.Embedding(50, 16), nn.GRUCell(16, 16)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        state = torch.zeros(tokens.shape[1], 16)
+        losses = []
+        for token in tokens:
+            state = self.cell(self.embedding(token), state)
+            losses.append(cross_entropy(self.head(state), token))
+        return torch.stack(losses).mean()
+
+
+def of_tokens(net: Net) -> Tensor:
+    return net(torch.arange(24).view(6, 4))
+
+
+def tied(net: Net) -> Tensor:
+    """The head's weight is used in another shape, which is no memory of its own."""
+    return (net.embedding(torch.arange(5)) @ net.head.weight.view(50, 16).t()).tanh().sum()
+
+
+def views(net: Net) -> Tensor:
+    """One storage is saved in three shapes."""
+    y = net.embedding(torch.arange(10)).tanh()
+    return (y.t() ** 2).sum() + (y.view(-1) ** 3).sum() + (y[2:4] ** 2).sum()
+
+
+def in_two_dtypes(net: Net) -> Tensor:
+    y = net.embedding(torch.arange(10))
+    return (y.double() ** 2).sum() + (y.bfloat16() ** 2).sum().double()
+
+
+def sparse(net: Net) -> Tensor:
+    return (embedding(torch.arange(7), net.embedding.weight, sparse=True) ** 2).sum()
+
+
+GRAPHS = [of_tokens, tied, views, in_two_dtypes, sparse]
+
+
+def kept_by_definition(net: nn.Module, make: Callable[[], Tensor]) -> int:
+    """Bytes of the storages of what is saved, but for parameters, each once."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that addresses are unique
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = make()
+    del loss
+    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
+
+
+def counting(net: nn.Module | None = None) -> SavedTensors:
+    saved = SavedTensors()
+    saved.know([] if net is None else list(net.parameters()))
+    return saved
+
+
+def held(saved: SavedTensors, classes: int = 0) -> tuple[int, int]:
+    """Bytes of all tensors, and of those with an element for every class."""
+    graph = saved.graph(classes)
+    return graph.bytes, graph.class_bytes
+
+
+@pytest.mark.parametrize("make", GRAPHS)
+@pytest.mark.parametrize("run", [True, False], ids=["backward", "dropped"])
+def test_bytes_while_a_graph_is_there(make: Callable[[Net], Tensor], run: bool):
+    net = Net()
+    saved = counting(net)
+    gc.disable()  # graphs go by themselves
+    try:
+        for _ in range(3):
+            with saved.watch():
+                loss = make(net)
+            assert held(saved)[0] == kept_by_definition(net, lambda: make(net)) > 0
+            if run:
+                loss.backward()
+            else:
+                del loss
+            assert held(saved)[0] == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "saves", [torch.tanh, torch.relu, torch.exp, torch.sigmoid, lambda x: x.log_softmax(-1)]
+)
+def test_a_graph_that_saves_its_outputs_is_freed(saves: Callable[[Tensor], Tensor]):
+    """Without a backward pass, as of an evaluation: hooks must not keep what they have seen."""
+    x = torch.randn(10, 5, requires_grad=True)
+    with counting().watch():
+        y = saves(x * 2)
+    freed = weakref.ref(y)
+    del y
+    gc.collect()
+    assert freed() is None
+
+
+def test_bytes_per_class():
+    saved = counting()
+    with saved.watch():
+        x = torch.randn(6, 30, requires_grad=True)
+        first = (x.t() ** 2).sum()
+        assert held(saved, classes=6) == (720, 720)
+        second, third = (x**3).sum(), (x[:, :4].contiguous() ** 2).sum()
+    assert held(saved, classes=4) == (720 + 96, 96)
+    for loss in (first, second, third):
+        loss.backward()
+    assert [held(saved, classes) for classes in (30, 6, 4)] == [(0, 0)] * 3
+
+
+def test_one_memory_with_storages_of_two_sizes():
+    saved, memory, factor = counting(), bytearray(4000), torch.ones((), requires_grad=True)
+    with saved.watch():
+        whole, part = (torch.frombuffer(memory, dtype=torch.float32, count=n) for n in (1000, 10))
+        first, second = (whole * factor).sum(), (part * factor).sum()
+    assert held(saved)[0] == 4000
+    first.backward()
+    assert 0 < held(saved)[0] <= 4000
+    second.backward()
+    assert held(saved)[0] == 0
+
+
+def test_freed_memory_is_no_parameter():
+    """What lies where a parameter was, before it got other memory."""
+    net = nn.Linear(64, 64)
+    saved = counting(net)
+    address = net.weight.data_ptr()
+    net.weight.data = torch.zeros(1, 1)
+    tried = [torch.empty(64, 64) for _ in range(50)]
+    again = [tensor for tensor in tried if tensor.data_ptr() == address]
+    if not again:
+        pytest.skip("the memory was not given out again")
+    saved.know(list(net.parameters()))  # as before each pass
+    with saved.watch():
+        loss = (torch.ones((), requires_grad=True) * again[0]).sum()
+    assert held(saved)[0] == 64 * 64 * 4
+    loss.backward()
+
+
+def test_nothing_is_counted_when_nothing_is_watched():
+    saved, net = counting(), Net()
+    with saved.watch():
+        saved.watching = False
+        loss = of_tokens(net)
+    assert held(saved) == (0, 0)
+    loss.backward()
+    saved.watching = True
+    loss = of_tokens(net)
+    assert held(saved) == (0, 0)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_gradients_are_the_same(twice: bool):
+    net, x = Net(), torch.randn(4, 16, requires_grad=True)
+
+    def gradients(context) -> list[Tensor]:
+        with context:
+            y = net.head(x.tanh()).exp()
+            (grad,) = torch.autograd.grad(y.sum() + (y * y).mean(), x, create_graph=twice)
+            last = grad.square().sum() if twice else (net.head(x).exp() * 3).sum()
+            return [grad, *torch.autograd.grad(last, [x, net.head.weight])]
+
+    for a, b in zip(gradients(nullcontext()), gradients(counting(net).watch()), strict=True):
+        assert a.equal(b)
+
+
+def test_writes_to_saved_tensors_are_still_errors():
+    x = torch.ones(3, requires_grad=True)
+    with counting().watch():
+        y = (x * 2).exp()
+    with torch.no_grad():
+        y.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1; exp"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("steps", [1, 3, 20])
+def test_calls_of_a_layer(steps: int, cast: bool):
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    head = nn.Linear(6, 9)
+    saved = counting(nn.ModuleList([head, net]))
+    for _ in range(2):
+        with saved.watch(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            state = torch.randn(3, 6, requires_grad=True)
+            for _ in range(steps):
+                state = net(state)
+            loss = head(state).float().sum()
+        graph = saved.graph(0)
+        assert (graph.calls, graph.parameter) == (steps, 2)
+        if steps > 1 and not cast:
+            assert graph.bytes_per_call == 3 * 6 * 4  # the state of a step
+        loss.backward()
+        assert saved.graph(0).calls == 0

@@ -1,0 +1,317 @@
+"""The report for people, for programs and as a picture; and what an audit says of wrong use."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from records import (
+    NAMES,
+    STEP,
+    backward,
+    call,
+    clip,
+    loss,
+    passes,
+    random_sketch,
+    record,
+    skipped,
+    step,
+    total,
+    window,
+)
+from torch import nn
+
+import accumext
+from accumext.audit import Audit, Finding, _report
+from accumext.audit._events import Record
+from accumext.audit._infer import CURES, mib, some
+from accumext.audit._observe import Observer
+
+
+def finding(name: str, where: str = STEP, evidence: str = "seen so") -> Finding:
+    return Finding(name, evidence, CURES[name], 4.0, where)
+
+
+def every_finding(evidence: str = "word " * 40) -> tuple[Finding, ...]:
+    return tuple(finding(name, evidence=evidence) for name in CURES)
+
+
+def right_windows(number: int, size: int = 4) -> Record:
+    return record(*(window(passes([1 / size] * size)) for _ in range(number)))
+
+
+def lines_of(one: Record, *findings: Finding) -> list[str]:
+    return _report.text(one, findings).split("\n")
+
+
+def closed(one: Record) -> Audit:
+    """An audit whose block has closed with this record."""
+    audit = Audit(Observer(None, None, 4, lambda: None), None)
+    audit._record = one
+    return audit
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+LONG = "a_directory_of_many_words_" * 5 + ".py:1000"
+SIZES = {
+    "all findings": lambda: (right_windows(10), every_finding()),
+    "long evidence": lambda: (right_windows(10), every_finding("evidence " * 200)),
+    "one long word": lambda: (right_windows(10), every_finding("x" * 2000)),
+    "a long name of a file": lambda: (right_windows(10), (finding("divisor missing", LONG),)),
+    "many passes": lambda: (right_windows(10, 50), every_finding()),
+    "many kinds of events": lambda: (
+        record([call("zero_grad"), call(f"unscale_{'x' * 40}")] * 50, window([backward()])),
+        every_finding(),
+    ),
+    "no window": lambda: (record(), every_finding()),
+}
+
+
+@pytest.mark.parametrize("build", SIZES.values(), ids=SIZES)
+def test_thirty_lines_of_98_characters(build: Callable[[], tuple]):
+    one, found = build()
+    lines = lines_of(one, *found)
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 98
+    assert any(line.startswith(f"1. {found[0].name}") for line in lines)
+
+
+def test_findings_are_numbered_and_the_rest_are_named():
+    text = "\n".join(lines_of(right_windows(10), *every_finding("word")))
+    shown = [name for number, name in enumerate(CURES, 1) if f"\n{number}. {name}  (" in text]
+    assert shown == list(CURES)[: len(shown)]
+    assert len(shown) >= 3
+    assert f"\nand: {', '.join(list(CURES)[len(shown) :])}"[:80] in text
+    assert "[...]" in text  # the rest are more than a line
+
+
+def test_a_finding_in_five_lines():
+    one = Finding("divisor missing", "seen " * 30, "cure " * 30, 4.0, "train.py:31")
+    lines = lines_of(record(), one)
+    seen, more = ["seen"] * 18, ["seen"] * 12
+    assert lines == [
+        "accumext audit: 1 finding in 0 windows of 0 backward passes",
+        "",
+        "1. divisor missing  (train.py:31)",
+        f"   seen  {' '.join(seen)}",
+        f"         {' '.join(more)}",
+        f"   cure  {' '.join(seen).replace('seen', 'cure')}",
+        f"         {' '.join(more).replace('seen', 'cure')}",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("windows", "size", "findings", "first"),
+    [
+        (0, 1, 0, "no findings in 0 windows of 0 backward passes"),
+        (1, 1, 0, "no findings in 1 window of 1 backward pass"),
+        (1, 4, 1, "1 finding in 1 window of 4 backward passes"),
+        (3, 1, 2, "2 findings in 3 windows of 3 backward passes"),
+    ],
+)
+def test_plurals(windows: int, size: int, findings: int, first: str):
+    listed = [finding("divisor missing")] * findings
+    assert lines_of(right_windows(windows, size), *listed)[0] == f"accumext audit: {first}"
+
+
+def test_windows_in_two_lines_each():
+    of = [backward(0.5, 12), backward(0.5, 12)]
+    many = backward(losses=[loss(0.2, 3) for _ in range(5)])
+    events = [*of, call("unscale_"), clip(4.0, 2.0), step(total(of, 0.5)), call("update")]
+    one = record(events, skipped([backward(1.0, None)]), [many, step(random_sketch())], passes([1]))
+    assert lines_of(one)[2:] == [
+        "window 1: 2 x backward (12 targets), unscale_, clip 2 (norm 4, times 0.5), step",
+        "          gradient: 1 times the mean of 2 losses; a graph of 1 step keeps 100 B",
+        "window 2: update, backward, step skipped",
+        "          no gradient; a graph of 1 step keeps 100 B",
+        "window 3: zero_grad, backward of 5 losses (15 targets), step",
+        "          gradient: not a known sum of these passes; a graph of 1 step keeps 100 B",
+    ]
+
+
+def test_four_windows_are_shown():
+    lines = lines_of(right_windows(10))
+    assert [line[:9] for line in lines if line.startswith("window")] == [
+        f"window {n}:" for n in range(1, 5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (3 * 2**29, "1.5 GiB"),
+     (2**40, "1 TiB"), (2**52, "4096 TiB")],
+)  # fmt: skip
+def test_bytes(number: int, text: str):
+    assert mib(number) == text
+
+
+def test_names():
+    assert [some([]), some(["a", "b", "c"]), some("abcde")] == ["", "a, b, c", "a, b, c and 2 more"]
+
+
+# --- for programs ---------------------------------------------------------------------------------
+
+
+def test_json_and_back():
+    audit = closed(record(window(passes([1.0] * 4), time=1.5), passes([1.0])))
+    read = json.loads(json.dumps(audit.to_json(), allow_nan=False))
+    assert read == audit.to_json()
+    assert [Finding(**entry) for entry in read["findings"]] == list(audit.findings)
+    assert audit.findings
+    (events,) = read["windows"]
+    assert [event["what"] for event in events] == ["backward (8 targets)"] * 4 + ["step"]
+    assert events[-1] == {"what": "step", "where": STEP, "time": 1.5, "graph_bytes": None}
+    assert [event["graph_bytes"] for event in events] == [100] * 4 + [None]
+
+
+def test_json_has_no_nan():
+    """Which json.dumps writes, but no other language reads."""
+    used = random_sketch()
+    used[0, 0] = math.nan
+    audit = closed(record(backward(value=math.nan), clip(math.nan), step(used)))
+    assert [f.name for f in audit.findings] == ["step on inf or nan"]
+    json.dumps(audit.to_json(), allow_nan=False)
+
+
+# --- as a picture ---------------------------------------------------------------------------------
+
+
+def timed(number: int) -> Record:
+    """Windows of two passes, a second each."""
+    events = []
+    for begin in range(0, 10 * number, 10):
+        of = [backward(0.5, start=begin + s, time=begin + s + 1.0) for s in (0.0, 2.0)]
+        events += [*of, step(total(of), time=begin + 4.0)]
+    return record(events)
+
+
+def test_a_figure_has_the_windows(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "windows.png"
+    figure = closed(timed(3)).plot(path)
+    rows, memory = figure.axes
+    assert path.read_bytes().startswith(b"\x89PNG")
+    spans = [
+        [(box.x0, box.width) for box in (p.get_extents() for p in collection.get_paths())]
+        for collection in rows.collections
+    ]
+    assert spans == [[(0.0, 1.0), (2.0, 1.0)]] * 3
+    steps = [line for line in rows.lines if line.get_label().lstrip("_") == "step"]
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in steps] == [
+        ([4.0], [row]) for row in (1, 2, 3)
+    ]
+    assert [bar.get_height() * 2**20 for bar in memory.patches] == [100] * 6
+
+
+@pytest.mark.parametrize("number", [0, 1, 40])
+def test_a_figure_of_any_number_of_windows(number: int, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    closed(timed(number)).plot(tmp_path / "windows.svg")
+    assert (tmp_path / "windows.svg").read_text().startswith("<?xml")
+    assert closed(timed(number)).plot().axes
+
+
+def test_a_figure_needs_matplotlib(monkeypatch: pytest.MonkeyPatch):
+    for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"matplotlib: pip install 'accumext\[demo\]'$"):
+        closed(timed(1)).plot()
+
+
+# --- wrong use ------------------------------------------------------------------------------------
+
+
+def test_check_raises_the_report():
+    audit = closed(record(window(passes([1.0] * 4))))
+    with pytest.raises(RuntimeError) as caught:
+        audit.check()
+    assert str(caught.value) == str(audit)
+    assert "1. divisor missing" in str(audit)
+    assert closed(right_windows(2)).check() is None
+
+
+READ = {
+    "findings": lambda audit: audit.findings,
+    "record": lambda audit: audit.record,
+    "check": Audit.check,
+    "to_json": Audit.to_json,
+    "plot": Audit.plot,
+    "against": lambda audit: accumext.audit(against=audit),
+}
+
+
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+def test_results_before_the_block_closes(read):
+    model = nn.Linear(2, 2)
+    audit = accumext.audit(model)
+    closes = "audit: the block must be closed, got an open one"
+    with pytest.raises(RuntimeError, match=f"^{closes}$"):
+        read(audit)
+    with audit:
+        with pytest.raises(RuntimeError, match=f"^{closes}$"):
+            read(audit)
+        assert str(audit) == "accumext audit: open"
+    read(audit)
+
+
+def test_a_block_is_entered_once():
+    audit = accumext.audit()
+    again = pytest.raises(RuntimeError, match=r"^audit: a block must be entered once, got a second")
+    with audit, again, audit:
+        pass
+    with again, audit:
+        pass
+
+
+def test_truncation_is_measured_inside():
+    audit = accumext.audit()
+    arguments = dict.fromkeys(inspect.signature(audit.measure_truncation).parameters)
+    with pytest.raises(RuntimeError, match=r"^audit: measure_truncation must be called inside"):
+        audit.measure_truncation(**arguments)
+
+
+class Wrapper:
+    """Of an optimizer, by the attribute that tells."""
+
+    param_groups = ()
+
+
+BE_INT = "audit: windows must be an int, got "
+WRONG = [
+    ({"model": [1]}, TypeError, "audit: model must be an nn.Module or None, got list"),
+    ({"model": nn.Linear}, TypeError, "audit: model must be an nn.Module or None, got type"),
+    ({"optimizer": 3}, TypeError, "audit: optimizer must be an optimizer or None, got int"),
+    ({"optimizer": torch.ones(2)}, TypeError,
+     "audit: optimizer must be an optimizer or None, got a float32 tensor"),
+    ({"windows": 0}, ValueError, "audit: windows must be at least 1, got 0"),
+    ({"windows": -3}, ValueError, "audit: windows must be at least 1, got -3"),
+    ({"windows": 2.0}, TypeError, "audit: windows must be an int, got float"),
+    ({"windows": True}, TypeError, "audit: windows must be an int, got bool"),
+    ({"windows": None}, TypeError, "audit: windows must be an int, got NoneType"),
+    ({"against": "first"}, TypeError, "audit: against must be an audit or None, got str"),
+    ({"against": accumext.audit}, TypeError, "audit: against must be an audit or None, got "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "kind", "words"), WRONG, ids=[w[2] for w in WRONG])
+def test_wrong_arguments(arguments: dict, kind: type[Exception], words: str):
+    with pytest.raises(kind) as caught:
+        accumext.audit(**arguments)
+    text = str(caught.value)
+    assert text == words or (words.endswith("got ") and text.startswith(words))
+
+
+def test_arguments_that_are_right():
+    for windows in (1, 4):
+        accumext.audit(nn.Linear(2, 2), Wrapper(), windows=windows, against=closed(record()))
+    assert len(NAMES) == 3

@@ -1,0 +1,284 @@
+"""What a step's gradient is made of, from sketches with known factors; and the sketches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from records import (
+    BOTH,
+    OTHER,
+    backward,
+    call,
+    clip,
+    of_ranks,
+    other,
+    passes,
+    random_sketch,
+    record,
+    skipped,
+    step,
+    total,
+    window,
+)
+from torch import Tensor
+
+from accumext.audit import _sketch
+from accumext.audit._events import Record
+from accumext.audit._fit import Fit, fits
+from accumext.audit._sketch import SIZE, sketch
+
+MANY = [1.0, -2.0, 0.5, 3.0, 0.25, 7.0, 1e-2, 1.5]  # as many as two parameters can tell apart
+
+
+def fit_of(one: Record) -> Fit | None:
+    """The fit of the last window; None where nothing is claimed of it."""
+    last = sum(1 for event in one.events if type(event).__name__ == "Stepped") - 1
+    return next((fit for fit in fits(one) if fit.window.index == last), None)
+
+
+def factors_of(one: Record) -> list[float] | None:
+    fit = fit_of(one)
+    return None if fit is None else [share.factor for share in fit.shares]
+
+
+def near(first: Tensor, by: float) -> Tensor:
+    return first + by * first.norm() * random_sketch() / 4
+
+
+# --- factors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(2, 9))
+def test_factors_of_passes(number: int):
+    of = passes([1.0] * number)
+    fit = fit_of(record(window(of, MANY[:number])))
+    assert [share.of for share in fit.shares] == of
+    assert [share.factor for share in fit.shares] == pytest.approx(MANY[:number], rel=1e-9)
+    assert (fit.equal, fit.earlier) == (False, 0.0)
+
+
+@pytest.mark.parametrize("number", [1, 2, 8, 9, 100])
+def test_one_factor_of_any_number_of_passes(number: int):
+    fit = fit_of(record(window(passes([1.0] * number), 0.125)))
+    assert [share.factor for share in fit.shares] == pytest.approx([0.125] * number)
+    assert (fit.equal, fit.earlier) == (True, 0.0)
+
+
+def test_more_passes_than_sketches_tell_apart():
+    assert factors_of(record(window(passes([1.0] * 9), [*MANY, 2.0]))) is None
+
+
+def test_passes_between_clears_have_one_factor():
+    of = passes([1.0] * 12)
+    events = [*of[:4], call("zero_grad"), *of[4:8], call("zero_grad"), *of[8:]]
+    fit = fit_of(record(events, step(total(of, [0.0] * 8 + [0.5] * 4))))
+    assert [share.factor for share in fit.shares] == pytest.approx([0.0] * 8 + [0.5] * 4, abs=1e-9)
+    assert not fit.equal
+
+
+@pytest.mark.parametrize(("by", "known"), [(1e-8, False), (1e-2, True)])
+def test_nearly_collinear_gradients_are_not_told_apart(by: float, known: bool):
+    a, c = passes([1.0, 1.0])
+    of = [a, backward(gradient=near(a.gradient, by)), c]
+    found = factors_of(record(window(of, [1.0, 3.0, 0.5])))
+    assert found == (pytest.approx([1.0, 3.0, 0.5]) if known else None)
+
+
+def small(*sizes: int) -> Tensor:
+    """A sketch of parameters of so many elements, each of which is its own."""
+    made = torch.zeros(3, SIZE, dtype=torch.float64)
+    for row, size in enumerate(sizes):
+        made[row, :size] = torch.randn(size, dtype=torch.float64)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number"), [((1, 2), 3), ((4,), 4), ((1, 1), 2), ((8,), 8), ((1,), 1), ((2, 3), 4)]
+)
+def test_numbers_that_any_gradients_explain_claim_nothing(sizes: tuple[int, ...], number: int):
+    of = [backward(gradient=small(*sizes)) for _ in range(number)]
+    assert factors_of(record(of, step(small(*sizes)))) is None
+
+
+def test_few_numbers_that_passes_do_explain():
+    of = [backward(gradient=small(8, 2)) for _ in range(3)]
+    assert factors_of(record(window(of, MANY[:3]))) == pytest.approx(MANY[:3])
+
+
+@pytest.mark.parametrize(
+    ("half", "noise", "known"),
+    [(False, 1e-4, True), (False, 3e-3, False), (True, 3e-2, True), (True, 0.3, False)],
+)
+def test_rounding_is_no_difference_but_more_is(half: bool, noise: float, known: bool):
+    of = passes([1.0] * 4)
+    used = total(of)
+    apart = random_sketch()
+    used += noise * used.norm() * apart / apart.norm()
+    found = factors_of(record(of, step(used), half=BOTH if half else frozenset()))
+    assert found == (pytest.approx([1.0] * 4, rel=noise) if known else None)
+
+
+def nan(one: Tensor) -> Tensor:
+    one = one.clone()
+    one[0, 0] = math.nan
+    return one
+
+
+CLAIMLESS: dict[str, Callable[[], Record]] = {
+    "another gradient": lambda: record(passes([1.0] * 4), step(random_sketch())),
+    "a skipped step": lambda: record(skipped([backward()])),
+    "several closure calls": lambda: record(window([backward()], closure_calls=2)),
+    "no pass": lambda: record(step(random_sketch())),
+    "no gradient": lambda: record(backward(), step(torch.zeros_like(random_sketch()))),
+    "passes that cancel": lambda: record(
+        (a := backward()), backward(gradient=-a.gradient), step(random_sketch())
+    ),
+    "nan in a pass": lambda: record(
+        (a := backward()), backward(gradient=nan(a.gradient)), step(a.gradient)
+    ),
+    "nan in the step": lambda: record((a := backward()), step(nan(a.gradient))),
+    "passes of others alone": lambda: record(other(), step(random_sketch())),
+}
+
+
+@pytest.mark.parametrize("build", CLAIMLESS.values(), ids=CLAIMLESS)
+def test_nothing_is_claimed_of(build: Callable[[], Record]):
+    assert factors_of(build()) is None
+
+
+def test_what_others_have_does_not_count():
+    of = [backward(gradient=random_sketch(BOTH | OTHER), reached=BOTH | OTHER) for _ in range(3)]
+    used = total(of, MANY[:3])
+    used[list(OTHER)] = 0
+    one = record(other(gradient=nan(random_sketch(OTHER))), of, step(used))
+    assert factors_of(one) == pytest.approx(MANY[:3])
+
+
+@pytest.mark.parametrize(("earlier", "factor"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.25)])
+def test_what_the_step_before_left(earlier: float, factor: float):
+    before, of = passes([1.0] * 2), passes([1.0] * 3)
+    left = total(before)
+    used = factor * (total(of) + earlier * left)
+    fit = fit_of(record(before, step(left), of, step(used)))
+    assert [share.factor for share in fit.shares] == pytest.approx([factor] * 3)
+    assert (fit.equal, fit.earlier) == (True, pytest.approx(earlier))
+
+
+@pytest.mark.parametrize("parameters", [BOTH, frozenset({0}), frozenset({1})])
+def test_clips_are_undone(parameters: frozenset[int]):
+    of = passes([1.0] * 3)
+    used = total(of, 2.0)
+    used[list(parameters)] *= 3 / 16  # the clips' 1/4 and the wrapper's; the second clip is none
+    used[[n for n in (0, 1) if n not in parameters]] *= 3 / 4
+    clips = [clip(4.0, 1.0, parameters=parameters), clip(0.5, 1.0, parameters=parameters)]
+    fit = fit_of(record(of, clips, step(used, factor=3 / 4)))
+    assert fit.equal
+    assert [share.factor for share in fit.shares] == pytest.approx([2.0] * 3, rel=1e-5)
+
+
+def test_a_clip_between_passes_is_a_factor_of_those_before():
+    a, b = passes([1.0, 1.0])
+    found = factors_of(record(a, clip(4.0, 1.0), b, step(total([a, b], [0.25, 1.0]))))
+    assert found == pytest.approx([0.25, 1.0])
+
+
+def test_passes_of_all_processes():
+    each = [passes([1.0] * 2) for _ in range(2)]
+    used = total([one for of in each for one in of], [0.5, 0.5, 0.5, 2.0])
+    fit = fit_of(of_ranks(*(record(of, step(used)) for of in each)))
+    assert [(s.rank, s.factor) for s in fit.shares] == [
+        (rank, pytest.approx(f)) for rank, f in [(0, 0.5), (0, 0.5), (1, 0.5), (1, 2.0)]
+    ]
+
+
+# --- sketches -------------------------------------------------------------------------------------
+
+SIZES = [0, 1, 7, 8, 9, 1020, 1021, 1022, 2041, 2042, 2043, 5000]
+
+
+def signs() -> Tensor:
+    """From sketches of single elements."""
+    rows = torch.eye(1021, dtype=torch.float64)
+    return torch.stack([sketch(row) for row in rows])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_sketch_is_a_sum_with_signs_at_a_stride(size: int):
+    grad = torch.randn(size, dtype=torch.float64)
+    one = sketch(grad)
+    assert (one.dtype, one.shape) == (torch.float64, (SIZE,))
+    if size <= SIZE:
+        assert one.tolist() == grad.tolist() + [0.0] * (SIZE - size)
+    else:
+        right = (grad[:, None] * signs()[torch.arange(size) % 1021]).sum(0)
+        torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
+
+
+def test_signs_are_fixed_and_fair_and_draw_nothing():
+    state, made = torch.get_rng_state(), signs()
+    _sketch._signs.cache_clear()
+    assert made.equal(signs())
+    assert torch.get_rng_state().equal(state)
+    assert set(made.unique().tolist()) == {-1.0, 1.0}
+    assert (made.T @ made / 1021 - torch.eye(SIZE)).abs().max() < 0.15  # independent columns
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_sketch_is_linear(size: int):
+    a, b = torch.randn(2, size, dtype=torch.float64)
+    right = 2.5 * sketch(a) - 3 * sketch(b)
+    torch.testing.assert_close(sketch(2.5 * a - 3 * b), right, rtol=1e-12, atol=1e-10)
+
+
+def sparse(values: Tensor) -> Tensor:
+    """As an embedding's gradient: rows that come twice, and rows that are absent."""
+    index = torch.tensor([[5, 0, 5]])
+    return torch.sparse_coo_tensor(index, values[:3], values.shape, check_invariants=True)
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "transposed": (lambda x: x.t(), lambda x: x.t().contiguous()),
+    "every other": (lambda x: x[::2, 1::3], lambda x: x[::2, 1::3].contiguous()),
+    "expanded": (lambda x: x[:, :1].expand_as(x), lambda x: x[:, :1].repeat(1, x.shape[1])),
+    "zero-dimensional": (lambda x: x[0, 0], lambda x: x[0, :1]),
+    "sparse": (sparse, lambda x: sparse(x).to_dense()),
+    "compressed": (lambda x: x.relu().to_sparse_csr(), lambda x: x.relu()),
+    "complex": (lambda x: torch.complex(x, 2 * x), lambda x: torch.stack([x, 2 * x], -1)),
+    "bfloat16": (lambda x: x.bfloat16(), lambda x: x.bfloat16().double()),
+    "float16": (lambda x: x.half(), lambda x: x.half().double()),
+    "float16 of which a sum overflows": (lambda x: x.half() * 0 + 6e4, lambda x: x * 0 + 60_000),
+    "float32": (lambda x: x.float(), lambda x: x.float().double()),
+    "negated view": (lambda x: torch._neg_view(x), lambda x: -x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize(("given", "plain"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_sketch_is_of_the_elements(given: Callable, plain: Callable):
+    grad = torch.randn(60, 70, dtype=torch.float64)
+    kept = grad.clone()
+    torch.testing.assert_close(sketch(given(grad)), sketch(plain(grad)), rtol=1e-5, atol=1e-4)
+    assert grad.equal(kept)
+
+
+def test_a_sketch_has_no_graph():
+    assert not sketch(torch.randn(20, requires_grad=True) * 2).requires_grad
+
+
+HEADS = [(10, 16), (50, 64), (1000, 512), (1020, 8), (1021, 8), (1022, 8), (5000, 16), (8, 1020)]
+
+
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+@pytest.mark.parametrize("along", [0, 1])
+def test_gradients_that_sum_to_zero_are_told_apart(shape: tuple[int, int], along: int):
+    """As those of a head before softmax do, over the classes."""
+    shape = shape if along == 0 else shape[::-1]
+    grads = torch.randn(3, *shape, dtype=torch.float64)
+    grads -= grads.mean(1 + along, keepdim=True)
+    sketches = torch.stack([sketch(grad) for grad in grads])
+    singular = torch.linalg.svdvals(sketches / grads.flatten(1).norm(dim=1, keepdim=True))
+    assert singular[-1] > 0.1
+    assert singular[0] < 10
