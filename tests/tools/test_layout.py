@@ -88,8 +88,8 @@ def test_no_circle_in_the_backend():
 
 
 LAYERS = {
-    "audit": 7, "decoder": 6, "generation": 5, "masters": 2, "optimizer": 6, "recurrence": 3, "rollout": 3,
-    "sharding": 1,
+    "audit": 7, "decoder": 6, "generation": 5, "masters": 2, "optimizer": 6, "recurrence": 3,
+    "rollout": 3, "sharding": 1,
 }  # fmt: skip
 
 
