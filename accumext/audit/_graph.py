@@ -11,8 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumext import _torch_private as private
 from accumext._tensor_kinds import is_dtensor
+from accumext._torch_private import (
+    leaf_of,
+    local_part,
+    node_number,
+    packed_by,
+    saved_by,
+    write_count,
+)
 from accumext.audit._events import Graph, Loss
 
 # Nodes that scale a loss, and those that also join losses: behind them are the losses themselves.
@@ -32,13 +39,13 @@ class Losses:
         while len(inner := _inner(base)) == 1 and _is(base, _SCALES):
             base = inner[0]
         found = list(_losses(root))
-        self._kinds = [(private.node_number(node), *_kind(node)) for node in found]
-        logits = [saved(node, "self") for node in found if _is(node, ("Nll",))]
+        self._kinds = [(node_number(node), *_kind(node)) for node in found]
+        logits = [_saved(node, "self") for node in found if _is(node, ("Nll",))]
         # Of the cross-entropy with most classes; 0 without one.
         self.classes = max((t.shape[1] for t in logits if t is not None and t.dim() > 1), default=0)
         self._seen: dict[int, Tensor] = {}
-        nodes = {private.node_number(node): node for node in (base, *found)}
-        self._base = private.node_number(base)
+        nodes = {node_number(node): node for node in (base, *found)}
+        self._base = node_number(base)
         self._handles = [
             node.register_prehook(self._saver(number)) for number, node in nodes.items()
         ]
@@ -87,33 +94,28 @@ def _losses(root: Any) -> Iterator[Any]:
         of_list = _is(node, ("Mean", "Sum")) and any(_is(n, _LISTS) for n in inner)
         if inner and (of_list or _is(node, _JOINS)):
             waiting += inner
-        elif private.leaf_of(node) is None:
+        elif leaf_of(node) is None:
             yield node
 
 
 def _kind(node: Any) -> tuple[bool, str | None, Tensor | float | None]:
     """Whether a node is one of torch's losses, its reduction, and how many targets it counts."""
-    reduction = getattr(node, "_saved_reduction", None)
+    reduction = saved_by(node, "reduction")
     if reduction is not None:
-        counted = saved(node, "total_weight") if _is(node, ("Nll",)) else None
+        counted = _saved(node, "total_weight") if _is(node, ("Nll",)) else None
         return True, _REDUCTIONS.get(reduction), counted
     if node.name() in ("MeanBackward0", "SumBackward0"):
-        sizes = getattr(node, "_saved_self_sym_sizes", ())
         mean = node.name() == "MeanBackward0"
-        return False, "mean" if mean else "sum", torch.Size(sizes).numel() if mean else None
+        return False, "mean" if mean else "sum", saved_by(node, "self_sym_numel") if mean else None
     return False, None, None
 
 
-def saved(node: Any, name: str) -> Tensor | None:
-    """A tensor that a node has saved; None where unpacking it would compute it again."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if raw is None:
-        return None
-    data = getattr(raw, "data", None)  # from torch 2.12 on
-    if isinstance(data, Held):
-        return data.tensor
-    unpacked: Tensor | None = None if data is not None else getattr(node, f"_saved_{name}")
-    return unpacked
+def _saved(node: Any, name: str) -> Any:
+    """What a node has saved; None where a checkpoint would compute it again."""
+    packed = packed_by(node, name)
+    if packed is None or isinstance(packed, Tensor):
+        return saved_by(node, name)
+    return packed.tensor if isinstance(packed, Held) else None
 
 
 class Held:
@@ -125,7 +127,7 @@ class Held:
         self, tensor: Tensor, key: int, size: int, parameter: int | None, tracker: SavedTensors
     ) -> None:
         # Detached: a node that saves its own output would hold itself.
-        self.tensor, self.version = tensor.detach(), private.write_count(tensor)
+        self.tensor, self.version = tensor.detach(), write_count(tensor)
         self.key, self.size, self.parameter, self.tracker = key, size, parameter, tracker
         tracker.count(self, 1)
 
@@ -134,7 +136,7 @@ class Held:
 
     def unpack(self) -> Tensor:
         """The tensor, unless it was written: autograd leaves this check to those with hooks."""
-        version = private.write_count(self.tensor)
+        version = write_count(self.tensor)
         if version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -167,7 +169,7 @@ class SavedTensors:
 
     def know(self, parameters: list[Tensor]) -> None:
         """Which storages are parameters'."""
-        inner = [private.local_part(t) if is_dtensor(t) else t for t in parameters]
+        inner = [local_part(t) if is_dtensor(t) else t for t in parameters]
         self._parameters = {t.untyped_storage().data_ptr(): n for n, t in enumerate(inner)}
         self._leaves = {id(t): n for n, t in enumerate(parameters)}
 
@@ -178,7 +180,7 @@ class SavedTensors:
             yield
 
     def _pack(self, tensor: Tensor) -> Held:
-        inner = private.local_part(tensor) if is_dtensor(tensor) else tensor
+        inner = local_part(tensor) if is_dtensor(tensor) else tensor
         try:
             storage = inner.untyped_storage()
             key, size = storage.data_ptr(), storage.nbytes()
@@ -193,7 +195,7 @@ class SavedTensors:
         """The parameter that a tensor is a cast of, as under autocast, or a view of that."""
         node: Any = tensor.grad_fn
         for _ in range(3):
-            if node is None or (leaf := private.leaf_of(node)) is not None:
+            if node is None or (leaf := leaf_of(node)) is not None:
                 break
             node = _inner(node)[0] if _is(node, _CASTS) else None
         return None if node is None else self._leaves.get(id(leaf))

@@ -23,13 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import accumext
-from accumext import _torch_private as private
 from accumext._tensor_kinds import HALF_DTYPES, is_dtensor
+from accumext._torch_private import CLIPS, is_being_made, scale_tensor
 from accumext.audit._events import Call, Clipped, Event, HalfSum, Pass, Record, Sketch, Stepped
 from accumext.audit._passes import Parameters, Passes, Sketches, stands_for
 from accumext.optimizer import AccumulatingOptimizer
@@ -138,8 +137,7 @@ class Observer:
         yield torch.autograd, "backward", self._backward
         yield Optimizer, "zero_grad", self._zero_grad
         yield nn.Module, "zero_grad", self._zero_grad
-        yield clip_grad, "_clip_grads_with_norm_", self._clip  # what clip_grad_norm_ calls
-        yield nn.utils, "clip_grads_with_norm_", self._clip
+        yield from ((owner, name, self._clip) for owner, name in CLIPS)
         yield accumext, "clip_grad_norm_", self._clip
         yield Optimizer, "__init__", self._made
         yield AccumulatingOptimizer, "__init__", self._wrapped
@@ -318,7 +316,7 @@ class Observer:
 
     def _scaler_scale(self, original: Any, scaler: GradScaler, *args: Any) -> Any:
         scaled = original(scaler, *args)
-        scale = private.scale_tensor(scaler) if self.left and scaler.is_enabled() else None
+        scale = scale_tensor(scaler) if self.left and scaler.is_enabled() else None
         if scale is not None:
             self._passes.scale = scale.detach().clone()
         return scaled
@@ -348,13 +346,13 @@ class Observer:
 
     def _schedule(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         inner, self._scheduling = self._scheduling, True
-        started = getattr(scheduler, "_step_count", 1) > 0  # the first is the constructor's
+        made = not is_being_made(scheduler)
         try:
             result = original(scheduler, *args, **kwargs)
         finally:
             self._scheduling = inner
         mine = self._is_mine(getattr(scheduler, "optimizer", None))
-        if self.left and started and mine and not inner:
+        if self.left and made and mine and not inner:
             self.settle()
             self.write(Call, name="schedule")
         return result

@@ -13,8 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from accumext import _torch_private as private
 from accumext._tensor_kinds import HALF_DTYPES, is_dtensor
+from accumext._torch_private import local_part
 
 SIZE = 8  # numbers of a sketch
 _STRIDE = 1021  # a prime: along the rows or columns of a matrix, gradients may sum up to zero
@@ -29,7 +29,7 @@ def _signs(device: torch.device) -> Tensor:
 
 def dense(grad: Tensor) -> Tensor:
     """The elements of a gradient on this process, zeros of sparse ones included."""
-    grad = private.local_part(grad) if is_dtensor(grad) else grad
+    grad = local_part(grad) if is_dtensor(grad) else grad
     grad = grad.detach()
     grad = grad.to_dense() if grad.layout is not torch.strided else grad
     return torch.view_as_real(grad) if grad.is_complex() else grad

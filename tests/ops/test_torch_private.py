@@ -242,6 +242,50 @@ def test_saved_factor():
     assert private.saved_factor(loss.grad_fn).data_ptr() == factor.data_ptr()
 
 
+def test_saved_by_and_packed_by():
+    """An output that a node has saved; nothing under a name that it does not have"""
+    weight = parameter()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: ("packed", t), lambda pair: pair[1]):
+        node = weight.exp().grad_fn
+    assert private.saved_by(node, "result").tolist() == [1.0] * 3
+    packed, told = (
+        private.packed_by(node, "result"),
+        hasattr(torch._C._autograd.SavedTensor, "data"),
+    )
+    assert packed[0] == "packed" if told else packed is None
+    plain = weight.exp()
+    packed = private.packed_by(plain.grad_fn, "result")
+    assert packed.data_ptr() == plain.data_ptr() if told else packed is None
+    assert private.saved_by(node, "none") is private.packed_by(node, "none") is None
+
+
+def test_clips(monkeypatch):
+    weight = parameter()
+    weight.grad = torch.ones(3)
+    norms = []
+    for owner, name in private.CLIPS:
+        monkeypatch.setattr(owner, name, lambda grads, max_norm, norm, *_: norms.append(norm))
+    nn.utils.clip_grad_norm_([weight], 1.0)
+    nn.utils.clip_grads_with_norm_([weight], 1.0, norms[0])
+    assert norms == [pytest.approx(3**0.5)] * 2
+
+
+def test_is_being_made():
+    seen = []
+
+    class Schedule(torch.optim.lr_scheduler.ExponentialLR):
+        def step(self, *args):
+            seen.append(private.is_being_made(self))
+            super().step(*args)
+
+    optimizer = torch.optim.SGD([parameter()])
+    schedule = Schedule(optimizer, 0.5)
+    optimizer.step()
+    schedule.step()
+    assert seen == [True, False]
+    assert not private.is_being_made(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
 def test_modules_hooks():
     module = nn.Linear(1, 1)
     assert not any(private.forward_hooks(module))
