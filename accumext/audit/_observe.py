@@ -33,7 +33,7 @@ from accumext.audit._events import Call, Clipped, Event, HalfSum, Pass, Record, 
 from accumext.audit._passes import Parameters, Passes, Sketches, stands_for
 from accumext.optimizer import AccumulatingOptimizer
 
-_OURS = (os.path.dirname(torch.__file__), os.path.dirname(accumext.__file__))
+_OURS = tuple(os.path.join(os.path.dirname(one.__file__), "") for one in (torch, accumext))
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 
 

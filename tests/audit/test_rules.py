@@ -45,6 +45,7 @@ from records import (
     window,
     with_earlier,
     with_nan,
+    with_penalty,
 )
 
 from accumext.audit._events import Record
@@ -104,11 +105,17 @@ WRONG: list[tuple[str, float, str, Build]] = [
     ("micro-batches weighted equally", 4, LOOP, lambda: record(window(passes(QUARTERS, COUNTS)))),
     ("micro-batches weighted equally", 4, LOOP, lambda: record(
         window([backward(1 / (4 * n), n, reduction="sum") for n in COUNTS]))),
+    ("micro-batches weighted equally", 4, LOOP,  # the largest of all windows
+     lambda: record(window(passes([0.5] * 2, [4, 2])), window(passes(QUARTERS, COUNTS)))),
+    ("micro-batches weighted equally", 4, LOOP, with_penalty),
+    ("micro-batches weighted equally", 4, LOOP, lambda: with_penalty(known=False)),
     ("micro-batches weighted unequally", 4, LOOP,
      lambda: record(window(passes([0.1, 0.2, 0.3, 0.4])))),
     ("scheduler steps per micro-batch", 2, "train.py:15", lambda: record(
         window([backward()]), *([one, call("schedule")] for one in passes([0.5, 0.5])),
         step(random_sketch()))),
+    ("scheduler steps per micro-batch", 2, "train.py:15", lambda: record(
+        *([one, call("schedule")] for one in passes([0.5, 0.5])), step(random_sketch()))),
     ("scheduler before the first step", 1, "train.py:15",
      lambda: record(call("schedule"), window([backward()]))),
     ("parameters in two groups", 1, STEP, lambda: reached(0, 1, twice=frozenset({1}))),
@@ -243,11 +250,17 @@ def test_every_finding_and_every_rule_has_a_case():
 
 
 def test_the_worst_is_first():
-    of = passes([1.0] * 4, COUNTS)
-    events = [call("schedule"), *window(of), window(passes(QUARTERS))[0], step(with_nan())]
+    last = window(passes(QUARTERS), through_scaler=True)
+    events = [
+        call("schedule"),
+        *window(passes([1.0] * 4, COUNTS)),
+        *window([backward(scale=SCALE)]),
+        *(replace(last[-2], used=with_nan()) if event is last[-2] else event for event in last),
+    ]
     found = [finding.name for finding in findings(record(events, twice=BOTH))]
     assert found == [
         "step on inf or nan",
+        "unscale missing",
         "divisor missing",
         "micro-batches weighted equally",
         "scheduler before the first step",
