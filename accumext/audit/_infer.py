@@ -133,10 +133,23 @@ def regular(fit: Fit, group: Group) -> bool:
 
 
 def clipped_inside(window: Window) -> list[Clipped]:
-    """The clips of a window, if passes followed one of them."""
-    every = [(i, e) for i, e in enumerate(window.events) if isinstance(e, Clipped)]
-    last = max((i for i, e in enumerate(window.events) if isinstance(e, Pass)), default=0)
-    return [event for _, event in every] if every and every[0][0] < last else []
+    """The clips of gradients to which passes were added later."""
+    for events in parts(window):
+        last = max((i for i, event in enumerate(events) if isinstance(event, Pass)), default=0)
+        if any(isinstance(event, Clipped) for event in events[:last]):
+            return [event for event in events if isinstance(event, Clipped)]
+    return []
+
+
+def parts(window: Window) -> Iterator[list[Event]]:
+    """The events of a window between calls of `zero_grad`: gradients of one part add up."""
+    for clears, events in groupby(window.events, lambda event: is_call(event, "zero_grad")):
+        if not clears:
+            yield list(events)
+
+
+def is_call(event: Event, name: str) -> bool:
+    return isinstance(event, Call) and event.name == name
 
 
 def nodes_of(share: Share) -> set[tuple[int, int]]:
@@ -303,7 +316,7 @@ def clips(record: Record) -> Found:
         for event in window.events:
             if isinstance(event, Pass):
                 scale = event.scale
-            elif _is_call(event, "unscale_"):
+            elif is_call(event, "unscale_"):
                 scale = 1.0
             elif isinstance(event, Clipped) and scale != 1.0:
                 early.append((event, scale))
@@ -330,9 +343,10 @@ def clips(record: Record) -> Found:
 
 def scalers(record: Record) -> Found:
     """A GradScaler used out of order."""
-    for events in [] if record.wrapped else summed(record):
+    every = [events for window in windows_of(record) for events in parts(window)]
+    for events in [] if record.wrapped else every:
         at = [i for i, event in enumerate(events) if isinstance(event, Pass)]
-        updates = [e for e in events[at[0] : at[-1]] if _is_call(e, "update")] if at else []
+        updates = [e for e in events[at[0] : at[-1]] if is_call(e, "update")] if at else []
         scales = [event.scale for event in events if isinstance(event, Pass)]
         if updates:
             yield found(
@@ -350,24 +364,12 @@ def scalers(record: Record) -> Found:
             break
     for fit in [] if record.wrapped else fits(record):
         scale, step = fit.shares[0].of.scale, fit.window.step
-        unscaled = any(_is_call(event, "unscale_") for event in fit.window.events)
+        unscaled = any(is_call(event, "unscale_") for event in fit.window.events)
         as_scaled = fit.equal and scale != 1.0 and same(fit.shares[0].factor, 1.0)
         if as_scaled and not (unscaled or step.through_scaler):
             evidence = f"the step used gradients times the loss scale, {scale:g}"
             yield found("unscale missing", scale, step.where, evidence)
             break
-
-
-def summed(record: Record) -> Iterator[list[Event]]:
-    """The events of the windows, in parts whose gradients add up: a `zero_grad` divides them."""
-    for window in windows_of(record):
-        for clears, events in groupby(window.events, lambda event: _is_call(event, "zero_grad")):
-            if not clears:
-                yield list(events)
-
-
-def _is_call(event: Event, name: str) -> bool:
-    return isinstance(event, Call) and event.name == name
 
 
 def nonfinite(record: Record) -> Found:
@@ -395,12 +397,12 @@ def schedules(record: Record) -> Found:
     """A schedule that counts micro-batches, or steps too early."""
     most: list[Event] = []
     for window in windows_of(record):
-        events = [e for e in window.events if isinstance(e, Pass) or _is_call(e, "schedule")]
-        after = [b for a, b in pairwise(events) if isinstance(a, Pass) and _is_call(b, "schedule")]
+        events = [e for e in window.events if isinstance(e, Pass) or is_call(e, "schedule")]
+        after = [b for a, b in pairwise(events) if isinstance(a, Pass) and is_call(b, "schedule")]
         if len(after) > 1:
-            most = max(most, [e for e in events if _is_call(e, "schedule")], key=len)
+            most = max(most, [e for e in events if is_call(e, "schedule")], key=len)
     first = next((i for i, e in enumerate(record.events) if isinstance(e, Stepped)), 0)
-    early = [event for event in record.events[:first] if _is_call(event, "schedule")]
+    early = [event for event in record.events[:first] if is_call(event, "schedule")]
     if most:
         yield found(
             "scheduler steps per micro-batch", len(most), most[0].where,
@@ -484,13 +486,17 @@ def half_error(fit: Fit) -> tuple[float, float]:
 def processes(record: Record) -> Found:
     """DistributedDataParallel that reduces too often, or too little."""
     windows = windows_of(record)
-    sent = [sum(one.sent for one in window.passes[:-1]) for window in windows]
-    if any(sent):
-        window = windows[sent.index(max(sent))]
+    sums = [
+        [event for event in events if isinstance(event, Pass)]
+        for window in windows
+        for events in parts(window)
+    ]
+    vain = max(sums, key=lambda passes: sum(one.sent for one in passes[:-1]), default=[])
+    if wasted := sum(one.sent for one in vain[:-1]):
         yield found(
-            "reduced every micro-batch", max(sent), window.passes[0].where,
-            f"{len(window.passes)} passes of a window reduced their gradients, where one has to: "
-            f"{mib(max(sent))} per rank for nothing",
+            "reduced every micro-batch", wasted, vain[0].where,
+            f"{len(vain)} passes of a window reduced their gradients, where one has to: "
+            f"{mib(wasted)} per rank for nothing",
         )  # fmt: skip
     differing: set[int] = set()
     for steps in zip(*map(windows_of, record.ranks), strict=False):
@@ -526,7 +532,7 @@ def determinism(record: Record) -> Found:
     """Two runs of the same windows that differ."""
     runs = [] if record.before is None else zip(_passes(record.before), _passes(record))
     for number, (a, b) in enumerate(runs, 1):
-        size = float(a.gradient.norm())
+        size = float(a.gradient.nan_to_num().norm())
         apart = float((a.gradient - b.gradient).norm()) / (size or 1.0)
         if not a.gradient.allclose(b.gradient, 0.0, _SAME_BITS * size, equal_nan=True):
             yield found(

@@ -33,7 +33,7 @@ from accumext.audit._events import Call, Clipped, Event, HalfSum, Pass, Record, 
 from accumext.audit._passes import Parameters, Passes, Sketches, stands_for
 from accumext.optimizer import AccumulatingOptimizer
 
-_OURS = tuple(os.path.join(os.path.dirname(one.__file__), "") for one in (torch, accumext))
+_OURS = tuple(os.path.join(package.__path__[0], "") for package in (torch, accumext))
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 
 
@@ -94,6 +94,23 @@ def module_of(parameters: Iterable[Tensor]) -> nn.Module | None:
     return None if best is None or not sizes[best][0] else best
 
 
+class Used:
+    """The gradients that a step finds, and what a fused optimizer does to them."""
+
+    def __init__(self, left: Sketches, stepping: Any) -> None:
+        self.left = left
+        values = (getattr(stepping, name, None) for name in ("grad_scale", "found_inf"))
+        self._scale, self._skip = (v.clone() if isinstance(v, Tensor) else v for v in values)
+
+    def skipped(self) -> bool:
+        return self._skip is not None and float(self._skip) > 0
+
+    def gradient(self, size: int) -> Sketch | None:
+        """With rows for so many parameters; None if it was not used."""
+        scale = 1.0 if self._scale is None else float(self._scale)
+        return None if self.skipped() else self.left.on_host(size) / scale
+
+
 class Observer:
     """The events of a loop, until so many windows are closed; then `done` is called."""
 
@@ -113,7 +130,7 @@ class Observer:
         self._passes = Passes(self.parameters)
         self._trained: dict[int, list[Tensor]] = {}  # by optimizers that have stepped
         self._through_scaler, self._scheduling, self._closures = False, False, 0
-        self._used: tuple[Sketches, Callable[[], float], Callable[[], bool]] | None = None
+        self._used: Used | None = None  # by the last step, until it is written
         self._stack = ExitStack()  # of what is put back when the block ends
         if self._wrapper is not None:
             self._passes.sum_nothing()
@@ -383,14 +400,7 @@ class Observer:
         return (args[0], watched, *args[2:]), kwargs
 
     def _take_used(self) -> None:
-        scale, skip = (getattr(self._optimizer, n, None) for n in ("grad_scale", "found_inf"))
-        scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
-        skip = skip.detach().clone() if isinstance(skip, Tensor) else skip
-        self._used = (
-            self.parameters.take(self._own()),
-            lambda: 1.0 if scale is None else float(scale),
-            lambda: skip is not None and float(skip) > 0,
-        )
+        self._used = Used(self.parameters.take(self._own()), self._optimizer)
 
     def _after_step(self, stepping: Any, args: Any, kwargs: Any) -> None:
         if self.left and stepping is self._optimizer and self._used is not None:
@@ -398,24 +408,18 @@ class Observer:
             if self._wrapper is None:
                 self._used = None
 
-    def _write_step(
-        self, used: tuple[Sketches, Callable[[], float], Callable[[], bool]] | None
-    ) -> None:
-        known, factors = self.parameters, list[Callable[[], float]]()
-        self._clip_of_window = factors
-        left, scale, skipped = used or (None, lambda: 1.0, lambda: True)
-        sums = [] if left is None else self._passes.half_sums()
-
-        def gradient(divisor: float = 1.0) -> Sketch | None:
-            return None if left is None else left.on_host(len(known.tensors)) / divisor
-
+    def _write_step(self, used: Used | None) -> None:
+        """Of a step that used gradients, or that was skipped."""
+        known, clip = self.parameters, list[Callable[[], float]]()
+        self._clip_of_window = clip
+        sums = [] if used is None else self._passes.half_sums()
         self.write(
             Stepped,
-            used=lambda: None if skipped() else gradient(scale()),
-            left=gradient,
-            present=frozenset() if left is None else frozenset(left.present),
-            factor=lambda: factors[0]() if factors else 1.0,
-            skipped=skipped,
+            used=lambda: None if used is None else used.gradient(len(known.tensors)),
+            left=lambda: None if used is None else used.left.on_host(len(known.tensors)),
+            present=frozenset() if used is None else frozenset(used.left.present),
+            factor=lambda: clip[0]() if clip else 1.0,
+            skipped=lambda: used is None or used.skipped(),
             through_scaler=self._through_scaler,
             closure_calls=self._closures,
             half_sums=lambda: tuple(HalfSum(*map(float, row)) for row in sums if row[2]),

@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
     try:
         with suppress(_Done), seen:
             try:
-                exec(compile(script.read_bytes(), script, "exec"), vars(program))
+                exec(compile(script.read_bytes(), script, "exec", dont_inherit=True), vars(program))
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
         sys.argv, sys.path[:] = argv, path
         sys.modules["__main__"] = modules["__main__"]
         for name in sys.modules.keys() - modules:  # a second run makes the script's own ones anew
-            file = getattr(sys.modules[name], "__file__", None)
-            if file is not None and script.parent in Path(file).parents:
+            file = Path(getattr(sys.modules[name], "__file__", None) or "")
+            if script.parent in file.parents and "site-packages" not in file.parts:
                 del sys.modules[name]
     return seen

@@ -130,25 +130,21 @@ def test_a_script_that_is_done_sooner(
     assert out.index("at the end") < out.index(f"no findings in {steps} window")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["missing.py"], "accumext audit: no such file: missing.py\n"),
-        (["."], "accumext audit: no such file: .\n"),
-        (["--windows", "0", "train.py"], "accumext audit: --windows must be at least 1, got 0\n"),
-        (["--windows=-2", "train.py"], "accumext audit: --windows must be at least 1, got -2\n"),
-    ],
-)
+REFUSED = {
+    "missing.py": "no such file: missing.py",
+    ".": "no such file: .",
+    "--windows=0 train.py": "--windows must be at least 1, got 0",
+    "--windows -2 train.py": "--windows must be at least 1, got -2",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
 def test_wrong_arguments(
-    arguments: list[str],
-    words: str,
-    script: Script,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    line: str, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(script().parent)
-    assert audit(*arguments) == 2
-    assert capsys.readouterr() == ("", words)
+    assert audit(*line.split()) == 2
+    assert capsys.readouterr() == ("", f"accumext audit: {REFUSED[line]}\n")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--windows=x", "train.py"], ["--unknown", "train.py"]])
@@ -163,10 +159,12 @@ SEES = """
 import json, sys
 import beside
 from pathlib import Path
-class Here: pass
+class Here:
+    known: int
 seen = {
     "argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__,
     "main": sys.modules["__main__"].Here is Here, "beside": beside.NAME,
+    "annotation": str(Here.__annotations__["known"]), "doc": __doc__,
 }
 Path(__file__).with_name("seen.json").write_text(json.dumps(seen))
 sys.argv.append("more")
@@ -203,6 +201,8 @@ def test_a_script_sees_itself(relative: bool, arguments: list[str], sees: Path):
         "file": str(sees),
         "main": True,
         "beside": "beside",
+        "annotation": "<class 'int'>",
+        "doc": None,
     }
 
 
@@ -290,6 +290,20 @@ def test_runs_that_are_the_same(
     finally:
         sys.modules.pop("common", None)
     assert capsys.readouterr().out.count("after step") == 2 * 3
+
+
+def test_installed_modules_are_loaded_once(
+    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where the environment is below the script, as in many projects; as numpy asks for."""
+    packages = tmp_path / ".venv" / "lib" / "python3" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "once.py").write_text("import sys\nsys.loaded.append(__name__)")
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.setattr(sys, "loaded", [], raising=False)
+    assert audit("--twice", script("torch.manual_seed(0); import once")) == 0
+    sys.modules.pop("once", None)
+    assert sys.loaded == ["once"]
 
 
 def test_a_mistake_is_found_in_two_runs(script: Script, tmp_path: Path):

@@ -190,6 +190,10 @@ RIGHT: dict[str, Build] = {
         other(), call("update"), window(passes([0.5, 0.5]))),
     "an update before zero_grad": lambda: record(
         backward(where="train.py:8"), call("update"), call("zero_grad"), window([backward()])),
+    "a clip before zero_grad": lambda: record(
+        backward(where="train.py:8"), clip(), call("zero_grad"), window([backward()])),
+    "a reduction before zero_grad": lambda: record(
+        backward(where="train.py:8", sent=150), call("zero_grad"), window([backward(sent=150)])),
     "mixed scales in the wrapper": lambda: record(
         backward(scale=SCALE), call("update"), backward(scale=2 * SCALE), step(random_sketch()),
         wrapped=True),
@@ -222,6 +226,8 @@ RIGHT: dict[str, Build] = {
         of := passes([-1.0]), half_step(-total(of), 1e-3, 1e-3, -1.0), half=BOTH),
     "a distance below the threshold": lambda: record(truncated(9e-3), window([backward()])),
     "the same run": lambda: rerun(0.0),
+    "the same nan": lambda: replace(
+        one := record(backward(gradient=with_nan()), step(random_sketch())), before=one),
     "rounding between runs": lambda: rerun(1e-15),
     "fifteen calls": lambda: graph(15, 16_000),
     "a graph smaller than the parameters": lambda: graph(16, 1060),
