@@ -50,7 +50,7 @@ class Audit:
         assert observer is not None
         observer.close()
         record = replace(observer.record(), before=self._before)
-        if observer.joined and kind is None:
+        if observer.joined is not None and kind is None:
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, replace(record, before=None))
             record = replace(record, ranks=tuple(ranks), rank=dist.get_rank())

@@ -120,7 +120,7 @@ class Observer:
         self.left, self._done = windows, done
         self.parameters = Parameters()
         self.measured = False  # whether a truncated gradient was
-        self._joined: DistributedDataParallel | None = None
+        self.joined: DistributedDataParallel | None = None  # by which processes are
         self._searched = False
         self._model, self._optimizer = model, unwrapped(wrapper)
         self._wrapper = wrapper if isinstance(wrapper, AccumulatingOptimizer) else None
@@ -211,11 +211,6 @@ class Observer:
             half=frozenset(n for n, t in enumerate(known.tensors) if t.dtype in HALF_DTYPES),
         )
 
-    @property
-    def joined(self) -> bool:
-        """Whether DistributedDataParallel joins processes."""
-        return self._joined is not None
-
     # --- optimizers and models --------------------------------------------------------------------
 
     def _own(self) -> list[Tensor]:
@@ -253,7 +248,7 @@ class Observer:
             outermost = module_of(self._own())
             self._model = outermost if self._model is None else self._model
             if isinstance(outermost, DistributedDataParallel) and dist.get_world_size() > 1:
-                self._joined = outermost
+                self.joined = outermost
 
     def _is_mine(self, owner: Any) -> bool:
         """Whether it is the audited optimizer, in a wrapper or not."""
@@ -288,7 +283,7 @@ class Observer:
         return result
 
     def _sent(self, reached: frozenset[int]) -> int:
-        if self._joined is None or not self._joined.require_backward_grad_sync:
+        if self.joined is None or not self.joined.require_backward_grad_sync:
             return 0
         grads = [self.parameters.tensors[n] for n in reached]
         return sum(t.numel() * t.element_size() for t in grads)
