@@ -17,7 +17,7 @@ from accumext import _checks
 from accumext.audit import _report
 from accumext.audit._events import Finding, Record
 from accumext.audit._infer import findings
-from accumext.audit._observe import Observer
+from accumext.audit._observe import Done, Observer
 from accumext.audit._truncation import watch_tbptt, write_distance
 
 OP = "audit"
@@ -50,7 +50,7 @@ class Audit:
         assert observer is not None
         observer.close()
         record = replace(observer.record(), before=self._before)
-        if observer.joined is not None and kind is None:
+        if observer.joined is not None and kind in (None, Done):
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, replace(record, before=None))
             record = replace(record, ranks=tuple(ranks), rank=dist.get_rank())
@@ -179,4 +179,4 @@ def audit(
     if against is not None and not isinstance(against, Audit):
         _checks.fail_type(OP, "against", "be an audit or None", _checks.type_name(against))
     before = None if against is None else replace(against.record, before=None)
-    return Audit(Observer(model, optimizer, windows, lambda: None), before)
+    return Audit(Observer(model, optimizer, windows), before)

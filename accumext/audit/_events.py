@@ -136,6 +136,11 @@ class Record:
     ranks: tuple[Record, ...] = ()  # those of all processes, where they reduce gradients
     before: Record | None = None  # of the same loop, run earlier
 
+    @property
+    def windows(self) -> int:
+        """How many were closed."""
+        return sum(isinstance(event, Stepped) for event in self.events)
+
 
 @dataclass(frozen=True)
 class Finding:

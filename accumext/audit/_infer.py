@@ -387,8 +387,8 @@ def nonfinite(record: Record) -> Found:
             at = [i for i, one in enumerate(passes, 1) if not math.isfinite(one.value)]
             yield found(
                 name, len(cases), cases[0].step.where,
-                f"{numbered(cases)} of {len(windows)}: inf or NaN in the gradient of "
-                + some(record.names[n] for n in bad)
+                f"{numbered(cases)} of {len(windows)}: inf or NaN"
+                + (f" in the gradient of {some(record.names[n] for n in bad)}" if bad else "")
                 + (f"; the loss of micro-batch {at[0]} is not finite" if at else ""),
             )  # fmt: skip
 
@@ -532,7 +532,7 @@ def determinism(record: Record) -> Found:
     """Two runs of the same windows that differ."""
     runs = [] if record.before is None else zip(_passes(record.before), _passes(record))
     for number, (a, b) in enumerate(runs, 1):
-        size = float(a.gradient.nan_to_num().norm())
+        size = float(a.gradient.nan_to_num(0.0, 0.0, 0.0).norm())
         apart = float((a.gradient - b.gradient).norm()) / (size or 1.0)
         if not a.gradient.allclose(b.gradient, 0.0, _SAME_BITS * size, equal_nan=True):
             yield found(

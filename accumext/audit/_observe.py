@@ -37,6 +37,11 @@ _OURS = tuple(os.path.join(package.__path__[0], "") for package in (torch, accum
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 
 
+def is_own(path: str) -> bool:
+    """Whether a file is the user's, and not of the standard library or installed."""
+    return not path.startswith(_INSTALLED) and "site-packages" not in path
+
+
 def line() -> str:
     """The line of the loop that is running: the user's own if it is in a library's loop."""
     frame: FrameType | None = sys._getframe(1)
@@ -45,7 +50,7 @@ def line() -> str:
         path = frame.f_code.co_filename
         if not path.startswith(_OURS):
             place = f"{os.path.basename(path)}:{frame.f_lineno}"
-            if not path.startswith(_INSTALLED):
+            if is_own(path):
                 return place
             innermost = innermost or place
         frame = frame.f_back
@@ -94,6 +99,10 @@ def module_of(parameters: Iterable[Tensor]) -> nn.Module | None:
     return None if best is None or not sizes[best][0] else best
 
 
+class Done(BaseException):
+    """All windows are closed; not an Exception, which loops catch."""
+
+
 class Used:
     """The gradients that a step finds, and what a fused optimizer does to them."""
 
@@ -112,12 +121,12 @@ class Used:
 
 
 class Observer:
-    """The events of a loop, until so many windows are closed; then `done` is called."""
+    """The events of a loop, until so many windows are closed; `stops`: then `Done` is raised."""
 
     def __init__(
-        self, model: nn.Module | None, wrapper: Any, windows: int, done: Callable[[], None]
+        self, model: nn.Module | None, wrapper: Any, windows: int, stops: bool = False
     ) -> None:
-        self.left, self._done = windows, done
+        self.left, self._stops = windows, stops
         self.parameters = Parameters()
         self.measured = False  # whether a truncated gradient was
         self.joined: DistributedDataParallel | None = None  # by which processes are
@@ -186,7 +195,8 @@ class Observer:
         self.left -= 1
         if not self.left:
             self._finish()
-            self._done()
+            if self._stops:
+                raise Done
 
     def write(self, event: type[Event], **fields: Any) -> None:
         """Keep an event; fields that are functions are asked when the audit closes."""

@@ -63,11 +63,8 @@ def _described(record: Record, window: Window) -> tuple[str, str]:
         parts.append(f"{len(words)} x {words[0]}" if len(words) > 1 else words[0])
     graphs = [one.graph for one in window.passes]
     graph = max(graphs, key=lambda graph: graph.bytes, default=None)
-    kept = (
-        ""
-        if graph is None
-        else f"; a graph of {_number(graph.calls, 'step')} keeps {mib(graph.bytes)}"
-    )
+    of = f" of {graph.calls} steps" if graph is not None and graph.calls > 1 else ""
+    kept = "" if graph is None else f"; a graph{of} keeps {mib(graph.bytes)}"
     first = textwrap.shorten(f"window {window.index + 1}: {', '.join(parts)}", _WIDTH)
     return first, f"          {_gradient(record, window)}{kept}"
 

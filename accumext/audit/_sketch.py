@@ -17,7 +17,7 @@ from accumext._tensor_kinds import HALF_DTYPES, is_dtensor
 from accumext._torch_private import local_part
 
 SIZE = 8  # numbers of a sketch
-_STRIDE = 1021  # a prime: along the rows or columns of a matrix, gradients may sum up to zero
+_STRIDE = 1021  # a prime, no usual width: over the rows of a matrix gradients may sum up to zero
 
 
 @lru_cache

@@ -12,11 +12,7 @@ from types import ModuleType
 import torch
 
 from accumext.audit._audit import Audit
-from accumext.audit._observe import Observer
-
-
-class _Done(BaseException):
-    """The windows are complete; not an Exception, which scripts catch."""
+from accumext.audit._observe import Done, Observer, is_own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,11 +32,13 @@ def main(args: argparse.Namespace) -> int:
     if args.windows < 1:
         print(f"accumext audit: --windows must be at least 1, got {args.windows}", file=sys.stderr)
         return 2
-    state = torch.get_rng_state()
-    seen = _run(args, None)
+    with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=args.twice):
+        seen = _run(args, None)
     if args.twice:
-        torch.set_rng_state(state)
         seen = _run(args, seen)
+    if not seen.record.windows:
+        print("accumext audit: the script ended before a step of an optimizer", file=sys.stderr)
+        return 2
     print(seen)
     if args.json is not None:
         args.json.write_text(json.dumps(seen.to_json(), indent=2) + "\n")
@@ -50,9 +48,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
-    def stop() -> None:
-        raise _Done
-
+    """The audit of the script, which sees what Python shows it when it runs it."""
     script = args.script.resolve()
     argv, path, modules = sys.argv, sys.path.copy(), sys.modules.copy()
     sys.argv = [str(args.script), *args.arguments]
@@ -60,9 +56,9 @@ def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
     program = sys.modules["__main__"] = ModuleType("__main__")
     program.__file__ = str(script)
     before = None if against is None else against.record
-    seen = Audit(Observer(None, None, args.windows, stop), before)
+    seen = Audit(Observer(None, None, args.windows, stops=True), before)
     try:
-        with suppress(_Done), seen:
+        with suppress(Done), seen:
             try:
                 exec(compile(script.read_bytes(), script, "exec", dont_inherit=True), vars(program))
             except SystemExit as end:
@@ -72,7 +68,7 @@ def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
         sys.argv, sys.path[:] = argv, path
         sys.modules["__main__"] = modules["__main__"]
         for name in sys.modules.keys() - modules:  # a second run makes the script's own ones anew
-            file = Path(getattr(sys.modules[name], "__file__", None) or "")
-            if script.parent in file.parents and "site-packages" not in file.parts:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and is_own(file):
                 del sys.modules[name]
     return seen

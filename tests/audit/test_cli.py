@@ -71,7 +71,7 @@ def put_back() -> Iterator[None]:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return [*values, hooks, sys.argv, [*sys.argv], [*sys.path], sys.modules["__main__"]]
 
-    unused = _observe.Observer(None, None, 1, lambda: None)
+    unused = _observe.Observer(None, None, 1)
     before = state()
     yield
     after = state()
@@ -121,7 +121,13 @@ def test_it_stops_through_what_the_script_catches(
     assert out.index("cleaned up") < out.index("no findings in 2 windows")
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_script_without_a_step(script: Script, capsys: pytest.CaptureFixture[str]):
+    assert audit(script(steps=0)) == 2
+    words = "accumext audit: the script ended before a step of an optimizer\n"
+    assert capsys.readouterr() == ("", words)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
 def test_a_script_that_is_done_sooner(
     steps: int, script: Script, capsys: pytest.CaptureFixture[str]
 ):
@@ -193,7 +199,7 @@ ARGUMENTS = [[], ["a", "--b=1", "-c", "--windows", "7", "--json", "x"]]
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=["alone", "arguments"])
 def test_a_script_sees_itself(relative: bool, arguments: list[str], sees: Path):
     given = str(sees.relative_to(Path.cwd()) if relative else sees)
-    assert audit("--windows=2", given, *arguments) == 0
+    assert audit("--windows=2", given, *arguments) == 2  # it has no step
     assert told(sees) == {
         "argv": [given, *arguments],
         "path": str(sees.parent),
@@ -210,7 +216,7 @@ def test_a_script_sees_itself(relative: bool, arguments: list[str], sees: Path):
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=["alone", "arguments"])
 def test_a_script_sees_what_python_shows_it(arguments: list[str], sees: Path):
     given = str(sees.relative_to(Path.cwd()))
-    assert audit(given, *arguments) == 0
+    assert audit(given, *arguments) == 2
     ours = told(sees)
     subprocess.run([sys.executable, given, *arguments], check=True)
     assert ours == told(sees)

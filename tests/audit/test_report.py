@@ -53,7 +53,7 @@ def lines_of(one: Record, *findings: Finding) -> list[str]:
 
 def closed(one: Record) -> Audit:
     """An audit whose block has closed with this record."""
-    audit = Audit(Observer(None, None, 4, lambda: None), None)
+    audit = Audit(Observer(None, None, 4), None)
     audit._record = one
     return audit
 
@@ -130,11 +130,11 @@ def test_windows_in_two_lines_each():
     one = record(events, skipped([backward(1.0, None)]), [many, step(random_sketch())], passes([1]))
     assert lines_of(one)[2:] == [
         "window 1: 2 x backward (12 targets), unscale_, clip 2 (norm 4, times 0.5), step",
-        "          gradient: 1 times the mean of 2 losses; a graph of 1 step keeps 100 B",
+        "          gradient: 1 times the mean of 2 losses; a graph keeps 100 B",
         "window 2: update, backward, step skipped",
-        "          no gradient; a graph of 1 step keeps 100 B",
+        "          no gradient; a graph keeps 100 B",
         "window 3: zero_grad, backward of 5 losses (15 targets), step",
-        "          gradient: not a known sum of these passes; a graph of 1 step keeps 100 B",
+        "          gradient: not a known sum of these passes; a graph keeps 100 B",
     ]
 
 
