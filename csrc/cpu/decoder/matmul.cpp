@@ -78,7 +78,8 @@ class Matmul {
   void part(const Range& rows, const Range& panels) const {
     const int64_t panel_size = depth_block_ * kPanelColumns<T>;
     const Buffer<T> packed((panels.end - panels.begin) * panel_size);
-    std::optional<Buffer<uint16_t>> transposed;
+    const bool transposes = paired_ != nullptr && left_.column_stride != 1;
+    const Buffer<uint16_t> transposed(transposes ? kRowSpan * depth_block_ : 0);
     const Buffer<T> packed_rows(paired_ == nullptr ? std::min(kRowSpan, rows_) * depth_block_ : 0);
     for (int64_t depth = 0; depth < depth_; depth += depth_block_) {
       Block<T> block{};
@@ -88,7 +89,7 @@ class Matmul {
       for (int64_t row = rows.begin; row < rows.end; row += kRowSpan) {
         block.rows = std::min(kRowSpan, rows.end - row);
         if (paired_ != nullptr) {
-          take_pairs(row, depth, block, transposed);
+          take_pairs(row, depth, block, transposed.get());
         } else {
           pack_rows(row, depth, block, packed_rows.get());
         }
@@ -132,16 +133,14 @@ class Matmul {
   }
 
   // The same, where pairs must lie next to each other.
-  void take_pairs(int64_t row, int64_t depth, Block<T>& block,
-                  std::optional<Buffer<uint16_t>>& transposed) const {
+  void take_pairs(int64_t row, int64_t depth, Block<T>& block, uint16_t* transposed) const {
     block.left = left_.at(row, depth);
     block.row_stride = left_.row_stride;
     if (left_.column_stride == 1) return;
     const int64_t stride = up_to(2 * kTile, block.depth);
-    if (!transposed) transposed.emplace(kRowSpan * depth_block_);
     paired_->transpose(static_cast<const uint16_t*>(block.left), left_.column_stride, block.depth,
-                       block.rows, transposed->get(), stride);
-    block.left = transposed->get();
+                       block.rows, transposed, stride);
+    block.left = transposed;
     block.row_stride = stride;
   }
 
