@@ -17,6 +17,8 @@ from accumext.audit._events import Sketch
 from accumext.audit._graph import Losses, SavedTensors
 from accumext.audit._sketch import SIZE, dense, sketch
 
+_PART = 2**20  # elements that are converted to float32 at once
+
 
 def stands_for(tensor: Tensor) -> Tensor:
     """The half-precision parameter of a master; else the parameter itself."""
@@ -146,7 +148,8 @@ class Passes:
         self.running.add(number, grad)
         if self._sums is not None and grad.dtype in HALF_DTYPES:
             known = self._sums.get(number)
-            self._sums[number] = dense(grad).float() if known is None else known + dense(grad)
+            new = dense(grad)
+            self._sums[number] = new.float() if known is None else known.add_(new)
 
     @torch.no_grad()
     def half_sums(self) -> list[tuple[Tensor, ...]]:
@@ -155,11 +158,17 @@ class Passes:
         for number, total in (self._sums or {}).items():
             grad = self._known.tensors[number].grad
             if grad is not None and grad.dtype in HALF_DTYPES:
-                summed, square = dense(grad).float(), total.square().sum()
-                factor = (summed * total).sum() / square
-                once = (total.to(grad.dtype).float() - total).square().sum()
-                rest = (summed / factor - total).square().sum() / square
-                rows.append((factor, rest, square, once))
+                rows.append(_half_sum(dense(grad).reshape(-1), total.reshape(-1)))
         if self._sums is not None:
             self._sums.clear()
         return rows
+
+
+def _half_sum(summed: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+    """The fields of a `HalfSum`, without copies of the gradients in float32."""
+    parts = list(zip(summed.split(_PART), total.split(_PART), strict=True))
+    square = torch.stack([t.square().sum() for _, t in parts]).sum()
+    factor = torch.stack([s.float() @ t for s, t in parts]).sum() / square
+    once = torch.stack([(t.to(s.dtype).float() - t).square().sum() for s, t in parts]).sum()
+    rest = torch.stack([(s.float() / factor - t).square().sum() for s, t in parts]).sum()
+    return factor, rest / square, square, once

@@ -19,6 +19,8 @@ from accumext._torch_private import local_part
 SIZE = 8  # numbers of a sketch
 _STRIDE = 1021  # a prime, no usual width: over the rows of a matrix gradients may sum up to zero
 
+_ROWS = 1024  # that are summed at once: copies in float32 stay small
+
 
 @lru_cache
 def _signs(device: torch.device) -> Tensor:
@@ -41,8 +43,10 @@ def sketch(grad: Tensor) -> Tensor:
     flat = dense(grad).reshape(-1)
     if flat.numel() <= SIZE:
         return torch.nn.functional.pad(flat.double(), (0, SIZE - flat.numel()))
-    flat = flat.float() if flat.dtype in HALF_DTYPES else flat
-    rows, rest = divmod(flat.numel(), _STRIDE)
-    sums = flat[: rows * _STRIDE].view(rows, _STRIDE).sum(0).double()
-    sums[:rest] += flat[rows * _STRIDE :]
+    sums = torch.zeros(_STRIDE, dtype=torch.float64, device=flat.device)
+    for part in flat.split(_STRIDE * _ROWS):
+        part = part.float() if part.dtype in HALF_DTYPES else part
+        rows, rest = divmod(part.numel(), _STRIDE)
+        sums += part[: rows * _STRIDE].view(rows, _STRIDE).sum(0)
+        sums[:rest] += part[rows * _STRIDE :]
     return sums @ _signs(flat.device)
