@@ -147,9 +147,13 @@ class Passes:
             return
         self.running.add(number, grad)
         if self._sums is not None and grad.dtype in HALF_DTYPES:
+            flat = dense(grad).reshape(-1)
             known = self._sums.get(number)
-            new = dense(grad)
-            self._sums[number] = new.float() if known is None else known.add_(new)
+            if known is None:
+                self._sums[number] = flat.float()
+            else:  # in parts: a sum of two dtypes makes a copy
+                for total, part in zip(known.split(_PART), flat.split(_PART), strict=True):
+                    total += part
 
     @torch.no_grad()
     def half_sums(self) -> list[tuple[Tensor, ...]]:
@@ -158,7 +162,7 @@ class Passes:
         for number, total in (self._sums or {}).items():
             grad = self._known.tensors[number].grad
             if grad is not None and grad.dtype in HALF_DTYPES:
-                rows.append(_half_sum(dense(grad).reshape(-1), total.reshape(-1)))
+                rows.append(_half_sum(dense(grad).reshape(-1), total))
         if self._sums is not None:
             self._sums.clear()
         return rows
