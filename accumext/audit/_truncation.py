@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from accumext.audit._events import Truncated
 from accumext.audit._observe import Observer, replaced
+from accumext.recurrence import detach
 from accumext.rollout import rollout
 
 
@@ -28,10 +31,16 @@ def _measure_first(observer: Observer, original: Any, *args: Any) -> Any:
     lengths, context = args[-3:-1]
     observer.settle()
     usual = lengths is None and feedback in ("greedy", "teacher") and targets.numel()
-    if usual and observer.left and observer.parameters.tensors and not observer.measured:
-        write_distance(
-            observer, step, targets, state, criterion, k1, k2, feedback, start, inputs, context
-        )
+    alone = not (dist.is_available() and dist.is_initialized())  # no process waits for another
+    new = observer.left and observer.parameters.tensors and not observer.measured
+    if usual and alone and new:
+        try:
+            write_distance(
+                observer, step, targets, state, criterion, k1, k2, feedback, start, inputs, context
+            )
+        except Exception as error:  # of a step that cannot be run again; the loop goes on
+            words = f"audit: the truncated gradient was not measured: {error}"
+            warnings.warn(words, stacklevel=2)
     return checked
 
 
@@ -48,8 +57,9 @@ def write_distance(
     inputs: Tensor | None,
     context: Sequence[Tensor],
 ) -> float:
-    """Write down the distance for one batch, and return it."""
+    """Write down the distance for one batch, and return it; of the graph behind the state none."""
     observer.measured = True
+    state, context = detach(state), detach(tuple(context))
     k2 = k1 if k2 is None else k2
     if inputs is None:
         first = torch.as_tensor(start).to(targets).expand_as(targets[0])
@@ -70,15 +80,13 @@ def write_distance(
             trained = [t for t in observer.parameters.tensors if t.requires_grad]
             return torch.autograd.grad(out.loss, trained, allow_unused=True)
 
-    grads = zip(gradient(k1, k2), gradient(None, None), strict=True)
-    pairs = [(a.double(), b.double()) for a, b in grads if a is not None and b is not None]
-    apart = sum(float((a - b).square().sum()) for a, b in pairs)
-    size = sum(float(b.square().sum()) for _, b in pairs)
+    apart = size = 0.0
+    for truncated, exact in zip(gradient(k1, k2), gradient(None, None), strict=True):
+        if truncated is not None and exact is not None:
+            apart += float((truncated.double() - exact.double()).square().sum())
+            size += float(exact.double().square().sum())
     distance = (apart / size) ** 0.5 if size else 0.0
-    observer.write(
-        Truncated,
-        k1=k1, k2=k2, steps=len(targets), distance=distance,
-    )  # fmt: skip
+    observer.write(Truncated, k1=k1, k2=k2, steps=len(targets), distance=distance)
     return distance
 
 

@@ -1,0 +1,171 @@
+"""The truncated gradient of a loop through `tbptt`: its distance; the loop stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import accumext
+
+WORDS, SIZE, STEPS, ROWS = 11, 6, 9, 3
+NAME = "truncated gradient"
+
+
+class Decoder(nn.Module):
+    """With what a second run would change: a generator, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, SIZE)
+        self.embedding = nn.Embedding(WORDS, SIZE)
+        self.cell = nn.GRUCell(SIZE, SIZE)
+        self.norm = nn.BatchNorm1d(SIZE)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(SIZE, WORDS)
+
+    def forward(self, token: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.cell(self.drop(self.embedding(token)), hidden)
+        return self.head(self.norm(hidden)), hidden
+
+
+def model() -> Decoder:
+    torch.manual_seed(1)
+    return Decoder().double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randint(WORDS, (STEPS, ROWS)), torch.randn(ROWS, 4, dtype=torch.float64)
+
+
+def train(one: Decoder, audited: bool, **options: Any) -> tuple[list[Tensor], Tensor, Any]:
+    """Two steps on states of an encoder, whose graph is used again after `tbptt`."""
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    torch.manual_seed(2)
+    with accumext.audit(one, optimizer, windows=2 if audited else 1) as audit:
+        if not audited:
+            optimizer.step()  # the window is over before the loop begins
+        for _ in range(2):
+            targets, x = batch()
+            hidden = one.encoder(x)
+            settings = {"criterion": cross_entropy, "k1": 2} | options
+            accumext.tbptt(one, targets, hidden, **settings)
+            optimizer.step()
+            optimizer.zero_grad()
+    tensors = [*one.parameters(), *one.buffers()]
+    return [t.detach().clone() for t in tensors], torch.get_rng_state(), audit
+
+
+def test_the_loop_stays_as_it_was():
+    """Parameters, buffers and generators, where the state has a graph of its own"""
+    tensors, rng, audit = train(model(), audited=True)
+    plain, plain_rng, _ = train(model(), audited=False)
+    assert [f.name for f in audit.findings] == [NAME]
+    assert all(map(torch.equal, tensors, plain))
+    assert torch.equal(rng, plain_rng)
+
+
+def distance_by_hand(one: Decoder, targets: Tensor, hidden: Tensor, teacher: bool) -> float:
+    """Of the gradient with a detach in front of every second step, plain autograd."""
+
+    def gradient(cut: int) -> Tensor:
+        state, token, losses = hidden, torch.zeros_like(targets[0]), []
+        for t, target in enumerate(targets):
+            state = state.detach() if t % cut == 0 else state
+            logits, state = one(token, state)
+            losses.append(cross_entropy(logits, target))
+            token = target if teacher else logits.argmax(1)
+        own = [p for name, p in one.named_parameters() if not name.startswith("encoder")]
+        grads = torch.autograd.grad(torch.stack(losses).mean(), own)
+        return torch.cat([grad.flatten() for grad in grads])
+
+    truncated, exact = gradient(2), gradient(len(targets))
+    return float((truncated - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("feedback", ["greedy", "teacher"])
+def test_distance(feedback: str):
+    one = model()
+    one.drop.p = 0.0
+    torch.manual_seed(2)
+    targets, x = batch()
+    right = distance_by_hand(
+        copy.deepcopy(one), targets, one.encoder(x).detach(), feedback != "greedy"
+    )
+    _, _, audit = train(one, audited=True, feedback=feedback)
+    (finding,) = audit.findings
+    assert finding.value == pytest.approx(right, rel=1e-6)
+    assert "k1=2, k2=2 of 9 steps" in finding.evidence
+
+
+def test_distance_of_a_regression_with_context():
+    torch.manual_seed(3)
+    one = nn.GRUCell(2, 2).double()
+    x, y = torch.randn(2, STEPS, ROWS, 2, dtype=torch.float64)
+    memory = torch.randn(ROWS, 2, dtype=torch.float64, requires_grad=True) * 1.0
+
+    def step(value: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        state = one(value + memory, state)
+        return state, state
+
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    with accumext.audit(one, optimizer) as audit:
+        accumext.tbptt(
+            step, y, torch.zeros(ROWS, 2, dtype=torch.float64), criterion=mse_loss, inputs=x,
+            feedback="teacher", k1=1, context=(memory,),
+        )  # fmt: skip
+        optimizer.step()
+
+    def gradient(cut: bool) -> Tensor:
+        state, losses = torch.zeros(ROWS, 2, dtype=torch.float64), []
+        for value, target in zip(x, y, strict=True):
+            out, state = step(value, state.detach() if cut else state, memory.detach())
+            losses.append(mse_loss(out, target))
+        grads = torch.autograd.grad(torch.stack(losses).mean(), list(one.parameters()))
+        return torch.cat([grad.flatten() for grad in grads])
+
+    torch.manual_seed(3)
+    before = nn.GRUCell(2, 2).double()
+    one.load_state_dict(before.state_dict())
+    right = (gradient(True) - gradient(False)).norm() / gradient(False).norm()
+    assert [f.name for f in audit.findings] == [NAME]
+    assert audit.findings[0].value == pytest.approx(float(right), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"feedback": "scheduled", "teacher_forcing": 0.5},
+        {"lengths": torch.tensor([9, 5, 2])},
+        {"k1": STEPS},
+    ],
+    ids=["scheduled", "lengths", "exact"],
+)
+def test_what_is_not_measured_or_exact(options: dict[str, Any]):
+    _, _, audit = train(model(), audited=True, **options)
+    assert audit.findings == ()
+
+
+def test_a_step_that_cannot_be_run_again_is_left_alone():
+    one, calls = model(), []
+
+    def step(token: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(token)
+        if len(calls) == STEPS + 2:
+            raise ValueError("no more")
+        return one(token, hidden)
+
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    targets, x = batch()
+    hidden = one.encoder(x).detach()
+    with accumext.audit(one, optimizer) as audit:
+        with pytest.warns(UserWarning, match="truncated gradient was not measured: no more"):
+            accumext.tbptt(step, targets, hidden, criterion=cross_entropy, k1=1)
+        optimizer.step()
+    assert [f.name for f in audit.findings] == ["parameters without gradient"]  # the encoder's
+    with pytest.raises(RuntimeError, match="inside the block"):
+        audit.measure_truncation(one, targets, hidden, criterion=cross_entropy, k1=1)
