@@ -168,7 +168,8 @@ def some(names: Iterable[str], most: int = 3) -> str:
 
 
 def numbered(windows: Iterable[Window]) -> str:
-    return "window " + ", ".join(str(window.index + 1) for window in windows)
+    numbers = [str(window.index + 1) for window in windows]
+    return f"window{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
 def mib(number: float) -> str:

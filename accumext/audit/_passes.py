@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from accumext._tensor_kinds import HALF_DTYPES, is_dtensor
 from accumext.audit._events import Sketch
 from accumext.audit._graph import Losses, SavedTensors
-from accumext.audit._sketch import SIZE, dense, sketch
+from accumext.audit._sketch import SIZE, dense, sketch, wide
 
 _PART = 2**20  # elements that are converted to float32 at once
 
@@ -65,17 +65,17 @@ class Sketches:
     """The sketches of gradients of known parameters, in one tensor on their device."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
-        device = parameters[0].device if parameters else None
-        self.values = torch.zeros(len(parameters), SIZE, dtype=torch.float64, device=device)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self.values = torch.zeros(len(parameters), SIZE, dtype=wide(device), device=device)
         self.present: set[int] = set()
 
     def add(self, number: int, grad: Tensor) -> None:
-        self.values[number] += sketch(grad).to(self.values.device)
+        self.values[number] += sketch(grad).to(self.values)
         self.present.add(number)
 
     def on_host(self, size: int) -> Sketch:
         """With rows for parameters that became known later."""
-        return nn.functional.pad(self.values.cpu(), (0, 0, 0, size - len(self.values)))
+        return nn.functional.pad(self.values.cpu().double(), (0, 0, 0, size - len(self.values)))
 
 
 class Passes:

@@ -26,7 +26,12 @@ _ROWS = 1024  # that are summed at once: copies in float32 stay small
 def _signs(device: torch.device) -> Tensor:
     """Entries 1 and -1, the same in every process; the generators of the loop are not asked."""
     draws = torch.randint(2, (_STRIDE, SIZE), generator=torch.Generator().manual_seed(0))
-    return (2.0 * draws - 1.0).to(device, torch.float64)
+    return (2.0 * draws - 1.0).to(device, wide(device))
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """float64, where a device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def dense(grad: Tensor) -> Tensor:
@@ -39,11 +44,11 @@ def dense(grad: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sketch(grad: Tensor) -> Tensor:
-    """float64 [SIZE], on the gradient's device; small gradients are their own."""
+    """float64 [SIZE] on the gradient's device, if it has that; small gradients are their own."""
     flat = dense(grad).reshape(-1)
     if flat.numel() <= SIZE:
-        return torch.nn.functional.pad(flat.double(), (0, SIZE - flat.numel()))
-    sums = torch.zeros(_STRIDE, dtype=torch.float64, device=flat.device)
+        return torch.nn.functional.pad(flat.to(wide(flat.device)), (0, SIZE - flat.numel()))
+    sums = torch.zeros(_STRIDE, dtype=wide(flat.device), device=flat.device)
     for part in flat.split(_STRIDE * _ROWS):
         part = part.float() if part.dtype in HALF_DTYPES else part
         rows, rest = divmod(part.numel(), _STRIDE)

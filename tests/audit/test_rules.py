@@ -277,7 +277,7 @@ def test_the_worst_is_first():
 # What the evidence must tell: windows, numbers, names.
 TOLD: list[tuple[Build, tuple[str, ...]]] = [
     (lambda: record(window(passes(QUARTERS)), window(passes([1.0] * 4)), window(passes([1.0] * 4))),
-     ("4 times the mean over the 4 micro-batches of window 2, 3", "multiplied by 1")),
+     ("4 times the mean over the 4 micro-batches of windows 2, 3", "multiplied by 1")),
     (lambda: record(window(passes([2.0, 0.5, 1.0, 0.5], scale=SCALE), 1 / SCALE)),
      ("multiplied by 0.5, 1, 2",)),
     (lambda: record(window(passes(QUARTERS, COUNTS))),
