@@ -144,8 +144,9 @@ def saved_by(node: Any, name: str) -> Any:
 
 
 def packed_by(node: Any, name: str) -> Any:
-    """The same as a hook on saved tensors made it; None if torch does not tell, as before 2.13."""
-    return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+    """The same as a hook on saved tensors made it."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    return None if raw is None else raw.data
 
 
 # --- optimizers -----------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def _kind(node: Any) -> tuple[bool, str | None, Tensor | float | None]:
 def _saved(node: Any, name: str) -> Any:
     """What a node has saved; None where a checkpoint would compute it again."""
     packed = packed_by(node, name)
-    if packed is None or isinstance(packed, Tensor):
+    if isinstance(packed, Tensor):  # the audit was not yet open
         return saved_by(node, name)
     return packed.tensor if isinstance(packed, Held) else None
 
