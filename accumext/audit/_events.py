@@ -6,6 +6,7 @@ from the device when the audit closes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -157,8 +158,8 @@ class Finding:
     name: str
     evidence: str
     cure: str
-    value: float
-    where: str
+    value: float = math.nan
+    where: str = ""
 
 
 @dataclass(frozen=True)

@@ -74,11 +74,24 @@ def replaced(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def unwrapped(wrapper: Any) -> Any:
-    """The optimizer inside of wrappers, such as those of accumext, Accelerate and Lightning."""
-    while isinstance(getattr(wrapper, "optimizer", None), Optimizer):
+def shells(wrapper: Any) -> Iterator[Any]:
+    """A wrapper, such as those of accumext, Accelerate and Lightning, and what it is around."""
+    yield wrapper
+    while hasattr(getattr(wrapper, "optimizer", None), "param_groups"):
         wrapper = wrapper.optimizer
-    return wrapper
+        yield wrapper
+
+
+def unwrapped(wrapper: Any) -> Any:
+    """The optimizer inside of wrappers."""
+    *_, inner = shells(wrapper)
+    return inner
+
+
+def ours_in(wrapper: Any) -> AccumulatingOptimizer | None:
+    """The AccumulatingOptimizer among wrappers."""
+    ours = (shell for shell in shells(wrapper) if isinstance(shell, AccumulatingOptimizer))
+    return next(ours, None)
 
 
 def _subclasses(cls: Any) -> Iterator[Any]:
@@ -132,7 +145,7 @@ class Observer:
         self.joined: DistributedDataParallel | None = None  # by which processes are
         self._searched = False
         self._model, self._optimizer = model, unwrapped(wrapper)
-        self._wrapper = wrapper if isinstance(wrapper, AccumulatingOptimizer) else None
+        self._wrapper = ours_in(wrapper)
         self._report = None if self._wrapper is None else self._wrapper.last
         self._clip_of_window: list[Callable[[], float]] = []  # the wrapper's, once it is known
         self._drafts: list[Callable[[], Event]] = []
