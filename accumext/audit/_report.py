@@ -77,7 +77,7 @@ def _gradient(record: Record, window: Window) -> str:
     if fit is None or len(known) < len(masses):
         return "no gradient" if window.step.skipped else "gradient: not a known sum of these passes"
     losses = sum(len(main_losses(share.of)) for share in fit.shares)
-    return f"gradient: {sum(known):.4g} times the mean of {losses} losses"
+    return f"gradient: {sum(known):.4g} times the mean of {_number(losses, 'loss')}"
 
 
 def _word(event: Event) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from by_definition import Plain
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from wrong_loops import IGNORED, Batch, N, Watch, network, of_labels, of_rows, rows, sgd
 
@@ -140,8 +141,35 @@ def scenario(rank: int, world: int, loop: Any, given: str) -> dict[str, Any]:
     }
 
 
+def sharded(rank: int, world: int, divisor: int) -> dict[str, Any]:
+    """fully_shard, every pass reduced, each loss divided; with the audit and without."""
+
+    def train(audited: bool) -> tuple[Any, Any]:
+        model = network()
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+        optimizer = sgd(model)
+        with accumext.audit(model, optimizer) if audited else contextlib.nullcontext() as audit:
+            for i, (x, y) in enumerate(share(rank, world)):
+                (of_rows(model, x, y) / divisor).backward()
+                if (i + 1) % N == 0:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [p.detach().full_tensor() for p in model.parameters()], audit
+
+    watched, audit = train(True)
+    return {
+        "findings": [(f.name, float(f.value), f.where) for f in audit.findings],
+        "windows": audit.record.windows,
+        "lines": len(str(audit).splitlines()),
+        "watched": watched,
+        "plain": train(False)[0],
+    }
+
+
 SCENARIOS = {
     f"{loop.__name__}-{given}": partial(scenario, loop=loop, given=given)
     for loop in LOOPS
     for given in GIVEN
-}
+} | {f"sharded-{divisor}": partial(sharded, divisor=divisor) for divisor in (1, N)}

@@ -1,4 +1,4 @@
-"""Two processes (gloo, CPU): what DistributedDataParallel sends, weighs and forgets."""
+"""Two processes (gloo, CPU): what DistributedDataParallel sends, weighs, forgets; and shards."""
 
 from __future__ import annotations
 
@@ -82,3 +82,11 @@ def test_mean_of_each_rank(seen, given):
     kind, value = only(seen, f"mean_of_each_rank-{given}")
     assert kind == "ranks weighted equally"
     assert value == pytest.approx(ratio, rel=0.01)
+
+
+def test_sharded(seen):
+    """fully_shard: a mean gives nothing, a sum its divisor; gradients are reduced ones"""
+    assert ranks.of(seen, f"sharded-{N}", "findings") == [[]] * WORLD
+    assert ranks.of(seen, f"sharded-{N}", "windows") == [WINDOWS] * WORLD
+    for ((name, value, _),) in ranks.of(seen, "sharded-1", "findings"):
+        assert (name, value) == ("divisor missing", pytest.approx(N, rel=1e-3))
