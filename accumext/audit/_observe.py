@@ -293,7 +293,7 @@ class Observer:
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         own = self.left and self._optimizer is not None and self._passes.running is None
-        known = own and kwargs.get("inputs") is None and isinstance(roots[0], Tensor)
+        known = own and isinstance(roots[0], Tensor)
         if not (known and roots[0].grad_fn is not None):
             return original(tensors, *args, **kwargs)
         self.settle()
