@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from wrong_loops import IGNORED, Batch, N, Watch, network, of_labels, of_rows, rows, sgd
 
 import accumext
+from accumext.audit._audit import Audit
+from accumext.audit._observe import Done, Observer
 
 WINDOWS = 3
 COUNTS = (12, 3)  # labels of every micro-batch of a rank
@@ -168,8 +170,22 @@ def sharded(rank: int, world: int, divisor: int) -> dict[str, Any]:
     }
 
 
+def stopped(rank: int, world: int) -> list[tuple[str, float]]:
+    """As the command does it: the loop is ended when two windows are complete."""
+    audits = []
+
+    def watch(model: Any, optimizer: Any) -> Audit:
+        audits.append(Audit(Observer(model, optimizer, 2, stops=True), None))
+        return audits[0]
+
+    with contextlib.suppress(Done):
+        synchronised(watch, lambda i: True, share(rank, world))
+    return [(f.name, float(f.value)) for f in audits[0].findings]
+
+
 SCENARIOS = {
     f"{loop.__name__}-{given}": partial(scenario, loop=loop, given=given)
     for loop in LOOPS
     for given in GIVEN
 } | {f"sharded-{divisor}": partial(sharded, divisor=divisor) for divisor in (1, N)}
+ALL = SCENARIOS | {"stopped": stopped}

@@ -7,7 +7,7 @@ import pytest
 import ranks
 import torch
 from by_definition import Step, gradients, weights
-from ddp_loops import COUNTS, GIVEN, SCENARIOS, WINDOWS
+from ddp_loops import ALL, COUNTS, GIVEN, SCENARIOS, WINDOWS
 from support.optimizer_oracle import assert_equal
 from wrong_loops import N, network, of_labels
 
@@ -20,7 +20,7 @@ every_way = pytest.mark.parametrize("given", GIVEN)
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    return ranks.run_on(WORLD, SCENARIOS, "audited", tmp_path_factory)
+    return ranks.run_on(WORLD, ALL, "audited", tmp_path_factory)
 
 
 def only(seen, name):
@@ -90,3 +90,8 @@ def test_sharded(seen):
     assert ranks.of(seen, f"sharded-{N}", "windows") == [WINDOWS] * WORLD
     for ((name, value, _),) in ranks.of(seen, "sharded-1", "findings"):
         assert (name, value) == ("divisor missing", pytest.approx(N, rel=1e-3))
+
+
+def test_stopped(seen):
+    """Processes are compared also where the audit ends the loop"""
+    assert [rank["stopped"] for rank in seen] == [[("parameters not reduced", 4.0)]] * WORLD

@@ -148,8 +148,8 @@ def test_nothing_is_left_on_nodes_that_live_on():
     model, optimizer, _ = parts()
     nodes = [get_gradient_edge(parameter).node for parameter in model.parameters()]
     with accumext.audit(model, optimizer) as audit:
-        observer = weakref.ref(audit._observer)
+        passes = weakref.ref(audit._observer._passes)
         loss_of(model).backward()
     gc.collect()
-    assert observer() is None
+    assert passes() is None
     assert len(nodes) == 4
