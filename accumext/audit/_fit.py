@@ -63,8 +63,7 @@ def _fit(record: Record, window: Window, passes: list[tuple[int, Pass]]) -> Fit 
         return None
     tolerance = _EXPLAINED_HALF if record.half else _EXPLAINED
     left = None if window.previous is None else window.previous.left
-
-    numbers = int(torch.stack([used, *columns]).any(0).sum())
+    numbers = int(torch.stack([used, *columns]).any(0).sum())  # that factors have to explain
 
     def explained(groups: list[list[int]], extra: list[Sketch]) -> Tensor | None:
         if 2 * (len(groups) + len(extra)) > numbers:

@@ -212,10 +212,10 @@ def named_factor(group: Group, full: int) -> tuple[str, float]:
     factors = [sum(share.of.coefficient * share.factor for share in group)]
     if len(known) == n:
         factors += [sum(known), sum(known) / (len(losses) / n)]  # a mean over steps, or their sum
-    counts = [loss.count for loss in losses if loss.reduction == "sum"]
-    right = {1.0, math.fsum(n or 0.0 for n in counts) if len(counts) == len(losses) else 1.0}
-    if None in counts or any(same(factor, one) for factor in factors for one in right):
-        return "", 1.0  # a mean, or a sum by choice; or not known
+    summed = [loss.count for loss in losses if loss.reduction == "sum"]
+    targets = sum(each or 0.0 for each in summed) if len(summed) == len(losses) else 1.0
+    if None in summed or any(same(f, 1.0) or same(f, targets) for f in factors):
+        return "", 1.0  # not known; or a mean, or a sum by choice
     partial, whole = ("divisor of a full window", n / full), ("divided twice", 1 / n)
     names = {
         "divisor missing": float(n),
@@ -276,7 +276,7 @@ def lost(record: Record) -> Found:
             gone = [share for share in own if abs(share.factor) < _SAME * top]
             cases += [(len(gone), len(own), own[0].of.where)] if len(gone) < len(own) else []
     for window in windows_of(record):
-        passes = [one for one in window.passes if one.reached & record.audited]
+        passes = window.passes
         if passes and not (window.step.present or window.step.skipped):
             cases.append((len(passes), len(passes), passes[0].where))
     gone_count, n, where = max(cases, default=(0, 0, ""))
@@ -432,8 +432,7 @@ def graphs(record: Record) -> Found:
                 "one graph over many steps", graph.bytes, worst.where,
                 f"a pass keeps {mib(graph.bytes)} for {graph.calls} steps, "
                 f"{mib(graph.bytes_per_call)} more for each; {mib(graph.class_bytes)} of it has an "
-                f"element per class. Without logits it is {mib(flat)}, with one step "
-                f"{mib(step)}",
+                f"element per class. Without logits it is {mib(flat)}, with one step {mib(step)}",
             )  # fmt: skip
 
 
@@ -520,7 +519,7 @@ def parameters(record: Record) -> Found:
     reached = frozenset[int]().union(*(one.reached for one in passes))
     used = frozenset[int]().union(*(window.step.present for window in windows))
     for name, numbers, evidence in (
-        ("parameters in two groups", record.twice, "two of them step on"),
+        ("parameters in two groups", record.twice, "two optimizers, or two groups of one, have"),
         ("parameters in no optimizer", reached - record.trained, "gradients reach, no step uses"),
         ("parameters without gradient", record.audited - used - reached, "no gradient reaches"),
     ):
