@@ -315,19 +315,64 @@ def _decode_nothing(transcript: Transcript, return_outputs: bool) -> Decoded:
     return Decoded(loss, state, lengths, outputs)
 
 
-def decode_memory(*args: Any, **kwargs: Any) -> int:
+@explained
+def decode_memory(
+    embedding: nn.Embedding | Tensor,
+    cell: nn.Module | Callable[..., Any],
+    head: nn.Linear | tuple[Tensor, Tensor | None],
+    targets: Tensor | tuple[int, int] | None,  # or their shape, (T, B)
+    state: State = None,
+    *,
+    feedback: FeedbackWord | Tensor,
+    start: int | Tensor = 0,
+    inputs: Tensor | None = None,  # [T, B]
+    teacher_forcing: float = 1.0,
+    k1: int | None = None,
+    k2: int | None = None,
+    truncation: TruncationWord = "fixed",
+    state_grad_clip: float | None = None,
+    lengths: Tensor | Sequence[int] | None = None,  # [B]
+    eos: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weight: Tensor | Sequence[float] | None = None,  # [V]
+    reduction: TokenReduction = "mean",
+    num_items: int | Tensor | None = None,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    context: tuple[Tensor, ...] = (),
+    memory_budget: int | None = None,
+    batch_first: bool = False,
+    steps: int | None = None,
+    token_weight: Tensor | None = None,  # [T, B]
+    draw: DrawWord = "argmax",
+    embedding_dropout: float = 0.0,
+    output_dropout: float = 0.0,
+    resets: Tensor | None = None,  # bool [T, B]
+    batch_dim: int | None = None,
+    return_outputs: bool = False,
+    soft_targets: tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor] | None = None,
+    soft_weight: float = 1.0,
+    soft_temperature: float = 1.0,
+    entropy_weight: float = 0.0,
+) -> int:
     """The peak memory that `decode_loss` with these arguments and its backward pass would add.
 
-    Takes what `decode_loss` takes, and looks at shapes and dtypes only: `targets` may also be a
-    shape (T, B), and tensors and modules may be on the meta device. Counts the gradients of the
-    parameters, not the parameters. A callable cell is called on tensors without data, for at most
-    16 steps: nothing is computed or drawn, and modules that it is, is bound to or names keep their
-    buffers and attributes, but what else it does in Python, such as counting its calls in a list of
-    yours, is done. One that asks for values of tensors is taken for a GRU with its weights. A state
-    that grows is taken to grow in every step as in the second.
+    Looks at shapes and dtypes only: tensors and modules may be on the meta device. Counts the
+    gradients of the parameters, not the parameters. A callable cell is called on tensors without
+    data, for at most 16 steps: nothing is computed or drawn, and modules that it is, is bound to or
+    names keep their buffers and attributes, but what else it does in Python, such as counting its
+    calls in a list of yours, is done. A cell that asks for values of tensors is counted as a GRU
+    with the cell's weights. A state that grows is assumed to grow in every step as in the second.
+
+    Args:
+        targets: as in `decode_loss`, or only their shape (T, B).
+
+    All other arguments are those of `decode_loss`.
 
     Returns:
-        Bytes.
+        The peak in bytes, an int.
 
     Raises:
         ValueError, TypeError: as `decode_loss`.
@@ -335,12 +380,7 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     Example:
         >>> peak = accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy")
     """
-    try:
-        bound = inspect.signature(decode_loss).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"decode_memory: {error}") from None
-    bound.apply_defaults()
-    call = bound.arguments
+    call = dict(locals())  # by name, as the groups of arguments take them
     device = embedding_table(OP, call["embedding"]).weight.device
     if isinstance(call["targets"], (tuple, list)):
         call["targets"] = torch.zeros(*call["targets"], dtype=torch.int64, device=device)
@@ -366,23 +406,18 @@ def decode_memory(*args: Any, **kwargs: Any) -> int:
     weight, ends = model.head_weight, tokens.eos is not None
     options = _named(Objective.of, call)
     objective = Objective.of(OP, tokens.counted, tokens.targets, ends, weight, **options)
-    truncation = Truncation.of(
-        OP, call["k1"], call["k2"], call["truncation"], call["state_grad_clip"]
-    )
-    in_forward = call["reduction"] != "none" and not may_fuse(weight)
+    bounds = Truncation.of(OP, k1, call["k2"], call["truncation"], state_grad_clip)
+    in_forward = reduction != "none" and not may_fuse(weight)
     plan = Plan.of(
-        OP, call["memory_budget"], shape=tokens.shape, words=len(weight),
+        OP, memory_budget, shape=tokens.shape, words=len(weight),
         device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
         gradients_in_forward=in_forward, rnn=model.rnn,
     )  # fmt: skip
-    asked = Call(model, tokens, objective, truncation, plan, call["return_outputs"])
-    return predicted_peak(asked, call["cell"])
+    asked = Call(model, tokens, objective, bounds, plan, return_outputs)
+    return predicted_peak(asked, cell)
 
 
 def _named(function: Callable[..., Any], call: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call that a function takes by keyword."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: call[p.name] for p in parameters if p.kind == p.KEYWORD_ONLY and p.name in call}
-
-
-decode_memory.__signature__ = inspect.signature(decode_loss)  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 from typing import Any
 
 import pytest
@@ -241,10 +243,25 @@ def test_decode_memory_takes_what_decode_loss_takes_and_meta_tensors() -> None:
     expected = accumext.decode_memory(*parts, TARGETS, decoder.state, feedback="greedy")
     meta = (TARGETS.to("meta"), decoder.state.to("meta"))
     assert accumext.decode_memory(*parts, *meta, feedback="greedy") == expected
-    with pytest.raises(TypeError, match="decode_memory: missing a required argument: 'feedback'"):
+    with pytest.raises(TypeError, match=r"^decode_memory: feedback must be given, got nothing"):
         accumext.decode_memory(*parts, TARGETS)
+    with pytest.raises(TypeError, match=r"^decode_memory: arguments must .*Did you mean lengths"):
+        accumext.decode_memory(*parts, TARGETS, feedback="greedy", lenghts=[4])
     with raises(TypeError, "embedding must be an nn.Embedding"):
         accumext.decode_memory([1], *parts[1:], TARGETS, feedback="greedy")
+
+
+def test_decode_memory_has_the_parameters_of_decode_loss_and_returns_bytes() -> None:
+    of_loss = inspect.signature(accumext.decode_loss).parameters
+    signature = inspect.signature(accumext.decode_memory)
+    assert signature.return_annotation == "int"
+    shape = {"targets": of_loss["targets"].replace(annotation="Tensor | tuple[int, int] | None")}
+    assert {**signature.parameters} == {**of_loss, **shape}
+    assert [*signature.parameters] == [*of_loss]
+    assert "-> 'int'" in pydoc.plaintext.document(accumext.decode_memory)
+    # The function itself has them, for editors that read the source.
+    written = inspect.unwrap(accumext.decode_memory).__code__
+    assert written.co_argcount + written.co_kwonlyargcount == len(of_loss)
 
 
 @given(steps, batches, row_bytes, row_bytes, st.integers(0, 3000))
