@@ -77,8 +77,8 @@ def chunked_loss(
     else the number of rows. `sum`: sum_i fn(slice i). The forward pass keeps no graph of a slice;
     the backward pass runs each slice again, takes its gradients under the upstream factor that
     reached the loss, and frees its graph before the next. So it is a loss like any other: the trunk
-    runs once, DDP's hooks fire once, and a loss scale protects half-precision gradients inside
-    `fn`.
+    runs once, DDP's hooks fire once (call it inside of DDP's forward), and a loss scale protects
+    half-precision gradients inside `fn`.
 
     Args:
         fn: `(inputs_slice, *args_slices) -> 0-dim loss`, over any parameters. Called twice per

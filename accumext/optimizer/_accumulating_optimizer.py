@@ -75,8 +75,8 @@ class AccumulatingOptimizer(OptimizerProxy):
     the window, and the exception says so, unless `on_nonfinite` keeps micro-batches apart.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`. One whose `step` requires a closure (LBFGS) goes
-            with `window=1`, and without `max_norm`, `scaler` and `process_group`.
+        optimizer: any `torch.optim.Optimizer`. One whose `step` requires a closure (LBFGS) takes
+            `window=1`, and no `max_norm`, `scaler` or `process_group`.
         window: micro-batches per optimizer step.
         max_norm: global norm to clip the window's gradient to; None does not clip.
         norm_type: p of that norm, nonzero, or `inf`.
@@ -247,16 +247,17 @@ class AccumulatingOptimizer(OptimizerProxy):
     def micro_batch(self, model: torch.nn.Module | None = None) -> Iterator[None]:
         """Any number of backward passes inside count as one micro-batch, added at the end.
 
-        Gradients of half-precision parameters are summed in float32. An exception drops the window,
+        Their gradients are summed, so losses that are means are divided by their number. Gradients
+        of half-precision parameters are summed in float32. An exception drops the window,
         and says so, once it has been added to; before that, or where `on_nonfinite` keeps
         micro-batches apart, only what this one brought.
 
         Args:
-            model: a model whose synchronisation after every backward pass is to be held back.
-                DistributedDataParallel: it does not synchronise at all, and the window is summed
-                over `process_group`, or the model's group, once. FSDP (`fully_shard`): it reduces
-                every pass, or with `synchronize="window"` the window once; an exception inside then
-                drops the window.
+            model: a model, or an nn.ModuleList of several, whose synchronisation after every
+                backward pass is to be held back. DistributedDataParallel: it does not synchronise
+                at all, and the window is summed over `process_group`, or the model's group, once.
+                FSDP (`fully_shard`): it reduces every pass, or with `synchronize="window"` the
+                window once; an exception inside then drops the window.
 
         Raises:
             TypeError: `model` is a wrapper whose gradients are not understood, or no module.
@@ -338,6 +339,8 @@ class AccumulatingOptimizer(OptimizerProxy):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`. An open window keeps what it has: see `discard`.
+
+        Between a `loss.backward()` of your own and `step` it clears the gradients of that pass.
 
         Args:
             set_to_none: as in torch. Zeros that are left in `.grad` instead are a gradient to

@@ -1,4 +1,4 @@
-"""Loops that train wrongly without an error: what shows it, and one warning each.
+"""Loops that train wrongly without an error: what shows it, and the warnings, each given once.
 
 A loop is wrong from its beginning, so what costs anything to look at is looked at in the first
 windows alone, by a `Watch`.
