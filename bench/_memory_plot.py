@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 from _decoder_report import MIB
 from _decoders import OURS, PER_TOKEN, PLAIN
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 
 class Theme(NamedTuple):
@@ -30,19 +31,17 @@ THEMES = {
 }
 LABELS = {
     PLAIN: "plain PyTorch, one graph",
-    PER_TOKEN: "per token (truncated)",
     OURS: "decode_loss",
+    PER_TOKEN: "backward per token, truncated",
 }
-MARKERS = {PLAIN: "s", PER_TOKEN: "^", OURS: "o"}
-MARKS = 0.01, 0.1, 1, 10, 100, 1024, 10 * 1024, 100 * 1024  # MiB
+LINES = {PLAIN: "-", OURS: "-", PER_TOKEN: ":"}  # dotted, so that what lies below it shows
 
 # Large type in a small figure: on a phone the picture is 330 pixels wide, and its type 11 or more.
 SETTINGS = {
     "figure.figsize": (6.0, 4.0),
     "font.size": 15.0,
     "font.sans-serif": ["DejaVu Sans"],  # whose widths the layout is made for; else sans-serif
-    "lines.linewidth": 2.5,
-    "lines.markersize": 8.0,
+    "lines.linewidth": 3.0,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "accumext",  # the same bytes in every run
 }
@@ -54,7 +53,7 @@ def plot(stem: Path, cases: Sequence[dict[str, Any]]) -> None:
         with plt.rc_context(SETTINGS):
             figure, axes = plt.subplots(layout="constrained")
             _lines(axes, cases, theme)
-            _scales(axes, cases, theme)
+            _scales(axes, theme)
             figure.savefig(
                 stem.with_name(f"{stem.name}_{name}.svg"),
                 transparent=True,
@@ -64,43 +63,30 @@ def plot(stem: Path, cases: Sequence[dict[str, Any]]) -> None:
 
 
 def _lines(axes: Axes, cases: Sequence[dict[str, Any]], theme: Theme) -> None:
-    """A line for each way, with its name and last value at its end."""
-    ends: dict[str, float] = {}
-    for name in LABELS:
+    """A line for each way, and a legend with its largest value."""
+    for name, line in LINES.items():
         found = [case for case in cases if name in case["contenders"]]  # the others did not fit
         steps = [case["steps"] for case in found]
         peaks = [case["contenders"][name]["peak_bytes"] / MIB for case in found]
         if found:
-            axes.plot(steps, peaks, MARKERS[name] + "-", color=theme.lines[name])
-            ends[name] = peaks[-1]
-    for line, (name, end) in zip(axes.lines, ends.items()):
-        steps, peaks = line.get_data()
-        # Above the end; the lowest line, which rises towards the others, has its name below.
-        below = end == min(ends.values())
-        axes.annotate(
-            f"{LABELS[name]}: {_memory(end)}",
-            (steps[-1], peaks[len(peaks) // 2] if below else end),
-            xytext=(7, -9 if below else 9),
-            textcoords="offset points",
-            ha="right",
-            va="top" if below else "bottom",
-            color=theme.text,
-        )
+            label = f"{LABELS[name]}: {_memory(max(peaks))}"
+            label += " at most" * (max(peaks) > peaks[-1])
+            axes.plot(steps, peaks, line, color=theme.lines[name], label=label)
+    axes.legend(loc="upper left", frameon=False, labelcolor=theme.text, borderaxespad=0)
 
 
-def _scales(axes: Axes, cases: Sequence[dict[str, Any]], theme: Theme) -> None:
-    """Doublings of T, and decades of memory."""
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    steps = [case["steps"] for case in cases]
-    axes.set_xticks(steps, [f"{count:,}" for count in steps])
-    low, high = axes.get_ylim()
-    low, high = low / 2, high * 4  # room for names
-    marks = [mark for mark in MARKS if low <= mark <= high]
-    axes.set_yticks(marks, [_memory(mark) for mark in marks])
-    axes.set_ylim(low, high)
-    axes.minorticks_off()
-    axes.set_xlabel("steps T", color=theme.text)
+def _scales(axes: Axes, theme: Theme) -> None:
+    """Steps and memory, both linear and from zero."""
+    axes.set_xlim(0, axes.dataLim.x1 * 1.03)
+    highest = axes.dataLim.y1
+    axes.set_ylim(0, highest * 1.5)  # room for the legend
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    unit = 1024 if highest >= 1024 else 1
+    marks = [mark * unit for mark in MaxNLocator(4, integer=True).tick_values(0, highest / unit)]
+    axes.set_yticks([mark for mark in marks if mark <= highest * 1.1])
+    axes.xaxis.set_major_formatter(lambda steps, _: f"{steps:,.0f}")
+    axes.yaxis.set_major_formatter(lambda mebibytes, _: _memory(mebibytes) if mebibytes else "0")
+    axes.set_xlabel("steps", color=theme.text)
     what = "peak memory over parameters and gradients"
     axes.set_title(what, loc="right", fontsize="medium", color=theme.text)
     axes.tick_params(colors=theme.text)

@@ -21,7 +21,7 @@ PLAIN, PER_TOKEN, OURS = "plain autograd", "backward per token (truncated)", "ac
 STEPS, BATCH, VOCABULARY, SIZE = (16, 32, 64), 16, 2003, 16
 LABELS = {
     PLAIN: "plain PyTorch, one graph",
-    PER_TOKEN: "per token (truncated)",
+    PER_TOKEN: "backward per token, truncated",
     OURS: "decode_loss",
 }
 # Scalars of a step have a few bytes each: losses, their means and gradients.
@@ -148,11 +148,27 @@ def test_pictures_have_names_and_values(run: Path, result: dict[str, Any], theme
     for name, label in LABELS.items():
         (found,) = [text for text in words(picture) if text.startswith(f"{label}: ")]
         assert found == f"{label}: {last[name]['peak_bytes'] / 2**20:.2g} MiB"
-    assert {*map(str, STEPS), "1 MiB", "10 MiB"} < set(words(picture))
+    assert {"0", "20", "40", "60", "steps"} < set(words(picture))
     assert all("sans-serif" in text.get("style", "") for text in texts(picture))
     drawn = ElementTree.fromstring(picture.read_text())
     width, height = (float(drawn.get(side, "").removesuffix("pt")) for side in ("width", "height"))
     assert width / height == pytest.approx(3 / 2)
+
+
+def test_axes_are_linear_and_the_highest_point_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    peaks = {100: 3, 200: 2, 300: 1.5}
+    cases = [
+        {"steps": steps, "contenders": {OURS: {"peak_bytes": peak * 2**30}}}
+        for steps, peak in peaks.items()
+    ]
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps({"cases": cases, "failed": {}}))
+    done = run_script("bench/memory.py", f"--from={file}", f"--plot={tmp_path / 'memory'}")
+    assert done.returncode == 0, done.stderr
+    picture = tmp_path / "memory_light.svg"
+    assert f"{LABELS[OURS]}: 3 GiB at most" in words(picture)
+    assert {"0", "100", "200", "300", "1 GiB", "2 GiB", "3 GiB"} < set(words(picture))
 
 
 def test_pictures_are_for_either_page(run: Path) -> None:
