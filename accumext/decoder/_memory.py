@@ -194,7 +194,7 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
     rounded = [w for w in given if w.dim() == 2 and w.dtype != operands]
     casts = sum(w.numel() for w in rounded) * operands.itemsize
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
-    transposed *= device != "cpu"  # whose kernels take a weight as it lies
+    transposed *= device not in HANDED_OUT  # a CPU's kernels take a weight as it lies
     temporaries = steps * tokens.batch * row * size
     left = gradients + transposed + 2 * state  # whose gradient is that of a window and the sum
     return states + masks + kept + casts, temporaries, left

@@ -251,6 +251,13 @@ def test_decode_memory_takes_what_decode_loss_takes_and_meta_tensors() -> None:
         accumext.decode_memory([1], *parts[1:], TARGETS, feedback="greedy")
 
 
+def test_the_meta_device_predicts_for_a_cpu() -> None:
+    parts = nn.Embedding(50, 64), nn.LSTM(64, 64, 3), nn.Linear(64, 50)
+    expected = accumext.decode_memory(*parts, (20, 4), feedback="greedy")
+    meta = [part.to("meta") for part in parts]
+    assert accumext.decode_memory(*meta, (20, 4), feedback="greedy") == expected
+
+
 def test_decode_memory_has_the_parameters_of_decode_loss_and_returns_bytes() -> None:
     of_loss = inspect.signature(accumext.decode_loss).parameters
     signature = inspect.signature(accumext.decode_memory)
