@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support import decoding
-from support.decode_oracle import decode, make_decoder, relative_distance
-from support.decoding import EXACT, raises, run
+from support.decode_oracle import make_decoder
+from support.decoding import VOCABULARY, raises, run
 from support.recorded_warnings import warnings_as
 from torch import nn
 
@@ -23,6 +22,9 @@ import accumext
 
 T, B, V, H = 4, 3, 7, 5
 TARGETS = torch.arange(T * B).view(T, B) % V
+MASK = torch.ones(T, B, dtype=torch.bool)
+P, AT = torch.ones(T, B, 2) / 2, torch.zeros(T, B, 2, dtype=torch.int64)  # of a teacher: some words
+W, X = torch.ones(V, 4), torch.ones(T, B, 4)  # a head, and what it reads
 TRANSPOSED = "targets must be [T, B] with B = 4, got [4, 3]. Did you mean"
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"embedding": 3}, TypeError, "embedding must be an nn.Embedding or a floating-point tensor [V, E], got int"),
@@ -43,9 +45,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"head": nn.Sequential(nn.Tanh(), nn.Linear(H, V))}, TypeError,
      "head must be an nn.Linear or a pair (weight, bias), got Sequential. "
      "Pass head[-1], and let the cell apply the layers before it to its output; or use tbptt"),
-    ({"head": nn.Sequential(nn.Linear(H, V), nn.Tanh())}, TypeError,
-     "head must be an nn.Linear or a pair (weight, bias), got Sequential. "
-     "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"),
     ({"head": nn.ModuleDict({"out": nn.Linear(H, V)})}, TypeError,
      "head must be an nn.Linear or a pair (weight, bias), got ModuleDict. "
      "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"),
@@ -72,8 +71,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "state[1] must have shape [2, 3, 5], got [1, 3, 5]"),
     ({"feedback": "argmax"}, ValueError,
      "feedback must be one of 'teacher', 'greedy', 'sample', 'scheduled', got 'argmax'"),
-    ({"feedback": "mask"}, ValueError,
-     "feedback must be one of 'teacher', 'greedy', 'sample', 'scheduled', got 'mask'"),
     ({"feedback": torch.ones(T, B)}, TypeError,
      "feedback must be a word or a bool mask [T, B], got a float32 tensor. "
      "One is drawn by feedback='scheduled', teacher_forcing=0.5"),
@@ -89,18 +86,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"teacher_forcing": 1.5}, ValueError, "teacher_forcing must be at most 1, got 1.5"),
     ({"teacher_forcing": float("nan")}, ValueError, "teacher_forcing must be at least 0, got nan"),
     ({"k1": 0}, ValueError, "k1 must be at least 1, got 0"),
-    ({"k1": 2.0}, TypeError, "k1 must be an int, got float"),
     ({"k1": True}, TypeError, "k1 must be an int, got bool"),
-    ({"k2": np.bool_(True)}, TypeError, "k2 must be an int, got bool"),
-    ({"k2": np.float64(2.0)}, TypeError, "k2 must be an int, got float64"),
     ({"k2": torch.tensor(2)}, TypeError, "k2 must be an int, got an int64 tensor"),
-    ({"k2": np.int64(0)}, ValueError, "k2 must be at least 1, got 0"),
     ({"k1": 4, "k2": 2}, ValueError, "k2 must be at least k1, got k1=4, k2=2"),
     ({"start": True}, TypeError, "start must be an int or an integer tensor [B], got bool"),
-    ({"start": np.int64(V)}, ValueError, "start must be in [0, 7), got 7"),
     ({"num_items": True}, TypeError, "num_items must be a number or a 0-dim tensor, got bool"),
-    ({"num_items": np.int64(-1)}, ValueError, "num_items must be at least 0, got -1"),
-    ({"eos": np.int64(V)}, ValueError, "eos must be in [0, 7), got 7"),
     ({"cell": nn.GRU(H, H, batch_first=True), "state": torch.zeros(1, T, H)}, ValueError,
      "targets must be [T, B] with B = 4, got [4, 3]. "
      "Pass batch_first=True if they are [B, T]: that of the cell does not say so"),
@@ -130,8 +120,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "Pass batch_dim=1 if it is there"),
     ({"lengths": torch.tensor([1, 2, 3, 1]), "state": torch.zeros(B, H)}, ValueError,
      "lengths must have shape [3], got [4]"),
-    ({"lengths": torch.tensor([1, 2, 5])}, ValueError, "lengths must be in [0, 4], got [1, 2, 5]"),
-    ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths must have shape [3], got [2]"),
     ({"lengths": [1, 2, 5]}, ValueError, "lengths must be in [0, 4], got [1, 2, 5]"),
     ({"lengths": (1, 2)}, ValueError, "lengths must have shape [3], got [2]"),
     ({"lengths": [1, 2.0, 3]}, TypeError, "lengths[1] must be an int, got float"),
@@ -164,6 +152,56 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory_budget": 1e6}, TypeError, "memory_budget must be an int, got float"),
     ({"cell": lambda x, s: (x, s), "state": torch.zeros(2), "lengths": torch.tensor([1, 2, 3])}, ValueError,
      "state must hold tensors with the batch in dimension 0 to be frozen by row, got shape [2]"),
+    ({"embedding_dropout": 1.5}, ValueError, "embedding_dropout must be at most 1, got 1.5"),
+    ({"output_dropout": -0.5}, ValueError, "output_dropout must be at least 0, got -0.5"),
+    ({"targets": None, "feedback": "sample"}, ValueError, "steps must be given where targets are None, got None"),
+    ({"targets": None, "steps": 2.0}, TypeError, "steps must be an int, got float"),
+    ({"steps": 6}, ValueError, "steps must be None where there are targets, got 6"),
+    ({"targets": None, "steps": 4, "feedback": "teacher"}, ValueError,
+     "feedback must be 'sample' or 'greedy' where targets are None, got 'teacher'"),
+    ({"targets": None, "steps": 4, "feedback": MASK}, ValueError,
+     "feedback must be 'sample' or 'greedy' where targets are None, got a bool tensor"),
+    ({"targets": None, "steps": 4, "inputs": TARGETS}, ValueError, "inputs must be None where targets are None, got an int64 tensor"),
+    ({"draw": "sample"}, ValueError, "draw must be left at 'argmax' unless feedback is 'sample', 'scheduled' or a mask, got 'sample'"),
+    ({"draw": "beam"}, ValueError, "draw must be one of 'argmax', 'sample', got 'beam'"),
+    ({"token_weight": TARGETS}, TypeError, "token_weight must be a floating-point tensor [T, B], got an int64 tensor"),
+    ({"token_weight": torch.rand(B, T)}, ValueError, "token_weight must have shape [4, 3], got [3, 4]"),
+    ({"resets": TARGETS}, TypeError, "resets must be a bool tensor [T, B], got an int64 tensor"),
+    ({"resets": MASK.t()}, ValueError, "resets must have shape [4, 3], got [3, 4]"),
+    ({"truncation": "random", "k1": 2, "k2": 4}, ValueError, "k1 must be None where cuts are random, got 2"),
+    ({"truncation": "random", "k2": 1}, ValueError, "k2 must be at least 2, the mean of steps between random cuts, got 1"),
+    ({"truncation": "random", "k2": 2.5}, TypeError, "k2 must be an int, got float"),
+    ({"truncation": "sometimes"}, ValueError, "truncation must be one of 'fixed', 'random', got 'sometimes'"),
+    ({"state_grad_clip": 0.0}, ValueError, "state_grad_clip must be greater than 0, got 0.0"),
+    ({"state_grad_clip": "1"}, TypeError, "state_grad_clip must be a number, got str"),
+    ({"state": (torch.zeros(B, H),)}, TypeError, "state must be a tensor for this cell, got tuple"),
+    ({"soft_targets": P}, TypeError,
+     "soft_targets must be a pair (probabilities [T, B, K], indices [T, B, K] or None) or the head of a teacher, (weight [V, H'], bias [V] or None, hidden [T, B, H']), got a float32 tensor"),
+    ({"soft_targets": (AT, AT)}, TypeError, "soft_targets[0] must be a float tensor [T, B, K], got an int64 tensor"),
+    ({"soft_targets": (P, P)}, TypeError, "soft_targets[1] must be an integer tensor [T, B, K], got a float32 tensor"),
+    ({"soft_targets": (P[1:], AT)}, ValueError, "soft_targets[0] must have shape [4, 3, K], got [3, 3, 2]"),
+    ({"soft_targets": (P, AT[..., :1])}, ValueError, "soft_targets[1] must have shape [4, 3, 2], got [4, 3, 1]"),
+    ({"soft_targets": (P, None)}, ValueError, "soft_targets[0] must have all 7 words where no indices are given, got 2 of them"),
+    ({"soft_targets": (-P, AT)}, ValueError, "soft_targets[0] must be at least 0, got -0.5"),
+    ({"soft_targets": (P, AT + V)}, ValueError, "soft_targets[1] must be in [0, 7), got 7"),
+    ({"soft_targets": (None, None, X)}, TypeError, "soft_targets[0] must be a floating-point tensor [V, H'], got NoneType"),
+    ({"soft_targets": (W[1:], None, X)}, ValueError, "soft_targets[0] must have shape [7, H'], got [6, 4]"),
+    ({"soft_targets": (W, W[0], X)}, ValueError, "soft_targets[1] must have shape [7], got [4]"),
+    ({"soft_targets": (W, None, X[..., 1:])}, ValueError, "soft_targets[2] must have the teacher's size, 4, got [4, 3, 3]"),
+    ({"soft_targets": (P, AT), "soft_weight": 1.5}, ValueError, "soft_weight must be at most 1, got 1.5"),
+    ({"soft_targets": (P, AT), "soft_temperature": 0}, ValueError, "soft_temperature must be greater than 0 and finite, got 0"),
+    ({"soft_weight": 0.5}, ValueError, "soft_weight must be left at 1.0 unless soft_targets are given, got 0.5"),
+    ({"entropy_weight": "0.1"}, TypeError, "entropy_weight must be a number, got str"),
+    ({"teacher_forcing": 0.5}, ValueError, "teacher_forcing must be left at 1.0 unless feedback is 'scheduled', got 0.5"),
+    ({"feedback": "scheduled", "temperature": 2.0}, ValueError, "temperature must be left at 1.0 unless samples are drawn, got 2.0"),
+    ({"feedback": MASK, "teacher_forcing": 0.5}, ValueError,
+     "teacher_forcing must be left at 1.0 unless feedback is 'scheduled', got 0.5"),
+    ({"feedback": "teacher", "teacher_forcing": 0.0}, ValueError,
+     "teacher_forcing must be left at 1.0 unless feedback is 'scheduled', got 0.0"),
+    ({"feedback": MASK, "temperature": 2.0}, ValueError, "temperature must be left at 1.0 unless samples are drawn, got 2.0"),
+    ({"cell": lambda x, s: (x, s), "batch_dim": -1}, ValueError, "batch_dim must be at least 0, got -1"),
+    ({"cell": lambda x, s: (x, s), "batch_dim": "1"}, TypeError, "batch_dim must be an int, got str"),
+    ({"cell": lambda x, s: (x, s), "resets": MASK}, ValueError, "state must be given where rows are reset to it, got None"),
 ]  # fmt: skip
 COMPILED: list[tuple[dict[str, Any], str]] = [
     ({"head": nn.Linear(H, V)},
@@ -204,15 +242,6 @@ CLEAR: list[dict[str, Any]] = [
     {"cell": BATCH_FIRST, "batch_first": True, "targets": TARGETS.t()},
     {"batch_first": True, "targets": TARGETS.t()},
 ]
-NUMBERS: list[dict[str, int]] = [
-    {"k1": 2, "k2": 3},
-    {"start": 4},
-    {"eos": 2},
-    {"ignore_index": 3},
-    {"num_items": 5},
-    {"memory_budget": 100},
-]
-VOCABULARY = 13  # of make_decoder
 
 
 def base(**changes: Any) -> dict[str, Any]:
@@ -269,17 +298,19 @@ def test_batch_first_of_the_cell_changes_nothing() -> None:
     assert torch.equal(found.token_losses, expected.token_losses)
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.uint8])
-@pytest.mark.parametrize("arguments", NUMBERS, ids=[", ".join(names) for names in NUMBERS])
-def test_integers_of_numpy(arguments: dict[str, int], kind: Any) -> None:
-    call = base()
-    expected = accumext.decode_loss(**call, **arguments)
-    found = accumext.decode_loss(**call, **{name: kind(n) for name, n in arguments.items()})
+def test_integers_of_numpy() -> None:
+    call, given = (
+        base(),
+        {"k1": 2, "k2": 3, "start": 4, "eos": 2, "ignore_index": 3, "num_items": 5},
+    )
+    given["memory_budget"] = 100
+    expected = accumext.decode_loss(**call, **given)
+    found = accumext.decode_loss(**call, **{name: np.int64(n) for name, n in given.items()})
     assert torch.equal(found.loss, expected.loss)
     assert torch.equal(found.inputs, expected.inputs)
     parameters = list(call["cell"].parameters())
-    for got, want in zip(*(torch.autograd.grad(o.loss, parameters) for o in (found, expected))):
-        assert torch.equal(got, want)
+    gradients = (torch.autograd.grad(out.loss, parameters) for out in (found, expected))
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize(("change", "text"), COMPILED, ids=[text[:40] for _, text in COMPILED])
@@ -289,7 +320,7 @@ def test_modules_that_torch_has_compiled(change: dict[str, nn.Module], text: str
         accumext.decode_loss(**base(**compiled))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8], ids=str)
 def test_integers_of_any_dtype(dtype: torch.dtype) -> None:
     """Tokens and lengths; lists of lengths and of class weights, and weights of any dtype."""
     start, lengths = torch.tensor([1, 2, 3]), torch.tensor([4, 1, 3])
@@ -315,13 +346,12 @@ def test_integers_of_any_dtype(dtype: torch.dtype) -> None:
     assert memory == accumext.decode_memory(**call, lengths=lengths)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int8], ids=str)
-def test_ignored_targets_of_any_dtype(dtype: torch.dtype) -> None:
-    targets = TARGETS.where(TARGETS != 2, -100)
-    call = base(feedback="teacher")
-    expected = accumext.decode_loss(**{**call, "targets": targets})
-    found = accumext.decode_loss(**{**call, "targets": targets.to(dtype)})
-    assert torch.equal(found.token_losses, expected.token_losses)
+def test_ignored_targets_of_any_dtype() -> None:
+    targets, call = TARGETS.where(TARGETS != 2, -100), base(feedback="teacher")
+    wide, narrow = (
+        accumext.decode_loss(**{**call, "targets": t}) for t in (targets, targets.to(torch.int8))
+    )
+    assert torch.equal(wide.token_losses, narrow.token_losses)
 
 
 def test_modules_that_torch_has_scripted_or_traced() -> None:
@@ -340,28 +370,6 @@ def test_modules_that_torch_has_scripted_or_traced() -> None:
         accumext.decode_loss(**base(cell=traced))
 
 
-def test_the_wrappers_that_these_errors_advise_are_right() -> None:
-    gru, lstm, layers = nn.GRUCell(H, H), nn.LSTMCell(H, H), nn.GRU(H, H, 2)
-
-    def gru_cell(x: torch.Tensor, s: Any) -> Any:
-        h = gru(x, s)
-        return h, h
-
-    def lstm_cell(x: torch.Tensor, s: Any) -> Any:
-        h, c = lstm(x, s)
-        return h, (h, c)
-
-    def layers_cell(x: torch.Tensor, s: Any) -> Any:
-        y, s = layers(x[None], s)
-        return y[0], s
-
-    call = base()
-    for module, cell in ((gru, gru_cell), (lstm, lstm_cell), (layers, layers_cell)):
-        expected = accumext.decode_loss(**{**call, "cell": module})
-        found = accumext.decode_loss(**{**call, "cell": cell})
-        torch.testing.assert_close(found.loss, expected.loss)
-
-
 def test_modules_that_do_more_than_their_weight_are_refused() -> None:
     decoder = make_decoder("gru_cell")
 
@@ -377,16 +385,6 @@ def test_modules_that_do_more_than_their_weight_are_refused() -> None:
     decoder.embedding.register_forward_hook(lambda *_: None)
     with raises(TypeError, "embedding must compute as a plain nn.Embedding"):
         run(decoder)
-
-
-def test_parametrizations_are_followed() -> None:
-    decoder = make_decoder("gru_cell")
-    nn.utils.parametrizations.weight_norm(decoder.head)
-    decoder.leaves = [*decoder.head.parameters(), decoder.state]
-    out = run(decoder)
-    losses, divisor, _ = decode(decoder, decoding.TARGETS, out.inputs)
-    expected = decoder.gradients(losses.sum() / divisor)
-    assert relative_distance(decoder.gradients(out.loss), expected) < EXACT
 
 
 class Whole(nn.Module):
@@ -452,47 +450,6 @@ def test_modules_with_a_forward_of_their_own_are_cells() -> None:
 
     call = (WHOLE.words, Stack(WHOLE.rnn), WHOLE.out, TARGETS, ZEROS)
     assert accumext.decode_loss(*call, feedback="greedy").loss.isfinite()
-
-
-def one_step(token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    y, state = GRU(WHOLE.words(token[None]), state)
-    return WHOLE.out(y), state
-
-
-def one_step_batch_first(
-    token: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y, state = BATCH_FIRST(WHOLE.words(token[:, None]), state)
-    return WHOLE.out(y), state
-
-
-@pytest.mark.parametrize(
-    ("change", "cure"),
-    [
-        ({"step": lambda t, s: WHOLE(t, s)[::-1]}, "got ([3, 5], [3, 7]). Return them in this order"),
-        ({"step": lambda t, s: ((s, s), s)}, "got (tuple, [3, 5]). Return them in this order"),
-        ({"step": lambda t, s: WHOLE(t, s)[0]}, "Return both: return logits, state"),
-        ({"step": one_step, "state": ZEROS[None]}, "Return output[0]"),
-        ({"step": one_step_batch_first, "state": ZEROS[None]}, "Return output[:, 0]"),
-        ({"step": lambda t, s: GRU(WHOLE.words(t), s), "state": ZEROS[None]}, "token[None], or token[:, None]"),
-        ({"criterion": nn.CrossEntropyLoss}, "Pass an instance, CrossEntropyLoss()"),
-        ({"criterion": nn.CrossEntropyLoss(reduction="none")}, "Take its mean() or sum()"),
-    ],
-)  # fmt: skip
-def test_what_to_type_instead_in_tbptt(change: dict[str, Any], cure: str) -> None:
-    call = {"step": WHOLE, "targets": TARGETS, "state": ZEROS, "criterion": F.cross_entropy}
-    accumext.tbptt(**call)
-    with pytest.raises((TypeError, ValueError), match=f"^tbptt: .*{re.escape(cure)}"):
-        accumext.tbptt(**{**call, **change})
-
-
-def test_rollout_without_a_start() -> None:
-    def step(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x + s, s
-
-    text = "rollout: start must be given, the input of step 0, if step reads it, got None"
-    with pytest.raises(TypeError, match=text):
-        accumext.rollout(step, ZEROS, 3, loss=lambda x, t: x.sum())
 
 
 def test_losses_of_one_element() -> None:

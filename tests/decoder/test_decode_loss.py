@@ -1,4 +1,5 @@
-"""decode_loss against a plain autograd loop over the tokens it emitted."""
+"""decode_loss against a plain autograd loop over the tokens it emitted: every cell and every way to
+feed it, every option alone."""
 
 from __future__ import annotations
 
@@ -6,85 +7,42 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.budget import examples
 from support.decode_oracle import CELLS, decode, make_decoder, relative_distance
-from support.decoding import BATCH, EXACT, STEPS, VOCABULARY, check_exact, run, targets_with_holes
+from support.decoding import (
+    BATCH,
+    EVERY_OPTION,
+    EXACT,
+    FEEDBACKS,
+    check,
+    options,
+    run,
+    targets_with_holes,
+    wrapped,
+)
+from torch import Tensor
 
 import accumext
 
-OPTIONS: list[dict[str, Any]] = [
-    {"lengths": torch.tensor([7, 0, 4])},
-    {"ignore_index": 2},
-    {"label_smoothing": 0.1},
-    {"z_loss": 0.01},
-    {"class_weight": torch.linspace(0.0, 2.0, VOCABULARY, dtype=torch.float64)},
-    {
-        "label_smoothing": 0.3,
-        "z_loss": 0.1,
-        "class_weight": torch.linspace(0.1, 1.0, VOCABULARY, dtype=torch.float64),
-        "lengths": torch.tensor([1, 6, 7]),
-    },
-    {"memory_budget": VOCABULARY * 8},
-    {"memory_budget": VOCABULARY * 8 * 5},
-    {"start": torch.tensor([3, 0, 12])},
-]
 
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("feedback", ["teacher", "greedy", "scheduled", "sample"])
+@pytest.mark.parametrize("feedback", FEEDBACKS)
 @pytest.mark.parametrize("kind", CELLS)
-def test_gradients_equal_plain_autograd(kind: str, feedback: str, tied: bool) -> None:
-    call = {"feedback": feedback, "start": 1}
-    if feedback == "scheduled":
-        call["teacher_forcing"] = 0.5
-    check_exact(make_decoder(kind, tied=tied), targets_with_holes(), call)
+def test_every_cell_and_feedback(kind: str, feedback: str) -> None:
+    """By torch's module and by a function around it; with a head of its own and a tied one."""
+    for called in (False, True):
+        decoder = make_decoder(kind, tied=called)
+        call = options([feedback, "eos"])
+        targets = None if "steps" in call else targets_with_holes()
+        check(decoder, targets, call, wrapped(decoder) if called else None)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
-@pytest.mark.parametrize("feedback", ["teacher", "greedy"])
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda o: "+".join(o))
-def test_options_equal_plain_autograd(option: dict[str, Any], feedback: str, bias: bool) -> None:
-    decoder = make_decoder("lstm", bias=bias)
-    targets = targets_with_holes(hole=option.get("ignore_index", -100))
-    check_exact(decoder, targets, {"feedback": feedback, **option})
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(
-    kind=st.sampled_from(sorted(CELLS)),
-    steps=st.integers(1, 35),
-    feedback=st.sampled_from(["teacher", "greedy", "scheduled", "sample"]),
-    tied=st.booleans(),
-    bias=st.booleans(),
-    smoothing=st.sampled_from([0.0, 0.2]),
-    z_loss=st.sampled_from([0.0, 0.05]),
-    weighted=st.booleans(),
-    short=st.booleans(),
-    padded=st.booleans(),
-    rows=st.integers(1, 12),
-    seed=st.integers(0, 2**20),
-)
-def test_any_combination_equals_plain_autograd(
-    kind: str, steps: int, feedback: str, tied: bool, bias: bool, smoothing: float, z_loss: float,
-    weighted: bool, short: bool, padded: bool, rows: int, seed: int,
-) -> None:  # fmt: skip
-    torch.manual_seed(seed)
-    call: dict[str, Any] = {
-        "feedback": feedback,
-        "label_smoothing": smoothing,
-        "z_loss": z_loss,
-        "memory_budget": rows * VOCABULARY * 8,
-    }
-    if feedback == "scheduled":
-        call["teacher_forcing"] = 0.4
-    if weighted:
-        call["class_weight"] = torch.rand(VOCABULARY, dtype=torch.float64)
-    if short:
-        call["lengths"] = torch.randint(0, steps + 1, (BATCH,))
-    decoder = make_decoder(kind, tied=tied, bias=bias, padding_idx=4 if padded else None)
-    check_exact(decoder, targets_with_holes(steps), call)
+@pytest.mark.parametrize("option", EVERY_OPTION)
+def test_every_option_alone(option: str) -> None:
+    for feedback in ("teacher", "greedy"):
+        for called in (False, True):
+            call = options([option, feedback])
+            decoder = make_decoder("lstm", dropout=0.0 if "k2" in call else 0.2, bias=called)
+            targets = targets_with_holes(hole=call.get("ignore_index", -100))
+            check(decoder, targets, call, wrapped(decoder) if called else None, upstream=-3.0)
 
 
 def test_gradcheck() -> None:
@@ -92,9 +50,7 @@ def test_gradcheck() -> None:
     targets = torch.randint(6, (4, 2))
     inputs = torch.randint(6, (4, 2))
 
-    def loss(
-        state: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-    ) -> torch.Tensor:
+    def loss(state: Tensor, table: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         call = {"feedback": "teacher", "inputs": inputs, "label_smoothing": 0.1, "z_loss": 0.1}
         return accumext.decode_loss(
             table, decoder.cell, (weight, bias), targets, state, **call
@@ -104,41 +60,11 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(loss, tuple(t.detach().requires_grad_() for t in leaves))
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_upstream_gradient_is_honoured_per_token(batch_first: bool) -> None:
-    decoder = make_decoder("gru_cell")
-    targets = targets_with_holes()
-    upstream = torch.randn(STEPS, BATCH, dtype=torch.float64)
-
-    def flip(t: torch.Tensor) -> torch.Tensor:
-        return t.t() if batch_first else t
-
-    out = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, flip(targets), decoder.state,
-        feedback="greedy", reduction="none", batch_first=batch_first,
-    )  # fmt: skip
-    losses, _, _ = decode(decoder, targets, flip(out.inputs))
-    torch.testing.assert_close(flip(out.loss), losses, rtol=EXACT, atol=EXACT)
-    actual = decoder.gradients((out.loss * flip(upstream)).sum())
-    expected = decoder.gradients((losses * upstream).sum())
-    assert relative_distance(actual, expected) < EXACT
-
-
-def test_no_graph_without_grad_mode() -> None:
-    decoder = make_decoder("gru_cell")
-    with torch.no_grad():
-        out = accumext.decode_loss(
-            decoder.embedding, decoder.cell, decoder.head, targets_with_holes(), feedback="greedy"
-        )
-    assert not out.loss.requires_grad
-    assert out.state.shape == (BATCH, 5)
-
-
-def test_results_are_the_callers_to_write() -> None:
+def test_results_and_arguments_are_the_callers_to_write() -> None:
     decoder = make_decoder("gru_cell")
     expected = decoder.gradients(run(decoder).loss)
-    out = run(decoder)
-    for result in (out.inputs, out.tokens, out.token_losses):
+    out = run(decoder, return_outputs=True)
+    for result in (out.inputs, out.tokens, out.token_losses, out.outputs.detach()):
         result.zero_()
     assert relative_distance(decoder.gradients(out.loss), expected) == 0
 
@@ -148,9 +74,50 @@ def test_results_are_the_callers_to_write() -> None:
 def test_second_derivatives_are_refused(called: bool, of_loss: bool) -> None:
     """Some, or parts, of them would be missing without a word."""
     decoder = make_decoder("gru_cell")
-    cell = decoder.step if called else decoder.cell
-    out = run(decoder, cell, return_outputs=True)
+    out = run(decoder, decoder.step if called else None, return_outputs=True)
     loss = out.loss * decoder.head.bias.sum() if of_loss else out.outputs.square().sum()
     text = "decode_loss: the backward pass must run without create_graph, got create_graph=True. "
     with pytest.raises(RuntimeError, match=text):
         torch.autograd.grad(loss, decoder.leaves, create_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("feedback", ["teacher", "greedy"])
+def test_nothing_counted_is_zero_and_never_nan(feedback: str) -> None:
+    """Without a row, too."""
+    for shape, batch in (((4, BATCH), BATCH), ((0, BATCH), BATCH), ((2, 0), 0)):
+        decoder = make_decoder("gru_cell", batch=batch)
+        for reduction in ("mean", "sum", "none"):
+            out = run(
+                decoder, targets=torch.full(shape, -100), feedback=feedback, reduction=reduction,
+                label_smoothing=0.1, z_loss=0.1, return_outputs=True,
+            )  # fmt: skip
+            assert (out.loss == 0).all()
+            assert out.outputs.shape == (*shape, 5)
+            assert not any(g.any() for g in decoder.gradients(out.loss.sum()))
+
+
+def test_the_calls_of_two_segments_are_one() -> None:
+    """A state carries its graph into the next call."""
+    decoder, targets = make_decoder("lstm_cell"), targets_with_holes(10)
+    call: dict[str, Any] = {"reduction": "sum"}
+    whole = run(decoder, targets=targets, **call)
+    first = run(decoder, targets=targets[:4], **call)
+    second = run(decoder, None, first.state, targets=targets[4:], inputs=whole.inputs[4:], **call)
+    actual = decoder.gradients(first.loss + second.loss)
+    assert relative_distance(actual, decoder.gradients(whole.loss)) < EXACT
+
+
+def test_inputs_are_fed_as_they_are() -> None:
+    """And replay a run, whoever chose its tokens."""
+    decoder = make_decoder("gru_cell", padding_idx=6)
+    targets = targets_with_holes()
+    given = torch.randint(13, targets.shape)
+    out = run(decoder, targets=targets, inputs=given)
+    assert torch.equal(out.inputs, given)
+    losses, divisor, _ = decode(decoder, targets, given)
+    torch.testing.assert_close(out.loss, losses.sum() / divisor, rtol=EXACT, atol=EXACT)
+    spoken = run(decoder, targets=targets, feedback="sample", eos=2, temperature=3.0)
+    assert spoken.lengths.min() < len(targets)
+    again = run(decoder, targets=targets, inputs=spoken.inputs, lengths=spoken.lengths)
+    torch.testing.assert_close(again.loss, spoken.loss, rtol=EXACT, atol=0)
+    assert torch.equal(again.lengths, spoken.lengths)

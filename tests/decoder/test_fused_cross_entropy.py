@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
-from torch import Tensor
+from support.decoding import run
 
-import accumext
-
-WORDS, SIZE, STEPS, BATCH = 300, 32, 12, 8
 # The error that a gradient may have over plain PyTorch's, relative to its norm. float32: 40
 # roundings, in sums of another order and exponentials within two units in the last place, over a
 # dozen steps. Half precision: half a unit in the last place, once, of the result.
 EXTRA = {torch.float32: 5e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # Under autocast operands alone are rounded: the products of plain PyTorch are rounded, too.
 MODES = ["float32", "bfloat16", "float16", "autocast"]
+WORDS, STEPS, BATCH = 300, 12, 8
+SHAPE = {"vocabulary": WORDS, "size": 32, "batch": BATCH}
 
 
 def settings(mode: str) -> tuple[torch.dtype, float, Any]:
@@ -52,55 +51,6 @@ def groups(decoder: Decoder) -> dict[str, list[int]]:
     return {name: [ids.index(id(t)) for t in given] for name, given in named.items()}
 
 
-def compare(
-    kind: str, mode: str, shape: dict[str, Any], steps: int, *, scale: float = 1.0,
-    change: Any = None, **call: Any,
-) -> None:  # fmt: skip
-    """error(accumext) <= error(plain) + extra, of the loss and every group of gradients."""
-    dtype, extra, context = settings(mode)
-    decoder = make_decoder(kind, dtype=dtype, **shape)
-    if change is not None:
-        with torch.no_grad():
-            change(decoder)
-    targets = torch.randint(shape["vocabulary"], (steps, shape["batch"]))
-    if "targets" in call:
-        targets = call.pop("targets")
-    with context:
-        out = accumext.decode_loss(
-            decoder.embedding, decoder.cell, decoder.head, targets, decoder.state,
-            feedback="greedy", **call,
-        )  # fmt: skip
-        losses, divisor, _ = decode(decoder, targets, out.inputs, **call)
-        plain_loss = losses.sum() / divisor
-    assert out.loss.dtype == out.token_losses.dtype == torch.float32
-    actual, plain = decoder.gradients(out.loss * scale), decoder.gradients(plain_loss * scale)
-    assert all(g.dtype == leaf.dtype for g, leaf in zip(actual, decoder.leaves, strict=True))
-    assert all(g.isfinite().all() for g in actual)
-    truth = twin(decoder, kind, **shape)
-    if "class_weight" in call:
-        call["class_weight"] = call["class_weight"].double()
-    losses, divisor, _ = decode(truth, targets, out.inputs, **call)
-    expected = truth.gradients(losses.sum() / divisor * scale)
-    exact = float(losses.detach().sum()) / float(divisor)
-    error, allowed = (abs(float(x.detach()) - exact) for x in (out.loss, plain_loss))
-    assert error <= allowed + extra * abs(exact)
-    for name, indices in groups(decoder).items():
-        mine, its, right = ([g[i] for i in indices] for g in (actual, plain, expected))
-        error, allowed = relative_distance(mine, right), relative_distance(its, right)
-        assert error <= allowed + extra, f"{name}: {error}, plain {allowed}"
-
-
-SHAPE = {"vocabulary": WORDS, "size": SIZE, "batch": BATCH}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["gru_cell", "lstm_cell", "rnn_cell", "lstm"])
-def test_no_worse_than_plain(kind: str, mode: str) -> None:
-    if (kind, mode) == ("lstm", "autocast") and not runs_in_bfloat16(torch.nn.LSTM(2, 2)):
-        pytest.skip("torch's own LSTM has no bfloat16 on this processor")
-    compare(kind, mode, SHAPE, STEPS)
-
-
 def runs_in_bfloat16(module: torch.nn.Module) -> bool:
     """Tell whether torch can run a module under autocast on this processor."""
     try:
@@ -111,35 +61,65 @@ def runs_in_bfloat16(module: torch.nn.Module) -> bool:
     return True
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_no_worse_than_plain_with_smoothing_and_z_loss(mode: str) -> None:
-    weight = torch.linspace(0.5, 2.0, WORDS)
-    dtype = settings(mode)[0]
-    compare(
-        "gru_cell", mode, SHAPE, STEPS, label_smoothing=0.1, z_loss=0.01,
-        class_weight=weight.to(dtype),
-    )  # fmt: skip
+WEIGHT = torch.linspace(0.5, 2.0, WORDS)
+FAVOURED = torch.full((STEPS, BATCH), 7)
+# A loss scale over a mean of many tokens neither overflows nor underflows; a favoured word has
+# confident rows.
+CASES: list[dict[str, Any]] = [
+    {"kind": "gru_cell"},
+    {"kind": "gru_cell", "feedback": "teacher"},
+    {"kind": "lstm_cell"},
+    {"kind": "rnn_cell"},
+    {"kind": "lstm"},
+    {"label_smoothing": 0.1, "z_loss": 0.01, "class_weight": WEIGHT},
+    {"batch": 40, "scale": 65536.0 / 64},
+    {"vocabulary": 3000, "size": 16, "scale": 65536.0 / 16},
+    {"targets": FAVOURED, "above": 8.0, "scale": 1024.0},
+    {"targets": FAVOURED, "above": 30.0, "scale": 1024.0},
+]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_worse_than_plain_at_a_loss_scale(mode: str) -> None:
-    """A scale of 65536 over a mean of many tokens neither overflows nor underflows."""
-    compare("gru_cell", mode, {**SHAPE, "batch": 40}, 20, scale=65536.0 / 64)
-
-
-def test_float16_with_many_words() -> None:
-    shape = {"vocabulary": 5000, "size": 16, "batch": 16}
-    compare("gru_cell", "float16", shape, 12, scale=65536.0 / 16)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("above", [8.0, 30.0])
-def test_confident_rows_are_no_worse_than_plain(mode: str, above: float) -> None:
-    def favour(decoder: Decoder) -> None:
-        decoder.head.bias[7] += above
-
-    targets = torch.full((STEPS, BATCH), 7)
-    compare("gru_cell", mode, SHAPE, STEPS, change=favour, targets=targets, scale=1024.0)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case)))
+def test_no_worse_than_plain(case: dict[str, Any], mode: str) -> None:
+    """error(accumext) <= error(plain) + extra, of the loss and every group of gradients; tokens are
+    those of float64 on the rounded operands, wherever that is clear."""
+    (dtype, extra, context), call = settings(mode), {"feedback": "greedy", **case}
+    kind, scale, above = call.pop("kind", "gru_cell"), call.pop("scale", 1.0), call.pop("above", 0)
+    if (kind, mode) == ("lstm", "autocast") and not runs_in_bfloat16(torch.nn.LSTM(2, 2)):
+        pytest.skip("torch's own LSTM has no bfloat16 on this processor")
+    shape = SHAPE | {name: call.pop(name) for name in SHAPE if name in call}
+    decoder = make_decoder(kind, dtype=dtype, **shape)
+    decoder.head.bias.data[7] += above
+    targets = call.pop("targets", torch.randint(shape["vocabulary"], (STEPS, shape["batch"])))
+    if "class_weight" in call:
+        call["class_weight"] = call["class_weight"].to(dtype)
+    with context:
+        out = run(decoder, targets=targets, **call)
+        del call["feedback"]
+        losses, divisor, _ = decode(decoder, targets, out.inputs, **call)
+        plain_loss = losses.sum() / divisor
+    assert out.loss.dtype == out.token_losses.dtype == torch.float32
+    actual, plain = decoder.gradients(out.loss * scale), decoder.gradients(plain_loss * scale)
+    assert all(g.dtype == leaf.dtype for g, leaf in zip(actual, decoder.leaves, strict=True))
+    assert all(g.isfinite().all() for g in actual)
+    truth = twin(decoder, kind, **shape)
+    if "class_weight" in call:
+        call["class_weight"] = call["class_weight"].double()
+    losses, divisor, logits = decode(truth, targets, out.inputs, **call)
+    expected = truth.gradients(losses.sum() / divisor * scale)
+    exact = float(losses.detach().sum()) / float(divisor)
+    error, allowed = (abs(float(x.detach()) - exact) for x in (out.loss, plain_loss))
+    assert error <= allowed + extra * abs(exact)
+    for name, indices in groups(decoder).items():
+        mine, its, right = ([g[i] for i in indices] for g in (actual, plain, expected))
+        error, allowed = relative_distance(mine, right), relative_distance(its, right)
+        assert error <= allowed + extra, f"{name}: {error}, plain {allowed}"
+    top = logits.topk(2, -1).values
+    # rounding operands to half precision moves logits of this size by less
+    clear = top[..., 0] - top[..., 1] > (1e-4 if mode == "float32" else 0.03)
+    assert clear.any()
+    assert torch.equal(out.tokens[clear], logits.argmax(-1)[clear])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -151,14 +131,12 @@ def test_confident_rows_keep_their_relative_accuracy(mode: str) -> None:
     with torch.no_grad():
         decoder.head.bias[7] = 12.0
         decoder.head.weight.mul_(0.5)
-    targets = torch.full((STEPS, BATCH), 7)
-    call = (decoder.embedding, decoder.cell, decoder.head, targets, decoder.state)
     with context:
-        out = accumext.decode_loss(*call, feedback="greedy")
+        out = run(decoder, targets=FAVOURED, feedback="greedy")
     assert (out.tokens == 7).all()
     actual = decoder.gradients(out.loss * 65536.0)
     truth = twin(decoder, "gru_cell", **SHAPE)
-    losses, divisor, _ = decode(truth, targets, out.inputs)
+    losses, divisor, _ = decode(truth, FAVOURED, out.inputs)
     assert 1e-4 < float((losses.sum() / divisor).detach()) < 1e-2
     expected = truth.gradients(losses.sum() / divisor * 65536.0)
     at = groups(decoder)
@@ -177,11 +155,9 @@ def test_a_divisor_moves_no_bit_of_accuracy(mode: str) -> None:
     """The gradient of a mean over 10**9 items is that of the sum, scaled."""
     dtype, extra, context = settings(mode)
     decoder = make_decoder("lstm_cell", dtype=dtype, **SHAPE)
-    targets = torch.randint(WORDS, (STEPS, BATCH))
-    call = (decoder.embedding, decoder.cell, decoder.head, targets, decoder.state)
+    call = {"targets": torch.randint(WORDS, (STEPS, BATCH)), "feedback": "greedy"}
     with context:
-        mean = accumext.decode_loss(*call, feedback="greedy", num_items=10**9)
-        total = accumext.decode_loss(*call, feedback="greedy", reduction="sum")
+        mean, total = run(decoder, num_items=10**9, **call), run(decoder, reduction="sum", **call)
     few = [g.double() * 1e9 for g in decoder.gradients(mean.loss)]
     many = [g.double() for g in decoder.gradients(total.loss)]
     assert relative_distance(few, many) < extra * 1.5
@@ -190,31 +166,10 @@ def test_a_divisor_moves_no_bit_of_accuracy(mode: str) -> None:
 def test_upstream_is_not_rounded_to_half_precision() -> None:
     """A loss scale of 65536 is beyond float16, and so is 1 / 65536."""
     decoder = make_decoder("gru_cell", dtype=torch.float16, **SHAPE)
-    targets = torch.randint(WORDS, (STEPS, BATCH))
-    call = (decoder.embedding, decoder.cell, decoder.head, targets, decoder.state)
-    grads: list[list[Tensor]] = []
-    for up, down in ((1.0, 1.0), (131072.0, 1 / 65536), (1 / 4194304, 8388608.0)):
-        loss = accumext.decode_loss(*call, feedback="greedy", reduction="sum").loss
-        grads.append(decoder.gradients(loss * up * down))
-    for gradient, factor in ((grads[1], 2.0), (grads[2], 2.0)):
-        scaled = [g.double() / factor for g in gradient]
-        assert relative_distance(scaled, [g.double() for g in grads[0]]) < EXTRA[torch.float16]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_argmax_is_that_of_the_exact_logits(mode: str) -> None:
-    """Tokens are those of float64 on the rounded operands, wherever that is clear."""
-    dtype, _, context = settings(mode)
-    decoder = make_decoder("gru_cell", dtype=dtype, **SHAPE)
-    targets = torch.randint(WORDS, (STEPS, BATCH))
-    with context:
-        out = accumext.decode_loss(
-            decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, feedback="greedy"
-        )
-    truth = twin(decoder, "gru_cell", **SHAPE)
-    _, _, logits = decode(truth, targets, out.inputs)
-    top = logits.topk(2, -1).values
-    # rounding operands to half precision moves logits of this size by less
-    clear = top[..., 0] - top[..., 1] > (1e-4 if mode == "float32" else 0.03)
-    assert clear.double().mean() > 0.5
-    assert torch.equal(out.tokens[clear], logits.argmax(-1)[clear])
+    call = {"targets": torch.randint(WORDS, (STEPS, BATCH)), "reduction": "sum"}
+    one, *others = (
+        [g.double() for g in decoder.gradients(run(decoder, **call).loss * up * down)]
+        for up, down in ((1.0, 1.0), (131072.0, 1 / 65536), (1 / 4194304, 8388608.0))
+    )
+    for gradients in others:
+        assert relative_distance([g / 2 for g in gradients], one) < EXTRA[torch.float16]

@@ -1,4 +1,5 @@
-"""Other results of a call: the outputs of the cell, and those that a callable adds to them."""
+"""Other results of a call: what a callable returns besides its output, and losses of one's own on
+the outputs of the cell."""
 
 from __future__ import annotations
 
@@ -7,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.decode_oracle import Decoder, make_decoder, relative_distance
-from support.decoding import BATCH, EXACT, TARGETS, run
+from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
+from support.decoding import BATCH, EXACT, TARGETS, raises, run
 from torch import Tensor, nn
-
-import accumext
 
 STEPS = len(TARGETS)
 
 
-def attention(decoder: Decoder, memory: Tensor) -> Any:
-    """A cell that also returns its weights, and counts how often it was called."""
+def attention(decoder: Decoder) -> Any:
+    """A cell that also returns its weights."""
 
     def cell(x: Tensor, h: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         weights = torch.einsum("bsh,bh->bs", memory, h).softmax(-1)
@@ -31,7 +30,7 @@ def plain_attention(
     decoder: Decoder, inputs: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, weights [T, B, S] and outputs [T, B, H]."""
-    cell, h, losses, weights, outputs = attention(decoder, memory), decoder.state, [], [], []
+    cell, h, losses, weights, outputs = attention(decoder), decoder.state, [], [], []
     for t in range(STEPS):
         output, h, extras = cell(decoder.embedding(inputs[t]), h, memory)
         losses.append(F.cross_entropy(decoder.head(output), TARGETS[t]))
@@ -45,42 +44,33 @@ def plain_attention(
 def test_extras_are_stacked_once(feedback: str, periods: tuple[int | None, int | None]) -> None:
     decoder = make_decoder("gru_cell")
     memory = torch.randn(BATCH, 4, 5, dtype=torch.float64, requires_grad=True)
-    k1, k2 = periods
-    cell = attention(decoder, memory)
-    out = run(decoder, cell, feedback=feedback, context=(memory,), k1=k1, k2=k2)
+    call = {"feedback": feedback, "context": (memory,), "k1": periods[0], "k2": periods[1]}
+    out = run(decoder, attention(decoder), **call)
     loss, weights, outputs = plain_attention(decoder, out.inputs, memory)
     assert not out.extras["weights"].requires_grad
-    torch.testing.assert_close(out.extras["weights"], weights.detach(), rtol=EXACT, atol=EXACT)
-    torch.testing.assert_close(out.extras["state"], outputs.detach(), rtol=EXACT, atol=EXACT)
-    torch.testing.assert_close(out.loss, loss.detach(), rtol=EXACT, atol=EXACT)
-    before = out.extras["weights"].clone()
-    out.loss.backward()
-    assert torch.equal(out.extras["weights"], before)
     assert out.outputs is None
+    out.loss.backward()
+    for actual, expected in (
+        (out.extras["weights"], weights), (out.extras["state"], outputs), (out.loss, loss)
+    ):  # fmt: skip
+        torch.testing.assert_close(actual, expected, rtol=EXACT, atol=EXACT)
+    turned = run(
+        decoder, attention(decoder), **call, targets=TARGETS.t(), inputs=out.inputs.t(),
+        batch_first=True,
+    )  # fmt: skip
+    torch.testing.assert_close(turned.extras["weights"].transpose(0, 1), out.extras["weights"])
 
 
 def test_extras_and_outputs_carry_a_graph_on_request() -> None:
     decoder = make_decoder("gru_cell")
     memory = torch.randn(BATCH, 4, 5, dtype=torch.float64, requires_grad=True)
     decoder.leaves.append(memory)
-    out = run(decoder, attention(decoder, memory), context=(memory,), return_outputs=True)
+    out = run(decoder, attention(decoder), context=(memory,), return_outputs=True)
     loss, weights, outputs = plain_attention(decoder, out.inputs, memory)
     alignment, value = torch.rand_like(weights), torch.randn_like(outputs)
     actual = out.loss + (out.extras["weights"] * alignment).sum() + (out.outputs * value).sum()
     expected = loss + (weights * alignment).sum() + (outputs * value).sum()
     assert relative_distance(decoder.gradients(actual), decoder.gradients(expected)) < EXACT
-
-
-def test_extras_of_batch_first_calls_are_so_too() -> None:
-    decoder = make_decoder("gru_cell")
-    memory = torch.randn(BATCH, 4, 5, dtype=torch.float64)
-    cell = attention(decoder, memory)
-    call = (decoder.embedding, cell, decoder.head)
-    options = {"feedback": "teacher", "context": (memory,), "return_outputs": True}
-    one = accumext.decode_loss(*call, TARGETS, decoder.state, **options)
-    other = accumext.decode_loss(*call, TARGETS.t(), decoder.state, batch_first=True, **options)
-    assert torch.equal(other.extras["weights"], one.extras["weights"].transpose(0, 1))
-    assert torch.equal(other.outputs, one.outputs.transpose(0, 1))
 
 
 def test_extras_must_not_change_their_nesting() -> None:
@@ -90,47 +80,25 @@ def test_extras_must_not_change_their_nesting() -> None:
         h = decoder.cell(x, h)
         return h, h, [h] * (1 + next(calls) // 3)
 
-    with pytest.raises(ValueError, match="cell must return extras with 1 entries at every step"):
+    with raises(ValueError, "cell must return extras with 1 entries at every step"):
         run(decoder, cell)
 
 
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm", "rnn_relu"])
 def test_the_outputs_alone_have_gradients(kind: str) -> None:
     """A value head without the loss."""
-    decoder = make_decoder(kind)
-    out = run(decoder, return_outputs=True, embedding_dropout=0.0)
-    state, outputs = decoder.state, []
-    for t in range(STEPS):
-        output, state = decoder.step(decoder.embedding(out.inputs[t]), state)
-        outputs.append(output)
+    decoder, outputs = make_decoder(kind), []
+    out = run(decoder, return_outputs=True)
+    decode(decoder, TARGETS, out.inputs, outputs=outputs)
     factors = torch.randn_like(out.outputs)
     actual = decoder.gradients((out.outputs * factors).sum())
     expected = decoder.gradients((torch.stack(outputs) * factors).sum())
     assert relative_distance(actual, expected) < EXACT
 
 
-def test_the_outputs_are_the_callers_to_write() -> None:
-    decoder = make_decoder("gru_cell")
-    out = run(decoder, return_outputs=True)
-    expected = decoder.gradients(run(decoder).loss)
-    out.outputs.detach().zero_()
-    assert relative_distance(decoder.gradients(out.loss), expected) < EXACT
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_outputs_of_nothing(steps: int) -> None:
-    decoder = make_decoder("gru_cell", batch=0)
-    targets = torch.zeros(steps, 0, dtype=torch.int64)
-    out = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, feedback="teacher",
-        return_outputs=True,
-    )  # fmt: skip
-    assert out.outputs.shape == (steps, 0, 5)
-    assert out.extras is None
-
-
 def test_a_second_head_in_one_pass() -> None:
-    """The loss of a value head beside that of the words, and its own parameters' gradients."""
+    """The loss of a value head beside that of the words, in windows, and its own parameters'
+    gradients."""
     decoder, value = make_decoder("lstm_cell"), nn.Linear(5, 1, dtype=torch.float64)
     out = run(decoder, return_outputs=True, k1=3, k2=3)
     returns = torch.randn(STEPS, BATCH, dtype=torch.float64)

@@ -2,98 +2,77 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.decode_oracle import make_decoder, relative_distance
-from support.decoding import EXACT, check_exact, raises, run, targets_with_holes
-from torch import nn
+from support.decoding import BATCH, EXACT, STEPS, raises, run, targets_with_holes, wrapped
+from torch import Tensor, nn
 
-import accumext
+CHANGED = "parameters must be those of the forward pass until the backward pass has run"
 
 
-def test_loss_scale_is_honoured_and_a_retained_graph_runs_again() -> None:
+def test_a_graph_that_is_not_retained_runs_once() -> None:
     decoder = make_decoder("lstm_cell", tied=True)
-    targets = targets_with_holes()
-    out = accumext.decode_loss(
-        decoder.embedding, decoder.cell, decoder.head, targets, decoder.state, feedback="greedy"
-    )
-    first = torch.autograd.grad(out.loss * 65536.0, decoder.leaves, retain_graph=True)
-    again = torch.autograd.grad(out.loss * 3.0, decoder.leaves)
-    for a, b in zip(first, again, strict=True):
-        torch.testing.assert_close(a / 65536, b / 3, rtol=1e-11, atol=1e-14)
+    out = run(decoder, feedback="greedy")
+    decoder.gradients(out.loss)
     with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(out.loss, decoder.leaves)
+        decoder.gradients(out.loss)
 
 
-def test_frozen_parts_get_no_gradient() -> None:
-    for frozen, kind in itertools.product(("embedding", "cell", "head"), ("gru_cell", "lstm")):
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["gru_cell", "lstm"])
+def test_parameters_that_changed_before_the_backward_pass_are_an_error(
+    kind: str, frozen: bool
+) -> None:
+    """Also those that want no gradient, for gradients go through them."""
+    for change in ("embedding", "cell", "head")[frozen : 3 - frozen]:
         decoder = make_decoder(kind)
-        getattr(decoder, frozen).requires_grad_(False)
-        decoder.leaves = [leaf for leaf in decoder.leaves if leaf.requires_grad]
-        check_exact(decoder, targets_with_holes(), {"feedback": "greedy"})
-
-
-def test_parameters_that_changed_before_the_backward_pass_are_an_error() -> None:
-    text = "parameters must be those of the forward pass until the backward pass has run"
-    for change in ("embedding", "cell", "head"):
-        decoder = make_decoder("gru_cell")
+        getattr(decoder, change).requires_grad_(not frozen)
         out = run(decoder)
         with torch.no_grad():
             next(getattr(decoder, change).parameters()).add_(1)
-        with raises(RuntimeError, text):
+        with raises(RuntimeError, CHANGED):
             out.loss.backward()
+
+
+def test_parameters_that_were_replaced_are_an_error() -> None:
     decoder = make_decoder("gru_cell")
-    other = {
-        name: p.detach().clone().requires_grad_() for name, p in decoder.cell.named_parameters()
-    }
 
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.cell = decoder.cell
 
-        def forward(self) -> torch.Tensor:
+        def forward(self) -> Tensor:
             return run(decoder).loss
 
-    swapped = {f"cell.{name}": p for name, p in other.items()}
-    loss = torch.func.functional_call(Whole(), swapped, ())
-    with raises(RuntimeError, text):
+    parameters = decoder.cell.named_parameters()
+    others = {f"cell.{n}": p.detach().clone().requires_grad_() for n, p in parameters}
+    loss = torch.func.functional_call(Whole(), others, ())
+    with raises(RuntimeError, CHANGED):
         loss.backward()
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"k1": 2, "k2": 2}, {"k1": 2, "k2": 5}, {"memory_budget": 4000}], ids=str
 )
-@pytest.mark.parametrize("name", ["bias_ih", "bias_hh", "weight_hh"])
-def test_parameters_of_a_function_that_changed_are_an_error(
-    name: str, options: dict[str, Any]
-) -> None:
-    """They are found in the graph of its steps."""
-    decoder = make_decoder("gru_cell")
-    out = accumext.decode_loss(
-        decoder.embedding, called(decoder), decoder.head, targets_with_holes(20), decoder.state,
-        feedback="greedy", **options,
-    )  # fmt: skip
-    with torch.no_grad():
-        getattr(decoder.cell, name).add_(1)
-    with raises(RuntimeError, "parameters must be those of the forward pass"):
-        out.loss.backward()
-
-
-@pytest.mark.parametrize("kind", ["gru_cell", "lstm"])
-def test_a_frozen_parameter_that_changed_is_an_error(kind: str) -> None:
-    """Gradients go through it, and the backward pass reads it again."""
-    decoder = make_decoder(kind)
-    decoder.cell.requires_grad_(False)
-    out = run(decoder)
-    with torch.no_grad():
-        next(decoder.cell.parameters()).add_(1)
-    with raises(RuntimeError, "parameters must be those of the forward pass"):
-        out.loss.backward()
+def test_parameters_of_a_function_that_changed_are_an_error(options: dict[str, Any]) -> None:
+    """They are found in the graph of its steps; and so is a state, as it is for plain autograd."""
+    decoder, targets = make_decoder("gru_cell"), targets_with_holes(20)
+    for name in ("bias_ih", "bias_hh", "weight_hh"):
+        out = run(decoder, wrapped(decoder), targets=targets, feedback="greedy", **options)
+        with torch.no_grad():
+            getattr(decoder.cell, name).add_(1)
+        with raises(RuntimeError, "parameters must be those of the forward pass"):
+            out.loss.backward()
+    if "k1" not in options:
+        state = torch.randn(BATCH, 5, dtype=torch.float64)
+        out = run(decoder, wrapped(decoder), state, targets=targets, **options)
+        state.zero_()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|must be those"):
+            out.loss.backward()
 
 
 @pytest.mark.parametrize("where", ["table", "cell", "function"])
@@ -113,7 +92,7 @@ def test_renormalised_embeddings_are_no_changed_parameters(kind: str, where: str
                 self.inner = decoder.cell
                 self.words = nn.Embedding(30, 5, max_norm=0.5, dtype=torch.float64)
 
-            def forward(self, x: torch.Tensor, state: Any) -> Any:
+            def forward(self, x: Tensor, state: Any) -> Any:
                 h, t = state
                 h = self.inner(x + self.words(t), h)
                 return h, (h, t + 1)
@@ -140,7 +119,7 @@ def test_an_average_that_the_cell_holds_may_be_updated() -> None:
             self.inner = decoder.cell
             self.average = nn.Linear(3, 3).requires_grad_(False)
 
-        def forward(self, x: torch.Tensor, h: torch.Tensor) -> Any:
+        def forward(self, x: Tensor, h: Tensor) -> Any:
             return decoder.step(x, h)
 
     cell = WithAverage()
@@ -154,7 +133,7 @@ def test_a_backward_pass_that_failed_leaves_nothing_behind() -> None:
     expected = decoder.gradients(run(decoder).loss)
     out = run(decoder)
 
-    def fail(_: torch.Tensor) -> None:
+    def fail(_: Tensor) -> None:
         raise ZeroDivisionError
 
     handle = decoder.state.register_hook(fail)
@@ -166,50 +145,22 @@ def test_a_backward_pass_that_failed_leaves_nothing_behind() -> None:
     assert relative_distance(decoder.gradients(out.loss), expected) < EXACT
 
 
-def called(decoder: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    def cell(x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h = decoder.cell(x, h)
-        return h, h
-
-    return cell
-
-
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm", "callable"])
-@pytest.mark.parametrize("name", ["resets", "token_weight", "class_weight", "num_items"])
-def test_buffers_of_the_caller_may_be_written_after_the_call(kind: str, name: str) -> None:
-    decoder = make_decoder("gru_cell" if kind == "callable" else kind)
-    cell = decoder.cell if kind != "callable" else called(decoder)
-    targets = targets_with_holes()
-    made = {
-        "resets": torch.rand(targets.shape) < 0.4,
-        "token_weight": torch.rand(targets.shape, dtype=torch.float64),
-        "class_weight": torch.rand(decoder.head.out_features, dtype=torch.float64),
-        "num_items": torch.tensor(5.0, dtype=torch.float64),
-    }[name]
-    reduction = "mean" if name == "num_items" else "none"
-    found = []
-    for write in (False, True):
-        buffer = made.clone()
-        loss = accumext.decode_loss(
-            decoder.embedding, cell, decoder.head, targets, decoder.state, feedback="greedy",
-            reduction=reduction, **{name: buffer},
-        ).loss  # fmt: skip
-        if write:
-            buffer.zero_()
-        found.append(torch.autograd.grad(loss.sum(), decoder.leaves))
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("budget", [None, 4000])
-def test_a_state_that_changed_before_the_backward_pass_is_an_error(budget: int | None) -> None:
-    """As it is for plain autograd."""
-    decoder = make_decoder("gru_cell")
-    state = torch.randn(*decoder.state.shape, dtype=torch.float64)
-    out = accumext.decode_loss(
-        decoder.embedding, called(decoder), decoder.head, targets_with_holes(), state,
-        feedback="teacher", memory_budget=budget,
-    )  # fmt: skip
-    state.zero_()
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|must be those"):
-        out.loss.backward()
+def test_buffers_of_the_caller_may_be_written_after_the_call(kind: str) -> None:
+    decoder, targets = make_decoder("lstm" if kind == "lstm" else "gru_cell"), targets_with_holes()
+    cell = wrapped(decoder) if kind == "callable" else None
+    for name, made in (
+        ("resets", torch.rand(STEPS, BATCH) < 0.4),
+        ("token_weight", torch.rand(STEPS, BATCH, dtype=torch.float64)),
+        ("class_weight", torch.rand(13, dtype=torch.float64)),
+        ("num_items", torch.tensor(5.0, dtype=torch.float64)),
+    ):
+        call = {"feedback": "greedy", "reduction": "mean" if name == "num_items" else "none"}
+        found = []
+        for write in (False, True):
+            buffer = made.clone()
+            loss = run(decoder, cell, targets=targets, **call, **{name: buffer}).loss
+            if write:
+                buffer.zero_()
+            found.append(decoder.gradients(loss.sum()))
+        assert relative_distance(*found) == 0

@@ -14,8 +14,10 @@ CELLS = {
     "gru_cell": (nn.GRUCell, None),
     "lstm_cell": (nn.LSTMCell, None),
     "rnn_cell": (nn.RNNCell, None),
+    "rnn_relu_cell": (nn.RNNCell, None),
     "gru": (nn.GRU, 2),
     "lstm": (nn.LSTM, 2),
+    "rnn": (nn.RNN, 1),
     "rnn_relu": (nn.RNN, 2),
     "gru_1": (nn.GRU, 1),
 }
@@ -47,19 +49,26 @@ def make_decoder(
     bias: bool = True,
     padding_idx: int | None = None,
     dropout: float = 0.0,
+    inputs: int | None = None,  # E, else `size`
+    cell_bias: bool = True,
+    layers: int | None = None,  # of a module that has them, else those of CELLS
 ) -> Decoder:
     """A decoder around one of torch's cells."""
-    factory, layers = CELLS[kind]
-    embedding = nn.Embedding(vocabulary, size, padding_idx=padding_idx, dtype=dtype)
+    factory, usual = CELLS[kind]
+    layers = usual if usual is None or layers is None else layers
+    inputs = size if inputs is None or tied else inputs
+    embedding = nn.Embedding(vocabulary, inputs, padding_idx=padding_idx, dtype=dtype)
     head = nn.Linear(size, vocabulary, bias=bias, dtype=dtype)
     if tied:
         head.weight = embedding.weight
+    options = {"nonlinearity": "relu"} if "relu" in kind else {}
     if layers is None:
-        cell = factory(size, size, dtype=dtype)
+        cell = factory(inputs, size, cell_bias, dtype=dtype, **options)
         shape: tuple[int, ...] = (batch, size)
     else:
-        options = {"nonlinearity": "relu"} if kind == "rnn_relu" else {}
-        cell = factory(size, size, layers, dropout=dropout, dtype=dtype, **options)
+        dropout = dropout if layers > 1 else 0.0
+        options |= {"bias": cell_bias, "dropout": dropout, "dtype": dtype}
+        cell = factory(inputs, size, layers, **options)
         shape = (layers, batch, size)
     pair = "lstm" in kind
     hidden = torch.randn(shape, dtype=dtype).requires_grad_()
@@ -92,6 +101,7 @@ def decode(
     embedding_dropout: float = 0.0,
     output_dropout: float = 0.0,
     outputs: list[Tensor] | None = None,  # gets those of the cell, [B, H] of each step
+    states: list[Any] | None = None,  # gets those at the ends of windows
     objective: Callable[[int, Tensor, Tensor], Tensor] | None = None,  # of `support.objectives`
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss [T, B] per token, their divisor under "mean", and logits [T, B, V]; TBPTT(k1, k2) under
@@ -123,20 +133,22 @@ def decode(
             counted = live[t] & (targets[t] != ignore_index)
             losses.append((loss + z_loss * z.logsumexp(-1).square()) * counted)
             logits.append(z)
+        if states is not None:
+            states.append(state)
         return losses, logits, state
 
     if windows is None:
         losses, logits, _ = run(0, steps, decoder.state)
     else:
         k1, k2 = windows
-        states = [decoder.state]  # before every step, without a graph but for the first
+        starts = [decoder.state]  # before every step, without a graph but for the first
         for t in range(steps):
-            states.append(_detach(run(t, t + 1, _detach(states[-1]))[2]))
+            starts.append(_detach(run(t, t + 1, _detach(starts[-1]))[2]))
         losses, logits = [], []
         for end in [*range(k1, steps, k1), steps]:
             begin = len(losses)
             first = begin if k1 == k2 else max(0, end - k2)
-            some, seen, _ = run(first, end, states[first])
+            some, seen, _ = run(first, end, starts[first])
             losses += some[begin - first :]
             logits += seen[begin - first :]
     counted = live & (targets != ignore_index)
