@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import loops
 import torch
+from loops import Batch, N, of_labels, of_rows
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -23,6 +25,8 @@ NOTED = {  # calls that a loop makes: the class or module that has the function,
     "update": (GradScaler, "update"),
     "schedule": (LRScheduler, "step"),
 }
+
+Size = Callable[["Plain"], float]
 
 
 def flat(tensors: Iterable[Tensor | None], like: Iterable[Tensor]) -> Tensor:
@@ -140,7 +144,7 @@ class Plain:
         return max(counts)
 
 
-# The definitions. All in float64, each from parameters that a step was taken from.
+# --- gradients of a step's parameters, in float64 -------------------------------------------------
 
 
 def at(model: nn.Module, parameters: Tensor) -> nn.Module:
@@ -150,17 +154,23 @@ def at(model: nn.Module, parameters: Tensor) -> nn.Module:
     return model
 
 
-def gradients(
-    model: nn.Module, step: Step, losses: Sequence[Callable[[nn.Module], Tensor]]
-) -> Tensor:
-    """The gradient of each loss, one a column, at the parameters of a step."""
-    model = at(model, step.before)
+def gradient(model: nn.Module, loss: Tensor) -> Tensor:
     parameters = list(model.parameters())
-    columns = []
-    for loss in losses:
-        grads = torch.autograd.grad(loss(model), parameters, allow_unused=True)
-        columns.append(flat(grads, parameters))
-    return torch.stack(columns, 1)
+    return flat(torch.autograd.grad(loss, parameters, allow_unused=True), parameters)
+
+
+def gradients(
+    model: nn.Module,
+    before: Tensor,
+    batches: Sequence[Batch],
+    of: Callable[..., Tensor] = of_rows,
+    reduction: str = "mean",
+) -> Tensor:
+    """The gradient of each micro-batch's loss, one a column."""
+    model = at(model, before)
+    return torch.stack(
+        [gradient(model, of(model, x.double(), y, reduction)) for x, y in batches], 1
+    )
 
 
 def weights(used: Tensor, columns: Tensor) -> Tensor:
@@ -174,3 +184,119 @@ def weights(used: Tensor, columns: Tensor) -> Tensor:
 def distance(a: Tensor, b: Tensor) -> float:
     """Of the first from the second, relative to it."""
     return float((a - b).norm() / b.norm())
+
+
+def in_steps(plain: Plain, batches: Sequence[Batch], *how: Any) -> list[Tensor]:
+    """What each micro-batch of a window is multiplied with in the gradient of its step."""
+    pairs = zip(plain.steps, loops.windows_of(batches), strict=True)
+    return [weights(s.gradient, gradients(plain.model, s.before, some, *how)) for s, some in pairs]
+
+
+def equal(used: Tensor) -> Tensor:
+    """The sum of factors that are all the same."""
+    torch.testing.assert_close(used, used.mean().expand_as(used), rtol=1e-3, atol=0)
+    return used.sum()
+
+
+# --- the sizes of mistakes ------------------------------------------------------------------------
+
+
+def times_the_mean(batches: Sequence[Batch], window: int = 0) -> Size:
+    """The factor of the mean over the micro-batches."""
+    return lambda plain: float(equal(in_steps(plain, batches)[window]))
+
+
+def times_the_mean_of_tokens(plain: Plain) -> float:
+    used = equal(in_steps(plain, loops.tagged(), of_labels, "sum")[0])
+    return float(used) / N * sum(loops.LABELS)
+
+
+def times_the_mean_by_the_parameters(plain: Plain) -> float:
+    """From how far a step of rate 1 has gone, since the sums are the wrapper's own."""
+    first = plain.steps[0]
+    columns = gradients(plain.model, first.before, loops.rows()[:N])
+    return float(equal(weights(first.before - first.after, columns)))
+
+
+def ratio_of_weights(batches: Sequence[Batch], of: Any = of_rows) -> Size:
+    """Of two terms of the losses' sums, at most."""
+
+    def largest(plain: Plain) -> float:
+        return max(float(u.max() / u.min()) for u in in_steps(plain, batches, of, "sum"))
+
+    return largest
+
+
+def absent(batches: Sequence[Batch]) -> Size:
+    """Micro-batches of a window whose gradient is not in the step."""
+    return lambda plain: float(max((u.abs() < 1e-4).sum() for u in in_steps(plain, batches)))
+
+
+def steps_that_one_is_in(plain: Plain) -> float:
+    """A step's gradient is a sum over all micro-batches so far."""
+    pairs = zip(plain.steps, loops.windows_of(loops.rows()), strict=True)
+    columns = [gradients(plain.model, step.before, some) for step, some in pairs]
+    counts = torch.zeros(N)
+    for number, step in enumerate(plain.steps, 1):
+        used = weights(step.gradient, torch.cat(columns[:number], 1))
+        counts += (used[:N] > 1e-4).double()
+    return float(counts.max())
+
+
+def times_scale_in_the_norm(plain: Plain) -> float:
+    grads = gradients(plain.model, plain.steps[0].before, loops.rows()[:N])
+    return plain.norms[0] / float(grads.mean(1).norm())
+
+
+def held(plain: Plain) -> set[Tensor]:
+    return {p for group in plain.optimizer.param_groups for p in group["params"]}
+
+
+def clipped_but_not_trained(plain: Plain) -> float:
+    return float(len(set(plain.clipped) - held(plain)))
+
+
+def in_no_optimizer(plain: Plain) -> float:
+    return float(len(set(plain.model.parameters()) - held(plain)))
+
+
+def not_finite(plain: Plain) -> float:
+    return float(sum(not step.gradient.isfinite().all() for step in plain.steps))
+
+
+def of_the_exact_gradient(cut: int) -> Size:
+    """The distance of a decoder's gradient whose state is detached every so many tokens."""
+
+    def of(plain: Plain) -> float:
+        model, (targets, hidden) = at(plain.model, plain.steps[0].before), loops.sentences(1)[0]
+        truncated, exact = (
+            gradient(model, loops.decoded(model, targets, hidden.double(), every))
+            for every in (cut, None)
+        )
+        return distance(truncated, exact)
+
+    return of
+
+
+def of_the_sum_in_float32(many: int) -> Size:
+    """Every pass by itself, in bfloat16; their sum in float64; and the sum that was stepped on."""
+
+    def of(plain: Plain) -> float:
+        model = at(plain.model, plain.steps[0].before).bfloat16()
+        losses = (of_rows(model, x.bfloat16(), y) / many for x, y in loops.rows(many))
+        return distance(plain.steps[0].gradient, sum(gradient(model, loss) for loss in losses))
+
+    return of
+
+
+def without_gradient(plain: Plain) -> float:
+    """Tensors of the optimizer whose gradient is zero, or is not there, in all steps."""
+    sizes = [p.numel() for p in plain.model.parameters()]
+    parts = zip(*(step.gradient.split(sizes) for step in plain.steps), strict=True)
+    return float(sum(all(not g.any() for g in of_one) for of_one in parts))
+
+
+def first_that_differs(plain: Plain) -> float:
+    """A window has one pass here."""
+    pairs = zip(plain.steps, plain.against.steps, strict=True)
+    return 1.0 + [torch.equal(a.gradient, b.gradient) for a, b in pairs].index(False)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from by_definition import Plain
+from loops import IGNORED, Batch, N, Watch, network, of_labels, of_rows, rows, sgd, tagged, train
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from wrong_loops import IGNORED, Batch, N, Watch, network, of_labels, of_rows, rows, sgd
 
 import accumext
 from accumext.audit._audit import Audit
@@ -27,21 +27,14 @@ def share(rank: int, world: int) -> list[Batch]:
 
 
 def tagged_share(rank: int) -> list[Batch]:
-    """Inputs [2, 6, 16] and labels, of which each rank has another number."""
-    g = torch.Generator().manual_seed(5 + rank)
-    batches = []
-    for _ in range(WINDOWS * N):
-        y = torch.randint(8, (12,), generator=g)
-        y[COUNTS[rank] :] = IGNORED
-        batches.append((torch.randn(2, 6, 16, generator=g), y.view(2, 6)))
-    return batches
+    """Of which each rank has another number of labels."""
+    return tagged(WINDOWS * N, [COUNTS[rank]], seed=5 + rank)
 
 
 def synchronised(watch: Watch, held_back: Any, batches: list[Batch], loss_of: Any = of_rows) -> Any:
     """A loop of DistributedDataParallel; `held_back(i)`: no_sync() for the i-th micro-batch."""
-    model = network()
-    ddp = DistributedDataParallel(model)
-    optimizer = sgd(model)
+    ddp = DistributedDataParallel(network())
+    optimizer = sgd(ddp)
     with watch(ddp, optimizer) as audit:
         for i, (x, y) in enumerate(batches):
             with ddp.no_sync() if held_back(i) else contextlib.nullcontext():
@@ -78,38 +71,30 @@ def mean_of_each_rank(rank: int, world: int, watch: Watch) -> Any:
 
 def mean_of_all_labels(rank: int, world: int, watch: Watch) -> Any:
     """Sums over labels, divided by those of all ranks; the factor undoes what DDP divides by."""
-    batches = tagged_share(rank)
     counts = torch.tensor(float(N * COUNTS[rank]))  # of a window
     dist.all_reduce(counts)
     factor = N * world / counts  # N: the loop divides by it
-
-    def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return of_labels(model, x, y, "sum") * factor
-
-    return synchronised(watch, but_the_last, batches, loss_of)
+    return synchronised(
+        watch, but_the_last, tagged_share(rank), lambda *of: of_labels(*of, "sum") * factor
+    )
 
 
 def reduced_by_hand(rank: int, world: int, watch: Watch) -> Any:
     """No DistributedDataParallel: gradients are all-reduced before the step."""
     model = network()
-    optimizer = sgd(model)
-    with watch(model, optimizer) as audit:
-        for i, (x, y) in enumerate(share(rank, world)):
-            (of_rows(model, x, y) / N).backward()
-            if (i + 1) % N == 0:
-                for parameter in model.parameters():
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= world
-                optimizer.step()
-                optimizer.zero_grad()
-    return audit
+
+    def reduce() -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world
+
+    return train(watch, model, sgd(model), share(rank, world), before=reduce)
 
 
 def wrapper(rank: int, world: int, watch: Watch) -> Any:
     """AccumulatingOptimizer and its micro_batch, weighted by labels."""
-    model = network()
-    ddp = DistributedDataParallel(model)
-    optimizer = accumext.AccumulatingOptimizer(sgd(model), window=N, max_norm=0.1)
+    ddp = DistributedDataParallel(network())
+    optimizer = accumext.AccumulatingOptimizer(sgd(ddp), window=N, max_norm=0.1)
     with watch(ddp, optimizer) as audit:
         for x, y in tagged_share(rank):
             with optimizer.micro_batch(ddp):
@@ -118,56 +103,45 @@ def wrapper(rank: int, world: int, watch: Watch) -> Any:
     return audit
 
 
-LOOPS = (right, every_time, never, mean_of_each_rank, mean_of_all_labels, reduced_by_hand, wrapper)
-GIVEN = ("ddp", "inside", "none")  # what the audit is told: the DDP module, what is in it, nothing
+def seen(audit: Audit, watched: list[Any], plain: list[Any], **more: Any) -> dict[str, Any]:
+    """The findings, and the parameters with the audit and without."""
+    found = [(f.name, float(f.value), f.where) for f in audit.findings]
+    return {
+        "findings": found, "windows": audit.record.windows, "watched": watched, "plain": plain,
+        **more,
+    }  # fmt: skip
 
 
 def scenario(rank: int, world: int, loop: Any, given: str) -> dict[str, Any]:
-    """The findings, the steps without the audit, and the parameters with it and without."""
+    """`given`: what the audit is told, which is the DDP module, what is in it, or nothing."""
     models = []
 
-    def watch(model: Any, optimizer: Any) -> accumext.Audit:
+    def watch(model: Any, optimizer: Any) -> Audit:
         models.append(model)
         told = {"ddp": model, "inside": getattr(model, "module", model), "none": None}
         return accumext.audit(told[given], optimizer)
 
     audit, plain = loop(rank, world, watch), loop(rank, world, Plain)
-    return {
-        "findings": [(f.name, float(f.value), f.where) for f in audit.findings],
-        "windows": len(audit.to_json()["windows"]),
-        "lines": len(str(audit).splitlines()),
-        "before": plain.steps[0].before,
-        "gradient": plain.steps[0].gradient,
-        "watched": [p.detach() for p in models[0].parameters()],
-        "plain": [p.detach() for p in plain.model.parameters()],
-    }
+    watched, alone = ([p.detach() for p in m.parameters()] for m in (*models, plain.model))
+    first = plain.steps[0]
+    return seen(audit, watched, alone, before=first.before, gradient=first.gradient)
 
 
 def sharded(rank: int, world: int, divisor: int) -> dict[str, Any]:
     """fully_shard, every pass reduced, each loss divided; with the audit and without."""
-
-    def train(audited: bool) -> tuple[Any, Any]:
+    results = []
+    for watch in (accumext.audit, Plain):
         model = network()
         for layer in (model[0], model[2], model):
             fully_shard(layer)
-        optimizer = sgd(model)
-        with accumext.audit(model, optimizer) if audited else contextlib.nullcontext() as audit:
-            for i, (x, y) in enumerate(share(rank, world)):
-                (of_rows(model, x, y) / divisor).backward()
-                if (i + 1) % N == 0:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return [p.detach().full_tensor() for p in model.parameters()], audit
-
-    watched, audit = train(True)
-    return {
-        "findings": [(f.name, float(f.value), f.where) for f in audit.findings],
-        "windows": audit.record.windows,
-        "lines": len(str(audit).splitlines()),
-        "watched": watched,
-        "plain": train(False)[0],
-    }
+        around = watch if watch is accumext.audit else lambda *_: contextlib.nullcontext()
+        audit = train(
+            around, model, sgd(model), share(rank, world), divisor=divisor,
+            before=lambda of=model: torch.nn.utils.clip_grad_norm_(of.parameters(), 0.1),
+        )  # fmt: skip
+        results.append((audit, [p.detach().full_tensor() for p in model.parameters()]))
+    (audit, watched), (_, plain) = results
+    return seen(audit, watched, plain)
 
 
 def stopped(rank: int, world: int) -> list[tuple[str, float]]:
@@ -183,9 +157,18 @@ def stopped(rank: int, world: int) -> list[tuple[str, float]]:
     return [(f.name, float(f.value)) for f in audits[0].findings]
 
 
+# What the audit is told decides whether it finds DDP; what it makes of that, does not.
+GIVEN = ("ddp", "inside", "none")
+RIGHT = ("right", "mean_of_all_labels", "reduced_by_hand", "wrapper", "sharded")
 SCENARIOS = {
-    f"{loop.__name__}-{given}": partial(scenario, loop=loop, given=given)
-    for loop in LOOPS
-    for given in GIVEN
-} | {f"sharded-{divisor}": partial(sharded, divisor=divisor) for divisor in (1, N)}
-ALL = SCENARIOS | {"stopped": stopped}
+    "right": partial(scenario, loop=right, given="none"),
+    "mean_of_all_labels": partial(scenario, loop=mean_of_all_labels, given="inside"),
+    "reduced_by_hand": partial(scenario, loop=reduced_by_hand, given="none"),
+    "wrapper": partial(scenario, loop=wrapper, given="ddp"),
+    "sharded": partial(sharded, divisor=N),
+    "sharded, undivided": partial(sharded, divisor=1),
+    "mean_of_each_rank": partial(scenario, loop=mean_of_each_rank, given="ddp"),
+    **{f"every_time-{given}": partial(scenario, loop=every_time, given=given) for given in GIVEN},
+    **{f"never-{given}": partial(scenario, loop=never, given=given) for given in GIVEN},
+}
+ALL = {**SCENARIOS, "stopped": stopped}

@@ -1,20 +1,20 @@
-"""Right loops: those of torch's documentation, written anew, and of the wrapper.
-
-As in wrong_loops.py, `watch` stands around each.
-"""
+"""Right loops: those of torch's documentation, written anew, those that look like mistakes, and
+loops of the wrapper."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim.lr_scheduler import ExponentialLR
-from wrong_loops import (
+from loops import (
     IGNORED,
+    LABELS,
     N,
     Watch,
+    adam,
     network,
     of_labels,
     of_rows,
@@ -22,128 +22,122 @@ from wrong_loops import (
     scaler_of,
     sgd,
     tagged,
+    train,
+    windows_of,
 )
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 import accumext
 
-
-def adam(model: nn.Module, **options: Any) -> torch.optim.Adam:
-    return torch.optim.Adam(model.parameters(), lr=1e-3, **options)
+RIGHT: list[Callable[[Watch], Any]] = []
 
 
-def every_batch(audit: Any, model: nn.Module, optimizer: Any, loss_of: Any) -> Any:
-    """The loop of a tutorial: a step with every batch."""
-    with audit as opened:
-        for x, y in rows(6):
-            optimizer.zero_grad()
-            loss_of(x, y).backward()
-            optimizer.step()
-    return opened
+def right(loop: Callable[[Watch], Any]) -> Callable[[Watch], Any]:
+    RIGHT.append(loop)
+    return loop
 
 
-def amp(watch: Watch = accumext.audit) -> Any:
-    """Mixed precision, as in the recipe."""
-    model = network()
-    optimizer, scaler = sgd(model), scaler_of()
-    with watch(model, optimizer) as audit:
-        for x, y in rows(6):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = of_rows(model, x, y)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    return audit
+# --- mixed precision ------------------------------------------------------------------------------
 
 
-def amp_with_clipping(watch: Watch = accumext.audit) -> Any:
-    """`unscale_`, then the clip."""
-    model = network()
-    optimizer, scaler = sgd(model), scaler_of(growth_interval=2)
-    with watch(model, optimizer) as audit:
-        for x, y in rows(6):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = of_rows(model, x, y)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
-            scaler.step(optimizer)
-            scaler.update()
-    return audit
+def in_bfloat16(*of: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return of_rows(*of)
 
 
-def amp_with_accumulation(watch: Watch = accumext.audit) -> Any:
+@right
+def amp_with_clipping(watch: Watch) -> Any:
+    """As in the recipe; `unscale_`, then the clip."""
+    model, scaler = network(), scaler_of(growth_interval=2)
+    optimizer = sgd(model)
+
+    def clip() -> None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
+
+    return train(watch, model, optimizer, rows(6), in_bfloat16, n=1, scaler=scaler, before=clip)
+
+
+@right
+def amp_with_accumulation(watch: Watch) -> Any:
     """Scaled and divided losses, and the scaler once per window."""
     model = network()
-    optimizer, scaler = sgd(model), scaler_of(growth_interval=1)
-    with watch(model, optimizer) as audit:
-        for i, (x, y) in enumerate(rows()):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = of_rows(model, x, y) / N
-            scaler.scale(loss).backward()
-            if (i + 1) % N == 0:
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-    return audit
+    return train(watch, model, sgd(model), None, in_bfloat16, scaler=scaler_of(growth_interval=1))
 
 
-def amp_with_an_overflow(watch: Watch = accumext.audit) -> Any:
+@right
+def amp_with_an_overflow(watch: Watch) -> Any:
     """A first scale that is too large: one step is skipped, and the scale halved."""
     model = network()
-    optimizer, scaler = sgd(model), scaler_of(init_scale=2.0**127)
-    with watch(model, optimizer) as audit:
-        for x, y in rows(6):
-            optimizer.zero_grad()
-            scaler.scale(of_rows(model, x, y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    return audit
+    return train(watch, model, sgd(model), rows(6), n=1, scaler=scaler_of(init_scale=2.0**127))
 
 
-def accumulation(watch: Watch = accumext.audit) -> Any:
+@right
+def amp_switched_off(watch: Watch) -> Any:
+    """A GradScaler with `enabled=False`, and a loss that weighs half."""
+    model, scaler = network(), scaler_of(enabled=False)
+    optimizer = adam(model)
+
+    def clip() -> None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    return train(watch, model, optimizer, divisor=2 * N, scaler=scaler, before=clip)
+
+
+# --- what a micro-batch weighs --------------------------------------------------------------------
+
+
+@right
+def accumulation(watch: Watch) -> Any:
     """Every loss divided by n, a step every n batches, clipped."""
     model = network()
-    optimizer = adam(model)
-    with watch(model, optimizer) as audit:
-        for i, (x, y) in enumerate(rows()):
-            loss = of_rows(model, x, y) / N
-            loss.backward()
-            if (i + 1) % N == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-    return audit
+    return train(
+        watch, model, adam(model), before=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    )
 
 
-def accumulation_to_the_end(watch: Watch = accumext.audit) -> Any:
-    """The last window holds two batches, and is divided by two."""
-    model, batches = network(), rows(2 * N + 2)
+@right
+def windows_that_grow(watch: Watch) -> Any:
+    """A larger batch later in the training: windows of 1, 2, 4 and 8, each divided by its own."""
+    model, batches = network(), iter(rows(15))
     optimizer = sgd(model)
     with watch(model, optimizer) as audit:
-        for begin in range(0, len(batches), N):
-            window = batches[begin : begin + N]
-            optimizer.zero_grad()
-            for x, y in window:
-                (of_rows(model, x, y) / len(window)).backward()
+        for n in (1, 2, 4, 8):
+            for _ in range(n):
+                (of_rows(model, *next(batches)) / n).backward()
             optimizer.step()
+            optimizer.zero_grad()
     return audit
 
 
-def mean_over_tokens(watch: Watch = accumext.audit) -> Any:
+def sum_of_labels(*of: Any) -> Tensor:
+    return of_labels(*of, "sum")
+
+
+@right
+def mean_over_tokens(watch: Watch) -> Any:
     """Sums over tokens, divided by the tokens of the window."""
-    model, batches = network(), tagged()
-    optimizer = sgd(model)
-    with watch(model, optimizer) as audit:
-        for begin in range(0, len(batches), N):
-            window = batches[begin : begin + N]
-            tokens = sum((y != IGNORED).sum() for _, y in window)
-            for x, y in window:
-                (of_labels(model, x, y, "sum") / tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return audit
+    model = network()
+    return train(watch, model, sgd(model), tagged(), sum_of_labels, divisor=sum(LABELS))
+
+
+@right
+def divided_at_the_step(watch: Watch) -> Any:
+    """Sums over tokens, whose gradient is divided by the window's tokens before the step."""
+    model = network()
+
+    def divide() -> None:
+        for parameter in model.parameters():
+            parameter.grad /= sum(LABELS)
+
+    return train(watch, model, sgd(model), tagged(), sum_of_labels, divisor=1, before=divide)
+
+
+# --- losses and graphs ----------------------------------------------------------------------------
 
 
 class Critic(nn.Sequential):
@@ -171,67 +165,189 @@ def gan(watch: Watch, audited: str) -> Any:
     return audit
 
 
-def generator(watch: Watch = accumext.audit) -> Any:
+@right
+def generator(watch: Watch) -> Any:
     """A GAN, whose generator is looked at."""
     return gan(watch, "g")
 
 
-def discriminator(watch: Watch = accumext.audit) -> Any:
+@right
+def discriminator(watch: Watch) -> Any:
     """A GAN, whose discriminator is looked at."""
     return gan(watch, "d")
 
 
-def variational_autoencoder(watch: Watch = accumext.audit) -> Any:
-    """The sum of a reconstruction and of a divergence over the batch, undivided."""
-    model = nn.ModuleDict({"encoder": network(16, 8), "decoder": network(4, 16)})
-    optimizer = adam(model)
+@right
+def variational_autoencoder(watch: Watch) -> Any:
+    """The sum of a reconstruction and of a divergence over the batch, undivided; it draws."""
 
-    def loss_of(x: Tensor, _: Tensor) -> Tensor:
+    def loss_of(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
         mean, log_variance = model["encoder"](x).chunk(2, 1)
         code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
         rebuilt = F.mse_loss(model["decoder"](code), x, reduction="sum")
         return rebuilt - 0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum()
 
-    return every_batch(watch(model, optimizer), model, optimizer, loss_of)
+    model = nn.ModuleDict({"encoder": network(16, 8), "decoder": network(4, 16)})
+    return train(watch, model, adam(model), rows(6), loss_of, n=1)
 
 
-class LanguageModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.rnn = nn.Embedding(11, 16), nn.LSTM(16, 16)
-        self.head = nn.Linear(16, 11)
+@right
+def two_backward_passes(watch: Watch) -> Any:
+    """A loss for the classes and one for the norm of the logits, each with its own pass."""
+    model, batches = network(), rows(6)
 
-    def forward(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
-        output, state = self.rnn(self.embedding(tokens), state)
-        return self.head(output).flatten(0, 1), state
+    def second(i: int) -> None:
+        (0.1 * F.mse_loss(model(batches[i][0]), torch.zeros(8, 8))).backward()
+
+    return train(watch, model, sgd(model), batches, n=1, each=second)
 
 
-def language_model(watch: Watch = accumext.audit) -> Any:
-    """An LSTM that goes on with its state, which is detached between the batches."""
-    torch.manual_seed(1)
-    model = LanguageModel()
-    text = torch.randint(11, (6 * 20 + 1, 4), generator=torch.Generator().manual_seed(2))
-    optimizer, state = sgd(model), None
+@right
+def two_losses_in_one(watch: Watch) -> Any:
+    """Two losses with weights, accumulated."""
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        return F.cross_entropy(logits, y) + 0.1 * F.l1_loss(logits, torch.zeros_like(logits))
+
+    model = network()
+    return train(watch, model, sgd(model), None, loss_of)
+
+
+@right
+def gradient_penalty(watch: Watch) -> Any:
+    """The norm of the gradient for the input, with `create_graph`."""
+
+    def loss_of(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        score = model(x)
+        (grad,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return score.mean() + 10 * (grad.norm(dim=1) - 1).square().mean()
+
+    model = Critic()
+    return train(watch, model, adam(model), rows(6), loss_of, n=1)
+
+
+@right
+def checkpointed(watch: Watch) -> Any:
+    """A part of the model is computed again in the backward pass; dropout, in-place activations."""
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model[3](checkpoint(model[:3], x, use_reentrant=False)), y)
+
+    model = nn.Sequential(network(16, 32), nn.ReLU(inplace=True), nn.Dropout(0.2), network(32, 8))
+    return train(watch, model, sgd(model), None, loss_of)
+
+
+@right
+def losses_of_all_kinds(watch: Watch) -> Any:
+    """Smoothed labels, weighted classes, and losses of numbers: a window of each, then a step."""
+    weight = torch.linspace(0.5, 2.0, 8)
+    kinds = [
+        lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+        lambda z, y: F.cross_entropy(z, F.one_hot(y, 8).float() * 0.9 + 0.0125, weight=weight),
+        lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, 8).float()),
+        lambda z, y: F.mse_loss(z, F.one_hot(y, 8).float()),
+        lambda z, y: F.smooth_l1_loss(z, F.one_hot(y, 8).float()),
+        lambda z, y: F.kl_div(z.log_softmax(1), F.one_hot(y, 8).float(), reduction="batchmean"),
+        lambda z, y: -(z.log_softmax(1).gather(1, y[:, None]) * 0.7).mean(),  # of a policy
+    ]
+    each = iter([kind for kind in kinds for _ in range(N)])
+    model = network()
+    return train(
+        watch, model, sgd(model), rows(N) * len(kinds),
+        lambda model, x, y: next(each)(model(x), y), windows=len(kinds),
+    )  # fmt: skip
+
+
+@right
+def learned_weights_of_losses(watch: Watch) -> Any:
+    """Two tasks whose losses are weighted by a learned uncertainty."""
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits, s = model["net"](x), model["s"][0]
+        losses = torch.stack([F.cross_entropy(logits, y), logits.square().mean()])
+        return (losses * (-s).exp() + s).sum()
+
+    model = nn.ModuleDict({"net": network(), "s": nn.ParameterList([torch.zeros(2)])})
+    return train(watch, model, sgd(model), rows(6), loss_of, n=1)
+
+
+# --- gradients that are more than a sum of passes -------------------------------------------------
+
+
+@right
+def gradients_by_hand(watch: Watch) -> Any:
+    """`torch.autograd.grad`, and its results put into `.grad`."""
+    model = network()
+    optimizer, parameters = sgd(model), list(model.parameters())
     with watch(model, optimizer) as audit:
-        for begin in range(0, len(text) - 1, 20):
-            optimizer.zero_grad()
-            logits, state = model(text[begin : begin + 20], state)
-            state = tuple(s.detach() for s in state)
-            F.cross_entropy(logits, text[begin + 1 : begin + 21].flatten()).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        for x, y in rows(6):
+            grads = torch.autograd.grad(of_rows(model, x, y), parameters)
+            for parameter, grad in zip(parameters, grads):
+                parameter.grad = grad
             optimizer.step()
     return audit
 
 
-def lbfgs(watch: Watch = accumext.audit) -> Any:
+@right
+def noise_on_the_gradient(watch: Watch) -> Any:
+    """Noise is added to the accumulated gradient, and its values are clipped."""
+    model = network()
+
+    def noise() -> None:
+        for parameter in model.parameters():
+            parameter.grad += 0.01 * torch.randn_like(parameter)
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+
+    return train(watch, model, sgd(model), before=noise)
+
+
+@right
+def adversarial_inputs(watch: Watch) -> Any:
+    """A first pass for the inputs' gradient, whose other gradients are cleared."""
+    model = network()
+    optimizer = sgd(model)
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad_()
+        of_rows(model, x, y).backward()
+        optimizer.zero_grad()
+        return of_rows(model, (x + 0.01 * x.grad.sign()).detach(), y)
+
+    return train(watch, model, optimizer, rows(6), loss_of, n=1)
+
+
+@right
+def a_pass_that_fails(watch: Watch) -> Any:
+    """A micro-batch whose backward pass raises half way, and a loop that goes on."""
+    model = network()
+    optimizer = sgd(model)
+    with watch(model, optimizer) as audit:
+        for i, (x, y) in enumerate(rows()):
+            hidden = model[1](model[0](x))
+            if i % N == 2:
+                hidden.register_hook(lambda grad: 1 / 0)
+            with contextlib.suppress(ZeroDivisionError):
+                (F.cross_entropy(model[2](hidden), y) / (N - 1)).backward()
+            if (i + 1) % N == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return audit
+
+
+# --- optimizers and schedules ---------------------------------------------------------------------
+
+
+@right
+def lbfgs(watch: Watch) -> Any:
     """An optimizer that calls a closure as often as it likes."""
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    x, y = rows(1)[0]
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = of_rows(model, x, y)
+        loss = of_rows(model, *rows(1)[0])
         loss.backward()
         return loss
 
@@ -241,14 +357,122 @@ def lbfgs(watch: Watch = accumext.audit) -> Any:
     return audit
 
 
-def window_of_the_wrapper(watch: Watch = accumext.audit) -> Any:
-    """Scaled, weighted by tokens, clipped, and the rest flushed."""
-    model, batches = network(), tagged(3 * N + 2)
-    scaler = scaler_of(growth_interval=2)
-    optimizer = accumext.AccumulatingOptimizer(sgd(model), window=N, max_norm=0.1, scaler=scaler)
-    schedule = ExponentialLR(optimizer, 0.9)
+@right
+def step_in_backward(watch: Watch) -> Any:
+    """An optimizer for every parameter, which steps as soon as its gradient is there."""
+    model = network()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def hook(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    with watch(model, optimizers[model[0].weight]) as audit:
+        for x, y in rows(6):
+            of_rows(model, x, y).backward()
+    return audit
+
+
+@right
+def one_cycle(watch: Watch) -> Any:
+    """A schedule in steps, made inside the block, whose first rate torch sets by a step."""
+    model = network()
+    optimizer = sgd(model)
     with watch(model, optimizer) as audit:
-        for x, y in batches:
+        schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+        for window in windows_of(rows()):
+            for x, y in window:
+                (of_rows(model, x, y) / N).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return audit
+
+
+@right
+def warm_up_and_plateau(watch: Watch) -> Any:
+    """A sequence of two schedules in steps, and one that looks at the loss of an epoch."""
+    model = network()
+    optimizer = sgd(model)
+    warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+    schedule = lr_scheduler.SequentialLR(optimizer, [warm, cosine], milestones=[2])
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+    def end(i: int) -> None:
+        schedule.step()
+        if i % 2:
+            plateau.step(of_rows(model, *rows(1)[0]).detach())
+
+    return train(watch, model, optimizer, rows(6), n=1, end=end)
+
+
+@right
+def fused(watch: Watch) -> Any:
+    """SGD in one kernel, with momentum, zeros instead of None, and two groups."""
+    model = network()
+    groups = [
+        {"params": model[0].parameters(), "weight_decay": 0.1},
+        {"params": model[2].parameters()},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True)
+    return train(watch, model, optimizer, clear=lambda: optimizer.zero_grad(set_to_none=False))
+
+
+@right
+def frozen_trunk(watch: Watch) -> Any:
+    """The trunk is frozen on purpose, and the optimizer has the head alone; an average beside."""
+    model = network()
+    model[0].requires_grad_(False)
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+    @torch.no_grad()
+    def end(_: int) -> None:
+        for a, p in zip(average.parameters(), model.parameters()):
+            a.lerp_(p, 0.1)
+        of_rows(average.eval(), *rows(1)[0])
+
+    return train(watch, model, optimizer, rows(6), n=1, end=end)
+
+
+@right
+def an_optimizer_for_each_half(watch: Watch) -> Any:
+    """Encoder and decoder have an optimizer each, which step together."""
+    model = nn.ModuleDict({"encoder": network(16, 32), "decoder": network(32, 8)})
+    other = adam(model["decoder"])
+
+    def end(_: int) -> None:
+        other.step()
+        other.zero_grad()
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model["decoder"](model["encoder"](x)), y)
+
+    return train(watch, model, sgd(model["encoder"]), rows(6), loss_of, n=1, end=end)
+
+
+@right
+def sparse_gradients(watch: Watch) -> Any:
+    """An embedding whose gradients are sparse."""
+    table = nn.Embedding(100, 16, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=1e-2)
+    return train(watch, table, optimizer, None, lambda table, x, y: F.mse_loss(table(y), x))
+
+
+# --- the wrapper ----------------------------------------------------------------------------------
+
+
+@right
+def window_of_the_wrapper(watch: Watch) -> Any:
+    """Scaled, weighted by tokens, clipped, and the rest flushed."""
+    model, scaler = network(), scaler_of(growth_interval=2)
+    optimizer = accumext.AccumulatingOptimizer(sgd(model), window=N, max_norm=0.1, scaler=scaler)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with watch(model, optimizer) as audit:
+        for x, y in tagged(3 * N + 2):
             optimizer.backward(of_labels(model, x, y), weight=(y != IGNORED).sum())
             optimizer.step()
             if optimizer.stepped:
@@ -257,7 +481,8 @@ def window_of_the_wrapper(watch: Watch = accumext.audit) -> Any:
     return audit
 
 
-def half_precision_in_the_wrapper(watch: Watch = accumext.audit) -> Any:
+@right
+def half_precision_in_the_wrapper(watch: Watch) -> Any:
     """Parameters in bfloat16, summed in float32."""
     model = network().bfloat16()
     optimizer = accumext.AccumulatingOptimizer(sgd(model), window=16)

@@ -1,0 +1,166 @@
+"""What training loops are made of: the loop itself, small models, and data.
+
+Everywhere `watch` stands around a loop: the audit, or `Plain`, which looks on by itself. All data
+and parameters are the same at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.functional import cross_entropy
+
+N = 4  # micro-batches of a window
+SCALE = 2.0**10
+LABELS = (12, 3, 7, 5)  # of the micro-batches of each window
+IGNORED = -100
+
+Batch = tuple[Tensor, Tensor]
+Watch = Callable[..., Any]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def network(inputs: int = 16, classes: int = 8) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, classes))
+
+
+class Decoder(nn.Module):
+    """`model(token, hidden)`, as people write it."""
+
+    def __init__(self, vocabulary: int, size: int = 16) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.embedding = nn.Embedding(vocabulary, size)
+            self.cell = nn.GRUCell(size, size)
+            self.head = nn.Linear(size, vocabulary)
+
+    def forward(self, token: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.cell(self.embedding(token), hidden)
+        return self.head(hidden), hidden
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def adam(model: nn.Module, **options: Any) -> torch.optim.Adam:
+    return torch.optim.Adam(model.parameters(), lr=1e-3, **options)
+
+
+def scaler_of(**options: Any) -> GradScaler:
+    return GradScaler("cpu", **{"init_scale": SCALE, **options})
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def rows(count: int = 4 * N, size: int = 8) -> list[Batch]:
+    """Inputs [size, 16] and classes [size]."""
+    g = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(size, 16, generator=g), torch.randint(8, (size,), generator=g))
+        for _ in range(count)
+    ]
+
+
+def tagged(count: int = 4 * N, labels: Sequence[int] = LABELS, seed: int = 2) -> list[Batch]:
+    """Inputs [2, 6, 16] and labels [2, 6], of which so many are not padding, in turn."""
+    g = torch.Generator().manual_seed(seed)
+    batches = []
+    for i in range(count):
+        y = torch.randint(8, (12,), generator=g)
+        y[labels[i % len(labels)] :] = IGNORED
+        batches.append((torch.randn(2, 6, 16, generator=g), y.view(2, 6)))
+    return batches
+
+
+def sentences(count: int, steps: int = 30, vocabulary: int = 11) -> list[Batch]:
+    """Tokens [steps, 4] and a state [4, 16]."""
+    g = torch.Generator().manual_seed(2)
+    return [
+        (torch.randint(vocabulary, (steps, 4), generator=g), torch.randn(4, 16, generator=g))
+        for _ in range(count)
+    ]
+
+
+def of_rows(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    return cross_entropy(model(x), y, reduction=reduction)
+
+
+def of_labels(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    return cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction=reduction)
+
+
+def windows_of(batches: Sequence[Batch]) -> list[Sequence[Batch]]:
+    return [batches[begin : begin + N] for begin in range(0, len(batches), N)]
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+def nothing(*_: object) -> None:
+    """What most loops do more."""
+
+
+def train(
+    watch: Watch,
+    model: nn.Module,
+    optimizer: Any,
+    batches: Sequence[Batch] | None = None,
+    loss_of: Callable[..., Tensor] = of_rows,
+    *,
+    n: int = N,
+    divisor: Any = None,
+    scaler: GradScaler | None = None,
+    each: Callable[[int], object] = nothing,
+    before: Callable[[], object] = nothing,
+    step: Callable[[], object] | None = None,
+    clear: Callable[[], object] | None = None,
+    end: Callable[[int], object] = nothing,
+    **options: Any,
+) -> Any:
+    """Losses divided by `n` or another divisor, and after every `n` a step and `zero_grad`.
+
+    A loop does more after `each` pass, `before` its steps and at the `end` of every micro-batch, or
+    it has another `step` or another way to `clear` gradients.
+    """
+
+    def usual_step() -> None:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+    step, clear = step or usual_step, clear or optimizer.zero_grad
+    with watch(model, optimizer, **options) as audit:
+        for i, (x, y) in enumerate(rows() if batches is None else batches):
+            loss = loss_of(model, x, y) / (n if divisor is None else divisor)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            each(i)
+            if (i + 1) % n == 0:
+                before()
+                step()
+                clear()
+            end(i)
+    return audit
+
+
+def decoded(model: nn.Module, targets: Tensor, hidden: Tensor, cut: int | None = None) -> Tensor:
+    """The mean loss of a decoder that is fed its own argmax; cut: its state is detached before
+    every so many tokens."""
+    token, loss = torch.zeros_like(targets[0]), torch.zeros(())
+    for t, target in enumerate(targets):
+        logits, hidden = model(token, hidden.detach() if cut and t % cut == 0 else hidden)
+        loss = loss + cross_entropy(logits, target) / len(targets)
+        token = logits.argmax(1)
+    return loss

@@ -1,0 +1,138 @@
+"""Wrong loops, whose mistake the audit names and measures; right ones, of which it says nothing.
+
+Of either not one bit changes.
+"""
+
+from __future__ import annotations
+
+import linecache
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_definition import Plain
+from loops import N, Watch, network, of_rows, rows, sgd, train
+from right_loops import RIGHT
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+from wrong_loops import WRONG, TwoHeads, Wrong
+
+import accumext
+
+pytestmark = [  # what is said of three of these loops without an audit
+    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning"),
+    pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. the loss was divided:UserWarning"),
+]
+
+
+def end_of(loop: Callable[[Watch], Any], watch: Watch) -> tuple[Any, list[Tensor]]:
+    """What looked on; then parameters, buffers, gradients, the optimizer's state, generators."""
+    seen: list[tuple[nn.Module, Any]] = []
+
+    def watching(model: nn.Module, optimizer: Any, **options: Any) -> Any:
+        seen.append((model, optimizer))
+        return watch(model, optimizer, **options)
+
+    random.seed(0)
+    torch.manual_seed(0)
+    result = loop(watching)
+    model, optimizer = seen[-1]
+    tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return result, [*tensors, torch.get_rng_state(), torch.tensor(random.getstate()[1])]
+
+
+def both(loop: Callable[[Watch], Any]) -> tuple[Plain, accumext.Audit]:
+    """A loop by itself, and the same with an audit: equal bit by bit, NaN as well."""
+    (plain, expected), (audit, found) = end_of(loop, Plain), end_of(loop, accumext.audit)
+    for a, b in zip(expected, found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            a, b = (t.detach().to_dense().contiguous().view(-1) for t in (a, b))
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return plain, audit
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case.loop.__name__)
+def test_the_audit_names_a_mistake(case: Wrong) -> None:
+    """Its name, its size to 1 %, its line, and nothing else"""
+    plain, audit = both(case.loop)
+    right = case.size(plain)
+    assert right == pytest.approx(case.known, rel=1e-3) if case.known else right > 0
+    assert {f.name for f in audit.findings} - set(case.also) == {case.name}, str(audit)
+    (found,) = [f for f in audit.findings if f.name == case.name]
+    assert found.value == pytest.approx(right, rel=0.01)
+    file, line = re.fullmatch(r"(\w+\.py):(\d+)", found.where).groups()
+    assert case.at in linecache.getline(str(Path(__file__).with_name(file)), int(line))
+
+
+@pytest.mark.parametrize("loop", RIGHT, ids=lambda loop: loop.__name__)
+def test_a_right_loop(loop: Callable[[Watch], Any]) -> None:
+    """No finding; as many windows were seen as steps were made, or as were asked for"""
+    plain, audit = both(loop)
+    assert plain.steps
+    assert audit.findings == (), str(audit)
+    skipped = max(plain.calls.count("scaler step") - len(plain.steps), 0)
+    assert len(audit.to_json()["windows"]) == min(len(plain.steps) + skipped, plain.windows)
+
+
+MAKERS = {
+    "torch": sgd,
+    "wrapper": lambda model: accumext.AccumulatingOptimizer(sgd(model)),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_nothing_is_named(name: str) -> None:
+    """`audit()` looks at the first optimizer that is made inside the block"""
+
+    def unwatched(divisor: int) -> None:
+        model = network()
+        optimizer = MAKERS[name](model)
+        for i, (x, y) in enumerate(rows()):
+            (of_rows(model, x, y) / divisor).backward()
+            if (i + 1) % N == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with accumext.audit() as audit:
+        unwatched(N)
+    assert audit.findings == (), str(audit)
+    assert len(audit.to_json()["windows"]) == 4
+    with accumext.audit(windows=2) as audit:
+        unwatched(1)
+    assert [f.name for f in audit.findings] == ["divisor missing"]
+    assert audit.findings[0].value == pytest.approx(N)
+    assert len(audit.to_json()["windows"]) == 2
+
+
+def test_the_same_run_twice() -> None:
+    """`against` an equal run: nothing differs, bit by bit"""
+    first = None
+    for _ in range(2):
+        model = network()
+        first = train(accumext.audit, model, sgd(model), against=first)
+        assert first.findings == (), str(first)
+
+
+def test_the_report_of_many_findings() -> None:
+    """Four mistakes in one loop, and the report is still short"""
+    model, teacher = TwoHeads(), network()
+    optimizer = sgd(model)
+    schedule = ExponentialLR(optimizer, 0.9)
+    audit = train(
+        accumext.audit, model, optimizer, divisor=1, end=lambda _: schedule.step(),
+        each=lambda _: nn.utils.clip_grad_norm_(teacher.parameters(), 1.0),
+    )  # fmt: skip
+    assert [f.name for f in audit.findings] == [
+        "divisor missing",
+        "clip of other parameters",
+        "scheduler steps per micro-batch",
+        "parameters without gradient",
+    ]
+    assert len(str(audit).splitlines()) <= 30
