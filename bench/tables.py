@@ -34,6 +34,7 @@ LARGE, MANY, TINY = "100M in 200", "2M in 2,000", "10k in 10"
 MASTERS = [f"masters_cpu_{run}" for run in range(1, 6)]  # further runs of some of the jobs
 DECODER_ROLES = ("small", "wide", "many rows")
 STEPS = ("unscale, clip", "unscale", "clip")
+INSIDE = "docs/decoder_inside.md"
 # Two threads with the C library as it comes; one and two where it is told to keep freed memory.
 AVX2, AVX2_KEPT = "decoder_avx2_2", ("decoder_avx2_1_kept", "decoder_avx2_2_kept")
 
@@ -161,11 +162,7 @@ def decoder_times() -> Lines:
         )
         for name, label in names.items()
     ]
-    for name in (PLAIN, OURS, OURS_BF16):
-        peaks = [found[name]["peak_bytes"] / MIB if name in found else None for found in cases]
-        shown = ["" if peak is None else f"{peak:.{peak < 10:d}f}" for peak in peaks]
-        rows.append((f"peak of {names[name]}", *shown))
-    return markdown(("ms, and peaks in MiB", *map(sizes, DECODER_ROLES)), *rows)
+    return markdown(("ms", *map(sizes, DECODER_ROLES)), *rows)
 
 
 def decoder_by_shape() -> Lines:
@@ -495,23 +492,11 @@ TABLES = {
     ),
     "windows": Table("README.md", "windows_cpu", WINDOWS, windows_in_short),
     "windows in full": Table("docs/optimizer.md", "windows_cpu", WINDOWS, windows_in_full),
-    "decoder by shape": Table("docs/decoder.md", AVX2, f"{DECODER} --shape ...", decoder_by_shape),
-    "known": Table("docs/decoder.md", "known_avx2_2", "bench/loops.py known", known),
-    "decoder times": Table("docs/decoder.md", "decoder_cpu", DECODER, decoder_times),
-    "decoder ratios": Table(
-        "docs/decoder.md",
-        "decoder_cpu",
-        DECODER,
-        partial(
-            decoder_ratios,
-            (PLAIN, OURS, PLAIN),
-            ("backward per token", OURS, PER_TOKEN),
-            (PRODUCTS, OURS, PRODUCTS),
-            ("accumext in float32, for bfloat16", OURS_BF16, OURS),
-        ),
-    ),
+    "decoder by shape": Table(INSIDE, AVX2, f"{DECODER} --shape ...", decoder_by_shape),
+    "known": Table(INSIDE, "known_avx2_2", "bench/loops.py known", known),
+    "decoder times": Table(INSIDE, "decoder_cpu", DECODER, decoder_times),
     "generate": Table(
-        "docs/decoder.md",
+        INSIDE,
         "loops_cpu",
         "bench/loops.py generate",
         partial(
@@ -524,7 +509,7 @@ TABLES = {
             ours="`generate`",
         ),
     ),
-    "rollout": Table("docs/decoder.md", "loops_cpu", "bench/loops.py rollout", rollout),
+    "rollout": Table(INSIDE, "loops_cpu", "bench/loops.py rollout", rollout),
     "programs": Table("docs/programs.md", "programs_cpu", "bench/programs.py", programs),
     "large lists": Table(
         "docs/kernels.md",

@@ -221,7 +221,7 @@ def decode_loss(
 
     Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Bengio et al. 2015
     (scheduled sampling); Rennie et al. 2017 (self-critical training); Hinton et al. 2015 (soft
-    targets); the derivation is in docs/decoder.md.
+    targets); the derivation is in docs/decoder_inside.md.
     """
     if batch_first:
         by_token = (targets, inputs, feedback, token_weight, resets)

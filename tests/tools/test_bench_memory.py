@@ -28,7 +28,7 @@ LABELS = {
 SCALARS = 64
 # Bytes that a token has besides its states: what was fed and predicted, its loss, and the numbers
 # that its row of probabilities is divided and multiplied by; a 1 in the sums of the biases'
-# gradients. docs/decoder.md says the same.
+# gradients. docs/decoder_inside.md says the same.
 TOKEN = 49
 
 

@@ -166,8 +166,8 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 
 
 def test_formulas_need_no_script(site: Path) -> None:
-    formulas = (ROOT / "docs/decoder.md").read_text(encoding="utf-8").count("$") // 2
-    page = site / "decoder.html"
+    formulas = (ROOT / "docs/decoder_inside.md").read_text(encoding="utf-8").count("$") // 2
+    page = site / "decoder_inside.html"
     assert Fetched(page).formulas > 0
     assert Fetched(page).formulas >= formulas // 2  # two dollars on each side of a block
     assert "\\frac" not in page.read_text(encoding="utf-8")
