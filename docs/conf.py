@@ -51,6 +51,15 @@ def default_names(app, what, name, obj, options, signature, returned):
     return signature, returned
 
 
+def mark_long_code(app, doctree, page):
+    """Code in tables that may break inside of a word, where a screen is narrow."""
+    for table in doctree.findall(nodes.table):
+        for code in table.findall(nodes.literal):
+            if max(map(len, code.astext().split()), default=0) > 15:
+                code["classes"].append("long")
+
+
 def setup(app):
     app.add_html_math_renderer("mathml", (mathml, None), (mathml, None))
     app.connect("autodoc-process-signature", default_names)
+    app.connect("doctree-resolved", mark_long_code)

@@ -173,6 +173,13 @@ def test_formulas_need_no_script(site: Path) -> None:
     assert "\\frac" not in page.read_text(encoding="utf-8")
 
 
+def test_long_code_in_tables_may_break(site: Path) -> None:
+    text = (site / "decoder.html").read_text(encoding="utf-8")
+    code = r'<code class="{}docutils literal notranslate"><span class="pre">{}</span>'
+    assert re.search(code.format("long ", "soft_temperature"), text)
+    assert re.search(code.format("", "temperature"), text)
+
+
 def test_reference_has_every_public_name(site: Path) -> None:
     text = (site / "api.html").read_text(encoding="utf-8")
     for name in dir(accumext):

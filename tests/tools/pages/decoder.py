@@ -1,17 +1,13 @@
 """Names that docs/decoder.md takes for granted."""
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: F401, for the page
 from torch import nn
-from torch.distributed.fsdp import fully_shard  # noqa: F401, for the page
 
 eos, b = 1, 0
 
 forecaster, readout = nn.GRUCell(2, 12), nn.Linear(12, 2)
 hidden, first, series = torch.zeros(3, 12), torch.zeros(3, 2), torch.randn(256, 3, 2)
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 class Teacher(nn.Module):
@@ -33,7 +29,3 @@ def advantage(tokens, lengths):
 def step(x, h):
     h = forecaster(x, h)
     return readout(h), h
-
-
-def close():
-    dist.destroy_process_group()
