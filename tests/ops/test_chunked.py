@@ -55,7 +55,7 @@ def batch(rows: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
         ({"chunks": 1}, 1),
         ({"chunks": 3}, 3),
         ({"chunks": 40}, 10),
-        ({"chunk_size": 4}, 3),
+        ({"chunk_size": np.int64(4)}, 3),
         ({"chunk_size": 99}, 1),
     ],
     ids=str,
@@ -89,6 +89,9 @@ def masked_mean(features: torch.Tensor, head: nn.Module, counts: torch.Tensor) -
     return (head(features).square().sum(1) * counts).sum() / counts.sum()
 
 
+host_or_device = pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+
+
 @contextmanager
 def host_waits_for_nothing() -> Iterator[None]:
     with cpu_as_device(), DeviceReads() as reads:
@@ -96,8 +99,8 @@ def host_waits_for_nothing() -> Iterator[None]:
     assert (reads.count, reads.lists) == (0, 0)
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("chunks", [1, 2, 5, 10])
+@host_or_device
+@pytest.mark.parametrize("chunks", [1, 2, 10])
 @pytest.mark.parametrize("y", IGNORED, ids=["some", "slices", "all"])
 @pytest.mark.parametrize("loss_of", ["cross_entropy", "by hand"])
 def test_rows_that_do_not_count(loss_of: str, y: list[int], chunks: int, on_device: bool) -> None:
@@ -150,7 +153,7 @@ def test_weights_of_any_rows(counts: list[int], chunks: int, floats: bool) -> No
     torch.testing.assert_close(gradient, 2 * whole.detach(), rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@host_or_device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_leave_the_dtype_of_the_loss(dtype: torch.dtype, on_device: bool) -> None:
     """The share is not rounded before the product: five times float16's third is another number."""
@@ -164,7 +167,7 @@ def test_weights_leave_the_dtype_of_the_loss(dtype: torch.dtype, on_device: bool
     assert torch.equal(x.grad, torch.tensor([1 / 3, 0, 2 / 3]).to(dtype))
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@host_or_device
 def test_parameters_of_slices_that_count_nothing(on_device: bool) -> None:
     """Hooks run once and see zeros, also of sparse gradients and where graphs are retained."""
     table = nn.Embedding(4, 3, sparse=True)
@@ -194,9 +197,7 @@ def masked(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile asks it
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("chunks", [1, 3, 4, 8])
-@pytest.mark.parametrize("y", PADDED, ids=["some", "slices", "all", "none"])
+@host_or_device
 @pytest.mark.parametrize(
     "loss_of",
     {
@@ -212,23 +213,22 @@ def masked(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     }.items(),
     ids=lambda case: case[0],
 )
-def test_the_divisor_is_that_of_the_loss(
-    loss_of: Any, y: torch.Tensor, chunks: int, on_device: bool
-) -> None:
+def test_the_divisor_is_that_of_the_loss(loss_of: Any, on_device: bool) -> None:
     """Whatever its mean leaves out or weighs: the whole batch's loss, and 0 where that is NaN."""
     model, (x, _), loss_of = Model(), batch(8), loss_of[1]
-    whole = loss_of(model.head(model.trunk(x)), y)
-    expected = [torch.zeros_like(p) for p in model.parameters()]
-    if whole.isfinite():
-        expected = list(torch.autograd.grad(whole, [*model.parameters()]))
     reads = host_waits_for_nothing if on_device and loss_of is not masked else nullcontext
-    with reads():
-        loss = accumext.chunked_loss(
-            lambda h, t: loss_of(model.head(h), t), model.trunk(x), y, chunks=chunks
-        )
-    actual = list(torch.autograd.grad(loss, [*model.parameters()]))
-    torch.testing.assert_close(loss, whole.nan_to_num(0), rtol=EXACT, atol=EXACT)
-    torch.testing.assert_close(actual, expected, rtol=EXACT, atol=EXACT)
+    for y, chunks in zip((*PADDED, PADDED[0]), (3, 4, 3, 8, 1), strict=True):
+        whole = loss_of(model.head(model.trunk(x)), y)
+        expected = [torch.zeros_like(p) for p in model.parameters()]
+        if whole.isfinite():
+            expected = list(torch.autograd.grad(whole, [*model.parameters()]))
+        with reads():
+            loss = accumext.chunked_loss(
+                lambda h, t: loss_of(model.head(h), t), model.trunk(x), y, chunks=chunks
+            )
+        actual = list(torch.autograd.grad(loss, [*model.parameters()]))
+        torch.testing.assert_close(loss, whole.nan_to_num(0), rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(actual, expected, rtol=EXACT, atol=EXACT)
 
 
 def test_divisors_that_no_one_weight_can_be() -> None:
@@ -318,25 +318,8 @@ def test_loss_scale_reaches_the_inside_of_half_precision_slices() -> None:
     assert relative_distance(list(actual), list(expected)) < rounding
 
 
-def test_autocast() -> None:
-    trunk, head = nn.Linear(8, 8), nn.Linear(8, 3)
-    x, y = torch.randn(10, 8), torch.randint(3, (10,))
-
-    def fn(h: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(head(h), t)
-
-    with torch.autocast("cpu", torch.bfloat16):
-        whole = fn(trunk(x), y)
-        chunked = accumext.chunked_loss(fn, trunk(x), y, chunks=3)
-    leaves = [*trunk.parameters(), *head.parameters()]
-    expected = list(torch.autograd.grad(whole, leaves))
-    actual = list(torch.autograd.grad(chunked, leaves))
-    # bfloat16 gradients of three slices, each rounded by itself
-    assert relative_distance(actual, expected) < 4 * torch.finfo(torch.bfloat16).eps
-
-
-@pytest.mark.parametrize("ignored", [slice(0, 2), slice(2, 4), slice(0, 8)])
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("ignored", [slice(0), slice(0, 2), slice(2, 4), slice(0, 8)])
+@host_or_device
 def test_what_autocast_casts_in_a_slice_that_counts_nothing(
     ignored: slice, on_device: bool
 ) -> None:
@@ -351,7 +334,8 @@ def test_what_autocast_casts_in_a_slice_that_counts_nothing(
     found, expected = [], []
     with torch.autocast("cpu", torch.bfloat16):
         with cpu_as_device() if on_device else nullcontext():
-            sliced = accumext.chunked_loss(loss_of, x, y, chunks=4, weights=y != -100)
+            weights = y != -100 if ignored.stop else None
+            sliced = accumext.chunked_loss(loss_of, x, y, chunks=4, weights=weights)
         other = loss_of(x, labels)
     for loss in (sliced, other):
         found += torch.autograd.grad(loss, [*layer.parameters()])
@@ -365,7 +349,7 @@ def test_what_autocast_casts_in_a_slice_that_counts_nothing(
         torch.testing.assert_close(mine, theirs, rtol=2**-6, atol=2**-7)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@host_or_device
 def test_slices_that_share_a_graph_with_one_that_counts_nothing(
     on_device: bool,
 ) -> None:
@@ -380,19 +364,6 @@ def test_slices_that_share_a_graph_with_one_that_counts_nothing(
     within = cpu_as_device() if on_device else nullcontext()
     with within, pytest.raises(RuntimeError, match="fn must make its graph anew for every slice"):
         accumext.chunked_loss(loss_of, torch.randn(4, 4), chunks=2, weights=counts)
-
-
-def test_a_tensor_with_a_graph_may_be_used_inside() -> None:
-    model, (x, y) = Model(), batch()
-    shift = model.trunk(x).mean(0)
-    loss = accumext.chunked_loss(lambda h, t: model.loss(h + shift, t), model.trunk(x), y, chunks=3)
-    loss.backward()
-    actual = model.gradients()
-    model.zero_grad()
-    features = model.trunk(x)
-    model.loss(features + features.mean(0), y).backward()
-    # ten rows in three slices: means over 3, 3 and 4 rows
-    assert relative_distance(actual, model.gradients()) < EXACT
 
 
 def test_hooks_run_once_on_the_whole_gradient() -> None:
@@ -443,18 +414,6 @@ def test_backward_again_on_a_retained_graph() -> None:
         loss.backward()
 
 
-def test_gradcheck() -> None:
-    head = nn.Linear(3, 4, dtype=torch.float64)
-    y = torch.randint(4, (5,))
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return accumext.chunked_loss(lambda h, t: F.cross_entropy(head(h), t), x, y, chunk_size=2)
-
-    assert torch.autograd.gradcheck(
-        loss, torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    )
-
-
 def test_without_grad_mode_and_without_rows() -> None:
     model, (x, y) = Model(), batch()
     with torch.no_grad():
@@ -466,71 +425,59 @@ def test_without_grad_mode_and_without_rows() -> None:
     empty.backward()
 
 
-def test_errors() -> None:
-    model, (x, y) = Model(), batch()
-    features = model.trunk(x)
+WEIGHTS = r"weights must be a tensor \[N, ...\] of bools, ints or floats"
+WRONG = [  # arguments beside a good call with 10 rows, error and words
+    (
+        {"chunks": None},
+        ValueError,
+        "chunks must be given, or chunk_size, and not both, got neither",
+    ),
+    ({"chunk_size": 2}, ValueError, "chunks must be given, or chunk_size, and not both, got both"),
+    ({"chunks": 0}, ValueError, "chunks must be at least 1, got 0"),
+    ({"chunks": None, "chunk_size": 2.0}, TypeError, "chunk_size must be an int, got float"),
+    ({"reduction": "none"}, ValueError, "reduction must be one of 'mean', 'sum', got 'none'"),
+    ({"inputs": [1]}, TypeError, "inputs must be a tensor"),
+    (
+        {"args": [torch.zeros(9)]},
+        ValueError,
+        r"args\[0\] must have the 10 rows of inputs, got \[9\]",
+    ),
+    ({"fn": torch.zeros(2)}, TypeError, "fn must be callable"),
+    ({"fn": lambda h: h[0]}, ValueError, r"fn must return a 0-dim loss, got shape \[3\]"),
+    ({"fn": lambda h: 3.0}, TypeError, "fn must return a tensor, got float"),
+    ({"weights": [1] * 10}, TypeError, f"{WEIGHTS}, got list"),
+    ({"weights": torch.zeros(10).cfloat()}, TypeError, f"{WEIGHTS}, got a complex64 tensor"),
+    ({"weights": torch.ones(9)}, ValueError, r"weights must have the 10 rows of inputs, got \[9\]"),
+    ({"weights": torch.ones(())}, ValueError, r"weights must have the 10 rows of inputs, got \[\]"),
+    (
+        {"weights": torch.ones(10), "reduction": "sum"},
+        ValueError,
+        "weights must be None unless reduction is 'mean', got a float",
+    ),
+    (
+        {"weights": torch.ones(10, device="meta")},
+        ValueError,
+        "weights must be on the CPU or on the device of inputs, cpu, got m",
+    ),
+]
+WRONG += [
+    (
+        {"weights": torch.tensor([1.0] * 9 + [value])},
+        ValueError,
+        f"weights must be finite and at least 0, got {value}",
+    )
+    for value in (-1.0, float("nan"), float("inf"))
+]
 
-    def call(**kwargs: Any) -> torch.Tensor:
-        return accumext.chunked_loss(model.loss, features, y, **kwargs)
 
-    def raises(kind: type[Exception], text: str) -> Any:
-        return pytest.raises(kind, match=rf"^chunked_loss: {text}")
-
-    with raises(ValueError, "chunks must be given, or chunk_size, and not both, got neither"):
-        call()
-    with raises(ValueError, "chunks must be given, or chunk_size, and not both, got both"):
-        call(chunks=2, chunk_size=2)
-    with raises(ValueError, "chunks must be at least 1, got 0"):
-        call(chunks=0)
-    with raises(TypeError, "chunk_size must be an int, got float"):
-        call(chunk_size=2.0)
-    with raises(ValueError, "reduction must be one of 'mean', 'sum', got 'none'"):
-        call(chunks=2, reduction="none")
-    with raises(ValueError, r"args\[0\] must have the 10 rows of inputs, got \[9\]"):
-        accumext.chunked_loss(model.loss, features, y[:9], chunks=2)
-    with raises(TypeError, "inputs must be a tensor"):
-        accumext.chunked_loss(model.loss, [1], chunks=2)
-    with raises(TypeError, "fn must be callable, got Tensor|fn must be callable"):
-        accumext.chunked_loss(features, features, chunks=2)
-    with raises(ValueError, r"fn must return a 0-dim loss, got shape \[2, 4\]"):
-        accumext.chunked_loss(model.head, features, chunk_size=2)
-    with raises(TypeError, "fn must return a tensor, got float"):
-        accumext.chunked_loss(lambda h: 3.0, features, chunks=2)
-    contract = r"weights must be a tensor \[N, ...\] of bools, ints or floats"
-    with raises(TypeError, f"{contract}, got list"):
-        call(chunks=2, weights=[1] * 10)
-    with raises(TypeError, f"{contract}, got a complex64 tensor"):
-        call(chunks=2, weights=torch.zeros(10, dtype=torch.complex64))
-    with raises(ValueError, r"weights must have the 10 rows of inputs, got \[9\]"):
-        call(chunks=2, weights=torch.ones(9))
-    with raises(ValueError, r"weights must have the 10 rows of inputs, got \[\]"):
-        call(chunks=2, weights=torch.ones(()))
-    with raises(ValueError, "weights must be None unless reduction is 'mean', got a float"):
-        call(chunks=2, weights=torch.ones(10), reduction="sum")
-    with raises(ValueError, "weights must be on the CPU or on the device of inputs, cpu, got m"):
-        call(chunks=2, weights=torch.ones(10, device="meta"))
-    for wrong in (-1.0, float("nan"), float("inf")):
-        weights = torch.ones(10)
-        weights[3] = wrong
-        with raises(ValueError, f"weights must be finite and at least 0, got {wrong}"):
-            call(chunks=2, weights=weights)
+@pytest.mark.parametrize(("wrong", "error", "text"), WRONG)
+def test_what_is_refused(wrong: dict[str, Any], error: type[Exception], text: str) -> None:
+    leaf = torch.ones(10, 3, requires_grad=True)
+    call = {"fn": lambda h: h.sum(), "inputs": leaf, "args": [], "chunks": 2, **wrong}
+    fn, inputs, args = (call.pop(name) for name in ("fn", "inputs", "args"))
+    with pytest.raises(error, match=rf"^chunked_loss: {text}"):
+        accumext.chunked_loss(fn, inputs, *args, **call)
+    if "finite" in text:
         with cpu_as_device(), pytest.raises(RuntimeError, match="weights must be finite and at"):
-            call(chunks=2, weights=weights)
-    assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["chunks", "chunk_size"])
-def test_chunked_loss_with_integers_of_numpy(name: str) -> None:
-    rows = torch.randn(7, 3, requires_grad=True)
-    sizes: list[int] = []
-
-    def loss(some: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(some))
-        return some.square().sum()
-
-    accumext.chunked_loss(loss, rows, **{name: np.int64(3)})
-    expected, sizes = sizes, []
-    accumext.chunked_loss(loss, rows, **{name: 3})
-    assert sizes == expected
-    with pytest.raises(TypeError, match=rf"^chunked_loss: {name} must be an int, got bool$"):
-        accumext.chunked_loss(loss, rows, **{name: True})
+            accumext.chunked_loss(fn, inputs, *args, **call)
+    assert leaf.grad is None

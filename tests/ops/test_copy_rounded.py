@@ -1,4 +1,4 @@
-"""copy_rounded_ against Tensor.to, the neighbours of every value, and Philox in Python's ints."""
+"""copy_rounded_ against Tensor.to, and against its definition by Philox in Python's ints."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from accumext import reference
 EDGE_SIZES = sorted({*oracle.EDGE_SIZES, *(7, 8, 9, 64, 127, 128, 129, 255, 257)})
 PAIRS = list(itertools.product(FLOAT_DTYPES, FLOAT_DTYPES))
 NARROWING = [(to, of) for to, of in PAIRS if to.itemsize < of.itemsize]
-# Of a frequency, in standard deviations: of some hundred frequencies, one in ten thousand runs has
-# a larger one. Seeds are fixed, so that it is always the same run.
-SIGMAS = 5.0
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 by_pair = pytest.mark.parametrize(("target_dtype", "source_dtype"), NARROWING, ids=str)
 half = pytest.mark.parametrize("half", HALF_DTYPES, ids=str)
+of_kernels = pytest.mark.skipif(accumext.backend() == "reference", reason="the reference itself")
 
 
 def bits(tensor):
@@ -42,13 +40,6 @@ def finite_values(half):
     """All finite numbers of a half-precision dtype in float64, ascending; 0 once."""
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(half).double()
     return values[values.isfinite()].unique()
-
-
-def neighbours(source, half):
-    """The largest number of the dtype that is no more than each element, and the next one."""
-    values = finite_values(half)
-    above = torch.searchsorted(values, source.double(), right=True).clamp(1, len(values) - 1)
-    return values[above - 1], values[above]
 
 
 def everywhere(count, dtype, of=torch.float16):
@@ -73,20 +64,12 @@ def test_every_half_and_what_lies_between_is_rounded_like_torchs(half):
     exact = points.float()
     inf = torch.tensor(math.inf)
     source = torch.cat([exact, exact.nextafter(inf), exact.nextafter(-inf), SPECIAL])
-    target = rounded(source, half)
-    assert_bits([target], [source.to(half)])
-    # The definition: the nearer neighbour, and of two as near the one whose last bit is 0.
-    inside = source.double().abs() <= values[-1]
-    lower, upper = neighbours(source[inside], half)
-    down, up = source[inside].double() - lower, upper - source[inside].double()
-    even = bits(lower.to(half)) % 2 == 0
-    nearest = torch.where((down < up) | ((down == up) & even), lower, upper)
-    assert torch.equal(target[inside].double(), nearest)
+    assert_bits([rounded(source, half)], [source.to(half)])
 
 
 def test_every_pair_of_dtypes_has_the_bits_of_copy():
-    sources = [everywhere(n, of) for _, of in PAIRS for n in (*EDGE_SIZES[:20], 70001)]
-    dtypes = [to for to, _ in PAIRS for _ in range(21)]
+    sources = [everywhere(n, of) for _, of in PAIRS for n in EDGE_SIZES[:20]]
+    dtypes = [to for to, _ in PAIRS for _ in range(20)]
     targets = [torch.full(s.shape, math.nan, dtype=d) for s, d in zip(sources, dtypes, strict=True)]
     assert accumext.copy_rounded_(targets, sources) is None
     assert_bits(targets, [s.to(d) for s, d in zip(sources, dtypes, strict=True)])
@@ -135,12 +118,7 @@ def test_strides_make_no_difference(seed, dtype):
         assert_bits(targets, expected)
 
 
-def test_gaps_are_not_written():
-    memory = torch.full((6, 40), 9.0, dtype=torch.bfloat16)
-    accumext.copy_rounded_([memory[1:5, ::2]], [torch.zeros(4, 20)], seed=torch.tensor(1))
-    assert memory.sum().item() == 9.0 * (240 - 80)
-
-
+@of_kernels
 def test_large_targets_at_any_alignment():
     size = 4_200_000  # large enough to be written past the caches, where aligned
     source = torch.randn(size + 3)
@@ -162,73 +140,11 @@ def test_large_targets_at_any_alignment():
 
 
 @by_pair
-def test_only_the_two_neighbours_appear(target_dtype, source_dtype):
-    if target_dtype == torch.float32:
-        source = everywhere(20_000, source_dtype, of=torch.float32)
-        nearest = source.float()
-        inf = torch.tensor(math.inf)
-        lower = torch.where(nearest.double() > source, nearest.nextafter(-inf), nearest).double()
-        upper = torch.where(nearest.double() < source, nearest.nextafter(inf), nearest).double()
-    else:
-        source = everywhere(20_000, source_dtype, of=target_dtype)
-        lower, upper = neighbours(source, target_dtype)
-    inside = source.double().abs() <= torch.finfo(target_dtype).max
-    target = rounded(source, target_dtype, seed=11)
-    got, lower, upper = target[inside].double(), lower[inside], upper[inside]
-    lower = torch.where(upper == source[inside], upper, lower)
-    upper = torch.where(lower == source[inside], lower, upper)
-    assert ((got == lower) | (got == upper)).all()
-    different = lower != upper
-    assert (got == lower)[different].any()
-    assert (got == upper)[different].any()
-    assert torch.equal(target.signbit(), source.signbit())
-    # Beyond the largest finite number to nearest.
-    assert_bits([target[~inside]], [source[~inside].to(target_dtype)])
-
-
-@by_pair
 def test_what_the_target_has_stays(target_dtype, source_dtype):
     exact = everywhere(5000, target_dtype, of=target_dtype)
     exact = torch.cat([exact, SPECIAL.to(target_dtype), exact.new_tensor([0.0, -0.0])])
-    for seed in range(20):
+    for seed in range(4):
         assert_bits([rounded(exact.to(source_dtype), target_dtype, seed)], [exact])
-
-
-def fractions(half):
-    """Some numbers and how near they are to the upper neighbour, normal and subnormal ones."""
-    distance = 2.0**-24 if half == torch.float16 else 2.0**-133  # of subnormal numbers
-    eps = torch.finfo(half).eps
-    for part in (0.5, 0.25, 0.1, 0.9, 1 / 128):
-        yield 1.0 + part * eps, part
-        yield -3.0 - part * 2 * eps, part  # away from zero
-        yield (37 + part) * distance, part
-        yield part * distance, part
-        yield torch.finfo(half).max * (1.0 - (1 - part) * eps / (2 - eps)), part
-
-
-@half
-def test_frequencies_are_the_distances(half):
-    count = 40_000
-    for number, (value, _) in enumerate(fractions(half)):
-        source = torch.full((count,), value, dtype=torch.float32)
-        lower, upper = neighbours(source[:1], half)
-        exact = ((source[:1].double() - lower) / (upper - lower)).item()
-        ups = (rounded(source, half, seed=number).double() == upper).sum().item()
-        deviation = math.sqrt(count * exact * (1 - exact))
-        assert abs(ups - count * exact) <= SIGMAS * deviation, (value, ups / count, exact)
-
-
-@half
-def test_the_mean_over_seeds_is_the_value(half):
-    source, seeds = torch.randn(4000), 400
-    lower, upper = neighbours(source, half)
-    mean = sum(rounded(source, half, seed).double() for seed in range(seeds)) / seeds
-    up = (source.double() - lower) / (upper - lower)
-    deviation = (up * (1 - up) / seeds).sqrt() * (upper - lower)
-    errors = (mean - source.double()) / deviation.clamp(min=1e-30)
-    assert errors.abs().max() <= SIGMAS + 1  # the most of 4000
-    assert abs(errors.mean().item()) <= SIGMAS / math.sqrt(len(source))
-    assert errors.std().item() == pytest.approx(1.0, abs=0.1)  # neither more nor less random
 
 
 KNOWN = [  # counter, key and result of the authors' test vectors
@@ -289,11 +205,12 @@ def test_the_bits_are_those_of_philox(target_dtype, source_dtype, seed):
             assert target[e].abs() == (high if up else inner[e]), (number, e)
 
 
-@by_pair
+# From float32 to bfloat16 16 digits are dropped, of which the high bits decide.
+@pytest.mark.parametrize(
+    ("target_dtype", "source_dtype"), [p for p in NARROWING if p != (torch.bfloat16, torch.float32)]
+)
 def test_the_low_bits_decide_where_the_high_ones_leave_it_open(target_dtype, source_dtype):
     """Of values whose nearness, in 17 digits, and the high bits of their elements add up so."""
-    if (target_dtype, source_dtype) == (torch.bfloat16, torch.float32):
-        pytest.skip("16 digits are dropped, of which the high bits decide")
     seed, count = 5, 300
     words = [random_bits(seed, 0, element) for element in range(count)]
     nearness = [(2**17 - 1 - 2 * (word >> 16)) / 2**17 for word in words]
@@ -307,75 +224,41 @@ def test_the_low_bits_decide_where_the_high_ones_leave_it_open(target_dtype, sou
     assert 100 < up.sum() < 200
 
 
+@of_kernels
 @by_pair
-def test_kernels_have_the_bits_of_the_reference(target_dtype, source_dtype):
+def test_kernels_have_the_bits_of_the_reference_by_any_number_of_threads(
+    target_dtype, source_dtype, two_threads
+):
     of = target_dtype if target_dtype != torch.float32 else torch.bfloat16
     sources = [everywhere(n, source_dtype, of=of) for n in EDGE_SIZES]
     sources += [torch.cat([oracle.random([1000], source_dtype), SPECIAL.to(source_dtype)])]
     sources += [oracle.random([33, 130], source_dtype).t(), oracle.random([], source_dtype)]
-    targets, expected = (
-        [torch.full(s.shape, math.nan, dtype=target_dtype) for s in sources] for _ in range(2)
-    )
+    expected = [torch.full(s.shape, math.nan, dtype=target_dtype) for s in sources]
     reference.copy_rounded_(expected, sources, seed=torch.tensor(5 << 40 | 3))
-    torch.ops.accumext.copy_rounded_(targets, sources, seed=torch.tensor(5 << 40 | 3))
-    assert_bits(targets, expected)
-
-
-@half
-def test_neither_threads_nor_other_tensors_change_the_bits(half):
-    sources = [torch.randn(n) for n in (300_001, 5, 70_000)]
-    threads = torch.get_num_threads()
-    results = []
-    for count, first in ((1, sources[0]), (2, sources[0]), (2, torch.randn(3))):
-        torch.set_num_threads(count)
-        targets = [torch.empty(s.shape, dtype=half) for s in (first, *sources[1:])]
-        accumext.copy_rounded_(targets, [first, *sources[1:]], seed=torch.tensor(9))
-        results.append(targets)
-    torch.set_num_threads(threads)
-    assert torch.equal(results[0][0], results[1][0])
-    for i in (1, 2):
-        assert torch.equal(results[0][i], results[1][i])
-        assert torch.equal(results[0][i], results[2][i])
-
-
-@half
-def test_seeds_and_tensors_and_elements_differ(half):
-    source = torch.full((4096,), 1.0 + torch.finfo(half).eps / 2)
-    targets = [torch.empty(4096, dtype=half) for _ in range(2)]
-    accumext.copy_rounded_(targets, [source, source], seed=torch.tensor(1))
-    runs = [*targets, rounded(source, half, 2), rounded(source, half, 1 + 2**32)]
-    runs += [targets[0].roll(by) for by in (1, 2, 8, 128)]
-    assert torch.equal(rounded(source, half, 1), targets[0])
-    allowed = SIGMAS * math.sqrt(4096) / 2
-    for a, b in itertools.combinations(runs, 2):
-        assert abs((a == b).sum().item() - 2048) <= allowed
+    for threads in two_threads:
+        torch.set_num_threads(threads)
+        targets = [torch.full_like(e, math.nan) for e in expected]
+        torch.ops.accumext.copy_rounded_(targets, sources, seed=torch.tensor(5 << 40 | 3))
+        assert_bits(targets, expected)
 
 
 # --- the arguments --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("value", [1.0, math.nan, math.inf, -1.0, 1e-45])
-def test_found_inf_leaves_every_bit(value, seed):
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, math.nan, math.inf, -1.0, 1e-45])
+def test_found_inf_leaves_every_bit_unless_it_is_zero(value, seed):
     every = torch.arange(-(2**15), 2**15).to(torch.int16)
     targets = [every.clone().view(half) for half in HALF_DTYPES]
     targets += [every.clone().view(torch.float32), every.clone().view(torch.float64)]
-    sources = [torch.randn(t.shape, dtype=torch.float64) for t in targets]
+    sources = [torch.zeros(t.shape, dtype=torch.float64) for t in targets]
     found_inf = torch.tensor(value)
     seed = None if seed is None else torch.tensor(seed)
     with DeviceReads() as reads:
         accumext.copy_rounded_(targets, sources, seed=seed, found_inf=found_inf)
     assert reads.count == 0
     for target in targets:
-        assert torch.equal(target.view(torch.int16), every)
-
-
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_found_inf_of_zero_is_none(zero):
-    sources = [torch.randn(1000), torch.randn(7)]
-    targets = [torch.empty(s.shape, dtype=torch.bfloat16) for s in sources]
-    accumext.copy_rounded_(targets, sources, found_inf=torch.tensor(zero))
-    assert all(torch.equal(t, s.bfloat16()) for t, s in zip(targets, sources, strict=True))
+        assert torch.equal(target.view(torch.int16), every if value else torch.zeros_like(every))
 
 
 def test_a_target_may_be_its_source():
@@ -397,27 +280,7 @@ def test_negated_views():
     assert torch.equal(base, -expected)
 
 
-def test_no_tensors():
-    accumext.copy_rounded_([], [], seed=torch.tensor(1), found_inf=torch.tensor(0.0))
-
-
-def test_autograd_is_told_of_the_write():
-    weight, target = torch.ones(3, requires_grad=True), torch.ones(3)
-    loss = (weight * target).sum()
-    accumext.copy_rounded_([target], [torch.zeros(3)])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_parameters_are_written():
-    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    master = torch.nn.Parameter(torch.ones(3))
-    accumext.copy_rounded_([parameter], [master])
-    assert parameter.is_leaf
-    assert parameter.tolist() == [1.0, 1.0, 1.0]
-
-
-A, F = torch.zeros(6, dtype=torch.bfloat16), torch.zeros(6)
+A, F, D = (torch.zeros(6, dtype=d) for d in (torch.bfloat16, torch.float32, torch.float64))
 CONTRACTS = [
     ({"targets": [A], "sources": [F, F]}, ValueError,
      "sources must have one entry per target, 1, got 2"),
@@ -450,6 +313,9 @@ CONTRACTS = [
      "seed must be on the device of targets[0], cpu, got meta"),
     ({"found_inf": torch.zeros(1)}, ValueError, "found_inf must be 0-dim, got shape [1]"),
     ({"found_inf": True}, TypeError, "found_inf must be a 0-dim float32 tensor, got bool"),
+    ({"targets": [D], "sources": [A], "seed": D.view(torch.int64)[1]}, ValueError,
+     "seed must share no memory with targets[0], got some of its elements. "
+     "Give it memory of its own: seed.clone()"),
     ({"targets": [F], "sources": [A], "found_inf": F[2]}, ValueError,
      "found_inf must share no memory with targets[0], got some of its elements. "
      "Give it memory of its own: found_inf.clone()"),
@@ -462,21 +328,4 @@ def test_broken_contract(broken, error, sentence):
     with pytest.raises(error) as raised:
         accumext.copy_rounded_(**arguments)
     assert str(raised.value) == f"copy_rounded_: {sentence}"
-    assert not A.any()
-    assert not F.any()
-
-
-def test_the_seed_may_not_be_written():
-    memory = torch.zeros(4, dtype=torch.float64)
-    seed = memory.view(torch.int64)[1]
-    with pytest.raises(ValueError, match=r"seed must share no memory with targets\[0\]"):
-        accumext.copy_rounded_([memory], [torch.ones(4)], seed=seed)
-    assert not memory.any()
-
-
-def test_inference_tensors_are_written_in_inference_mode_only():
-    with torch.inference_mode():
-        target = torch.zeros(3)
-        accumext.copy_rounded_([target], [torch.ones(3)])
-    with pytest.raises(RuntimeError, match=r"copy_rounded_: targets\[0\] must not be an inference"):
-        accumext.copy_rounded_([target], [torch.ones(3)])
+    assert not any(tensor.any() for tensor in (A, F, D))

@@ -133,14 +133,6 @@ def test_a_main_gradient_may_be_its_own_gradient(op):
         )
 
 
-@pairs
-def test_one_gradient_may_go_into_several(op):
-    mains, grad = [torch.zeros(6), torch.zeros(6)], memory()
-    PAIRS[op](mains, [grad, grad])
-    assert torch.equal(mains[0], mains[1])
-    assert torch.equal(grad, memory())
-
-
 def test_scale_multiplies_shared_elements_as_often_as_they_are_named():
     buffer, expected = torch.ones(200000), torch.ones(200000)
     views = [lambda b: b, lambda b: b, lambda b: b[1:], lambda b: b[:70000]]
@@ -188,7 +180,7 @@ def test_answers_are_exact():
     """Of strides as odd as can be, by what the operators refuse and what _overlap says."""
     draw, buffer = random.Random(0), torch.zeros(512, dtype=torch.float64)
     seen = set()
-    for _ in range(1500):
+    for _ in range(600):
         a, b = any_view(draw, buffer), any_view(draw, buffer)
         a_in_itself = len(set(addresses(a))) < a.numel()
         b_in_itself = len(set(addresses(b))) < b.numel()

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from support import oracle
+from support.gradient_operations import LISTS, copies, good, written
 from support.tensors import assert_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
@@ -133,79 +134,36 @@ def test_a_decoder_with_negated_weights(kind):
 # --- tensors of inference mode --------------------------------------------------------------------
 
 
-def inference(*shape):
-    with torch.inference_mode():
-        return torch.ones(shape)
+def replaced(arguments, old, new):
+    """The arguments with another tensor in the place of one."""
+
+    def one(value):
+        return new if value is old else value
+
+    return {k: [one(t) for t in v] if isinstance(v, list) else one(v) for k, v in arguments.items()}
 
 
-WRITES = {
-    "main_grads[1]": lambda plain, made: accumext.accumulate_(
-        [plain, made], [torch.ones(3), torch.ones(3)]
-    ),
-    "main_grads[0]": lambda plain, made: accumext.unscale_check_clip_accumulate_(
-        [made, plain], [torch.ones(3), torch.ones(3)], max_norm=1.0
-    ),
-    "grads[1]": lambda plain, made: accumext.scale_([plain, made], 2.0),
-    "found_inf": lambda plain, made: accumext.total_norm([plain], found_inf=made[0]),
-}
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_tensors_of_inference_mode_are_not_written_outside_of_it(name):
-    plain, made = torch.ones(3), inference(3)
-    with pytest.raises(RuntimeError) as raised:
-        WRITES[name](plain, made)
-    contract = f"{name} must not be an inference tensor outside of inference mode, got one. "
-    assert contract in str(raised.value)
-    assert "Inplace update to inference tensor outside InferenceMode" in str(
-        raised.value
-    )  # torch's
-    assert torch.equal(plain, torch.ones(3))
-    assert torch.equal(made, torch.ones(3))
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_within_inference_mode_they_are(name):
-    with torch.inference_mode():
-        WRITES[name](torch.ones(3), inference(3))
+@pytest.mark.parametrize("op", LISTS)
+def test_a_tensor_of_inference_mode_is_written_within_it_alone(op):
+    for index in range(len(written(op, good(op)))):
+        arguments = good(op)
+        target = written(op, arguments)[index]
+        with torch.inference_mode():
+            arguments = replaced(arguments, target, target.clone())
+        before = copies(arguments)
+        text = rf"^{op}: (\w+\[{index}\]|found_inf) must not be an inference tensor outside of "
+        with pytest.raises(RuntimeError, match=text) as raised:
+            getattr(accumext, op)(**arguments)
+        assert "Inplace update to inference tensor outside InferenceMode" in str(raised.value)
+        assert_bits(copies(arguments), before)
+        with torch.inference_mode():
+            getattr(accumext, op)(**arguments)
 
 
 def test_tensors_of_inference_mode_are_read():
-    main = torch.ones(4)
-    assert accumext.total_norm([inference(4)]).item() == 2.0
-    assert accumext.accumulate_([main], [inference(4)]).item() == 4.0
-
-
-# --- autograd -------------------------------------------------------------------------------------
-
-
-FLAGGED = {
-    "accumulate_": lambda flag: accumext.accumulate_(
-        [torch.ones(2)], [torch.ones(2)], found_inf=flag
-    ),
-    "unscale_check_clip_accumulate_": lambda flag: accumext.unscale_check_clip_accumulate_(
-        [torch.ones(2)], [torch.ones(2)], max_norm=1.0, found_inf=flag
-    ),
-    "total_norm": lambda flag: accumext.total_norm([torch.ones(2)], found_inf=flag),
-}
-
-
-@pytest.mark.parametrize("op", FLAGGED)
-def test_autograd_knows_that_found_inf_was_written(op):
-    flag = torch.zeros(())
-    x = torch.ones(2, requires_grad=True)
-    product = x * flag  # keeps the flag for its backward
-    FLAGGED[op](flag)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
-
-
-def test_leaves_that_require_grad_are_written_like_under_no_grad():
-    parameter = torch.nn.Parameter(torch.ones(3))
-    accumext.accumulate_([parameter], [torch.ones(3)])
-    accumext.scale_([parameter], 2.0)
-    assert torch.equal(parameter.detach(), torch.full([3], 4.0))
-    assert parameter.is_leaf
+    with torch.inference_mode():
+        made = torch.ones(4)
+    assert accumext.total_norm([made]).item() == 2.0
 
 
 # --- subclasses and wrappers ----------------------------------------------------------------------

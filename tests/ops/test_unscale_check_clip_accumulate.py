@@ -11,36 +11,23 @@ from support.device import DeviceReads
 
 import accumext
 
-NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
 
-
-@pytest.mark.parametrize(
-    "max_norm", [0.0, 0.5, 1e9, math.inf], ids=["zero", "clips", "large", "inf"]
-)
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_a_clipped_micro_batch(norm_type, max_norm, main_dtype, grad_dtype):
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_a_clipped_micro_batch(norm_type, main_dtype, grad_dtype):
     main_grads = [oracle.random(shape, main_dtype) for shape in [(2049,), (13, 7), ()]]
     grads = [oracle.random(m.shape, grad_dtype) for m in main_grads]
-    added = oracle.clipped(grads, inv_scale=0.25, max_norm=max_norm, norm_type=norm_type)
-    expected = [(m.double() + a).to(main_dtype) for m, a in zip(main_grads, added, strict=True)]
-    norm = accumext.unscale_check_clip_accumulate_(
-        main_grads, grads, inv_scale=0.25, max_norm=max_norm, norm_type=norm_type
-    )
-    rtol = oracle.CLIP_RTOL[main_dtype]
-    for got, want in zip(main_grads, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=rtol, atol=rtol)
-    oracle.assert_norm(norm, grads, norm_type=norm_type, inv_scale=0.25, rtol=4e-6)
-
-
-def test_a_clipped_micro_batch_of_dyadic_data_is_exact():
-    # Unscaled, 9 and 16 ones: norms of 3 and 4, and so of 5.
-    grads = [torch.full([9], 2.0), torch.full([2, 8], 2.0, dtype=torch.float16)]
-    main_grads = [torch.full([9], 1.0), torch.zeros(2, 8)]
-    norm = accumext.unscale_check_clip_accumulate_(main_grads, grads, inv_scale=0.5, max_norm=2.0)
-    coef = 2.0 / (torch.tensor(5.0) + 1e-6)
-    assert norm.item() == 5.0
-    assert torch.equal(main_grads[0], 1.0 + 2.0 * (coef * 0.5).expand(9))
-    assert torch.equal(main_grads[1], 2.0 * (coef * 0.5).expand(2, 8))
+    just_above = 1.25 * oracle.norm(grads, norm_type, 0.25)  # which must not scale up
+    for max_norm in (0.0, 0.5, just_above, 1e9, math.inf):
+        added = oracle.clipped(grads, inv_scale=0.25, max_norm=max_norm, norm_type=norm_type)
+        sums = [m.clone() for m in main_grads]
+        norm = accumext.unscale_check_clip_accumulate_(
+            sums, grads, inv_scale=0.25, max_norm=max_norm, norm_type=norm_type
+        )
+        rtol = oracle.CLIP_RTOL[main_dtype]
+        for got, main_grad, term in zip(sums, main_grads, added, strict=True):
+            want = (main_grad.double() + term).to(main_dtype)
+            torch.testing.assert_close(got, want, rtol=rtol, atol=rtol)
+        oracle.assert_norm(norm, grads, norm_type=norm_type, inv_scale=0.25, rtol=4e-6)
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
@@ -55,36 +42,7 @@ def test_below_max_norm_it_is_accumulate(main_dtype, grad_dtype, overwrite):
     assert all(map(torch.equal, main_grads, expected))
 
 
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_a_limit_just_above_the_norm_does_not_scale_up(norm_type, grad_dtype):
-    grads = [oracle.random(shape, grad_dtype) for shape in [(2049,), (13, 7), ()]]
-    expected = [torch.ones(g.shape) for g in grads]
-    main_grads = [torch.ones(g.shape) for g in grads]
-    accumext.accumulate_(expected, grads, inv_scale=0.25)
-    limit = 1.25 * oracle.norm(grads, norm_type, 0.25)
-    accumext.unscale_check_clip_accumulate_(
-        main_grads, grads, inv_scale=0.25, max_norm=limit, norm_type=norm_type
-    )
-    assert all(map(torch.equal, main_grads, expected))
-
-
-@pytest.mark.parametrize("operator", [False, True], ids=["function", "operator"])
-def test_inv_scale_as_tensor_equals_float_and_is_not_read(operator, dtype):
-    op = torch.ops.accumext if operator else accumext
-    grads = [oracle.random([100], torch.float32)]
-    by_float, by_tensor = [torch.zeros(100)], [torch.zeros(100)]
-    inv_scale = torch.tensor(0.37, dtype=dtype)
-    accumext.unscale_check_clip_accumulate_(
-        by_float, grads, inv_scale=inv_scale.item(), max_norm=1.0
-    )
-    with DeviceReads() as reads:
-        op.unscale_check_clip_accumulate_(by_tensor, grads, inv_scale=inv_scale, max_norm=1.0)
-    assert torch.equal(by_tensor[0], by_float[0])
-    assert reads.count == 0
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
-@pytest.mark.parametrize("where", [0, 35000, 69999], ids=["first", "middle", "last"])
+@pytest.mark.parametrize(("where", "value"), [(0, math.inf), (35000, -math.inf), (69999, math.nan)])
 def test_if_finite_keeps_every_bit(where, value, main_dtype, grad_dtype):
     main_grads = [
         oracle.random([70000], main_dtype),
@@ -125,10 +83,6 @@ def test_a_nonfinite_micro_batch_goes_in_like_torchs():
     main_grads = [torch.zeros(2), torch.zeros(1)]
     accumext.unscale_check_clip_accumulate_(main_grads, grads, max_norm=1.0)
     torch.testing.assert_close(torch.cat(main_grads), parameter.grad, equal_nan=True)
-
-
-def test_no_tensors():
-    assert accumext.unscale_check_clip_accumulate_([], [], max_norm=1.0).item() == 0.0
 
 
 @pytest.mark.parametrize("max_norm", [math.inf, 1e39])  # beyond float32
