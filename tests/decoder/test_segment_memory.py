@@ -85,6 +85,21 @@ class Keeper(nn.Module):
         return self.net(x, h)
 
 
+class Cached(nn.Module):
+    """Attention over all inputs so far, whose keys and values are its state, [B, t, H] each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        query, *new = self.project(x)[:, None].chunk(3, -1)
+        if state is not None:
+            new = [torch.cat(pair, 1) for pair in zip(state, new, strict=True)]
+        read = F.scaled_dot_product_attention(query, *new)
+        return self.out(read[:, 0]).tanh(), tuple(new)
+
+
 def gru_of_two_layers() -> Any:
     gru = nn.GRU(SIZE, SIZE, 2)
 
@@ -95,24 +110,9 @@ def gru_of_two_layers() -> Any:
     return cell
 
 
-def gru_by_hand() -> Any:
-    gates, candidate = nn.Linear(2 * SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
-
-    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        r, z = gates(torch.cat([x, h], 1)).sigmoid().chunk(2, 1)
-        h = (1 - z) * candidate(torch.cat([x, r * h], 1)).tanh() + z * h
-        return h, h
-
-    return cell
-
-
 def gru_cell() -> Any:
     module = nn.GRUCell(SIZE, SIZE)
-
-    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        return (module(x, h),) * 2
-
-    return cell
+    return lambda x, h: (module(x, h),) * 2
 
 
 def parts() -> tuple[nn.Embedding, nn.Linear]:
@@ -133,89 +133,41 @@ def compare(cell: Any, steps: int, state: Any = None, **call: Any) -> None:
     assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
 
 
-class Cached(nn.Module):
-    """Attention over all inputs so far, whose keys and values are its state, [B, t, H] each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project, self.out = nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
-
-    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        query, *new = self.project(x)[:, None].chunk(3, -1)
-        if state is not None:
-            new = [torch.cat(pair, 1) for pair in zip(state, new, strict=True)]
-        read = F.scaled_dot_product_attention(query, *new)
-        return self.out(read[:, 0]).tanh(), tuple(new)
-
-
-@pytest.mark.parametrize("steps", [pytest.param(16, marks=pytest.mark.full), 112])
+@pytest.mark.parametrize("attention", [Attention, AdditiveAttention])
 @pytest.mark.parametrize(
-    "call",
+    ("steps", "places", "grad", "call"),
     [
-        {},
-        pytest.param({"memory_budget": None}, marks=pytest.mark.full),
-        pytest.param({"lengths": [16, 3] * 8}, marks=pytest.mark.full),
+        (18, 400, False, {}),
+        (18, 400, True, {}),
+        (3, 100, True, {}),
+        (24, 50, True, {"k1": 4, "k2": 4}),
+        (24, 50, True, {"k1": 4, "k2": 12}),
+        (24, 50, True, {"state_grad_clip": 0.1}),
+        (24, 50, True, {"lengths": torch.arange(BATCH) + 8}),
+        (24, 50, True, {"eos": 3}),
+        (24, 50, True, {"feedback": "teacher"}),
+        # without a budget, the graph of as many of the last steps as are small: of all, or of few
+        (24, 20, True, {"memory_budget": None}),
+        (24, 400, True, {"memory_budget": None}),
     ],
     ids=str,
 )
-def test_a_state_that_grows(call: dict[str, Any], steps: int) -> None:
-    """The graph of the last steps, where it is longest, is the largest."""
-    if "lengths" in call:
-        call = {"lengths": [steps, 3] * 8}
-    compare(Cached(), steps, (torch.zeros(BATCH, 0, SIZE),) * 2, **call)
-
-
-SHAPES = [  # places of the attention, steps
-    pytest.param(10, 18, marks=pytest.mark.full),
-    pytest.param(100, 18, marks=pytest.mark.full),
-    (400, 18),
-    (100, 3),
-]
-
-
-@pytest.mark.parametrize("grad", [False, True], ids=["constant", "grad"])
-@pytest.mark.parametrize(("places", "steps"), SHAPES)
-@pytest.mark.parametrize("attention", [Attention, AdditiveAttention])
-def test_attention(attention: Any, places: int, grad: bool, steps: int) -> None:
-    memory = torch.randn(BATCH, places, SIZE, requires_grad=grad)
-    compare(attention(), steps, context=(memory,))
+def test_attention(attention: Any, steps: int, places: int, grad: bool, call: Any) -> None:
+    compare(
+        attention(), steps, context=(torch.randn(BATCH, places, SIZE, requires_grad=grad),), **call
+    )
 
 
 @pytest.mark.parametrize("steps", [3, 40])
-@pytest.mark.parametrize("make", [gru_cell, gru_by_hand, Perceptron])
+@pytest.mark.parametrize("make", [gru_cell, Perceptron, gru_of_two_layers])
 def test_cells_without_context(make: Any, steps: int) -> None:
-    compare(make(), steps)
+    compare(make(), steps, torch.zeros(2, BATCH, SIZE) if make is gru_of_two_layers else None)
 
 
-@pytest.mark.parametrize("steps", [3, 40])
-def test_layers_within_a_callable(steps: int) -> None:
-    compare(gru_of_two_layers(), steps, torch.zeros(2, BATCH, SIZE))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"k1": 4, "k2": 4},
-        pytest.param({"k1": 4, "k2": 12}, marks=pytest.mark.full),
-        pytest.param({"state_grad_clip": 0.1}, marks=pytest.mark.full),
-        {"lengths": torch.arange(BATCH) + 8},
-        {"eos": 3},
-        {"feedback": "teacher"},
-        pytest.param({"reduction": "sum", "label_smoothing": 0.1}, marks=pytest.mark.full),
-    ],
-    ids=lambda call: ", ".join(call),
-)
-def test_options(call: dict[str, Any]) -> None:
-    memory = torch.randn(BATCH, 50, SIZE, requires_grad=True)
-    compare(AdditiveAttention(), 24, context=(memory,), **call)
-
-
-@pytest.mark.parametrize("places", [pytest.param(20, marks=pytest.mark.full), 400])
-@pytest.mark.parametrize("attention", [Attention, AdditiveAttention])
-def test_a_graph_that_is_kept(attention: Any, places: int) -> None:
-    """Without a budget, of as many of the last steps as are small: of all, or of few."""
-    memory = torch.randn(BATCH, places, SIZE, requires_grad=True)
-    compare(attention(), 24, context=(memory,), memory_budget=None)
+@pytest.mark.parametrize("call", [{}, {"memory_budget": None}, {"lengths": [70, 3] * 8}], ids=str)
+def test_a_state_that_grows(call: dict[str, Any]) -> None:
+    """The graph of the last steps, where it is longest, is the largest."""
+    compare(Cached(), 70, (torch.zeros(BATCH, 0, SIZE),) * 2, **call)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +227,7 @@ def test_a_memory_that_is_no_context_keeps_its_graph() -> None:
 @pytest.mark.parametrize("how", ["module", "closure", "partial", "method"])
 def test_nothing_is_drawn_or_written(how: str) -> None:
     embedding, head = parts()
-    cell = Keeper()
+    cell, state = Keeper(), torch.zeros(BATCH, SIZE)
     before, attributes = copy.deepcopy(cell.state_dict()), dict(vars(cell))
     callables: dict[str, Any] = {
         "module": cell,
@@ -284,12 +236,8 @@ def test_nothing_is_drawn_or_written(how: str) -> None:
         "method": cell.forward,
     }
     generator, numbers = torch.get_rng_state(), random.getstate()
-    state = torch.zeros(BATCH, SIZE)
-    shape = (20, BATCH)
-    predicted = accumext.decode_memory(
-        embedding, callables[how], head, shape, state, feedback="sample"
-    )
-    assert predicted > 0
+    call = (embedding, callables[how], head, (20, BATCH), state)
+    assert accumext.decode_memory(*call, feedback="sample") > 0
     assert torch.equal(torch.get_rng_state(), generator)
     assert random.getstate() == numbers
     for name, tensor in cell.state_dict().items():
@@ -304,22 +252,21 @@ def test_nothing_is_drawn_or_written(how: str) -> None:
 def test_a_cell_that_reads_values_is_taken_for_a_gru() -> None:
     """As one is whose graph nobody can know: the sizes of its weights are all that counts."""
     embedding, head = parts()
-    module = nn.GRUCell(SIZE, SIZE)
 
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gru = module
+            self.gru = nn.GRUCell(SIZE, SIZE)
 
         def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
             h = self.gru(x, h)
             return (h if h.sum() > 0 else h * 1), h
 
-    state = torch.zeros(BATCH, SIZE)
-    call: dict[str, Any] = {"feedback": "greedy", "memory_budget": 2**17}
-    guessed = accumext.decode_memory(embedding, Reads(), head, (200, BATCH), state, **call)
-    run = gru_cell()
-    known = accumext.decode_memory(embedding, run, head, (200, BATCH), state, **call)
+    call: dict[str, Any] = {"state": torch.zeros(BATCH, SIZE), "memory_budget": 2**17}
+    guessed, known = (
+        accumext.decode_memory(embedding, cell, head, (200, BATCH), feedback="greedy", **call)
+        for cell in (Reads(), gru_cell())
+    )
     assert guessed == pytest.approx(known, rel=0.2)
 
 

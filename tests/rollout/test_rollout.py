@@ -55,13 +55,8 @@ class World:
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [
-            *self.cell.parameters(),
-            *self.head.parameters(),
-            self.scale,
-            self.hidden,
-            self.start,
-        ]
+        modules = (*self.cell.parameters(), *self.head.parameters())
+        return [*modules, self.scale, self.hidden, self.start]
 
     def state(self) -> Any:
         zero = torch.zeros((), dtype=torch.int64)
@@ -260,8 +255,8 @@ def test_the_expectation_over_all_cuts_is_the_exact_gradient(
     expected = [torch.zeros_like(g) for g in exact]
     spread = 0.0
     for pattern in itertools.product([False, True], repeat=steps - 1):
-        factors = torch.tensor([[1.0], *([0.0 if c else 4 / 3] for c in pattern)]).double()
-        factors = torch.where(factors > 1, 4.0 / 3.0, factors)
+        kept = [1.0, *(0.0 if coin else 4 / 3 for coin in pattern)]
+        factors = torch.tensor(kept, dtype=torch.float64)[:, None]
         monkeypatch.setattr(_truncation, "random_cuts", lambda *_, f=factors: f)
         world.encoded = torch.tanh(world.hidden * 2)
         out = world.rollout(steps, truncation="random", k2=mean, checkpoint=2)
@@ -376,15 +371,6 @@ def test_without_a_graph_the_steps_just_run() -> None:
     torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "calls"), [(4, 20 + 16), (20, 20), (1, 20 + 19), (3, 20 + 17)]
-)
-def test_a_step_runs_again_once_but_for_the_last_segment(checkpoint: int, calls: int) -> None:
-    world = World()
-    world.gradients(world.rollout(20, checkpoint=checkpoint).loss)
-    assert world.calls == calls
-
-
 def test_all_is_freed_with_the_result() -> None:
     _, step, call = gru()
     gc.collect()
@@ -406,48 +392,37 @@ def test_all_is_freed_with_the_result() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    "options", [{"checkpoint": 3}, {"checkpoint": 3, "k1": 2, "k2": 5}], ids=str
-)
+WAYS: list[dict[str, Any]] = [
+    {"checkpoint": 3}, {}, {"checkpoint": 3, "k2": 4}, {"checkpoint": 3, "k1": 2, "k2": 5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
 def test_what_has_changed_since_is_an_error(options: dict[str, Any]) -> None:
+    """Also parameters that no graph keeps: of a sum autograd saves nothing, and the steps that run
+    again read its parts again."""
     cell, step, call = gru()
-    text = "rollout: parameters, inputs and states must be those of the forward pass until the backward pass has run"
     early = torch.ones(SIZE, dtype=torch.float64, requires_grad=True)
+    state = torch.zeros(BATCH, SIZE, dtype=torch.float64)
 
     def loss(x: Tensor, t: int) -> Tensor:
         return (x * early).mean() if t < 3 else x.mean()
 
-    out = accumext.rollout(step, zeros(), 20, **{**options, **call, "loss": loss})
-    with torch.no_grad():
-        early.mul_(2)
-    with pytest.raises(RuntimeError, match=re.escape(text)):
-        out.loss.backward()
-    state = torch.zeros(BATCH, SIZE, dtype=torch.float64)
-    out = accumext.rollout(lambda x, h: (cell(x, x + h), h + 1), state, 20, **options, **call)
-    state.add_(1)
-    with pytest.raises(RuntimeError, match=re.escape(text)):
-        out.loss.backward()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"checkpoint": 3}, {}, {"checkpoint": 3, "k2": 4}, {"checkpoint": 3, "k1": 2, "k2": 5}],
-    ids=str,
-)
-def test_a_parameter_that_no_graph_keeps_is_seen_to_have_changed(options: dict[str, Any]) -> None:
-    """Of a sum autograd saves nothing; the steps that run again read its parts again."""
-    cell, step, call = gru()
-    for name in ("bias_ih", "bias_hh"):
-        out = accumext.rollout(step, zeros(), 20, **options, **call)
+    for changed in (early, cell.bias_ih, cell.bias_hh, state):
+        if changed is early and "checkpoint" not in options:
+            continue  # then its graph is kept, and autograd itself says so
+        out = accumext.rollout(
+            (lambda x, h: (cell(x, x + h), h + 1)) if changed is state else step, state, 20,
+            **{**options, **call} | ({"loss": loss} if changed is early else {}),
+        )  # fmt: skip
         with torch.no_grad():
-            getattr(cell, name).add_(0.5)
-        with pytest.raises(RuntimeError, match=r"^rollout: parameters, inputs and states must be"):
+            changed.add_(0.5)
+        text = "rollout: parameters, inputs and states must be those of the forward pass until the backward pass has run"
+        with pytest.raises(RuntimeError, match=rf"^{text}"):
             out.loss.backward()
 
 
-@pytest.mark.parametrize(
-    "options", [{"checkpoint": 3}, {"checkpoint": 3, "k1": 2, "k2": 5}], ids=str
-)
+@pytest.mark.parametrize("options", WAYS[::3], ids=str)
 def test_steps_may_renormalise_an_embedding_that_they_look_up(options: dict[str, Any]) -> None:
     """`max_norm` writes into the parameter, in the forward pass and in the replays alike."""
     torch.manual_seed(0)
@@ -485,15 +460,13 @@ def test_a_replay_that_does_something_else_is_an_error() -> None:
         out.loss.backward()
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"checkpoint": 2}, {"checkpoint": 2, "memory_budget": 7000}, {"k1": 1, "k2": 3}],
     ids=str,
 )
-def test_a_replay_is_under_the_same_autocast(options: dict[str, Any], inside: bool) -> None:
-    cell = nn.Linear(SIZE, SIZE)
-    start = torch.randn(BATCH, SIZE)
+def test_a_replay_is_under_the_same_autocast(options: dict[str, Any]) -> None:
+    cell, start = nn.Linear(SIZE, SIZE), torch.randn(BATCH, SIZE)
 
     def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.tanh(cell(x) + h)
@@ -502,14 +475,14 @@ def test_a_replay_is_under_the_same_autocast(options: dict[str, Any], inside: bo
     def loss(x: Tensor, t: int) -> Tensor:
         return x.float().square().mean()
 
-    def gradient(whole: bool) -> Tensor:
+    def gradient(whole: bool, inside: bool) -> Tensor:
         cell.zero_grad()
-        state = torch.zeros(BATCH, SIZE)
+        state, call = torch.zeros(BATCH, SIZE), {"start": start, "loss": loss}
         with torch.autocast("cpu", torch.bfloat16):
             if whole:
-                total, _ = plain_gru(step, state, 9, {"start": start, "loss": loss})
+                total, _ = plain_gru(step, state, 9, call)
             else:
-                total = accumext.rollout(step, state, 9, loss=loss, start=start, **options).loss
+                total = accumext.rollout(step, state, 9, **call, **options).loss
             if inside:
                 total.backward()
         if not inside:
@@ -517,10 +490,12 @@ def test_a_replay_is_under_the_same_autocast(options: dict[str, Any], inside: bo
         assert cell.weight.grad is not None
         return cell.weight.grad
 
-    if "k1" in options:
-        assert gradient(False).norm() > 0.5 * gradient(True).norm() > 0
-    else:
-        torch.testing.assert_close(gradient(False), gradient(True), rtol=2**-6, atol=2**-10)
+    for inside in (False, True):
+        found, whole = gradient(False, inside), gradient(True, inside)
+        if "k1" in options:
+            assert found.norm() > 0.5 * whole.norm() > 0
+        else:
+            torch.testing.assert_close(found, whole, rtol=2**-6, atol=2**-10)
 
 
 @pytest.mark.parametrize(
@@ -598,18 +573,14 @@ GRAPH = STATE * 7  # of a step: as measured with everything kept
 GRADIENTS = 3 * 2 * 3 * WIDE * WIDE * 4  # of both weights, of a step and summed
 
 
-def test_the_graph_of_a_step() -> None:
-    everything = peak_memory(wide_rollout(checkpoint=STEPS))
-    assert everything == pytest.approx(STEPS * GRAPH, rel=0.1)
-
-
 def test_the_peak_is_that_of_states_and_a_segment() -> None:
+    assert peak_memory(wide_rollout(checkpoint=STEPS)) == pytest.approx(STEPS * GRAPH, rel=0.1)
     peak = peak_memory(wide_rollout(checkpoint=16))
     assert peak - GRADIENTS < 1.15 * (STEPS * STATE + 16 * GRAPH)
     assert peak_memory(wide_rollout()) - GRADIENTS < 1.15 * (2 * STEPS * STATE + 12 * GRAPH)
 
 
-@pytest.mark.parametrize("graphs", [6, 10, 40, 100])
+@pytest.mark.parametrize("graphs", [6, 40])
 def test_a_budget_is_kept_to_and_used(graphs: int) -> None:
     budget = int(graphs * GRAPH)
     peak = peak_memory(wide_rollout(memory_budget=budget))
@@ -641,11 +612,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"feed": 3}, TypeError, "feed must be callable or None, got int"),
     ({"state": {1}}, TypeError, "state must nest tensors in tuples, lists, dicts and dataclasses, got set"),
     ({"start": {1}}, TypeError, "start must nest tensors in tuples, lists, dicts and dataclasses, got set"),
-    ({"steps": 2.0}, TypeError, "steps must be an int, got float"),
     ({"steps": -1}, ValueError, "steps must be at least 0, got -1"),
-    ({"k1": 0}, ValueError, "k1 must be at least 1, got 0"),
     ({"k1": 3, "k2": 2}, ValueError, "k2 must be at least k1, got k1=3, k2=2"),
-    ({"truncation": "best"}, ValueError, "truncation must be one of 'fixed', 'random', got 'best'"),
     ({"truncation": "random"}, ValueError, "k2 must be at least 2, the mean of steps between random cuts, got None"),
     ({"checkpoint": 0}, ValueError, "checkpoint must be at least 1, got 0"),
     ({"memory_budget": 0}, ValueError, "memory_budget must be at least 1, got 0"),
@@ -668,13 +636,16 @@ def test_wrong_arguments(change: dict[str, Any], kind: type[Exception], text: st
         accumext.rollout(**{**given, **change})
 
 
-def test_a_budget_for_less_than_a_segment() -> None:
+def test_other_errors() -> None:
     _, step, call = gru()
-    with pytest.raises(
-        ValueError,
-        match=r"^rollout: memory_budget must hold \d+ bytes: a segment's graph, and what it starts from, got 100$",
-    ):
+    text = r"^rollout: memory_budget must hold \d+ bytes: a segment's graph, and what it starts from, got 100$"
+    with pytest.raises(ValueError, match=text):
         accumext.rollout(step, zeros(), 20, memory_budget=100, **call)
+    text = "rollout: start must be given, the input of step 0, if step reads it, got None"
+    with pytest.raises(TypeError, match=text):
+        accumext.rollout(lambda x, s: (x + s, s), zeros(), 3, loss=lambda x, t: x.sum())
+    with pytest.warns(UserWarning, match="rollout: k1=2 has no effect without k2"):
+        accumext.rollout(step, zeros(), 3, k1=2, **call)
 
 
 @pytest.mark.parametrize("steps", [4, 5, 9])
@@ -689,9 +660,3 @@ def test_few_steps_with_small_states_and_large_graphs(steps: int) -> None:
     out.loss.backward()
     assert out.loss == 0
     torch.testing.assert_close(weight.grad, torch.ones_like(weight) * 0)
-
-
-def test_k1_alone_is_a_warning() -> None:
-    _, step, call = gru()
-    with pytest.warns(UserWarning, match="rollout: k1=2 has no effect without k2"):
-        accumext.rollout(step, zeros(), 3, k1=2, **call)
