@@ -177,7 +177,11 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
     steps = min(longest, call.plan.backward_steps)
     kept = call.plan.pre_activation_bytes
     units = (GRADIENT_UNITS if kept else BACKWARD_UNITS)[rnn.kind]
-    row = units * rnn.units + width
+    operands = model.dtypes.cell  # of the products
+    rounded = 0  # beside the gradients, after the rest: what a weight's gradient is a product of
+    if operands.itemsize < size:
+        rounded = (rnn.gates * rnn.units + max(rnn.units, width)) * operands.itemsize // size
+    row = max(units * rnn.units, GRADIENT_UNITS[rnn.kind] * rnn.units + rounded) + width
     if model.embedding_dropout > 0:  # the gradient of what was read, the mask, their product
         row = max(row, rnn.gates * rnn.units + 3 * width)
     if rnn.layers > 1:  # the layer above has left the gradient of its inputs
@@ -190,9 +194,8 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
     row += rnn.units * (model.output_dropout > 0)
     given = [w for w in rnn.weights if w is not None]
     gradients = sum(w.numel() for w in given) * size
-    operands = model.dtypes.cell  # of the products
-    rounded = [w for w in given if w.dim() == 2 and w.dtype != operands]
-    casts = sum(w.numel() for w in rounded) * operands.itemsize
+    cast = [w for w in given if w.dim() == 2 and w.dtype != operands]
+    casts = sum(w.numel() for w in cast) * operands.itemsize
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
     transposed *= device not in HANDED_OUT  # a CPU's kernels take a weight as it lies
     temporaries = steps * tokens.batch * row * size
