@@ -113,12 +113,12 @@ def decode_loss(
 
     At step t the cell maps the embedded input and the state to an output [B, H], the head maps that
     to V logits, the loss is that of `F.cross_entropy` against `targets[t]`, plus `z_loss *
-    logsumexp**2` per counted token, and the next input is the target or the prediction. Each step's
-    logits are turned into gradients at once and overwritten, so no more than `memory_budget` bytes
-    of them exist; what grows with T are the outputs of the cell, T x B x H, and the tokens. (Of a
-    callable cell the graph is kept, too, up to 16 MiB, where no `memory_budget` is set.)
-    `out.loss.backward()` brings every parameter, the state and the context the gradient of plain
-    autograd on the same tokens.
+    logsumexp**2` per counted token, and the next input is the target or the prediction. The logits
+    of a few steps at a time are turned into gradients and overwritten. Only the cell's states and
+    outputs, T x B x H each, and the tokens grow with T. (Without a `memory_budget`, up to a
+    workspace or 16 MiB of the cell's intermediate results are kept as well.) `out.loss.backward()`
+    brings every parameter, the state and the context the gradient of plain autograd on the same
+    tokens.
 
     Args:
         embedding: `nn.Embedding`, or a [V, E] tensor.
@@ -140,8 +140,7 @@ def decode_loss(
         start: the first input token, an int or ints [B].
         inputs: ints [T, B], the tokens fed where a target would be; by default `start` followed by
             `targets[:-1]`, with `embedding.padding_idx` (or 0) where that target is ignored.
-        teacher_forcing: probability of feeding the target under "scheduled": at 1 it is "teacher".
-            Left as it is elsewhere.
+        teacher_forcing: only for "scheduled": the probability of feeding the target.
         k1: steps between the ends of two windows of truncated BPTT; k2 if only that is given. Of no
             effect when k2 is None, which a warning says.
         k2: steps a gradient flows back from the end of a window, at least k1 (Williams & Peng 1990;
@@ -154,31 +153,30 @@ def decode_loss(
             before, as that of `out.loss`: a loss scale, or another upstream factor, scales the
             bound along (not for `reduction="none"`).
         lengths: ints [B], a tensor or a list. A row past its length keeps its state, counts
-            nowhere, and reads the padding token. Here, with `eos` and with `resets` a callable's
-            state is given, not None, and every tensor of it has the batch in `batch_dim` (0-dim
-            tensors are everyone's). A tensor may grow in one other dimension, such as a cache of
-            keys [B, n, E]: an inactive row has zeros behind its own entries.
+            nowhere, and reads the padding token. With `lengths`, `eos` or `resets` a callable's
+            state must be given, not None, and every tensor of it must have the batch in `batch_dim`
+            (0-dim tensors belong to all rows). A tensor may grow in one other dimension, such as a
+            cache of keys [B, n, E]: a row that has ended has zeros behind its own entries.
         eos: a row that predicted this token stops after that step, as if its length ended there.
         ignore_index, label_smoothing, class_weight, reduction: as in `F.cross_entropy`. Class
             weights are floats [V], a tensor or a list; the reduction is "mean", "sum" or "none".
         z_loss: coefficient of `logsumexp**2` per counted token, under the same divisor.
         num_items: divisor of "mean" instead of this call's token count (or sum of class weights),
             for windows of several calls.
-        temperature: of samples; left as it is where none are drawn.
+        temperature: only for samples: what their logits are divided by.
         generator: of samples and "scheduled"; by default one seeded from torch's global generator.
             Nothing is drawn from it otherwise.
         context: tensors handed to the cell at every step, such as attention memory. Gradients reach
             them.
-        memory_budget: bytes of logits that may exist at once, at least one row's; None chooses.
+        memory_budget: bytes of the workspace, at least those of one row of logits; None chooses.
         batch_first: targets, inputs, a feedback mask, `token_weight`, `resets` and the results are
-            [B, T]. The state is as the cell has it. A `batch_first` that the cell is built with
-            changes nothing.
+            [B, T]. The state is as the cell has it, whose own `batch_first` has no effect.
         steps: T where `targets` is None.
         token_weight: float [T, B], such as an advantage: multiplies the loss of each token before
-            the reduction, and has no gradient. "mean" divides by the number of tokens as ever.
-            Cheaper than factors of the losses of `reduction="none"`, for which the logits are
+            the reduction, and has no gradient. "mean" still divides by the number of tokens.
+            Cheaper than multiplying the losses of `reduction="none"`, for which the logits are
             computed twice.
-        draw: what "scheduled" and a mask feed where not the target: "argmax" or "sample".
+        draw: what "scheduled" and a mask feed instead of the target: "argmax" or "sample".
         embedding_dropout: probability with which an element of what the cell reads is zeroed; the
             others are scaled, as by `nn.Dropout`. Off in the eval mode of the cell (a function has
             none).
@@ -187,8 +185,7 @@ def decode_loss(
             state again, whose gradient comes from there, too. Their inputs are not changed, and no
             tensor of the state may grow.
         batch_dim: where the tensors of a callable's state have the batch. None: in dimension 0, or
-            an error where by its size another one might be meant, as in [layers, B, H] of as many
-            layers.
+            an error where another but the last may be meant, as in [layers, B, H] with B layers.
         return_outputs: whether `out.outputs` has the outputs of the cell, before any dropout, and
             `out.extras` carry a graph as they do.
         soft_targets: the distributions of a teacher, for distillation: probabilities [T, B, K] of

@@ -91,8 +91,8 @@ def generate(
 
     The same step as that of `decode_loss`, without a graph and without keeping logits: no more than
     32 rows of them exist at once, so the memory does not grow with the length. Greedy tokens are
-    those of `decode_loss(feedback="greedy")`, and so are samples, with the same generator, where
-    nothing filters them. Ends where every row has ended.
+    those of `decode_loss(feedback="greedy")`. With the same generator and no filter, samples are
+    those of `decode_loss(feedback="sample")`. Stops when every row has ended.
 
     Args:
         embedding, cell, head, state, context, batch_dim: as in `decode_loss`, but that a callable
@@ -103,20 +103,20 @@ def generate(
         prompt: int64 [P, B], fed first, in place of `start`; not part of the result.
         eos: a row that emits this token ends with it.
         search: "greedy", "sample" or "beam".
-        temperature: of "sample"; so are the following two.
-        top_k: only the k likeliest tokens are drawn from; of equals the lowest.
-        top_p: of these the fewest, likeliest first, whose probabilities together reach this share.
+        temperature: only for "sample", like `top_k` and `top_p`: what logits are divided by.
+        top_k: samples are drawn from the k likeliest tokens; among equals, from the lowest.
+        top_p: of these, from the fewest, likeliest first, whose probabilities reach this share.
         beams: K, hypotheses of "beam" that are active side by side, and that are returned. Of a
             row's continuations those among the best K that end are set aside, and the best K that
             do not stay active, until none of them could become better than the worst set aside.
         length_penalty: hypotheses are compared by the sum of their log-probabilities divided by
             length ** length_penalty: above 0 long ones gain.
         generator: of "sample"; by default one seeded from torch's global generator.
-        lengths: ints [B], a tensor or a list: how many tokens each row has at most. Here, with
-            `eos` and with "beam" every tensor of a callable's state has the batch in `batch_dim`
-            (0-dim tensors are everyone's), and may grow in one other dimension, with zeros behind
-            what a row that has ended has of its own. A callable that starts its own state, None,
-            has taken a step in rows of length 0, too.
+        lengths: ints [B], a tensor or a list: how many tokens each row has at most. With `lengths`,
+            `eos` or "beam" every tensor of a callable's state must have the batch in `batch_dim`
+            (0-dim tensors belong to all rows). It may grow in one other dimension: a row that has
+            ended has zeros behind its own entries. A callable whose state is None takes a step in
+            rows of length 0, too.
         batch_first: prompt and results are [B, T], or [B, T, K].
 
     Returns:

@@ -103,7 +103,7 @@ def rollout(
         truncation: "fixed" by k1 and k2; "random" cuts the gradient between any two steps, for the
             whole batch, with probability 1 / k2, and weights it by 1 / (1 - 1 / k2) where it goes
             on, so that its expectation is the exact gradient (ARTBP).
-        checkpoint: steps of a segment. None chooses.
+        checkpoint: steps of a segment; None chooses by `memory_budget`.
         memory_budget: bytes for what is kept between segments and the graph of one of them. In a
             small one fewer states are kept, and steps run more than once again (binomial
             checkpointing). None: twice the memory of the states of all steps, and the graph of
@@ -117,7 +117,7 @@ def rollout(
         ValueError: a value is wrong, such as k2 < k1 or a budget that not even a segment fits into.
         TypeError: a type is wrong.
         RuntimeError: in the backward pass, if a parameter, an input or a state has changed since.
-            (Of other tensors that is seen if autograd would save them.)
+            (A change of another tensor is detected only if autograd would save it.)
 
     Example:
         >>> cell, head, start = nn.GRUCell(3, 16), nn.Linear(16, 3), torch.zeros(8, 3)
