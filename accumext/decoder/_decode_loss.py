@@ -356,12 +356,12 @@ def decode_memory(
 ) -> int:
     """The peak memory that `decode_loss` with these arguments and its backward pass would add.
 
-    Looks at shapes and dtypes only: tensors and modules may be on the meta device. Counts the
-    gradients of the parameters, not the parameters. A callable cell is called on tensors without
-    data, for at most 16 steps: nothing is computed or drawn, and modules that it is, is bound to or
-    names keep their buffers and attributes, but what else it does in Python, such as counting its
-    calls in a list of yours, is done. A cell that asks for values of tensors is counted as a GRU
-    with the cell's weights. A state that grows is assumed to grow in every step as in the second.
+    Counts the gradients of the parameters, not the parameters. Only shapes and dtypes matter, so
+    tensors and modules may be on the meta device; the prediction is then for a CPU. A callable cell
+    is called on tensors without data, for at most 16 steps. Nothing is computed or drawn, and the
+    modules that it names keep their buffers and attributes; other side effects, such as counting
+    calls in a list of yours, do happen. A cell that asks for values of tensors is counted as a GRU
+    with the cell's weights. A growing state is assumed to grow in every step as in the second.
 
     Args:
         targets: as in `decode_loss`, or only their shape (T, B).
