@@ -1,18 +1,5 @@
 """Gradient accumulation and truncated backpropagation through time, without the memory traffic."""
 
-import signal as _signal
-import sys as _sys
-
-# `python -m accumext` imports torch from here, before a line of its own, and that takes seconds.
-# Until accumext/__main__.py has it, Ctrl-C ends the process at once instead of with a traceback.
-# While Python looks for what `-m` names, sys.argv[0] is "-m"; other programs keep what they have.
-if (
-    _sys.argv[:1] == ["-m"]
-    and _sys.orig_argv[-len(_sys.argv) :][:1] == ["accumext"]
-    and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
-):
-    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-
 from accumext import ops
 from accumext._clip_grad_norm import clip_grad_norm_
 from accumext.audit import Audit, Finding, audit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import signal
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +13,8 @@ import accumext
 from accumext import demo
 from accumext.audit import cli as audit
 from accumext.backend import _doctor
-from accumext.demo.cli import INTERRUPTED
+
+INTERRUPTED, CLOSED_PIPE = 130, 141  # exit codes after SIGINT and SIGPIPE, as shells have them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,22 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_program() -> int:
-    """`main` with a Ctrl-C that leaves no traceback.
-
-    Until here, while Python imports the package and torch, the signal ends the process at once (see
-    `accumext/__init__.py`), and so it does after, while Python shuts down. In between commands get
-    the usual KeyboardInterrupt, so that they can clean up.
-    """
-    at_once = signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    """`main` without a traceback after Ctrl-C, or where a reader such as `head` has seen enough."""
     try:
-        if at_once:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        return main()
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
-    finally:
-        if at_once:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except BrokenPipeError:
+        # Python flushes the stream once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
 
 
 if __name__ == "__main__":
