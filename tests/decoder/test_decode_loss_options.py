@@ -25,14 +25,17 @@ from support.decoding import (
 PARTS = ("embedding", "cell", "head", "state")
 MODELS = {
     "layers": st.integers(1, 3),
-    "sizes": st.sampled_from([(5, 5), (3, 7), (13, 4), (1, 1)]),  # E, H
+    # E, H: around row blocks of 12, 48 units of a thread.
+    "sizes": st.sampled_from([(5, 5), (3, 7), (13, 4), (1, 1), (16, 12), (17, 13), (5, 49)]),
     "tied": st.booleans(),
     "biases": st.tuples(st.booleans(), st.booleans()),
     "padding_idx": st.sampled_from([None, 4, 0]),
     "dropout": st.sampled_from([0.0, 0.0, 0.5]),
 }
 CALLS = {
-    "shape": st.tuples(st.integers(1, 14), st.integers(1, 4), st.sampled_from([9, 13])),  # T, B, V
+    "steps": st.integers(1, 14),
+    "batch": st.sampled_from([1, 2, 3, 4, 8, 9, 16, 17]),  # around panels of 8 columns
+    "words": st.sampled_from([9, 13, 481]),  # around spans of 480 rows of the head's weight
     "called": st.booleans(),
     "hole": st.sampled_from(["none", "some", "all"]),
     "frozen": st.frozensets(st.sampled_from(PARTS), max_size=3),
@@ -65,7 +68,7 @@ def test_everything_at_once(kind: str) -> None:
     @given(names=NAMES, model=st.fixed_dictionaries(MODELS), call=st.fixed_dictionaries(CALLS))
     def compare(names: tuple[Any, ...], model: dict[str, Any], call: dict[str, Any]) -> None:
         torch.manual_seed(call["seed"])
-        steps, batch, words = call["shape"]
+        steps, batch, words = call["steps"], call["batch"], call["words"]
         *one_of_each, some = names
         arguments = options([*filter(None, one_of_each), *sorted(some)], steps, batch, words)
         inputs, units = model["sizes"]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import examples
+from support.decode_cases import cell_step
 from support.rnn_oracle import BATCHES, KINDS, UNITS, advance, close, make_cell
 from torch import Tensor
 
@@ -73,7 +74,7 @@ def test_backward_is_autograds(
         product = current[0] @ cell.weight_hh.t()
         product.retain_grad()
         products.append(product)
-        new = _definition(kind, from_x[t], product, current)
+        new = definition(kind, from_x[t], product, current)
         if live is not None:
             new = [torch.where(live[t][:, None], n, o) for n, o in zip(new, current, strict=True)]
         current = new
@@ -88,11 +89,9 @@ def test_backward_is_autograds(
         pre = None
         if kind == "gru":
             rz = 2 * units
+            pairs = zip(from_x, products, strict=True)
             pre = torch.stack(
-                [
-                    torch.cat([x[:, :rz] + h[:, :rz], x[:, rz:], h[:, rz:]], 1)
-                    for x, h in zip(from_x, products, strict=True)
-                ]
+                [torch.cat([x[:, :rz] + h[:, :rz], x[:, rz:], h[:, rz:]], 1) for x, h in pairs]
             )
         elif lstm:
             pre = torch.stack([x + h for x, h in zip(from_x, products, strict=True)])
@@ -101,25 +100,24 @@ def test_backward_is_autograds(
     d_x = torch.full((steps, batch, gates * units), float("nan"), dtype=dtype)
     d_h = torch.full_like(d_x, float("nan")) if kind == "gru" else None
     rnn_backward(
-        KINDS.index(kind),
-        d_out.to(dtype),
-        None if pre is None else pre.to(dtype),
-        stacked[0],
-        stacked[1] if lstm else None,
-        live,
+        KINDS.index(kind), d_out.to(dtype), None if pre is None else pre.to(dtype), stacked[0],
+        stacked[1] if lstm else None, live,
         None if carried in ("none", "limit") else factors.to(dtype),
         None if limit is None else limit.to(dtype),
-        in_memory(cell.weight_hh.detach().t().to(dtype)),
-        d_state[0],
-        d_state[1] if lstm else None,
-        d_x,
-        d_h,
-    )
+        in_memory(cell.weight_hh.detach().t().to(dtype)), d_state[0],
+        d_state[1] if lstm else None, d_x, d_h,
+    )  # fmt: skip
     for actual, leaf in zip(d_state, first, strict=True):
         close(actual, leaf.grad)
     close(d_x, torch.stack([x.grad for x in from_x]))
     if d_h is not None:
         close(d_h, torch.stack([p.grad for p in products]))
+
+
+def definition(kind: str, x: Tensor, h_part: Tensor, state: list[Tensor]) -> list[Tensor]:
+    """The new state from W_ih x and W_hh h."""
+    new = cell_step(KINDS.index(kind), x, h_part, *state, *[None] * (2 - len(state)))
+    return [part for part in new if part is not None]
 
 
 def _carried(state: Tensor, factor: Tensor, limit: Tensor | None) -> Tensor:
@@ -136,20 +134,6 @@ def _carried(state: Tensor, factor: Tensor, limit: Tensor | None) -> Tensor:
     return state
 
 
-def _definition(kind: str, x: Tensor, h_part: Tensor, state: list[Tensor]) -> list[Tensor]:
-    """The new state from W_ih x and W_hh h, as torch's documentation has it."""
-    if kind == "gru":
-        (r_x, z_x, n_x), (r_h, z_h, n_h) = x.chunk(3, 1), h_part.chunk(3, 1)
-        r, z = torch.sigmoid(r_x + r_h), torch.sigmoid(z_x + z_h)
-        n = torch.tanh(n_x + r * n_h)
-        return [(1 - z) * n + z * state[0]]
-    if kind == "lstm":
-        i, f, g, o = (x + h_part).chunk(4, 1)
-        c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
-        return [torch.sigmoid(o) * torch.tanh(c), c]
-    return [torch.tanh(x + h_part) if kind == "rnn_tanh" else torch.relu(x + h_part)]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_definition_is_torchs(kind: str) -> None:
     cell = make_cell(kind, 5, 4)
@@ -157,10 +141,9 @@ def test_the_definition_is_torchs(kind: str) -> None:
     state = [torch.randn(3, 4, dtype=torch.float64) for _ in range(1 + (kind == "lstm"))]
     from_x = x @ cell.weight_ih.t() + cell.bias_ih
     from_h = state[0] @ cell.weight_hh.t() + cell.bias_hh
-    for mine, its in zip(
-        _definition(kind, from_x, from_h, state), advance(cell, x, tuple(state), None), strict=True
-    ):
-        close(mine.detach(), its)
+    its = advance(cell, x, tuple(state), None)
+    for mine, other in zip(definition(kind, from_x, from_h, state), its, strict=True):
+        close(mine.detach(), other)
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
