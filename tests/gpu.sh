@@ -92,8 +92,9 @@ part first decoder 120 "$python" bench/decoder.py --device cuda --json "$results
 part first benchmark 180 "$python" bench/accumulate.py --device cuda --json "$results/$gpu.json" \
   --jobs norm unscale boundary clip accumulate scale round
 
-part second memcheck 60 "${sanitizer[@]}" --tool memcheck "$python" tests/cuda/host_cuda/small_calls.py
-part second racecheck 60 "${sanitizer[@]}" --tool racecheck "$python" tests/cuda/host_cuda/small_calls.py decoder
+part second memcheck 60 "${sanitizer[@]}" --tool memcheck "${checks[@]}" operators --here .
+part second racecheck 60 "${sanitizer[@]}" --tool racecheck "${checks[@]}" operators \
+  --here 'head|steps|rnn'
 part second tests 100 "$python" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q -ra --tb=short \
   tests/cuda/test_{cuda,cuda_decoder}.py
 part second beyond 40 "${checks[@]}" beyond --json "$results/${gpu}_beyond.json"

@@ -1,9 +1,9 @@
-"""First checks of a GPU: every operator once, decode_loss beside plain autograd, and the rest.
+"""First checks of a GPU: every operator, decode_loss beside plain autograd, and the rest.
 
     python tests/cuda/gpu_checks.py operators|decoder|beyond|masters [--device D] [--json FILE]
-        [--quick]
+        [--quick] [--here WORDS]
 
-`operators`: each one that the CUDA library registers, once, against the reference on the CPU.
+`operators`: those that the CUDA library registers, against the reference on the CPU.
 `decoder`: decode_loss in every mode and precision, against plain autograd (gpu_decoder.py).
 `beyond`: its other options, generate and rollout, against the CPU in float64 (gpu_beyond.py).
 `masters`: float32 masters on the GPU and on the host, against the CPU (gpu_masters.py). Needs torch
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,15 @@ import gpu_beyond
 import gpu_decoder
 import gpu_masters
 import torch
-from gpu_rows import Checks, Facts, collect
-from support.decoder_calls import Call, backward_call, head_call, objective_call, steps_call
+from gpu_rows import Checks, Facts, collect, examine
+from support.decoder_calls import (
+    KINDS,
+    Call,
+    backward_call,
+    head_call,
+    objective_call,
+    steps_call,
+)
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -46,6 +54,8 @@ RTOL = {
     torch.int64: 0.0,
     torch.bool: 0.0,
 }
+# Of the decoder, where in several steps a number may be rounded to its other neighbour.
+DECODER_RTOL = {False: 1e-4, True: 2.0**-6}  # whether weights are bfloat16
 
 
 # --- operators ------------------------------------------------------------------------------------
@@ -55,10 +65,12 @@ class Operator(NamedTuple):
     arguments: Callable[[], tuple[list[Any], dict[str, Any]]]  # on the CPU
     reference: Callable[..., Any]
     written: slice  # of the positional arguments, those that hold results
+    rtol: dict[torch.dtype, float] = RTOL
 
 
 def gradients(**options: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Lists of mixed dtypes and shapes, some transposed, around the edges of chunks."""
+    """Lists of mixed dtypes and shapes around the edges of chunks, some transposed, and some slices
+    that end where their memory ends."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     main_grads, grads = [], []
     for main, grad in itertools.product(dtypes, dtypes):
@@ -66,6 +78,9 @@ def gradients(**options: Any) -> tuple[list[Any], dict[str, Any]]:
             main_grads.append(torch.randn(shape).to(main))
             grads.append(torch.randn(shape).to(grad))
         grads[-2] = grads[-2].t().contiguous().t()
+        for size in (1, 300, 9000):
+            main_grads.append(torch.randn(size + 1).to(main)[1:])
+            grads.append(torch.randn(size + 3).to(grad)[3:])
     return [main_grads, grads], options
 
 
@@ -115,7 +130,28 @@ MAIN_GRADS, NOTHING = slice(1), slice(0)
 
 def of_the_decoder(call: Call) -> Operator:
     kernel = getattr(_operators, f"{call.op}_reference")
-    return Operator(lambda: (call.arguments, {}), kernel, slice(call.first_written, None))
+    rtol = DECODER_RTOL[any(t.dtype == torch.bfloat16 for t in call.tensors)]
+    tolerances = {dtype: rtol if allowed else 0.0 for dtype, allowed in RTOL.items()}
+    written = slice(call.first_written, None)
+    return Operator(lambda: (call.arguments, {}), kernel, written, tolerances)
+
+
+def decoder_calls() -> Iterator[tuple[str, Call]]:
+    """Vocabularies around chunks, batches of every band of rows, each kind of cell."""
+    for words, rows, sampled in itertools.product((1, 9, 4100, 9000), (1, 3, 9), (False, True)):
+        name = f"head_forward V={words} B={rows} {'sampled' if sampled else 'greedy'}"
+        temperature = 0.5 if rows == 3 else 1.0
+        yield name, head_call(rows=rows, words=words, sampled=sampled, temperature=temperature)
+    for kind, narrow in itertools.product(KINDS, (False, True)):
+        told = f"{kind} {'narrow' if narrow else 'wide'}"
+        for batch in (5, 17, 33):
+            yield f"rnn_backward {told} B={batch}", backward_call(kind, narrow=narrow, batch=batch)
+        for layers, head in itertools.product((1, 3), (False, True)):
+            name = f"decode_steps {told} L={layers} {'predicted' if head else 'known'}"
+            yield name, steps_call(kind, layers=layers, head=head, narrow=narrow)
+    for batch, sampled in itertools.product((9, 17, 33), (False, True)):
+        name = f"decode_steps all logits below 0 B={batch} {'sampled' if sampled else 'greedy'}"
+        yield name, steps_call("gru", narrow=True, batch=batch, sampled=sampled, bias=-50.0)
 
 
 OPERATORS: dict[str, Operator] = {
@@ -165,10 +201,7 @@ PRODUCTS = {
 
 def check_operator(name: str, operator: Operator, device: torch.device) -> Facts:
     arguments, options = operator.arguments()
-    there = tree_map(
-        lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf,
-        (arguments, options),
-    )
+    there = tree_map(lambda leaf: copy_of(leaf, device), (arguments, options))
     op = lookup(name.split()[0])
     got = [op(*there[0], **there[1]), there[0][operator.written], there[1].get("found_inf")]
     want = [
@@ -179,13 +212,22 @@ def check_operator(name: str, operator: Operator, device: torch.device) -> Facts
     pairs = list(zip(tree_leaves(got), tree_leaves(want), strict=True))
     tensors = [pair for pair in pairs if isinstance(pair[1], Tensor)]
     for mine, theirs in tensors:
-        rtol = RTOL[theirs.dtype]
+        rtol = operator.rtol[theirs.dtype]
         torch.testing.assert_close(mine.cpu(), theirs, rtol=rtol, atol=rtol)
     return {"tensors compared": len(tensors)}
 
 
+def copy_of(leaf: Any, device: torch.device) -> Any:
+    """Of a tensor, in memory that begins and ends where its own does."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    memory = torch.empty(0, dtype=leaf.dtype).set_(leaf.untyped_storage()).to(device, copy=True)
+    return memory.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+
+
 def operators(device: torch.device, quick: bool) -> Checks:
     rows = {name: OPERATORS[name] for name in _build.registered_ops("cuda")}
+    rows |= {name: of_the_decoder(call) for name, call in decoder_calls()}
     for name, operator in (rows | PRODUCTS).items():
         yield name, lambda row=(name, operator): check_operator(*row, device)
 
@@ -204,7 +246,13 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="%(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row")
     parser.add_argument("--quick", action="store_true", help="small shapes")
+    parser.add_argument("--here", metavar="WORDS", help="rows of such names, in this process")
     args = parser.parse_args()
+    if args.here is not None:
+        checks = PARTS[args.what](torch.device(args.device), args.quick)
+        rows = [examine(*row) for row in checks if re.search(args.here, row[0])]
+        print(*rows, sep="\n")
+        return 0 if all(row["passed"] for row in rows) and rows else 1
     passed = collect(PARTS[args.what], args.device, args.quick, args.json, PATIENCE[args.device])
     return 0 if passed else 1
 

