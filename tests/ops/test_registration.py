@@ -169,17 +169,6 @@ def test_the_reference_answers_where_no_kernel_is_compiled(row):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeExplicitAutograd")
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_meta_tensors_give_the_shape_of_the_result(row):
-    make, scale = ROWS[row]
-    args, kwargs = torch.utils._pytree.tree_map_only(
-        torch.Tensor, lambda t: t.to("meta"), make(scale())
-    )
-    result = operator(row)(*args, **kwargs)
-    if isinstance(result, torch.Tensor):
-        assert (result.shape, result.dtype, result.device.type) == ((), torch.float64, "meta")
-
-
 def step(main_grads, grads, inv_scale, found_inf):
     norm = accumext.accumulate_(main_grads, grads, inv_scale=inv_scale, found_inf=found_inf)
     micro = accumext.unscale_check_clip_accumulate_(
@@ -192,13 +181,12 @@ def step(main_grads, grads, inv_scale, found_inf):
 
 
 @pytest.mark.parametrize("inv_scale", [0.37, torch.tensor(0.37)], ids=["float", "tensor"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compile_in_one_graph(backend, inv_scale):
+def test_compile_in_one_graph(inv_scale):
     torch._dynamo.reset()
     eager, compiled = ([torch.zeros(40, 3), torch.ones(5)] for _ in range(2))
     grads = [torch.randn(40, 3).half(), torch.randn(5)]
     expected = step(eager, grads, inv_scale, torch.zeros(()))
-    got = torch.compile(step, fullgraph=True, backend=backend)(
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(
         compiled, grads, inv_scale, torch.zeros(())
     )
     assert all(map(torch.equal, got, expected))

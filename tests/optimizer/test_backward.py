@@ -108,23 +108,6 @@ def test_parts_of_a_micro_batch_may_be_losses_of_several_dtypes(half_first):
     torch.testing.assert_close(parameter.detach(), expected, rtol=2.0**-8, atol=0.0)
 
 
-@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
-@pytest.mark.parametrize("window", [1, 2])
-def test_parts_of_a_weighted_micro_batch_and_raw_passes(window, policy):
-    """The weight is that of all parts, also of passes that are not the wrapper's."""
-    parameter, opt = wrapped_zeros(window, on_nonfinite=policy)
-    weights, grads = [5.0, 2.0][:window], [3.0, 7.0][:window]
-    for weight, grad in zip(weights, grads):
-        with opt.micro_batch():
-            (parameter * (0.25 * grad)).backward()
-            opt.backward(parameter * (0.25 * grad), weight)
-            opt.backward(parameter * (0.25 * grad), weight)
-            (parameter * (0.25 * grad)).backward()
-        opt.step()
-    mean = sum(w * g for w, g in zip(weights, grads)) / sum(weights)
-    assert parameter.item() == pytest.approx(-mean, rel=1e-6)  # a float32
-
-
 @pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. 2 calls of step found no gradient")
 def test_micro_batches_without_gradients_and_without_passes():
     """One counts of which nothing reaches the parameters; one without a backward pass does not."""
@@ -158,9 +141,9 @@ def test_a_micro_batch_has_one_weight(second, policy):
 # Half precision, with accumulate_in_backward and without
 
 
-@pytest.fixture(params=[ONE_BY_ONE, 40, _backward.BUNDLE_BYTES], ids=lambda n: f"bundles-of-{n}")
+@pytest.fixture(params=[ONE_BY_ONE, 40], ids=lambda n: f"bundles-of-{n}")
 def bundles(request, monkeypatch):
-    """Every gradient alone, a few together, and all of the model at the end of the pass."""
+    """Every gradient alone, and a few together, of which the last wait for the end of the pass."""
     monkeypatch.setattr(_backward, "BUNDLE_BYTES", request.param)
 
 
@@ -274,17 +257,6 @@ def test_every_gradient_is_free_before_the_next_layers_is_made(monkeypatch, in_b
         hidden.register_hook(lambda _, seen=freed: seen.append(made[-1]() is None))
         opt.backward(model[2](model[1](hidden)).square().mean())
         assert freed == [in_backward]
-
-
-def test_small_gradients_share_a_call():
-    """All of this model's wait until the end of the pass, and are taken in at once."""
-    model = make_model(torch.bfloat16)
-    opt = accumulating(model)
-    opt.backward(loss_of(model, BATCHES[0]))
-    with torch.profiler.profile() as profile:
-        opt.backward(loss_of(model, BATCHES[1]))
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["accumext::accumulate_"] == 1
 
 
 def test_a_hook_of_the_users_comes_first_and_may_take_the_gradient():

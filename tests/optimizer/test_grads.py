@@ -17,7 +17,6 @@ from support.optimizer_oracle import (
     OPTIMIZERS,
     assert_equal,
     hooks_of,
-    loss_of,
     make_batches,
     make_model,
     run,
@@ -116,18 +115,6 @@ def test_gradients_of_the_last_step_are_not_kept_alive():
         opt.flush()
         assert opt.stepped
     assert_equal([parameter.detach()], [torch.full((1000,), -40.0)])
-
-
-def test_window_of_one_keeps_gradients_visible():
-    model = make_model()
-    opt = wrapped(model)
-    opt.backward(loss_of(model, BATCHES[0]))
-    grads = [p.grad for p in model.parameters()]
-    assert_equal(grads, torch.autograd.grad(loss_of(model, BATCHES[0]), list(model.parameters())))
-    opt.step()
-    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads))
-    opt.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("window", [1, 2])
