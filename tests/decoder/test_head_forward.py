@@ -124,12 +124,12 @@ def problem(
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: dtype_id(d[1]))
-@pytest.mark.parametrize("words", VOCABULARIES)
-def test_every_vocabulary(words: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    for rows, depth in ((1, 17), (13, 64)):
-        hidden, weight, bias, targets = problem(rows, words, depth, dtypes, True)
-        found = forward(hidden, weight, bias, targets, exps_dtype=dtypes[0])
-        Truth.of(hidden, weight, bias).check(found, targets, dtypes[0])
+def test_every_vocabulary(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    for words in VOCABULARIES:
+        for rows, depth in ((1, 17), (13, 64)):
+            hidden, weight, bias, targets = problem(rows, words, depth, dtypes, True)
+            found = forward(hidden, weight, bias, targets, exps_dtype=dtypes[0])
+            Truth.of(hidden, weight, bias).check(found, targets, dtypes[0])
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -286,9 +286,9 @@ def test_rows_that_are_no_distribution(
         torch.testing.assert_close(best, order.values[:top].expand(3, top), equal_nan=True)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: dtype_id(d[1]))
-@pytest.mark.parametrize("words", [1, 2, 13, 480, 481, 1500])
+@pytest.mark.parametrize("words", [1, 2, 480, 481, 1500])
 def test_samples_invert_the_running_sum(
     words: int, dtypes: tuple[torch.dtype, torch.dtype], temperature: float
 ) -> None:
@@ -319,34 +319,22 @@ def test_samples_invert_the_running_sum(
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
-@pytest.mark.parametrize("words", [24, 480, 960, 1000])
-def test_no_sample_has_probability_zero(words: int, dtype: torch.dtype, temperature: float) -> None:
-    """Words that the bias rules out, first and last and at the ends of spans, at both ends of the
-    uniform numbers' range."""
+@pytest.mark.parametrize(("words", "first"), [(24, 5), (480, 5), (960, 5), (1000, 5), (965, 481)])
+def test_no_sample_has_probability_zero(
+    words: int, first: int, dtype: torch.dtype, temperature: float
+) -> None:
+    """Words that the bias rules out, first and last and at the ends of spans, and a whole first
+    span, at both ends of the uniform numbers' range."""
     rows = 64
     hidden, weight, bias, targets = problem(rows, words, 8, (dtype, dtype), True)
     assert bias is not None
-    bias[:5], bias[-5:], bias[470:480] = -math.inf, -math.inf, -math.inf
+    bias[:first], bias[-5:], bias[470:480] = -math.inf, -math.inf, -math.inf
     for extreme in (0.0, LARGEST_UNIFORM):
         uniforms = torch.full((rows,), extreme, dtype=torch.float64)
         found = forward(hidden, weight, bias, targets, uniforms, temperature)
         assert bias[found.tokens].isfinite().all()
         if extreme == 0:
-            assert (found.tokens == 5).all()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
-def test_a_first_span_without_a_possible_word_is_passed_over(
-    dtype: torch.dtype, temperature: float
-) -> None:
-    """At a uniform number of 0 the running sum has not passed it until a word is possible."""
-    hidden, weight, bias, targets = problem(64, 965, 8, (dtype, dtype), True)
-    assert bias is not None
-    bias[:481] = -math.inf
-    uniforms = torch.zeros(64, dtype=torch.float64)
-    found = forward(hidden, weight, bias, targets, uniforms, temperature)
-    assert (found.tokens == 481).all()
+            assert (found.tokens == first).all()
 
 
 def test_a_span_that_rounding_has_made_too_wide_gives_no_impossible_word() -> None:
@@ -361,7 +349,7 @@ def test_a_span_that_rounding_has_made_too_wide_gives_no_impossible_word() -> No
         assert bias[found.tokens].isfinite().all()
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 @pytest.mark.parametrize("words", [7, 961])
 def test_frequencies_of_samples_are_the_softmax(words: int, temperature: float) -> None:
     draws = 20000
@@ -397,9 +385,8 @@ def test_threads_and_logit_rows_change_no_bit(sampled: bool, two_threads: tuple[
 
 
 def test_no_rows_are_no_work() -> None:
-    for logit_rows in (1, 32):
-        found = forward(
-            torch.randn(0, 4), torch.randn(9, 4), None, torch.zeros(0, dtype=torch.int64),
-            exps_dtype=torch.float32, logit_rows=logit_rows, margins=(2, 2),
-        )  # fmt: skip
+    for rows in (1, 32):
+        none = torch.zeros(0, dtype=torch.int64)
+        call = torch.randn(0, 4), torch.randn(9, 4), None, none
+        found = forward(*call, exps_dtype=torch.float32, logit_rows=rows, margins=(2, 2))
         assert found.tokens.numel() == 0

@@ -10,13 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import examples
-from support.decode_oracle import CELLS, Decoder, make_decoder
-from support.decoding import BATCH, EXACT, VOCABULARY
+from support.decode_oracle import CELLS, Decoder, decode, make_decoder
+from support.decoding import BATCH, EXACT, VOCABULARY, parts_of, wrapped
+from support.samples import assert_drawn, kept_shares
 from torch import Tensor
 
 import accumext
 
 MODES = st.sampled_from(["greedy", "sample", "top_k", "top_p", "both"])
+
+
+SEARCHES = ["greedy", "sample", "beam"]
+
+
+def say(decoder: Decoder, cell: Any = None, state: Any = None, **call: Any) -> Any:
+    cell = decoder.cell if cell is None else cell
+    state = decoder.state if state is None else state
+    return accumext.generate(decoder.embedding, cell, decoder.head, state, **call)
 
 
 def rows_of(state: Any, rows: list[int]) -> Any:
@@ -33,25 +43,6 @@ def plain_step(decoder: Decoder, token: int, state: Any) -> tuple[Tensor, Any]:
         return decoder.head(output)[0].log_softmax(-1), state
 
 
-def allowed(log_probs: Tensor, mode: str, temperature: float) -> Tensor:
-    """The probabilities that are drawn from, by the definitions of top_k = 4 and top_p = 0.6."""
-    p = (log_probs / temperature).softmax(-1)
-    order = sorted(range(len(p)), key=lambda i: (-float(p[i]), i))
-    if mode in ("top_k", "both"):
-        order = order[:4]
-    if mode in ("top_p", "both"):
-        whole, total, kept = float(p[order].sum()), 0.0, []
-        for i in order:
-            kept.append(i)
-            total += float(p[i])
-            if total >= 0.6 * whole:
-                break
-        order = kept
-    q = torch.zeros_like(p)
-    q[order] = p[order]
-    return q / q.sum()
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(
     kind=st.sampled_from(sorted(CELLS)),
@@ -61,7 +52,7 @@ def allowed(log_probs: Tensor, mode: str, temperature: float) -> Tensor:
     limited=st.booleans(),
     prompted=st.integers(0, 3),
     batch_first=st.booleans(),
-    steps=st.sampled_from([0, 1, 5, 40]),
+    steps=st.sampled_from([1, 5, 40]),
     seed=st.integers(0, 2**20),
 )
 def test_greedy_and_samples_are_the_plain_loops(
@@ -71,58 +62,52 @@ def test_greedy_and_samples_are_the_plain_loops(
     torch.manual_seed(seed)
     decoder = make_decoder(kind)
     options: dict[str, Any] = {"search": "greedy"}
+    filters = {"top_k": 4 if mode in ("top_k", "both") else None}
+    filters["top_p"] = 0.6 if mode in ("top_p", "both") else None
     if mode != "greedy":
-        options = {"search": "sample", "temperature": 1.5}
-    if mode in ("top_k", "both"):
-        options["top_k"] = 4
-    if mode in ("top_p", "both"):
-        options["top_p"] = 0.6
+        options = {"search": "sample", "temperature": 1.5, **filters}
     limits = torch.randint(0, steps + 1, (BATCH,)) if limited else torch.full((BATCH,), steps)
-    prompt = torch.randint(VOCABULARY, (prompted, BATCH))
-    start = torch.randint(VOCABULARY, (BATCH,))
+    limits[0] = steps
+    fed = torch.randint(VOCABULARY, (max(1, prompted), BATCH))
     if prompted:
-        options["prompt"] = prompt.t() if batch_first else prompt
-    out = accumext.generate(
-        decoder.embedding, decoder.step if called else decoder.cell, decoder.head, decoder.state,
-        max_length=steps, start=start, eos=eos, lengths=limits if limited else None,
+        options["prompt"] = fed.t() if batch_first else fed
+    out = say(
+        decoder, wrapped(decoder) if called else None, max_length=steps, start=fed[0], eos=eos,
+        lengths=limits if limited else None,
         generator=torch.Generator().manual_seed(seed), batch_first=batch_first,
         batch_dim=int(CELLS[kind][1] is not None), **options,
     )  # fmt: skip
     tokens, log_probs = out.tokens, out.log_probs
     if batch_first:
         tokens, log_probs = tokens.t(), log_probs.t()
-    numbers = torch.Generator().manual_seed(seed)
-    uniforms = torch.rand(max(1, steps), BATCH, dtype=torch.float64, generator=numbers)
     assert len(tokens) == (int(out.lengths.max()) if limited or eos is not None else steps)
-    for b in range(BATCH):
-        state, token = rows_of(decoder.state, [b]), int(start[b])
-        for early in prompt[:-1, b].tolist():
-            _, state = plain_step(decoder, early, state)
-        token = int(prompt[-1, b]) if prompted else token
-        said = 0
-        while said < limits[b]:
-            expected, state = plain_step(decoder, token, state)
-            token = int(tokens[said, b])
-            if mode == "greedy":
-                assert token == int(expected.argmax())
-            else:
-                running = allowed(expected, mode, 1.5).cumsum(0)
-                u = float(uniforms[said, b])
-                assert float(running[token]) > u - EXACT
-                assert token == 0 or float(running[token - 1]) <= u + EXACT
-            torch.testing.assert_close(log_probs[said, b], expected[token], rtol=EXACT, atol=EXACT)
-            said += 1
-            if token == eos:
-                break
-        assert out.lengths[b] == said
-        assert not tokens[said:, b].any()  # the padding token is 0
-        assert not log_probs[said:, b].any()
-        torch.testing.assert_close(rows_of(out.state, [b]), state, rtol=EXACT, atol=EXACT)
+    live = torch.arange(len(tokens))[:, None] < limits
+    for t in range(len(tokens) if eos is not None else 0):
+        live[t + 1 :] &= ~(live[t] & (tokens[t] == eos))
+    assert torch.equal(out.lengths, live.sum(0))
+    assert not tokens[~live].any()  # the padding token is 0
+    assert not log_probs[~live].any()
+
+    inputs, states = torch.cat([fed, tokens[:-1]]), []
+    running = torch.arange(len(inputs))[:, None] < len(fed) - 1 + out.lengths
+    _, _, logits = decode(decoder, inputs, inputs, running, states=states)
+    expected = logits[len(fed) - 1 :].log_softmax(-1)
+    of_tokens = expected.gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(log_probs[live], of_tokens[live], rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(out.scores, log_probs.sum(0))
+    if mode == "greedy":
+        assert torch.equal(tokens[live], expected.argmax(-1)[live])
+    else:
+        numbers = torch.Generator().manual_seed(seed)
+        uniforms = torch.rand(steps, BATCH, dtype=torch.float64, generator=numbers)[: len(tokens)]
+        shares = kept_shares(expected, **filters, temperature=1.5)
+        assert_drawn(tokens[live], shares[live], uniforms[live], EXACT)
+    for part, its in zip(parts_of(out.state), parts_of(states[-1]), strict=True):
+        torch.testing.assert_close(part, its.detach(), rtol=EXACT, atol=EXACT)
     assert not log_probs.requires_grad
 
 
-@pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
+@pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast", "autocast, callable"])
 def test_the_same_as_decode_loss_says(precision: str, search: str) -> None:
     """Bit for bit, over several chunks of steps, in half precision and autocast, too."""
@@ -212,8 +197,8 @@ def test_beam_search_is_the_definition(
             return output + memory.mean(0), state
 
     limits = torch.randint(0, steps + 1, (BATCH,)) if limited else torch.full((BATCH,), steps)
-    out = accumext.generate(
-        decoder.embedding, cell, decoder.head, decoder.state, max_length=steps, eos=eos, start=1,
+    out = say(
+        decoder, cell, max_length=steps, eos=eos, start=1,
         search="beam", beams=beams, length_penalty=penalty, context=context,
         lengths=limits if limited else None, batch_dim=int(CELLS[kind][1] is not None),
     )  # fmt: skip
@@ -250,35 +235,29 @@ def test_nested_states_are_reordered() -> None:
         history = torch.cat([state["history"][:, 1:], h[:, None, :2]], 1)
         return h, {"h": h, "history": history, "steps": state["steps"] + 1, "name": "a"}
 
-    state = {
-        "h": decoder.state, "history": torch.zeros(BATCH, 4, 2).double(),
-        "steps": torch.zeros(()), "name": "a",
-    }  # fmt: skip
+    state = {"h": decoder.state, "history": torch.zeros(BATCH, 4, 2).double()}
+    state |= {"steps": torch.zeros(()), "name": "a"}
     call = {"max_length": 6, "search": "beam", "beams": 3, "eos": 2}
-    modules = (decoder.embedding, cell, decoder.head)
-    out = accumext.generate(*modules, state, **call)
-    expected = accumext.generate(
-        decoder.embedding, decoder.cell, decoder.head, decoder.state, **call
-    )
+    out, expected = say(decoder, cell, state, **call), say(decoder, **call)
     assert torch.equal(out.tokens, expected.tokens)
     torch.testing.assert_close(out.state["h"], expected.state, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(out.state["history"][:, -1], out.state["h"][:, :2])
     assert out.state["name"] == "a"
 
 
-@pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
+@pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("ends", [{}, {"eos": 4}, {"lengths": [5, 2, 0]}], ids=str)
 def test_a_cell_may_write_into_its_state(search: str, ends: dict[str, Any]) -> None:
     """A cache, such as that of attention: rows that have ended keep what they had."""
     decoder = make_decoder("gru_cell")
 
-    def cell(x: Tensor, state: Any, written: bool = True) -> tuple[Tensor, Any]:
+    def cell(x: Tensor, state: Any, written: bool) -> tuple[Tensor, Any]:
         h, cache, count = state
         h = decoder.cell(x, h)
-        if not written:
-            cache, count = cache.clone(), count + 1
-        else:
+        if written:
             count += 1
+        else:
+            cache, count = cache.clone(), count + 1
         cache[torch.arange(len(h)), count - 1] = h
         return h + cache.sum(1), (h, cache, count)
 
@@ -286,30 +265,22 @@ def test_a_cell_may_write_into_its_state(search: str, ends: dict[str, Any]) -> N
         decoder.state.detach(), torch.zeros(BATCH, 9, 5, dtype=torch.float64),
         torch.zeros(BATCH, dtype=torch.int64),
     )  # fmt: skip
-    before = [part.clone() for part in mine]
-    found = []
+    before, found = [part.clone() for part in mine], []
     for written in (False, True):
-        out = accumext.generate(
-            decoder.embedding, partial(cell, written=written), decoder.head, mine, max_length=8,
-            search=search, generator=torch.Generator().manual_seed(3), **ends,
-        )  # fmt: skip
-        assert (
-            out.state[2].tolist()
-            == (out.lengths[:, 0] if search == "beam" else out.lengths).tolist()
-        )
+        generator, way = torch.Generator().manual_seed(3), partial(cell, written=written)
+        out = say(decoder, way, mine, search=search, generator=generator, max_length=8, **ends)
+        assert torch.equal(out.state[2], out.lengths[:, 0] if search == "beam" else out.lengths)
         found.append(out)
-    for one, other in zip(found[0].state, found[1].state, strict=True):
-        assert torch.equal(one, other)
     assert torch.equal(found[0].tokens, found[1].tokens)
-    for one, other in zip(mine, before, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, found[0].state, found[1].state))
+    assert all(map(torch.equal, mine, before))
 
 
 @pytest.mark.parametrize("search", ["greedy", "beam"])
 @pytest.mark.parametrize("context", [False, True])
 def test_a_number_of_all_rows_may_be_written_too(search: str, context: bool) -> None:
     """Every hypothesis has read it as it was."""
-    decoder = make_decoder("gru_cell")
+    decoder, found = make_decoder("gru_cell"), []
     memory = torch.randn(BATCH, 5, dtype=torch.float64)
 
     def cell(x: Tensor, state: Any, *memory: Tensor, written: bool) -> tuple[Tensor, Any]:
@@ -318,34 +289,27 @@ def test_a_number_of_all_rows_may_be_written_too(search: str, context: bool) -> 
         h = decoder.cell(x, h) + torch.sin(count) * (memory[0] if memory else 1)
         return h, (h, count)
 
-    found = []
     for written in (False, True):
-        out = accumext.generate(
-            decoder.embedding, partial(cell, written=written), decoder.head,
-            (decoder.state, torch.zeros((), dtype=torch.float64)), max_length=9, search=search,
+        state = (decoder.state, torch.zeros((), dtype=torch.float64))
+        out = say(
+            decoder, partial(cell, written=written), state, max_length=9, search=search,
             beams=3 if search == "beam" else 1, eos=2, lengths=[9, 4, 1],
             context=(memory,) if context else (),
         )  # fmt: skip
-        found.append(out)
-    assert torch.equal(found[0].tokens, found[1].tokens)
-    assert torch.equal(found[0].scores, found[1].scores)
-    assert torch.equal(found[0].state[1], found[1].state[1])
+        found.append((out.tokens, out.scores, out.state[1]))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("lengths", [None, [5, 2, 3]])
 def test_a_cell_may_keep_its_state_in_a_buffer(lengths: list[int] | None) -> None:
-    decoder = make_decoder("gru_cell")
-    buffer = torch.empty(BATCH, 5, dtype=torch.float64)
+    decoder, buffer = make_decoder("gru_cell"), torch.empty(BATCH, 5, dtype=torch.float64)
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        buffer.copy_(decoder.cell(x, h))
-        return buffer, buffer
+        return (buffer.copy_(decoder.cell(x, h)),) * 2
 
-    call: dict[str, Any] = {"max_length": 8, "lengths": lengths}
-    expected = accumext.generate(
-        decoder.embedding, decoder.step, decoder.head, decoder.state, **call
+    out, expected = (
+        say(decoder, way, max_length=8, lengths=lengths) for way in (cell, wrapped(decoder))
     )
-    out = accumext.generate(decoder.embedding, cell, decoder.head, decoder.state, **call)
     assert torch.equal(out.tokens, expected.tokens)
     assert torch.equal(out.state, expected.state)
 
@@ -353,68 +317,57 @@ def test_a_cell_may_keep_its_state_in_a_buffer(lengths: list[int] | None) -> Non
 def test_it_ends_where_every_row_has_ended() -> None:
     """Whatever the limit is, memory and time are those of what is said."""
     decoder, calls = make_decoder("gru_cell"), []
+    decoder.head.bias.data[4] = 100.0
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         calls.append(1)
         return decoder.step(x, h)
 
-    with torch.no_grad():
-        decoder.head.bias[4] = 100.0
-    for search in ("greedy", "sample", "beam"):
-        for way in (decoder.cell, cell):
+    for search in SEARCHES:
+        for way in (None, cell):
             calls.clear()
-            out = accumext.generate(
-                decoder.embedding, way, decoder.head, decoder.state, max_length=10**12, eos=4,
-                search=search, beams=1,
-            )  # fmt: skip
+            out = say(decoder, way, max_length=10**12, eos=4, search=search, beams=1)
             assert (out.lengths == 1).all()
             assert len(calls) == (way is cell)
 
 
 def test_in_inference_mode_under_autocast_and_of_no_rows() -> None:
     decoder = make_decoder("gru_cell", dtype=torch.float32)
-    call = (decoder.embedding, decoder.cell, decoder.head)
     nobody = torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
-    for search in ("greedy", "beam", "sample"):
+    for search in SEARCHES:
         for state, start in ((decoder.state, 0), nobody):
             with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-                out = accumext.generate(*call, state, max_length=5, start=start, search=search)
+                out = say(decoder, None, state, max_length=5, start=start, search=search)
             assert out.log_probs.dtype == torch.float32
             assert out.tokens.shape[1] == len(state)
-        assert len(accumext.generate(*call, decoder.state, max_length=5, search=search).tokens) == 5
+            assert len(out.tokens) == 5 or not len(state)
 
 
 def test_a_beam_of_equals_takes_the_first() -> None:
     decoder = make_decoder("gru_cell")
-    with torch.no_grad():
-        decoder.head.weight.zero_()
-        decoder.head.bias.zero_()
-    call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
-    out = accumext.generate(*call, max_length=2, search="beam", beams=3)
+    for parameter in decoder.head.parameters():
+        parameter.data.zero_()
+    out = say(decoder, max_length=2, search="beam", beams=3)
     assert out.tokens[:, 0].tolist() == [[0, 0, 0], [0, 1, 2]]
 
 
 def test_forbidden_words_are_in_no_hypothesis() -> None:
     """And where nothing but the end may be said, no hypothesis is left."""
     decoder = make_decoder("gru_cell", vocabulary=4)
-    with torch.no_grad():
-        decoder.head.bias[1:] = -torch.inf
-    call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
-    out = accumext.generate(*call, max_length=3, search="beam", beams=2)
+    decoder.head.bias.data[1:] = -torch.inf
+    out = say(decoder, max_length=3, search="beam", beams=2)
     assert out.scores.tolist() == [[0.0, -torch.inf]] * BATCH
     assert out.lengths.tolist() == [[3, 0]] * BATCH
-    out = accumext.generate(*call, max_length=10**12, search="beam", beams=2, eos=0)
+    out = say(decoder, max_length=10**12, search="beam", beams=2, eos=0)
     assert out.lengths.tolist() == [[1, 0]] * BATCH
 
 
-@pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
+@pytest.mark.parametrize("search", SEARCHES)
 def test_logits_that_are_nan_give_scores_that_are(search: str) -> None:
     """And tokens, as many as there may be."""
     decoder = make_decoder("gru_cell", vocabulary=4)
-    with torch.no_grad():
-        decoder.head.bias[2] = torch.nan
-    call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
-    out = accumext.generate(*call, max_length=3, search=search)
+    decoder.head.bias.data[2] = torch.nan
+    out = say(decoder, max_length=3, search=search)
     assert len(out.tokens) == 3
     assert out.scores.isnan().all()
     assert (out.lengths == 3).all()
@@ -440,42 +393,35 @@ def test_a_number_of_all_rows_counts_every_step_of_a_beam() -> None:
 
 
 def test_the_context_says_how_many_rows_there_are() -> None:
-    decoder = make_decoder("gru_cell")
-
-    def cell(x: Tensor, state: Any, memory: Tensor) -> tuple[Tensor, Any]:
-        return x + memory, state
-
-    context = (torch.zeros(6, 5, dtype=torch.float64),)
-    out = accumext.generate(decoder.embedding, cell, decoder.head, max_length=2, context=context)
+    decoder, context = make_decoder("gru_cell"), (torch.zeros(6, 5, dtype=torch.float64),)
+    decoder.state = None
+    out = say(decoder, lambda x, state, memory: (x + memory, state), max_length=2, context=context)
     assert out.tokens.shape == (2, 6)
 
 
 def test_the_state_of_the_result_is_the_callers() -> None:
     decoder = make_decoder("gru_cell")
     before = decoder.state.detach().clone()
-    for search in ("greedy", "sample", "beam"):
-        for cell in (decoder.cell, decoder.step):
-            out = accumext.generate(
-                decoder.embedding, cell, decoder.head, decoder.state, max_length=0, search=search
-            )
+    for search in SEARCHES:
+        for cell in (None, wrapped(decoder)):
+            out = say(decoder, cell, max_length=0, search=search)
+            assert len(out.tokens) == 0
             out.state.zero_()
     assert torch.equal(decoder.state, before)
 
 
-@pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
+@pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm"])
 def test_states_of_half_precision_are_rounded_in_the_end(search: str, kind: str) -> None:
     """A prompt and what follows are as one: greedy tokens, given as a prompt, change nothing."""
     decoder = make_decoder(kind, 301, 24, 3, torch.bfloat16)
-    call = (decoder.embedding, decoder.cell, decoder.head, decoder.state)
-    whole = accumext.generate(*call, max_length=12, search="beam", beams=1, start=1)
+    whole = say(decoder, max_length=12, search="beam", beams=1, start=1)
     said = torch.cat([torch.ones(1, 3, dtype=torch.int64), whole.tokens[:5, :, 0]])
     top_k = 1 if search == "sample" else None
-    rest = accumext.generate(*call, max_length=7, prompt=said, search=search, beams=1, top_k=top_k)
+    rest = say(decoder, max_length=7, prompt=said, search=search, beams=1, top_k=top_k)
     assert torch.equal(rest.tokens.view(7, 3), whole.tokens[5:, :, 0])
     torch.testing.assert_close(rest.log_probs.view(7, 3), whole.log_probs[5:, :, 0])
-    parts, others = (s if isinstance(s, tuple) else (s,) for s in (rest.state, whole.state))
-    for part, other in zip(parts, others, strict=True):
+    for part, other in zip(parts_of(rest.state), parts_of(whole.state), strict=True):
         assert part.dtype == torch.bfloat16
         torch.testing.assert_close(part, other)
 
@@ -518,9 +464,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("change", "kind", "text"), WRONG, ids=lambda value: str(value)[:60])
 def test_what_arguments_must_be(change: dict[str, Any], kind: type[Exception], text: str) -> None:
     decoder = make_decoder("gru_cell")
-    call = {"max_length": 6, **change}
     before = torch.get_rng_state()
     with pytest.raises(kind) as caught:
-        accumext.generate(decoder.embedding, decoder.cell, decoder.head, decoder.state, **call)
+        say(decoder, **{"max_length": 6, **change})
     assert str(caught.value).startswith(f"generate: {text}")
     assert torch.equal(torch.get_rng_state(), before)

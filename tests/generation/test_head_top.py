@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import examples
+from support.samples import assert_drawn, kept_shares
 from support.tensors import dtype_id
 from torch import Tensor
 
@@ -111,21 +112,9 @@ def test_samples_are_of_what_is_kept(
     uniforms = torch.rand(rows, dtype=torch.float64)
     uniforms[0], uniforms[1] = 0.0, LARGEST_UNIFORM
     tokens, stats = sample(hidden, weight, bias, uniforms, top_k, top_p, temperature)
-    sharp = (z / temperature).softmax(1)
-    order = sharp.sort(1, descending=True).indices[:, :top_k]
-    share = sharp.gather(1, order)
-    share = share / share.sum(1, keepdim=True)
-    kept = share.cumsum(1) - share < top_p
-    kept[:, 0] = True
-    mask = torch.zeros_like(sharp, dtype=torch.bool).scatter_(1, order, kept)
-    running = torch.where(mask, sharp, 0).cumsum(1)
-    running = running / running[:, -1:]
-    below = torch.where(tokens > 0, running.gather(1, (tokens - 1).clamp(min=0)[:, None])[:, 0], 0)
-    above = running.gather(1, tokens[:, None])[:, 0]
+    shares = kept_shares(z, top_k, top_p, temperature)
     tolerance = TOLERANCE[dtypes[0]]
-    assert (below <= uniforms + tolerance).all()
-    assert (uniforms <= above + tolerance).all()
-    assert mask.gather(1, tokens[:, None]).all()
+    assert_drawn(tokens, shares, uniforms, tolerance)
     torch.testing.assert_close(
         stats[2], z.gather(1, tokens[:, None])[:, 0], rtol=tolerance, atol=10 * tolerance,
         check_dtype=False,

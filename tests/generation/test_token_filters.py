@@ -9,23 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import examples
-from torch import Tensor
+from support.samples import assert_drawn, kept_shares
 
 from accumext.generation import _token_filters
 from accumext.generation._token_filters import TokenFilter, fewest, largest
-
-
-def shares(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """The probabilities [V] of what is kept of logits [V], by the definition."""
-    p = logits.double().softmax(0)
-    order = sorted(range(len(p)), key=lambda i: (-float(logits[i]), i))[:top_k]
-    if top_p is not None:
-        running = p[order].cumsum(0)
-        count = int((running < top_p * running[-1 if top_k else len(order) - 1]).sum()) + 1
-        order = order[:count]
-    kept = torch.zeros_like(p)
-    kept[order] = p[order]
-    return kept / kept.sum()
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -45,12 +32,7 @@ def test_samples_invert_the_running_sum_of_what_is_kept(
     uniforms = torch.rand(5, dtype=torch.float64)
     uniforms[0] = 0.0
     tokens = TokenFilter(1.0, top_k, top_p).sample(logits.t(), uniforms)
-    for column in range(5):
-        kept = shares(logits[:, column], top_k, top_p)
-        running, token = kept.cumsum(0), int(tokens[column])
-        assert kept[token] > 0
-        assert running[token] > uniforms[column] - 1e-12
-        assert token == 0 or running[token - 1] <= uniforms[column] + 1e-12
+    assert_drawn(tokens, kept_shares(logits.t(), top_k, top_p), uniforms, 1e-12)
 
 
 def test_nothing_impossible_is_drawn() -> None:

@@ -315,15 +315,14 @@ def test_a_loss_that_ignores_the_output() -> None:
 
 def test_no_steps() -> None:
     state, start = zeros(), zeros()
-    out = accumext.rollout(
-        lambda x, h: (x, h), {"h": state}, 0, loss=lambda x, t: x.sum(), start=start
-    )
+    call = {"loss": lambda x, t: x.sum(), "start": start}
+    out = accumext.rollout(lambda x, h: (x, h), {"h": state}, 0, **call)
     assert out.loss == 0
     assert out.output is None
     assert out.state["h"] is state
     out.loss.backward()
-    assert torch.equal(state.grad, torch.zeros_like(state))
-    assert torch.equal(start.grad, torch.zeros_like(start))
+    assert not state.grad.any()
+    assert not start.grad.any()
 
 
 def test_gradients_go_on_from_the_last_state_and_output_under_any_factor() -> None:
@@ -361,10 +360,6 @@ def test_without_a_graph_the_steps_just_run() -> None:
     world = World()
     with torch.no_grad():
         out = world.rollout(9, k1=2, k2=4, loss=lambda x, t: world.loss(x, t) * world.scale.sum())
-        assert not world.rollout(
-            1, loss=lambda x, t: world.scale.sum(), reduction="sum"
-        ).loss.requires_grad
-        world.calls -= 1
         assert world.calls == 9
         loss = plain(world, 9)[0] * world.scale.sum()
     assert not out.loss.requires_grad
@@ -544,7 +539,7 @@ def test_a_compiled_step() -> None:
 
 # --- memory ---------------------------------------------------------------------------------------
 
-WIDE, ROWS, STEPS = 64, 32, 128
+WIDE, ROWS, STEPS = 64, 32, 64
 
 
 def wide_rollout(steps: int = STEPS, **options: Any) -> Callable[[], None]:
@@ -580,7 +575,7 @@ def test_the_peak_is_that_of_states_and_a_segment() -> None:
     assert peak_memory(wide_rollout()) - GRADIENTS < 1.15 * (2 * STEPS * STATE + 12 * GRAPH)
 
 
-@pytest.mark.parametrize("graphs", [6, 40])
+@pytest.mark.parametrize("graphs", [6, 30])
 def test_a_budget_is_kept_to_and_used(graphs: int) -> None:
     budget = int(graphs * GRAPH)
     peak = peak_memory(wide_rollout(memory_budget=budget))
