@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from support import ROOT
 
@@ -37,3 +39,11 @@ def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
     )
+
+
+def run_bench(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The JSON that a benchmark wrote into a folder, and its output."""
+    path = folder / "result.json"
+    done = run_script(f"bench/{script}.py", f"--json={path}", *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text()), done.stdout

@@ -1,9 +1,7 @@
-"""The benchmark: its samples, what it makes of them, and that it compares equal things."""
+"""The benchmarks of gradients and of the audit: equal things are compared, figures follow."""
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,28 +10,11 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
-from support.once import once
-from support.programs import run_script
+from support.programs import run_bench
 
 import accumext
 
 RTOL = 1e-12  # float64 in another order of operations
-
-TARGETS = {0.9, 1.6, 3.5, 2.2, 1.0, 0.85, 3.0, 5.0}  # promised on a CPU
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """Return the JSON that a quick run wrote, and its output."""
-
-    def bench(folder: Path) -> None:
-        result = f"--json={folder / 'result.json'}"
-        done = run_script("bench/accumulate.py", "--quick", "--device=cpu", result)
-        assert done.returncode == 0, done.stderr
-        (folder / "printed").write_text(done.stdout)
-
-    folder = once(tmp_path_factory, "bench-accumulate", bench)
-    return json.loads((folder / "result.json").read_text()), (folder / "printed").read_text()
 
 
 @pytest.fixture
@@ -44,152 +25,73 @@ def timing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return _timing
 
 
-def find(result: dict[str, Any], name: str, role: str) -> dict[str, Any]:
-    (job,) = [j for j in result["jobs"] if (j["job"], j["role"]) == (name, role)]
-    return job
-
-
 @pytest.mark.process
-def test_every_job_has_its_contenders(run: tuple[dict[str, Any], str]) -> None:
-    result, _ = run
-    jobs = {job["job"] for job in result["jobs"]}
-    assert {"read", "update", "write", "unscale, check, norm, clip", "scale_"} < jobs
-    assert {f"accumulate_ {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs
-    assert {"accumulate_ overwrite bf16", "copy_rounded_ bf16", "copy_rounded_ fp16"} < jobs
-    assert {f"total_norm {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs
+def test_gradients(tmp_path: Path) -> None:
+    """All jobs with small tensors: every contender, its samples, and what is said of them"""
+    result, printed = run_bench("accumulate", tmp_path, "--quick", "--device=cpu", "--shape=1e4/20")
+    assert result["failed"] == {}
+    jobs = {job["job"]: job for job in result["jobs"]}
+    assert {"read", "update", "write", "unscale, check, norm, clip", "scale_"} < jobs.keys()
+    assert {f"accumulate_ {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs.keys()
+    assert {f"total_norm {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs.keys()
+    assert {"accumulate_ overwrite bf16", "copy_rounded_ bf16", "copy_rounded_ fp16"} < jobs.keys()
     assert len([name for name in jobs if name.startswith("boundary, ")]) == 6
-    for job in result["jobs"]:
-        rows = job["contenders"]
-        assert job["baseline"] == next(iter(rows))
-        assert len(rows) >= 2
-        assert {len(row["seconds"]) for row in rows.values()} == {3}
-        if job["job"] not in ("read", "update", "write"):
-            assert any(name.startswith("accumext") for name in rows)
-
-
-@pytest.mark.process
-def test_windows_have_the_loops_and_their_memory(run: tuple[dict[str, Any], str]) -> None:
-    result, printed = run
-    jobs = [job for job in result["jobs"] if job["job"].startswith("window of ")]
-    kinds = {job["job"].split(", ")[1] for job in jobs}
+    kinds = {name.split(", ")[1] for name in jobs if name.startswith("window of ")}
     assert kinds == {"SGD", "AdamW foreach", "AdamW fused"}
-    assert {job["role"] for job in jobs} == {"", "transformer"}
-    assert any("scaler" in job["job"] for job in jobs)
-    loops = {"by hand", "accumext, backward", "accumext, usual loop"}
-    for job in jobs:
+    for name, job in jobs.items():
         rows = job["contenders"]
-        half = "bf16" in job["job"]
+        assert f"\n{name}: " in printed
+        assert len(rows) >= 2
+        assert job["baseline"] == next(iter(rows))
+        assert name in ("read", "update", "write") or any(n.startswith("accumext") for n in rows)
+        for row in rows.values():
+            assert len(row["seconds"]) == 3
+            assert min(row["seconds"]) > 0
+    for name, fact in result["machine"].items():
+        assert f"\n{name}: {fact}\n" in printed
+    assert result["machine"]["torch"] == torch.__version__
+    promised = [row for row in result["figures"] if "quartiles" not in row]
+    assert [row["measured"] for row in promised] == [True] * 3
+    for row in promised:
+        assert f"\n{row['figure']} | yes | yes\n" in printed
+    check_windows(result)
+
+
+def check_windows(result: dict[str, Any]) -> None:
+    """Their loops, and the memory of gradients that each takes."""
+    for job in result["jobs"]:
+        if not job["job"].startswith("window of "):
+            continue
+        rows, half = job["contenders"], "bf16" in job["job"]
+        loops = {"by hand", "accumext, backward", "accumext, usual loop"}
         assert loops | ({"accumext, in backward"} if half else set()) == set(rows) - {"Accelerate"}
         assert ("Accelerate" in rows) == (result["machine"]["Accelerate"] == "installed")
-        sets = {name: row["sets_of_gradients"] for name, row in rows.items()}
-        assert sets["by hand"] >= 1.0
+        by_hand, ours = (rows[n]["sets_of_gradients"] for n in ("by hand", "accumext, backward"))
+        assert by_hand >= 1.0
         # A window of one leaves its gradients in `.grad`, beside the next forward pass; and the
         # operators in plain PyTorch take memory of their own.
         compiled = accumext.backend() != "reference"
         if compiled and not half and not job["job"].startswith("window of 1,"):
-            assert sets["accumext, backward"] == pytest.approx(sets["by hand"], abs=0.06)
-        by_hand = np.array(rows["by hand"]["seconds"])
-        for name, row in rows.items():
-            over = np.percentile(np.array(row["seconds"]) / by_hand, (50, 25, 75))
-            median, q1, q3 = (f"{value:.2f}" for value in over)
-            line = rf"  {name} .* {sets[name]:.2f}  {median} \[{q1}, {q3}\]\n"
-            assert name == "by hand" or re.search(line, printed)
+            assert ours == pytest.approx(by_hand, abs=0.06)
 
 
 @pytest.mark.process
-def test_derived_numbers_follow_from_the_samples(run: tuple[dict[str, Any], str]) -> None:
-    result, _ = run
-    for job in result["jobs"]:
-        baseline = np.array(job["contenders"][job["baseline"]]["seconds"])
-        for row in job["contenders"].values():
-            seconds = np.array(row["seconds"])
-            read, update = row["read_bytes_per_element"], row["update_bytes_per_element"]
-            copied = row["copy_read_bytes_per_element"] + row["copy_written_bytes_per_element"]
-            median = np.median(seconds)
-            rate = job["elements"] * (read + update + copied) / median
-            assert (seconds > 0).all()
-            assert row["median_seconds"] == pytest.approx(median, rel=RTOL)
-            assert row["times_faster"] == pytest.approx(np.median(baseline / seconds), rel=RTOL)
-            assert row["bytes_per_second"] == pytest.approx(rate, rel=RTOL)
-
-
-@pytest.mark.process
-def test_shares_are_of_the_limit_in_the_same_repetition(run: tuple[dict[str, Any], str]) -> None:
-    result, _ = run
-    for job in result["jobs"]:
-        if job["role"] != "large":  # the data may lie in a cache
-            assert job["limits"] == []
-            assert {row["share_of_limit"] for row in job["contenders"].values()} == {None}
-            continue
-        reading, updating, writing = (
-            np.array([limit[kind] for limit in job["limits"]])
-            for kind in ("read", "update", "write")
-        )
-        for row in job["contenders"].values():
-            read, update = row["read_bytes_per_element"], row["update_bytes_per_element"]
-            least = job["elements"] * (read / reading + update / updating)
-            copied = row["copy_read_bytes_per_element"], row["copy_written_bytes_per_element"]
-            either = np.maximum(copied[0] / reading, copied[1] / writing)
-            least += job["elements"] * np.maximum(either, sum(copied) / updating)
-            share = np.median(least / np.array(row["seconds"]))
-            assert row["share_of_limit"] == pytest.approx(share, rel=RTOL)
-
-
-@pytest.mark.process
-def test_the_yardstick_is_the_fastest_of_the_plain_loops(run: tuple[dict[str, Any], str]) -> None:
-    result, _ = run
-    fastest = []
-    for name in ("read", "update"):
-        rows = find(result, name, "")["contenders"]
-        fastest.append(min(rows, key=lambda who: rows[who]["median_seconds"]))
-    assert result["machine"]["limit"].startswith(" and ".join(fastest))
-
-
-@pytest.mark.process
-def test_figures_are_ratios_within_repetitions(run: tuple[dict[str, Any], str]) -> None:
-    result, printed = run
-    figures = [figure for figure in result["figures"] if "quartiles" in figure]
-    assert {figure["target"] for figure in figures} == TARGETS | {None}
-    for figure in figures:
-        rows = find(result, figure["job"], figure["role"])["contenders"]
-        if figure["against"] == "the limit":
-            assert figure["measured"] == rows[figure["contender"]]["share_of_limit"]
-            continue
-        sides = figure["against"], figure["contender"]
-        theirs, mine = (np.array(rows[side]["seconds"]) for side in sides)
-        q1, median, q3 = np.percentile(theirs / mine, (25, 50, 75))
-        assert figure["measured"] == pytest.approx(median, rel=RTOL)
-        assert figure["quartiles"] == pytest.approx([q1, q3], rel=RTOL)
-        target = "-" if figure["target"] is None else f"{figure['target']:g}"
-        line = f"{figure['figure']} | {target} | {median:.2f} [{q1:.2f}, {q3:.2f}] | "
-        assert line in printed
-
-
-@pytest.mark.process
-def test_promises_without_a_ratio(run: tuple[dict[str, Any], str]) -> None:
-    result, printed = run
-    rows = [figure for figure in result["figures"] if "quartiles" not in figure]
-    assert [row["measured"] for row in rows] == [True] * 3
-    for row in rows:
-        assert f"\n{row['figure']} | yes | yes\n" in printed
-
-
-@pytest.mark.process
-def test_the_machine_is_named(run: tuple[dict[str, Any], str]) -> None:
-    result, printed = run
-    assert result["machine"]["torch"] == torch.__version__
-    assert {"cpu", "threads", "backend", "apex", "TransformerEngine"} < set(result["machine"])
-    for name, fact in result["machine"].items():
-        assert f"\n{name}: {fact}\n" in printed
+def test_audit(tmp_path: Path) -> None:
+    result, printed = run_bench("audit", tmp_path, "--quick")
+    assert list(result["cases"]) == ["transformer, 64 tokens", "perceptron, 8 rows"]
+    for name, case in result["cases"].items():
+        assert f"\n{name} " in printed
+        assert case["ratio"] > 0 < case["seconds"]
+        assert 0 <= case["sets"] < 0.1
 
 
 def test_contenders_that_differ_are_not_timed(timing: ModuleType) -> None:
-    def contender(value: float) -> Any:
-        return timing.Contender(
-            lambda: torch.tensor([value]), timing.Traffic(4, 0), lambda got: [got]
-        )
-
     def job(value: float) -> Any:
+        def contender(value: float) -> Any:
+            return timing.Contender(
+                lambda: value, timing.Traffic(4, 0), lambda v: [torch.tensor(v)]
+            )
+
         contenders = {"one": contender(1.0), "other": contender(value)}
         return timing.Job("job", timing.Shape(1, 1), contenders)
 
@@ -200,15 +102,32 @@ def test_contenders_that_differ_are_not_timed(timing: ModuleType) -> None:
         timing.check(job(float("nan")))
 
 
-def test_repetitions_are_complete_and_rotate(timing: ModuleType) -> None:
-    calls: list[str] = []
+@pytest.mark.parametrize(
+    ("again", "calls", "seconds"),
+    [
+        (
+            False,
+            "-a-b-c" + "-a-b-c" + "-b-c-a" + "-c-a-b",
+            {"a": [0, 5, 7], "b": [1, 3, 8], "c": [2, 4, 6]},
+        ),
+        (  # as of windows: the second run in a row
+            True,
+            "-a-b-c" + "-a-a-b-b-c-c" + "-b-b-c-c-a-a" + "-c-c-a-a-b-b",
+            {"a": [1, 11, 15], "b": [3, 7, 17], "c": [5, 9, 13]},
+        ),
+    ],
+)
+def test_repetitions_are_complete_and_rotate(
+    again: bool, calls: str, seconds: dict[str, list[float]], timing: ModuleType
+) -> None:
+    made: list[str] = []
 
     def contender(name: str) -> Any:
-        return timing.Contender(lambda: calls.append(name), timing.Traffic(0, 8), None)
+        run = lambda: made.append(name)  # noqa: E731
+        return timing.Contender(run, timing.Traffic(0, 8), None, lambda: float(ord(name)))
 
-    job = timing.Job(
-        "job", timing.Shape(1, 1), {n: contender(n) for n in "abc"}, lambda: calls.append("-")
-    )
+    contenders = {name: contender(name) for name in "abc"}
+    job = timing.Job("job", timing.Shape(1, 1), contenders, lambda: made.append("-"), again)
     clock = iter(range(100))
 
     def seconds_of(run: Any) -> Any:
@@ -216,22 +135,84 @@ def test_repetitions_are_complete_and_rotate(timing: ModuleType) -> None:
         return timing.Taken(float(next(clock)), 0.5)
 
     result = timing.measure(job, seconds_of, timing.Patience(seconds=0.0, least=3))
-    assert "".join(calls) == "-a-b-c" + "-a-b-c" + "-b-c-a" + "-c-a-b"
-    assert result.seconds == {"a": [0.0, 5.0, 7.0], "b": [1.0, 3.0, 8.0], "c": [2.0, 4.0, 6.0]}
+    assert "".join(made) == calls
+    assert result.seconds == seconds
     assert result.host_seconds == {name: [0.5] * 3 for name in "abc"}
+    assert result.sets == {name: ord(name) for name in "abc"}
 
 
-def test_of_windows_the_second_in_a_row_is_timed(timing: ModuleType) -> None:
-    def contender(sets: float) -> Any:
-        return timing.Contender(lambda: None, timing.Traffic(0, 0), None, lambda: sets)
+def test_figures_follow_from_the_samples(timing: ModuleType) -> None:
+    """Ratios and shares within a repetition, by the bytes that have to move"""
+    from _report import COPY, LIMIT, MICROSECONDS, Figure, as_json, evaluate, figure_lines, table
 
-    contenders = {"a": contender(1.0), "b": contender(2.5)}
-    job = timing.Job("job", timing.Shape(1, 1), contenders, again=True)
-    clock = iter(range(100))
-    patience = timing.Patience(seconds=0.0, least=2)
-    result = timing.measure(job, lambda run: timing.Taken(float(next(clock))), patience)
-    assert result.seconds == {"a": [1.0, 7.0], "b": [3.0, 5.0]}
-    assert result.sets == {"a": 1.0, "b": 2.5}
+    bytes_of = {"torch": (4, 0, 0, 0), "ours": (2, 8, 0, 0), "copies": (0, 0, 2, 8)}
+    speeds = np.array(
+        [[4e12, 5e12, 3e12, 2e12], [3e12, 6e12, 2e12, 4e12], [5e12, 4e12, 3e12, 3e12]]
+    )
+    read, update, copy, write = speeds.T
+    elements, seconds = 5 * 10**7, np.array([[9.0, 12, 15], [6, 2, 5], [8, 7, 5]]) * 1e-5
+    taken = dict(zip(bytes_of, seconds, strict=True))
+    shape = timing.Shape(elements, 100, "large")
+    result = timing.Result(
+        "job",
+        shape,
+        {name: timing.Traffic(*traffic) for name, traffic in bytes_of.items()},
+        {name: list(times) for name, times in taken.items()},
+        [timing.Limits(*row) for row in speeds],
+        {name: [1e-3, None, 2e-3] for name in bytes_of},
+    )
+
+    def least(name: str) -> Any:
+        r, u, cr, cw = bytes_of[name]
+        copies = np.maximum(np.maximum(cr / read, cw / write), (cr + cw) / update)
+        return elements * (r / read + u / update + copies)
+
+    size = elements * 10
+    right = {
+        "torch": (taken["torch"] / taken["ours"], np.median(least("torch") / least("ours"))),
+        LIMIT: (least("ours") / taken["ours"], 1.0),
+        COPY: (size / taken["ours"] / copy, 1.0),
+        MICROSECONDS: (taken["ours"] * 1e6, None),
+    }
+    figures = [Figure("job", "large", "ours", against, 3.0) for against in right]
+    rows = evaluate([*figures, Figure("job", "tiny", "ours", "torch", 1.0)], [result])
+    assert [row["against"] for row in rows] == list(right)
+    for row, (values, allowed) in zip(rows, right.values(), strict=True):
+        q1, median, q3 = np.percentile(values, (25, 50, 75))
+        assert row["measured"] == pytest.approx(median, rel=RTOL)
+        assert row["quartiles"] == pytest.approx([q1, q3], rel=RTOL)
+        assert row["allowed"] == (allowed and pytest.approx(allowed, rel=RTOL))
+        last = "-" if allowed is None else f"{allowed:.2f}"
+        line = f"{row['figure']} | 3 | {median:.2f} [{q1:.2f}, {q3:.2f}] | {last}"
+        assert line in figure_lines(rows).split("\n")
+    share = np.median(least("copies") / taken["copies"])
+    row = as_json(result)["contenders"]["copies"]
+    assert row["share_of_limit"] == pytest.approx(share, rel=RTOL)
+    assert row["median_host_seconds"] == pytest.approx(1.5e-3)
+    assert row["median_seconds"] == pytest.approx(7e-5)
+    assert row["bytes_per_second"] == pytest.approx(size / 7e-5)
+    assert row["times_faster"] == pytest.approx(12 / 7)
+    (line,) = (line for line in table(result).split("\n") if line.startswith("  copies "))
+    assert f" {share:.0%} " in line
+    plain = [{"figure": "a", "target": True, "measured": False}]
+    plain += [{"figure": "b", "target": None, "measured": 0.25}]
+    assert figure_lines(plain).split("\n")[-2:] == ["a | yes | no", "b | - | 0.25"]
+
+
+def test_the_limit_is_the_fastest_of_the_plain_loops(timing: ModuleType) -> None:
+    """A yardstick takes the contender that read or wrote the most in the least time"""
+    from _limits import Memory
+
+    memory = Memory(torch.device("cpu"))
+    results = []
+    for job in memory.jobs():
+        names = list(job.contenders)
+        taken = {name: [2.0, 2.0] for name in names} | {names[-1]: [1.0, 1.0]}
+        traffic = {name: contender.traffic for name, contender in job.contenders.items()}
+        results.append(timing.Result(job.name, job.shape, traffic, taken, [], {}))
+    yardstick = memory.yardstick(*results)
+    reader, updater, writer = (list(result.seconds)[-1] for result in results)
+    assert (yardstick.reader, yardstick.updater, yardstick.writer) == (reader, updater, writer)
 
 
 class FakeGpu:
@@ -285,8 +266,7 @@ def test_a_gpu_is_timed_without_its_host(
     gpu = FakeGpu()
     gpu.install(timing, monkeypatch)
     clock = timing.DeviceClock(torch.device("cpu"), ahead=True)
-    buffer, read = clock._buffer.clone(), []
-    sums = torch.sum
+    buffer, read, sums = clock._buffer.clone(), [], torch.sum
     monkeypatch.setattr(torch, "sum", lambda *args, **how: read.append(args) or sums(*args, **how))
 
     def call(host: float, device: float, waits: bool = False) -> Any:
@@ -314,39 +294,6 @@ def test_a_gpu_is_timed_without_its_host(
 
     together = timing.DeviceClock(torch.device("cpu"), ahead=False)
     assert together(long) == pytest.approx((8e-3 + 1e-5, 8e-3))  # both
-
-
-def test_a_gpus_figures_are_of_a_copy_and_of_its_time(
-    timing: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import accumulate
-    from _report import COPY, MICROSECONDS, as_json, evaluate, table
-
-    figures = accumulate.figures(torch.device("cuda"))
-    shapes = {shape.role: shape for shape in accumulate.GPU_SHAPES if shape.role}
-    assert (shapes["medium"].elements, shapes["medium"].tensors) == (5 * 10**7, 100)
-    assert shapes["many"].sizes() == [1000] * 2000
-    names = {"total_norm fp32", "unscale, check, norm, clip", *accumulate.HALVES}
-    for against, role in ((COPY, "medium"), (COPY, "large"), (MICROSECONDS, "many")):
-        found = {f.job for f in figures if (f.against, f.role) == (against, role)}
-        assert found == names
-
-    def result(role: str) -> Any:
-        limits = [timing.Limits(4e12, 4.2e12, 4e12)] * 3
-        both = "torch foreach", "accumext"
-        traffic = dict.fromkeys(both, timing.Traffic(4, 0))
-        taken = {name: [60e-6, 62.5e-6, 70e-6] for name in both}
-        host = {name: [1e-3, None, 2e-3] for name in both}
-        return timing.Result("total_norm fp32", shapes[role], traffic, taken, limits, host)
-
-    rows = evaluate(figures, [result("medium"), result("many")])
-    measured = {(row["role"], row["against"]): row["measured"] for row in rows}
-    assert measured["medium", COPY] == pytest.approx(4 * 5e7 / 62.5e-6 / 4e12)
-    assert measured["many", MICROSECONDS] == pytest.approx(62.5)
-    row = as_json(result("medium"))["contenders"]["accumext"]
-    assert row["share_of_copy"] == pytest.approx(0.8)
-    assert row["median_host_seconds"] == pytest.approx(1.5e-3)
-    assert " 80% " in table(result("medium"))
 
 
 def test_shapes_hold_all_elements(timing: ModuleType) -> None:

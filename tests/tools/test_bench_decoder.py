@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import struct
 import warnings
@@ -10,14 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support import ROOT
 from support.decode_oracle import relative_distance
-from support.once import once
-from support.programs import run_script
+from support.programs import run_bench
 
 RTOL = 1e-12  # float64 in another order of operations
 LOSS = 1e-6  # float32 losses of a few dozen tokens, relative
@@ -29,40 +27,6 @@ TRUNCATED = 0.05  # at least; what the gradient lacks that flows through time is
 PLAIN, PER_TOKEN = "plain autograd", "backward per token (truncated)"
 OURS, OURS_BF16, PRODUCTS = "accumext", "accumext, bf16", "the head's products in torch"
 TORCH = {"F.linear_cross_entropy", "F.linear_cross_entropy, chunk by hand"}
-MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
-
-FASTER_BF16 = [("wide", OURS_BF16, PRODUCTS, 1 / 0.4), ("wide", OURS_BF16, OURS, 2.0)]
-FASTER = [  # promised on a CPU, in float32
-    ("small", OURS, PER_TOKEN, 8.0),
-    ("small", OURS, PLAIN, 10.0),
-    ("wide", OURS, PER_TOKEN, 5.0),
-    ("wide", OURS, PLAIN, 5.0),
-    ("wide", OURS, PRODUCTS, 1 / 0.75),
-    *(FASTER_BF16 if MULTIPLIES_BF16 else []),
-    ("many rows", OURS, PER_TOKEN, 4.0),
-    ("many rows", OURS, PLAIN, 5.5),
-]
-MEMORY = [("long", 10.0), ("shorter", None)]
-
-Run = tuple[dict[str, Any], str]
-
-
-def bench(folder: Path, *arguments: str) -> Run:
-    """Return the JSON that a run on a CPU wrote, and its output."""
-    path = folder / "result.json"
-    done = run_script("bench/decoder.py", "--device=cpu", f"--json={path}", *arguments)
-    assert done.returncode == 0, done.stderr
-    return json.loads(path.read_text()), done.stdout
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    def quick(folder: Path) -> None:
-        _, printed = bench(folder, "--quick")
-        (folder / "printed").write_text(printed)
-
-    folder = once(tmp_path_factory, "bench-decoder", quick)
-    return json.loads((folder / "result.json").read_text()), (folder / "printed").read_text()
 
 
 @pytest.fixture
@@ -81,163 +45,55 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def contenders() -> set[str]:
-    here = {PLAIN, PER_TOKEN, "checkpointed head", OURS}
-    if hasattr(F, "linear_cross_entropy"):
-        here |= TORCH
-    return here | {OURS_BF16}
-
-
-def timed(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [case for case in result["cases"] if PRODUCTS in case["contenders"]]
-
-
-def find(result: dict[str, Any], role: str) -> dict[str, Any]:
-    (case,) = [case for case in result["cases"] if case["role"] == role]
-    return case
+    torch_has = TORCH if hasattr(F, "linear_cross_entropy") else set()
+    return {PLAIN, PER_TOKEN, "checkpointed head", OURS, PRODUCTS} | torch_has
 
 
 @pytest.mark.process
-def test_every_case_has_its_contenders(run: Run) -> None:
-    result, _ = run
-    assert [case["role"] for case in timed(result)] == ["small", "wide", "many rows"]
-    for case in result["cases"]:
-        memory = {PLAIN, OURS} if case["role"] == "long" else {OURS}
-        names = contenders() | {PRODUCTS} if case in timed(result) else memory
-        assert set(case["contenders"]) == names
-        assert case["left_out"] == {}
-        assert case["baseline"] == PLAIN
-
-
-@pytest.mark.process
-def test_losses_are_those_of_the_tokens_fed(run: Run) -> None:
-    result, _ = run
-    for case in timed(result):
-        for name, row in case["contenders"].items():
-            if name != PRODUCTS:
-                rel = ROUNDED if name == OURS_BF16 else LOSS
-                assert row["loss"] == pytest.approx(row["exact_loss"], rel=rel)
-                assert row["exact_loss"] == pytest.approx(np.log(case["vocabulary"]), rel=0.1)
-
-
-@pytest.mark.process
-def test_tokens_are_greedy(run: Run) -> None:
-    result, _ = run
-    for case in timed(result):
-        for name, row in case["contenders"].items():
-            if name != PRODUCTS:
-                ties = TIES * case["steps"] * case["batch"] if name == OURS_BF16 else 0
-                assert row["not_greedy"] <= ties
-
-
-@pytest.mark.process
-def test_gradients_are_exact_but_for_the_truncated_one(run: Run) -> None:
-    result, _ = run
-    for case in timed(result):
-        for name, row in case["contenders"].items():
-            if name == PRODUCTS:
-                assert "gradient_distance" not in row
-                continue
-            for kind in ("gradient_distance", "recurrent_distance"):
-                if name == PER_TOKEN:
-                    assert TRUNCATED < row[kind] < 1
-                elif name == OURS_BF16:
-                    assert EXACT < row[kind] < ROUNDED
-                else:
-                    assert 0 < row[kind] < EXACT
-
-
-@pytest.mark.process
-def test_derived_numbers_follow_from_the_samples(run: Run) -> None:
-    result, _ = run
-    for case in timed(result):
-        plain = samples(case, PLAIN)
-        for name, row in case["contenders"].items():
-            seconds = samples(case, name)
-            assert len(seconds) == len(plain)
-            assert np.isfinite(seconds[:3]).all()
-            assert np.nanmin(seconds) > 0
-            expected = np.nanpercentile(seconds, (25, 50, 75))
-            assert list(row["spread"].values()) == pytest.approx(expected, rel=RTOL)
-            rate = case["steps"] * case["batch"] / expected[1]
-            assert row["tokens_per_second"] == pytest.approx(rate, rel=RTOL)
-            ratios = np.nanpercentile(plain / seconds, (25, 50, 75))
-            assert list(row["times_faster"].values()) == pytest.approx(ratios, rel=RTOL)
-
-
-def samples(case: dict[str, Any], name: str) -> np.ndarray:
-    """Seconds by repetition, NaN where the contender took no turn."""
-    return np.array(case["contenders"][name]["seconds"], dtype=np.float64)
-
-
-@pytest.mark.process
-def test_figures_follow_from_the_samples(run: Run) -> None:
-    result, printed = run
-    faster, rest = result["figures"][: len(FASTER)], result["figures"][len(FASTER) :]
-    known = "role", "contender", "against", "target"
-    assert [tuple(figure[key] for key in known) for figure in faster] == FASTER
-    assert [(figure["role"], figure["target"]) for figure in rest] == MEMORY
-    for figure in faster:
-        case = find(result, figure["role"])
-        ratios = samples(case, figure["against"]) / samples(case, figure["contender"])
-        q1, median, q3 = np.nanpercentile(ratios, (25, 50, 75))
-        assert figure["measured"] == pytest.approx(median, rel=RTOL)
-        assert figure["quartiles"] == pytest.approx([q1, q3], rel=RTOL)
-        line = f"{figure['figure']} | {figure['target']:g} | {median:.2f} [{q1:.2f}, {q3:.2f}]"
-        assert f"\n{line}\n" in printed
-
-    smaller, growth = rest
-    peaks = {
-        (case["role"], name): row["peak_bytes"]
-        for case in result["cases"]
-        for name, row in case["contenders"].items()
-        if name != PRODUCTS
-    }
-    assert smaller["measured"] == peaks["long", PLAIN] / peaks["long", OURS]
-    longer, shorter = find(result, "longer"), find(result, "shorter")
-    steps = longer["steps"] - shorter["steps"]
-    grown = peaks["longer", OURS] - peaks["shorter", OURS]
-    assert growth["measured"] == grown / (4 * steps * longer["batch"] * longer["size"])
-    for figure, target in ((smaller, "10"), (growth, "-")):
-        assert f"\n{figure['figure']} | {target} | {figure['measured']:g}\n" in printed
-
-
-@pytest.mark.process
-def test_plain_autograd_holds_its_probabilities(run: Run) -> None:
-    result, _ = run
-    for case in timed(result):
-        probabilities = 4 * case["steps"] * case["batch"] * case["vocabulary"]
-        peaks = {name: row.get("peak_bytes") for name, row in case["contenders"].items()}
-        assert peaks.pop(PRODUCTS) is None
-        assert min(peaks.values()) > 0
-        # torch's bfloat16 products may repack operands, which outweighs decoders as small as these
-        peaks.pop(OURS_BF16, None)
-        assert peaks[PLAIN] == max(peaks.values()) > probabilities
-
-
-@pytest.mark.process
-def test_the_machine_is_named(run: Run) -> None:
-    result, printed = run
-    assert result["machine"]["torch"] == torch.__version__
+def test_every_way_computes_what_it_says(tmp_path: Path) -> None:
+    """On the tokens that it was fed, greedy ones; but for the way that truncates"""
+    result, printed = run_bench(
+        "decoder", tmp_path, "--device=cpu", "--quick", "--shape=9,4,211,16"
+    )
+    (case,) = result["cases"]
+    assert set(case["contenders"]) == contenders() | {OURS_BF16}
+    assert (case["left_out"], case["baseline"], result["figures"]) == ({}, PLAIN, [])
+    peaks = {}
+    for name, row in case["contenders"].items():
+        assert len([taken for taken in row["seconds"] if taken is not None]) >= 3
+        if name == PRODUCTS:
+            assert "gradient_distance" not in row
+            continue
+        half, peaks[name] = name == OURS_BF16, row["peak_bytes"]
+        assert row["loss"] == pytest.approx(row["exact_loss"], rel=ROUNDED if half else LOSS)
+        assert row["exact_loss"] == pytest.approx(math.log(211), rel=0.1)
+        assert row["not_greedy"] <= (TIES * 9 * 4 if half else 0)
+        low, high = (
+            (TRUNCATED, 1) if name == PER_TOKEN else (EXACT, ROUNDED) if half else (0, EXACT)
+        )
+        for kind in ("gradient_distance", "recurrent_distance"):
+            assert low < row[kind] < high
+    assert peaks[PLAIN] > max(4 * 9 * 4 * 211, peaks[OURS])  # its probabilities
+    assert min(peaks.values()) > 0
     assert {"cpu", "threads", "backend", "Liger", "CCE", "bfloat16"} < set(result["machine"])
     for name, fact in result["machine"].items():
         assert f"\n{name}: {fact}\n" in printed
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("cell", ["lstm", "rnn"])
-def test_a_chosen_shape_in_bfloat16_is_drawn(cell: str, tmp_path: Path) -> None:
+def test_a_chosen_shape_in_bfloat16_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawing = tmp_path / "decoder.png"
-    result, printed = bench(
-        tmp_path, "--shape=9,4,211,16", f"--cell={cell}", "--dtype=bfloat16", f"--plot={drawing}"
+    options = "--cell=lstm", "--dtype=bfloat16", f"--way={PLAIN}", f"--way={OURS}", "--threads=1"
+    result, printed = run_bench(
+        "decoder", tmp_path, "--device=cpu", "--shape=9,4,211,16", *options, f"--plot={drawing}"
     )
     (case,) = result["cases"]
-    assert case["case"] == f"{cell}, bfloat16, T=9 B=4 V=211 H=16"
-    assert set(case["contenders"]) == contenders() - {OURS_BF16} | {PRODUCTS}
-    for name, row in case["contenders"].items():
-        if name not in (PRODUCTS, PER_TOKEN):
-            assert EXACT < row["gradient_distance"] < ROUNDED
-    assert result["figures"] == []
+    assert case["case"] == "lstm, bfloat16, T=9 B=4 V=211 H=16"
+    assert list(case["contenders"]) == [PLAIN, OURS, PRODUCTS]
+    for name in (PLAIN, OURS):
+        assert EXACT < case["contenders"][name]["gradient_distance"] < ROUNDED
+    assert result["machine"]["threads"] == 1
     assert "figure | target" not in printed
     header = drawing.read_bytes()[:24]
     assert header.startswith(b"\x89PNG\r\n")
@@ -246,12 +102,42 @@ def test_a_chosen_shape_in_bfloat16_is_drawn(cell: str, tmp_path: Path) -> None:
     assert height > 300
 
 
-@pytest.mark.process
-def test_ways_that_are_asked_for_run_alone(tmp_path: Path) -> None:
-    result, _ = bench(tmp_path, "--quick", "--shape=9,4,211,16", f"--way={OURS}", "--threads=1")
-    (case,) = result["cases"]
-    assert list(case["contenders"]) == [OURS, PRODUCTS]
-    assert result["machine"]["threads"] == 1
+def test_figures_follow_from_the_samples(modules: SimpleNamespace) -> None:
+    """Ratios of shared repetitions, and peaks; of cases that a figure is about"""
+    report, decoding, shape = modules.report, modules.decoding, modules.decoders.Shape
+    seconds = {
+        PLAIN: [6.0, None, 4.0, None],
+        OURS: [2.0, 1.0, 1.0, None],
+        "c": [None, 1.0, None, 1.0],
+    }
+
+    def result(role: str, steps: int, ours: int) -> Any:
+        case = decoding.Case(shape(steps, 2, 31, 8, role), "gru", torch.float32)
+        checked = {
+            name: decoding.Checked(peak, 1.0, 1.0, synchronisations=3)
+            for name, peak in ((PLAIN, 900), (OURS, ours))
+        }
+        return decoding.Result(case, checked, seconds, {}, {n: [None] * 4 for n in seconds})
+
+    short, long = result("small", 2, 300), result("long", 6, 812)
+    assert short.ratio(OURS, PLAIN) == pytest.approx((3.25, 3.5, 3.75))  # 3 and 4
+    assert short.ratio("c", PLAIN) is short.ratio("d", PLAIN) is None
+    assert short.spread(OURS) == pytest.approx((1.0, 1.0, 1.5))
+    for figure, measured, more in (
+        (report.Faster("small", OURS, PLAIN, 3.0), 3.5, {"quartiles": [3.25, 3.75]}),
+        (report.Smaller("small", 10.0), 3.0, {}),
+        (report.Waits("small"), 3, {}),
+        (report.Growth("small", "long"), 2.0, {}),  # 512 bytes over 4 states [2, 8]
+    ):
+        (row,) = figure.rows([short, long])
+        assert row["measured"] == measured
+        assert row.items() >= more.items()
+        assert figure._replace(role="other").rows([short, long]) == []
+    row = report.as_json(short)["contenders"][OURS]
+    assert row["spread"] == {"q1": 1.0, "median": 1.0, "q3": 1.5}
+    assert row["tokens_per_second"] == 4.0
+    assert row["times_faster"] == {"q1": 3.25, "median": 3.5, "q3": 3.75}
+    assert "3.50 [3.25, 3.75]" in report.table(short)
 
 
 def test_a_way_that_is_wrong_is_seen(modules: SimpleNamespace) -> None:
@@ -326,15 +212,6 @@ def test_turns_rotate_and_end_with_the_seconds(modules: SimpleNamespace) -> None
     assert host == {"a": [0.5, 0.5, None, None], "b": [0.5] * 4, "c": [0.5, 0.5, None, None]}
 
 
-def test_ratios_are_of_shared_repetitions(modules: SimpleNamespace) -> None:
-    seconds = {"a": [6.0, None, 4.0, None], "b": [2.0, 1.0, 1.0, None], "c": [None, 1.0, None, 1.0]}
-    result = modules.decoding.Result(None, {}, seconds, {}, {})
-    assert result.ratio("b", "a") == pytest.approx((3.25, 3.5, 3.75))  # 3 and 4
-    assert result.ratio("c", "a") is None
-    assert result.ratio("d", "a") is None
-    assert result.spread("b") == pytest.approx((1.0, 1.0, 1.5))
-
-
 def test_what_takes_too_long_or_does_not_fit_is_left_out(
     modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,8 +270,3 @@ def test_waits_for_a_gpu_are_counted(
 
     assert [modules.facts.synchronisations(call(n)) for n in (0, 1, 3)] == [0, 1, 3]
     assert modes[-1] == "default"
-    checked = modules.decoding.Checked(1, 1.0, 1.0, synchronisations=3)
-    case = modules.decoding.Case(modules.decoders.Shape(1, 1, 2, 1, "large"), "gru", torch.float32)
-    result = modules.decoding.Result(case, {OURS: checked}, {}, {}, {})
-    (row,) = modules.report.Waits("large").rows([result])
-    assert (row["target"], row["measured"]) == (0, 3)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support import ROOT
-from torch import Tensor
 
 
 @pytest.fixture
@@ -18,10 +16,6 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import loops
 
     return loops
-
-
-def ways(loops: ModuleType, ours: Any) -> dict[str, Any]:
-    return {"the loop": lambda: [torch.ones(3)], loops.OURS: ours}
 
 
 def measured(loops: ModuleType, job: Any, repetitions: int = 3) -> Any:
@@ -36,43 +30,36 @@ def measured(loops: ModuleType, job: Any, repetitions: int = 3) -> Any:
 
 @pytest.mark.parametrize("name", ["generate", "rollout", "teacher", "function"])
 def test_all_ways_of_a_job_do_the_same(loops: ModuleType, name: str) -> None:
-    torch.manual_seed(0)
     for job in loops.JOBS[name](torch.device("cpu"), True):
         result = measured(loops, job, repetitions=2)
         assert all(len(samples) == 2 for samples in result.seconds.values())
         assert result.peak_bytes.keys() == job.ways.keys()
-        for against, target in job.figures:
-            assert against in job.ways
-            assert target > 0
+        assert {against for against, _ in job.figures} <= job.ways.keys()
 
 
 def test_what_computes_something_else_is_refused(loops: ModuleType) -> None:
-    off = loops.Job("job", ways(loops, lambda: [torch.ones(3) + 1e-3]))
+    ways = {"the loop": lambda: [torch.ones(3)], loops.OURS: lambda: [torch.ones(3) + 1e-3]}
     with pytest.raises(AssertionError, match=r"job: accumext is off by 1\.0e-03"):
-        measured(loops, off)
-    measured(loops, off._replace(same=False))  # samples
+        measured(loops, loops.Job("job", ways))
+    measured(loops, loops.Job("job", ways, same=False))  # samples
 
 
 def test_figures_follow_from_the_samples(loops: ModuleType) -> None:
-    job = loops.Job("job", ways(loops, lambda: [torch.ones(3)]), figures=[("the loop", 3.0)])
-    result = measured(loops, job)
-    assert result.seconds == {"the loop": [2.0] * 3, "accumext": [0.5] * 3}
-    result.seconds["accumext"][:] = [0.5, 1.0, 0.25]
-    assert result.ratio("accumext", "the loop").median == statistics.median([4.0, 2.0, 8.0])
-    (row,) = loops.rows_of(result)
-    assert (row["figure"], row["target"], row["measured"]) == ("job: accumext over the loop", 3, 4)
-    assert "4.00 [3.00, 6.00]" in loops.table(result)
-
-
-def test_a_run_begins_without_what_the_one_before_left(loops: ModuleType) -> None:
+    """And a run begins without what the one before it left"""
     weight = torch.ones(2, requires_grad=True)
 
-    def way() -> list[Tensor]:
+    def way() -> list[torch.Tensor]:
         (3 * weight).sum().backward()
         return [weight.grad]
 
     def forget() -> None:
         weight.grad = None
 
-    measured(loops, loops.Job("job", {"the loop": way, "accumext": way}, forget))
+    ways = {"the loop": way, loops.OURS: lambda: way()}
+    result = measured(loops, loops.Job("job", ways, forget, figures=[("the loop", 3.0)]))
     assert weight.grad.tolist() == [3, 3]
+    assert result.seconds == {"the loop": [2.0] * 3, "accumext": [0.5] * 3}
+    result.seconds["accumext"][:] = [0.5, 1.0, 0.25]
+    (row,) = loops.rows_of(result)
+    assert (row["figure"], row["target"], row["measured"]) == ("job: accumext over the loop", 3, 4)
+    assert "4.00 [3.00, 6.00]" in loops.table(result)
