@@ -23,22 +23,77 @@ def parameter() -> nn.Parameter:
     return nn.Parameter(torch.zeros(3))
 
 
-def test_tree_functions():
+def test_trees():
     tree = {"a": [torch.zeros(1), None], "b": (torch.ones(1), 2)}
     assert private.tree_leaves(tree) == [*tree["a"], *tree["b"]]
     assert private.tree_map(lambda leaf: leaf, tree) == tree
 
 
-def test_base_of():
-    weight = parameter()
-    assert private.base_of(weight.view(3)[1:]) is weight
-    assert private.base_of(weight) is weight
+def test_views_and_memory():
+    weight, tensor = parameter(), torch.ones(2)
+    assert private.base_of(weight.view(3)[1:]) is private.base_of(weight) is weight
+    alone = private.storage_users(tensor.untyped_storage())
+    view = private.negated_view(tensor)
+    assert (view.is_neg(), view.data_ptr()) == (True, tensor.data_ptr())
+    assert private.storage_users(view.untyped_storage()) == alone + 1
+    before = private.write_count(tensor)
+    private.zero_all_([tensor])
+    assert not tensor.any()
+    assert private.write_count(tensor) > before
+    with torch.inference_mode():
+        unknown = torch.zeros(1)
+    with pytest.raises(RuntimeError):
+        private.write_count(unknown)
 
 
-def test_record_function():
+def test_sparse_tensors():
+    with torch.sparse.check_sparse_tensor_invariants():
+        twice = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
+        assert private.sparse_indices(twice).tolist() == [[0, 0]]
+        private.sparse_values(twice).mul_(2.0)
+        assert twice.to_dense().tolist() == [6.0, 0.0, 0.0]
+
+
+def test_modes():
+    private.set_grad_enabled(False)
+    try:
+        assert not torch.is_grad_enabled()
+    finally:
+        private.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
     with torch.profiler.profile(acc_events=True) as profile, private.record_function("a name"):
         torch.zeros(1)
     assert "a name" in {event.name for event in profile.events()}
+    seen, leaf = [], parameter()
+    leaf.register_hook(lambda _: seen.append(private.backward_runs()))
+    leaf.sum().backward()
+    assert (seen, private.backward_runs()) == ([True], False)
+    assert private.cpu_multiplies_bfloat16() in (True, False)
+
+
+def test_hooks():
+    hooked, module = parameter(), nn.Linear(1, 1)
+    for register in (hooked.register_hook, hooked.register_post_accumulate_grad_hook):
+        assert not any(private.gradient_hooks(hooked))
+        handle = register(lambda _: None)
+        assert any(private.gradient_hooks(hooked))
+        handle.remove()
+    assert not any((*private.forward_hooks(module), *private.backward_hooks(module)))
+    module.register_forward_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    assert any(private.forward_hooks(module))
+    assert any(private.backward_hooks(module))
+
+
+def test_optimizers():
+    sgd = torch.optim.SGD([parameter()], lr=1.0)
+    held = {name for name, value in vars(sgd).items() if name.endswith("hooks")}
+    assert held == set(private.HOOK_ATTRIBUTES)
+    assert private.takes_scale(torch.optim.Adam([parameter()], fused=True))
+    assert not private.takes_scale(sgd)
+    schedule = torch.optim.lr_scheduler.ConstantLR(sgd)
+    setattr(sgd, private.HAS_STEPPED, True)
+    schedule.step()  # a warning, which is an error here, where the optimizer has not stepped
 
 
 def test_not_compiled():
@@ -51,15 +106,6 @@ def test_not_compiled():
 
     torch.compile(lambda x: function(x) + 1, backend="eager")(torch.zeros(1))
     assert seen == [False]
-
-
-def test_set_grad_enabled():
-    private.set_grad_enabled(False)
-    try:
-        assert not torch.is_grad_enabled()
-    finally:
-        private.set_grad_enabled(True)
-    assert torch.is_grad_enabled()
 
 
 def test_assert_on_device():
@@ -168,29 +214,6 @@ def test_translated_from():
     assert [private.translated_from(x) for x in (own, compiled, nn.Linear(2, 3), len)] == [None] * 4
 
 
-def test_write_count():
-    tensor = torch.zeros(1)
-    before = private.write_count(tensor)
-    tensor.add_(1)
-    assert private.write_count(tensor) == before + 1
-    with torch.inference_mode():
-        unknown = torch.zeros(1)
-    with pytest.raises(RuntimeError):
-        private.write_count(unknown)
-
-
-def test_sparse_values():
-    with torch.sparse.check_sparse_tensor_invariants():
-        twice = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
-        private.sparse_values(twice).mul_(2.0)
-        assert twice.to_dense().tolist() == [6.0, 0.0, 0.0]
-
-
-def test_sparse_indices():
-    twice = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,), check_invariants=True)
-    assert private.sparse_indices(twice).tolist() == [[0, 0]]
-
-
 def test_local_part(tmp_path):
     from torch.distributed.tensor import DTensor, init_device_mesh
 
@@ -203,48 +226,12 @@ def test_local_part(tmp_path):
         dist.destroy_process_group()
 
 
-def test_storage_users():
-    base = torch.zeros(2)
-    alone = private.storage_users(base.untyped_storage())
-    view = base[:1]
-    assert private.storage_users(view.untyped_storage()) == alone + 1
-
-
-def test_negated_view():
-    tensor = torch.ones(1)
-    view = private.negated_view(tensor)
-    assert view.is_neg()
-    assert view.data_ptr() == tensor.data_ptr()
-
-
-def test_zero_all():
-    tensors = [torch.ones(1), torch.ones(2)]
-    private.zero_all_(tensors)
-    assert not any(tensor.any() for tensor in tensors)
-
-
-def test_gradient_hooks():
-    hooked = parameter()
-    assert not any(private.gradient_hooks(hooked))
-    handle = hooked.register_hook(lambda grad: None)
-    assert any(private.gradient_hooks(hooked))
-    handle.remove()
-    handle = hooked.register_post_accumulate_grad_hook(lambda leaf: None)
-    assert any(private.gradient_hooks(hooked))
-    handle.remove()
-    assert not any(private.gradient_hooks(hooked))
-
-
-def test_saved_factor():
-    factor = torch.tensor(2.0)
-    loss = parameter().sum() * factor
-    assert loss.grad_fn.name() == "MulBackward0"
-    assert private.saved_factor(loss.grad_fn).data_ptr() == factor.data_ptr()
-
-
 def test_saved_by_and_packed_by():
-    """An output that a node has saved; nothing under a name that it does not have"""
-    weight = parameter()
+    """A factor, an output that a node has saved; nothing under a name that it does not have"""
+    weight, factor = parameter(), torch.tensor(2.0)
+    product = (weight.sum() * factor).grad_fn
+    assert product.name() == "MulBackward0"
+    assert private.saved_factor(product).data_ptr() == factor.data_ptr()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: ("packed", t), lambda pair: pair[1]):
         node = weight.exp().grad_fn
     assert private.saved_by(node, "result").tolist() == [1.0] * 3
@@ -281,16 +268,6 @@ def test_is_being_made():
     assert not private.is_being_made(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
-def test_modules_hooks():
-    module = nn.Linear(1, 1)
-    assert not any(private.forward_hooks(module))
-    assert not any(private.backward_hooks(module))
-    module.register_forward_hook(lambda *_: None)
-    module.register_full_backward_hook(lambda *_: None)
-    assert any(private.forward_hooks(module))
-    assert any(private.backward_hooks(module))
-
-
 def test_scaler():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     assert private.scale_tensor(scaler) is None
@@ -308,12 +285,6 @@ def test_scaler():
     assert private.optimizer_states(scaler) is not states
 
 
-def test_hook_attributes():
-    sgd = torch.optim.SGD([parameter()], lr=1.0)
-    held = {name for name, value in vars(sgd).items() if name.endswith("hooks")}
-    assert held == set(private.HOOK_ATTRIBUTES)
-
-
 def test_step_post_hooks():
     sgd, order = torch.optim.SGD([parameter()], lr=1.0), []
     sgd.register_step_post_hook(lambda *_: order.append("first"))
@@ -321,11 +292,6 @@ def test_step_post_hooks():
     private.step_post_hooks(sgd).move_to_end(handle.id, last=False)
     sgd.step()
     assert order == ["second", "first"]
-
-
-def test_takes_scale():
-    assert private.takes_scale(torch.optim.Adam([parameter()], fused=True))
-    assert not private.takes_scale(torch.optim.Adam([parameter()]))
 
 
 def test_an_optimizer_that_takes_the_scale_is_always_called():
@@ -341,13 +307,6 @@ def test_an_optimizer_that_takes_the_scale_is_always_called():
     scaler.scale(trained.sum() * float("inf")).backward()
     scaler.step(optimizer)
     assert seen == [(8.0, 1.0)]
-
-
-def test_has_stepped():
-    sgd = torch.optim.SGD([parameter()], lr=1.0)
-    schedule = torch.optim.lr_scheduler.ConstantLR(sgd)
-    setattr(sgd, private.HAS_STEPPED, True)
-    schedule.step()  # a warning, which is an error here, where the optimizer has not stepped
 
 
 def test_step_is_wrapped():
@@ -399,10 +358,6 @@ def test_remove_kernels():
     private.remove_kernels(kernels)
     with pytest.raises(NotImplementedError):
         torch.ops.accumext_private.one(torch.zeros(1))
-
-
-def test_cpu_multiplies_bfloat16():
-    assert private.cpu_multiplies_bfloat16() in (True, False)
 
 
 @pytest.fixture
@@ -469,14 +424,6 @@ def test_sharded_modules_that_sum_gradients(sharded):
     assert not private.sums_gradients(sharded)
     sharded.set_gradient_divide_factor(1.0)
     assert private.sums_gradients(nn.Sequential(sharded))
-
-
-def test_backward_runs():
-    seen, leaf = [], parameter()
-    leaf.register_hook(lambda _: seen.append(private.backward_runs()))
-    leaf.sum().backward()
-    assert seen == [True]
-    assert not private.backward_runs()
 
 
 def test_dropped_gradients_are_of_no_later_pass(sharded):
