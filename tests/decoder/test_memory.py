@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.decode_oracle import make_decoder
 from support.decoding import TARGETS, raises
 from torch import nn
 
@@ -126,14 +125,6 @@ def test_known_inputs_are_predicted_where_they_are_multiplied_at_once(
     assert predicted(0, "greedy") == predicted(10**6, "greedy")
 
 
-def test_prediction_needs_no_data() -> None:
-    parts = tuple(part.to("meta") for part in modules(50000, 256, torch.float32, False))
-    targets = torch.empty(200, 16, dtype=torch.int64, device="meta")
-    by_meta = accumext.decode_memory(*parts, targets, feedback="sample")
-    assert by_meta == accumext.decode_memory(*parts, (200, 16), feedback="sample")
-    assert by_meta > 2 * 50000 * 256 * 4  # two gradients of the size of a parameter
-
-
 def test_peak_does_not_grow_with_steps_beyond_the_states() -> None:
     """Four times the steps add the outputs [T, B, H], their gradients, the tokens, and the gates
     [T, B, 4 H], which are no more than the workspace; it is far below the logits of all steps."""
@@ -150,25 +141,26 @@ def test_peak_does_not_grow_with_steps_beyond_the_states() -> None:
     assert long < steps * batch * vocabulary * 4 / 4
 
 
-def test_decode_memory_takes_what_decode_loss_takes_and_meta_tensors() -> None:
-    decoder = make_decoder("gru_cell")
-    parts = (decoder.embedding, decoder.cell, decoder.head)
-    expected = accumext.decode_memory(*parts, TARGETS, decoder.state, feedback="greedy")
-    meta = (TARGETS.to("meta"), decoder.state.to("meta"))
-    assert accumext.decode_memory(*parts, *meta, feedback="greedy") == expected
+def test_the_meta_device_predicts_for_a_cpu() -> None:
+    """From targets, a state and modules without data, or from the shape of the targets alone."""
+    parts = nn.Embedding(50, 64), nn.LSTM(64, 64, 3), nn.Linear(64, 50)
+    targets, state = torch.zeros(20, 4, dtype=torch.int64), torch.zeros(3, 4, 64)
+    expected = accumext.decode_memory(*parts, targets, (state, state), feedback="sample")
+    assert expected > sum(p.nbytes for part in parts for p in part.parameters())  # gradients
+    meta = [part.to("meta") for part in parts]
+    for shape in ((20, 4), targets.to("meta")):
+        for start in (None, (state.to("meta"),) * 2):
+            assert accumext.decode_memory(*meta, shape, start, feedback="sample") == expected
+
+
+def test_decode_memory_takes_what_decode_loss_takes() -> None:
+    parts = modules(13, 5, torch.float32, False)
     with pytest.raises(TypeError, match=r"^decode_memory: feedback must be given, got nothing"):
         accumext.decode_memory(*parts, TARGETS)
     with pytest.raises(TypeError, match=r"^decode_memory: arguments must .*Did you mean lengths"):
         accumext.decode_memory(*parts, TARGETS, feedback="greedy", lenghts=[4])
     with raises(TypeError, "embedding must be an nn.Embedding"):
         accumext.decode_memory([1], *parts[1:], TARGETS, feedback="greedy")
-
-
-def test_the_meta_device_predicts_for_a_cpu() -> None:
-    parts = nn.Embedding(50, 64), nn.LSTM(64, 64, 3), nn.Linear(64, 50)
-    expected = accumext.decode_memory(*parts, (20, 4), feedback="greedy")
-    meta = [part.to("meta") for part in parts]
-    assert accumext.decode_memory(*meta, (20, 4), feedback="greedy") == expected
 
 
 def test_decode_memory_has_the_parameters_of_decode_loss_and_returns_bytes() -> None:
