@@ -9,12 +9,13 @@ A table stands between two comments that name it. Below it is what it was measur
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import math
+import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,17 +25,15 @@ from _timing import Spread, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+PLACE = re.compile(r"<!-- bench/tables\.py: (.+?) -->.*?<!-- end of \1 -->", re.DOTALL)
 MIB, MB = 2**20, 10**6
-BEGIN, END = "<!-- bench/tables.py: {} -->", "<!-- end of {} -->"
 
 OURS, PLAIN, PER_TOKEN = "accumext", "plain autograd", "backward per token (truncated)"
-BY_HAND, OURS_BF16 = "F.linear_cross_entropy, chunk by hand", "accumext, bf16"
-PRODUCTS = "the head's products in torch"
+OURS_BF16, PRODUCTS = "accumext, bf16", "the head's products in torch"
 LARGE, MANY, TINY = "100M in 200", "2M in 2,000", "10k in 10"
-MASTERS = [f"masters_cpu_{run}" for run in range(1, 6)]  # further runs of some of the jobs
-DECODER_ROLES = ("small", "wide", "many rows")
-STEPS = ("unscale, clip", "unscale", "clip")
-INSIDE = "docs/decoder_inside.md"
+MASTERS = ("cpu", *(f"masters_cpu_{run}" for run in range(1, 6)))  # further runs of some jobs
+ROLES = ("small", "wide", "many rows")
+AVX512 = ("decoder_cpu", "decoder_cpu_again")
 # Two threads with the C library as it comes; one and two where it is told to keep freed memory.
 AVX2, AVX2_KEPT = "decoder_avx2_2", ("decoder_avx2_1_kept", "decoder_avx2_2_kept")
 
@@ -42,36 +41,43 @@ AVX2, AVX2_KEPT = "decoder_avx2_2", ("decoder_avx2_1_kept", "decoder_avx2_2_kept
 # --- results -----------------------------------------------------------------------------------
 
 
+@functools.cache
 def result(name: str) -> dict[str, Any]:
     """A file of bench/results."""
     content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return content
 
 
-def figure(name: str, text: str) -> dict[str, Any]:
-    """Return the row of a file for one figure."""
-    (found,) = (row for row in result(name)["figures"] if row["figure"] == text)
+def one(entries: Iterable[dict[str, Any]], **known: str) -> dict[str, Any]:
+    """The only entry with these values."""
+    (found,) = (entry for entry in entries if known.items() <= entry.items())
     return found
 
 
-def of_figure(row: dict[str, Any]) -> str:
-    """A ratio with its quartiles."""
-    q1, q3 = row["quartiles"]
-    return interval(Spread(q1, row["measured"], q3))
+def figure(name: str, text: str) -> dict[str, Any]:
+    return one(result(name)["figures"], figure=text)
 
 
 def case(name: str, role: str) -> dict[str, Any]:
     """The decoder's case of a role."""
-    (found,) = (entry for entry in result(name)["cases"] if entry["role"] == role)
-    return found
+    return one(result(name)["cases"], role=role)
+
+
+def ratio(seconds: dict[str, list[float | None]], mine: str, other: str) -> Spread | None:
+    """How many times as fast, in the repetitions in which both ran; None where one did not."""
+    pairs = zip(seconds.get(mine, ()), seconds.get(other, ()))
+    shared = [b / a for a, b in pairs if a is not None and b is not None]
+    return spread(shared) if shared else None
 
 
 def times_as_fast(entry: dict[str, Any], mine: str, other: str) -> Spread | None:
-    """The ratio, over the repetitions in which both ran; None where one did not."""
-    both = [entry["contenders"].get(name, {}).get("seconds") for name in (mine, other)]
-    if None in both:
-        return None
-    return spread([b / a for a, b in zip(*both) if a is not None and b is not None])
+    return ratio({n: row.get("seconds", ()) for n, row in entry["contenders"].items()}, mine, other)
+
+
+def span(values: Sequence[float], digits: int = 1) -> str:
+    """The lowest and the highest."""
+    low, high = (f"{of(values):.{digits}f}" for of in (min, max))
+    return low if low == high else f"{low}-{high}"
 
 
 def provenance(name: str, command: str) -> str:
@@ -105,72 +111,54 @@ def demo() -> Lines:
         shown = f"{error:.2f}" if error > 0.01 else f"{error:.0e}".replace("e-0", "e-")
         peak = f"{row['peak_memory'] / MB:.0f} MB"
         rows.append((row["name"], f"{row['seconds']:.2f}", peak, shown))
-    head = ("", "seconds per batch", "peak memory", "gradient error")
-    return markdown(head, *rows)
+    return markdown(("", "seconds per batch", "peak memory", "gradient error"), *rows)
 
 
-def sizes(role: str) -> str:
-    found = case("decoder_cpu", role)
-    return f"T={found['steps']}, B={found['batch']}, H={found['size']}"
+def by_role(head: str, rows: dict[str, Callable[[str], str]]) -> Lines:
+    """A column for each of the decoder's shapes; a row says what its cell is."""
+    cases = [case("decoder_cpu", role) for role in ROLES]
+    sizes = (f"T={found['steps']}, B={found['batch']}, H={found['size']}" for found in cases)
+    return markdown((head, *sizes), *((label, *map(of, ROLES)) for label, of in rows.items()))
 
 
-def decoder_ratios(*rows: tuple[str, str, str], of_avx2: bool = False) -> Lines:
-    """Ranges of the medians of two runs with AVX-512; a row is its label, a contender, and what it
-    is beside. With AVX2, before them, medians with one thread and with two."""
-    runs = ("decoder_cpu", "decoder_cpu_again")
+def decoder_ratios(rows: dict[str, tuple[str, str, tuple[str, ...]]]) -> Lines:
+    """Medians, of a contender beside another; of both runs with AVX-512 their range."""
 
-    def cell(role: str, mine: str, other: str) -> str:
+    def cell(mine: str, other: str, runs: tuple[str, ...], role: str) -> str:
         found = [times_as_fast(case(run, role), mine, other) for run in runs]
-        if None in found:
+        medians = [s.median for s in found if s is not None]
+        if len(medians) < len(runs):
             return ""
-        low, high = (f"{f([s.median for s in found if s]):.1f}" for f in (min, max))
-        return low if low == high else f"{low}-{high}"
+        return span(medians) if runs is AVX512 else " / ".join(f"{m:.1f}" for m in medians)
 
-    def with_avx2(role: str, other: str, *sources: str) -> str:
-        found = [times_as_fast(case(source, role), OURS, other) for source in sources]
-        return " / ".join(f"{s.median:.1f}" for s in found if s)
-
-    body = []
-    if of_avx2:
-        for label, *which in (
-            ("plain PyTorch, AVX2", PLAIN, AVX2),
-            ("plain PyTorch that keeps its heap, AVX2", PLAIN, *AVX2_KEPT),
-            (f"{PRODUCTS}, AVX2", PRODUCTS, *AVX2_KEPT),
-        ):
-            body.append((label, *(with_avx2(role, *which) for role in DECODER_ROLES)))
-    body += [(label, *(cell(role, *both) for role in DECODER_ROLES)) for label, *both in rows]
-    return markdown(("times as fast as", *map(sizes, DECODER_ROLES)), *body)
+    return by_role("times as fast as", {label: partial(cell, *row) for label, row in rows.items()})
 
 
 def decoder_times() -> Lines:
-    cases = [case("decoder_cpu", role)["contenders"] for role in DECODER_ROLES]
     names = {
         PLAIN: PLAIN,
         PER_TOKEN: PER_TOKEN,
-        BY_HAND: "`F.linear_cross_entropy`, chunked by hand",
+        "F.linear_cross_entropy, chunk by hand": "`F.linear_cross_entropy`, chunked by hand",
         OURS: OURS,
         OURS_BF16: "accumext, bfloat16 autocast",
         PRODUCTS: PRODUCTS,
     }
-    rows = [
-        (
-            label,
-            *(
-                interval(Spread(**found[name]["spread"]), 1e3, 0) if name in found else ""
-                for found in cases
-            ),
-        )
-        for name, label in names.items()
-    ]
-    return markdown(("ms", *map(sizes, DECODER_ROLES)), *rows)
+
+    def time(name: str, role: str) -> str:
+        row = case("decoder_cpu", role)["contenders"].get(name)
+        return "" if row is None else interval(Spread(**row["spread"]), 1e3, 0)
+
+    times = {label: partial(time, name) for name, label in names.items()}
+    return by_role("ms", times)
 
 
 def decoder_by_shape() -> Lines:
     """Medians in ms where the heap is kept; before those with two threads, those by default."""
 
     def medians(source: str) -> dict[str, dict[str, str]]:
+        shape = "steps", "batch", "size", "vocabulary"
         return {
-            shape_of(entry): {
+            ", ".join(f"{entry[name]:,}" for name in shape): {
                 name: f"{1e3 * way['spread']['median']:,.0f}"
                 for name, way in entry["contenders"].items()
             }
@@ -188,8 +176,14 @@ def decoder_by_shape() -> Lines:
     return markdown(head, *rows)
 
 
-def shape_of(entry: dict[str, Any]) -> str:
-    return ", ".join(f"{entry[name]:,}" for name in ("steps", "batch", "size", "vocabulary"))
+def decoder_on_a_gpu() -> Lines:
+    rows, found = [], case("decoder_h100", "large")
+    for name in (PLAIN, PER_TOKEN, "checkpointed head", OURS, PRODUCTS):
+        row, times = found["contenders"][name], times_as_fast(found, OURS, name)
+        faster = interval(times, 1, 1) if times and name != OURS else ""
+        peak = f"{row['peak_bytes'] / MIB:.0f}" if "peak_bytes" in row else ""
+        rows.append((name, interval(Spread(**row["spread"]), 1e3, 1), faster, peak))
+    return markdown(("", "ms", "accumext is times as fast", "peak, MiB"), *rows)
 
 
 def known() -> Lines:
@@ -211,99 +205,63 @@ def known() -> Lines:
     return markdown(("T, B, H, V", *columns.values()), *rows)
 
 
-def loops(
-    *rows: tuple[str, str], source: str = "loops_cpu", usual: str = "the loop", ours: str
-) -> Lines:
+def loops(source: str, usual: str, ours: str, rows: dict[str, str]) -> Lines:
     """A row is its label and its job, whose first way is the usual one."""
     body = []
-    jobs = {job["job"]: job for job in result(source)["jobs"]}
-    for label, name in rows:
-        seconds, peaks = jobs[name]["seconds"], jobs[name]["peak_bytes"]
-        first = next(iter(seconds))
-        loop, mine = (statistics.median(seconds[who]) for who in (first, OURS))
-        ratio = spread([a / b for a, b in zip(seconds[first], seconds[OURS])])
-        both = f"{peaks[first] / MIB:.1f}, {peaks[OURS] / MIB:.1f} MiB"
-        body.append(
-            (
-                label,
-                f"{loop * 1e3:.0f} ms",
-                f"{mine * 1e3:.0f} ms",
-                interval(ratio, 1, 1 + (ratio.median < 1.0)),
-                both,
-            )
-        )
+    for label, name in rows.items():
+        job = one(result(source)["jobs"], job=name)
+        first = next(iter(job["seconds"]))
+        times = ratio(job["seconds"], OURS, first)
+        assert times is not None
+        both = [f"{statistics.median(job['seconds'][who]) * 1e3:.0f} ms" for who in (first, OURS)]
+        peaks = ", ".join(f"{job['peak_bytes'][who] / MIB:.1f}" for who in (first, OURS))
+        faster = interval(times, 1, 1 + (times.median < 1.0))
+        body.append((label, *both, faster, f"{peaks} MiB"))
     return markdown(("", usual, ours, "times as fast", "peaks"), *body)
 
 
 def rollout() -> Lines:
-    (job,) = (job for job in result("loops_cpu")["jobs"] if job["job"] == "rollout")
-    labels = {
+    job, rows = one(result("loops_cpu")["jobs"], job="rollout"), []
+    for name, label in {
         "the loop": "the loop, with the graph of all steps",
         OURS: "`rollout`, by default in segments of 72 steps",
         "accumext, checkpoint=32": "`checkpoint=32`",
         "accumext, checkpoint=16": "`checkpoint=16`",
         "accumext, memory_budget=3145728": "`memory_budget=3 * 2**20`",
-    }
-    rows = []
-    for name, label in labels.items():
-        seconds = job["seconds"][name]
-        ratio = spread([a / b for a, b in zip(seconds, job["seconds"]["the loop"])]).median
-        peak = job["peak_bytes"][name] / MIB
-        rows.append((label, interval(spread(seconds), 1e3, 0), f"{ratio:.2f}", f"{peak:.1f}"))
+    }.items():
+        times, seconds = ratio(job["seconds"], "the loop", name), spread(job["seconds"][name])
+        assert times is not None
+        peak = f"{job['peak_bytes'][name] / MIB:.1f}"
+        rows.append((label, interval(seconds, 1e3, 0), f"{times.median:.2f}", peak))
     return markdown(("", "ms", "times the time of the loop", "peak, MiB"), *rows)
 
 
-def decoder_on_a_gpu() -> Lines:
-    found = case("decoder_h100", "large")["contenders"]
-    rows = []
-    for name in (PLAIN, PER_TOKEN, "checkpointed head", OURS, PRODUCTS):
-        ratio = times_as_fast(case("decoder_h100", "large"), OURS, name)
-        peak = found[name].get("peak_bytes")
-        rows.append(
-            (
-                name,
-                interval(Spread(**found[name]["spread"]), 1e3, 1),
-                interval(ratio, 1, 1) if ratio and name != OURS else "",
-                "" if peak is None else f"{peak / MIB:.0f}",
-            )
-        )
-    return markdown(("", "ms", "accumext is times as fast", "peak, MiB"), *rows)
-
-
-def gradients(
-    head: Sequence[str], *rows: tuple[str, ...], allowed: bool = False, source: str = "cpu"
-) -> Lines:
-    """A row is its cells, and last the figure that it shows."""
+def gradients(source: str, head: Sequence[str], *rows: tuple[str, ...]) -> Lines:
+    """A row is its cells, and last its figure; beside it what the memory allows, and no quartiles
+    where the head has no place for them."""
     body = []
     for *cells, text in rows:
         found = figure(source, text)
-        body.append((*cells, of_figure(found), *([f"{found['allowed']:.2f}"] if allowed else [])))
+        q1, q3 = found["quartiles"]
+        shown = interval(Spread(q1, found["measured"], q3))
+        if head == ROUNDED:
+            shown = f"{found['measured']:.1f}"
+        allowed = [f"{found['allowed']:.2f}"] if head[-1] == "limit" else []
+        body.append((*cells, shown, *allowed))
     return markdown(head, *body)
 
 
-def gradients_rounded(*rows: tuple[str, str]) -> Lines:
-    """A row is its label and its figure, which is shown without quartiles."""
-    body = [(label, f"{figure('cpu', text)['measured']:.1f}") for label, text in rows]
-    return markdown(("", "times as fast as stock PyTorch"), *body)
-
-
-def steps(source: str = "cpu", shapes: Sequence[str] = (LARGE, MANY, TINY)) -> Lines:
+def steps(source: str, labels: dict[str, str]) -> Lines:
     """A complete step of the wrapper, and what the memory allows for the large one."""
-    labels = {
-        LARGE: "100M elements in 200 tensors",
-        MANY: "2M elements in 2,000 tensors",
-        TINY: "10,000 elements in 10 tensors",
-    }
     rows = []
     for optimizer in ("AdamW fused", "SGD foreach"):
-        label = optimizer.replace(" ", ", ")
-        for shape in shapes:
-            words = labels[shape]
+        for shape, words in labels.items():
             found = [
                 figure(source, f"boundary, {optimizer}: {job}, {shape}: accumext over torch")
-                for job in STEPS
+                for job in ("unscale, clip", "unscale", "clip")
             ]
-            rows.append((f"{label}; {words}", *(f"{row['measured']:.2f}" for row in found)))
+            label = f"{optimizer.replace(' ', ', ')}; {words}"
+            rows.append((label, *(f"{row['measured']:.2f}" for row in found)))
             if shape == LARGE:
                 rows.append(("its limit", *(f"{row['allowed']:.2f}" for row in found)))
     head = ("times as fast as stock PyTorch", "scaler and clip", "scaler alone", "clip alone")
@@ -313,21 +271,19 @@ def steps(source: str = "cpu", shapes: Sequence[str] = (LARGE, MANY, TINY)) -> L
 def masters() -> Lines:
     """Shares of the memory's speed: the median of several runs, the lowest and the highest."""
     rows = []
-    for label, job in (
-        ("`accumulate_` of bfloat16 into float32", "accumulate_ bf16, {}: accumext"),
-        ("`accumulate_` of float16 into float32", "accumulate_ fp16, {}: accumext"),
+    for label, job, ours in (
+        ("`accumulate_` of bfloat16 into float32", "accumulate_ bf16", OURS),
+        ("`accumulate_` of float16 into float32", "accumulate_ fp16", OURS),
         (
             "`accumulate_(overwrite=True)` of bfloat16, the first of a window",
-            "accumulate_ overwrite bf16, {}: accumext",
+            "accumulate_ overwrite bf16",
+            OURS,
         ),
-        (
-            "`copy_rounded_` of float32 into bfloat16, to nearest",
-            "copy_rounded_ bf16, {}: accumext",
-        ),
-        ("the same, stochastically", "copy_rounded_ bf16, {}: accumext, stochastic"),
+        ("`copy_rounded_` of float32 into bfloat16, to nearest", "copy_rounded_ bf16", OURS),
+        ("the same, stochastically", "copy_rounded_ bf16", "accumext, stochastic"),
     ):
-        text = f"{job.format(LARGE)} over the limit"
-        shares = [figure(run, text)["measured"] for run in ("cpu", *MASTERS)]
+        text = f"{job}, {LARGE}: {ours} over the limit"
+        shares = [figure(run, text)["measured"] for run in MASTERS]
         middle, low, high = statistics.median(shares), min(shares), max(shares)
         rows.append((label, f"{middle:.2f} ({low:.2f} to {high:.2f})"))
     return markdown(("100M elements in 200 tensors", "share of the limit"), *rows)
@@ -335,7 +291,8 @@ def masters() -> Lines:
 
 def programs() -> Lines:
     """Medians of the runs, and the range of their ratios."""
-    labels = {
+    rows = []
+    for (program, title), label in {
         ("attention_seq2seq", "teacher"): "attention, teacher-forced",
         ("attention_seq2seq", "greedy"): "attention, greedy",
         ("lstm_seq2seq", ""): "two-layer LSTMs",
@@ -343,23 +300,17 @@ def programs() -> Lines:
         ("self_critical_captioner", ""): "self-critical captions",
         ("recurrent_forecaster", ""): "forecaster",
         ("transformer_decoder", ""): "Transformer with a cache",
-    }
-    entries = {(e["program"], e["title"]): e["runs"] for e in result("programs_cpu")["programs"]}
-    rows = []
-    for key, label in labels.items():
-        runs, cells = entries[key], []
+    }.items():
+        entry = one(result("programs_cpu")["programs"], program=program, title=title)
+        cells, runs = [], entry["runs"]
         for way in ("plain PyTorch", OURS):
             seconds, peak = (
                 statistics.median(run[f"{way}, {unit}"] for run in runs) for unit in ("s", "MB")
             )
             cells.append(f"{seconds:.2f} s, {peak:.0f} MB")
         ratios = [run["plain PyTorch, s"] / run["accumext, s"] for run in runs]
-        low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
-        rows.append((label, *cells, low if low == high else f"{low}-{high}"))
+        rows.append((label, *cells, span(ratios)))
     return markdown(("", "plain PyTorch", OURS, "times as fast"), *rows)
-
-
-# --- where they stand --------------------------------------------------------------------------
 
 
 # Shapes of bench/_window_jobs.py, in words.
@@ -376,268 +327,206 @@ WINDOW_LOOPS = {
 }
 
 
-def window_job(entry: dict[str, Any]) -> str:
-    """Return the name of a job of whole windows, without its shape."""
-    return str(entry["job"]).removesuffix(", transformer")
+def window_jobs(shape: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    """The jobs of whole windows of a shape, by their names without it."""
+    return {
+        entry["job"].removesuffix(", transformer"): entry
+        for entry in result("windows_cpu")["jobs"]
+        if entry["job"].startswith("window") and (entry["elements"], entry["tensors"]) == shape
+    }
 
 
-def windows(loop: str, entry: dict[str, Any]) -> float:
+def over_by_hand(entry: dict[str, Any], loop: str) -> float:
     """The time of a window over that of the loop by hand, in the median."""
-    ratio = times_as_fast(entry, "by hand", loop)
-    return math.nan if ratio is None else ratio.median
+    times = times_as_fast(entry, "by hand", loop)
+    assert times is not None
+    return times.median
 
 
 def windows_in_short() -> Lines:
     """Ranges over all optimizers and windows in full precision; sets of gradients beside."""
     rows = []
     for shape, label in WINDOW_SHAPES.items():
-        jobs = [
-            entry
-            for entry in result("windows_cpu")["jobs"]
-            if (entry["elements"], entry["tensors"]) == shape and "bf16" not in entry["job"]
-        ]
-        ratios = [[windows(loop, entry) for entry in jobs] for loop in WINDOW_LOOPS]
-        (sgd,) = (entry for entry in jobs if window_job(entry) == "window of 4, SGD")
-        sets = [sgd["contenders"][n]["sets_of_gradients"] for n in ("by hand", *WINDOW_LOOPS)]
-        times = (f"{min(each):.2f}-{max(each):.2f}" for each in ratios)
-        rows.append((label, *times, " / ".join(f"{n:.1f}" for n in sets[:3])))
+        jobs = {name: entry for name, entry in window_jobs(shape).items() if "bf16" not in name}
+        times = (span([over_by_hand(e, loop) for e in jobs.values()], 2) for loop in WINDOW_LOOPS)
+        sgd = jobs["window of 4, SGD"]["contenders"]
+        sets = [sgd[n]["sets_of_gradients"] for n in ("by hand", *list(WINDOW_LOOPS)[:2])]
+        rows.append((label, *times, " / ".join(f"{n:.1f}" for n in sets)))
     head = ("time of a window over the loop by hand", *WINDOW_LOOPS.values())
     return markdown((*head, "sets of gradients: by hand, and the first two"), *rows)
 
 
 def windows_in_full() -> Lines:
     """Medians of every job; for bfloat16 `accumulate_in_backward` is the last."""
-    jobs = result("windows_cpu")["jobs"]
+    shapes = [window_jobs(shape) for shape in WINDOW_SHAPES]
     rows = []
-    for name in dict.fromkeys(window_job(e) for e in jobs if e["job"].startswith("window")):
-        cells = []
-        for shape in WINDOW_SHAPES:
-            found = [
-                entry
-                for entry in jobs
-                if (entry["elements"], entry["tensors"]) == shape and window_job(entry) == name
-            ]
-            loops = [*WINDOW_LOOPS, *["accumext, in backward"] * ("bf16" in name)]
-            cells.append(" / ".join(f"{windows(n, e):.2f}" for e in found for n in loops))
-        rows.append((name, *cells))
+    for name in dict.fromkeys(name for jobs in shapes for name in jobs):
+        ways = [*WINDOW_LOOPS, *["accumext, in backward"] * ("bf16" in name)]
+        found = [
+            [over_by_hand(jobs[name], n) for n in ways] if name in jobs else [] for jobs in shapes
+        ]
+        rows.append((name, *(" / ".join(f"{n:.2f}" for n in each) for each in found)))
     return markdown(("`opt.backward` / own loop / Accelerate", *WINDOW_SHAPES.values()), *rows)
 
 
-class Table(NamedTuple):
-    """A table of a page, the result that it shows, and the command that makes another one."""
+# --- by their names ----------------------------------------------------------------------------
 
-    page: str
+
+class Table(NamedTuple):
+    """The result that a table shows, the command that makes another one, and its lines."""
+
     result: str
     command: str
     lines: Callable[[], Lines]
 
 
-def boundary(kind: str, shape: str) -> str:
-    return f"unscale, check, norm, clip, {shape}: accumext, {kind} over torch foreach"
+ACCUMULATE, DECODER = "bench/accumulate.py", "bench/decoder.py"
+IN_PLACE = "unscale, check, norm, clip, in place"
+FOLDED = "the same, with the factor applied as the optimizer reads"
+IDLE, CLIPS = "`clip_grad_norm_`, nothing to clip", "`clip_grad_norm_`, clipping"
+BF16, FP16 = "`accumulate_` of bfloat16", "`accumulate_` of float16"
+NORM = "`total_norm` of float32, with the check"
+BF16_CHECKED, FP16_CHECKED = (f"{label} into float32, check, norm" for label in (BF16, FP16))
+STOCK, BY_BYTES = "`unscale_` and `clip_grad_norm_(foreach=True)`", "`copy_`, by bytes"
+ROUNDED = ("", "times as fast as stock PyTorch")
+FOREACH, CAST = "over torch foreach", "over torch: cast, unscale, add, norm"
+UNSCALE = "unscale, check, norm, clip, {}: accumext"
+FIGURES = {  # of a shape
+    IN_PLACE: f"{UNSCALE}, materialised {FOREACH}",
+    FOLDED: f"{UNSCALE}, folded {FOREACH}",
+    IDLE: f"clip_grad_norm_, nothing to clip, {{}}: accumext {FOREACH}",
+    CLIPS: f"clip_grad_norm_, clipping, {{}}: accumext {FOREACH}",
+    BF16: f"accumulate_ bf16, {{}}: accumext {CAST}",
+    FP16: f"accumulate_ fp16, {{}}: accumext {CAST}",
+    BF16_CHECKED: "accumulate_ bf16, {}: accumext over torch add_ alone",
+    FP16_CHECKED: "accumulate_ fp16, {}: accumext over torch add_ alone",
+}
 
 
-def clipping(what: str, shape: str) -> str:
-    return f"clip_grad_norm_, {what}, {shape}: accumext over torch foreach"
-
-
-def accumulate(dtype: str, shape: str, other: str = "torch: cast, unscale, add, norm") -> str:
-    return f"accumulate_ {dtype}, {shape}: accumext over {other}"
+def of(label: str, shape: str = LARGE) -> str:
+    return FIGURES[label].format(shape)
 
 
 def of_copy(operation: str, way: str = "") -> str:
     return f"{operation}, {LARGE}: accumext{way} over torch.copy_'s bandwidth"
 
 
-ACCUMULATE, DECODER = "bench/accumulate.py", "bench/decoder.py"
-WINDOWS = f"{ACCUMULATE} --jobs window"
-IN_PLACE = "unscale, check, norm, clip, in place"
-FOLDED = "the same, with the factor applied as the optimizer reads"
-STOCK = "`unscale_` and `clip_grad_norm_(foreach=True)`"
-COPY = "`copy_`, by bytes"
-
+SIZES = {
+    LARGE: "100M elements in 200 tensors",
+    MANY: "2M elements in 2,000 tensors",
+    TINY: "10,000 elements in 10 tensors",
+}
+GENERATE = {
+    "greedy": "generate, greedy",
+    "samples": "generate, samples",
+    "samples, `top_k=50`": "generate, top_k=50",
+    "samples, `top_p=0.9`": "generate, top_p=0.9",
+    "beam search, K = 4": "generate, 4 beams",
+}
+ON_A_GPU = {
+    "`generate`, greedy": "generate, greedy",
+    "`generate`, samples": "generate, samples",
+    "`generate`, `top_k=50`": "generate, top_k=50",
+    "`generate`, `top_p=0.9`": "generate, top_p=0.9",
+    "`generate`, beam search, K = 4": "generate, 4 beams",
+    "`rollout`": "rollout",
+    "`decode_loss`, known tokens, `nn.LSTM`": "teacher, nn.LSTM",
+    "`decode_loss`, known tokens, `nn.GRU`": "teacher, nn.GRU",
+    "`decode_loss`, known tokens, a function": "teacher, a function",
+}
+IN_README = {
+    "plain PyTorch, AVX2": (OURS, PLAIN, (AVX2,)),
+    "plain PyTorch that keeps its heap, AVX2": (OURS, PLAIN, AVX2_KEPT),
+    f"{PRODUCTS}, AVX2": (OURS, PRODUCTS, AVX2_KEPT),
+    "plain PyTorch, AVX-512": (OURS, PLAIN, AVX512),
+    f"{PRODUCTS}, AVX-512": (OURS, PRODUCTS, AVX512),
+}
+OF_GRADIENTS = {
+    "unscale, check, norm and clip, in place": of(IN_PLACE),
+    "the same, with the factor applied by a fused optimizer as it reads the gradient": of(FOLDED),
+    "`clip_grad_norm_` when there is nothing to clip": of(IDLE),
+    "accumulate float16 into float32 with unscaling, check and norm": of(FP16),
+    "unscale, check, norm and clip of 2,000 tensors of 1,000 elements": of(IN_PLACE, MANY),
+}
+AGAINST = {
+    IN_PLACE: STOCK,
+    FOLDED: STOCK,
+    IDLE: "torch's",
+    CLIPS: "torch's",
+    BF16_CHECKED: "`add_` alone",
+    FP16_CHECKED: "`add_` alone",
+    BF16: "cast, unscale, add, norm",
+    FP16: "cast, unscale, add, norm",
+}
+LARGE_LISTS = (
+    ("operation (100M elements in 200 tensors)", "times as fast as", "", "limit"),
+    (NORM, "a plain C++ loop that reads", f"total_norm fp32, {LARGE}: accumext over the limit"),
+    *((label, against, of(label)) for label, against in AGAINST.items()),
+)
+MANY_TENSORS = (
+    ("operation (2,000 tensors of 1,000 elements)", f"{ROUNDED[1]} with foreach"),
+    ("`total_norm`", f"total_norm fp32, {MANY}: accumext {FOREACH}"),
+    *((label, of(label, MANY)) for label in (IN_PLACE, FOLDED, IDLE, CLIPS, BF16, FP16)),
+)
+LISTS_ON_A_GPU = (
+    (SIZES[LARGE], "times as fast as", ""),
+    (NORM, BY_BYTES, of_copy("total_norm fp32")),
+    (IN_PLACE, BY_BYTES, of_copy("unscale, check, norm, clip", ", materialised")),
+    (BF16_CHECKED, BY_BYTES, of_copy("accumulate_ bf16")),
+    (FP16_CHECKED, BY_BYTES, of_copy("accumulate_ fp16")),
+    (IN_PLACE, STOCK, of(IN_PLACE)),
+    (FOLDED, STOCK, of(FOLDED)),
+)
+LOOPS = partial(loops, "loops_cpu", "the loop", "`generate`", GENERATE)
+LOOPS_ON_A_GPU = partial(loops, "loops_h100", "by hand", OURS, ON_A_GPU)
+OF_ROUNDING = f"{ACCUMULATE} --jobs round accumulate --shape 1e8/200"
 TABLES = {
-    "demo": Table("README.md", "demo_cpu", "-m accumext demo", demo),
-    "decoder": Table(
-        "README.md",
-        AVX2,
-        DECODER,
-        partial(
-            decoder_ratios,
-            ("plain PyTorch, AVX-512", OURS, PLAIN),
-            (f"{PRODUCTS}, AVX-512", OURS, PRODUCTS),
-            of_avx2=True,
-        ),
-    ),
+    "demo": Table("demo_cpu", "-m accumext demo", demo),
+    "decoder": Table(AVX2, DECODER, partial(decoder_ratios, IN_README)),
     "gradients": Table(
-        "README.md",
-        "cpu",
-        ACCUMULATE,
-        partial(
-            gradients_rounded,
-            ("unscale, check, norm and clip, in place", boundary("materialised", LARGE)),
-            (
-                "the same, with the factor applied by a fused optimizer as it reads the gradient",
-                boundary("folded", LARGE),
-            ),
-            ("`clip_grad_norm_` when there is nothing to clip", clipping("nothing to clip", LARGE)),
-            (
-                "accumulate float16 into float32 with unscaling, check and norm",
-                accumulate("fp16", LARGE),
-            ),
-            (
-                "unscale, check, norm and clip of 2,000 tensors of 1,000 elements",
-                boundary("materialised", MANY),
-            ),
-        ),
+        "cpu", ACCUMULATE, partial(gradients, "cpu", ROUNDED, *OF_GRADIENTS.items())
     ),
-    "windows": Table("README.md", "windows_cpu", WINDOWS, windows_in_short),
-    "windows in full": Table("docs/optimizer.md", "windows_cpu", WINDOWS, windows_in_full),
-    "decoder by shape": Table(INSIDE, AVX2, f"{DECODER} --shape ...", decoder_by_shape),
-    "known": Table(INSIDE, "known_avx2_2", "bench/loops.py known", known),
-    "decoder times": Table(INSIDE, "decoder_cpu", DECODER, decoder_times),
-    "generate": Table(
-        INSIDE,
-        "loops_cpu",
-        "bench/loops.py generate",
-        partial(
-            loops,
-            ("greedy", "generate, greedy"),
-            ("samples", "generate, samples"),
-            ("samples, `top_k=50`", "generate, top_k=50"),
-            ("samples, `top_p=0.9`", "generate, top_p=0.9"),
-            ("beam search, K = 4", "generate, 4 beams"),
-            ours="`generate`",
-        ),
-    ),
-    "rollout": Table(INSIDE, "loops_cpu", "bench/loops.py rollout", rollout),
-    "programs": Table("docs/programs.md", "programs_cpu", "bench/programs.py", programs),
-    "large lists": Table(
-        "docs/kernels.md",
-        "cpu",
-        ACCUMULATE,
-        partial(
-            gradients,
-            ("operation (100M elements in 200 tensors)", "times as fast as", "", "limit"),
-            (
-                "`total_norm` of float32, with the check",
-                "a plain C++ loop that reads",
-                f"total_norm fp32, {LARGE}: accumext over the limit",
-            ),
-            (IN_PLACE, STOCK, boundary("materialised", LARGE)),
-            (FOLDED, STOCK, boundary("folded", LARGE)),
-            ("`clip_grad_norm_`, nothing to clip", "torch's", clipping("nothing to clip", LARGE)),
-            ("`clip_grad_norm_`, clipping", "torch's", clipping("clipping", LARGE)),
-            (
-                "`accumulate_` of bfloat16 into float32, check, norm",
-                "`add_` alone",
-                accumulate("bf16", LARGE, "torch add_ alone"),
-            ),
-            (
-                "`accumulate_` of float16 into float32, check, norm",
-                "`add_` alone",
-                accumulate("fp16", LARGE, "torch add_ alone"),
-            ),
-            ("`accumulate_` of bfloat16", "cast, unscale, add, norm", accumulate("bf16", LARGE)),
-            ("`accumulate_` of float16", "cast, unscale, add, norm", accumulate("fp16", LARGE)),
-            allowed=True,
-        ),
-    ),
-    "masters": Table(
-        "docs/kernels.md",
-        "cpu",
-        "bench/accumulate.py --jobs round accumulate --shape 1e8/200",
-        masters,
-    ),
-    "many tensors": Table(
-        "docs/kernels.md",
-        "cpu",
-        ACCUMULATE,
-        partial(
-            gradients,
-            (
-                "operation (2,000 tensors of 1,000 elements)",
-                "times as fast as stock PyTorch with foreach",
-            ),
-            ("`total_norm`", f"total_norm fp32, {MANY}: accumext over torch foreach"),
-            (IN_PLACE, boundary("materialised", MANY)),
-            (FOLDED, boundary("folded", MANY)),
-            ("`clip_grad_norm_`, nothing to clip", clipping("nothing to clip", MANY)),
-            ("`clip_grad_norm_`, clipping", clipping("clipping", MANY)),
-            ("`accumulate_` of bfloat16", accumulate("bf16", MANY)),
-            ("`accumulate_` of float16", accumulate("fp16", MANY)),
-        ),
-    ),
-    "steps": Table("docs/kernels.md", "cpu", ACCUMULATE, steps),
+    "windows": Table("windows_cpu", f"{ACCUMULATE} --jobs window", windows_in_short),
+    "windows in full": Table("windows_cpu", f"{ACCUMULATE} --jobs window", windows_in_full),
+    "decoder by shape": Table(AVX2, f"{DECODER} --shape ...", decoder_by_shape),
+    "known": Table("known_avx2_2", "bench/loops.py known", known),
+    "decoder times": Table("decoder_cpu", DECODER, decoder_times),
+    "generate": Table("loops_cpu", "bench/loops.py generate", LOOPS),
+    "rollout": Table("loops_cpu", "bench/loops.py rollout", rollout),
+    "programs": Table("programs_cpu", "bench/programs.py", programs),
+    "large lists": Table("cpu", ACCUMULATE, partial(gradients, "cpu", *LARGE_LISTS)),
+    "masters": Table("cpu", OF_ROUNDING, masters),
+    "many tensors": Table("cpu", ACCUMULATE, partial(gradients, "cpu", *MANY_TENSORS)),
+    "steps": Table("cpu", ACCUMULATE, partial(steps, "cpu", SIZES)),
     "lists on a GPU": Table(
-        "docs/kernels.md",
-        "h100",
-        f"{ACCUMULATE} --device cuda",
-        partial(
-            gradients,
-            ("100M elements in 200 tensors", "times as fast as", ""),
-            ("`total_norm` of float32, with the check", COPY, of_copy("total_norm fp32")),
-            (IN_PLACE, COPY, of_copy("unscale, check, norm, clip", ", materialised")),
-            (
-                "`accumulate_` of bfloat16 into float32, check, norm",
-                COPY,
-                of_copy("accumulate_ bf16"),
-            ),
-            (
-                "`accumulate_` of float16 into float32, check, norm",
-                COPY,
-                of_copy("accumulate_ fp16"),
-            ),
-            (IN_PLACE, STOCK, boundary("materialised", LARGE)),
-            (FOLDED, STOCK, boundary("folded", LARGE)),
-            source="h100",
-        ),
+        "h100", f"{ACCUMULATE} --device cuda", partial(gradients, "h100", *LISTS_ON_A_GPU)
     ),
     "steps on a GPU": Table(
-        "docs/kernels.md",
         "h100",
         f"{ACCUMULATE} --device cuda",
-        partial(steps, "h100", (LARGE, TINY)),
+        partial(steps, "h100", {shape: SIZES[shape] for shape in (LARGE, TINY)}),
     ),
-    "decoder on a GPU": Table(
-        "docs/kernels.md", "decoder_h100", f"{DECODER} --device cuda", decoder_on_a_gpu
-    ),
-    "loops on a GPU": Table(
-        "docs/kernels.md",
-        "loops_h100",
-        "bench/loops.py --device cuda",
-        partial(
-            loops,
-            ("`generate`, greedy", "generate, greedy"),
-            ("`generate`, samples", "generate, samples"),
-            ("`generate`, `top_k=50`", "generate, top_k=50"),
-            ("`generate`, `top_p=0.9`", "generate, top_p=0.9"),
-            ("`generate`, beam search, K = 4", "generate, 4 beams"),
-            ("`rollout`", "rollout"),
-            ("`decode_loss`, known tokens, `nn.LSTM`", "teacher, nn.LSTM"),
-            ("`decode_loss`, known tokens, `nn.GRU`", "teacher, nn.GRU"),
-            ("`decode_loss`, known tokens, a function", "teacher, a function"),
-            source="loops_h100",
-            usual="by hand",
-            ours=OURS,
-        ),
-    ),
+    "decoder on a GPU": Table("decoder_h100", f"{DECODER} --device cuda", decoder_on_a_gpu),
+    "loops on a GPU": Table("loops_h100", "bench/loops.py --device cuda", LOOPS_ON_A_GPU),
 }
 
 
-def written(page: str) -> str:
+def written(text: str) -> str:
     """The text of a page with its tables as the results say."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for name, table in TABLES.items():
-        if table.page != page:
-            continue
-        begin, end = BEGIN.format(name), END.format(name)
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"{page} has no place for the table {name!r}: {begin} and {end}")
+
+    def anew(place: re.Match[str]) -> str:
+        name = place[1]
+        if name not in TABLES:
+            raise ValueError(f"no table is called {name!r}")
+        table = TABLES[name]
         below = textwrap.wrap(provenance(table.result, table.command), 120, break_on_hyphens=False)
-        text = before + "\n".join([begin, "", *table.lines(), "", *below, "", end]) + after
-    return text
+        begin, end = f"<!-- bench/tables.py: {name} -->", f"<!-- end of {name} -->"
+        return "\n".join([begin, "", *table.lines(), "", *below, "", end])
+
+    anew_text, places = PLACE.subn(anew, text)
+    if places != text.count("<!-- bench/tables.py: "):
+        raise ValueError("the end of a table is missing")
+    return anew_text
 
 
 def main() -> None:
@@ -647,12 +536,13 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, fail where it differs")
     args = parser.parse_args()
     differ = []
-    for page in dict.fromkeys(table.page for table in TABLES.values()):
-        text = written(page)
-        if text != (ROOT / page).read_text(encoding="utf-8"):
-            differ.append(page)
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        before = page.read_text(encoding="utf-8")
+        text = written(before)
+        if text != before:
+            differ.append(str(page.relative_to(ROOT)))
             if not args.check:
-                (ROOT / page).write_text(text, encoding="utf-8")
+                page.write_text(text, encoding="utf-8")
     if args.check and differ:
         sys.exit(f"python bench/tables.py would change {', '.join(differ)}")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,37 +14,38 @@ import _report
 import tables
 
 
-def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(root / "bench" / "tables.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def test_pages_say_what_the_results_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    tables.main()
 
 
-@pytest.mark.process
-def test_pages_say_what_the_results_do() -> None:
-    done = run(ROOT, "--check")
-    assert done.returncode == 0, done.stderr
+def test_a_page_that_says_something_else_is_found_and_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docs").mkdir()
+    pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/kernels.md")}
+    wrong = pages["docs/kernels.md"].replace("`total_norm` of float32", "`norm` of float32", 1)
+    for name, text in (pages | {"docs/kernels.md": wrong}).items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    with pytest.raises(SystemExit, match=r"tables\.py would change docs/kernels\.md$"):
+        tables.main()
+    monkeypatch.setattr(sys, "argv", ["tables.py"])
+    tables.main()
+    assert {name: (tmp_path / name).read_text() for name in pages} == pages
 
 
-@pytest.mark.process
-def test_a_page_that_says_something_else_is_found_and_written_anew(tmp_path: Path) -> None:
-    for name in ("bench", "docs"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "README.md", tmp_path)
-    page = tmp_path / "docs" / "kernels.md"
-    right = page.read_text()
-    row = next(line for line in right.splitlines() if line.startswith("| `total_norm` of float32"))
-    page.write_text(right.replace(row, row.replace("0.9", "1.9", 1)))
-    found = run(tmp_path, "--check")
-    assert found.returncode == 1
-    assert "docs/kernels.md" in found.stderr
-    assert run(tmp_path).returncode == 0
-    assert page.read_text() == right
-
-
-def test_every_table_has_one_place() -> None:
-    for name, table in tables.TABLES.items():
-        text = (ROOT / table.page).read_text()
-        assert text.count(tables.BEGIN.format(name)) == text.count(tables.END.format(name)) == 1
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<!-- bench/tables.py: other --><!-- end of other -->", "no table is called 'other'"),
+        ("<!-- bench/tables.py: demo --><!-- end of steps -->", "the end of a table is missing"),
+    ],
+)
+def test_a_place_without_a_table_or_an_end_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        tables.written(text)
 
 
 def test_results_are_written_with_a_line_for_each_list_of_numbers() -> None:
@@ -59,5 +58,3 @@ def test_results_are_written_with_a_line_for_each_list_of_numbers() -> None:
     text = _report.as_text(content)
     assert json.loads(text) == content
     assert ' "a": [1, 2.5, null],\n' in text
-    results = [path.read_text() for path in (ROOT / "bench" / "results").glob("*.json")]
-    assert all(_report.as_text(json.loads(text)) == text for text in results)
