@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent
 COMPILING_COMMANDS = {"bdist_wheel", "build", "build_ext", "editable_wheel", "develop", "install"}
 
 
-def load_settings() -> Any:
-    """accumext/backend/_build.py, by path: importing the package would import torch."""
+def load(name: str) -> Any:
+    """A module of accumext/backend, by path: importing the package would import torch."""
     spec = importlib.util.spec_from_file_location(
-        "_build", ROOT / "accumext" / "backend" / "_build.py"
+        name, ROOT / "accumext" / "backend" / f"{name}.py"
     )
     assert spec is not None
     assert spec.loader is not None
@@ -31,7 +31,7 @@ def load_settings() -> Any:
     return module
 
 
-build = load_settings()
+build, cache = load("_build"), load("_cache")
 build.check_settings()
 mode = build.setting("ACCUMEXT_BUILD")
 record: dict[str, Any] = {
@@ -74,6 +74,32 @@ def remove_libraries(folder: Path) -> None:
         path.unlink()
 
 
+def copy_kept(library: str, key: str, to: Path) -> bool:
+    """Copy a library that this user has compiled before; tell whether there is one."""
+    try:
+        kept = cache.kept(cache.lasting_cache(), key, f"_C_{library}.so")
+    except OSError:
+        return False
+    if not kept:
+        return False
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(kept[0], to)
+    say(f"the {library} library was compiled before, in {kept[0].parent}")
+    return True
+
+
+def keep_copy(library: str, key: str, path: Path) -> None:
+    """Keep a library for the next installation, and for use without one."""
+    try:
+        folder = cache.lasting_cache() / key
+        with cache.workshop(folder) as workshop:
+            copy = workshop / f"_C_{library}.so"
+            shutil.copyfile(path, copy)
+            cache.keep(copy, folder)
+    except OSError as error:
+        say(f"the next installation compiles the {library} library again: {error}")
+
+
 class BuildModules(build_py):
     """Copies the package, and records why nothing is compiled where nothing is."""
 
@@ -94,7 +120,7 @@ class Wheel(bdist_wheel):
         return "py3", "none", platform
 
 
-def build_kernels(cpp_extension: Any) -> type:
+def build_kernels(torch: Any, cpp_extension: Any) -> type:
     """The build_ext command of this torch: each library is compiled, or fails, alone."""
 
     class BuildKernels(cpp_extension.BuildExtension):
@@ -104,16 +130,21 @@ def build_kernels(cpp_extension: Any) -> type:
             folder = package_folder(self, bool(self.inplace)) / "backend"
             super().run()
             libraries = folder.glob("_C_*.so")
-            record["sha256"] = {path.name: build.sha256(path) for path in libraries}
+            record["sha256"] = {path.name: cache.sha256(path) for path in libraries}
             build.write_record(folder, record)
 
         def build_extensions(self) -> None:
-            wanted, compiled = self.extensions, []
-            for extension in wanted:
-                self.extensions = [extension]
-                library = extension.name.rpartition("_")[2]
+            self.extensions = [wanted for wanted in self.extensions if self.obtain(wanted)]
+
+        def obtain(self, extension: Extension) -> bool:
+            """Copy a library that is kept, or compile and keep it; tell whether it is there."""
+            library = extension.name.rpartition("_")[2]
+            path = Path(self.get_ext_fullpath(extension.name))
+            key = build.cache_key(library, torch)
+            if not copy_kept(library, key, path):
                 begin = time.monotonic()
                 say(f"compiling the {library} library, which takes {build.TAKES[library]}")
+                self.extensions = [extension]
                 try:
                     with tempfile.TemporaryDirectory() as stubs:
                         if library == "cuda":
@@ -122,11 +153,11 @@ def build_kernels(cpp_extension: Any) -> type:
                 except Exception as error:
                     reason = f"{type(error).__name__}: {error}".splitlines()[0]
                     missing(library, reason, "pip install -v . shows the compiler's words")
-                else:
-                    say(f"compiled the {library} library in {time.monotonic() - begin:.0f} s")
-                    compiled.append(extension)
-                    record["compiled"].append(library)
-            self.extensions = compiled
+                    return False
+                say(f"compiled the {library} library in {time.monotonic() - begin:.0f} s")
+                keep_copy(library, key, path)
+            record["compiled"].append(library)
+            return True
 
     return BuildKernels
 
@@ -176,6 +207,6 @@ modules: list[Extension] = []
 if COMPILING_COMMANDS & set(sys.argv[1:]) and (torch := usable_torch()) is not None:
     os.environ.update(build.environment())
     cpp_extension = build.cpp_extension()
-    commands["build_ext"] = build_kernels(cpp_extension)
+    commands["build_ext"] = build_kernels(torch, cpp_extension)
     modules = extensions(torch, cpp_extension)
 setup(ext_modules=modules, cmdclass=commands)

@@ -367,8 +367,8 @@ def jit_obstacle(library: str, torch: Any) -> tuple[str, str] | None:
     return found
 
 
-def jit_key(library: str, torch: Any) -> str:
-    """The name of a JIT build's folder: two digests, of what is compiled and of what compiles it.
+def cache_key(library: str, torch: Any) -> str:
+    """The name of a kept library's folder: digests of what is compiled and of what compiles it.
 
     The first is of the sources, torch, the machine and our flags; the second of the compilers and
     of the variables that they obey. Without a compiler the second is `*`, a pattern: any will do.
@@ -391,7 +391,7 @@ _COMPILER_VARIABLES = (
 
 
 def _compilers(library: str, torch: Any) -> list[str]:
-    """Return the compilers that a JIT build runs, and the environment that they obey."""
+    """Return the compilers that a build runs, and the environment that they obey."""
     facts = [f"{name}={os.environ.get(name, '')}" for name in _COMPILER_VARIABLES]
     command = shlex.split(os.environ.get("CXX") or "c++")
     facts += [str(shutil.which(command[0])), _output([*command, "--version"])]
@@ -434,18 +434,6 @@ def installation() -> Path:
 def read_record() -> dict[str, Any]:
     """Return the record of the installation; empty where the package was never installed."""
     return _record_in(installation())
-
-
-def changed_libraries() -> list[str]:
-    """The installed libraries that are not what the installation compiled, as strip makes them."""
-    digests: dict[str, str] = read_record().get("sha256", {})
-    paths = {name: installation() / name for name in sorted(digests)}
-    return [name for name, path in paths.items() if path.exists() and sha256(path) != digests[name]]
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _record_in(folder: Path) -> dict[str, Any]:

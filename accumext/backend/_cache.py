@@ -1,7 +1,8 @@
-"""Where libraries compiled on first use are kept, and which of them are loaded.
+"""Where compiled libraries are kept, for the next process or installation, and which are whole.
 
 Verdicts of the self-test, which decide what is loaded, are kept in the same way: below, the library
-may be such a file.
+may be such a file. setup.py loads this file by path, as it does _build.py: only the standard
+library is imported here.
 
 A library is code that runs as the user who loads it. So they are kept in a folder that belongs to
 this user and that nobody else can write to, as do a library's own folder and files, and one counts
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import logging
 import os
 import shutil
@@ -21,8 +23,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-from accumext.backend import _build
 
 _log = logging.getLogger("accumext")
 
@@ -39,9 +39,14 @@ _KINDS = {"folder": stat.S_IFDIR, "file": stat.S_IFREG}
 def open_cache() -> tuple[Path, str]:
     """The folder that holds a folder per library, and "" if it lasts, else why it does not."""
     try:
-        return _own_folder(_extensions()), ""
+        return lasting_cache(), ""
     except OSError as error:
         return temporary_cache(f"{_words(error)}; {_ADVICE}")
+
+
+def lasting_cache() -> Path:
+    """That folder, made if need be; OSError if nothing safe can be kept there."""
+    return _own_folder(_extensions())
 
 
 def writable_cache(root: Path) -> tuple[Path, str]:
@@ -161,7 +166,12 @@ def _seal_path(library: Path) -> Path:
 
 def _seal(library: Path) -> bytes:
     """A line that `sha256sum --check` reads."""
-    return f"{_build.sha256(library)}  {library.name}\n".encode()
+    return f"{sha256(library)}  {library.name}\n".encode()
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 # --- putting something there -------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import accumext
-from accumext.backend import _build, _libraries, _self_test, _verify
+from accumext.backend import _build, _cache, _libraries, _self_test, _verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +43,17 @@ def examine() -> dict[str, Any]:
         "versions": _versions(),
         "settings": {name: os.environ.get(name) for name in _build.CHOICES},
         "installation": _build.read_record(),
-        "changed": _build.changed_libraries(),
+        "changed": _changed_libraries(),
         "self_test": self_test,
         "passed": all(outcome == _self_test.OK for outcome in self_test.values()),
     }
+
+
+def _changed_libraries() -> list[str]:
+    """The installed libraries that are not what the installation compiled, as strip makes them."""
+    digests: dict[str, str] = _build.read_record().get("sha256", {})
+    paths = {name: _build.installation() / name for name in sorted(digests)}
+    return [n for n, path in paths.items() if path.exists() and _cache.sha256(path) != digests[n]]
 
 
 def _backend() -> tuple[str, str]:

@@ -236,7 +236,7 @@ class _Library:
         """Load the library from the cache, after compiling it if need be; says where it is."""
         from accumext.backend import _cache
 
-        key = _build.jit_key(self.name, torch)
+        key = _build.cache_key(self.name, torch)
         root, passing = _cache.open_cache()
         folder = self._load_kept(root, key)
         if folder is None:

@@ -133,7 +133,7 @@ class _Trial(NamedTuple):
     def key(self) -> str:
         """The name of the verdict's folder: a digest of all that it depends on."""
         files = (self.library, Path(_self_test.__file__))
-        facts = [*map(_build.sha256, files), torch.__version__, *_machine(self.device)]
+        facts = [*map(_cache.sha256, files), torch.__version__, *_machine(self.device)]
         return f"verdict-{_build.digest(facts)}"
 
     def verdict(self, key: str, tell: Callable[[str], None], anew: bool) -> Outcomes:

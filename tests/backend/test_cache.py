@@ -437,12 +437,12 @@ def test_a_library_that_was_stripped_is_used_and_the_doctor_says_so(installed: T
     subprocess.run([strip, installed.installed], check=True)
     assert installed.installed.stat().st_size < before
     assert installed.show()[0] == NATIVE
-    code = "from accumext.backend import _build; print(_build.changed_libraries())"
+    code = "from accumext.backend import _doctor; print(_doctor._changed_libraries())"
     assert installed.run(code).stdout.strip() == f"['{installed.installed.name}']"
 
 
 def test_libraries_as_compiled_are_not_called_changed(installed: Tree) -> None:
-    code = "from accumext.backend import _build; print(_build.changed_libraries())"
+    code = "from accumext.backend import _doctor; print(_doctor._changed_libraries())"
     assert installed.run(code).stdout.strip() == "[]"
 
 
@@ -621,7 +621,7 @@ def key(**variables: str) -> str:
             patch.delenv(name, raising=False)
         for name, value in variables.items():
             patch.setenv(name, value)
-        return _build.jit_key("cpu", torch)
+        return _build.cache_key("cpu", torch)
 
 
 def named_compiler(path: Path, version: str) -> str:
@@ -690,7 +690,7 @@ def test_cuda_and_its_architectures_are_in_the_key(
     import torch
 
     def cuda_key() -> str:
-        return _build.jit_key("cuda", torch)
+        return _build.cache_key("cuda", torch)
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(_build, "cuda", lambda torch: _build.Cuda(str(tmp_path), "13.0", "", ""))

@@ -36,6 +36,7 @@ class Environment:
         venv.create(folder)
         self.python = str(folder / "bin" / "python")
         self.folder = folder
+        self.extensions = folder / "extensions"
         seen = folder / "seen"
         seen.mkdir()
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
@@ -53,7 +54,7 @@ class Environment:
         return subprocess.run(
             [self.python, *args],
             cwd=self.folder,
-            env=clean | COMPILER | variables,
+            env=clean | COMPILER | {"TORCH_EXTENSIONS_DIR": str(self.extensions)} | variables,
             capture_output=True,
             text=True,
             check=False,
@@ -97,12 +98,6 @@ def environment(tmp_path: Path) -> Environment:
 @pytest.fixture
 def environment_without_torch(tmp_path: Path) -> Environment:
     return Environment(tmp_path / "environment_without_torch", hide=("torch",))
-
-
-@pytest.fixture(scope="session")
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One cache for kernels compiled on first use, so that the tests compile them once."""
-    return {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("extensions"))}
 
 
 def succeed(done: subprocess.CompletedProcess[str]) -> str:
@@ -184,8 +179,22 @@ def test_sdist_builds_a_compiled_wheel_that_works_without_a_warning(tmp_path: Pa
     assert "compiled at installation" in report["reason"]
 
 
-def test_install_without_build_isolation(project: Path, environment: Environment) -> None:
-    succeed(environment.pip("install", str(project)))
+def test_an_installation_copies_what_was_compiled_before(
+    project: Path, environment: Environment, tmp_path: Path
+) -> None:
+    output = succeed(environment.pip("install", str(project)))
+    assert "compiling the cpu library" in output
+    another = str(copy_project(tmp_path / "another"))
+    output = succeed(environment.pip("install", "--force-reinstall", another))
+    (kept,) = environment.extensions.glob("*/cpu-*/_C_cpu.so")
+    assert f"the cpu library was compiled before, in {kept.parent}" in output
+    assert environment.doctor(ACCUMEXT_BACKEND="native")["backend"] == "cpu"
+    report = environment.doctor(ACCUMEXT_BACKEND="jit")
+    assert f"compiled on first use, in {kept.parent}" in report["reason"]
+
+    kept.write_bytes(kept.read_bytes()[:-1])
+    output = succeed(environment.pip("install", "--force-reinstall", another))
+    assert "compiling the cpu library" in output
     assert environment.doctor(ACCUMEXT_BACKEND="native")["backend"] == "cpu"
 
 
@@ -216,7 +225,6 @@ def test_without_torch_a_pure_wheel_compiles_on_first_use(
     project: Path,
     environment_without_torch: Environment,
     environment: Environment,
-    kernel_cache: dict[str, str],
     tmp_path: Path,
 ) -> None:
     output = succeed(
@@ -229,18 +237,17 @@ def test_without_torch_a_pure_wheel_compiles_on_first_use(
     assert record_in(wheel)["compiled"] == []
 
     succeed(environment.pip("install", str(wheel)))
-    report = environment.doctor(**kernel_cache)
+    report = environment.doctor()
     assert report["backend"] == "cpu"
     assert "compiled on first use" in report["reason"]
 
 
 def test_without_a_compiler_the_install_succeeds_and_pytorch_answers(
-    project: Path, environment: Environment, tmp_path: Path
+    project: Path, environment: Environment
 ) -> None:
     output = succeed(environment.pip("install", str(project), **NO_COMPILER))
     assert "no C++ compiler (/nonexistent/c++) was found. Install g++" in output
-    cache = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
-    report = environment.doctor(**NO_COMPILER, **cache)
+    report = environment.doctor(**NO_COMPILER)
     assert report["backend"] == "reference"
     assert report["fix"] == "Install g++, or set CXX"
     assert "no C++ compiler (/nonexistent/c++) was found" in report["reason"]
@@ -331,14 +338,8 @@ assert tensor.tolist() == [1.0, 2.0]
 """
 
 
-def test_the_sources_can_be_loaded_by_hand(
-    project: Path, environment: Environment, tmp_path: Path
-) -> None:
-    variables = {
-        "PYTHONPATH": str(project),
-        "ACCUMEXT_BACKEND": "reference",
-        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
-    }
+def test_the_sources_can_be_loaded_by_hand(project: Path, environment: Environment) -> None:
+    variables = {"PYTHONPATH": str(project), "ACCUMEXT_BACKEND": "reference"}
     succeed(environment.run("-c", LOAD_BY_HAND, **variables))
 
 
