@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,69 +40,180 @@ from torch.nn.utils import clip_grad_norm_
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-Loop = Callable[[], object]
-WRONG: list[Any] = []  # loops, and what is said of each
-RIGHT: list[Any] = []  # loops of which nothing is said
 
-
-def cases(loop: Callable[..., object], values: Sequence[object]) -> list[tuple[Loop, str]]:
-    """A loop with its name, or one of each value."""
-    named = [(partial(loop, v), f"{loop.__name__}-{getattr(v, '__name__', v)}") for v in values]
-    return named or [(loop, loop.__name__)]
-
-
-def wrong(text: str, *values: object) -> Callable[[Any], Any]:
-    def add(loop: Any) -> Any:
-        WRONG.extend(pytest.param(call, text, id=name) for call, name in cases(loop, values))
-        return loop
-
-    return add
-
-
-def right(*values: object) -> Callable[[Any], Any]:
-    def add(loop: Any) -> Any:
-        RIGHT.extend(pytest.param(call, id=name) for call, name in cases(loop, values))
-        return loop
-
-    return add
-
-
-def warnings_of(use: Loop) -> list[Any]:
+def warnings_of(use: Callable[[], object]) -> list[Any]:
     with warnings_as("always") as said:
         use()
     return [w for w in said if str(w.message).startswith(OP)]
 
 
-# Steps and micro-batches
+def train(body, count=12, **options):
+    """A body for every batch, with the number of it, and a GradScaler that it may use."""
+    model, scaler = make_model(), growing_scaler()
+    opt = wrapped(model, **options)
+    for number, batch in enumerate(make_batches(count)):
+        body(opt, model, batch, number, scaler)
+    opt.discard()
 
 
-@wrong("window=3 counts this call of step as one micro-batch", True, False)
-def a_step_after_every_window_or_a_clip_of_every_micro_batch(clips):
-    parameter, opt = wrapped_zeros(3)
-    for i in range(12):
-        (parameter / 3).backward()
+# Steps, clips and losses at the wrong place
+
+
+def step_after_every_window(opt, model, x, number, scaler):
+    loss_of(model, x).backward()
+    if number % 4 == 3:
+        opt.step()
+        opt.zero_grad()
+
+
+def clip_of_every_micro_batch(opt, model, x, number, scaler):
+    loss_of(model, x).backward()
+    clip_grad_norm_(model.parameters(), 1e-3)
+    opt.step()
+    opt.zero_grad()
+
+
+def scaler_around_every_window(opt, model, x, number, scaler, unscales=False, clips=False):
+    scaler.scale(loss_of(model, x)).backward()
+    if number % 4 == 3:
+        if unscales:
+            scaler.unscale_(opt)
         if clips:
-            clip_grad_norm_([parameter], 0.1)
-        if clips or (i + 1) % 3 == 0:
-            opt.step()
-            opt.zero_grad()
-    opt.flush()
+            clip_grad_norm_(model.parameters(), 1e-3)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
 
 
-@wrong("window=4 counts this call of step as one", "", "unscaled", "unscaled and clipped")
-def a_scaler_around_every_window(how):
-    parameter, opt = wrapped_zeros(4)
-    scaler = torch.amp.GradScaler("cpu")
-    for i in range(16):
-        scaler.scale(parameter / 4).backward()
-        if i % 4 == 3:
-            if how:
-                scaler.unscale_(opt)
-            if how.endswith("clipped"):
-                clip_grad_norm_([parameter], 0.1)
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
+def token_by_token(opt, model, x, number, scaler):
+    """As `tbptt(backward=opt.backward)` does."""
+    for row in x:
+        opt.backward(loss_of(model, row))
+    opt.step()
+
+
+def accumulated_alone(opt, model, x, number, scaler):
+    loss_of(model, x).backward()
+    opt.accumulate()
+
+
+def stepped_by_hand(opt, model, x, number, scaler):
+    opt.backward(loss_of(model, x))
+    opt.optimizer.step()
+
+
+def scheduled(opt, model, x, number, scaler, whenever):
+    one_call(opt, loss_of(model, x))
+    if whenever or opt.stepped:
+        opt.param_groups[0]["lr"] = opt.param_groups[0]["lr"] * 0.5
+
+
+def clip_of_the_window(opt, model, x, number, scaler):
+    opt.backward(loss_of(model, x))
+    accumext.clip_grad_norm_(model.parameters(), 0.1)
+    opt.step()
+
+
+def quotient(of):
+    return lambda opt, model, x, *_: one_call(opt, of(model, x))
+
+
+def nan(opt, model, x, number, scaler):
+    one_call(opt, loss_of(model, x) * NAN)
+
+
+def beside_those_that_are_scaled(opt, model, x, number, scaler):
+    (own_backward if number % 2 else one_call)(opt, loss_of(model, x))
+
+
+ONCE = "window=4 counts this call of step as one micro-batch"
+RATES = {"number": 0.1, "tensor": torch.tensor(0.1)}
+HALVING = torch.amp.GradScaler("cpu", init_scale=8.0)
+WRONG = {
+    "a step after every window": (step_after_every_window, {}, ONCE),
+    "a clip of every micro-batch": (clip_of_every_micro_batch, {}, "leave the clip to max_norm"),
+    "a scaler": (scaler_around_every_window, {}, ONCE),
+    "a scaler that unscales": (partial(scaler_around_every_window, unscales=True), {}, ONCE),
+    "a clip, too": (partial(scaler_around_every_window, unscales=True, clips=True), {}, ONCE),
+    "a clip of the window": (clip_of_the_window, {}, "pass max_norm to the optimizer"),
+    "a quotient": (quotient(lambda model, x: loss_of(model, x) / 4), {}, "Pass the loss itself"),
+    "a product": (quotient(lambda model, x: loss_of(model, x) * 0.25), {}, "Pass the loss itself"),
+    "NaN": (nan, {}, "a window was skipped, for inf or NaN in the gradient of "),
+    "NaN in a window of one": (nan, {"window": 1}, "a window was skipped, for inf or NaN in the "),
+    "a scale that finds nothing": (nan, {"window": 1, "scaler": HALVING}, "a window was skipped"),
+    "beside those that are scaled": (
+        beside_those_that_are_scaled,
+        {"scaler": torch.amp.GradScaler("cpu")},
+        "opt.backward(loss) for every loss, or scaler.scale(loss).backward()",
+    ),
+    **{
+        f"{body.__name__}, {window}": (
+            body,
+            {"window": window},
+            f"comes into a window of {window} that is full",
+        )
+        for body in (token_by_token, accumulated_alone, stepped_by_hand)
+        for window in (1, 4)
+    },
+    **{
+        f"a rate that is a {name}": (
+            partial(scheduled, whenever=True),
+            {"make": partial(torch.optim.Adam, lr=rate)},
+            "if opt.stepped: schedule.step()",
+        )
+        for name, rate in RATES.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_loop_is_told_once_and_where(name):
+    body, options, text = WRONG[name]
+    (said,) = warnings_of(lambda: train(body, **{"window": 4, **options}))
+    assert text in str(said.message)
+    assert said.filename in (__file__, optimizer_oracle.__file__)
+
+
+def test_a_scaler_that_looks_for_its_scale_is_told_nothing_until_it_is_one():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert warnings_of(lambda: train(nan, 3, scaler=scaler)) == []
+    assert scaler.get_scale() == 1.0
+
+
+def by_both(parameter, first, second):
+    (parameter * 1).backward()
+    first.step()
+    second.step()
+
+
+def by_one_and_the_other(parameter, first, second):
+    first.backward(parameter * 1)
+    second.step()
+    first.step()
+
+
+def each_by_its_own(parameter, first, second):
+    one_call(first, parameter * 1)
+    one_call(second, parameter * 2)
+
+
+@pytest.mark.parametrize("loop", [by_both, by_one_and_the_other, each_by_its_own])
+def test_a_second_wrapper_of_the_same_parameters_is_told_once_unless_it_has_losses(loop):
+    parameter, first = wrapped_zeros(3)
+    second = AccumulatingOptimizer(sgd([parameter]), window=3)
+
+    def train():
+        for _ in range(9):
+            loop(parameter, first, second)
+
+    said = [str(warning.message) for warning in warnings_of(train)]
+    assert len(said) == (loop is not each_by_its_own)
+    assert all(
+        "Another AccumulatingOptimizer has taken gradients of them: use one" in t for t in said
+    )
+
+
+# Loops that are right
 
 
 def unrolled(model, other, batch):
@@ -146,162 +257,82 @@ def in_ddp(model, other, batch):
     loss_of(other.ddp, batch).backward()
 
 
-ONE_PASS = [unrolled, norm_is_logged, zeros_are_left, another_loss_reaches_it, several_losses]
+def of_ones_own(backward):
+    """A micro-batch of several passes, or of changed gradients."""
 
-
-@right(in_ddp, *ONE_PASS, a_hook_doubles)
-def a_micro_batch_of_ones_own(backward):
-    model, other = make_model(), nn.Linear(3, 3).double()
-    opt = wrapped(model, window=2)
-    for batch in make_batches(6):
-        backward(model, other, batch)
+    def body(opt, model, x, number, scaler):
+        other = vars(opt).setdefault("_other", nn.Linear(3, 3).double())
+        backward(model, other, x)
         opt.step()
         if backward is not zeros_are_left:
             opt.zero_grad()
-    assert all(p.isfinite().all() for p in model.parameters())
+
+    return body
 
 
-@right(one_call, own_backward, accumulated, outer_scaler, outer_scaler_unscaled, in_parts)
-def the_usual_loop(loop):
-    model = make_model()
-    run(wrapped(model, window=2), model, make_batches(4), loop, None, growing_scaler())
+def usual(loop):
+    return lambda opt, model, x, number, scaler: run(opt, model, [x], loop, None, scaler)
 
 
-@wrong("comes into a window of 1 that is full", 1)
-@wrong("comes into a window of 4 that is full", 4)
-def token_by_token(window):
-    """As `tbptt(backward=opt.backward)` does."""
-    model = make_model()
-    opt = wrapped(model, window=window)
-    for batch in make_batches(2):
-        for row in batch:
-            opt.backward(loss_of(model, row))
-        opt.step()
-
-
-@wrong("comes into a window of 1 that is full", 1)
-@wrong("comes into a window of 4 that is full", 4)
-def accumulated_alone(window):
-    model = make_model()
-    opt = wrapped(model, window=window)
-    for batch in make_batches(9):
-        loss_of(model, batch).backward()
-        opt.accumulate()
+def in_two_parts(opt, model, x, number, scaler):
+    with opt.micro_batch():
+        for part in (x[:2], x[2:]):
+            opt.backward(loss_of(model, part) / 2)
     opt.step()
 
 
-@wrong("comes into a window of 1 that is full", 1)
-@wrong("comes into a window of 4 that is full", 4)
-def stepped_by_hand(window):
-    model = make_model()
-    opt = wrapped(model, window=window)
-    for batch in make_batches(9):
-        opt.backward(loss_of(model, batch))
-        opt.optimizer.step()
-    opt.discard()
+def of_a_summed_loss(model, x):
+    return functional.mse_loss(model(x), -x[:, :2], reduction="sum") / 2
 
 
-def with_a_schedule(rate, whenever):
-    model = make_model()
-    opt = wrapped(model, partial(torch.optim.Adam, lr=rate), window=4)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
-    for batch in make_batches(12):
-        one_call(opt, loss_of(model, batch))
-        if whenever or opt.stepped:
-            schedule.step()
+def every_other_micro_batch(opt, model, x, number, scaler):
+    if number % 2:
+        opt.backward(loss_of(model, x))
+    opt.step()
 
 
-@wrong("if opt.stepped: schedule.step()", 0.1, torch.tensor(0.1))
-def a_rate_that_changes_inside_a_window(rate):
-    with_a_schedule(rate, whenever=True)
+def frozen(opt, model, x, number, scaler):
+    model.requires_grad_(False)
+    opt.step()
 
 
-@right(0.1, torch.tensor(0.1))
-def a_rate_that_changes_between_two(rate):
-    with_a_schedule(rate, whenever=False)
+OWN = [in_ddp, unrolled, norm_is_logged, zeros_are_left, another_loss_reaches_it, several_losses]
+USUAL = [one_call, own_backward, accumulated, outer_scaler, outer_scaler_unscaled, in_parts]
+RIGHT = {
+    **{backward.__name__: of_ones_own(backward) for backward in (*OWN, a_hook_doubles)},
+    **{loop.__name__: usual(loop) for loop in USUAL},
+    "divided by another": quotient(lambda model, x: loss_of(model, x) / 3),
+    "the mean of two": quotient(lambda model, x: (loss_of(model, x) + loss_of(model, -x)) / 2),
+    "half of a sum": quotient(lambda model, x: model(x).square().sum() / 2),
+    "half of a summed loss": quotient(of_a_summed_loss),
+    "half": quotient(lambda model, x: 0.5 * loss_of(model, x)),
+    "halves of a micro-batch": in_two_parts,
+    "every other micro-batch": every_other_micro_batch,
+    "frozen": frozen,
+    "NaN that an outer scaler knows of": lambda opt, model, x, number, scaler: outer_scaler(
+        opt, loss_of(model, x) * (INF if number < 2 else 1.0), scaler
+    ),
+}
 
 
-@wrong("pass max_norm to the optimizer")
-def a_clip_of_what_lies_in_the_window():
-    model = make_model()
-    opt = wrapped(model, window=4)
-    for batch in make_batches(8):
-        opt.backward(loss_of(model, batch))
-        accumext.clip_grad_norm_(model.parameters(), 0.1)
-        opt.step()
-    accumext.clip_grad_norm_(model.parameters(), 0.1)  # where no window is open
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loop_is_told_nothing(name):
+    assert warnings_of(lambda: train(RIGHT[name], window=2)) == []
 
 
-# Windows that are lost
+@pytest.mark.parametrize("rate", RATES.values(), ids=RATES)
+def test_a_rate_that_changes_between_two_windows_says_nothing(rate):
+    make, body = partial(torch.optim.Adam, lr=rate), partial(scheduled, whenever=False)
+    assert warnings_of(lambda: train(body, make=make, window=4)) == []
 
 
-@right("flush", "discard", "accumulation_state_dict")
-def an_end_of_training(end):
-    parameter, opt = wrapped_zeros(3)
-    opt.backward(parameter * 1)
-    if end is not None:
-        getattr(opt, end)()
+def test_halves_of_losses_that_are_summed_say_nothing():
+    body = quotient(lambda model, x: loss_of(model, x) / 2)
+    assert warnings_of(lambda: train(body, window=2, reduction="sum")) == []
 
 
-def test_the_last_window_is_lost_without_a_flush(monkeypatch):
-    """Not after an error that ends the program, which says more."""
-    (said,) = warnings_of(lambda: an_end_of_training(None))
-    assert "ended with micro-batches in its window that no step has used, 1." in str(said.message)
-    monkeypatch.setattr(sys, "last_type", ZeroDivisionError, raising=False)
-    assert warnings_of(lambda: an_end_of_training(None)) == []
-
-
-PROGRAM = """
-import torch, accumext
-p = torch.nn.Parameter(torch.zeros(()))
-opt = accumext.AccumulatingOptimizer(torch.optim.SGD([p]), window=3)
-opt.backward(p * 1)
-"""
-
-
-def test_the_end_of_a_program_says_it_too():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
-    )
-    assert "that no step has used" in done.stderr
-
-
-@wrong("a window was skipped, for inf or NaN in the gradient of weight.", 1, 2)
-def a_skip_without_a_scaler(window):
-    parameter, opt = wrapped_zeros(window)
-    for _ in range(4 * window):
-        opt.backward(parameter * NAN)
-        opt.step()
-
-
-@wrong("a window was skipped")
-def a_scale_that_finds_nothing():
-    """It is quiet while the scale may be too large, until 1."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    parameter, opt = wrapped_zeros(scaler=scaler)
-    for _ in range(3):
-        one_call(opt, parameter * NAN)
-    assert "skip" not in opt._box.warned
-    for _ in range(3):
-        one_call(opt, parameter * NAN)
-    assert scaler.get_scale() == 0.125
-
-
-@right()
-def a_skip_that_an_outer_scaler_knows_of():
-    parameter, opt = wrapped_zeros()
-    outer_scaler(opt, parameter * NAN, growing_scaler())
-
-
-@wrong("opt.backward(loss) for every loss, or scaler.scale(loss).backward()")
-def a_loss_beside_those_that_are_scaled():
-    parameter, opt = wrapped_zeros(2, scaler=torch.amp.GradScaler("cpu"))
-    for _ in range(4):
-        one_call(opt, parameter * 1)
-        own_backward(opt, parameter * 1)
-
-
-# Losses and gradients that go astray
+# Losses that do not reach the parameters
 
 
 def cleared(model, opt, batch):
@@ -325,7 +356,7 @@ def test_steps_without_a_gradient_are_told_once_after_a_window_of_them(loop, win
     model, calls = make_model(), max(window, 2)
     opt = wrapped(model, window=window)
 
-    def train(batches: Sequence[torch.Tensor]) -> None:
+    def train(batches):
         for batch in batches:
             loop(model, opt, batch)
 
@@ -334,96 +365,39 @@ def test_steps_without_a_gradient_are_told_once_after_a_window_of_them(loop, win
     assert f"{calls} calls of step found no gradient" in str(said.message)
 
 
-@right(True, False)
-def parameters_without_gradients_for_a_while(frozen):
-    """All are frozen, or one micro-batch in two reaches them."""
-    parameter, opt = wrapped_zeros(2)
-    parameter.requires_grad_(not frozen)
-    for i in range(8):
-        if i % 2 and not frozen:
-            opt.backward(parameter * 1)
-        opt.step()
+# Windows that are lost
 
 
-@wrong("Another AccumulatingOptimizer has taken gradients of them: use one", True, False)
-def a_second_wrapper_of_the_same_parameters(by_backward):
-    parameter, first = wrapped_zeros(3)
-    second = AccumulatingOptimizer(sgd([parameter]), window=3)
-    for _ in range(9):
-        if by_backward:
-            first.backward(parameter * 1)
-            second.step()
-            first.step()
-        else:
-            (parameter * 1).backward()
-            first.step()
-            second.step()
+def ended(end=None):
+    parameter, opt = wrapped_zeros(3)
+    opt.backward(parameter * 1)
+    if end is not None:
+        getattr(opt, end)()
 
 
-@right()
-def two_wrappers_with_losses_of_their_own():
-    parameter, first = wrapped_zeros(3)
-    second = AccumulatingOptimizer(sgd([parameter]), window=2)
-    for _ in range(12):
-        one_call(first, parameter * 1)
-        one_call(second, parameter * 2)
-    assert parameter.item() == -4 * 1 - 6 * 2
+def test_the_last_window_is_lost_without_a_flush(monkeypatch):
+    """Not after an error that ends the program, which says more."""
+    (said,) = warnings_of(ended)
+    assert "ended with micro-batches in its window that no step has used, 1." in str(said.message)
+    for end in ("flush", "discard", "accumulation_state_dict"):
+        assert warnings_of(partial(ended, end)) == []
+    monkeypatch.setattr(sys, "last_type", ZeroDivisionError, raising=False)
+    assert warnings_of(ended) == []
 
 
-# Losses that are divided twice
+PROGRAM = """
+import torch, accumext
+p = torch.nn.Parameter(torch.zeros(()))
+opt = accumext.AccumulatingOptimizer(torch.optim.SGD([p]), window=3)
+opt.backward(p * 1)
+"""
 
 
-@wrong("Pass the loss itself: opt.backward(loss)", "/", "*")
-def a_loss_that_is_divided_by_the_window(how):
-    model = make_model()
-    opt = wrapped(model, window=4)
-    for batch in make_batches(16):
-        loss = loss_of(model, batch)
-        one_call(opt, loss / 4 if how == "/" else loss * (1 / 4))
-
-
-def a_sum(model, x):
-    return functional.mse_loss(model(x), -x[:, :2], reduction="sum")
-
-
-def in_two_parts(opt, model, x):
-    with opt.micro_batch():
-        for part in (x[:2], x[2:]):
-            opt.backward(loss_of(model, part) / 2)
-    opt.step()
-
-
-QUOTIENTS = {  # which are no mean over a window of two
-    "by another": lambda opt, model, x: one_call(opt, loss_of(model, x) / 3),
-    "two losses": lambda opt, model, x: one_call(opt, (loss_of(model, x) + loss_of(model, -x)) / 2),
-    "a sum": lambda opt, model, x: one_call(opt, model(x).square().sum() / 2),
-    "a summed loss": lambda opt, model, x: one_call(opt, a_sum(model, x) / 2),
-    "half": lambda opt, model, x: one_call(opt, 0.5 * loss_of(model, x)),
-    "two parts": in_two_parts,
-    "of a sum of losses": lambda opt, model, x: one_call(opt, loss_of(model, x) / 2),
-}
-
-
-@right(*QUOTIENTS)
-def other_quotients(name):
-    model = make_model()
-    reduction = "sum" if name == "of a sum of losses" else "mean"
-    opt = wrapped(model, window=2, reduction=reduction)
-    for batch in make_batches(8):
-        QUOTIENTS[name](opt, model, batch)
-
-
-@pytest.mark.parametrize(("loop", "text"), WRONG)
-def test_a_wrong_loop_is_told_once_and_where(loop, text):
-    (said,) = warnings_of(loop)
-    assert text in str(said.message)
-    assert said.filename in (__file__, optimizer_oracle.__file__)
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("loop", RIGHT)
-def test_a_right_loop_is_told_nothing(loop):
-    assert warnings_of(loop) == []
+def test_the_end_of_a_program_says_it_too():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
+    assert "that no step has used" in done.stderr
 
 
 # Warnings that are errors, and what watching costs
