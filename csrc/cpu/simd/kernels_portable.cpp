@@ -1,4 +1,8 @@
-// The kernels for any processor of the architecture.
+// The kernels for any processor of the architecture. Of x86 these are processors of before 2013,
+// for which no build should take longer.
+#if defined(__x86_64__)
+#pragma GCC optimize("O1")
+#endif
 #define ACCUMEXT_VECTOR_BYTES 16
 #include "cpu/bodies.h"
 #include "cpu/copy_rounded_body.h"
