@@ -56,6 +56,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"head": (torch.zeros(V), None)}, ValueError, "head weight must have shape [V, H] with V >= 1, got [7]"),
     ({"head": (torch.zeros(V, H), torch.zeros(V + 1))}, ValueError, "head bias must have shape [7], got [8]"),
     ({"targets": TARGETS.float()}, TypeError, "targets must be an integer tensor [T, B], got a float32 tensor"),
+    ({"targets": TARGETS.tolist()}, TypeError, "targets must be an integer tensor [T, B], got list"),
     ({"targets": TARGETS[0]}, ValueError, "targets must have shape [T, B], got [3]"),
     ({"targets": TARGETS + 1}, ValueError, "targets must be in [0, 7), got 7"),
     ({"targets": TARGETS - 1}, ValueError, "targets must be in [0, 7), got -1. "

@@ -27,10 +27,12 @@ import accumext
 @pytest.mark.parametrize("feedback", FEEDBACKS)
 @pytest.mark.parametrize("kind", CELLS)
 def test_every_cell_and_feedback(kind: str, feedback: str) -> None:
-    """By torch's module and by a function around it; with a head of its own and a tied one."""
+    """By torch's module and by a function around it, with a head of its own and a tied one; of the
+    cross-entropy, and of whole distributions."""
     for called in (False, True):
+        others = ["entropy_weight", "soft_tokens"] if called == ("cell" in kind) else []
         decoder = make_decoder(kind, tied=called)
-        call = options([feedback, "eos"])
+        call = options([feedback, "eos", *others])
         targets = None if "steps" in call else targets_with_holes()
         check(decoder, targets, call, wrapped(decoder) if called else None)
 
