@@ -193,14 +193,6 @@ def test_a_group_that_would_step_on_a_parameter_twice_is_refused(kind):
         AccumulatingOptimizer(sgd([*first, *second]), masters=[*first, *second])
 
 
-def test_a_group_that_is_a_set_is_refused_as_by_torch():
-    """The order of its parameters would change from run to run."""
-    opt = AccumulatingOptimizer(sgd([nn.Parameter(torch.zeros(2))]))
-    with pytest.raises(TypeError, match="ordered"):
-        opt.add_param_group({"params": {nn.Parameter(torch.zeros(2))}})
-    assert len(opt.param_groups) == 1
-
-
 # Optimizers that write masters in their own way
 
 

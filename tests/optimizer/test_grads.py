@@ -117,6 +117,19 @@ def test_gradients_of_the_last_step_are_not_kept_alive():
     assert_equal([parameter.detach()], [torch.full((1000,), -40.0)])
 
 
+def test_a_step_uses_up_what_backward_made_and_not_what_the_user_has():
+    parameter, opt = wrapped_zeros()
+    (parameter * 2).backward()
+    opt.step()
+    opt.accumulate()
+    assert opt.main_grad(parameter).item() == 2.0
+    opt.discard()
+    opt.backward(parameter * 2)
+    opt.step()
+    with pytest.raises(RuntimeError, match="must hold new gradients, got none"):
+        opt.accumulate()
+
+
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_group_added_before_the_step_joins_and_steps_once(window):
     first, second = scalar(), scalar()

@@ -42,17 +42,6 @@ def test_half_parameters_add_up_in_float32(dtype, on_nonfinite, scaled, inside):
     assert_equal([parameter.detach()], [torch.full((3,), -sum(grads)).to(dtype)])
 
 
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
-def test_main_grad_of_half_precision_is_float32(dtype, window):
-    """Also where the window is what lies in `.grad`, whose dtype could not hold it unscaled."""
-    small = 2.0**-26
-    parameter, opt = wrapped_zeros(window, 2, dtype, scaler=growing_scaler(init_scale=2.0**16))
-    opt.backward((parameter.float() * small).sum())
-    main = opt.main_grad(parameter)
-    assert (main.dtype, main.tolist()) == (torch.float32, [small] * 2)
-
-
 def test_a_gradient_of_two_parameters_is_in_no_grad_once_the_window_took_it():
     """Autograd would add to it there."""
     first, second = scalar(), scalar()
@@ -154,6 +143,20 @@ def test_sparse_half_gradients_close_a_window(dtype, window):
         weights.append(embedding.weight.detach())
     # A window of one rounds the clipped gradient of each occurrence apart if it is sparse.
     torch.testing.assert_close(weights[0], weights[1], rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize(
+    "order", [(0, 1), (1, 0), (0, 0)], ids=["dense-last", "sparse-last", "two"]
+)
+def test_sparse_and_dense_gradients_add_up_in_any_order(order):
+    values = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (4, 2), check_invariants=True)
+    grads = [values, torch.full((4, 2), 3.0)]
+    parameter, opt = wrapped_zeros(2, (4, 2), reduction="sum")
+    for kind in order:
+        parameter.grad = grads[kind].clone()
+        opt.step()
+    expected = sum(grads[kind].to_dense() for kind in order)
+    assert torch.equal(parameter.detach(), -expected)
 
 
 @pytest.mark.parametrize("window", [1, 2])
