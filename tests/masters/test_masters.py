@@ -58,31 +58,6 @@ def test_windows_reach_the_masters_unrounded(dtype, window, make, loop, max_norm
     assert all(p.grad is None for p in [*model.parameters(), *masters])
 
 
-def test_updates_below_half_a_unit_add_up():
-    """The rate is a twentieth of the space between bfloat16 numbers below 1."""
-    steps, rate = 400, 2e-4
-
-    def trained(make):
-        weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
-        opt = make([weight])
-        for _ in range(steps):
-            opt.backward(weight.sum())
-            opt.step()
-        return weight.detach().float()
-
-    def on_masters(parameters, stochastic=False):
-        masters = accumext.masters(parameters, stochastic_rounding=stochastic)
-        return AccumulatingOptimizer(sgd(masters, lr=rate), masters=masters)
-
-    assert_equal([trained(lambda p: AccumulatingOptimizer(sgd(p, lr=rate)))], [torch.ones(64)])
-    nearest = torch.tensor(1 - steps * rate, dtype=torch.bfloat16).float()
-    assert_equal([trained(on_masters)], [nearest.expand(64)])
-    rounded = trained(lambda p: on_masters(p, stochastic=True))
-    # Of the two neighbours of 0.92, at 0.918 and 0.922.
-    assert len(rounded.unique()) == 2
-    assert (rounded - (1 - steps * rate)).abs().max() < 2**-8
-
-
 class Halved(nn.Module):
     """A bfloat16 layer between float32 ones, of which one is frozen."""
 

@@ -79,18 +79,3 @@ def test_a_message_names_parameters_or_says_how_to_have_names():
     report = report_of(1.0)
     report.name([1])
     assert repr(report).endswith(f"nonfinite=[parameters 1 ({advice})])")
-
-
-@pytest.mark.parametrize("skipped", [0.0, 1.0])
-def test_names_are_looked_for_once_and_where_the_window_was_skipped(skipped):
-    report, asked = report_of(torch.tensor(skipped)), []
-    grads = [torch.ones(2), torch.tensor([1.0, float("nan")])]
-
-    def names_of(indices):
-        asked.append(indices)
-        return [["first", "second"][i] for i in indices]
-
-    report.evidence = grads, names_of
-    assert report.nonfinite == report.nonfinite == (["second"] if skipped else [])
-    assert report.evidence is None
-    assert asked == ([[1]] if skipped else [])

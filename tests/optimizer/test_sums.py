@@ -42,6 +42,17 @@ def test_half_parameters_add_up_in_float32(dtype, on_nonfinite, scaled, inside):
     assert_equal([parameter.detach()], [torch.full((3,), -sum(grads)).to(dtype)])
 
 
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
+def test_main_grad_of_half_precision_is_float32(dtype, window):
+    """Also where the window is what lies in `.grad`, whose dtype could not hold it unscaled."""
+    small = 2.0**-26
+    parameter, opt = wrapped_zeros(window, 2, dtype, scaler=growing_scaler(init_scale=2.0**16))
+    opt.backward((parameter.float() * small).sum())
+    main = opt.main_grad(parameter)
+    assert (main.dtype, main.tolist()) == (torch.float32, [small] * 2)
+
+
 def test_a_gradient_of_two_parameters_is_in_no_grad_once_the_window_took_it():
     """Autograd would add to it there."""
     first, second = scalar(), scalar()
