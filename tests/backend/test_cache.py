@@ -130,19 +130,6 @@ def test_two_users_share_a_place_and_no_library(open_tree: Tree) -> None:
     assert modes == {0o700}
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
-def test_a_folder_that_others_can_write_to_is_not_used(
-    mode: int, tree: Tree, planted: bytes
-) -> None:
-    library = library_of(tree)
-    library.write_bytes(planted)
-    seal(library)
-    library.parents[1].chmod(mode)
-    result, _, reason = tree.show()
-    assert result == NATIVE
-    assert f"others can write to {library.parents[1]}; set TORCH_EXTENSIONS_DIR" in reason
-
-
 @pytest.fixture
 def kept_library(tmp_path: Path) -> Path:
     """Keep a file that passes for a library, while the umask forbids nothing."""
@@ -165,27 +152,62 @@ def believed(library: Path) -> bool:
     return _cache.kept(library.parents[1], library.parent.name, library.name) == [library]
 
 
+def give_away(path: Path) -> str:
+    as_user(OTHER_USER)  # skips where that cannot be
+    os.chown(path, OTHER_USER, OTHER_USER)
+    return f"{path} belongs to user {OTHER_USER}"
+
+
+def open_to(mode: int) -> Callable[[Path], str]:
+    def change(path: Path) -> str:
+        path.chmod(mode)
+        return f"others can write to {path}"
+
+    return change
+
+
+EXPOSED = pytest.mark.parametrize(
+    "expose", [open_to(0o770), open_to(0o707), give_away], ids=["group", "others", "another's"]
+)
+
+
 @pytest.mark.parametrize("part", range(3), ids=["folder", "library", "record"])
-@pytest.mark.parametrize("mode", [0o770, 0o707])
+@EXPOSED
 def test_what_others_can_write_to_is_not_loaded(
-    mode: int, part: int, kept_library: Path, caplog: pytest.LogCaptureFixture
+    expose: Callable[[Path], str],
+    part: int,
+    kept_library: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert believed(kept_library)
-    path = parts_of(kept_library)[part]
-    path.chmod(mode)
+    why = expose(parts_of(kept_library)[part])
     assert not believed(kept_library)
-    assert f"{kept_library} is not loaded: others can write to {path}" in caplog.text
+    assert f"{kept_library} is not loaded: {why}" in caplog.text
 
 
-@as_root
-@pytest.mark.parametrize("part", range(3), ids=["folder", "library", "record"])
-def test_what_another_user_owns_is_not_loaded(
-    part: int, kept_library: Path, caplog: pytest.LogCaptureFixture
+@EXPOSED
+def test_a_folder_that_others_can_write_to_is_not_used(
+    expose: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = parts_of(kept_library)[part]
-    os.chown(path, OTHER_USER, OTHER_USER)
+    root, reason = opened(tmp_path, monkeypatch)
+    assert (root, reason) == (tmp_path / f"accumext-{os.geteuid()}", "")
+    why = expose(root)
+    root, reason = opened(tmp_path, monkeypatch)
+    assert not root.is_relative_to(tmp_path)
+    assert reason.startswith(f"{why}; set TORCH_EXTENSIONS_DIR to a folder of your own")
+
+
+def test_every_byte_counts(kept_library: Path) -> None:
+    kept_library.write_bytes(b"Compiled")
     assert not believed(kept_library)
-    assert f"is not loaded: {path} belongs to user {OTHER_USER}" in caplog.text
+
+
+def test_the_record_is_one_that_sha256sum_reads(kept_library: Path) -> None:
+    command = shutil.which("sha256sum")
+    if command is None:
+        pytest.skip("sha256sum was not found")
+    command = [command, "--check", "library.so.sha256"]
+    assert subprocess.run(command, cwd=kept_library.parent, check=False).returncode == 0
 
 
 @pytest.mark.timeout(60)
@@ -224,15 +246,34 @@ def opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
     return _cache.open_cache()
 
 
-def test_a_link_in_the_place_of_the_folder_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def in_place_of_the_folder(place: Path) -> tuple[Path, str]:
+    link = place / f"accumext-{os.geteuid()}"
+    (place / "elsewhere").mkdir()
+    link.symlink_to(place / "elsewhere")
+    return place, f"{link} is not a folder"
+
+
+def in_a_circle(place: Path) -> tuple[Path, str]:
+    (place / "circle").symlink_to("circle")
+    return place / "circle", f"{place}/circle is a symbolic link"
+
+
+def of_another_user(place: Path) -> tuple[Path, str]:
+    as_user(OTHER_USER)  # skips where that cannot be
+    link = place / "link"
+    link.symlink_to(place)
+    os.lchown(link, OTHER_USER, OTHER_USER)
+    return link / "place", f"{link} is a symbolic link of user {OTHER_USER}; set"
+
+
+@pytest.mark.parametrize("link", [in_place_of_the_folder, in_a_circle, of_another_user])
+def test_a_link_is_not_followed(
+    link: Callable[[Path], tuple[Path, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = tmp_path / f"accumext-{os.geteuid()}"
-    (tmp_path / "elsewhere").mkdir()
-    link.symlink_to(tmp_path / "elsewhere")
-    root, reason = opened(tmp_path, monkeypatch)
-    assert root.parent == Path(tempfile.gettempdir())
-    assert reason.startswith(f"{link} is not a folder")
+    place, why = link(tmp_path)
+    root, reason = opened(place, monkeypatch)
+    assert not root.is_relative_to(tmp_path)
+    assert reason.startswith(why)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -257,25 +298,6 @@ def test_links_of_this_user_are_followed(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "second").symlink_to(tmp_path / "real")
     root, reason = opened(tmp_path / "links" / "first" / "place", monkeypatch)
     assert (root, reason) == (place / f"accumext-{os.geteuid()}", "")
-
-
-@as_root
-def test_links_of_another_user_are_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path)
-    os.lchown(link, OTHER_USER, OTHER_USER)
-    root, reason = opened(link / "place", monkeypatch)
-    assert not root.is_relative_to(tmp_path)
-    assert reason.startswith(f"{link} is a symbolic link of user {OTHER_USER}; set")
-
-
-def test_links_in_a_circle_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "circle").symlink_to("circle")
-    root, reason = opened(tmp_path / "circle", monkeypatch)
-    assert not root.is_relative_to(tmp_path)
-    assert "circle is a symbolic link" in reason
 
 
 def test_folders_on_the_way_are_closed_to_others(
@@ -328,23 +350,8 @@ def cut(library: Path, empty: bytes) -> None:
     os.truncate(library, library.stat().st_size // 2)
 
 
-def emptied(library: Path, empty: bytes) -> None:
-    os.truncate(library, 0)
-
-
 def missing(library: Path, empty: bytes) -> None:
     library.unlink()
-
-
-def holes(library: Path, empty: bytes) -> None:
-    """Pages that were never written, as a loss of power leaves them."""
-    content = bytearray(library.read_bytes())
-    content[4096:] = bytes(len(content) - 4096)
-    library.write_bytes(content)
-
-
-def without_record(library: Path, empty: bytes) -> None:
-    library.with_name(f"{library.name}.sha256").unlink()
 
 
 def without_operators(library: Path, empty: bytes) -> None:
@@ -357,9 +364,7 @@ def not_a_library(library: Path, empty: bytes) -> None:
     seal(library)
 
 
-@pytest.mark.parametrize(
-    "damage", [cut, emptied, missing, holes, without_record, without_operators, not_a_library]
-)
+@pytest.mark.parametrize("damage", [cut, missing, without_operators, not_a_library])
 def test_a_damaged_library_is_compiled_again(
     damage: Callable[[Path, bytes], None], tree: Tree, empty_library: bytes
 ) -> None:
@@ -372,31 +377,13 @@ def test_a_damaged_library_is_compiled_again(
     assert tree.show(**without_compiler()) == (result, backend, reason)  # not compiled any more
 
 
-@pytest.mark.parametrize("damage", [cut, missing, without_operators])
 def test_a_damaged_library_without_a_compiler_leaves_pytorch(
-    damage: Callable[[Path, bytes], None], tree: Tree, empty_library: bytes
+    tree: Tree, empty_library: bytes
 ) -> None:
-    damage(library_of(tree), empty_library)
+    without_operators(library_of(tree), empty_library)
     result, backend, reason = tree.show(**without_compiler())
     assert (result, backend) == (REFERENCE, "reference")
     assert reason.endswith("no C++ compiler (/nonexistent) was found. Install g++, or set CXX).")
-
-
-def test_one_byte_that_changed_is_damage(tree: Tree) -> None:
-    library = library_of(tree)
-    content = bytearray(library.read_bytes())
-    content[len(content) // 2] ^= 1
-    library.write_bytes(content)
-    assert tree.show(**without_compiler())[0] == REFERENCE
-
-
-def test_the_record_is_one_that_sha256sum_reads(tree: Tree) -> None:
-    command = shutil.which("sha256sum")
-    if command is None:
-        pytest.skip("sha256sum was not found")
-    folder = library_of(tree).parent
-    done = subprocess.run([command, "--check", "_C_cpu.so.sha256"], cwd=folder, check=False)
-    assert done.returncode == 0
 
 
 # --- installed libraries
@@ -408,7 +395,7 @@ def installed(tree: Tree) -> Tree:
     return tree
 
 
-@pytest.mark.parametrize("part", [0.0, 0.01, 0.3, 0.9, 0.9999])
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.9999])
 def test_an_installed_library_cut_short_is_an_error_with_the_command(
     part: float, installed: Tree
 ) -> None:
@@ -433,17 +420,13 @@ def test_a_library_that_was_stripped_is_used_and_the_doctor_says_so(installed: T
     strip = shutil.which("strip")
     if strip is None:
         pytest.skip("strip was not found")
+    code = "from accumext.backend import _doctor; print(_doctor._changed_libraries())"
+    assert installed.run(code).stdout.strip() == "[]"
     before = installed.installed.stat().st_size
     subprocess.run([strip, installed.installed], check=True)
     assert installed.installed.stat().st_size < before
     assert installed.show()[0] == NATIVE
-    code = "from accumext.backend import _doctor; print(_doctor._changed_libraries())"
     assert installed.run(code).stdout.strip() == f"['{installed.installed.name}']"
-
-
-def test_libraries_as_compiled_are_not_called_changed(installed: Tree) -> None:
-    code = "from accumext.backend import _doctor; print(_doctor._changed_libraries())"
-    assert installed.run(code).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("content", ["", '{"sources": ', "null", "[]"])
@@ -630,58 +613,36 @@ def named_compiler(path: Path, version: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", [*_build._COMPILER_VARIABLES[1:]])
-def test_what_a_compiler_is_told_by_the_environment_is_in_the_key(name: str) -> None:
-    assert key(**{name: "-O0"}) != key()
-    assert key(**{name: "-O0"}) == key(**{name: "-O0"})
-
-
-def test_the_compiler_and_its_version_are_in_the_key(tmp_path: Path) -> None:
-    first = key(CXX=named_compiler(tmp_path / "one", "g++ 13"))
-    assert key(CXX=str(tmp_path / "one")) == first
-    assert key(CXX=named_compiler(tmp_path / "one", "g++ 14")) != first
-    assert key(CXX=named_compiler(tmp_path / "two", "g++ 13")) != first
-
-
-def test_a_compiler_found_elsewhere_is_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = set()
-    for folder in ("first", "second"):
-        (tmp_path / folder).mkdir()
-        named_compiler(tmp_path / folder / "c++", "g++ 13")
+def test_what_compiles_is_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables that compilers read, the compiler, its version, and where it was found."""
+    keys = [key(), *(key(**{name: "-O0"}) for name in _build._COMPILER_VARIABLES[1:])]
+    for folder, version in (("first", 13), ("first", 14), ("second", 13)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        compiler = named_compiler(tmp_path / folder / "c++", f"g++ {version}")
+        keys.append(key(CXX=compiler))
+        assert key(CXX=compiler) == keys[-1]
         monkeypatch.setenv("PATH", f"{tmp_path / folder}:/usr/bin:/bin")
-        keys.add(key())
-    assert len(keys) == 2
+        keys.append(key())
+    assert len(set(keys)) == len(keys)
+    assert len({name.split("-")[1] for name in keys}) == 1
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (_build, "sources_key"),
-        (_build, "cxx_flags"),
-        (_build.platform, "machine"),
-        (_build.platform, "libc_ver"),
-    ],
-)
-def test_what_is_compiled_is_in_the_key(
-    owner: object, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = key()
-    monkeypatch.setattr(owner, name, lambda *args: ["other"] if name == "cxx_flags" else "other")
-    assert key().split("-")[1] != before.split("-")[1]
-    assert key().split("-")[2] == before.split("-")[2]
-
-
-def test_torch_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    keys = {key()}
-    monkeypatch.setattr(torch.version, "git_version", "another commit")
-    keys.add(key())
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
-    keys.add(key())
-    assert len(keys) == 3
+    keys = [key()]
+    for owner, name, other in (
+        (_build, "sources_key", lambda: "other"),
+        (_build, "cxx_flags", lambda library: ["other"]),
+        (_build.platform, "machine", lambda: "other"),
+        (_build.platform, "libc_ver", lambda: "other"),
+        (torch.version, "git_version", "another commit"),
+        (torch, "__version__", "2.99.0"),
+    ):
+        monkeypatch.setattr(owner, name, other)
+        keys.append(key())
+    assert len({name.split("-")[1] for name in keys}) == len(keys)
+    assert len({name.split("-")[2] for name in keys}) == 1
 
 
 def test_cuda_and_its_architectures_are_in_the_key(
@@ -695,17 +656,16 @@ def test_cuda_and_its_architectures_are_in_the_key(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(_build, "cuda", lambda torch: _build.Cuda(str(tmp_path), "13.0", "", ""))
     (tmp_path / "bin").mkdir()
-    nvcc = tmp_path / "bin" / "nvcc"
-    named_compiler(nvcc, "13.0")
+    named_compiler(tmp_path / "bin" / "nvcc", "13.0")
     keys = [cuda_key()]
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    keys.append(cuda_key())
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
-    keys.append(cuda_key())
-    monkeypatch.setattr(_build, "nvcc_flags", lambda: ["-O1"])
-    keys.append(cuda_key())
-    named_compiler(nvcc, "13.1")
-    keys.append(cuda_key())
+    for change in (
+        lambda: monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0"),
+        lambda: monkeypatch.setattr(torch.version, "cuda", "13.2"),
+        lambda: monkeypatch.setattr(_build, "nvcc_flags", lambda: ["-O1"]),
+        lambda: named_compiler(tmp_path / "bin" / "nvcc", "13.1"),
+    ):
+        change()
+        keys.append(cuda_key())
     assert len(set(keys)) == len(keys)
     monkeypatch.setattr(_build, "cuda", lambda torch: _build.Cuda(None, None, "no nvcc", "get it"))
     assert cuda_key().endswith("-*")
