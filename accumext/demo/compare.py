@@ -1,4 +1,4 @@
-"""The same batches and tokens through accumext, plain PyTorch, and a backward pass per token."""
+"""The same batch and tokens through accumext, plain PyTorch, and a backward pass per token."""
 
 from __future__ import annotations
 
@@ -8,42 +8,36 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accumext.decoder import DecodeOutput
 from accumext.demo.memory import peak_memory
-from accumext.demo.model import Batch, WordModel
-from accumext.demo.progress import Progress
-from accumext.demo.record import MemoryPoint, Record, Row, Settings
-from accumext.demo.train import teacher_share
+from accumext.demo.report import BUDGET_STEPS, MemoryPoint, Record, Row, Settings
+from accumext.demo.text import OPENING
+from accumext.demo.train import Reciter
 
+TOTAL_SECONDS = 120.0  # no repetition begins later, but for the first one
+_REPETITIONS = 3
 _EXACT_COLUMNS = 2  # of a batch at once in float64, to bound its memory
 _CURVE = (1, 2, 4, 6)  # eighths of the steps at which memory is measured, besides all of them
 
-
-class Case(NamedTuple):
-    """A batch and the tokens that accumext feeds in it."""
-
-    batch: Batch
-    inputs: Tensor  # int64 [T, B]
-    seed: int  # of the coins of scheduled feedback
+Way = Callable[[Reciter, Tensor, Tensor], Tensor]  # (model, texts, tokens to feed) -> loss
 
 
-def with_accumext(model: WordModel, case: Case, settings: Settings) -> Tensor:
+def with_accumext(model: Reciter, texts: Tensor, tokens: Tensor) -> Tensor:
     """The decoder finds its own tokens, step by step; exact gradients."""
-    out = _decode(model, case.batch, settings, case.seed)
+    budget = BUDGET_STEPS * texts.shape[1] * model.head.weight.shape[0] * 4
+    out = model.decode(texts, "greedy", memory_budget=budget)
     out.loss.backward()
     return out.loss.detach()
 
 
-def with_plain_pytorch(model: WordModel, case: Case, settings: Settings) -> Tensor:
+def with_plain_pytorch(model: Reciter, texts: Tensor, tokens: Tensor) -> Tensor:
     """The losses of all steps in one graph, one backward pass; exact gradients."""
-    state, losses = model.encode(case.batch), []
-    for token, target in zip(case.inputs, case.batch.targets, strict=True):
+    state, losses = model.encode(texts), []
+    for token, target in zip(tokens, texts[OPENING:], strict=True):
         state = model.cell(model.embedding(token), state)
         losses.append(F.cross_entropy(model.head(state), target))
     loss = torch.stack(losses).mean()
@@ -51,19 +45,19 @@ def with_plain_pytorch(model: WordModel, case: Case, settings: Settings) -> Tens
     return loss.detach()
 
 
-def with_backward_per_token(model: WordModel, case: Case, settings: Settings) -> Tensor:
+def with_backward_per_token(model: Reciter, texts: Tensor, tokens: Tensor) -> Tensor:
     """A backward pass after every step, and a detached state: nothing flows back in time."""
-    state, total = model.encode(case.batch), torch.zeros((), device=case.inputs.device)
-    for token, target in zip(case.inputs, case.batch.targets, strict=True):
+    state, total = model.encode(texts), torch.zeros((), device=texts.device)
+    for token, target in zip(tokens, texts[OPENING:], strict=True):
         state = model.cell(model.embedding(token), state)
-        loss = F.cross_entropy(model.head(state), target) / len(case.inputs)
+        loss = F.cross_entropy(model.head(state), target) / len(tokens)
         loss.backward()
         state = state.detach()
         total += loss.detach()
     return total
 
 
-MODES: dict[str, Callable[[WordModel, Case, Settings], Tensor]] = {
+WAYS: dict[str, Way] = {
     "accumext.decode_loss": with_accumext,
     "plain PyTorch": with_plain_pytorch,
     "backward per token": with_backward_per_token,
@@ -71,73 +65,45 @@ MODES: dict[str, Callable[[WordModel, Case, Settings], Tensor]] = {
 
 
 def compare(
-    model: WordModel, batches: list[Batch], settings: Settings, record: Record, curve: bool = False
+    model: Reciter, texts: Tensor, settings: Settings, record: Record, curve: bool = False
 ) -> None:
-    """Measure every mode over the batches, in float32; each row is added as soon as it is complete.
+    """Measure every way on one batch, in float32, fed the model's own tokens.
 
-    accumext predicts as it goes. The other two replay the tokens it fed, which spares them the
-    argmax. Gradients are those of the first batch, and exact is plain autograd in float64 on it.
-    The modes take turns, so that whatever else the machine does slows all of them alike.
-    With `curve`, the peak memory of each mode on the first steps of that batch as well.
+    accumext predicts them as it goes. The other two replay them, which spares them the argmax.
+    Exact is plain autograd in float64 on the same tokens. The ways take turns, so that whatever
+    else the machine does slows all of them alike. With `curve`, memory on the first steps as well.
     """
-    lengths = curve_lengths(settings.length) if curve else []
-    slices = -(-settings.batch // _EXACT_COLUMNS)
-    pieces = len(batches) + slices + len(MODES) * (2 + len(batches) + len(lengths))
-    losses: dict[str, list[float]] = {name: [] for name in MODES}
-    seconds: dict[str, list[float]] = {name: [] for name in MODES}
-    distance: dict[str, float] = {}
-    device = batches[0].targets.device
-    cases: list[Case] = []
-    allow_tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
-    with Progress("comparing", pieces) as progress, allow_tf32:
-        for seed, batch in enumerate(batches):
-            progress.begin(f"tokens of batch {seed + 1}")
-            with torch.no_grad():
-                cases.append(Case(batch, _decode(model, batch, settings, seed).inputs, seed))
-            progress.end()
-        exact = _exact_gradients(model, cases[0], progress)
-        for name, run in MODES.items():
-            progress.begin(f"{name}, gradients")
-            model.zero_grad()
-            run(model, cases[0], settings)
-            distance[name] = relative_distance(_gradients(model), exact)
-            progress.end()
-        for n, case in enumerate(cases, 1):
-            for name, run in MODES.items():
-                progress.begin(f"{name}, time of batch {n}")
+    with torch.no_grad():
+        tokens = model.decode(texts, "greedy").inputs
+    record.say("comparing on docstrings that it has not seen: exact gradients in float64")
+    exact = exact_gradients(model, texts, tokens)
+    length = len(tokens)
+    lengths = sorted({max(1, length * n // 8) for n in _CURVE if curve} - {length})
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        for name, way in WAYS.items():
+            record.say(f"comparing: gradients and memory of {name}")
+            for steps in (*lengths, length):
+                model.zero_grad()
+                run = functools.partial(way, model, texts[: OPENING + steps], tokens[:steps])
+                record.memory.append(MemoryPoint(name, steps, peak_memory(run, texts.device)))
+            peak = record.memory[-1].peak_memory
+            distance = relative_distance(gradients(model), exact)
+            record.comparison.append(Row(name, peak, distance))
+        times: dict[str, list[float]] = {name: [] for name in WAYS}
+        while record.repetitions < _REPETITIONS:
+            if record.repetitions and record.elapsed() >= TOTAL_SECONDS:
+                break
+            record.say(f"comparing: times, repetition {record.repetitions + 1}")
+            for row in record.comparison:
                 model.zero_grad()
                 begin = time.perf_counter()
-                losses[name].append(float(run(model, case, settings)))
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                seconds[name].append(time.perf_counter() - begin)
-                progress.end()
-        for name in MODES:
-            progress.begin(f"{name}, memory")
-            row = Row(
-                name=name,
-                loss=statistics.fmean(losses[name]),
-                seconds=statistics.median(seconds[name]),
-                peak_memory=_peak_memory(model, name, cases[0], settings),
-                gradient_distance=distance[name],
-            )
-            record.comparison.append(row)
-            progress.end()
-        for length in lengths:
-            for name in MODES:
-                progress.begin(f"{name}, memory at T={length}")
-                peak = _peak_memory(model, name, _first_steps(cases[0], length), settings)
-                record.memory.append(MemoryPoint(name, length, peak))
-                progress.end()
-        if curve:
-            for row in record.comparison:
-                record.memory.append(MemoryPoint(row.name, settings.length, row.peak_memory))
+                row.loss = float(WAYS[row.name](model, texts, tokens))  # waits for the device
+                if settings.device == "cuda":
+                    torch.cuda.synchronize()
+                times[row.name].append(time.perf_counter() - begin)
+                row.seconds = statistics.median(times[row.name])
+            record.repetitions += 1
     model.zero_grad()
-
-
-def curve_lengths(length: int) -> list[int]:
-    """Numbers of steps below `length` at which the memory curve is measured."""
-    return sorted({max(1, length * n // 8) for n in _CURVE} - {length})
 
 
 def relative_distance(gradients: list[Tensor], exact: list[Tensor]) -> float:
@@ -147,39 +113,21 @@ def relative_distance(gradients: list[Tensor], exact: list[Tensor]) -> float:
     return math.sqrt(apart / sum(float(e.square().sum()) for e in exact))
 
 
-def _decode(model: WordModel, batch: Batch, settings: Settings, seed: int) -> DecodeOutput:
-    generator = torch.Generator(batch.targets.device).manual_seed(seed)
-    return model.decode(batch, settings.feedback, teacher_share(settings, 1.0), generator)
-
-
-def _peak_memory(model: WordModel, name: str, case: Case, settings: Settings) -> int:
-    model.zero_grad()
-    return peak_memory(functools.partial(MODES[name], model, case, settings), case.inputs.device)
-
-
-def _first_steps(case: Case, length: int) -> Case:
-    batch = Batch(case.batch.context, case.batch.targets[:length])
-    return Case(batch, case.inputs[:length], case.seed)
-
-
-def _exact_gradients(model: WordModel, case: Case, progress: Progress) -> list[Tensor]:
+def exact_gradients(model: Reciter, texts: Tensor, tokens: Tensor) -> list[Tensor]:
+    """Those of plain autograd in float64, a few columns at a time."""
     exact = copy.deepcopy(model).double()
     exact.zero_grad()
-    columns = case.inputs.shape[1]
-    for begin in range(0, columns, _EXACT_COLUMNS):
-        progress.begin("exact gradients in float64")
-        some = slice(begin, begin + _EXACT_COLUMNS)
-        batch = Batch(case.batch.context[:, some], case.batch.targets[:, some])
-        state, states = exact.encode(batch), []
-        for x in exact.embedding(case.inputs[:, some]):
+    for some in torch.arange(texts.shape[1]).split(_EXACT_COLUMNS):
+        state, states = exact.encode(texts[:, some]), []
+        for x in exact.embedding(tokens[:, some]):
             state = exact.cell(x, state)
             states.append(state)
         logits = exact.head(torch.stack(states).flatten(0, 1))
-        losses = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
-        (losses / case.inputs.numel()).backward()
-        progress.end()
-    return _gradients(exact)
+        losses = F.cross_entropy(logits, texts[OPENING:, some].flatten(), reduction="sum")
+        (losses / tokens.numel()).backward()
+    return gradients(exact)
 
 
-def _gradients(model: WordModel) -> list[Tensor]:
+def gradients(model: Reciter) -> list[Tensor]:
+    """Those of all parameters."""
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
