@@ -9,6 +9,7 @@ detach, and its error is printed. Same module in both, same optimizer around bot
 from __future__ import annotations
 
 import argparse
+import time
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +39,14 @@ def gradient(model: nn.Module) -> Tensor:
     return flat
 
 
+def in_short(stats: dict[str, float]) -> str:
+    """Every figure, in few digits."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in stats.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps")
     parser.add_argument("--vocabulary", type=int, default=50_000)
     parser.add_argument("--length", type=int, default=200, help="decoder steps T")
     args = parser.parse_args()
@@ -55,6 +61,12 @@ def main() -> None:
         targets = torch.randint(args.vocabulary, (args.length, batch), device=device)
         return targets, torch.randn(batch, size, device=device)
 
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - begin:4.0f} s  {text}", flush=True)
+
+    begin = time.perf_counter()
+    say(f"V={args.vocabulary:,}, T={args.length}, B={batch}; less than a minute on two cores")
+
     # 1. The cost of the detach in correctness, in full precision and on the same tokens.
     targets, hidden = data()
     loss = accumext.decode_loss(
@@ -62,17 +74,16 @@ def main() -> None:
     ).loss
     loss.backward()
     exact = gradient(model)
+    say(f"decode_loss: loss {float(loss.detach()):.3f}, exact gradient")
     for k1, k2 in ((1, 1), (10, 10), (args.length, args.length)):
         accumext.tbptt(model, targets, hidden, criterion=F.cross_entropy, k1=k1, k2=k2)
         distance = (gradient(model) - exact).norm() / exact.norm()
-        print(f"tbptt(k1={k1}, k2={k2}): relative distance to the exact gradient {distance:.1e}")
+        say(f"tbptt(k1={k1}, k2={k2}): relative distance to the exact gradient {distance:.1e}")
     peak = accumext.decode_memory(
         model.embedding, model.cell, model.head, targets, hidden, feedback="greedy"
     )
     logits = args.length * batch * args.vocabulary * 4
-    print(
-        f"decode_loss adds at most {peak / 1e6:.0f} MB; the logits alone are {logits / 1e6:.0f} MB"
-    )
+    say(f"decode_loss adds at most {peak / 1e6:.0f} MB; the logits alone are {logits / 1e6:.0f} MB")
 
     # 2. The training loop: scale, unscale, clip to 2.0, step, update and zero are the wrapper's.
     opt = accumext.AccumulatingOptimizer(
@@ -90,7 +101,7 @@ def main() -> None:
                 )
             opt.backward(out.loss)
             opt.step()
-        print(f"decode_loss step {step}: {opt.stats()}")
+        say(f"decode_loss step {step}: {in_short(opt.stats())}")
 
     # 3. The same loop with a backward pass per token: all of them are one micro-batch.
     for step in range(args.steps):
@@ -106,7 +117,7 @@ def main() -> None:
                     backward=opt.backward,
                 )
             opt.step()
-        print(f"tbptt step {step}: {opt.stats()}")
+        say(f"tbptt step {step}: {in_short(opt.stats())}")
 
 
 if __name__ == "__main__":
