@@ -130,6 +130,17 @@ def test_a_step_uses_up_what_backward_made_and_not_what_the_user_has():
         opt.accumulate()
 
 
+def test_a_micro_batch_adds_to_nothing_that_a_step_has_used():
+    """Autograd would add to it, as it still lies in `.grad`."""
+    parameter, opt = wrapped_zeros()
+    (parameter * 2).backward()
+    opt.step()
+    with opt.micro_batch():
+        (parameter * 3).backward()
+    opt.step()
+    assert parameter.item() == -2.0 - 3.0
+
+
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_group_added_before_the_step_joins_and_steps_once(window):
     first, second = scalar(), scalar()
