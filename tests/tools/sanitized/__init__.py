@@ -8,10 +8,13 @@ inside its own libraries none of them sees, but for memory that torch frees and 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from support import cpu_library
 from support.programs import sanitizer_runtime
 
@@ -25,6 +28,8 @@ KINDS = {
     "address": ("-fsanitize=address,undefined", "libasan.so"),
     "thread": ("-fsanitize=thread", "libtsan.so"),
 }
+# Kernels that no run takes: those of other widths are compiled from the same bodies.
+LEFT_OUT = {"address": ["avx2"], "thread": ["avx2", "portable"]}
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -40,10 +45,25 @@ def runtime(kind: str) -> Path | None:
     return sanitizer_runtime(KINDS[kind][1])
 
 
+def without_kernels(csrc: Path, isa: str) -> None:
+    """Leave the tables of an instruction set's kernels empty, which takes no time to compile."""
+    source = csrc / "cpu" / "simd" / f"kernels_{isa}.cpp"
+    text = re.sub(r'#include "cpu/(copy_rounded_body|bodies).h"', "", source.read_text())
+    text = text.replace(
+        '"cpu/decoder/bodies.h"', '"cpu/decoder/kernels.h"\n#include "cpu/kernels.h"'
+    )
+    source.write_text(re.sub(r"(accumext::cpu::k\w+)\s*=[^;]*;", r"\1 = {};", text))
+
+
 def build(kind: str, folder: Path) -> Path:
     """Compile the library, `threads` and `faults` into `folder`; returns the library."""
     sanitize = KINDS[kind][0]
     csrc = cpu_library.sources_of_every_isa(folder / "csrc")
+    if torch.cpu._is_avx2_supported():  # then AVX-512 runs, or is emulated
+        if csrc != folder / "csrc":
+            csrc = Path(shutil.copytree(csrc, folder / "csrc"))
+        for isa in LEFT_OUT[kind]:
+            without_kernels(csrc, isa)
     # Not optimised: half the time to compile, and nothing that could be seen is optimised away.
     dropped = ("-O", "-g", "-fvisibility")  # threads.cpp is to be found by others
     kept = [flag for flag in _build.cxx_flags("cpu") if not flag.startswith(dropped)]
