@@ -8,13 +8,26 @@ import pytest
 from support import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["decoder", "accumulation"])
-def test_code(block: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(block, "README.md", "exec"), {})
-    assert capsys.readouterr().out
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_code(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(README, "python")
+    exec(compile(code, "README.md", "exec"), {})
+    assert "clip_coef" in capsys.readouterr().out
+
+
+def test_the_loop_is_that_of_the_page_of_loops() -> None:
+    """Whose diffs are made of programs that the tests run."""
+    (shown,) = blocks(README, "diff")
+    page = (ROOT / "docs" / "from_your_loop.md").read_text(encoding="utf-8")
+    assert (
+        shown.splitlines()[1:]
+        == blocks(page, "diff")[0].splitlines()[-len(shown.splitlines()) + 1 :]
+    )
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])

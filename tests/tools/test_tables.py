@@ -40,7 +40,7 @@ def test_a_page_that_says_something_else_is_found_and_written_anew(
     ("text", "said"),
     [
         ("<!-- bench/tables.py: other --><!-- end of other -->", "no table is called 'other'"),
-        ("<!-- bench/tables.py: demo --><!-- end of steps -->", "the end of a table is missing"),
+        ("<!-- bench/tables.py: decoder --><!-- end of steps -->", "the end of a table is missing"),
     ],
 )
 def test_a_place_without_a_table_or_an_end_is_refused(text: str, said: str) -> None:
