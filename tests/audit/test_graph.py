@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -104,9 +103,7 @@ def test_bytes_while_a_graph_is_there(make: Callable[[Net], Tensor], run: bool):
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    "saves", [torch.tanh, torch.relu, torch.exp, torch.sigmoid, lambda x: x.log_softmax(-1)]
-)
+@pytest.mark.parametrize("saves", [torch.tanh, lambda x: x.log_softmax(-1)])
 def test_a_graph_that_saves_its_outputs_is_freed(saves: Callable[[Tensor], Tensor]):
     """Without a backward pass, as of an evaluation: hooks must not keep what they have seen."""
     x = torch.randn(10, 5, requires_grad=True)
@@ -168,21 +165,6 @@ def test_nothing_is_counted_when_nothing_is_watched():
     saved.watching = True
     loss = of_tokens(net)
     assert held(saved) == (0, 0)
-
-
-@pytest.mark.parametrize("twice", [False, True])
-def test_gradients_are_the_same(twice: bool):
-    net, x = Net(), torch.randn(4, 16, requires_grad=True)
-
-    def gradients(context) -> list[Tensor]:
-        with context:
-            y = net.head(x.tanh()).exp()
-            (grad,) = torch.autograd.grad(y.sum() + (y * y).mean(), x, create_graph=twice)
-            last = grad.square().sum() if twice else (net.head(x).exp() * 3).sum()
-            return [grad, *torch.autograd.grad(last, [x, net.head.weight])]
-
-    for a, b in zip(gradients(nullcontext()), gradients(counting(net).watch()), strict=True):
-        assert a.equal(b)
 
 
 def test_writes_to_saved_tensors_are_still_errors():

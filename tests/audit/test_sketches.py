@@ -51,7 +51,7 @@ def near(first: Tensor, by: float) -> Tensor:
 # --- factors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(2, 9))
+@pytest.mark.parametrize("number", [2, 5, 8])
 def test_factors_of_passes(number: int):
     of = passes([1.0] * number)
     fit = fit_of(record(window(of, MANY[:number])))
@@ -60,7 +60,7 @@ def test_factors_of_passes(number: int):
     assert (fit.equal, fit.earlier) == (False, 0.0)
 
 
-@pytest.mark.parametrize("number", [1, 2, 8, 9, 100])
+@pytest.mark.parametrize("number", [1, 9, 100])
 def test_one_factor_of_any_number_of_passes(number: int):
     fit = fit_of(record(window(passes([1.0] * number), 0.125)))
     assert [share.factor for share in fit.shares] == pytest.approx([0.125] * number)
@@ -196,7 +196,7 @@ def test_passes_of_all_processes():
 
 # --- sketches -------------------------------------------------------------------------------------
 
-SIZES = [0, 1, 7, 8, 9, 1020, 1021, 1022, 2041, 2042, 2043, 5000]
+SIZES = [0, 1, 8, 9, 1020, 1021, 1022, 2043, 5000]
 
 
 def signs() -> Tensor:
@@ -224,13 +224,6 @@ def test_signs_are_fixed_and_fair_and_draw_nothing():
     assert torch.get_rng_state().equal(state)
     assert set(made.unique().tolist()) == {-1.0, 1.0}
     assert (made.T @ made / 1021 - torch.eye(SIZE)).abs().max() < 0.15  # independent columns
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_sketch_is_linear(size: int):
-    a, b = torch.randn(2, size, dtype=torch.float64)
-    right = 2.5 * sketch(a) - 3 * sketch(b)
-    torch.testing.assert_close(sketch(2.5 * a - 3 * b), right, rtol=1e-12, atol=1e-10)
 
 
 def sparse(values: Tensor) -> Tensor:
@@ -268,7 +261,7 @@ def test_a_sketch_has_no_graph():
     assert not sketch(torch.randn(20, requires_grad=True) * 2).requires_grad
 
 
-HEADS = [(10, 16), (50, 64), (1000, 512), (1020, 8), (1021, 8), (1022, 8), (5000, 16), (8, 1020)]
+HEADS = [(10, 16), (1000, 512), (1021, 8), (5000, 16), (8, 1020)]
 
 
 @pytest.mark.parametrize("shape", HEADS, ids=str)

@@ -130,13 +130,6 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def fail_in_backward(model, batch):
-    """A loss whose backward pass reaches the last layer, and then raises."""
-    hidden = model[1](model[0](batch))
-    hidden.register_hook(lambda grad: 1 / 0)
-    return model[2](hidden).square().mean()
-
-
 # One micro-batch, and a step, as training loops write it
 
 
