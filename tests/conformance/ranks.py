@@ -1,20 +1,28 @@
-"""Scenarios that several processes (gloo, CPU) run together, and what each of them saw."""
+"""Tests that several processes (gloo, CPU) run together.
+
+A test is a function of its rank and the number of ranks, and asserts there. The tests of a file are
+one registry, which one start of the processes runs from the first to the last.
+"""
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
+import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.once import once
-from support.optimizer_oracle import assert_equal
+from torch.multiprocessing.spawn import ProcessException
 
 from accumext.optimizer import _backward, _processes
 
@@ -26,10 +34,96 @@ PRELOADED = [
     "pytest",
     "accumext",
 ]
+Scenario: TypeAlias = Callable[[int, int], Any]  # of a rank, and the number of processes
 
-THREE = pytest.param(3, marks=pytest.mark.full)  # processes: two run by default
-Scenario: TypeAlias = Callable[[int, int], dict[str, Any]]  # rank, number of processes
-Scenarios: TypeAlias = Mapping[str, Scenario]
+
+class Registered(NamedTuple):
+    """A test with one of its cases."""
+
+    run: Scenario
+    worlds: tuple[int, ...]
+
+
+REGISTRY: dict[str, dict[str, Registered]] = defaultdict(dict)  # of each file
+
+
+def across(
+    *worlds: int, cases: Mapping[str, Mapping[str, Any]] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make `body(rank, world, **case)` a test that these numbers of processes run, for every case.
+
+    Its assertions stand behind its collectives, or fail on all ranks: nobody waits for a rank that
+    has left. What it returns, of tensors and numbers, must be the same on every rank.
+    """
+
+    def register(body: Callable[..., Any]) -> Callable[..., None]:
+        module, params = body.__module__, []
+        for case, options in (cases or {"": {}}).items():
+            name = f"{body.__name__}-{case}"
+            REGISTRY[module][name] = Registered(partial(body, **options), worlds)
+            params += [(world, name, f"{world}-processes-{case}".rstrip("-")) for world in worlds]
+        # Two processes run by default.
+        marked = [pytest.mark.full] if len(worlds) > 1 else []
+        params = [
+            pytest.param(world, name, id=id, marks=marked * (world > 2))
+            for world, name, id in params
+        ]
+
+        @pytest.mark.parametrize(("world", "name"), params)
+        def test(world: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+            mine = {n: partial(checked, module, n) for n in REGISTRY[module]}
+            mine = {n: run for n, run in mine.items() if world in REGISTRY[module][n].worlds}
+            results = of(run_on(world, mine, module, tmp_path_factory), name)
+            for rank, (failure, result) in enumerate(results):
+                assert not failure, f"rank {rank}: {failure}"
+                exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+                torch.testing.assert_close(result, results[0][1], **exactly)
+
+        return test
+
+    return register
+
+
+def checked(module: str, name: str, rank: int, world: int) -> tuple[str, Any]:
+    """Run a test of the registry; return how it failed, and what it returned."""
+    importlib.import_module(module)
+    try:
+        return "", REGISTRY[module][name].run(rank, world)
+    except AssertionError:
+        traceback.print_exc()  # to be seen also where the other ranks wait for this one in vain
+        return traceback.format_exc(), None
+
+
+def run_on(
+    world: int, scenarios: Mapping[str, Scenario], name: str, temporary: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """Return the records of each rank; run once for all workers of the test session."""
+
+    def run(folder: Path) -> None:
+        try:
+            spawn(work, (world, scenarios, str(folder)), world)
+        except ProcessException as error:
+            (folder / "died").write_text(str(error), encoding="utf-8")
+
+    folder = once(temporary, f"{name}-{world}", run)
+    if (folder / "died").exists():
+        pytest.fail((folder / "died").read_text(encoding="utf-8"), pytrace=False)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def work(rank: int, world: int, scenarios: Mapping[str, Scenario], folder: str) -> None:
+    join(rank, world, f"{folder}/meeting")
+    seen = {}
+    for name, scenario in scenarios.items():
+        torch.manual_seed(0)
+        seen[name] = scenario(rank, world)
+    torch.save(seen, f"{folder}/{rank}.pt")
+    leave()
+
+
+def of(seen: Sequence[dict[str, Any]], scenario: str, what: str | None = None) -> list[Any]:
+    """What every rank saw of a scenario, or one thing of it."""
+    return [rank[scenario] if what is None else rank[scenario][what] for rank in seen]
 
 
 @contextmanager
@@ -73,52 +167,3 @@ def leave() -> None:
     """
     dist.barrier()
     dist.destroy_process_group()
-
-
-def named(*functions: Scenario) -> Scenarios:
-    """Scenarios that are called like their functions."""
-    return {function.__name__: function for function in functions}
-
-
-def work(rank: int, world: int, scenarios: Scenarios, folder: str) -> None:
-    join(rank, world, f"{folder}/meeting")
-    seen = {}
-    for name, scenario in scenarios.items():
-        torch.manual_seed(0)
-        seen[name] = scenario(rank, world)
-    torch.save(seen, f"{folder}/{rank}.pt")
-    leave()
-
-
-def run_on(
-    world: int,
-    scenarios: Scenarios | Sequence[Scenario],
-    name: str,
-    temporary: pytest.TempPathFactory,
-) -> list[dict[str, dict[str, Any]]]:
-    """Return the records of each rank; run once for all workers of the test session."""
-    scenarios = scenarios if isinstance(scenarios, Mapping) else named(*scenarios)
-
-    def run(folder: Path) -> None:
-        spawn(work, (world, scenarios, str(folder)), world)
-
-    folder = once(temporary, f"{name}-{world}", run)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
-
-
-def of(seen: Sequence[dict[str, dict[str, Any]]], scenario: str, what: str) -> list[Any]:
-    """One thing that every rank saw of a scenario."""
-    return [rank[scenario][what] for rank in seen]
-
-
-def agreed(seen: Sequence[dict[str, dict[str, Any]]], scenario: Scenario | str) -> dict[str, Any]:
-    """Return rank 0's record of a scenario; parameters and statistics are equal on all ranks."""
-    name = scenario if isinstance(scenario, str) else scenario.__name__
-    first, *others = (rank[name] for rank in seen)
-    for other in others:
-        if "parameters" in first:
-            assert_equal(other["parameters"], first["parameters"])
-        if "stats" in first:
-            ours, theirs = ({**r["stats"], "loss_scale": None} for r in (first, other))
-            assert str(ours) == str(theirs)  # as text, where NaN equals itself
-    return first

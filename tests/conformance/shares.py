@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from support.optimizer_oracle import (
+    EXACT,
     INF,
     ByHand,
     adam,
+    assert_close,
     loss_of,
     make_batches,
     make_model,
@@ -110,9 +112,14 @@ def whole(tensors):
     return [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
 
 
-def outcome(model, opt, **more):
-    seen = {"parameters": whole(parameters_of(model)), "stats": opt.stats()}
-    return {**seen, "stepped": opt.stepped, **more}
+def as_expected(model, opt, expected, tolerance=EXACT):
+    """Check the parameters; return all that must be the same on every rank.
+
+    Each rank may have a loss scale of its own.
+    """
+    parameters = whole(parameters_of(model))
+    assert_close([p.to(e.dtype) for p, e in zip(parameters, expected)], expected, tolerance)
+    return parameters, {**opt.stats(), "loss_scale": 0.0}
 
 
 def held(opt):
@@ -120,29 +127,26 @@ def held(opt):
     return opt._box.state.window.micro_batches
 
 
-def error_of(call):
+def error_of(call, *args, **kwargs):
     """The exception that a call raises, in words, with its notes; "" if there is none."""
     try:
-        call()
+        call(*args, **kwargs)
     except BaseException as error:
         return f"{type(error).__name__}: {said_by(error)}"
     return ""
 
 
-# Scenarios, of what `make(**options)` gives: a model, and a wrapper
-
-
-def trained(rank, world, make, loop=called, mixed=False, **options):
-    model, opt = make(**options)
-    train(opt, model, own_share(rank, world), loop, mixed=mixed)
-    return outcome(model, opt)
-
-
 def poisoned(rank, world, make, bad_ranks=(1,), bad=0, loop=called, **options):
-    """An inf in the first or last micro-batch of some ranks, then a window that is good."""
+    """An inf in the first or last micro-batch of some ranks skips the window on all of them.
+
+    The window after it is good. Returns the model, its wrapper, and the parameters that they must
+    have; scales are equal on all ranks.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     own = None if loop is of_the_user else scaler
     model, opt = make(window=2, scaler=own, **options)
     share = own_share(rank, world, 4, next(model.parameters()).dtype)
     closed = train(opt, model, share, loop, [bad] if rank in bad_ranks else [], scaler)
-    return outcome(model, opt, closed=closed)
+    assert [report[:2] for report in closed] == [(True, 4.0), (False, 4.0)]
+    weights = None if loop is of_the_user else WEIGHTS
+    return model, opt, by_hand(world, 2, 4, 2, weights=weights, max_norm=None)

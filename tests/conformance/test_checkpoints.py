@@ -1,18 +1,23 @@
-"""Checkpoints."""
+"""Checkpoints, copies and resuming."""
 
 from __future__ import annotations
 
 import copy
+import pickle
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from optimizer_cases import CLASSES, batches_for, make_optimizer, model_for
 from support.optimizer_oracle import (
+    INF,
+    OPTIMIZERS,
     adam,
     assert_close,
     assert_equal,
     closure_of,
+    loss_of,
     make_batches,
     make_model,
     parameters_of,
@@ -21,16 +26,20 @@ from support.optimizer_oracle import (
     train_by_hand,
     windows_of,
 )
+from support.optimizer_oracle import wrapped as wrapping
+from test_optimizers import CLASSES, batches_for, make_optimizer, model_for
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim import lr_scheduler
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 WINDOW = 3
 BATCHES = make_batches(12)
+wrapped = partial(wrapping, make=adam, window=WINDOW)
 
 
 def run_bare(opt, model, batches, window=WINDOW):
@@ -70,7 +79,7 @@ def test_checkpoints_move_both_ways(name, first):
 def test_loading_leaves_the_open_window_alone():
     """`load_state_dict` inside a window changes the optimizer's state and leaves the window"""
     model = make_model()
-    opt = AccumulatingOptimizer(adam(model.parameters()), window=WINDOW)
+    opt = wrapped(model)
     run(opt, model, BATCHES[:3])
     saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
     run(opt, model, BATCHES[3:6])
@@ -83,29 +92,26 @@ def test_loading_leaves_the_open_window_alone():
     assert_close(parameters_of(model), train_by_hand(adam, batches, WINDOW))
 
 
-OPTIMIZERS = {
-    "adam": adam,
+KINDS = {
     "tensor-lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.05)),
-    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),  # which never has any state
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    **{kind: OPTIMIZERS[kind] for kind in ("adam", "sgd-momentum", "sgd", "adamw-fused")},
 }
 
 
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize("position", [0, 1, 4], ids=["fresh", "mid-window", "later-mid-window"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_distributed_checkpoint_leaves_no_trace(kind, position, flatten):
+@pytest.mark.parametrize("kind", KINDS)
+def test_distributed_checkpoint_leaves_no_trace(kind, position):
     """`torch.distributed.checkpoint` get and set, fresh or inside a window, leave no trace"""
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
 
     def get_and_set(model, opt):
-        state = get_optimizer_state_dict(model, opt, options=options)
-        set_optimizer_state_dict(model, opt, state, options=options)
+        for flatten in (False, True):
+            options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+            state = get_optimizer_state_dict(model, opt, options=options)
+            set_optimizer_state_dict(model, opt, state, options=options)
 
     reference, model = make_model(), make_model()
-    bare = OPTIMIZERS[kind](reference.parameters())
-    opt = AccumulatingOptimizer(OPTIMIZERS[kind](model.parameters()), window=WINDOW)
+    bare = KINDS[kind](reference.parameters())
+    opt = AccumulatingOptimizer(KINDS[kind](model.parameters()), window=WINDOW)
     before = position // WINDOW * WINDOW  # of the bare optimizer, which has no windows
     run_bare(bare, reference, BATCHES[:before])
     get_and_set(reference, bare)  # its own priming counts as a step in the state of Adam
@@ -131,26 +137,174 @@ def test_distributed_checkpoint_files_move_both_ways(tmp_path, direction):
 
     def build(wrap):
         model = make_model()
-        bare = OPTIMIZERS["adam"](model.parameters())
-        return model, AccumulatingOptimizer(bare, window=WINDOW) if wrap else bare
-
-    def go(model, opt, batches):
-        (run if isinstance(opt, AccumulatingOptimizer) else run_bare)(opt, model, batches)
-
-    expected, uninterrupted = build(wrap=False)
-    run_bare(uninterrupted, expected, BATCHES)
+        return model, (wrapped(model), run) if wrap else (adam(model.parameters()), run_bare)
 
     first = direction == "wrapped-to-bare"
-    model, opt = build(wrap=first)
-    go(model, opt, BATCHES[:6])
+    model, (opt, go) = build(wrap=first)
+    go(opt, model, BATCHES[:6])
     dcp.save(
         {"model": model.state_dict(), "opt": get_optimizer_state_dict(model, opt)},
         checkpoint_id=tmp_path,
     )
-    other, resumed = build(wrap=not first)
+    other, (resumed, go) = build(wrap=not first)
     state = {"model": other.state_dict(), "opt": get_optimizer_state_dict(other, resumed)}
     dcp.load(state, checkpoint_id=tmp_path)
     other.load_state_dict(state["model"])
     set_optimizer_state_dict(other, resumed, state["opt"])
-    go(other, resumed, BATCHES[6:])
-    assert_close(parameters_of(other), parameters_of(expected))
+    go(resumed, other, BATCHES[6:])
+    assert_close(parameters_of(other), train_by_hand(adam, BATCHES, WINDOW))
+
+
+def by_states(model, opt):
+    """The state of a run, as a file holds it, into new objects."""
+    states = [model.state_dict(), opt.state_dict(), opt.accumulation_state_dict()]
+    scaled = opt.scaler is not None
+    states = through_a_file([*states, opt.scaler.state_dict() if scaled else {}])
+    scaler = torch.amp.GradScaler("cpu") if scaled else None
+    twin_model = make_model(model[0].weight.dtype)
+    options = {"window": opt.window, "max_norm": opt.max_norm, "on_nonfinite": opt.on_nonfinite}
+    twin = wrapped(twin_model, scaler=scaler, **options)
+    twin_model.load_state_dict(states[0])
+    twin.load_state_dict(states[1])
+    twin.load_accumulation_state_dict(states[2])
+    if scaled:
+        scaler.load_state_dict(states[3])
+    return twin_model, twin
+
+
+MOVES = {
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "torch.save": partial(through_a_file, weights_only=False),
+    "states": lambda pair: by_states(*pair),
+}
+every_move = pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+POLICIES = [("skip_window", None), ("skip_window", 3), ("skip_micro_batch", 3), ("raise", None)]
+
+
+@pytest.mark.parametrize("middle", [3, 4, 5])
+@pytest.mark.parametrize(("on_nonfinite", "bad"), POLICIES)
+@pytest.mark.parametrize(
+    ("dtype", "scaled"), [(torch.float64, True), (torch.float32, False), (torch.bfloat16, True)]
+)
+@every_move
+def test_a_run_that_is_moved_goes_on_bit_for_bit(move, dtype, scaled, on_nonfinite, bad, middle):
+    """Copied, pickled or saved inside a window, also with an inf: the run goes on bit for bit"""
+    batches, weights = make_batches(9, dtype), [1.0, 1.0, 3.0] * 3
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) if scaled else None
+    model = make_model(dtype)
+    opt = wrapped(model, on_nonfinite=on_nonfinite, max_norm=0.05, scaler=scaler)
+    lr_scheduler.LambdaLR(opt, lambda step: 1.0)  # patches opt.step, which must not travel
+
+    def go(model, opt, start, stop):
+        reports = []
+        for i in range(start, stop):
+            opt.backward(loss_of(model, batches[i]) * (INF if i == bad else 1.0), weights[i])
+            opt.step()
+            reports += [str(opt.stats())] if opt.stepped else []  # NaN is equal to NaN in words
+        return reports
+
+    go(model, opt, 0, middle)
+    twin_model, twin = move((model, opt))
+    assert "step" not in vars(twin)
+    assert twin.param_groups[0]["params"][0] is next(twin_model.parameters())
+    reports = go(model, opt, middle, 9)
+    assert len(reports) == 2
+    assert go(twin_model, twin, middle, 9) == reports
+    assert_equal(parameters_of(twin_model), parameters_of(model))
+    if dtype == torch.float64 and bad is None:
+        expected = train_by_hand(adam, batches, WINDOW, weights=weights, max_norm=0.05)
+        assert_close(parameters_of(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("on_nonfinite", "scaled", "loop"),
+    [
+        *product(("skip_window", "raise"), (False, True), ("backward",)),
+        ("skip_micro_batch", True, "accumulate"),
+        ("skip_window", False, "accumulate"),
+    ],
+)
+@every_move
+def test_copies_between_backward_and_step(move, on_nonfinite, scaled, loop):
+    """Copies between `backward` and `step`, with `window=1`, keep the gradient"""
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+    opt = wrapped(model, window=1, on_nonfinite=on_nonfinite, scaler=scaler)
+    run(opt, model, BATCHES[:1])
+    loss = loss_of(model, BATCHES[1])
+    if loop == "backward":
+        opt.backward(loss)
+    else:
+        opt.zero_grad()
+        (scaler.scale(loss) if scaled else loss).backward()
+        opt.accumulate()
+    twin_model, twin = move((model, opt))
+    for some, its in ((twin, twin_model), (opt, model)):
+        some.step()
+        run(some, its, BATCHES[2:4])
+        assert_close(parameters_of(its), train_by_hand(adam, BATCHES[:4], 1))
+
+
+def finish_elsewhere(model, opt, batches, queue):
+    run(opt, model, batches)
+    queue.put(([p.tolist() for p in model.parameters()], opt.stats()))
+
+
+@pytest.mark.process
+def test_a_spawned_process_goes_on():
+    """`multiprocessing` with spawn: model and optimizer go to another process inside a window"""
+    model = make_model()
+    opt = wrapped(model)
+    run(opt, model, BATCHES[:5])
+    twin_model, twin = copy.deepcopy((model, opt))  # what is sent lies in shared memory afterwards
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    arguments = (twin_model, twin, BATCHES[5:], queue)
+    process = context.Process(target=finish_elsewhere, args=arguments)
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == 0
+    run(opt, model, BATCHES[5:])
+    assert queue.get() == ([p.tolist() for p in model.parameters()], opt.stats())
+
+
+def test_a_cloned_class_shares_the_window():
+    """A subclass made at run time around a copied `__dict__`, as in Lightning, shares a window"""
+
+    class Strategy:
+        def step(self, closure=None):
+            return self._optimizer.step(closure)
+
+    model = make_model()
+    opt = wrapped(model)
+    clone = Strategy()
+    clone.__dict__ = {k: v for k, v in vars(opt).items() if k != "step"}
+    clone.__class__ = type("StrategyOptimizer", (Strategy, type(opt)), {})
+    clone._optimizer = opt
+    assert isinstance(clone, torch.optim.Optimizer)
+    clone.backward(loss_of(model, BATCHES[0]))
+    opt.backward(loss_of(model, BATCHES[1]))
+    clone.step()
+    assert not opt.stepped
+    assert not clone.stepped
+    opt.backward(loss_of(model, BATCHES[2]))
+    clone.step()
+    assert opt.stepped
+    assert clone.stepped
+    assert clone.last is opt.last
+    assert_close(parameters_of(model), train_by_hand(adam, BATCHES[:3], 3))
+
+
+def test_a_saved_window_is_a_copy():
+    """A saved window can be loaded again after the run has gone on"""
+    model = make_model()
+    opt = wrapped(model)
+    run(opt, model, BATCHES[:1])
+    saved = opt.accumulation_state_dict()
+    before = copy.deepcopy(saved["main_grads"])
+    run(opt, model, BATCHES[1:2])
+    opt.load_accumulation_state_dict(saved)
+    run(opt, model, BATCHES[1:3])
+    assert_equal(list(saved["main_grads"].values()), list(before.values()))
+    assert_close(parameters_of(model), train_by_hand(adam, BATCHES[:3], 3))

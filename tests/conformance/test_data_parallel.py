@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from contextlib import nullcontext
 from functools import partial
 
-import data_parallel as does
 import pytest
 import ranks
+import shares
 import torch
 import torch.distributed as dist
-from shares import BATCHES, MAX_NORM, WEIGHTS, WINDOW, by_hand, in_group, outcome, own_share
+from ranks import across
+from shares import (
+    BATCHES,
+    MAX_NORM,
+    WEIGHTS,
+    WINDOW,
+    as_expected,
+    by_hand,
+    called,
+    error_of,
+    in_group,
+    inside,
+    made,
+    of_the_user,
+    own_share,
+    train,
+)
 from support.device import DeviceReads, cpu_as_device
 from support.optimizer_oracle import (
+    INF,
     ByHand,
     adam,
     assert_close,
-    assert_equal,
     loss_of,
     make_model,
     parameters_of,
@@ -24,13 +43,69 @@ from support.optimizer_oracle import (
     train_by_hand,
 )
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+DOUBLE = torch.float64
 
 
-def traffic(rank, world, **kwargs):
-    """Bytes and kind of every collective of two windows, with the backward passes between them."""
-    model = nn.Sequential(*(nn.Linear(8, 8, dtype=torch.float64) for _ in range(4)))
-    log = []
-    all_reduce = dist.all_reduce
+def buckets(meanwhile):
+    """So small that every parameter is sent by itself, if that is done in the backward pass."""
+    return ranks.small_buckets() if meanwhile else nullcontext()
+
+
+def group(rank, meanwhile, scaled=False, **options):
+    """Ranks begin with scales of their own."""
+    scale = {"init_scale": [8.0, 24.0, 5.0][rank], "growth_interval": 1}
+    scaler = torch.amp.GradScaler("cpu", **scale) if scaled else None
+    model, opt = made(max_norm=MAX_NORM, reduce_in_backward=meanwhile, scaler=scaler, **options)
+    return model, model, opt
+
+
+def ddp(rank, meanwhile, compiled=False, **options):
+    """`torch.compile` of a DDP model forwards the attributes of what is inside."""
+    module = make_model()
+    model = DistributedDataParallel(module, **options)
+    model = torch.compile(model, backend="eager") if compiled else model
+    options = {"process_group": None, "max_norm": MAX_NORM, "reduce_in_backward": meanwhile}
+    return module, model, in_group(module, **options)
+
+
+def way(make, loop=called, weighted=True, meanwhile=False, **options):
+    return {"make": make, "loop": loop, "weighted": weighted, "meanwhile": meanwhile, **options}
+
+
+WAYS = {
+    "group": way(group),
+    "group_sum": way(group, reduction="sum"),
+    "group_different_scales": way(group, scaled=True),
+    "group_while_backward_runs": way(group, scaled=True, meanwhile=True),
+    "ddp": way(ddp, partial(inside, parts=(0.5, 0.5))),
+    "ddp_while_backward_runs": way(ddp, inside, meanwhile=True),
+    "ddp_compiled": way(ddp, inside, compiled=True),
+    "plain_loop_in_group": way(group, of_the_user, weighted=False),
+    "ddp_synchronising": way(ddp, weighted=False, gradient_as_bucket_view=True),
+}
+
+
+@across(1, 2, 3, cases=WAYS)
+def test_a_window_of_four_on_every_rank(rank, world, make, loop, weighted, meanwhile, **options):
+    """Window 4 on 1 to 3 ranks, weighted by tokens or in a plain loop: one process, joined batch"""
+    module, model, opt = make(rank, meanwhile, **options)
+    with buckets(meanwhile):
+        train(opt, model, own_share(rank, world, weighted=weighted), loop)
+    assert opt.last.clip_coef < 1.0
+    if weighted:
+        assert opt.last.weight == sum(WEIGHTS[-WINDOW * world :])
+        assert opt.last.micro_batches == WINDOW * world
+    weights, reduction = WEIGHTS if weighted else None, opt.reduction
+    return as_expected(module, opt, by_hand(world, weights=weights, reduction=reduction))
+
+
+@across(2, 3, cases={"afterwards": {"meanwhile": False}, "meanwhile": {"meanwhile": True}})
+def test_main_grads_travel_once_per_window(rank, world, meanwhile):
+    """One all-reduce per window, in buckets, or while the last backward pass still runs"""
+    model = nn.Sequential(*(nn.Linear(8, 8, dtype=DOUBLE) for _ in range(4)))
+    log, all_reduce = [], dist.all_reduce
 
     def counting(tensor, *args, **kw):
         log.append(tensor.numel() * tensor.element_size())
@@ -38,37 +113,53 @@ def traffic(rank, world, **kwargs):
 
     for number, layer in enumerate(model):
         layer.weight.register_hook(lambda grad, number=number: log.append(f"gradient {number}"))
-    opt = in_group(model, window=2, **kwargs)
+    opt = in_group(model, window=2, reduce_in_backward=meanwhile)
     with pytest.MonkeyPatch.context() as patch, ranks.small_buckets((64 + 8) * 8):  # a layer
         patch.setattr(dist, "all_reduce", counting)
         for _ in range(4):
-            opt.backward(model(torch.ones(1, 8, dtype=torch.float64)).sum())
+            opt.backward(model(torch.ones(1, 8, dtype=DOUBLE)).sum())
             opt.step()
-    return {"log": log}
+    # Weight, micro-batches, found_inf; of each process how it closes, what, and eight settings.
+    numbers = (3 + 10 * world) * 8
+    bucket = (64 + 16 + 3 * 2) * 8  # a layer, its bias padded; three words per parameter
+    backward = [f"gradient {number}" for number in (3, 2, 1, 0)]
+    first, last = log[:4], log[4 : len(log) // 2]
+    assert log == 2 * (first + last)
+    assert first == backward
+    if meanwhile:
+        assert last[0] == numbers
+        assert sorted(last[1:], key=str) == sorted(backward + [bucket] * 4, key=str)
+        assert last.index(bucket) < last.index("gradient 1")
+    else:
+        assert last == [*backward, numbers, *[bucket] * 4]
 
 
-def without_device_reads(rank, world, **kwargs):
-    """The CPU plays a device: what two windows read of it."""
+@across(2, 3, cases={"at_the_step": {}, "while_backward_runs": {"reduce_in_backward": True}})
+def test_ranks_read_no_device(rank, world, **options):
+    """Windows of several ranks, fused optimizer: after the first nothing is read from the device"""
     model = make_model(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    options = {"window": 2, "max_norm": MAX_NORM, "scaler": scaler, **kwargs}
+    options |= {"window": 2, "max_norm": MAX_NORM, "scaler": scaler}
     opt = in_group(model, partial(adam, fused=True), **options)
     with cpu_as_device(), DeviceReads() as reads:
         for batch, weight in own_share(rank, world, 4):
             opt.backward(loss_of(model, batch.float()), torch.tensor(weight))
             opt.step()
-    return outcome(model, opt, reads=[reads.count, reads.lists])
+    assert (reads.count, reads.lists) == (0, 1)  # settings are compared
+    # Sums and the clip are in float32, and Adam divides by the size of each element.
+    return as_expected(model, opt, by_hand(world, 0, 4, 2), 1e-5)
 
 
-def layouts(rank, world):
-    """Parameters of every layout; the gradients that the optimizer gets are laid out like them."""
+@across(2, 3)
+def test_parameters_of_every_layout(rank, world):
+    """Channels-last, transposed, strided, 0-dim, empty and complex parameters on several ranks"""
 
-    def numbers(*shape, dtype=torch.float64):
+    def numbers(*shape, dtype=DOUBLE):
         return torch.arange(math.prod(shape)).view(shape).to(dtype)
 
     parameters = [
-        nn.Parameter(tensor)
-        for tensor in (
+        nn.Parameter(start)
+        for start in (
             numbers(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
             numbers(3, 4).T,
             numbers(6, 4)[::2, ::2],  # has gaps, which its gradient has not
@@ -77,205 +168,200 @@ def layouts(rank, world):
             numbers(2, 3, dtype=torch.complex128).T,
         )
     ]
-    before = [p.detach().clone() for p in parameters]
+    starts = [p.detach().clone() for p in parameters]
     opt = in_group(nn.ParameterList(parameters), sgd, window=2)
     strides = []
     opt.register_step_pre_hook(lambda *args: strides.extend(p.grad.stride() for p in parameters))
     for factor in (rank + 1.0, 2.0):
         reals = [torch.view_as_real(p) if p.is_complex() else p for p in parameters]
-        squares = [real.square().sum() / 2 for real in reals]
-        opt.backward(sum(squares) * factor)
+        opt.backward(sum(real.square().sum() / 2 for real in reals) * factor)
         opt.step()
-    moved = [b - p.detach() for b, p in zip(before, parameters)]
-    same = [s == torch.empty_like(p).stride() for s, p in zip(strides, parameters)]
-    return {"before": before, "moved": moved, "same": same}
-
-
-TRAFFIC = {
-    "traffic_afterwards": traffic,
-    "traffic_meanwhile": partial(traffic, reduce_in_backward=True),
-}
-READS = {
-    "reads_at_the_step": without_device_reads,
-    "reads_while_backward_runs": partial(without_device_reads, reduce_in_backward=True),
-}
-SCENARIOS = {**does.SCENARIOS, **TRAFFIC, **READS, "layouts": layouts}
-
-
-@pytest.mark.parametrize("scenario", does.WEIGHTED)
-def test_a_window_of_four_with_different_token_weights_per_rank(seen, world, scenario):
-    """Window 4 on every rank, weighted by tokens, equals one process on the joined batch"""
-    first = ranks.agreed(seen, scenario)
-    assert_close(first["parameters"], by_hand(world))
-    assert first["stats"]["weight"] == sum(WEIGHTS[-WINDOW * world :])
-    assert first["stats"]["micro_batches"] == WINDOW * world
-    assert first["stats"]["clip_coef"] < 1.0
-
-
-def test_one_process_runs_the_same_script(tmp_path_factory):
-    """A script for several processes runs on one as well"""
-    names = ("group_mean", "ddp", "ddp_while_backward_runs")
-    scenarios = {name: does.WEIGHTED[name] for name in names}
-    (seen,) = ranks.run_on(1, scenarios, "alone", tmp_path_factory)
-    for name in names:
-        assert_close(seen[name]["parameters"], by_hand(1))
-
-
-def test_sum_over_micro_batches_and_ranks(seen, world):
-    """`reduction="sum"` adds over the window and over all ranks"""
-    first = ranks.agreed(seen, "group_sum")
-    assert_close(first["parameters"], by_hand(world, reduction="sum"))
-
-
-@pytest.mark.parametrize("scenario", does.UNWEIGHTED)
-def test_loops_that_know_nothing_of_ranks(seen, world, scenario):
-    """DDP that synchronises every backward, and a plain loop with `process_group`, work too"""
-    first = ranks.agreed(seen, scenario)
-    assert_close(first["parameters"], by_hand(world, weights=None))
-
-
-@pytest.mark.parametrize("scenario", TRAFFIC)
-def test_main_grads_travel_once_per_window(seen, world, scenario):
-    """One all-reduce per window, in buckets, or while the last backward pass still runs"""
-    # Weight, micro-batches, found_inf; of each process how it closes, what, and eight settings.
-    numbers = (3 + 10 * world) * 8
-    bucket = (64 + 16 + 3 * 2) * 8  # a layer, its bias padded; three words per parameter
-    backward = [f"gradient {number}" for number in (3, 2, 1, 0)]
-    after = [numbers, *[bucket] * 4]
-    for log in ranks.of(seen, scenario, "log"):
-        if scenario == "traffic_afterwards":
-            assert log == 2 * (2 * backward + after)
-            continue
-        first, last = log[:4], log[4 : len(log) // 2]
-        assert first == backward
-        assert last[0] == numbers
-        assert sorted(last[1:], key=str) == sorted(backward + [bucket] * 4, key=str)
-        assert last.index(bucket) < last.index("gradient 1")
-        assert log[len(log) // 2 :] == log[: len(log) // 2]
-
-
-@pytest.mark.parametrize("scenario", READS)
-def test_ranks_read_no_device(seen, world, scenario):
-    """Windows of several ranks, fused optimizer: after the first nothing is read from the device"""
-    first = ranks.agreed(seen, scenario)
-    assert ranks.of(seen, scenario, "reads") == [[0, 1]] * world  # settings are compared
-    expected = by_hand(world, 0, 4, 2)
-    # Sums and the clip are in float32, and Adam divides by the size of each element.
-    assert_close([p.double() for p in first["parameters"]], expected, 1e-5)
-
-
-def test_parameters_of_every_layout(seen, world):
-    """Channels-last, transposed, strided, 0-dim, empty and complex parameters on several ranks"""
+    assert strides == [torch.empty_like(p).stride() for p in parameters]
     mean = (sum(range(1, world + 1)) / world + 2.0) / 2
-    for rank in seen:
-        saw = rank["layouts"]
-        assert_close(saw["moved"], [before * mean for before in saw["before"]])
-        assert all(saw["same"])
+    assert_close([p.detach() for p in parameters], [start * (1 - mean) for start in starts])
 
 
-def test_half_precision_sums_travel_in_float32(seen, world):
-    """Half-precision gradients are summed over micro-batches and ranks in float32"""
-    first = ranks.agreed(seen, "half_precision")
-    # In bfloat16 257 - 255 (- 255) would be 256 - 256, or less still.
-    assert first["parameters"][0].tolist() == [-(257.0 - 255.0 * (world - 1))] * 2
+def decaying(parameters):
+    """Weight decay shows which parameters were stepped; it refuses sparse gradients."""
+    return sgd(parameters, weight_decay=0.5)
 
 
-def test_parameters_used_on_some_ranks_only(seen, world):
+@across(2, 3)
+def test_parameters_used_on_some_ranks_only(rank, world):
     """A parameter without a gradient on some ranks is stepped, one without any is left alone"""
-    first = ranks.agreed(seen, "partial_models")
-    mean = [1.0 / world] * world + [3.0]
-    stepped = [1.0 - 0.5 - grad for grad in mean]
-    assert_close(
-        first["parameters"], [torch.full((2,), s, dtype=torch.float64) for s in [*stepped, 1.0]]
-    )
+    # One parameter per rank, one for all, one for none.
+    model = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=DOUBLE)) for _ in range(world + 2))
+    opt = in_group(model, decaying, window=1)
+    opt.backward(model[rank].sum() + 3 * model[world].sum())
+    opt.step()
+    stepped = [1.0 - 0.5 - grad for grad in [1.0 / world] * world + [3.0]]
+    return as_expected(model, opt, [torch.full((2,), s, dtype=DOUBLE) for s in [*stepped, 1.0]])
 
 
-def test_ddp_with_one_parameter_in_a_bucket(seen):
+@across(2, 3)
+def test_ddp_with_one_parameter_in_a_bucket(rank, world):
     """DDP with `gradient_as_bucket_view`, also where a bucket is one parameter"""
-    for values in ranks.of(seen, "one_bucket", "seen"):
-        assert values == [0.0, -5.5, -5.5, -11.0, -11.0, -16.5]
+    # It fills the memory that DDP writes again.
+    module = nn.Linear(3, 1, bias=False, dtype=DOUBLE)
+    nn.init.zeros_(module.weight)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    opt = in_group(module, sgd, window=2, process_group=None)
+    seen = []
+    for factor in (1.0, 10.0) * 3:
+        (model(torch.ones(1, 3, dtype=DOUBLE)).sum() * factor).backward()
+        opt.step()
+        opt.zero_grad()
+        seen.append(module.weight[0, 0].item())
+    assert seen == [0.0, -5.5, -5.5, -11.0, -11.0, -16.5]
 
 
-def test_branches_used_in_some_micro_batches_only(seen):
+class Branches(nn.Module):
+    """Each micro-batch goes through one of three layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 2, dtype=DOUBLE) for _ in range(3))
+
+    def forward(self, number):
+        """The loss of a micro-batch; in the second window layers 1 and 2 are idle."""
+        branch = (number // 3) % 3 if number < 12 else 0
+        return self.layers[branch](BATCHES[number]).square().mean()
+
+
+@across(2, 3)
+def test_branches_used_in_some_micro_batches_only(rank, world):
     """DDP parameters used in some micro-batches only need no `find_unused_parameters`"""
-    torch.manual_seed(0)
-    model = does.Branches()
-    by_hand = ByHand(model.parameters(), does.momentum)
+    module = Branches()
+    plain, momentum = copy.deepcopy(module), partial(sgd, lr=0.1, momentum=0.9)
+    model = DistributedDataParallel(module)
+    opt = in_group(module, momentum, window=12 // world, process_group=None)
+    for number in range(rank, 24, world):
+        with opt.micro_batch(model):
+            opt.backward(model(number))
+        opt.step()
+    by_hand = ByHand(plain.parameters(), momentum)
     for number in range(24):
-        by_hand.add(model(number))
+        by_hand.add(plain(number))
         if number in (11, 23):
             by_hand.step()
-    first = ranks.agreed(seen, "branches")
-    assert_close(first["parameters"], parameters_of(model))
+    return as_expected(module, opt, parameters_of(plain))
 
 
-def test_sparse_gradients_stay_sparse(seen):
+@across(2, 3)
+def test_sparse_gradients_stay_sparse(rank, world):
     """Sparse gradients stay sparse, on ranks without any as well"""
-    for moved in ranks.of(seen, "sparse", "moved"):  # Adam's eps takes 2e-6
-        assert moved.tolist() == pytest.approx([-1.0, -1.0, 0.0, -1.0, 0.0], abs=1e-5)
+    model = nn.Embedding(5, 2, sparse=True, dtype=DOUBLE)
+    idle = nn.Parameter(torch.zeros(()))
+    before = model.weight.detach().clone()
+    # SparseAdam refuses dense gradients.
+    opt = in_group(model, lambda parameters: torch.optim.SparseAdam(parameters, lr=1.0), window=2)
+    for rows in ([[0, 1], []], [[1], [3]], [[], []])[rank]:
+        opt.backward(model(torch.tensor(rows)).sum() if rows else idle * 1.0)
+        opt.step()
+    moved = torch.tensor([-1.0, -1.0, 0.0, -1.0, 0.0], dtype=DOUBLE)[:, None].expand(5, 2)
+    return as_expected(model, opt, [before + moved], 1e-5)  # Adam's eps takes 2e-6
 
 
-def test_a_sparse_gradient_meets_a_dense_one(seen, world):
+@across(2, 3)
+def test_a_sparse_gradient_meets_a_dense_one(rank, world):
     """A parameter with a sparse gradient on one rank and a dense one on others"""
-    first = ranks.agreed(seen, "sparse_meets_dense")
-    grad = torch.full((4, 2), (world - 1) / world, dtype=torch.float64)
+    weight = nn.Parameter(torch.ones(4, 2, dtype=DOUBLE))
+    model = nn.ParameterList([weight])
+    opt = in_group(model, decaying, window=1)
+    rows = nn.functional.embedding(torch.tensor([1, 1]), weight, sparse=True)
+    opt.backward(rows.sum() if rank == 0 else weight.sum())
+    opt.step()
+    grad = torch.full((4, 2), (world - 1) / world, dtype=DOUBLE)
     grad[1] += 2.0 / world
-    assert_close(first["parameters"], [1.0 - 0.5 - grad])
+    return as_expected(model, opt, [1.0 - 0.5 - grad])
 
 
-def test_a_parameter_frozen_on_all_ranks(seen, world):
+@across(2, 3)
+def test_a_parameter_frozen_on_all_ranks(rank, world):
     """A parameter frozen after it got a gradient is stepped with that, as on one process"""
-    first = ranks.agreed(seen, "frozen")
-    assert_close(first["parameters"], train_by_hand(adam, BATCHES[:world], world))
+    model, opt = made(window=1, reduce_in_backward=True)
+    loss_of(model, BATCHES[rank]).backward()
+    model[0].requires_grad_(False)
+    model[2].zero_grad()
+    called(opt, model, BATCHES[rank])
+    return as_expected(model, opt, train_by_hand(adam, BATCHES[:world], world))
 
 
-@pytest.mark.parametrize("scenario", does.POISONED)
-def test_inf_skips_on_all_ranks(seen, world, scenario):
+POISONED = {
+    "one_rank": {"meanwhile": False},
+    "all_ranks": {"bad_ranks": range(3), "meanwhile": False},
+    "one_rank_while_backward_runs": {"meanwhile": True},
+    "in_the_last_while_backward_runs": {"bad": 1, "meanwhile": True},
+}
+
+
+@across(2, 3, cases=POISONED)
+def test_inf_skips_on_all_ranks(rank, world, meanwhile, **where):
     """An inf on one rank or on all skips the window everywhere, and loss scales stay equal"""
-    first = ranks.agreed(seen, scenario)
-    for closed in ranks.of(seen, scenario, "closed"):
-        assert closed == [(True, 4.0, [0, 1, 2, 3]), (False, 4.0, [])]
-    assert_close(first["parameters"], by_hand(world, 2, 4, 2, max_norm=None))
+    with buckets(meanwhile):
+        seen = shares.poisoned(rank, world, made, reduce_in_backward=meanwhile, **where)
+    return as_expected(*seen)
 
 
-def test_inf_on_all_ranks_skips_a_fused_optimizer(seen):
+@across(2, 3)
+def test_inf_on_all_ranks_skips_a_fused_optimizer(rank, world):
     """An inf on all ranks skips a fused optimizer"""
-    first = ranks.agreed(seen, "inf_with_a_fused_optimizer")
-    assert_equal(first["parameters"], parameters_of(make_model(torch.float32)))
-    for rank in seen:
-        assert rank["inf_with_a_fused_optimizer"]["skipped"]
-        assert rank["inf_with_a_fused_optimizer"]["scale"] == 4.0
+    # Stock fused optimizers skip where found_inf is 1, and a sum over ranks may be more.
+    model = make_model(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    opt = in_group(model, partial(adam, fused=True), window=2, scaler=scaler)
+    for _ in range(2):
+        called(opt, model, BATCHES[rank].float(), factor=INF)
+    assert (opt.last.skipped, scaler.get_scale()) == (True, 4.0)
+    return as_expected(model, opt, parameters_of(make_model(torch.float32)), 0.0)
 
 
-@pytest.mark.parametrize("scenario", does.DROPPING)
-def test_bad_micro_batches_of_one_rank_are_dropped_alone(seen, world, scenario):
+@across(2, 3, cases={"one": {"bad": [0]}, "all": {"bad": [0, 1]}})
+def test_bad_micro_batches_of_one_rank_are_dropped_alone(rank, world, bad):
     """`"skip_micro_batch"` drops bad micro-batches of one rank and renormalises on all"""
-    first = ranks.agreed(seen, scenario)
-    bad = [1] if scenario == "bad_micro_batch_on_one_rank" else [1, 1 + world]
-    good = [number for number in range(2 * world) if number not in bad]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, opt = made(window=2, scaler=scaler, on_nonfinite="skip_micro_batch")
+    train(opt, model, own_share(rank, world, 2), bad=bad if rank == 1 else ())
+    good = [n for n in range(2 * world) if n not in [1 + world * i for i in bad]]
     batches, weights = zip(*((BATCHES[number], WEIGHTS[number]) for number in good))
-    assert_close(first["parameters"], train_by_hand(adam, batches, len(good), weights=weights))
-    assert first["stats"]["micro_batches"] == len(good)
-    assert ranks.of(seen, scenario, "scale") == [4.0] * world
+    assert (opt.last.micro_batches, scaler.get_scale()) == (len(good), 4.0)
+    return as_expected(model, opt, train_by_hand(adam, batches, len(good), weights=weights))
 
 
-def test_flush_steps_on_a_partial_window_of_all_ranks(seen, world):
+@across(2, 3)
+def test_flush_steps_on_a_partial_window_of_all_ranks(rank, world):
     """`flush()` steps on what all ranks hold, and does nothing on an empty window"""
-    first = ranks.agreed(seen, "even_flush")
-    assert_close(first["parameters"], by_hand(world, 0, 3, 2))
-    assert first["stats"]["micro_batches"] == world
-    assert first["flushed"] == [True, False]
+    model, opt = made(window=2, max_norm=MAX_NORM)
+    train(opt, model, own_share(rank, world, 3))
+    opt.flush()
+    assert (opt.stepped, opt.last.micro_batches) == (True, world)
+    opt.flush()
+    assert not opt.stepped
+    return as_expected(model, opt, by_hand(world, 0, 3, 2))
 
 
-def test_copies_do_not_forget_that_a_window_is_to_be_summed(seen):
+@across(2)
+def test_copies_do_not_forget_that_a_window_is_to_be_summed(rank, world):
     """A copy, pickle or saved window of `micro_batch(ddp)` refuses to step on its own share"""
-    for rank in seen:
-        assert all(rank["copies"]["same"])
-        assert len(rank["copies"]["errors"]) == 3
-        assert all("the group must be known" in error for error in rank["copies"]["errors"])
+    model = DistributedDataParallel(make_model())
+    opt = in_group(model, process_group=None)
+    inside(opt, model, BATCHES[rank])
+    loaded = in_group(make_model(), process_group=None)
+    loaded.load_accumulation_state_dict(opt.accumulation_state_dict())
+    for twin in (pickle.loads(pickle.dumps(opt)), copy.deepcopy(opt), loaded):
+        for p, q in zip(model.parameters(), twin.param_groups[0]["params"], strict=True):
+            assert torch.equal(opt.main_grad(p), twin.main_grad(q))
+        assert "the group must be known" in error_of(twin.flush)
 
 
-def test_copies_go_on_in_their_process_group(seen, world):
+@across(2)
+def test_copies_go_on_in_their_process_group(rank, world):
     """`copy.deepcopy` and `pickle` in the middle of a window keep the default process group"""
-    first = ranks.agreed(seen, "copies_in_a_group")
-    assert_close(first["parameters"], by_hand(world))
+    model, opt = made(max_norm=MAX_NORM)
+    share = own_share(rank, world)
+    train(opt, model, share[:2])
+    model, opt = copy.deepcopy((model, opt))
+    train(opt, model, share[2:6])
+    model, opt = pickle.loads(pickle.dumps((model, opt)))
+    train(opt, model, share[6:])
+    return as_expected(model, opt, by_hand(world))

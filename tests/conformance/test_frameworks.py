@@ -16,9 +16,11 @@ from support.optimizer_oracle import (
     loss_of,
     make_batches,
     make_model,
+    parameters_of,
     train_by_hand,
     windows_of,
 )
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader
 
 from accumext import AccumulatingOptimizer
@@ -34,6 +36,7 @@ pytestmark = [
         r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
         "ignore:.*does not have many workers",
         "ignore:GPU available but not used",
+        "ignore:AccumulatingOptimizer. every gradient was added to",
     ),
 ]
 
@@ -42,7 +45,7 @@ def build(window=1, max_norm=MAX_NORM):
     """A model, the wrapper, and a schedule that takes the wrapper for an optimizer."""
     model = make_model()
     opt = AccumulatingOptimizer(adam(model.parameters()), window=window, max_norm=max_norm)
-    return model, opt, torch.optim.lr_scheduler.ExponentialLR(opt, GAMMA)
+    return model, opt, ExponentialLR(opt, GAMMA)
 
 
 def assert_as_plain(model, opt, batches, window, weights=None):
@@ -50,14 +53,13 @@ def assert_as_plain(model, opt, batches, window, weights=None):
     plain = []
 
     def make(parameters):
-        optimizer = adam(parameters)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, GAMMA)
-        optimizer.register_step_post_hook(lambda *args: schedule.step())
-        plain.append(optimizer)
-        return optimizer
+        plain.append(adam(parameters))
+        schedule = ExponentialLR(plain[0], GAMMA)
+        plain[0].register_step_post_hook(lambda *args: schedule.step())
+        return plain[0]
 
     parameters = train_by_hand(make, batches, window, max_norm=MAX_NORM, weights=weights)
-    assert_close([p.detach() for p in model.parameters()], parameters)
+    assert_close(parameters_of(model), parameters)
     assert opt.optimizer.param_groups[0]["lr"] == plain[0].param_groups[0]["lr"]
     assert steps_of(opt.optimizer) == steps_of(plain[0]) == len(windows_of(batches, window))
 
@@ -67,86 +69,25 @@ def steps_of(optimizer):
     return int(next(iter(optimizer.state.values()))["step"])
 
 
+# A run of each framework over the batches, with so many of them in a window of its own
+
+
 def make_accelerator(**kwargs):
     return pytest.importorskip("accelerate").Accelerator(cpu=True, **kwargs)
 
 
-def test_accelerate():
-    """Accelerate: `prepare`, `window=3`, `max_norm`, a prepared schedule once per window"""
-    inner, opt, schedule = build(window=3)
-    accelerator = make_accelerator()
-    model, optimizer, scheduler = accelerator.prepare(inner, opt, schedule)
-    for batch in BATCHES:
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-        if opt.stepped:
-            scheduler.step()
-    assert_as_plain(inner, opt, BATCHES, 3)
-
-
-@pytest.mark.parametrize("window", [1, 2])
-def test_accelerate_with_a_scaler(window):
-    """Accelerate with a GradScaler: a prepared schedule waits where no step was taken"""
-    accelerator = make_accelerator()
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
-    parameter = torch.nn.Parameter(torch.ones(()))
-    module = torch.nn.ParameterList([parameter])
-    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=window)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
-    _, optimizer, scheduler = accelerator.prepare(module, opt, schedule)
-    taken = []
-    for number in range(4 * window):
-        factor = INF if number == window else 1.0  # the first micro-batch of the second window
-        accelerator.backward(parameter * factor)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        taken.append(not optimizer.step_was_skipped)
-    closing = [False] * (window - 1) + [True]
-    assert taken == closing + [False] * window + closing * 2
-    assert scheduler.get_last_lr() == [0.5**3]
-
-
-def test_accelerate_accumulates():
-    """Accelerate: `accumulate` and `clip_grad_norm_` of its own around `window=1`"""
-    inner, opt, schedule = build(max_norm=None)
-    accelerator = make_accelerator(gradient_accumulation_steps=3)
-    model, optimizer, scheduler = accelerator.prepare(inner, opt, schedule)
+def run_accelerate(folder, model, opt, schedule, accumulation, clip):
+    """Prepared schedules step with the optimizer."""
+    accelerator = make_accelerator(gradient_accumulation_steps=accumulation)
+    model, optimizer, scheduler = accelerator.prepare(model, opt, schedule)
     for batch in BATCHES:
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, batch))
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            if clip and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    assert_as_plain(inner, opt, BATCHES, 3)
-
-
-@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "outer-scaler"])
-def test_accelerate_accumulates_too(scaled):
-    """Accelerate: its own accumulation and `window=2` is an error, before anything has changed"""
-    make_accelerator(gradient_accumulation_steps=4)
-    model, opt, schedule = build(window=2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
-    scaler.scale(loss_of(model, BATCHES[0])).backward()
-    grads = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError) as error:
-        scaler.step(opt)
-    assert str(error.value) == (
-        "AccumulatingOptimizer.step: window must be 1 where Accelerate accumulates too, got "
-        "window=2 and gradient_accumulation_steps=4. Pass gradient_accumulation_steps=1 to "
-        "Accelerator, or window=1 to the optimizer"
-    )
-    assert_equal(list(model.parameters()), list(make_model().parameters()))
-    assert_equal([p.grad for p in model.parameters()], grads)
-    assert opt.accumulation_state_dict()["micro_batches"] == 0
-    opt.window = 1
-    scaler.step(opt)
-    scaler.update()
-    schedule.step()
-    assert_as_plain(model, opt, BATCHES[:1], 1)
 
 
 class Rows(torch.nn.Module):
@@ -160,83 +101,31 @@ class Rows(torch.nn.Module):
         return {"loss": loss_of(self.net, rows)}
 
 
-class LabelledRows(Rows):
-    """A loss over the rows with a label alone, divided by what the Trainer counts."""
-
-    accepts_loss_kwargs = True
-
-    def forward(self, rows, labels, num_items_in_batch):
-        losses = self.net(rows).square().mean(1)
-        return {"loss": losses[labels != -100].sum() / num_items_in_batch}
-
-
 ROWS = [{"rows": row} for batch in BATCHES for row in batch]
 
 
-def make_trainer(folder, opt, schedule, model, data, **kwargs):
+def make_trainer(folder, model, opt, schedule, accumulation, clip=None, data=ROWS, **kwargs):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     args = transformers.TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=1,
         per_device_train_batch_size=len(BATCHES[0]),
+        gradient_accumulation_steps=accumulation,
         train_sampling_strategy="sequential",
-        max_grad_norm=0.0,
+        max_grad_norm=clip or 0.0,
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
         **{"save_strategy": "no", **kwargs},
     )
+    model = model if isinstance(model, Rows) else Rows(model)
     return transformers.Trainer(model, args, train_dataset=data, optimizers=(opt, schedule))
 
 
-def test_trainer(tmp_path):
-    """transformers Trainer: `optimizers=(opt, schedule)`, `window=3`, a schedule in batches"""
-    model, opt, _ = build(window=3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda batch: GAMMA ** (batch // 3))
-    trainer = make_trainer(tmp_path, opt, schedule, Rows(model), ROWS)
-    trainer.train()
-    assert trainer.state.global_step == len(BATCHES)
-    assert_as_plain(model, opt, BATCHES, 3)
-
-
-def test_trainer_accumulates(tmp_path):
-    """transformers Trainer: `gradient_accumulation_steps=4`, a partial last step, `window=1`"""
-    model, opt, schedule = build()
-    options = {"data": ROWS[:50], "gradient_accumulation_steps": 4}
-    make_trainer(tmp_path, opt, schedule, Rows(model), **options).train()
-    assert_as_plain(model, opt, BATCHES[:10], 4)
-
-
-def test_trainer_counts_items(tmp_path):
-    """transformers Trainer: `num_items_in_batch` weighs its own accumulation, `window=1`"""
-    model, opt, schedule = build()
-    kept = [batch[: 1 + i % 5] for i, batch in enumerate(BATCHES)]
-    data = [
-        {"rows": row, "labels": 1 if i < len(some) else -100}
-        for batch, some in zip(BATCHES, kept)
-        for i, row in enumerate(batch)
-    ]
-    options = {"data": data, "gradient_accumulation_steps": 4}
-    make_trainer(tmp_path, opt, schedule, LabelledRows(model), **options).train()
-    assert_as_plain(model, opt, kept, 4, weights=[len(some) for some in kept])
-
-
-def test_trainer_checkpoint(tmp_path):
-    """transformers Trainer: `resume_from_checkpoint` goes on, and the bare optimizer loads it"""
-    options = {"gradient_accumulation_steps": 3, "save_strategy": "steps", "save_steps": 2}
-    folder = tmp_path / "checkpoint-2"
-    for checkpoint in (None, str(folder)):
-        model, opt, schedule = build()
-        trainer = make_trainer(tmp_path, opt, schedule, Rows(model), ROWS, **options)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        assert trainer.state.global_step == 4
-        assert_as_plain(model, opt, BATCHES, 3)
-    bare = adam(make_model().parameters())
-    bare.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
-    assert steps_of(bare) == 2
-    assert bare.param_groups[0]["lr"] == pytest.approx(0.05 * GAMMA**2)
+def run_trainer(*args):
+    make_trainer(*args).train()
 
 
 def make_module(model, opt, schedule, loss_weights=None):
@@ -275,7 +164,7 @@ def make_module(model, opt, schedule, loss_weights=None):
     return Module()
 
 
-def fit(folder, module, batches, ckpt_path=None, **kwargs):
+def fit(folder, module, ckpt_path=None, **kwargs):
     trainer = pytest.importorskip("lightning").Trainer(
         accelerator="cpu",
         default_root_dir=folder,
@@ -285,50 +174,17 @@ def fit(folder, module, batches, ckpt_path=None, **kwargs):
         enable_model_summary=False,
         **{"max_epochs": 1, **kwargs},
     )
-    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+    trainer.fit(module, DataLoader(BATCHES, batch_size=None), ckpt_path=ckpt_path)
     return trainer
 
 
-def test_lightning(tmp_path):
-    """Lightning: automatic optimization, `window=5`, `flush()`, `training_step` once per batch"""
-    model, opt, schedule = build(window=5)
-    module = make_module(model, opt, schedule)
-    fit(tmp_path, module, BATCHES)
-    assert module.calls == len(BATCHES)
-    assert_as_plain(model, opt, BATCHES, 5)
+def run_lightning(folder, model, opt, schedule, accumulation, clip):
+    options = {"accumulate_grad_batches": accumulation, "gradient_clip_val": clip}
+    fit(folder, make_module(model, opt, schedule), **options)
 
 
-def test_lightning_accumulates(tmp_path):
-    """Lightning: `accumulate_grad_batches=3` and `gradient_clip_val` around `window=1`"""
-    model, opt, schedule = build(max_norm=None)
-    module = make_module(model, opt, schedule)
-    fit(tmp_path, module, BATCHES, accumulate_grad_batches=3, gradient_clip_val=MAX_NORM)
-    assert_as_plain(model, opt, BATCHES, 3)
-
-
-def test_lightning_manual(tmp_path):
-    """Lightning: manual optimization, `accumulate(weight)`, `window=5`, `flush()` of the rest"""
-    weights = [1.0 + i % 3 for i in range(len(BATCHES))]
-    model, opt, schedule = build(window=5)
-    module = make_module(model, opt, schedule, weights)
-    fit(tmp_path, module, BATCHES)
-    assert_as_plain(model, opt, BATCHES, 5, weights=weights)
-
-
-def test_lightning_checkpoint(tmp_path):
-    """Lightning: a checkpoint between two epochs is resumed from as if nothing had happened"""
-    model, opt, schedule = build(window=4)
-    first = fit(tmp_path, make_module(model, opt, schedule), BATCHES)
-    first.save_checkpoint(tmp_path / "epoch.ckpt")
-
-    model, opt, schedule = build(window=4)
-    module = make_module(model, opt, schedule)
-    fit(tmp_path, module, BATCHES, ckpt_path=tmp_path / "epoch.ckpt", max_epochs=2)
-    assert module.calls == len(BATCHES)
-    assert_as_plain(model, opt, BATCHES * 2, 4)
-
-
-def run_ignite(model, opt, schedule, batches, accumulation=1):
+def run_ignite(folder, model, opt, schedule, accumulation, clip):
+    """Which does not clip."""
     engine = pytest.importorskip("ignite.engine")
     options = {"gradient_accumulation_steps": accumulation}
     trainer = engine.create_supervised_trainer(
@@ -346,37 +202,147 @@ def run_ignite(model, opt, schedule, batches, accumulation=1):
         if opt.stepped:
             schedule.step()
 
-    trainer.run([(batch, batch) for batch in batches], max_epochs=1)
+    trainer.run([(batch, batch) for batch in BATCHES], max_epochs=1)
 
 
-def test_ignite():
-    """ignite: `create_supervised_trainer`, `window=5`, `flush()` and the schedule in handlers"""
-    model, opt, schedule = build(window=5)
-    run_ignite(model, opt, schedule, BATCHES)
-    assert_as_plain(model, opt, BATCHES, 5)
+FRAMEWORKS = {
+    "accelerate": run_accelerate,
+    "trainer": run_trainer,
+    "lightning": run_lightning,
+    "ignite": run_ignite,
+}
 
 
-def test_ignite_accumulates():
-    """ignite: `gradient_accumulation_steps=3` around `window=1`"""
-    model, opt, schedule = build()
-    run_ignite(model, opt, schedule, BATCHES, accumulation=3)
-    assert_as_plain(model, opt, BATCHES, 3)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_their_own_accumulation(framework, tmp_path):
+    """Accelerate, Trainer, Lightning and ignite accumulate 3 batches around `window=1`, and clip"""
+    clips = framework != "ignite"
+    training = build(max_norm=None if clips else MAX_NORM)
+    FRAMEWORKS[framework](tmp_path, *training, 3, MAX_NORM if clips else None)
+    assert_as_plain(*training[:2], BATCHES, 3)
 
 
-@pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. every gradient was added to")
-@pytest.mark.parametrize("framework", ["trainer", "lightning", "ignite"])
-def test_two_windows_multiply(tmp_path, framework):
+@pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if name != "accelerate"])
+def test_two_windows_multiply(framework, tmp_path):
     """Trainer, Lightning and ignite: 2 batches of theirs in `window=3` are one step of 6"""
     model, opt, schedule = build(window=3)
     if framework == "trainer":
-        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: GAMMA ** (step // 3))
-        options = {"gradient_accumulation_steps": 2}
-        make_trainer(tmp_path, opt, schedule, Rows(model), ROWS, **options).train()
-    elif framework == "lightning":
-        fit(tmp_path, make_module(model, opt, schedule), BATCHES, accumulate_grad_batches=2)
-    else:
-        run_ignite(model, opt, schedule, BATCHES, accumulation=2)
+        schedule = LambdaLR(opt, lambda step: GAMMA ** (step // 3))
+    FRAMEWORKS[framework](tmp_path, model, opt, schedule, 2, None)
     assert_as_plain(model, opt, BATCHES, 6)
+
+
+def test_ignite(tmp_path):
+    """ignite: `create_supervised_trainer`, `window=5`, `flush()` and the schedule in handlers"""
+    model, opt, schedule = build(window=5)
+    run_ignite(tmp_path, model, opt, schedule, 1, None)
+    assert_as_plain(model, opt, BATCHES, 5)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_accelerate_with_a_scaler(window):
+    """Accelerate with a GradScaler: a prepared schedule waits where no step was taken"""
+    accelerator = make_accelerator()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    parameter = torch.nn.Parameter(torch.ones(()))
+    module = torch.nn.ParameterList([parameter])
+    opt = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window=window)
+    _, optimizer, scheduler = accelerator.prepare(module, opt, ExponentialLR(opt, 0.5))
+    taken = []
+    for number in range(4 * window):
+        factor = INF if number == window else 1.0  # the first micro-batch of the second window
+        accelerator.backward(parameter * factor)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        taken.append(not optimizer.step_was_skipped)
+    closing = [False] * (window - 1) + [True]
+    assert taken == closing + [False] * window + closing * 2
+    assert scheduler.get_last_lr() == [0.5**3]
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "outer-scaler"])
+def test_accelerate_accumulates_too(scaled):
+    """Accelerate: its own accumulation and `window=2` is an error, before anything has changed"""
+    make_accelerator(gradient_accumulation_steps=4)
+    model, opt, schedule = build(window=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+    scaler.scale(loss_of(model, BATCHES[0])).backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError) as error:
+        scaler.step(opt)
+    assert str(error.value) == (
+        "AccumulatingOptimizer.step: window must be 1 where Accelerate accumulates too, got "
+        "window=2 and gradient_accumulation_steps=4. Pass gradient_accumulation_steps=1 to "
+        "Accelerator, or window=1 to the optimizer"
+    )
+    assert_equal(parameters_of(model), parameters_of(make_model()))
+    assert_equal([p.grad for p in model.parameters()], grads)
+    assert opt.accumulation_state_dict()["micro_batches"] == 0
+    opt.window = 1
+    scaler.step(opt)
+    scaler.update()
+    schedule.step()
+    assert_as_plain(model, opt, BATCHES[:1], 1)
+
+
+class LabelledRows(Rows):
+    """A loss over the rows with a label alone, divided by what the Trainer counts."""
+
+    accepts_loss_kwargs = True
+
+    def forward(self, rows, labels, num_items_in_batch):
+        losses = self.net(rows).square().mean(1)
+        return {"loss": losses[labels != -100].sum() / num_items_in_batch}
+
+
+def test_trainer_counts_items(tmp_path):
+    """transformers Trainer: `num_items_in_batch` weighs what it accumulates, also at the end"""
+    model, opt, schedule = build()
+    kept = [batch[: 1 + i % 5] for i, batch in enumerate(BATCHES[:10])]
+    data = [
+        {"rows": row, "labels": 1 if i < len(some) else -100}
+        for batch, some in zip(BATCHES, kept)
+        for i, row in enumerate(batch)
+    ]
+    make_trainer(tmp_path, LabelledRows(model), opt, schedule, 4, data=data).train()
+    assert_as_plain(model, opt, kept, 4, weights=[len(some) for some in kept])
+
+
+def test_trainer_checkpoint(tmp_path):
+    """transformers Trainer: `resume_from_checkpoint` goes on, and the bare optimizer loads it"""
+    folder = tmp_path / "checkpoint-2"
+    for checkpoint in (None, str(folder)):
+        training = build()
+        options = {"save_strategy": "steps", "save_steps": 2}
+        trainer = make_trainer(tmp_path, *training, 3, **options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.state.global_step == 4
+        assert_as_plain(*training[:2], BATCHES, 3)
+    bare = adam(make_model().parameters())
+    bare.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    assert steps_of(bare) == 2
+    assert bare.param_groups[0]["lr"] == pytest.approx(0.05 * GAMMA**2)
+
+
+def test_lightning_manual(tmp_path):
+    """Lightning: manual optimization, `accumulate(weight)`, `window=5`, `flush()` of the rest"""
+    weights = [1.0 + i % 3 for i in range(len(BATCHES))]
+    training = build(window=5)
+    fit(tmp_path, make_module(*training, weights))
+    assert_as_plain(*training[:2], BATCHES, 5, weights=weights)
+
+
+def test_lightning_checkpoint(tmp_path):
+    """Lightning: a checkpoint between two epochs is resumed from as if nothing had happened"""
+    first = fit(tmp_path, make_module(*build(window=4)))
+    first.save_checkpoint(tmp_path / "epoch.ckpt")
+
+    training = build(window=4)
+    module = make_module(*training)
+    fit(tmp_path, module, ckpt_path=tmp_path / "epoch.ckpt", max_epochs=2)
+    assert module.calls == len(BATCHES)
+    assert_as_plain(*training[:2], BATCHES * 2, 4)
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["bare", "under-accelerate"])
@@ -398,12 +364,16 @@ def test_schedule_free(prepared):
     model = make_model()
     opt = AccumulatingOptimizer(make(model.parameters()), window=3, max_norm=MAX_NORM)
     optimizer = make_accelerator().prepare(opt) if prepared else opt
-    optimizer.eval()
-    optimizer.train()
-    for batch in BATCHES:
+    for number, batch in enumerate(BATCHES):
         loss_of(model, batch).backward()
+        if number == 2:  # a step of the window would not be one in train mode
+            optimizer.eval()
+            with pytest.raises(Exception, match="train mode"):
+                optimizer.step()
+            optimizer.train()
         optimizer.step()
         optimizer.zero_grad()
-    assert_close([p.detach() for p in model.parameters()], training)
+    assert_close(parameters_of(model), training)
     optimizer.eval()
-    assert_close([p.detach() for p in model.parameters()], averaged)
+    assert_close(parameters_of(model), averaged)
+    assert not hasattr(build()[1], "train")

@@ -9,9 +9,9 @@ import types
 from contextlib import contextmanager
 
 import pytest
-import ranks
 import torch
 import your_loops
+from ranks import across
 from support import ROOT
 from support.optimizer_oracle import EXACT, NAN, assert_close, parameters_of
 from torch import nn
@@ -131,64 +131,39 @@ def trained(name, side, batches, tmp_path, model=None):
     return parameters_of(model), returned
 
 
-def assert_as_defined(name, tmp_path):
-    """Both sides end where steps on each window's gradient end."""
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FRAMEWORKS]
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *STAND_INS, *DECODERS, *SLOW])
+def test_both_sides_are_the_same_training(name, tmp_path, monkeypatch):
+    """Plain loops, AMP, frameworks, decoders, stand-ins of apex, Liger and cut_cross_entropy"""
+    if name in FRAMEWORKS:
+        pytest.importorskip({"trainer": "transformers"}.get(name, name))
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     loop = LOOPS[name]
     batches = loop.batches()
     expected, norms = by_definition(loop, batches)
     if loop.max_norm is not None:
         assert max(norms) > loop.max_norm > min(norms)  # a factor in all of them would be seen
+    losses = []
     for side in SIDES:
-        parameters, _ = trained(name, side, batches, tmp_path)
+        parameters, returned = trained(name, side, batches, tmp_path)
         assert_close(parameters, expected)
+        losses.append(returned)
+    if name in DECODERS[1:]:  # which collect their loss
+        assert losses[0] == pytest.approx(losses[1].item(), rel=EXACT)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_loops(name, tmp_path):
-    """The tutorial loop, AMP with a GradScaler, a head in slices: the same parameters"""
-    assert_as_defined(name, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_frameworks(name, tmp_path, monkeypatch):
-    """Loops of Accelerate, Lightning, ignite and the Trainer: the same parameters"""
-    package = {"trainer": "transformers"}.get(name, name)
-    pytest.importorskip(package)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert_as_defined(name, tmp_path)
-
-
-@pytest.mark.parametrize("name", STAND_INS)
-def test_loops_of_packages_that_are_not_here(name, tmp_path):
-    """Loops of apex, Liger and cut_cross_entropy, of which stand-ins run: the same parameters"""
-    assert_as_defined(name, tmp_path)
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_decoders(name, tmp_path):
-    """Decoders fed their argmax, a backward pass per sequence or per token: the same parameters"""
-    assert_as_defined(name, tmp_path)
-
-
-@pytest.mark.parametrize("name", DECODERS[1:])
-def test_running_losses(name, tmp_path):
-    """Loops that collect their loss return the same loss from both sides"""
-    batches = LOOPS[name].batches()
-    (_, before), (_, after) = (trained(name, side, batches, tmp_path) for side in SIDES)
-    assert before == pytest.approx(after.item(), rel=EXACT)
-
-
-@pytest.mark.process
-def test_several_processes(tmp_path_factory):
+@across(WORLD)
+def test_several_processes(rank, world):
     """DistributedDataParallel with `no_sync`, two processes: the same parameters"""
-    seen = ranks.run_on(WORLD, (your_loops.on_ranks,), "your-loops", tmp_path_factory)
     loop = LOOPS["ddp"]
-    expected, norms = by_definition(loop, loop.batches(), N * WORLD)
+    expected, norms = by_definition(loop, loop.batches(), N * world)
     assert max(norms) > loop.max_norm > min(norms)
-    for rank in seen:
-        for side in SIDES:
-            assert_close(rank["on_ranks"][side], expected)
+    for side in SIDES:
+        model = loop.model()
+        function("ddp", side)(model, loader(loop.batches()[rank::world]), N)
+        assert_close(parameters_of(model), expected)
 
 
 def test_the_loss_of_a_head_in_slices():
@@ -213,39 +188,33 @@ def test_one_step(side):
     assert w.item() == pytest.approx(1.2, rel=EXACT)
 
 
-def test_the_last_window_of_the_tutorial_loop(tmp_path):
-    """A last window of two: the tutorial loop steps half as far, `flush` on the mean"""
-    loop = LOOPS["tutorial"]
-    batches = loop.batches()[: 2 * N + 2]
-    mean, _ = by_definition(loop, batches)
-    (before, _), (after, _) = (trained("tutorial", side, batches, tmp_path) for side in SIDES)
-    assert_close(after, mean)
-    assert_close(before, by_definition(loop, batches, divisor=N)[0])
-    assert all((b - m).norm() > 1e-3 * m.norm() for b, m in zip(before, mean))
-
-
-@pytest.mark.parametrize("name", ["accelerate", "lightning"])
-def test_the_last_window_of_frameworks(name, tmp_path, monkeypatch):
-    """Accelerate and Lightning divide a last window of two by four as well; `flush` does not"""
-    pytest.importorskip(name)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    loop = LOOPS[name]
-    batches = loop.batches()[: 2 * N + 2]
+def last_window(name, count, tmp_path):
+    """The batches, and the parameters of both sides after them."""
+    if name not in PLAIN:
+        pytest.importorskip(name)
+    batches = LOOPS[name].batches()[:count]
     (before, _), (after, _) = (trained(name, side, batches, tmp_path) for side in SIDES)
-    assert_close(after, by_definition(loop, batches)[0])
-    assert_close(before, by_definition(loop, batches, divisor=N)[0])
+    return batches, before, after
+
+
+@pytest.mark.parametrize("name", ["tutorial", "accelerate", "lightning"])
+def test_a_last_window_of_two(name, tmp_path, monkeypatch):
+    """A last window of two: loop, Accelerate, Lightning step half as far, `flush` on the mean"""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    batches, before, after = last_window(name, 2 * N + 2, tmp_path)
+    mean, _ = by_definition(LOOPS[name], batches)
+    assert_close(after, mean)
+    assert_close(before, by_definition(LOOPS[name], batches, divisor=N)[0])
+    far = [(b - m).norm() > 1e-3 * m.norm() for b, m in zip(before, mean)]
+    assert all(far) or name != "tutorial"  # the others clip both
 
 
 @pytest.mark.parametrize("name", ["amp", "ignite", "head_slices"])
 def test_a_last_window_that_nobody_steps_on(name, tmp_path):
     """A loop with a modulo alone never steps on its last two batches; `flush` does"""
-    if name == "ignite":
-        pytest.importorskip(name)
-    loop = LOOPS[name]
-    batches = loop.batches()[: N + 2]
-    (before, _), (after, _) = (trained(name, side, batches, tmp_path) for side in SIDES)
-    assert_close(before, by_definition(loop, batches[:N])[0])
-    assert_close(after, by_definition(loop, batches)[0])
+    batches, before, after = last_window(name, N + 2, tmp_path)
+    assert_close(before, by_definition(LOOPS[name], batches[:N])[0])
+    assert_close(after, by_definition(LOOPS[name], batches)[0])
 
 
 def test_a_window_that_amp_skips(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,7 @@ from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 BATCHES = make_batches(9)
 POLICIES = ["skip_window", "skip_micro_batch", "raise"]
 LOOPS = [one_call, own_backward, outer_scaler]
+every_loop = pytest.mark.parametrize("loop", LOOPS)
 
 
 def sgd(parameters):
@@ -33,25 +36,34 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["afterwards", "in-backward"])
-@pytest.mark.parametrize("frozen", [{3, 4, 5}, {1, 4, 5, 6}], ids=["a-window", "inside-windows"])
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_parameters_may_freeze_and_thaw(loop, window, frozen, in_backward):
-    """Parameters frozen and unfrozen during the run, between windows or inside one"""
-    reference, model = make_model(), make_model()
-    by_hand = ByHand(reference.parameters(), sgd)
-    opt = wrapped(model, sgd, window=window, accumulate_in_backward=in_backward)
-    scaler = growing_scaler()
-    for i, batch in enumerate(BATCHES):
-        for some in (reference, model):
-            some[0].requires_grad_(i not in frozen)
-        by_hand.add(loss_of(reference, batch))
-        loop(opt, loss_of(model, batch), scaler)
-        assert opt.stepped == ((i + 1) % window == 0)
+def assert_as_by_hand(loop, reference, model, losses, weights=(1.0,) * 9, **options):
+    """`losses(model)` yields the loss of each micro-batch, and may change the model before it."""
+    max_norm, make = options.get("max_norm"), options.pop("make", sgd)
+    by_hand = ByHand(reference.parameters(), make, max_norm=max_norm)
+    opt, scaler = wrapped(model, make, **options), growing_scaler()
+    for expected, loss, weight in zip(losses(reference), losses(model), weights):
+        by_hand.add(expected, weight)
+        loop(opt, loss, scaler, weight)
         if opt.stepped:
             by_hand.step()
             assert_close(parameters_of(model), parameters_of(reference))
+    assert opt.stepped
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["afterwards", "in-backward"])
+@pytest.mark.parametrize("frozen", [{3, 4, 5}, {1, 4, 5, 6}], ids=["a-window", "inside-windows"])
+@pytest.mark.parametrize("window", [1, 3])
+@every_loop
+def test_parameters_may_freeze_and_thaw(loop, window, frozen, in_backward):
+    """Parameters frozen and unfrozen during the run, between windows or inside one"""
+
+    def losses(model):
+        for i, batch in enumerate(BATCHES):
+            model[0].requires_grad_(i not in frozen)
+            yield loss_of(model, batch)
+
+    options = {"window": window, "accumulate_in_backward": in_backward}
+    assert_as_by_hand(loop, make_model(), make_model(), losses, **options)
 
 
 class Tied(nn.Module):
@@ -69,52 +81,33 @@ class Tied(nn.Module):
         return F.cross_entropy(self.head(self.embedding(tokens[:-1])), tokens[1:])
 
 
+TEXTS = [torch.tensor(text) for text in ([1, 2, 3, 1], [0, 4, 4, 5], [2, 1, 0, 3])] * 2
+
+
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("loop", LOOPS)
+@every_loop
 def test_tied_parameters(loop, window, sparse):
     """One weight at both ends of a model, also with a sparse gradient from one end"""
-    texts = [torch.tensor(t) for t in ([1, 2, 3, 1], [0, 4, 4, 5], [2, 1, 0, 3])] * 2
-    reference, model = Tied(sparse=False), Tied(sparse)
-    by_hand = ByHand(reference.parameters(), sgd)
-    opt = wrapped(model, sgd, window=window)
-    scaler = growing_scaler()
-    for some in windows_of(texts, window):
-        for text in some:
-            by_hand.add(reference(text))
-            loop(opt, model(text), scaler)
-        by_hand.step()
-    assert opt.stepped
-    assert_close(parameters_of(model), parameters_of(reference))
+    assert_as_by_hand(loop, Tied(False), Tied(sparse), lambda m: map(m, TEXTS), window=window)
 
 
-@pytest.mark.parametrize("on_nonfinite", POLICIES)
 @pytest.mark.parametrize("max_norm", [None, 0.1])
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("window", "on_nonfinite"), [*product([3], POLICIES), (1, "skip_window")])
+@every_loop
 def test_sparse_gradients(loop, window, max_norm, on_nonfinite):
     """`nn.Embedding(sparse=True)` trains as a dense one, with clipping and scalers"""
-    tokens = [torch.tensor([1, 1, 4]), torch.tensor([0, 4, 4]), torch.tensor([2, 1, 0])] * 2
-
-    def make(sparse):
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            return nn.Embedding(6, 3, sparse=sparse, dtype=torch.float64)
 
     def plain_sgd(parameters):  # weight decay would touch rows that a sparse gradient leaves out
         return torch.optim.SGD(parameters, lr=0.1)
 
-    dense, sparse = make(False), make(True)
-    by_hand, scaler = ByHand(dense.parameters(), plain_sgd, max_norm=max_norm), growing_scaler()
-    options = {"max_norm": max_norm, "on_nonfinite": on_nonfinite}
-    own = scaler if loop is one_call else None
-    opt = wrapped(sparse, plain_sgd, window=window, scaler=own, **options)
-    for some in windows_of(tokens, window):
-        for t in some:
-            by_hand.add(dense(t).square().sum())
-            loop(opt, sparse(t).square().sum(), scaler)
-        by_hand.step()
-    assert_close(parameters_of(sparse), parameters_of(dense))
+    def losses(model):
+        return (model.embedding(text).square().sum() for text in TEXTS)
+
+    options = {"window": window, "max_norm": max_norm, "on_nonfinite": on_nonfinite}
+    if loop is one_call:
+        options["scaler"] = growing_scaler()
+    assert_as_by_hand(loop, Tied(False), Tied(True), losses, make=plain_sgd, **options)
 
 
 # Adagrad makes sparse tensors without saying whether torch should check them.
@@ -136,32 +129,24 @@ def test_sparse_gradients_stay_sparse(kind, window):
     assert all(seen)
 
 
-@pytest.mark.parametrize("order", ["sparse-first", "dense-first"])
+@pytest.mark.parametrize("order", [1, -1], ids=["sparse-first", "dense-first"])
 @pytest.mark.parametrize("on_nonfinite", POLICIES)
-@pytest.mark.parametrize("loop", LOOPS)
+@every_loop
 def test_sparse_and_dense_gradients_by_turns(loop, on_nonfinite, order):
     """A parameter with a sparse gradient in one micro-batch and a dense one in the next"""
 
-    def losses(weight, sparse):
-        tokens = torch.tensor([1, 1, 4])
-        looked_up = F.embedding(tokens, weight, sparse=sparse).square().sum()
-        projected = (weight @ torch.ones(3, dtype=torch.float64)).square().sum()
-        pair = [looked_up, projected]
-        return pair if order == "sparse-first" else pair[::-1]
+    def losses(model):
+        looked_up = model.embedding(torch.tensor([1, 1, 4])).square().sum()
+        projected = model.head(torch.ones(3, dtype=torch.float64)).square().sum()
+        yield from [looked_up, projected][::order]
 
-    start = torch.linspace(-1, 1, 18, dtype=torch.float64).reshape(6, 3)
-    reference, weight = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    by_hand, scaler = ByHand([reference], sgd), growing_scaler()
-    opt = AccumulatingOptimizer(sgd([weight]), window=4, on_nonfinite=on_nonfinite)
-    weights = iter([2.0, 3.0, 0.0, 0.5] if loop is one_call else [1.0] * 4)
-    for _ in range(2):
-        for expected, loss in zip(losses(reference, False), losses(weight, True)):
-            counts = next(weights)
-            by_hand.add(expected, counts)
-            loop(opt, loss, scaler, counts)
-    by_hand.step()
-    assert opt.stepped
-    assert_close([weight.detach()], [reference.detach()])
+    def twice(model):
+        yield from losses(model)
+        yield from losses(model)
+
+    weights = [2.0, 3.0, 0.0, 0.5] if loop is one_call else [1.0] * 4
+    options = {"window": 4, "on_nonfinite": on_nonfinite}
+    assert_as_by_hand(loop, Tied(False), Tied(True), twice, weights, **options)
 
 
 @pytest.mark.parametrize("on_nonfinite", POLICIES)
@@ -184,7 +169,7 @@ def test_parameters_without_gradients_in_some_micro_batches(loop, own, on_nonfin
 @pytest.mark.parametrize("on_nonfinite", POLICIES[:2])
 @pytest.mark.parametrize("before", ["frozen", "trainable"])
 @pytest.mark.parametrize("added_at", [3, 4], ids=["between-windows", "inside-a-window"])
-@pytest.mark.parametrize("loop", LOOPS)
+@every_loop
 def test_a_parameter_group_is_added(loop, added_at, before, on_nonfinite):
     """`add_param_group` between windows or inside one, with a learning rate of its own"""
     reference, model = make_model(), make_model()
@@ -213,16 +198,14 @@ def test_the_gradients_of_others_are_left_alone(loop, window):
     reference, model = make_model(), make_model()
     by_hand = ByHand(reference[2].parameters(), sgd)
     opt = wrapped(model[2], sgd, window=window)
-    others = [torch.zeros_like(p) for p in reference[0].parameters()]
-    for i, batch in enumerate(BATCHES):
-        loss = loss_of(reference, batch)
+    for batch in BATCHES:
         by_hand.add(loss_of(reference, batch))
-        for other, grad in zip(others, torch.autograd.grad(loss, list(reference[0].parameters()))):
-            other += grad
+        loss_of(reference, batch).backward(inputs=list(reference[0].parameters()))
         loop(opt, loss_of(model, batch))
-        if (i + 1) % window == 0:
+        if opt.stepped:
             by_hand.step()
-    assert_close([p.grad for p in model[0].parameters()], others)
+    pairs = zip(model[0].parameters(), reference[0].parameters())
+    assert_close(*zip(*((p.grad, r.grad) for p, r in pairs)))
     assert_close(parameters_of(model), parameters_of(reference))
 
 

@@ -7,7 +7,6 @@ that the optimizer stepped first.
 from __future__ import annotations
 
 import inspect
-from itertools import pairwise
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from support.optimizer_oracle import (
     own_backward,
     parameters_of,
     through_a_file,
+    windows_of,
 )
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -28,8 +28,7 @@ from torch.optim.swa_utils import SWALR
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 WINDOW = 2
-COUNT = 16
-BATCHES = make_batches(COUNT)
+BATCHES = make_batches(16)
 # Validation losses as they might be after each window: they fall, then stay.
 METRICS = [1.0, 0.9, 0.9, 0.9, 0.9, 0.8, 0.8, 0.8]
 
@@ -60,14 +59,16 @@ SCHEDULERS = {
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
     "SWALR": lambda o: SWALR(o, swa_lr=0.01, anneal_epochs=3),
+    "a warm-up from zero": lambda o: lr_scheduler.LambdaLR(o, lambda n: n / 4),
 }
 EXPORTED = [
     name
     for name, value in vars(lr_scheduler).items()
     if inspect.isclass(value) and issubclass(value, lr_scheduler.LRScheduler)
 ]
-CLASSES = sorted({*EXPORTED, "SWALR"} - {"LRScheduler", "_LRScheduler"})
+CLASSES = sorted({*EXPORTED, "SWALR", "a warm-up from zero"} - {"LRScheduler", "_LRScheduler"})
 
+RELOADS = ["never", "in-place", "into-new-objects"]
 OPTIMIZERS = {
     "sgd-momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
     "adam": lambda groups: torch.optim.Adam(groups, lr=0.05),
@@ -88,98 +89,69 @@ def rates(opt):
     ]
 
 
-def advance(scheduler, window):
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(METRICS[window])
-    else:
-        scheduler.step()
+def train(make_optimizer, make_scheduler, window=WINDOW, reload="never"):
+    """Parameters and the rates after every window; without a window, the bare optimizer's."""
 
+    def build():
+        model = make_model()
+        optimizer = make_optimizer(groups_of(model))
+        opt = AccumulatingOptimizer(optimizer, window=window) if window else optimizer
+        return model, opt, make_scheduler(opt)
 
-def train_bare(make_optimizer, make_scheduler):
-    """Parameters and the rates after every window, on the joined batches."""
-    model = make_model()
-    opt = make_optimizer(groups_of(model))
-    scheduler = make_scheduler(opt)
+    model, opt, scheduler = things = build()
     history = [rates(opt)]
-    for window, start in enumerate(range(0, len(BATCHES), WINDOW)):
-        opt.zero_grad()
-        loss_of(model, torch.cat(BATCHES[start : start + WINDOW])).backward()
-        opt.step()
-        advance(scheduler, window)
-        history.append(rates(opt))
+    for number, some in enumerate(windows_of(BATCHES, WINDOW)):
+        if number in (3, 5) and reload != "never":
+            states = through_a_file([thing.state_dict() for thing in things])
+            things = build() if reload == "into-new-objects" else things
+            for thing, state in zip(things, states):
+                thing.load_state_dict(state)
+            model, opt, scheduler = things
+        for batch in some if window else [torch.cat(some)]:
+            own_backward(opt, loss_of(model, batch))
+        plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        scheduler.step(*[METRICS[number]] * plateau)
+        history.append(rates(getattr(opt, "optimizer", opt)))
     return parameters_of(model), history
 
 
-class Wrapped:
-    """The same with windows of two micro-batches."""
-
-    def __init__(self, make_optimizer, make_scheduler):
-        self.model = make_model()
-        optimizer = make_optimizer(groups_of(self.model))
-        self.opt = AccumulatingOptimizer(optimizer, window=WINDOW)
-        self.scheduler = make_scheduler(self.opt)
-        self.history = [rates(optimizer)]
-
-    def run(self, start=0, stop=COUNT, loop=one_call):
-        for i in range(start, stop):
-            loop(self.opt, loss_of(self.model, BATCHES[i]))
-            if self.opt.stepped:
-                advance(self.scheduler, i // WINDOW)
-                self.history.append(rates(self.opt.optimizer))
-
-    def saved(self):
-        """Its state, as a file holds it."""
-        return through_a_file([thing.state_dict() for thing in self.things()])
-
-    def things(self):
-        return self.model, self.opt, self.scheduler
-
-    def load(self, states):
-        for thing, state in zip(self.things(), states):
-            thing.load_state_dict(state)
-
-    def check(self, expected):
-        assert self.history == expected[1]
-        assert_close(parameters_of(self.model), expected[0])
+def assert_as_bare(make_optimizer, make_scheduler, **options):
+    parameters, history = train(make_optimizer, make_scheduler, **options)
+    expected, rates_of_bare = train(make_optimizer, make_scheduler, window=None)
+    assert history == rates_of_bare
+    assert len({tuple(rates[0] for rates in row) for row in history}) > 1
+    assert_close(parameters, expected)
 
 
-@pytest.mark.parametrize("reload", ["never", "in-place", "into-new-objects"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("name", CLASSES)
+# Every class with every reload, and with every optimizer.
+CASES = [
+    (name, list(OPTIMIZERS)[(number + i) % len(OPTIMIZERS)], reload)
+    for number, name in enumerate(CLASSES)
+    for i, reload in enumerate(RELOADS)
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "reload"), CASES)
 def test_every_scheduler_reaches_the_wrapped_optimizer(name, kind, reload):
     """Every `lr_scheduler` class and SWALR, momentum too, before and after `load_state_dict`"""
-    made = OPTIMIZERS[kind], SCHEDULERS[name]
-    expected = train_bare(*made)
-    assert len({tuple(rates[0] for rates in row) for row in expected[1]}) > 1
-    training = Wrapped(*made)
-    for start, stop in pairwise((0, 6, 10, COUNT)):
-        if start and reload != "never":
-            states, history = training.saved(), training.history
-            training = Wrapped(*made) if reload == "into-new-objects" else training
-            training.load(states)
-            training.history = history
-        training.run(start, stop)
-    training.check(expected)
+    assert_as_bare(OPTIMIZERS[kind], SCHEDULERS[name], reload=reload)
 
 
 @pytest.mark.parametrize("scheduled", ["before-wrapping", "after-wrapping"])
 def test_a_scheduler_of_the_bare_optimizer_goes_on(scheduled):
     """A scheduler made of the optimizer itself, before or after it is wrapped"""
-    make, schedule = OPTIMIZERS["sgd-momentum"], SCHEDULERS["OneCycleLR"]
-    schedulers = []
 
-    def scheduled_before(groups):
-        bare = make(groups)
+    def make(groups):
+        bare = OPTIMIZERS["sgd-momentum"](groups)
         if scheduled == "before-wrapping":
-            schedulers.append(schedule(bare))
+            bare.scheduler = SCHEDULERS["OneCycleLR"](bare)
         return bare
 
-    def scheduler_of(opt):
-        return schedulers[0] if schedulers else schedule(opt.optimizer)
+    def schedule(opt):
+        bare = getattr(opt, "optimizer", opt)
+        return getattr(bare, "scheduler", None) or SCHEDULERS["OneCycleLR"](bare)
 
-    training = Wrapped(scheduled_before, scheduler_of)
-    training.run()
-    training.check(train_bare(make, schedule))
+    assert_as_bare(make, schedule)
 
 
 @pytest.mark.parametrize("reload", [False, True], ids=["fresh", "after-load-state-dict"])
@@ -211,14 +183,3 @@ def test_no_warning_about_the_order_of_steps(first):
     assert opt.last.skipped == (first == "skipped")
     scheduler.step()
     assert opt.optimizer.param_groups[0]["lr"] == 0.05 * 0.9
-
-
-def test_a_warmup_from_zero_counts_every_window():
-    """A warm-up that starts from a learning rate of zero"""
-
-    def warmup(opt):
-        return lr_scheduler.LambdaLR(opt, lambda n: n / 4)
-
-    training = Wrapped(OPTIMIZERS["adam"], warmup)
-    training.run(loop=own_backward)
-    training.check(train_bare(OPTIMIZERS["adam"], warmup))

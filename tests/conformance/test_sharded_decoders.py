@@ -1,191 +1,328 @@
-"""Decoders whose modules `fully_shard` (FSDP2) wraps one by one, 2 and 3 processes."""
+"""Decoders, slices and steps over modules of `fully_shard` (FSDP2), 2 processes."""
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
-import ranks
 import torch
-from sharded_decoders import CASES, SCENARIOS, several_uses
-from sharded_modules import (
+import torch.nn.functional as F
+from decoders import (
     CELLS,
+    ONCE,
+    SIZE,
+    STEPS,
+    VOCABULARY,
+    assert_gradients,
+    by_decode_loss,
+    by_rollout,
+    collectives,
+    full,
     gradients,
+    in_slices,
+    is_resharded,
     make,
-    mean_loss,
+    mean_over_ranks,
     micro_batches,
+    sharded,
+    step_of,
     tied,
-    trained,
 )
-from support.optimizer_oracle import assert_close, assert_equal
+from ranks import across
+from support.optimizer_oracle import assert_close, assert_equal, wrapped
+from torch import nn
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+import accumext
 
 pytestmark = pytest.mark.process
 
-
-@pytest.fixture(scope="module", params=[2, 3], ids=lambda world: f"{world}-processes")
-def seen(request, tmp_path_factory):
-    return ranks.run_on(request.param, SCENARIOS, "sharded-decoders", tmp_path_factory)
-
-
-@pytest.mark.parametrize(("kind", "feedback"), CASES)
-def test_decode_loss_of_sharded_modules(seen, kind, feedback):
-    """`decode_loss` of modules sharded one by one, its gradients and windows equal one process"""
-    loss, grads = gradients(kind, feedback)
-    assert_close([mean_loss(seen, "one_by_one", (kind, feedback))], [loss])
-    for rank in seen:
-        case = rank["one_by_one"]["cases"][kind, feedback]
-        assert_close(case["grads"], grads)
-        assert_close(case["parameters"], trained(kind, feedback))
+WINDOW = 2
+CHUNKS = 16
+CASES = {
+    f"{kind}-{feedback}": {"kind": kind, "feedback": feedback}
+    for kind in CELLS
+    for feedback in ("teacher", "greedy")
+}
 
 
-@pytest.mark.parametrize("kind", CELLS)
-def test_sharded_decoders_that_are_reduced_once_per_window(seen, kind):
-    """`decode_loss` of sharded modules with `synchronize="window"` equals one process"""
-    for rank in seen:
-        assert_close(rank["once_per_window"]["cases"][kind], trained(kind, "greedy"))
+@across(2, cases=CASES)
+def test_decode_loss_of_sharded_modules(rank, world, kind, feedback):
+    """`decode_loss` of modules sharded one by one gathers each twice and reduces it once"""
+    model = sharded(kind)
+    features, targets = next(micro_batches(rank, world))
+    with collectives() as begun:
+        loss = model(features, targets, feedback)
+        after_forward = is_resharded(*model.parts()[1:])
+        loss.backward()
+    mean = mean_over_ranks(loss)
+    seen = assert_gradients(model, gradients(kind, feedback)[1])
+    assert_close([mean], [gradients(kind, feedback)[0]])
+    assert begun == ONCE
+    assert after_forward
+    assert model.reduced_early
+    assert is_resharded(*model.parts())
+    return seen
 
 
-@pytest.mark.parametrize(("kind", "feedback"), CASES)
-def test_a_call_gathers_and_reduces_once(seen, kind, feedback):
-    """`decode_loss` gathers sharded modules once forward, once backward, and reduces them once"""
-    for rank in seen:
-        case = rank["one_by_one"]["cases"][kind, feedback]
-        # The encoder, which FSDP takes for a root, is gathered forward only.
-        assert case["collectives"] == {"allgather": 3 * 2 + 1, "reduce_scatter": 4}
-        assert case["resharded"] == [True, True, True]
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 
-@pytest.mark.parametrize(("kind", "feedback"), CASES)
-@pytest.mark.parametrize("inner", [False, True], ids=["alone", "with_parts"])
-def test_decode_loss_in_a_sharded_parent(seen, kind, feedback, inner):
-    """`decode_loss` in the forward of a sharded model, whose parts may be sharded by themselves"""
-    loss, grads = gradients(kind, feedback)
-    assert_close([mean_loss(seen, "one_parent", (kind, feedback, inner))], [loss])
-    for rank in seen:
-        assert_close(rank["one_parent"]["cases"][kind, feedback, inner]["grads"], grads)
+WAYS = {
+    f"{kind}-{synchronize}": {"kind": kind, "synchronize": synchronize}
+    for kind in CELLS
+    for synchronize in ("backward", "window")
+}
 
 
-def test_a_weight_that_embedding_and_head_share(seen):
-    """A weight of embedding and head, sharded by `fully_shard([embedding, head])` in a parent"""
-    model = tied()
-    model.by_the_book(*next(micro_batches()), "greedy").backward()
-    for rank in seen:
-        assert_close(rank["tied_in_one_group"]["grads"], [p.grad for p in model.parameters()])
+@across(2, cases=WAYS)
+def test_windows_of_sharded_decoders(rank, world, kind, synchronize):
+    """Windows of `decode_loss` of sharded modules, reduced at once or once, equal one process"""
+    model, reference = sharded(kind), make(kind)
+    opt = wrapped(model, momentum, window=WINDOW, synchronize=synchronize)
+    for features, targets in micro_batches(rank, world):
+        with opt.micro_batch(model):
+            opt.backward(model(features, targets, "greedy"))
+        opt.step()
+    plain = momentum(reference.parameters())
+    for number, (features, targets) in enumerate(micro_batches(), 1):
+        (reference.by_the_book(features, targets, "greedy") / WINDOW).backward()
+        if number % WINDOW == 0:
+            plain.step()
+            plain.zero_grad()
+    assert_close(full(model.parameters()), [p.detach() for p in reference.parameters()])
 
 
-@pytest.mark.parametrize("kind", CELLS)
-def test_several_calls_in_one_backward_pass(seen, kind):
-    """Two losses and uses of a sharded head between them, in one backward pass"""
-    model = make(kind)
-    several_uses(model, model.by_the_book, *next(micro_batches())).backward()
-    for rank in seen:
-        grads = rank["several_calls"]["cases"][kind]
-        assert_close(grads, [p.grad for p in model.parameters()])
+# Other ways to shard a decoder: each returns what is sharded
 
 
-def test_a_shared_weight_that_is_sharded_twice_is_two_weights(seen):
+def in_a_parent(model):
+    return fully_shard(model)
+
+
+def one_by_one(model, parts=None):
+    for part in model.parts() if parts is None else parts:
+        fully_shard(part)
+    return model
+
+
+def one_by_one_in_a_parent(model):
+    return fully_shard(one_by_one(model))
+
+
+def two_together_in_a_parent(model):
+    """A weight that embedding and head share."""
+    model.head.weight = model.embedding.weight
+    fully_shard([model.embedding, model.head])
+    return fully_shard(model)
+
+
+def beside_a_compiled_cell(model):
+    """In one graph, without a break or a warning."""
+    one_by_one(model, [model.encoder, model.embedding, model.head])
+    model.cell = torch.compile(model.cell, backend="eager", fullgraph=True)
+    return model
+
+
+# Other uses of its parts
+
+
+def several_uses(model, features, targets, loss_of=None):
+    """Two losses, and the head and the embedding used by themselves between them."""
+    loss_of = loss_of or model
+    with torch.no_grad():  # a call without any backward pass
+        loss_of(features, targets, "greedy")
+    first = loss_of(features, targets, "teacher")
+    between = model.head(model.embedding(targets)).square().mean()
+    return first + between + 2 * loss_of(features, targets, "greedy")
+
+
+def with_a_method_one_by_one(model):
+    model.cell.one_step = model.cell.forward
+    one_by_one(model)
+    register_fsdp_forward_method(model.cell, "one_step")
+    return model
+
+
+def with_a_method(model, features, targets):
+    """A cell that is a method, known to FSDP as a forward method."""
+    parts = model.embedding, model.cell.one_step, model.head
+    return accumext.decode_loss(*parts, targets, model.state(features), feedback="greedy").loss
+
+
+def by_tbptt(model, features, targets):
+    """Which runs the backward pass itself."""
+    options = {"criterion": F.cross_entropy, "k1": STEPS, "feedback": "greedy"}
+    accumext.tbptt(step_of(model), targets, model.state(features), **options)
+
+
+def use(shard, run, *kinds, begun=None):
+    """With these cells, and what is begun if it is to be counted."""
+    name = f"{run.__name__}-{shard.__name__}"
+    options = {"shard": shard, "run": run, "expected": begun}
+    return {f"{name}-{kind}": {"kind": kind, **options} for kind in kinds}
+
+
+USES = {
+    **use(in_a_parent, by_decode_loss, *CELLS),
+    **use(one_by_one_in_a_parent, by_decode_loss, *CELLS),
+    **use(two_together_in_a_parent, by_decode_loss, "gru"),
+    **use(beside_a_compiled_cell, by_decode_loss, "module"),
+    **use(one_by_one, several_uses, *CELLS),
+    **use(with_a_method_one_by_one, with_a_method, "module", begun=ONCE),
+    **use(one_by_one, in_slices, "module", begun={"reduce_scatter": 4}),
+    **use(one_by_one, by_rollout, "gru", "lstm_cell", "module", begun=ONCE),
+    **use(one_by_one, by_tbptt, "gru", "lstm_cell", "module", begun=ONCE),
+}
+
+
+@across(2, cases=USES)
+def test_every_way_to_shard_and_to_use_a_decoder(rank, world, kind, shard, run, expected):
+    """Parents, shared weights, methods, compiled cells, slices, `rollout`, `tbptt`: one process"""
+    reference = make(kind)
+    if shard is two_together_in_a_parent:
+        reference.head.weight = reference.embedding.weight
+    if run is several_uses:
+        loss = several_uses(reference, *next(micro_batches()), reference.by_the_book)
+    else:
+        loss = reference.by_the_book(*next(micro_batches()), "greedy")
+    loss.backward()
+    model = shard(make(kind))
+    # Nobody averages the gradients of a cell that is not sharded.
+    mine = (0, 1) if shard is beside_a_compiled_cell else (rank, world)
+    with collectives() if expected else nullcontext() as begun, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*global hooks")
+        loss = run(model, *next(micro_batches(*mine)))
+        if loss is not None:
+            loss.backward()
+    seen = assert_gradients(model, [p.grad for p in reference.parameters()])
+    assert not expected or {kind: begun[kind] for kind in expected} == expected
+    assert shard is not one_by_one or is_resharded(*model.parts())
+    return seen
+
+
+@across(2)
+def test_a_shared_weight_that_is_sharded_twice_is_two_weights(rank, world):
     """Embedding and head of one weight, each in a `fully_shard` of its own, share it no more"""
-    model = tied()
-    model.by_the_book(*next(micro_batches()), "greedy").backward()
-    for rank in seen:
-        assert not rank["tied_apart"]["shared"]
-        assert_close([sum(rank["tied_apart"]["grads"])], [model.head.weight.grad])
+    reference, model = tied(), one_by_one(tied())
+    reference.by_the_book(*next(micro_batches()), "greedy").backward()
+    by_decode_loss(model, *next(micro_batches(rank, world))).backward()
+    both = sum(full([model.head.weight.grad, model.embedding.weight.grad]))
+    assert model.head.weight is not model.embedding.weight
+    assert_close([both], [reference.head.weight.grad])
 
 
-def test_a_part_of_a_sharded_model_outside_its_forward(seen):
-    """A part of a sharded model, used outside its forward, is an error that says so"""
-    text = (
-        "decode_loss: embedding must have whole weights, got shards (DTensor). Call this inside "
-        "the forward of the fully_shard module that it is a part of, or apply fully_shard to it "
-        "as well"
-    )
-    assert all(rank["sharded_outside"]["error"] == text for rank in seen)
-
-
-def test_sharded_modules_without_synchronisation(seen):
+@across(2)
+def test_sharded_modules_without_synchronisation(rank, world):
     """`set_requires_gradient_sync(False)` holds gradients of `decode_loss` back"""
-    _, grads = gradients("module", "greedy", batches=2)
-    for rank in seen:
-        assert rank["without_synchronisation"]["counts"] == [0, 4]
-        assert_close(rank["without_synchronisation"]["grads"], grads)
+    model, counts = sharded("module"), []
+    for synchronises, batch in zip((False, True), micro_batches(rank, world)):
+        for part in model.parts():
+            part.set_requires_gradient_sync(synchronises)
+        with collectives() as begun:
+            by_decode_loss(model, *batch).backward()
+        counts.append(begun["reduce_scatter"])
+    assert counts == [0, 4]
+    return assert_gradients(model, gradients("module", "greedy", batches=2)[1])
 
 
-@pytest.mark.parametrize("kind", ["gru", "module"])
-def test_sharded_modules_in_mixed_precision(seen, kind):
+@across(2, cases={kind: {"kind": kind} for kind in ("gru", "module")})
+def test_sharded_modules_in_mixed_precision(rank, world, kind):
     """Mixed-precision policies of sharded modules reach `decode_loss`"""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = make(kind).float()
+    for part in model.parts():
+        fully_shard(part, mp_policy=policy)
+    features, targets = next(micro_batches(rank, world))
+    loss = model(features.float(), targets, "teacher")
+    loss.backward()
+    seen = [mean_over_ranks(loss.float()), *full(p.grad for p in model.parameters())]
     loss, grads = gradients(kind, "teacher", dtype=torch.float32)
     # Weights and activations are rounded to 8 bits, and errors of 0.4 % add up over 5 steps.
-    near = {"rtol": 0.05, "atol": 0.02}
-    torch.testing.assert_close(mean_loss(seen, "mixed_precision", kind).float(), loss, **near)
-    for rank in seen:
-        case = rank["mixed_precision"]["cases"][kind]
-        assert case["dtypes"] == {torch.float32}
-        for got, expected in zip(case["grads"], grads, strict=True):
-            torch.testing.assert_close(got, expected, **near)
+    torch.testing.assert_close(seen, [loss, *grads], rtol=0.05, atol=0.02)
+    return seen
 
 
-@pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
-@pytest.mark.parametrize("kind", CELLS)
-def test_generate_with_sharded_modules(seen, kind, search):
+SEARCHES = {
+    f"{kind}-{search}": {"kind": kind, "search": search}
+    for kind, search in zip(CELLS, ("greedy", "sample", "beam", "beam"))
+}
+
+
+@across(2, cases=SEARCHES)
+def test_generate_with_sharded_modules(rank, world, kind, search):
     """`generate` with sharded modules gives the tokens of plain ones, and gathers each once"""
-    for rank in seen:
-        case = rank["generated"]["cases"][kind, search]
-        plain, ours = case["found"]
-        assert_equal(ours[:1], plain[:1])
-        assert_close(ours[1:], plain[1:])
-        assert case["resharded"]
-        assert case["begun"] == {"allgather": 4}  # with the encoder's
+    found = []
+    for model in (make(kind), sharded(kind)):
+        torch.manual_seed(1)
+        with torch.no_grad(), collectives() as begun:
+            state = model.state(next(micro_batches())[0])
+            parts = model.embedding, model.called(), model.head
+            out = accumext.generate(*parts, state, max_length=STEPS, search=search)
+        found.append((out.tokens, out.log_probs))
+    assert_equal([found[1][0]], [found[0][0]])
+    assert_close([found[1][1]], [found[0][1]])
+    assert is_resharded(*model.parts()[1:])
+    assert begun == {"allgather": 4}  # with the encoder's
+    return list(found[1])
 
 
-def test_an_exception_leaves_modules_sharded(seen):
-    """After an exception sharded modules are sharded again, and the next call is right"""
-    for rank in seen:
-        for case in rank["failing"]["seen"]:
-            assert case["raised"]
-            assert case["resharded"]
-            assert_close(case["grads"], gradients(case["kind"], "greedy")[1])
+def trunk_and_head():
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Linear(4, SIZE).double(), nn.Linear(SIZE, VOCABULARY).double()
 
 
-def test_an_exception_in_a_backward_pass(seen):
-    """After a backward pass that raised, the next call asks for FSDP's `reset_iter_state()`"""
-    text = (
-        "decode_loss: modules must be where an earlier backward pass has succeeded, or been "
-        "reset, got FSDPEmbedding after one that failed. Call zero_grad() and then "
-        "reset_iter_state() of the outermost fully_shard module"
-    )
-    for rank in seen:
-        case = rank["failing_backward"]
-        assert case["errors"] == ["in the cell", text]
-        if "grads" in case:
-            assert case["resharded"]
-            assert_close(case["grads"], gradients("function", "greedy")[1])
+def rows_of(rank):
+    generator = torch.Generator().manual_seed(5 + rank)
+    x = torch.randn(4 * CHUNKS, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(VOCABULARY, (len(x),), generator=generator)
 
 
-def test_an_embedding_that_is_not_gathered_in_the_backward_pass(seen):
-    """`set_unshard_in_backward(False)` of an embedding is an error that says so"""
-    text = (
-        "decode_loss: parameters must be in memory in the backward pass, which reads them again, "
-        "got freed ones. Leave set_unshard_in_backward of fully_shard modules True"
-    )
-    assert all(rank["freed"]["error"] == text for rank in seen)
+HEADS = {
+    "default-behind_a_trunk": {"detached": False, "options": {}},
+    "default-alone": {"detached": True, "options": {}},
+    "reshards-behind_a_trunk": {"detached": False, "options": {"reshard_after_forward": True}},
+}
 
 
-def test_a_method_of_a_sharded_module(seen):
-    """A method that FSDP knows as a forward as the cell of `decode_loss`"""
-    for rank in seen:
-        assert_close(rank["methods"]["grads"], gradients("module", "greedy")[1])
-        assert rank["methods"]["collectives"] == {"allgather": 3 * 2, "reduce_scatter": 4}
+@across(2, cases=HEADS)
+def test_chunked_loss_of_a_sharded_head(rank, world, detached, options):
+    """`chunked_loss` gathers a sharded head once forward and once backward, and reduces it once"""
 
+    def modules():
+        return [head] if detached else [head, trunk]
 
-def test_a_compiled_cell_beside_sharded_modules(seen):
-    """A cell compiled with `fullgraph=True` beside sharded modules: no break, no warning"""
-    for rank in seen:
-        assert_close(rank["compiled"]["grads"], gradients("module", "greedy")[1])
+    trunk, head = trunk_and_head()
+    fully_shard(trunk)
+    fully_shard(head, **options)
+    x, y = rows_of(rank)
+    features, resharded = trunk(x).tanh(), []
+    if detached:
+        features = features.detach()
+    else:
+        features.register_hook(lambda grad, head=head: resharded.append(is_resharded(head)))
+    with collectives() as begun:
+        part = partial(lambda head, h, t: F.cross_entropy(head(h), t), head)
+        loss = accumext.chunked_loss(part, features, y, chunks=CHUNKS)
+        resharded.append(is_resharded(head))
+        loss.backward()
+    resharded.append(is_resharded(head))
+    seen = [mean_over_ranks(loss), *full(p.grad for m in modules() for p in m.parameters())]
 
-
-def test_a_sharded_embedding_with_a_maximal_norm(seen):
-    """A sharded embedding with `max_norm` is refused: what its lookups write would be lost"""
-    text = (
-        "decode_loss: embedding must have no max_norm where it is sharded, for what lookups write "
-        "would be lost, got 1.0"
-    )
-    for rank in seen:
-        assert rank["renormalised"] == {"error": text, "resharded": True}
+    trunk, head = trunk_and_head()
+    x, y = (torch.cat(parts) for parts in zip(*map(rows_of, range(world)), strict=True))
+    loss = F.cross_entropy(head(trunk(x).tanh()), y)
+    loss.backward()
+    assert_close(seen, [loss.detach(), *(p.grad for m in modules() for p in m.parameters())])
+    # The trunk is gathered before, and reduced too.
+    assert begun == {"allgather": 2, "reduce_scatter": len(modules())}
+    assert all(resharded)
+    return seen

@@ -1,30 +1,51 @@
-"""Sharded training that communicates once per window (`synchronize="window"`), 2 to 4 processes."""
+"""Sharded training once per window (`synchronize="window"`), 2 and 4 processes."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import ranks
-import sharded_windows as does
 import torch
+from ranks import across
+from sharded_windows import (
+    FINALIZES,
+    RECOVERS,
+    after_a_failure,
+    before_backward,
+    in_backward,
+    sharded,
+    train,
+    training,
+    wrapped,
+)
 from shares import (
     BATCHES,
     COUNT,
     WEIGHTS,
     WINDOW,
+    as_expected,
     by_hand,
     by_windows,
     error_of,
+    held,
+    inside,
     own_share,
+    whole,
 )
-from support.optimizer_oracle import (
-    OP,
-    assert_close,
-    make_model,
-    window_gradient,
-)
+from support.optimizer_oracle import OP, loss_of, make_model, own_backward, sgd, window_gradient
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import accumext
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 pytestmark = pytest.mark.process
 
@@ -32,187 +53,269 @@ REFUSED = (
     "the window must be full to be synchronised, or torch 2.15 or later, got a part of one, with "
     f"torch {torch.__version__}. Call opt.discard(), or use synchronize='backward'"
 )
+COLLECTIVES = {
+    "c10d::_allgather_base_": "all-gathers",
+    "c10d::_reduce_scatter_base_": "reduce-scatters",
+    "c10d::allreduce_": "all-reduces",
+}
 
 
-SCENARIOS = does.SCENARIOS
+@across(2)
+def test_partial_windows(rank, world):
+    """A partial window is sent once, or saved; before torch 2.15 it can be dropped alone"""
+    model, opt = training()
+    share = own_share(rank, world)
+    train(opt, model, share[:3])
+    if not FINALIZES:
+        errors = [error_of(opt.flush), error_of(opt.accumulation_state_dict)]
+        kept = held(opt)
+        opt.discard()
+        train(opt, model, share[:8])
+        calls = ("flush", "accumulation_state_dict")
+        assert errors == [f"RuntimeError: {OP}.{call}: {REFUSED}" for call in calls]
+        assert kept == 3
+        return as_expected(model, opt, by_hand(world, 0, 8))
+    saved = copy.deepcopy(opt.accumulation_state_dict())
+    opt.flush()
+    train(opt, model, share[3:8])
+    opt.flush()
+    assert opt.last.micro_batches == 1
+    again, resumed = training()
+    resumed.load_accumulation_state_dict(saved)
+    train(resumed, again, share[3:WINDOW])
+    return (
+        as_expected(model, opt, by_windows(world, (0, 3), (3, 7), (7, 8))),
+        as_expected(again, resumed, by_hand(world, 0, WINDOW)),
+    )
 
 
-@pytest.fixture(scope="module")
-def hybrids(tmp_path_factory):
-    return ranks.run_on(4, does.HYBRIDS, "hybrid_window", tmp_path_factory)
+def collectives(rank, world, make=training, flush=True, **options):
+    """Collectives of the second window, and of a flush, which sends nothing where it is full."""
+    model, opt = make(**options)
+    train(opt, model, own_share(rank, world, WINDOW))
+    with torch.profiler.profile() as profile:
+        train(opt, model, own_share(rank, world, WINDOW))
+        if flush:
+            opt.flush()
+    counts = Counter()
+    for event in profile.key_averages():
+        if event.key in COLLECTIVES:
+            counts[COLLECTIVES[event.key]] += event.count
+    return [counts[kind] for kind in ("all-gathers", "reduce-scatters", "all-reduces")]
 
 
-@pytest.mark.parametrize("scenario", does.EQUAL)
-def test_windows_that_are_sent_once_equal_one_process(seen, world, scenario):
-    """`synchronize="window"` with other weights on every rank equals one process"""
-    first = ranks.agreed(seen, scenario)
-    assert_close(first["parameters"], by_hand(world))
-    assert first["stats"]["clip_coef"] < 1.0
-    assert first["stats"]["weight"] == pytest.approx(sum(WEIGHTS[-WINDOW * world :]) / world)
-    assert first["stats"]["micro_batches"] == WINDOW
-
-
-def test_partial_windows_that_are_sent_once(seen, world):
-    """`flush` sends a partial window once; before torch 2.15 it is refused and can be dropped"""
-    if not does.FINALIZES:
-        first = ranks.agreed(seen, "a_partial_window_is_refused")
-        assert first["errors"][0] == f"RuntimeError: {OP}.flush: {REFUSED}"
-        assert first["dropped"] == 3
-        assert_close(first["parameters"], by_hand(world, 0, 8))
-        return
-    first = ranks.agreed(seen, "partial_windows")
-    assert_close(first["parameters"], by_windows(world, (0, 3), (3, 7), (7, 8)))
-    assert first["stats"]["micro_batches"] == 1
-    for once in ranks.of(seen, "counted_partial_window", "counts"):  # of three micro-batches
-        assert once == {"all-gathers": 8, "reduce-scatters": 2, "all-reduces": 2}
-
-
-def test_a_window_is_sent_once(seen):
+@across(2)
+def test_a_window_is_sent_once(rank, world):
     """A window of 4, 2 groups: 10 all-gathers instead of 16, 2 reduce-scatters instead of 8"""
-    for usual in ranks.of(seen, "counted_every_backward", "counts"):
-        assert usual == {"all-gathers": 16, "reduce-scatters": 8, "all-reduces": 2}
-    for once in ranks.of(seen, "counted_once_per_window", "counts"):
-        assert once == {"all-gathers": 10, "reduce-scatters": 2, "all-reduces": 2}
+    assert collectives(rank, world, synchronize="backward") == [16, 8, 2]
+    assert collectives(rank, world) == [10, 2, 2]
 
 
-def test_an_inf_on_one_rank_skips_the_window_on_all(seen, world):
-    """An inf on one rank skips the window on all of them, and loss scales stay equal"""
-    first = ranks.agreed(seen, "inf_on_one_rank")
-    for closed in ranks.of(seen, "inf_on_one_rank", "closed"):
-        assert [report[:2] for report in closed] == [(True, 4.0), (False, 4.0)]
-    assert_close(first["parameters"], by_hand(world, 2, 4, 2, max_norm=None))
-
-
-def test_an_exception_drops_the_window(seen, world):
+@across(2)
+def test_an_exception_drops_the_window(rank, world):
     """An exception inside `micro_batch` drops the window and says so; training goes on"""
-    first = ranks.agreed(seen, "an_exception")
-    dropped = f"{OP}.micro_batch: the open window was dropped: FSDP holds it in one sum"
-    assert first["error"] == f"KeyError: \n{dropped}"
-    assert first["left"] == 0
-    assert_close(first["parameters"], by_hand(world, 0, 8))
+    said = f"KeyError: \n{OP}.micro_batch: the open window was dropped: FSDP holds it in one sum"
+    return after_a_failure(rank, world, before_backward, said, 2)
 
 
-@pytest.mark.skipif(not does.RECOVERS, reason="FSDP recovers from torch 2.13 on")
-def test_an_exception_in_the_middle_of_a_backward_pass(seen, world):
+@pytest.mark.skipif(not RECOVERS, reason="FSDP recovers from torch 2.13 on")
+@across(*[2] * RECOVERS)
+def test_an_exception_in_the_middle_of_a_backward_pass(rank, world):
     """So does one in the middle of a backward pass, of which FSDP recovers (torch 2.13)"""
-    first = ranks.agreed(seen, "an_exception_in_backward")
-    assert_close(first["parameters"], by_hand(world, 0, 8))
+    said = f"KeyError: \n{OP}.backward: the open window was dropped: it had been added to"
+    return after_a_failure(rank, world, in_backward, said, 2)
 
 
-def test_frozen_parameters_of_windows_that_are_sent_once(seen, world):
+@across(2)
+def test_frozen_parameters_of_windows_that_are_sent_once(rank, world):
     """Frozen parameters stay, others train as in one process"""
-    first = ranks.agreed(seen, "frozen")
-    model = make_model()
-    model[0].weight.requires_grad_(False)
+    models = [make_model(), make_model()]
+    for some in models:
+        some[0].weight.requires_grad_(False)
+    model, opt = training(model=models[0])
+    train(opt, model, own_share(rank, world))
     windows = [(n, n + WINDOW) for n in range(0, COUNT // world, WINDOW)]
-    assert_close(first["parameters"], by_windows(world, *windows, model=model))
+    return as_expected(model, opt, by_windows(world, *windows, model=models[1]))
 
 
-def test_a_window_that_fsdp_holds_is_saved(seen, world):
-    """An open window can be saved and resumed; before torch 2.15 that is refused in words"""
-    if not does.FINALIZES:
-        first = ranks.agreed(seen, "a_partial_window_is_refused")
-        text = f"RuntimeError: {OP}.accumulation_state_dict: {REFUSED}"
-        assert first["errors"][1] == text
-        return
-    first = ranks.agreed(seen, "saved_inside")
-    assert_close(first["parameters"], by_hand(world, 0, WINDOW))
-    assert_close(first["resumed"], by_hand(world, 0, WINDOW))
-
-
-def test_what_does_not_go_with_windows_that_are_sent_once(seen, world):
+@across(2)
+def test_what_does_not_go_with_windows_that_are_sent_once(rank, world):
     """Gradients that FSDP would reduce at once, and held ones that were cleared, are errors in
     words"""
-    first = ranks.agreed(seen, "misuse")
-    inside = "must be formed inside `with opt.micro_batch(model):` where synchronize='window'"
-    expected = {
-        "outside": f"RuntimeError: {OP}.backward: gradients {inside}, got some of another pass",
-        "by the user": f"RuntimeError: {OP}.step: gradients {inside}, got some of another pass",
-        "unsharded": f"ValueError: {OP}.micro_batch: model must hold fully_shard modules where "
+    model, opt = training()
+    batch, weight = own_share(rank, world)[0]
+
+    def cleared():
+        inside(opt, model, batch, weight)
+        model.zero_grad()
+        inside(opt, model, batch, weight)
+
+    def empty():
+        with opt.micro_batch(model):
+            pass
+
+    errors = [error_of(lambda: opt.backward(loss_of(model, batch)))]
+    errors.append(error_of(lambda: own_backward(opt, loss_of(model, batch))))
+    opt.zero_grad()
+    errors.append(error_of(opt.micro_batch(nn.Linear(1, 1)).__enter__))
+    errors += [error_of(empty), error_of(cleared)]
+    opt.discard()
+    train(opt, model, own_share(rank, world))
+    formed = "must be formed inside `with opt.micro_batch(model):` where synchronize='window'"
+    assert errors == [
+        f"RuntimeError: {OP}.backward: gradients {formed}, got some of another pass",
+        f"RuntimeError: {OP}.step: gradients {formed}, got some of another pass",
+        f"ValueError: {OP}.micro_batch: model must hold fully_shard modules where "
         "synchronize='window', got Linear",
-        "empty": f"RuntimeError: {OP}.micro_batch: the micro-batch must have an opt.backward where "
+        f"RuntimeError: {OP}.micro_batch: the micro-batch must have an opt.backward where "
         "synchronize='window', got none",
-        "cleared": f"RuntimeError: {OP}.micro_batch: gradients that FSDP holds must stay where "
-        "they are until the window is closed, got some that were cleared. Use opt.zero_grad(), "
-        "not that of the model; opt.discard() drops the window",
-    }
-    assert first["errors"] == expected
-    assert_close(first["parameters"], by_hand(world))
+        f"RuntimeError: {OP}.micro_batch: gradients that FSDP holds must stay where they are until "
+        "the window is closed, got some that were cleared. Use opt.zero_grad(), not that of the "
+        "model; opt.discard() drops the window",
+    ]
+    return as_expected(model, opt, by_hand(world))
 
 
-def test_the_memory_of_a_window_is_as_predicted(seen):
+class Wide(nn.Sequential):
+    """Of layers that no number of processes here divides."""
+
+    def __init__(self, dtype):
+        super().__init__(*(nn.Linear(301, 301, dtype=dtype) for _ in range(3)))
+
+
+def live_bytes():
+    """Of all tensors that Python can find. The least of several looks: a thread of the group may
+    hold what it has sent for a moment longer than the collective takes."""
+    gc.collect()
+    looks = []
+    for _ in range(5):
+        looks.append(bytes_found())
+        time.sleep(0.02)
+    return min(looks)
+
+
+def bytes_found():
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor):
+            for part in (found, found.grad):
+                if part is not None:
+                    part = part._local_tensor if isinstance(part, DTensor) else part
+                    storage = part.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+IN_FLOAT32 = {"reduce_dtype": torch.float32}
+KINDS = {
+    "float32": {"dtype": torch.float32, "policy": {}},
+    "mixed": {"dtype": torch.float32, "policy": {"param_dtype": torch.bfloat16, **IN_FLOAT32}},
+    "bfloat16": {"dtype": torch.bfloat16, "policy": IN_FLOAT32},
+}
+
+
+@across(2, cases=KINDS)
+def test_the_memory_of_a_window_is_as_predicted(rank, world, dtype, policy):
     """`window_memory` within 10 % of what is measured, for float32, mixed precision and bfloat16"""
-    for measurements in ranks.of(seen, "memory", "memory"):
-        for measured, predicted in measurements:
-            assert predicted == pytest.approx(measured, rel=0.1)
+    for synchronize in ("backward", "window"):
+        shards = {"mp_policy": MixedPrecisionPolicy(**policy)}
+        model, opt = training(model=Wide(dtype), shards=shards, synchronize=synchronize)
+        batch = torch.randn(2, 301, dtype=dtype)
+        before = live_bytes()
+        for _ in range(2):
+            inside(opt, model, batch)
+        predicted = accumext.window_memory(model, synchronize)
+        assert predicted == pytest.approx(live_bytes() - before, rel=0.1)
+        opt.discard()
 
 
-def test_half_precision_is_held_in_float32(seen, world):
+@across(2)
+def test_half_precision_is_held_in_float32(rank, world):
     """bfloat16 parameters with `reduce_dtype=float32` hold float32 gradients, and have masters"""
+    model = sharded(torch.bfloat16, mp_policy=MixedPrecisionPolicy(**IN_FLOAT32))
+    masters = accumext.masters(model.parameters())
+    opt = AccumulatingOptimizer(sgd(masters), window=WINDOW, masters=masters, synchronize="window")
+    before = [m.detach().clone() for m in whole(masters)]
+    train(opt, model, own_share(rank, world, WINDOW, torch.bfloat16))
+    moved = [(a - b).detach().double() for a, b in zip(before, whole(masters), strict=True)]
     grads = window_gradient(make_model(), BATCHES[: WINDOW * world], WEIGHTS)
-    for moved in ranks.of(seen, "half_precision", "moved"):
-        # Activations, weights and their products are rounded to 8 bits.
-        torch.testing.assert_close([m.double() for m in moved], grads, rtol=0.05, atol=0.01)
+    # Activations, weights and their products are rounded to 8 bits.
+    torch.testing.assert_close(moved, grads, rtol=0.05, atol=0.01)
 
 
-@pytest.mark.parametrize("scenario", does.EQUAL_HYBRIDS)
-def test_hybrid_shards_equal_one_process(hybrids, scenario):
+def hybrid(replicated=False, **options):
+    """HSDP: `fully_shard` on a mesh of two dimensions; or shards in pairs, whose replicas the
+    optimizer's own group sums."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if replicated:
+        options["process_group"] = mesh["replicate"].get_group()
+    return training(shards={"mesh": mesh["shard"] if replicated else mesh}, **options)
+
+
+HYBRIDS = {
+    f"{kind}-{synchronize}": {"replicated": replicated, "synchronize": synchronize}
+    for kind, replicated in (("hybrid", False), ("shards_of_replicas", True))
+    for synchronize in ("backward", "window")
+}
+
+
+@across(4, cases=HYBRIDS)
+def test_hybrid_shards_equal_one_process(rank, world, **options):
     """HSDP on a 2x2 mesh, and shards in pairs whose replicas the wrapper sums: as one process"""
-    first = ranks.agreed(hybrids, scenario)
-    assert_close(first["parameters"], by_hand(4, 0, WINDOW))
+    model, opt = hybrid(**options)
+    train(opt, model, own_share(rank, world))
+    return as_expected(model, opt, by_hand(world, 0, WINDOW))
 
 
-def test_partial_windows_of_hybrid_shards(hybrids):
+@across(4)
+def test_partial_windows_of_hybrid_shards(rank, world):
     """A partial window of HSDP is sent once; before torch 2.15 it is refused"""
-    first = ranks.agreed(hybrids, "hybrid_partial_window")
-    if does.FINALIZES:
-        assert_close(first["parameters"], by_hand(4, 0, 3))
-    else:
-        assert first["error"] == f"RuntimeError: {OP}.flush: {REFUSED}"
+    model, opt = hybrid()
+    train(opt, model, own_share(rank, world, 3))
+    error = error_of(opt.flush)
+    if FINALIZES:
+        return as_expected(model, opt, by_hand(world, 0, 3))
+    opt.discard()
+    assert error == f"RuntimeError: {OP}.flush: {REFUSED}"
 
 
-def test_a_window_of_hybrid_shards_is_sent_once(hybrids):
+@across(4)
+def test_a_window_of_hybrid_shards_is_sent_once(rank, world):
     """HSDP 2x2: 10 all-gathers, 2 reduce-scatters, and 2 small all-reduces beside the gradients'"""
-    expected = {"all-gathers": 10, "reduce-scatters": 2, "all-reduces": 2 + 2}
-    every_backward = {"all-gathers": 16, "reduce-scatters": 8, "all-reduces": 8 + 2}
-    for rank in hybrids:
-        assert rank["usual"]["counts"] == every_backward
-        assert rank["once"]["counts"] == expected
-        # One bucket holds this model's gradients.
-        assert rank["replicas"]["counts"] == {**expected, "all-reduces": 1 + 2}
+    assert collectives(rank, world, hybrid, synchronize="backward") == [16, 8, 8 + 2]
+    assert collectives(rank, world, hybrid) == [10, 2, 2 + 2]
+    # One bucket holds this model's gradients.
+    assert collectives(rank, world, hybrid, flush=False, replicated=True) == [10, 2, 1 + 2]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("setting", "value", "text"),
     [
-        ({"on_nonfinite": "raise"}, "on_nonfinite must be 'skip_window' for synchronize='window'"),
-        ({"accumulate_in_backward": True}, "accumulate_in_backward must be False for"),
-        ({"reduce_in_backward": True}, "reduce_in_backward must be False for synchronize='window'"),
-        ({"synchronize": "step"}, "synchronize must be one of 'backward', 'window', got 'step'"),
+        ("on_nonfinite", "raise", "must be 'skip_window' for synchronize='window'"),
+        ("accumulate_in_backward", True, "must be False for"),
+        ("reduce_in_backward", True, "must be False for synchronize='window'"),
+        ("synchronize", "step", "must be one of 'backward', 'window', got 'step'"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_settings_that_do_not_go_with_it(arguments, text):
+def test_settings_that_do_not_go_with_it(setting, value, text):
     """Policies that look at every micro-batch's gradient are refused with `synchronize="window"`"""
-    with pytest.raises(ValueError, match=f"^AccumulatingOptimizer: {text}"):
-        does.wrapped(make_model(), **arguments)
+    with pytest.raises(ValueError, match=f"^AccumulatingOptimizer: {setting} {text}"):
+        wrapped(make_model(), **{setting: value})
 
 
 def uneven(rank: int, folder: str) -> None:
     """Rank 1 has three of four micro-batches; each writes what the error said."""
     ranks.join(rank, 2, f"{folder}/meeting", seconds=4)
-    model, opt = does.training()
+    model, opt = training()
 
     def run():
-        does.train(opt, model, own_share(rank, 2, WINDOW - rank))
+        train(opt, model, own_share(rank, 2, WINDOW - rank))
         opt.flush()
 
-    said = error_of(run)
-    Path(folder, f"said-{rank}").write_text(said, encoding="utf-8")
+    Path(folder, f"said-{rank}").write_text(error_of(run), encoding="utf-8")
     os._exit(0)  # the group has failed
 
 
-@pytest.mark.process
 def test_a_rank_with_fewer_micro_batches(tmp_path):
     """A rank with fewer micro-batches is an error on all after the group's timeout, not a hang"""
     ranks.spawn(uneven, (str(tmp_path),), 2)

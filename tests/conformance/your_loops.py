@@ -230,15 +230,3 @@ def by_definition(
 
 def whole_batch_loss(w: Tensor, x: Tensor) -> Tensor:
     return mse_loss(w * x, 2 * x)
-
-
-def on_ranks(rank: int, world: int) -> dict[str, Any]:
-    """Return the parameters after `train` of both sides of the loop for several processes, on this
-    rank."""
-    batches = LOOPS["ddp"].batches()[rank::world]
-    seen = {}
-    for side in SIDES:
-        model = LOOPS["ddp"].model()
-        function("ddp", side)(model, loader(batches), N)
-        seen[side] = [p.detach() for p in model.parameters()]
-    return seen

@@ -1,4 +1,4 @@
-"""Decoders whose parts `fully_shard` wraps one by one, and what their processes see of them."""
+"""Decoders for several processes, their uses, and what processes see of their shards."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections import Counter
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from support.optimizer_oracle import assert_close
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import accumext
 
-WINDOW = 2
 STEPS, ROWS, VOCABULARY, SIZE = 5, 12, 11, 6  # rows of a micro-batch of all ranks together
+# Embedding, cell and head: a call gathers each once forward and once backward, and reduces it once.
+# The encoder, which FSDP takes for a root, is gathered forward only.
+ONCE = {"allgather": 3 * 2 + 1, "reduce_scatter": 3 + 1}
 
 
 class CallableCell(nn.Module):
@@ -37,7 +41,6 @@ CELLS = {
     "module": CallableCell,
     "function": lambda: nn.GRUCell(SIZE, SIZE),
 }
-FEEDBACK = ("teacher", "greedy")
 
 
 class Decoder(nn.Module):
@@ -104,6 +107,43 @@ class Decoder(nn.Module):
         return torch.stack(losses).mean()
 
 
+# Uses of a decoder: each returns a loss, and reads the argmax of the step before
+
+
+def by_decode_loss(model, features, targets):
+    return model(features, targets, "greedy")
+
+
+def in_slices(model, features, targets):
+    """Of `chunked_loss`, each of which is run again."""
+
+    def part(features, targets):
+        return model(features, targets.t(), "greedy")
+
+    return accumext.chunked_loss(part, features, targets.t(), chunks=2)
+
+
+def step_of(model):
+    def step(token, state):
+        hidden, state = model.step(model.embedding(token), state)
+        return model.head(hidden), state
+
+    return step
+
+
+def by_rollout(model, features, targets, **options):
+    return accumext.rollout(
+        step_of(model),
+        model.state(features),
+        STEPS,
+        loss=lambda logits, t: F.cross_entropy(logits, targets[t]),
+        start=torch.zeros(targets.shape[1], dtype=torch.int64),
+        feed=lambda logits, t: logits.detach().argmax(1),
+        checkpoint=2,
+        **options,
+    ).loss
+
+
 def make(kind):
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -124,15 +164,13 @@ def sharded(kind, **options):
     return model
 
 
-def micro_batches():
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(2 * WINDOW):
+def micro_batches(rank=0, world=1):
+    """Four of all ranks together, or the rows of one rank."""
+    generator, mine = torch.Generator().manual_seed(4), slice(rank, None, world)
+    for _ in range(4):
         features = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
-        yield features, torch.randint(VOCABULARY, (STEPS, ROWS), generator=generator)
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        targets = torch.randint(VOCABULARY, (STEPS, ROWS), generator=generator)
+        yield features[mine], targets[:, mine]
 
 
 def is_resharded(*modules):
@@ -175,19 +213,15 @@ def gradients(kind, feedback, batches=1, dtype=torch.float64):
     return loss.detach(), [p.grad for p in model.parameters()]
 
 
-@functools.cache
-def trained(kind, feedback):
-    """The parameters of one process after all windows."""
-    model = make(kind)
-    optimizer = sgd(model)
-    joined = list(micro_batches())
-    for start in range(0, len(joined), WINDOW):
-        optimizer.zero_grad()
-        for features, targets in joined[start : start + WINDOW]:
-            (model.by_the_book(features, targets, feedback) / WINDOW).backward()
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
+def mean_over_ranks(loss):
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss / dist.get_world_size()
 
 
-def mean_loss(seen, scenario, case):
-    return torch.stack([rank[scenario]["cases"][case]["loss"] for rank in seen]).mean()
+def assert_gradients(model, expected):
+    """Return the gradients, which are the same on all ranks."""
+    grads = [p.grad for p in model.parameters()]
+    grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    assert_close(grads, expected)
+    return grads
