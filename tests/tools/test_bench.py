@@ -199,6 +199,20 @@ def test_figures_follow_from_the_samples(timing: ModuleType) -> None:
     assert figure_lines(plain).split("\n")[-2:] == ["a | yes | no", "b | - | 0.25"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_promises_are_of_shapes_that_are_measured(timing: ModuleType, device: str) -> None:
+    import accumulate
+
+    shapes = {shape.role: shape for shape in accumulate.default_shapes(torch.device(device), False)}
+    assert shapes["many"].sizes() == [1000] * 2000
+    assert shapes["large"].sizes() == [500_000] * 200
+    assert device == "cpu" or shapes["medium"].sizes() == [500_000] * 100
+    figures = accumulate.figures(torch.device(device))
+    assert {figure.role for figure in figures} <= shapes.keys()
+    names = {"total_norm fp32", "unscale, check, norm, clip", *accumulate.HALVES}
+    assert names < {figure.job for figure in figures if figure.target is not None}
+
+
 def test_the_limit_is_the_fastest_of_the_plain_loops(timing: ModuleType) -> None:
     """A yardstick takes the contender that read or wrote the most in the least time"""
     from _limits import Memory
