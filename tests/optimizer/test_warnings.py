@@ -139,7 +139,11 @@ WRONG = {
     "a quotient": (quotient(lambda model, x: loss_of(model, x) / 4), {}, "Pass the loss itself"),
     "a product": (quotient(lambda model, x: loss_of(model, x) * 0.25), {}, "Pass the loss itself"),
     "NaN": (nan, {}, "a window was skipped, for inf or NaN in the gradient of "),
-    "NaN in a window of one": (nan, {"window": 1}, "a window was skipped, for inf or NaN in the "),
+    "NaN in a micro-batch": (
+        nan,
+        {"window": 1, "on_nonfinite": "skip_micro_batch"},
+        "a window was skipped, for inf or NaN in the gradient of ",
+    ),
     "a scale that finds nothing": (nan, {"window": 1, "scaler": HALVING}, "a window was skipped"),
     "beside those that are scaled": (
         beside_those_that_are_scaled,
