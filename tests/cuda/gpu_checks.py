@@ -124,6 +124,13 @@ def product(dtype: torch.dtype, overwrite: bool) -> Operator:
     return Operator(lambda: (arguments, {}), add, MAIN_GRADS)
 
 
+def norm(p: float) -> Operator:
+    def arguments() -> tuple[list[Any], dict[str, Any]]:
+        return one_list(norm_type=p, inv_scale=factor(), found_inf=flag())
+
+    return Operator(arguments, reference.total_norm, NOTHING)
+
+
 CLIP = {"max_norm": 5.0, "if_finite": True}
 MAIN_GRADS, NOTHING = slice(1), slice(0)
 
@@ -172,11 +179,7 @@ OPERATORS: dict[str, Operator] = {
         MAIN_GRADS,
     ),
     "window_factors": Operator(closing, reference.window_factors, slice(2)),
-    "total_norm": Operator(
-        lambda: one_list(norm_type=3.0, inv_scale=factor(), found_inf=flag()),
-        reference.total_norm,
-        NOTHING,
-    ),
+    "total_norm": norm(3.0),
     "total_norm.scalar": Operator(lambda: one_list(inv_scale=0.37), reference.total_norm, NOTHING),
     "scale_": Operator(lambda: one_list(factor()), reference.scale_, MAIN_GRADS),
     "scale_.scalar": Operator(lambda: one_list(0.37), reference.scale_, MAIN_GRADS),
@@ -197,6 +200,9 @@ PRODUCTS = {
     for dtype in (torch.bfloat16, torch.float16)
     for way in ("add", "overwrite")
 }
+
+
+NORMS = {f"total_norm p={p}": norm(p) for p in (1.0, 2.0, float("inf"), -float("inf"))}
 
 
 def check_operator(name: str, operator: Operator, device: torch.device) -> Facts:
@@ -228,7 +234,7 @@ def copy_of(leaf: Any, device: torch.device) -> Any:
 def operators(device: torch.device, quick: bool) -> Checks:
     rows = {name: OPERATORS[name] for name in _build.registered_ops("cuda")}
     rows |= {name: of_the_decoder(call) for name, call in decoder_calls()}
-    for name, operator in (rows | PRODUCTS).items():
+    for name, operator in (rows | NORMS | PRODUCTS).items():
         yield name, lambda row=(name, operator): check_operator(*row, device)
 
 

@@ -310,8 +310,13 @@ def test_what_is_not_finite_is_found_and_nan_is_kept(kernels, norm_type):
 
 
 def test_found_inf_is_about_elements_not_about_the_norm(kernels):
-    found_inf = torch.zeros(())
-    assert kernels.total_norm([torch.tensor([3e38, 3e38])], found_inf=found_inf).item() == math.inf
+    """Nor does a norm that overflows clip anything where there is no limit."""
+    found_inf, grad, main_grad = torch.zeros(()), torch.tensor([3e38, 3e38]), torch.zeros(2)
+    assert kernels.total_norm([grad], found_inf=found_inf).item() == math.inf
+    kernels.unscale_check_clip_accumulate_(
+        [main_grad], [grad], max_norm=math.inf, found_inf=found_inf
+    )
+    assert torch.equal(main_grad, grad)
     assert found_inf.item() == 0.0
 
 

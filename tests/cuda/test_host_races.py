@@ -8,18 +8,17 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from pathlib import Path
 from typing import NamedTuple
 
 import host_cuda
 import pytest
 import torch
-from host_cuda import ASCENDING, HostCuda, race_mutants, races
+from host_cuda import ASCENDING, HostCuda, mutants, races
 from host_cuda.decoder import FeedBack, HostDecoder, Lookup
 from host_cuda.persistent import HostPersistent
 from host_cuda.race_mutants import MUTANTS
 from support import window_cases
-from support.decode_cases import GRU, KINDS, LSTM, RNN_RELU, RNN_TANH
+from support.decode_cases import GATES, KINDS, LSTM, RNN_RELU, RNN_TANH
 from support.objective_cases import problem
 from support.once import once
 from support.programs import compiler
@@ -146,14 +145,10 @@ def clear_tokens(kernels: HostDecoder) -> None:
 BATCH, UNITS = 3, 257
 
 
-def gates(kind: int) -> int:
-    return {GRU: 3, LSTM: 4}.get(kind, 1) * UNITS
-
-
 def rnn_advance(kernels: HostDecoder) -> None:
     live = torch.tensor([True, False, True])
     for kind in KINDS:
-        products = torch.randn(2, BATCH, gates(kind))
+        products = torch.randn(2, BATCH, GATES[kind] * UNITS)
         h, c = torch.randn(2, BATCH, UNITS)
         c = c if kind == LSTM else None
         kernels.rnn_advance(
@@ -167,10 +162,10 @@ def rnn_gradient(kernels: HostDecoder) -> None:
     for kind in KINDS:
         d_out, h, c, c_next, dh, dc, product = torch.randn(7, BATCH, UNITS)
         memory = (c, c_next) if kind == LSTM else (None, None)
-        d_x, d_h = torch.zeros(2, BATCH, gates(kind))
+        d_x, d_h = torch.zeros(2, BATCH, GATES[kind] * UNITS)
         kernels.rnn_gradient(
             kind, d_out, torch.randn(BATCH, 4 * UNITS), h, *memory, live, dh,
-            dc if kind == LSTM else None, d_x, d_h, operand=torch.zeros(BATCH, gates(kind)),
+            dc if kind == LSTM else None, d_x, d_h, operand=torch.zeros(BATCH, GATES[kind] * UNITS),
             product=product, gate=gate, limit=torch.tensor(0.25), runs=RUNS,
         )  # fmt: skip
 
@@ -253,29 +248,21 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def built(host_compiler, tmp_path_factory):
-    """Name of a driver, whether with mutants -> executable; once for all workers."""
+def call(host_compiler, tmp_path_factory):
+    """Make the call of a case, by a driver that is compiled once for all workers."""
     version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True)
     if "clang" in version.stdout:
         pytest.skip("the detector knows what GCC calls, not what clang does")
 
-    def executable(name: str, mutants: bool = False) -> Path:
-        detector = once(tmp_path_factory, "race-detector", races.build_detector)
-
-        def build(folder: Path) -> None:
-            races.build(name, folder, detector, mutants=mutants)
-
-        kind = "mutants" if mutants else "races"
-        return once(tmp_path_factory, f"host-{kind}-{name}", build) / name
-
-    return executable
-
-
-@pytest.fixture
-def call(built):
-    def call(name: str, mutants: bool = False) -> None:
+    def call(name: str) -> None:
         case = CASES[name]
-        case.call(DRIVERS[case.driver](built(case.driver, mutants)))
+        detector = once(tmp_path_factory, "race-detector", races.build_detector)
+        folder = once(
+            tmp_path_factory,
+            f"host-races-{case.driver}",
+            lambda folder: races.build(case.driver, folder, detector),
+        )
+        case.call(DRIVERS[case.driver](folder / case.driver))
 
     return call
 
@@ -285,6 +272,13 @@ def test_no_threads_race(call, name):
     call(name)
 
 
+@pytest.mark.parametrize("mutant", MUTANTS, ids=attrgetter("name"))
+def test_a_mutant_is_found(call, monkeypatch, mutant):
+    monkeypatch.setenv(mutants.VARIABLE, str(MUTANTS.index(mutant)))
+    with pytest.raises(RuntimeError, match=f"race in {mutant.memory}"):
+        call(mutant.case)
+
+
 def test_every_kernel_has_a_driver():
     """And so the names above are those of all kernels."""
     sources = "".join(path.read_text() for path in _build.csrc().glob("cuda/**/*.cuh"))
@@ -292,39 +286,3 @@ def test_every_kernel_has_a_driver():
     drivers = "".join((host_cuda.FOLDER / f"{name}.cpp").read_text() for name in DRIVERS)
     assert len(kernels) > 10
     assert {kernel for kernel in kernels if kernel not in drivers} == set()
-
-
-# --- the detector ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=attrgetter("name"))
-def test_a_mutant_is_found(call, monkeypatch, mutant):
-    monkeypatch.setenv(race_mutants.VARIABLE, str(MUTANTS.index(mutant)))
-    with pytest.raises(RuntimeError, match=f"race in {mutant.memory}"):
-        call(mutant.case, mutants=True)
-
-
-@pytest.mark.parametrize("name", ["gru", "sample", "norm", "scale", "softmax, fed back"])
-def test_mutants_that_are_switched_off_do_not_race(call, name):
-    call(name, mutants=True)
-
-
-FAULTS = {
-    "a_barrier_left_out": "race in static shared memory.* block 0 .* block 0 ",
-    "a_shuffle_for_a_barrier": "race in static shared memory",
-    "none": "race in device memory.* block 0 .* block 1 ",  # each block writes the result
-    "blocks_that_race": "race in device memory",
-    "blocks_do_not_wait": "race in device memory",
-    "no_access": "no access of launch 1 was checked",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(built, fault):
-    with pytest.raises(RuntimeError, match=FAULTS[fault]):
-        host_cuda.execute(built("faults"), fault, str(ASCENDING))
-
-
-@pytest.mark.parametrize("name", ["blocks_meet", "blocks_have_their_shared_memory"])
-def test_blocks_that_meet_do_not_race(built, name):
-    host_cuda.execute(built("faults"), name, str(ASCENDING))

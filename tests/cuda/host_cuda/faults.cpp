@@ -72,16 +72,6 @@ void misaligned_vector(double* result) {
 
 void blocks_that_race(double* result) { *result = blockIdx.x; }
 
-// A warp operation orders no memory.
-void a_shuffle_for_a_barrier(double* result) {
-  __shared__ double shared[kBlockSize];
-  shared[threadIdx.x] = threadIdx.x;
-  __all_sync(~0u, 1);
-  if (threadIdx.x == 0 && blockIdx.x == 0) *result = shared[1];
-}
-
-void no_access(double*) {}
-
 // --- blocks that are there at the same time ---
 
 using accumext::cuda::GridBarrier;
@@ -197,8 +187,6 @@ const std::map<std::string, void (*)(double*)> kKernels = {
     {"beyond_the_buffer", beyond_the_buffer},
     {"misaligned_vector", misaligned_vector},
     {"blocks_that_race", blocks_that_race},
-    {"a_shuffle_for_a_barrier", a_shuffle_for_a_barrier},
-    {"no_access", no_access},
 };
 
 }  // namespace
@@ -208,11 +196,6 @@ int main(int, char** arguments) {
   host_cuda::Device device;
   device.set_order(static_cast<host_cuda::Order>(std::stoi(arguments[2])));
   Meeting meeting{};
-  if constexpr (host_cuda::races::kOn) {
-    using host_cuda::races::Space;
-    host_cuda::races::watch(Space::kDevice, result.get(), sizeof(*result));
-    host_cuda::races::watch(Space::kDevice, &meeting, sizeof(meeting));
-  }
   if (kTogether.contains(arguments[1])) {
     device.launch_together(kTogether.at(arguments[1]), kBlocks, kBlockSize, /*shared_bytes=*/0,
                            result.get(), &meeting);
@@ -220,5 +203,4 @@ int main(int, char** arguments) {
     device.launch(kKernels.at(arguments[1]), kBlocks, kBlockSize, result.get());
   }
   std::printf("%g\n", *result);
-  if constexpr (host_cuda::races::kOn) host_cuda::races::finish();
 }

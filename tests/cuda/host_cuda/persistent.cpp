@@ -33,15 +33,11 @@ class Call : public host_cuda::Run {
     }
     const host_cuda::Memory scratch(plan.scratch_bytes);
     std::fill_n(scratch.data(), plan.zeroed, std::byte{0});
-#ifdef HOST_CUDA_MUTANTS  // where one kernel is compiled, that of up to 16 rows
-    launch(persistent_steps_kernel<__nv_bfloat16, 1>, call, plan, scratch.data());
-#else
     if (call.operand == Dtype::kHalf) {
       launch<__half>(call, plan, scratch.data());
     } else {
       launch<__nv_bfloat16>(call, plan, scratch.data());
     }
-#endif
   }
 
  private:

@@ -1,30 +1,20 @@
-"""Faults that the race detector has to find: changes to the text of csrc/cuda.
-
-All of them are put into one copy of the sources, each behind a condition, so that a driver is
-compiled once; the variable HOST_CUDA_MUTANT switches one on. The call that
-tests/cuda/test_host_races.py names shows it.
-"""
+"""Faults that the race detector has to find, each with the call of tests/cuda/test_host_races.py
+that shows it; see mutants.py."""
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
-from accumext.backend import _build
-
-VARIABLE = "HOST_CUDA_MUTANT"
 SHARED, STATIC, DEVICE = "dynamic shared memory", "static shared memory", "device memory"
 
 
-@dataclass(frozen=True)
-class Mutant:
+class Mutant(NamedTuple):
     name: str
     case: str
     memory: str  # in which the race is
-    file: str  # of csrc/cuda
-    old: str  # found exactly once
-    new: str  # MUTANT stands for the condition
+    file: str
+    old: str
+    new: str
 
 
 def without_barrier(
@@ -252,16 +242,3 @@ MUTANTS = (
         "lookup.copy(blockIdx.x, tokens", "lookup.copy(MUTANT ? 0 : blockIdx.x, tokens",
     ),
 )  # fmt: skip
-
-
-def write_sources(folder: Path) -> None:
-    """A copy of csrc with all mutants in it; ValueError if the text of one is not there once."""
-    shutil.copytree(_build.csrc(), folder)
-    for number, mutant in enumerate(MUTANTS):
-        path = folder / "cuda" / mutant.file
-        text = path.read_text()
-        count = text.count(mutant.old)
-        if count != 1:
-            raise ValueError(f"{mutant.name}: {mutant.file} has {count} times {mutant.old!r}")
-        condition = f"host_cuda::races::mutant({number})"
-        path.write_text(text.replace(mutant.old, mutant.new.replace("MUTANT", condition)))

@@ -311,12 +311,6 @@ void end_copy(const void* to, size_t written, const void* from, size_t read, con
   look_at(to, written, /*write=*/true, /*copies=*/false, place);
 }
 
-bool mutant(int number) {
-  static const char* const chosen = std::getenv("HOST_CUDA_MUTANT");
-  static const int its_number = chosen == nullptr ? -1 : std::atoi(chosen);
-  return number == its_number;
-}
-
 }  // namespace host_cuda::races
 
 // --- what the compiler calls ---------------------------------------------------------------------

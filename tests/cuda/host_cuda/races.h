@@ -51,9 +51,6 @@ void set_atomic(bool atomic);                       // whether accesses are, fro
 void begin_copy(const void* to, size_t written, const void* from, size_t read, const void* place);
 void end_copy(const void* to, size_t written, const void* from, size_t read, const void* place);
 
-// Tells whether a fault that a test has put into the kernels is switched on: by HOST_CUDA_MUTANT.
-bool mutant(int number);
-
 template <typename F>
 auto atomically(const F& f) {
   if constexpr (kOn) set_atomic(true);

@@ -1,4 +1,5 @@
-"""The kernels of csrc/cuda under a race detector, races.h, in place of the sanitizers."""
+"""The kernels of csrc/cuda under a race detector, races.h, in place of the sanitizers. In
+them are the mutants of race_mutants.py, which are switched off unless a test asks for one."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from pathlib import Path
 
 from support.programs import compiler
 
-from accumext.backend import _build
-from host_cuda import FOLDER, PLAIN_FLAGS, race_mutants
+from host_cuda import FOLDER, PLAIN_FLAGS, mutants
+from host_cuda.race_mutants import MUTANTS
 
 # The detector is told of calls of these, but not of what the compiler puts in their place.
 _FUNCTIONS = ("memcpy", "memset")
@@ -29,18 +30,13 @@ def build_detector(folder: Path) -> None:
     subprocess.run([*command, "-o", str(folder / "races.o")], check=True, timeout=600)
 
 
-def build(name: str, folder: Path, detector: Path, *, mutants: bool = False) -> None:
+def build(name: str, folder: Path, detector: Path) -> None:
     """Compile `name`.cpp of this folder into an executable in `folder` that fails where threads
-    race; with the kernels as race_mutants.py changes them, if so wanted. `detector`: the folder of
-    build_detector()."""
-    csrc, compiled = _build.csrc(), folder / f"{name}.o"
-    command = [*compiler(), *_FLAGS]
-    if mutants:
-        csrc = folder / "csrc"
-        race_mutants.write_sources(csrc)
-        command.append("-DHOST_CUDA_MUTANTS")
-    command += [f"-I{csrc}", "-c", str(FOLDER / f"{name}.cpp"), "-o", str(compiled)]
-    subprocess.run(command, check=True, timeout=600)
+    race. `detector`: the folder of build_detector()."""
+    csrc, compiled = folder / "csrc", folder / f"{name}.o"
+    mutants.write_sources(csrc, MUTANTS)
+    command = [*compiler(), *_FLAGS, f"-I{csrc}", "-c", str(FOLDER / f"{name}.cpp")]
+    subprocess.run([*command, "-o", str(compiled)], check=True, timeout=600)
     command = [*compiler(), "-no-pie", str(compiled), str(detector / "races.o")]
     command += [f"-Wl,--wrap={function}" for function in _FUNCTIONS]
     subprocess.run([*command, "-o", str(folder / name)], check=True, timeout=600)

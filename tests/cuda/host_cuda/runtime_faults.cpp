@@ -100,12 +100,6 @@ const std::map<std::string, void (*)()> kFaults = {
        cudaStreamDestroy(gone);
        start({});
      }},
-    {"not_the_current_stream", [] { start({}, host_cuda_new_stream()); }},
-    {"an_error_that_nobody_asks_for",
-     [] {
-       start({.blocks = 0});
-       end_of_operator();
-     }},
     {"memory_given_back_before",
      [] {
        float* const data = taken();
@@ -126,15 +120,7 @@ const std::map<std::string, void (*)()> kFaults = {
        const auto host = std::make_unique<char[]>(8);
        cudaMemcpyAsync(taken(), host.get(), 8, cudaMemcpyHostToDevice, stream());
      }},
-    {"allocation_in_a_capture", [] { capture(allocate); }},
     {"wait_for_the_captured_stream", [] { capture([] { cudaStreamSynchronize(stream()); }); }},
-    {"id_of_the_captured_stream",
-     [] {
-       capture([] {
-         unsigned long long id = 0;
-         cudaStreamGetId(stream(), &id);
-       });
-     }},
     {"wait_in_a_capture", [] { capture([] { cudaStreamSynchronize(nullptr); }); }},
     {"launch_in_an_invalid_capture",
      [] {
@@ -152,11 +138,6 @@ const std::map<std::string, void (*)()> kFaults = {
        start({.data = data});
        host_cuda_replay(host_cuda_end_capture());
        synchronize(/*last_first=*/false);
-     }},
-    {"out_of_memory",
-     [] {
-       host_cuda_set_free_memory(7);
-       allocate();
      }},
 };
 

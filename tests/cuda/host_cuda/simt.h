@@ -162,6 +162,15 @@ inline bool same(const Site& a, const Site& b) {
   std::_Exit(1);
 }
 
+// Tells whether a fault that a test has put into the sources is switched on: see mutants.py.
+inline bool mutant(int number) {
+  static const int chosen = [] {
+    const char* const text = std::getenv("HOST_CUDA_MUTANT");
+    return text == nullptr ? -1 : std::atoi(text);
+  }();
+  return number == chosen;
+}
+
 // Static shared memory: the thread-local storage of the program, or the library, that this is
 // compiled into.
 inline std::span<std::byte> shared_memory() {

@@ -1,11 +1,11 @@
-// Runs the kernel `probe` that is linked to this, a warp of it, and prints 64 numbers that it got.
+// Runs the kernel `probe` that is linked to this, a warp of it, on a number; prints what it leaves.
 #include "simt.h"
 
 extern "C" __global__ void probe(uint64_t*) {}
 
-int main() {
-  const auto numbers = std::make_unique<uint64_t[]>(64);
+int main(int, char** arguments) {
+  const auto number = std::make_unique<uint64_t>(std::stoi(arguments[1]));
   host_cuda::Device device;
-  device.launch(probe, 1, 32, numbers.get());
-  for (int i = 0; i < 64; ++i) std::printf("%llu\n", static_cast<unsigned long long>(numbers[i]));
+  device.launch(probe, 1, 32, number.get());
+  std::printf("%llu\n", static_cast<unsigned long long>(*number));
 }
