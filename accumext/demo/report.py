@@ -117,13 +117,15 @@ def write_plot(record: Record, path: Path) -> None:
     steps = [n for n, _ in recited]
     left.plot(steps, [step.right for _, step in recited], label="docstrings that it learns")
     left.plot(steps, [step.right_unseen for _, step in recited], label="others")
-    left.set(title="Share of words right, fed its own words", xlabel="optimizer step", ylim=(0, 1))
+    left.set(
+        title="Share of words right, fed its own words", xlabel="optimizer step", ylim=(0, 1.03)
+    )
     for name in dict.fromkeys(point.name for point in record.memory):
         points = [point for point in record.memory if point.name == name]
         megabytes = [point.peak_memory / 1e6 for point in points]
         right.plot([point.steps for point in points], megabytes, marker="o", label=name)
-    right.set(title="Tensors at the peak of forward and backward, besides the parameters")
-    right.set(xlabel="words recited (T)", ylabel="MB")
+    right.set(title="Peak memory of forward and backward", xlabel="words recited (T)")
+    right.set(ylabel="MB of tensors, without parameters")
     right.set_ylim(bottom=0)
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # whole steps
