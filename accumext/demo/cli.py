@@ -18,16 +18,12 @@ from accumext.demo.report import Record, Settings, summary, write_json, write_pl
 from accumext.demo.text import OPENING, Refused, load_text
 from accumext.demo.train import TRAINING_SECONDS, Reciter, train
 
-INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 REFUSED = 2  # exit code of options that cannot be followed, as argparse has it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the demo."""
-    parser.epilog = (
-        "Ctrl-C ends the run; what was found until then is printed and written, "
-        f"and the exit code is {INTERRUPTED}."
-    )
+    parser.epilog = "Ctrl-C ends the run; what was found until then is printed and written."
     parser.add_argument(
         "--steps",
         type=_positive,
@@ -63,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the demo; returns the exit code."""
+    """Run the demo; returns the exit code. KeyboardInterrupt comes after the report."""
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
@@ -82,7 +78,9 @@ def main(args: argparse.Namespace) -> int:
         write_json(record, args.json)
     if args.plot is not None:
         write_plot(record, args.plot)
-    return INTERRUPTED if record.interrupted else 0
+    if record.interrupted:
+        raise KeyboardInterrupt
+    return 0
 
 
 def _check(args: argparse.Namespace) -> None:
