@@ -286,6 +286,8 @@ def test_the_norm_over_devices_and_kinds():
     flag = torch.zeros(())
     norm = _tensor_kinds.global_norm(grads, norm_type=2.0, inv_scale=0.5, found_inf=flag)
     assert (norm.item(), flag.item()) == (0.5 * 5.0 * 4**0.5, 0.0)
+    least = _tensor_kinds.global_norm(grads, norm_type=-math.inf, found_inf=flag)
+    assert (least.item(), flag.item()) == (3.0, 0.0)
     grads.append(torch.tensor([math.inf]))
     _tensor_kinds.global_norm(grads, norm_type=2.0, found_inf=flag)
     assert flag.item() == 1.0
