@@ -57,6 +57,8 @@ def measured(parts: tuple[Any, Any, Any], targets: torch.Tensor, **call: Any) ->
         (8000, 32, 16, torch.float64, False, {"feedback": "greedy", "memory_budget": 2**20}),
         (3000, 64, 40, torch.float32, False, {"feedback": "greedy", "k1": 4, "k2": 16}),
         (8000, 32, 16, torch.float32, False, {"feedback": "greedy", "autocast": True}),
+        # all outputs, which dropout copies in pieces
+        (500, 256, 400, torch.float32, False, {"feedback": "teacher", "output_dropout": 0.5}),
     ],
     ids=str,
 )
