@@ -47,6 +47,22 @@ def test_a_step_of_an_outer_scaler_that_is_refused_leaves_nothing_of_it(inside):
     assert_close(parameters_of(model), expected)
 
 
+@pytest.mark.parametrize("earlier", [0, 1])
+@pytest.mark.parametrize("window", [1, 3])
+def test_an_outer_scaler_that_comes_too_late(window, earlier):
+    parameter, opt = wrapped_zeros(window)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(earlier):
+        opt.backward(parameter * 1)
+        opt.step()
+    before = parameter.item()
+    opt.backward(scaler.scale(parameter * 1))
+    text = f"{OP}.step: step must be called directly, not through scaler.step, got gradients taken"
+    with pytest.raises(RuntimeError, match=says(text)):
+        scaler.step(opt)
+    assert parameter.item() == before
+
+
 def test_own_scaler_wants_scaled_losses():
     parameter, opt = wrapped_zeros(scaler=torch.amp.GradScaler("cpu"))
     (parameter * 1).backward()
