@@ -4,15 +4,13 @@ operators' own tests through them, under sanitizers, and what they put on the de
 from __future__ import annotations
 
 import json
-import shutil
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from host_cuda import launchers
+from host_cuda import launchers, mutants
+from host_cuda.launchers.table_mutants import MUTANTS
 from support.once import once
-from support.rnn_oracle import KINDS
-
-from accumext.backend import _build
 
 # The first test compiles all launchers: five minutes of one core.
 pytestmark = [pytest.mark.build, pytest.mark.timeout(1200)]
@@ -39,61 +37,14 @@ SELECTIONS = {
     },
     # Differences between launchers; every kernel runs in test_host_cuda.py.
     "lists": {
-        "ops/test_accumulate.py": "pair or slices or expanded or tensor",
-        "ops/test_unscale_check_clip_accumulate.py": "dyadic or tensor or finite_acc",
+        "ops/test_accumulate.py": "pair or slices or tensor",
+        "ops/test_unscale_check_clip_accumulate.py": "finite_acc or nonfinite or overflowed",
         "ops/test_norm.py": "any_list or empty or mixed or strided",
         "ops/test_scale.py": "test",
         "ops/test_copy_rounded.py": "pair or strides or stays or same_dtype",
-        "optimizer/test_factors.py": "finds_the_norm or (True and backend and 65536)",
+        "optimizer/test_factors.py": "the_operator",
     },
     "tables": {TABLES: "test"},
-}
-# Of upload_cache.cu and enqueue.h, each with the test that it fails and the words of the failure.
-MUTANTS = {
-    "allocates_in_the_capture": (
-        ("upload_cache.cu", "  const RelaxedCapture relaxed;\n  void* memory", "  void* memory"),
-        ("a_replay and first_seen and copy_rounded", "cudaErrorStreamCaptureUnsupported"),
-    ),
-    "waits_in_the_capture": (
-        ("upload_cache.cu", "  const RelaxedCapture relaxed;\n  cudaStream_t", "  cudaStream_t"),
-        ("a_replay and first_seen and copy_rounded", "heap-use-after-free"),
-    ),
-    "captures_the_upload": (
-        ("upload_cache.cu", "if (captured) {\n", "if (false) {\n"),
-        ("a_replay and first_seen and copy_rounded", "an operator of torch has lost its memory"),
-    ),
-    "a_table_for_graphs_and_calls": (
-        ("upload_cache.cu", "captured, id, size", "false, 0, size"),
-        ("the_table_of_a_graph and seen_before", "heap-use-after-free"),
-    ),
-    "a_table_for_all_streams": (
-        ("upload_cache.cu", "captured, id, size", "captured, 0, size"),
-        ("test_streams_have and True", "AssertionError"),
-    ),
-    "a_table_for_a_handle": (
-        (
-            "upload_cache.cu",
-            "captured ? 0 : id_of(stream)",
-            "captured ? 0 : reinterpret_cast<unsigned long long>(stream)",
-        ),
-        ("the_handle_of_one_that_is_gone", "AssertionError"),
-    ),
-    "asks_for_the_stream_in_the_capture": (
-        ("upload_cache.cu", "captured ? 0 : id_of(stream)", "id_of(stream)"),
-        ("a_replay and first_seen and copy_rounded", "cudaErrorStreamCaptureUnsupported"),
-    ),
-    "leaves_an_error_behind": (
-        ("upload_cache.cu", "cudaGetLastError();", ";"),
-        ("no_memory and copy_rounded", "nobody has asked for cudaErrorMemoryAllocation"),
-    ),
-    "borrows_in_a_capture": (
-        ("upload_cache.cu", "memory == nullptr && !captured", "memory == nullptr"),
-        ("a_capture_where", "DID NOT RAISE"),
-    ),
-    "launches_on_the_default_stream": (
-        ("enqueue.h", "config.stream = stream_;", "config.stream = nullptr;"),
-        ("a_replay and call[scale_-first_seen]", "on another stream than torch's current one"),
-    ),
 }
 
 
@@ -122,19 +73,12 @@ def test_the_operators_tests_pass(library, selection):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mutant_is_seen(library, tmp_path, mutant):
-    (name, line, instead), (test, words) = MUTANTS[mutant]
-    csrc = shutil.copytree(_build.csrc(), tmp_path / "csrc")
-    text = (csrc / "cuda" / name).read_text(encoding="utf-8")
-    assert text.count(line) == 1
-    (csrc / "cuda" / name).write_text(text.replace(line, instead), encoding="utf-8")
-    source = csrc / "cuda" / ("scale.cu" if name.endswith(".h") else name)
-    changed = launchers.compiled(source, tmp_path, csrc)
-    others = [path for path in library.parent.glob("*.o") if path.name != changed.name]
-    done = outcome_of(launchers.linked([changed, *others], tmp_path), TABLES, "-k", test)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=attrgetter("name"))
+def test_a_mutant_is_seen(library, monkeypatch, mutant):
+    monkeypatch.setenv(mutants.VARIABLE, str(MUTANTS.index(mutant)))
+    done = outcome_of(library, TABLES, "-k", mutant.test)
     assert done.returncode != 0
-    assert words in done.stdout + done.stderr
+    assert mutant.words in done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -148,48 +92,37 @@ def test_bits_depend_on_no_order_of_threads(found):
     assert found["differing"] == []
 
 
-@pytest.mark.parametrize("dtype", ["wide", "narrow"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_launches_of_a_step(found, kind, dtype):
-    """Three products and three kernels of a decoder of one layer, three more for each further one;
-    where inputs are known, a product and a kernel in each layer, and so on the way back."""
-    for layers, way, kernels, products in [
-        (1, "predicted", 3, 3),
-        (3, "predicted", 5, 7),
-        (1, "known", 1, 1),
-        (3, "known", 3, 3),
-        (1, "backward", 1, 1),
-    ]:
-        two, five = found["counts"][f"{kind} {dtype} {layers} {way}"]
-        per_step = {name: (count - two.get(name, 0)) / 3 for name, count in five.items()}
-        expected = {"kernels": kernels, "aten::mm": products}
-        assert {name: count for name, count in per_step.items() if count} == expected
+def budget(way, layers, steps):
+    """Of a call. Each step of one layer takes three products and three kernels where tokens are
+    predicted, two and one more for each further layer; else a product and a kernel in each layer.
+    Once, the state is copied, the inputs are looked up, and those that are known are multiplied;
+    backward the last gradient is passed on."""
+    once, in_step = {
+        "predicted": ((1, 0, layers), (2 + layers, 1 + 2 * layers)),
+        "known": ((1, layers, layers), (layers, layers)),
+        "backward": ((1, 0, 0), (1, 1)),
+    }[way]
+    kernels, products = (a + b * steps for a, b in zip(once, in_step))
+    return {"kernels": kernels, "aten::mm": products, "aten::copy_": once[2]}
+
+
+def test_launches_of_a_call(found):
+    for name, counts in found["counts"].items():
+        _, _, layers, way, steps = name.split()
+        allowed = budget(way, int(layers), int(steps))
+        assert all(count <= allowed.get(op, 0) for op, count in counts.items()), (name, counts)
 
 
 def test_a_window_is_one_launch(found):
     """Forward and backward, however many steps it has; its results are those of the loop."""
-    for two, five in found["whole"].values():
-        assert two == five == {"kernels": 1}
+    assert len(found["whole"]) > 20
+    for name, counts in found["whole"].items():
+        assert counts == {"kernels": 1}, name
     assert found["apart"] == []
 
 
 def test_a_window_goes_step_by_step_where_its_blocks_do_not_fit(found):
     """Of whose kernel a multiprocessor cannot hold a block."""
-    assert found["crowded"]
+    assert len(found["crowded"]) == 2
     for name, counts in found["crowded"].items():
-        assert counts == found["counts"][name][0]
-
-
-def test_launches_of_a_call(found):
-    """Besides those of its steps: the state is copied, a row per input is looked up, and inputs
-    that are known are multiplied; the last gradient is passed on."""
-    for name, (two, _) in found["counts"].items():
-        layers = int(name.split()[2])
-        if "backward" in name:
-            assert two == {"kernels": 3, "aten::mm": 2}
-        elif "known" in name:
-            expected = {"kernels": 2 * layers + 1, "aten::mm": 3 * layers, "aten::copy_": layers}
-            assert two == expected
-        else:
-            expected = {"kernels": 2 * (2 + layers) + 1, "aten::mm": 2 * (2 * layers + 1)}
-            assert two == {**expected, "aten::copy_": layers}
+        assert counts == found["counts"][name]

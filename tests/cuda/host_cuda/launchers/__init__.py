@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +20,8 @@ from torch.utils import cpp_extension
 
 import host_cuda
 from accumext.backend import _build
+from host_cuda import mutants
+from host_cuda.launchers.table_mutants import MUTANTS
 
 FOLDER = Path(__file__).parent
 LIBRARY = "HOST_CUDA_LIBRARY"  # the variable that tells such a program where the library is
@@ -37,39 +38,32 @@ def available() -> bool:
     return sanitizer_runtime("libasan.so") is not None
 
 
-def build(folder: Path) -> Path:
-    """Compile the library into `folder`."""
-    sources = [*_build.csrc().glob("cuda/**/*.cu"), *FOLDER.glob("*.cpp")]
+def build(folder: Path) -> None:
+    """Compile the library into `folder`, with MUTANTS in it that are switched off."""
+    csrc = folder / "csrc"
+    mutants.write_sources(csrc, MUTANTS)
+
+    def compiled(source: Path) -> str:
+        flags = [f"-I{csrc}", *host_cuda.FLAGS, "-fPIC", "-fvisibility=hidden", "-w"]
+        if source.parent.name == "cuda":  # for their few tests, operators of lists compile too long
+            flags.append("-O0")
+        flags += [f"-isystem{path}" for path in cpp_extension.include_paths()]
+        flags += [flag for flag in _build.nvcc_flags() if flag.startswith("-DUSE")]
+        if source.suffix == ".cu":
+            flags += [flag for flag in _build.nvcc_flags() if flag.startswith("-DTORCH")]
+            flags += ["-include", str(FOLDER / "host.h"), "-x", "c++"]
+        target = str(folder / f"{source.stem}.o")
+        command = [*compiler(), *flags, "-c", str(source), "-o", target]
+        subprocess.run(command, check=True, timeout=600)
+        return target
+
+    sources = [*csrc.glob("cuda/**/*.cu"), *FOLDER.glob("*.cpp")]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = pool.map(lambda source: compiled(source, folder, _build.csrc()), sources)
-        return linked(objects, folder)
-
-
-def compiled(source: Path, folder: Path, csrc: Path) -> Path:
-    """An object in `folder`, of a launcher in `csrc` or of what it meets here."""
-    # -I of another csrc comes before the one among FLAGS.
-    flags = [f"-I{csrc}", *host_cuda.FLAGS, "-fPIC", "-fvisibility=hidden", "-w"]
-    if source.parent.name == "cuda":  # for their few tests, operators of lists compile too long
-        flags.append("-O0")
-    flags += [f"-isystem{path}" for path in cpp_extension.include_paths()]
-    flags += [flag for flag in _build.nvcc_flags() if flag.startswith("-DUSE")]
-    if source.suffix == ".cu":
-        flags += [flag for flag in _build.nvcc_flags() if flag.startswith("-DTORCH")]
-        flags += ["-include", str(FOLDER / "host.h"), "-x", "c++"]
-    target = folder / f"{source.stem}.o"
-    command = [*compiler(), *flags, "-c", str(source), "-o", str(target)]
-    subprocess.run(command, check=True, timeout=600)
-    return target
-
-
-def linked(objects: Iterable[Path], folder: Path) -> Path:
-    """The library of these objects, in `folder`."""
-    library = folder / "launchers.so"
-    command = [*compiler(), "-shared", "-fsanitize=address,undefined", *map(str, objects)]
+        objects = list(pool.map(compiled, sources))
+    command = [*compiler(), "-shared", "-fsanitize=address,undefined", *objects]
     command += [f"-L{path}" for path in cpp_extension.library_paths()]
-    command += ["-ltorch", "-ltorch_cpu", "-o", str(library)]
+    command += ["-ltorch", "-ltorch_cpu", "-o", str(folder / "launchers.so")]
     subprocess.run(command, check=True, timeout=600)
-    return library
 
 
 def run(library: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -44,29 +44,30 @@ def enqueued(call: Call) -> dict[str, int]:
 
 
 def calls(steps: int) -> Iterator[tuple[str, Call]]:
-    """By what they do."""
-    for kind in KINDS:
-        for dtype in ("wide", "narrow"):
-            narrow = dtype == "narrow"
-            for layers in (1, 3):
-                options = {"layers": layers, "steps": steps, "narrow": narrow}
-                yield f"{kind} {dtype} {layers} predicted", steps_call(kind, ends=True, **options)
-                yield f"{kind} {dtype} {layers} known", steps_call(kind, head=False, **options)
-            yield f"{kind} {dtype} 1 backward", backward_call(kind, steps=steps, narrow=narrow)
+    """Step by step: every kind of cell, and each dtype with one layer and with several."""
+    for kind, dtype, layers in (
+        ("gru", "wide", 3), ("gru", "narrow", 1), ("lstm", "wide", 1), ("lstm", "narrow", 3),
+        ("rnn_tanh", "wide", 1), ("rnn_relu", "narrow", 1),
+    ):  # fmt: skip
+        options: dict[str, Any] = {"steps": steps, "narrow": dtype == "narrow"}
+        predicted = steps_call(kind, ends=True, layers=layers, **options)
+        yield f"{kind} {dtype} {layers} predicted {steps}", predicted
+        known = steps_call(kind, head=False, layers=layers, **options)
+        yield f"{kind} {dtype} {layers} known {steps}", known
+        yield f"{kind} {dtype} 1 backward {steps}", backward_call(kind, **options)
 
 
 def windows(steps: int) -> Iterator[tuple[str, Call]]:
     """Those that one kernel takes whole: forward with a head, and backward."""
     options: dict[str, Any] = {"steps": steps, "narrow": True}
-    for kind in KINDS:
-        for layers in (1, 3):
-            name = f"{kind} narrow {layers} predicted"
-            yield name, steps_call(kind, ends=True, layers=layers, **options)
-        yield f"{kind} narrow 1 backward", backward_call(kind, **options)
+    for kind, layers in zip(KINDS, (1, 3, 1, 1), strict=True):
+        predicted = steps_call(kind, ends=True, layers=layers, **options)
+        yield f"{kind} narrow {layers} predicted {steps}", predicted
+        yield f"{kind} narrow 1 backward {steps}", backward_call(kind, **options)
     for batch in (9, 17, 33):
         below = steps_call("gru", bias=-50.0, batch=batch, sampled=False, **options)
-        yield f"gru, B={batch}, all logits below 0", below
-        yield f"lstm, B={batch}, backward", backward_call("lstm", batch=batch, **options)
+        yield f"gru, B={batch}, all logits below 0, {steps}", below
+        yield f"lstm, B={batch}, backward, {steps}", backward_call("lstm", batch=batch, **options)
 
 
 def apart(call: Call, device: int) -> bool:
@@ -109,18 +110,14 @@ def differs(call: Call) -> bool:
 
 def main() -> None:
     torch.manual_seed(0)
-    counts = {name: [enqueued(call)] for name, call in calls(steps=2)}
-    for name, call in calls(steps=5):
-        counts[name].append(enqueued(call))
+    counts = {name: enqueued(call) for steps in (2, 5) for name, call in calls(steps)}
     loaded.use_device(SLICE)
-    whole = {name: [enqueued(call)] for name, call in windows(steps=2)}
-    for name, call in windows(steps=5):
-        whole[name].append(enqueued(call))
+    whole = {name: enqueued(call) for steps in (2, 5) for name, call in windows(steps)}
     far = [name for name, call in windows(steps=4) if apart(call, SLICE)]
     some = {name: call for name, call in windows(steps=2) if name.startswith("gru narrow 1")}
     for device, (name, call) in itertools.product((H100, SMALLER), some.items()):
         loaded.use_device(device)
-        whole[f"{name} on {device}"] = [enqueued(call)] * 2
+        whole[f"{name} on {device}"] = enqueued(call)
         if apart(call, device):
             far.append(f"{name} on {device}")
     loaded.use_device(CROWDED)
