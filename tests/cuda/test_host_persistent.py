@@ -250,6 +250,8 @@ def test_every_batch(kernel, batch):
     [
         (1, 1, 1, True),
         (3, 5, 7, False),
+        (8, 250, 33, True),  # chunks of x for each of the warps
+        (16, 12, 1, True),  # rows of the table are aligned, and half of an octet longer
         (16, 32, 16, True),
         (16, 32, 16, False),
         (33, 31, 17, True),
