@@ -1,4 +1,4 @@
-"""Sharded training (FSDP2, `fully_shard`), 2 and 3 processes."""
+"""Sharded training (FSDP2, `fully_shard`), 3 processes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ WAYS = {
 }
 
 
-@across(2, 3, cases=WAYS)
+@across(3, cases=WAYS)
 def test_sharded_windows_equal_one_process(rank, world, loop, mixed, options):
     """A window of four, sent at every backward or once, weights by rank: one process, clipped"""
     model, opt = sharded(max_norm=MAX_NORM, **options)
@@ -85,7 +85,7 @@ def test_sharded_windows_equal_one_process(rank, world, loop, mixed, options):
     return as_expected(model, opt, by_hand(world, weights=weights))
 
 
-@across(2, 3, cases=NORMS)
+@across(3, cases=NORMS)
 def test_sharded_norm_is_the_unsharded_one(rank, world, norm_type):
     """The norm of sharded gradients is the unsharded one, for any p"""
     model, opt = sharded(norm_type=norm_type)
@@ -95,7 +95,7 @@ def test_sharded_norm_is_the_unsharded_one(rank, world, norm_type):
     assert float(opt.last.total_norm) == pytest.approx(norm, rel=EXACT)
 
 
-@across(2, 3)
+@across(3)
 def test_the_norm_of_unsummed_parts_is_that_of_their_sum(rank, world):
     """The norm and clip of replicated DTensor weights whose gradients are unsummed parts"""
     # A replicated weight under sharded inputs: DTensor leaves its gradient as such.
@@ -117,7 +117,7 @@ def test_the_norm_of_unsummed_parts_is_that_of_their_sum(rank, world):
     assert_close([moved], [-weight.grad * (0.5 / (weight.grad.norm() + 1e-6))])
 
 
-@across(2, 3, cases=NORMS | {"0.0": {"norm_type": 0.0}})
+@across(3, cases=NORMS | {"0.0": {"norm_type": 0.0}})
 def test_clip_grad_norm_of_sharded_gradients_is_torchs(rank, world, norm_type):
     """`clip_grad_norm_` on the parameters of `fully_shard`"""
     results = []
@@ -132,7 +132,7 @@ def test_clip_grad_norm_of_sharded_gradients_is_torchs(rank, world, norm_type):
     torch.testing.assert_close(*results, rtol=1e-12, atol=0)
 
 
-@across(2, 3)
+@across(3)
 def test_clip_grad_norm_of_dtensors_of_every_placement(rank, world):
     """`clip_grad_norm_` of DTensor gradients in every placement: the norm and clip of the whole"""
     mesh = init_device_mesh("cpu", (world,))
@@ -168,7 +168,7 @@ POISONED = {
 }
 
 
-@across(2, 3, cases=POISONED)
+@across(3, cases=POISONED)
 def test_sharded_inf_skips_on_all_ranks(rank, world, **options):
     """An inf on one rank or on all skips the sharded step everywhere; loss scales stay equal"""
     # In float32 a gradient is rounded some ten times, and Adam divides by the size of each element.
@@ -176,7 +176,7 @@ def test_sharded_inf_skips_on_all_ranks(rank, world, **options):
     return as_expected(*shares.poisoned(rank, world, sharded, **options), tolerance)
 
 
-@across(2, 3)
+@across(3)
 def test_sharded_raise(rank, world):
     """`on_nonfinite="raise"` raises on all ranks, and the window stays as it was"""
     model, opt = sharded(on_nonfinite="raise")
@@ -189,7 +189,7 @@ def test_sharded_raise(rank, world):
     assert held(opt) == 1
 
 
-@across(2, 3)
+@across(3)
 def test_one_bad_shard_skips_on_all_ranks(rank, world):
     """A bad value in one rank's shard skips the step on all"""
     # As after a fault in its memory.
@@ -209,7 +209,7 @@ KINDS = {
 }
 
 
-@across(2, 3, cases=KINDS)
+@across(3, cases=KINDS)
 def test_sharded_half_precision(rank, world, dtype, shards):
     """Mixed-precision policies and bfloat16 shards accumulate in float32"""
     model, opt = sharded(dtype, shards=shards)
@@ -233,7 +233,7 @@ def primed_adam(parameters):
     return optimizer
 
 
-@across(2, 3)
+@across(3)
 def test_sharded_checkpoint_in_the_middle_of_a_window(rank, world):
     """`torch.distributed.checkpoint` of shards in the middle of a window leaves it alone"""
     model, opt = sharded()
