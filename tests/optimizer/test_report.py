@@ -43,6 +43,17 @@ def test_report_of_a_window(norm_type, max_norm):
     assert opt.stats() == {name: float(getattr(opt.last, name)) for name in numbers}
 
 
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
+def test_the_report_keeps_the_loss_scale_of_a_window_that_left_grad(policy, weight):
+    model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    opt = wrapped(model, adam, scaler=scaler, on_nonfinite=policy)
+    opt.backward(loss_of(model, BATCHES[0]), weight)
+    opt.zero_grad()
+    opt.flush()
+    assert (opt.last.loss_scale, opt.last.weight) == (4.0, weight)
+
+
 def report_of(skipped):
     """A window whose numbers are on the host, or on a device that the host must not wait for."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.optimizer_oracle import (
+    INF,
     OP,
     growing_scaler,
     loss_of,
@@ -12,6 +13,7 @@ from support.optimizer_oracle import (
     make_model,
     says,
     scalar,
+    sgd,
     wrapped_zeros,
 )
 
@@ -42,6 +44,22 @@ def test_keywords_reach_the_wrapped_step_and_its_answer_comes_back(window):
     assert parameter.item() == -6.0
 
 
+@pytest.mark.parametrize("max_norm", [None, 1e9], ids=["handed-through", "evaluated-here"])
+def test_a_closure_finds_the_gradients_that_a_step_without_one_would(max_norm):
+    """A closure that does not clear `.grad` adds to it, as in a bare optimizer."""
+    parameter, opt = wrapped_zeros(max_norm=max_norm)
+
+    def closure():
+        loss = parameter * 1.0
+        loss.backward()
+        return loss
+
+    opt.backward(parameter * 1.0)
+    opt.step()
+    assert [opt.step(closure).item() for _ in range(3)] == [-1.0, -3.0, -6.0]
+    assert parameter.item() == -10.0
+
+
 @pytest.mark.parametrize(("reduction", "gradient"), [("mean", 2.0), ("sum", 6.0)])
 def test_a_closure_may_call_backward_with_a_weight(reduction, gradient):
     """The closure's gradient is used as without a closure; a GradScaler may come afterwards."""
@@ -61,6 +79,40 @@ def test_a_closure_may_call_backward_with_a_weight(reduction, gradient):
     scaler.scale(parameter * 1.0).backward()
     scaler.step(opt)
     assert parameter.item() == -gradient - 1.0
+
+
+def test_a_grad_scaler_may_come_around_step_after_a_step_without_it():
+    parameter, opt = wrapped_zeros(2)
+    opt.backward(parameter * 1.0)
+    opt.step()
+    scaler = growing_scaler()
+    scaler.scale(parameter * 3.0).backward()
+    scaler.step(opt)
+    assert parameter.item() == -2.0
+
+
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
+def test_a_closure_that_gives_no_finite_gradient(policy):
+    parameter = scalar()
+    opt = AccumulatingOptimizer(sgd([parameter], momentum=0.5), on_nonfinite=policy)
+
+    def closure(factor):
+        opt.zero_grad()
+        loss = parameter * factor
+        loss.backward()
+        return loss
+
+    assert opt.step(lambda: closure(2.0)).item() == 0.0
+    if policy == "raise":
+        with pytest.raises(RuntimeError, match="gradients must be finite"):
+            opt.step(lambda: closure(INF))
+    else:
+        opt.step(lambda: closure(INF))
+        assert opt.last.skipped
+        assert opt.last.nonfinite == [0]
+        assert opt.last.micro_batches == opt.last.weight == (policy == "skip_window")
+        assert opt.last.loss_scale == 1.0
+    assert parameter.item() == -2.0
 
 
 def test_closure_optimizers_take_gradients_from_their_closure():
