@@ -12,7 +12,7 @@ from unittest import mock
 
 import loops
 import torch
-from loops import Batch, N, of_labels, of_rows
+from loops import Batch, N, of_rows
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -204,11 +204,6 @@ def equal(used: Tensor) -> Tensor:
 def times_the_mean(batches: Sequence[Batch], window: int = 0) -> Size:
     """The factor of the mean over the micro-batches."""
     return lambda plain: float(equal(in_steps(plain, batches)[window]))
-
-
-def times_the_mean_of_tokens(plain: Plain) -> float:
-    used = equal(in_steps(plain, loops.tagged(), of_labels, "sum")[0])
-    return float(used) / N * sum(loops.LABELS)
 
 
 def times_the_mean_by_the_parameters(plain: Plain) -> float:

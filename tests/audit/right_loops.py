@@ -4,7 +4,6 @@ loops of the wrapper."""
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -145,13 +144,14 @@ class Critic(nn.Sequential):
         super().__init__(*network(16, 1))
 
 
-def gan(watch: Watch, audited: str) -> Any:
-    """Real, fake and generator: three backward passes, two optimizers."""
+@right
+def discriminator(watch: Watch) -> Any:
+    """A GAN: real, fake and generator; three backward passes, two optimizers."""
     both = nn.ModuleDict({"g": network(8, 16), "d": Critic()})
     g, d = both["g"], both["d"]
     optimizers = {name: adam(model, betas=(0.5, 0.999)) for name, model in both.items()}
     noise = torch.Generator().manual_seed(4)
-    with watch(both, optimizers[audited]) as audit:
+    with watch(both, optimizers["d"]) as audit:
         for x, _ in rows(6):
             ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
             d.zero_grad()
@@ -163,18 +163,6 @@ def gan(watch: Watch, audited: str) -> Any:
             F.binary_cross_entropy_with_logits(d(fake), ones).backward()
             optimizers["g"].step()
     return audit
-
-
-@right
-def generator(watch: Watch) -> Any:
-    """A GAN, whose generator is looked at."""
-    return gan(watch, "g")
-
-
-@right
-def discriminator(watch: Watch) -> Any:
-    """A GAN, whose discriminator is looked at."""
-    return gan(watch, "d")
 
 
 @right
@@ -200,18 +188,6 @@ def two_backward_passes(watch: Watch) -> Any:
         (0.1 * F.mse_loss(model(batches[i][0]), torch.zeros(8, 8))).backward()
 
     return train(watch, model, sgd(model), batches, n=1, each=second)
-
-
-@right
-def two_losses_in_one(watch: Watch) -> Any:
-    """Two losses with weights, accumulated."""
-
-    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        logits = model(x)
-        return F.cross_entropy(logits, y) + 0.1 * F.l1_loss(logits, torch.zeros_like(logits))
-
-    model = network()
-    return train(watch, model, sgd(model), None, loss_of)
 
 
 @right
@@ -260,19 +236,6 @@ def losses_of_all_kinds(watch: Watch) -> Any:
     )  # fmt: skip
 
 
-@right
-def learned_weights_of_losses(watch: Watch) -> Any:
-    """Two tasks whose losses are weighted by a learned uncertainty."""
-
-    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        logits, s = model["net"](x), model["s"][0]
-        losses = torch.stack([F.cross_entropy(logits, y), logits.square().mean()])
-        return (losses * (-s).exp() + s).sum()
-
-    model = nn.ModuleDict({"net": network(), "s": nn.ParameterList([torch.zeros(2)])})
-    return train(watch, model, sgd(model), rows(6), loss_of, n=1)
-
-
 # --- gradients that are more than a sum of passes -------------------------------------------------
 
 
@@ -288,34 +251,6 @@ def gradients_by_hand(watch: Watch) -> Any:
                 parameter.grad = grad
             optimizer.step()
     return audit
-
-
-@right
-def noise_on_the_gradient(watch: Watch) -> Any:
-    """Noise is added to the accumulated gradient, and its values are clipped."""
-    model = network()
-
-    def noise() -> None:
-        for parameter in model.parameters():
-            parameter.grad += 0.01 * torch.randn_like(parameter)
-        nn.utils.clip_grad_value_(model.parameters(), 0.05)
-
-    return train(watch, model, sgd(model), before=noise)
-
-
-@right
-def adversarial_inputs(watch: Watch) -> Any:
-    """A first pass for the inputs' gradient, whose other gradients are cleared."""
-    model = network()
-    optimizer = sgd(model)
-
-    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        x.requires_grad_()
-        of_rows(model, x, y).backward()
-        optimizer.zero_grad()
-        return of_rows(model, (x + 0.01 * x.grad.sign()).detach(), y)
-
-    return train(watch, model, optimizer, rows(6), loss_of, n=1)
 
 
 @right
@@ -419,23 +354,6 @@ def fused(watch: Watch) -> Any:
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True)
     return train(watch, model, optimizer, clear=lambda: optimizer.zero_grad(set_to_none=False))
-
-
-@right
-def frozen_trunk(watch: Watch) -> Any:
-    """The trunk is frozen on purpose, and the optimizer has the head alone; an average beside."""
-    model = network()
-    model[0].requires_grad_(False)
-    average = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-
-    @torch.no_grad()
-    def end(_: int) -> None:
-        for a, p in zip(average.parameters(), model.parameters()):
-            a.lerp_(p, 0.1)
-        of_rows(average.eval(), *rows(1)[0])
-
-    return train(watch, model, optimizer, rows(6), n=1, end=end)
 
 
 @right

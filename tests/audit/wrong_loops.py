@@ -15,7 +15,6 @@ import by_definition as size
 import torch
 from by_definition import Plain
 from loops import (
-    LABELS,
     SCALE,
     Decoder,
     N,
@@ -92,17 +91,6 @@ def divided_loss_and_gradient(watch: Watch) -> Any:
     """The loss is divided by n, and so is the gradient before the step."""
     model = network()
     return train(watch, model, sgd(model), before=lambda: divided(model, N))
-
-
-@wrong("divided twice", size.times_the_mean_of_tokens, 1 / 4)
-def divided_by_items_and_steps(watch: Watch) -> Any:
-    """A sum over tokens divided by the window's tokens, and by the accumulation steps as well."""
-
-    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return of_labels(model, x, y, "sum") / sum(LABELS)
-
-    model = network()
-    return train(watch, model, sgd(model), tagged(), loss_of)
 
 
 @wrong("divided twice", size.times_the_mean_by_the_parameters, 1 / 4)

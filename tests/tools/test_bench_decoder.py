@@ -183,13 +183,6 @@ def test_plain_autograd_is_the_truth_in_its_own_precision(modules: SimpleNamespa
         assert relative_distance(other.gradients, gradients) > TRUNCATED
 
 
-def test_distance_is_over_all_tensors(modules: SimpleNamespace) -> None:
-    got = [torch.randn(4, 3), torch.randn(5)]
-    expected = [tensor.double() + torch.randn_like(tensor) for tensor in got]
-    found = modules.decoding.distance(got, expected)
-    assert found == pytest.approx(relative_distance(got, expected), rel=RTOL)
-
-
 def test_turns_rotate_and_end_with_the_seconds(modules: SimpleNamespace) -> None:
     """In a turn a way runs twice; the first run, here a hundred times as long, is not timed."""
     calls: list[str] = []
