@@ -115,13 +115,13 @@ def gru_cell() -> Any:
     return lambda x, h: (module(x, h),) * 2
 
 
-def parts() -> tuple[nn.Embedding, nn.Linear]:
-    return nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, VOCABULARY)
+def parts(rows: int = VOCABULARY) -> tuple[nn.Embedding, nn.Linear]:
+    return nn.Embedding(rows, SIZE), nn.Linear(SIZE, VOCABULARY)
 
 
-def compare(cell: Any, steps: int, state: Any = None, **call: Any) -> None:
-    """Measured and predicted, where a callable's own memory is most of it."""
-    embedding, head = parts()
+def compare(cell: Any, steps: int, state: Any = None, rows: int = VOCABULARY, **call: Any) -> None:
+    """Measured and predicted, where a callable's own memory, or the embedding's, is most of it."""
+    embedding, head = parts(rows)
     state = torch.zeros(BATCH, SIZE) if state is None else state
     targets = torch.randint(VOCABULARY, (steps, BATCH))
     call = {"feedback": "greedy", "memory_budget": 2**17, **call}
@@ -162,6 +162,10 @@ def test_attention(attention: Any, steps: int, places: int, grad: bool, call: An
 )
 def test_cells_without_context(make: Any, steps: int) -> None:
     compare(make(), steps, torch.zeros(2, BATCH, SIZE) if make is gru_of_two_layers else None)
+
+
+def test_a_large_embedding() -> None:
+    compare(gru_cell(), 3, rows=20_000)
 
 
 @pytest.mark.parametrize(
