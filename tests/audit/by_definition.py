@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import loops
+import audited
 import torch
-from loops import Batch, N, of_rows
+from audited import Batch, N, of_rows
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -188,7 +188,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def in_steps(plain: Plain, batches: Sequence[Batch], *how: Any) -> list[Tensor]:
     """What each micro-batch of a window is multiplied with in the gradient of its step."""
-    pairs = zip(plain.steps, loops.windows_of(batches), strict=True)
+    pairs = zip(plain.steps, audited.windows_of(batches), strict=True)
     return [weights(s.gradient, gradients(plain.model, s.before, some, *how)) for s, some in pairs]
 
 
@@ -209,7 +209,7 @@ def times_the_mean(batches: Sequence[Batch], window: int = 0) -> Size:
 def times_the_mean_by_the_parameters(plain: Plain) -> float:
     """From how far a step of rate 1 has gone, since the sums are the wrapper's own."""
     first = plain.steps[0]
-    columns = gradients(plain.model, first.before, loops.rows()[:N])
+    columns = gradients(plain.model, first.before, audited.rows()[:N])
     return float(equal(weights(first.before - first.after, columns)))
 
 
@@ -229,7 +229,7 @@ def absent(batches: Sequence[Batch]) -> Size:
 
 def steps_that_one_is_in(plain: Plain) -> float:
     """A step's gradient is a sum over all micro-batches so far."""
-    pairs = zip(plain.steps, loops.windows_of(loops.rows()), strict=True)
+    pairs = zip(plain.steps, audited.windows_of(audited.rows()), strict=True)
     columns = [gradients(plain.model, step.before, some) for step, some in pairs]
     counts = torch.zeros(N)
     for number, step in enumerate(plain.steps, 1):
@@ -239,7 +239,7 @@ def steps_that_one_is_in(plain: Plain) -> float:
 
 
 def times_scale_in_the_norm(plain: Plain) -> float:
-    grads = gradients(plain.model, plain.steps[0].before, loops.rows()[:N])
+    grads = gradients(plain.model, plain.steps[0].before, audited.rows()[:N])
     return plain.norms[0] / float(grads.mean(1).norm())
 
 
@@ -263,9 +263,9 @@ def of_the_exact_gradient(cut: int) -> Size:
     """The distance of a decoder's gradient whose state is detached every so many tokens."""
 
     def of(plain: Plain) -> float:
-        model, (targets, hidden) = at(plain.model, plain.steps[0].before), loops.sentences(1)[0]
+        model, (targets, hidden) = at(plain.model, plain.steps[0].before), audited.sentences(1)[0]
         truncated, exact = (
-            gradient(model, loops.decoded(model, targets, hidden.double(), every))
+            gradient(model, audited.decoded(model, targets, hidden.double(), every))
             for every in (cut, None)
         )
         return distance(truncated, exact)
@@ -278,7 +278,7 @@ def of_the_sum_in_float32(many: int) -> Size:
 
     def of(plain: Plain) -> float:
         model = at(plain.model, plain.steps[0].before).bfloat16()
-        losses = (of_rows(model, x.bfloat16(), y) / many for x, y in loops.rows(many))
+        losses = (of_rows(model, x.bfloat16(), y) / many for x, y in audited.rows(many))
         return distance(plain.steps[0].gradient, sum(gradient(model, loss) for loss in losses))
 
     return of

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from audited import IGNORED, Batch, N, Watch, network, of_labels, of_rows, rows, sgd, tagged, train
 from by_definition import Plain
-from loops import IGNORED, Batch, N, Watch, network, of_labels, of_rows, rows, sgd, tagged, train
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 

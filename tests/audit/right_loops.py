@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from loops import (
+from audited import (
     IGNORED,
     LABELS,
     N,

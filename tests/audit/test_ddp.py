@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import ranks
 import torch
+from audited import N, network, of_labels
 from by_definition import gradients, weights
 from ddp_loops import ALL, COUNTS, GIVEN, RIGHT, SCENARIOS, WINDOWS, tagged_share
-from loops import N, network, of_labels
 from support.optimizer_oracle import assert_equal
 
 WORLD = 2
@@ -27,7 +27,7 @@ def only(seen, name):
     assert [len(of_rank) for of_rank in found] == [1] * WORLD, found
     assert len({of_rank[0] for of_rank in found}) == 1
     ((kind, value, where),) = found[0]
-    assert where.startswith(("ddp_loops.py:", "loops.py:"))
+    assert where.startswith(("ddp_loops.py:", "audited.py:"))
     return kind, value
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import (
+from audited import (
     SCALE,
     N,
     adam,

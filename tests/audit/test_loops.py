@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from audited import N, Watch, network, of_rows, rows, sgd, train
 from by_definition import Plain
-from loops import N, Watch, network, of_rows, rows, sgd, train
 from right_loops import RIGHT
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import N, network, of_rows, rows, scaler_of, sgd, train
+from audited import N, network, of_rows, rows, scaler_of, sgd, train
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer, lr_scheduler

@@ -13,8 +13,7 @@ from typing import Any
 
 import by_definition as size
 import torch
-from by_definition import Plain
-from loops import (
+from audited import (
     SCALE,
     Decoder,
     N,
@@ -31,6 +30,7 @@ from loops import (
     train,
     windows_of,
 )
+from by_definition import Plain
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import ExponentialLR
