@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -145,6 +146,9 @@ def build_kernels(torch: Any, cpp_extension: Any) -> type:
                 begin = time.monotonic()
                 say(f"compiling the {library} library, which takes {build.TAKES[library]}")
                 self.extensions = [extension]
+                # Kernels have nothing of Python, nor the flags that it was compiled with.
+                own_flags = shlex.split(os.environ.get("CFLAGS", ""))
+                self.compiler.compiler_so[1:] = ["-fPIC", *own_flags]
                 try:
                     with tempfile.TemporaryDirectory() as stubs:
                         if library == "cuda":

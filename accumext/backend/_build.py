@@ -88,7 +88,8 @@ def cxx_flags(library: str) -> list[str]:
     -Wno-psabi: vectors are passed between inlined functions only, so how a call would pass them is
     no matter.
     """
-    flags = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi"]
+    flags = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
+    flags += ["-Wall", "-Wno-psabi"]
     return flags if library == "bind" else [*flags, _target_define()]
 
 

@@ -2,8 +2,9 @@
 `python -m support.compile_once FOLDER`, in all of .ci/run.
 
 The differences between copies of a project, the folders of sources, objects and torch, are left out
-of the comparison; the source and every header of the copy's csrc are part of it. All else, linking
-above all, is the compiler's own.
+of the comparison, as is what only tells Python's modules apart where a source is none; the source
+and every header of the copy's csrc are part of it. All else, linking above all, is the compiler's
+own.
 """
 
 from __future__ import annotations
@@ -36,18 +37,22 @@ def main():
     for path in sorted(read):
         with open(path, "rb") as file:
             digest.update(file.read())
-    left_out = {{target, value("-MF")}}
+    with open(source, encoding="utf-8") as file:
+        is_module = "TORCH_EXTENSION_NAME" in file.read()
+    flags = set()  # the order of ours, and of these folders, is no matter
     for before, word in zip(sys.argv, sys.argv[1:]):
-        if word.startswith("-I"):
-            word = os.path.realpath(word[2:])
+        if word.startswith("-I") or before == "-isystem":
+            word = os.path.realpath(word.removeprefix("-I"))
             found = any(files for _, _, files in os.walk(word))  # a new environment's has none
-            word = "-I" + word if found else ""
-        elif before == "-isystem":
-            word = os.path.realpath(word)
-        if word not in left_out:
-            word = os.path.abspath(word) if word == source else word
-            word = word.replace(os.path.realpath(root), "csrc").replace(root, "csrc")
-            digest.update(word.encode() + b" ")
+            of_python = os.path.exists(os.path.join(word, "Python.h"))
+            word = "-I" + word if found and (is_module or not of_python) else ""
+        elif word == target or word in (value("-MF"), "-isystem"):
+            continue
+        elif not is_module and word.startswith(("-DTORCH_EXTENSION_NAME", "-DPy_LIMITED_API")):
+            continue
+        word = os.path.abspath(word) if word == source else word
+        flags.add(word.replace(os.path.realpath(root), "csrc").replace(root, "csrc"))
+    digest.update(" ".join(sorted(flags)).encode())
     kept = os.path.join(OBJECTS, digest.hexdigest())
     with open(kept + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -28,7 +28,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compile_copy(
-    tmp_path: Path, name: str, value: int = 1, header: str = "", flag: str = "-O0"
+    tmp_path: Path, name: str, value: object = 1, header: str = "", flag: str = "-O0"
 ) -> bytes:
     """The object of a copy of a project; what ninja reads of its dependencies is there, too."""
     copy = tmp_path / name
@@ -54,6 +54,15 @@ def test_copies_of_a_project_are_compiled_once_and_what_differs_anew(
     compile_copy(tmp_path, "four", header="int y();")
     compile_copy(tmp_path, "five", flag="-O1")
     assert len(log.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(("value", "compilations"), [("1", 1), ("TORCH_EXTENSION_NAME", 2)])
+def test_the_name_of_a_module_counts_where_a_source_has_it(
+    value: str, compilations: int, log: Path, tmp_path: Path
+) -> None:
+    for name in "12":
+        compile_copy(tmp_path, name, value, flag=f"-DTORCH_EXTENSION_NAME={name}")
+    assert len(log.read_text().splitlines()) == compilations
 
 
 def test_an_error_is_not_kept(log: Path, tmp_path: Path) -> None:
