@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+import accumext
 from accumext.demo.compare import TOTAL_SECONDS, compare
 from accumext.demo.report import Record, Settings, summary, write_json, write_plot
 from accumext.demo.text import OPENING, Refused, load_text
@@ -62,6 +63,8 @@ def main(args: argparse.Namespace) -> int:
     """Run the demo; returns the exit code. KeyboardInterrupt comes after the report."""
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if accumext.backend() == "reference":  # compiles kernels if need be, before the clock runs
+        _print(accumext.backend_reason())
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     record = Record(settings, {"python": platform.python_version(), "torch": torch.__version__})
     try:

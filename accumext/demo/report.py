@@ -96,7 +96,8 @@ def summary(record: Record, columns: int) -> str:
         lines += [*_table(record, columns), ""]
     if record.interrupted:
         lines += ["interrupted: the figures above are what was done by then", ""]
-    return "\n".join([*lines, f"{record.seconds:.0f} s in all, {len(record.training)} steps"])
+    steps = len(record.training)
+    return "\n".join([*lines, f"{record.seconds:.0f} s in all, {steps} step{'s' * (steps != 1)}"])
 
 
 def write_json(record: Record, path: Path) -> None:

@@ -169,7 +169,7 @@ def test_a_large_embedding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "call"), [(112, {}), (16, {"memory_budget": None}), (16, {"lengths": [16, 3] * 8})]
+    ("steps", "call"), [(112, {}), (16, {"memory_budget": None}), (112, {"lengths": [112, 3] * 8})]
 )
 def test_a_state_that_grows(steps: int, call: dict[str, Any]) -> None:
     """The graph of the last steps, where it is longest, is the largest."""
