@@ -33,7 +33,7 @@ OURS_BF16, PRODUCTS = "accumext, bf16", "the head's products in torch"
 LARGE, MANY, TINY = "100M in 200", "2M in 2,000", "10k in 10"
 MASTERS = ("cpu", *(f"masters_cpu_{run}" for run in range(1, 6)))  # further runs of some jobs
 ROLES = ("small", "wide", "many rows")
-AVX512, AVX512_KEPT = ("decoder_cpu", "decoder_cpu_again"), "decoder_cpu_pages_kept"
+AVX512, AVX512_KEPT = ("decoder_cpu", "decoder_cpu_again"), "decoder_avx512_2_kept"
 # Two threads with the C library as it comes; one and two where it is told to keep freed memory.
 AVX2, AVX2_KEPT = "decoder_avx2_2", ("decoder_avx2_1_kept", "decoder_avx2_2_kept")
 
