@@ -146,9 +146,9 @@ def build_kernels(torch: Any, cpp_extension: Any) -> type:
                 begin = time.monotonic()
                 say(f"compiling the {library} library, which takes {build.TAKES[library]}")
                 self.extensions = [extension]
-                # Kernels have nothing of Python, nor the flags that it was compiled with.
-                own_flags = shlex.split(os.environ.get("CFLAGS", ""))
-                self.compiler.compiler_so[1:] = ["-fPIC", *own_flags]
+                # The flags of the environment, but not those that Python was built with.
+                given = (os.environ.get(name, "") for name in ("CFLAGS", "CPPFLAGS"))
+                self.compiler.compiler_so[1:] = ["-fPIC", *shlex.split(" ".join(given))]
                 try:
                     with tempfile.TemporaryDirectory() as stubs:
                         if library == "cuda":
