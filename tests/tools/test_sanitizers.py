@@ -60,7 +60,7 @@ def test_a_fault_is_seen(kind, fault, words, built):
 
 @pytest.mark.parametrize(
     ("kind", "isa"),
-    [("address", "default"), ("address", "avx512"), ("thread", "avx512")],
+    [("address", "default"), ("address", "avx2"), ("address", "avx512"), ("thread", "avx512")],
 )
 def test_operators(kind, isa, built):
     """`isa`: the widest instruction set that may be used, emulated where need be."""
