@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import dropwhile
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Share:
 
     of: Pass
     rank: int
-    factor: float  # of the pass's gradient in the one that the step used, without its clip
+    factor: float  # of the pass's gradient in the one that the step used, without clips
 
 
 @dataclass(frozen=True)
@@ -37,28 +38,32 @@ class Fit:
 @lru_cache(maxsize=2)
 def fits(record: Record) -> tuple[Fit, ...]:
     """Those of the windows that are a sum of their passes."""
-    others = [windows_of(rank) for rank in record.ranks] or [windows_of(record)]
+    ranks = [windows_of(rank) for rank in record.ranks] or [windows_of(record)]
     found = []
     for window in windows_of(record):
-        passes = [
-            (rank, one)
-            for rank, windows in enumerate(others)
-            for one in (windows[window.index].passes if window.index < len(windows) else ())
-        ]
-        fit = _fit(record, window, passes)
+        same = [windows[window.index : window.index + 1] for windows in ranks]
+        fit = _fit(record, window, [(rank, own) for rank, part in enumerate(same) for own in part])
         if fit is not None:
             found.append(fit)
     return tuple(found)
 
 
-def _fit(record: Record, window: Window, passes: list[tuple[int, Pass]]) -> Fit | None:
+def _fit(record: Record, window: Window, of_ranks: list[tuple[int, Window]]) -> Fit | None:
     step = window.step
+    passes = [(rank, one) for rank, part in of_ranks for one in part.passes]
     if step.used is None or not passes or step.closure_calls > 1:
         return None
-    used = without_clip(window)
+    since_clip = dropwhile(lambda event: not isinstance(event, Clipped), window.events)
+    if record.wrapped and any(isinstance(event, Pass) for event in since_clip):
+        return None  # the wrapper has its sum elsewhere: it is not known what was clipped
+    used = step.used / step.factor if step.factor else step.used
     own = torch.zeros(len(used), 1, dtype=torch.bool)
     own[list(record.audited)] = True
-    columns = [torch.where(own, one.gradient, 0.0) for _, one in passes]
+    columns = [
+        torch.where(own, clips * one.gradient, 0.0)
+        for _, part in of_ranks
+        for one, clips in zip(part.passes, _clips_after(part, len(used)), strict=False)
+    ]
     if not all(map(finite, (used, *columns))):
         return None
     tolerance = _EXPLAINED_HALF if record.half else _EXPLAINED
@@ -76,7 +81,8 @@ def _fit(record: Record, window: Window, passes: list[tuple[int, Pass]]) -> Fit 
     if one is not None:
         return _made(window, passes, [float(one[0])] * number, True, 0.0)
     if left is not None and finite(left):
-        two = explained([every], [torch.where(own, left, 0.0)])
+        clips = _clips_after(window, len(used))[-1]
+        two = explained([every], [torch.where(own, clips * left, 0.0)])
         if two is not None and abs(two[1]) > tolerance * abs(two[0]):
             return _made(window, passes, [float(two[0])] * number, True, float(two[1] / two[0]))
     for groups in (_between_clears(window, passes), [[i] for i in every]):
@@ -101,17 +107,15 @@ def _made(
     return Fit(window, tuple(shares), equal, earlier)
 
 
-def without_clip(window: Window) -> Sketch:
-    """The gradient that a step used, as it was before it was clipped."""
-    used = window.step.used
-    assert used is not None
-    used = used / window.step.factor if window.step.factor else used
-    last = max((i for i, event in enumerate(window.events) if isinstance(event, Pass)), default=0)
-    factors = torch.ones(len(used), 1, dtype=torch.float64)
-    for event in window.events[last:]:
-        if isinstance(event, Clipped) and event.factor > 0:
+def _clips_after(window: Window, parameters: int) -> list[Tensor]:
+    """What clips multiplied each pass of a window with; at the end, what was there before it."""
+    factors, after = torch.ones(parameters, 1, dtype=torch.float64), []
+    for event in reversed(window.events):
+        if isinstance(event, Pass):
+            after.append(factors.clone())
+        elif isinstance(event, Clipped) and event.factor > 0:
             factors[list(event.parameters)] *= event.factor
-    return used / factors
+    return [*reversed(after), factors]
 
 
 def _between_clears(window: Window, passes: list[tuple[int, Pass]]) -> list[list[int]]:
@@ -133,7 +137,8 @@ def _solve(columns: list[Sketch], used: Sketch, tolerance: float) -> Tensor | No
     matrix = torch.stack([column.flatten() for column in columns], dim=1)
     norms = matrix.norm(dim=0)
     target = used.flatten()
-    if not (bool((norms > 0).all()) and bool(target.norm() > 0)):
+    small = bool((norms <= tolerance * norms.max()).any())  # whose factors rounding would decide
+    if small or not bool(target.norm() > 0):
         return None
     matrix = matrix / norms
     singular = torch.linalg.svdvals(matrix)

@@ -122,13 +122,11 @@ def groups(fit: Fit) -> list[Group]:
 
 
 def regular(fit: Fit, group: Group) -> bool:
-    """Each micro-batch is there once, and nothing else was done to some of them alone."""
+    """Each micro-batch is there once, and no other scale was on some of them."""
     nodes = Counter(node for share in group for node in nodes_of(share))
     top = max(abs(share.factor) for share in group)
     there = all(abs(share.factor) > _SAME * top for share in group)
-    alike = len(
-        {(share.of.scale, share.of.reached) for share in group}
-    ) == 1 and not clipped_inside(fit.window)
+    alike = len({(share.of.scale, share.of.reached) for share in group}) == 1
     return there and alike and not fit.earlier and max(nodes.values(), default=1) == 1
 
 

@@ -1,28 +1,12 @@
 """What a step's gradient is made of, from sketches with known factors; and the sketches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
 import pytest
+import records
 import torch
-from records import (
-    BOTH,
-    OTHER,
-    backward,
-    call,
-    clip,
-    of_ranks,
-    other,
-    passes,
-    random_sketch,
-    record,
-    skipped,
-    step,
-    total,
-    window,
-)
+from records import BOTH, OTHER, backward, clip, passes, random_sketch, record, step, total, window
 from torch import Tensor
 
 from accumext.audit import _sketch
@@ -73,7 +57,7 @@ def test_more_passes_than_sketches_tell_apart():
 
 def test_passes_between_clears_have_one_factor():
     of = passes([1.0] * 12)
-    events = [*of[:4], call("zero_grad"), *of[4:8], call("zero_grad"), *of[8:]]
+    events = [*of[:4], records.call("zero_grad"), *of[4:8], records.call("zero_grad"), *of[8:]]
     fit = fit_of(record(events, step(total(of, [0.0] * 8 + [0.5] * 4))))
     assert [share.factor for share in fit.shares] == pytest.approx([0.0] * 8 + [0.5] * 4, abs=1e-9)
     assert not fit.equal
@@ -129,7 +113,7 @@ def nan(one: Tensor) -> Tensor:
 
 CLAIMLESS: dict[str, Callable[[], Record]] = {
     "another gradient": lambda: record(passes([1.0] * 4), step(random_sketch())),
-    "a skipped step": lambda: record(skipped([backward()])),
+    "a skipped step": lambda: record(records.skipped([backward()])),
     "several closure calls": lambda: record(window([backward()], closure_calls=2)),
     "no pass": lambda: record(step(random_sketch())),
     "no gradient": lambda: record(backward(), step(torch.zeros_like(random_sketch()))),
@@ -140,7 +124,7 @@ CLAIMLESS: dict[str, Callable[[], Record]] = {
         (a := backward()), backward(gradient=nan(a.gradient)), step(a.gradient)
     ),
     "nan in the step": lambda: record((a := backward()), step(nan(a.gradient))),
-    "passes of others alone": lambda: record(other(), step(random_sketch())),
+    "passes of others alone": lambda: record(records.other(), step(random_sketch())),
 }
 
 
@@ -153,7 +137,7 @@ def test_what_others_have_does_not_count():
     of = [backward(gradient=random_sketch(BOTH | OTHER), reached=BOTH | OTHER) for _ in range(3)]
     used = total(of, MANY[:3])
     used[list(OTHER)] = 0
-    one = record(other(gradient=nan(random_sketch(OTHER))), of, step(used))
+    one = record(records.other(gradient=nan(random_sketch(OTHER))), of, step(used))
     assert factors_of(one) == pytest.approx(MANY[:3])
 
 
@@ -179,16 +163,40 @@ def test_clips_are_undone(parameters: frozenset[int]):
     assert [share.factor for share in fit.shares] == pytest.approx([2.0] * 3, rel=1e-5)
 
 
-def test_a_clip_between_passes_is_a_factor_of_those_before():
-    a, b = passes([1.0, 1.0])
-    found = factors_of(record(a, clip(4.0, 1.0), b, step(total([a, b], [0.25, 1.0]))))
-    assert found == pytest.approx([0.25, 1.0])
+@pytest.mark.parametrize("norm", [4.0, 1e5])  # as large: of scaled gradients
+def test_clips_between_passes_are_undone(norm: float):
+    a, b, c = passes([1.0] * 3)
+    used = total([a, b, c], [0.5 / norm**2, 0.5 / norm, 0.5])
+    fit = fit_of(record(a, clip(norm, 1.0), b, clip(norm, 1.0), c, step(used)))
+    assert fit.equal
+    assert [share.factor for share in fit.shares] == pytest.approx([0.5] * 3, rel=1e-5)
+
+
+def test_clips_of_what_was_not_cleared_are_undone():
+    a, b = passes([1.0] * 2)
+    used = total([a, b], [0.75, 1.0])  # a once more, both clipped by 1/4
+    fit = fit_of(record(a, step(total([a])), b, clip(4.0, 1.0), step(used)))
+    assert [share.factor for share in fit.shares] == pytest.approx([4.0], rel=1e-5)
+    assert fit.earlier == pytest.approx(0.75, rel=1e-5)
+
+
+def test_factors_that_rounding_would_decide_are_not_claimed():
+    a, b, c = passes([1.0] * 3)
+    used = total([a, b, c], [1e-5, 1.0, 3.0])
+    assert factors_of(record(a, clip(1e5, 1.0), b, c, step(used))) is None
+
+
+def test_what_clips_did_to_the_sum_of_a_wrapper_is_not_claimed():
+    a, b = passes([1.0] * 2)
+    events = a, clip(4.0, 1.0), b, step(total([a, b], [0.25, 1.0]))
+    assert factors_of(record(*events)) == pytest.approx([1.0, 1.0])
+    assert factors_of(record(*events, wrapped=True)) is None
 
 
 def test_passes_of_all_processes():
     each = [passes([1.0] * 2) for _ in range(2)]
     used = total([one for of in each for one in of], [0.5, 0.5, 0.5, 2.0])
-    fit = fit_of(of_ranks(*(record(of, step(used)) for of in each)))
+    fit = fit_of(records.of_ranks(*(record(of, step(used)) for of in each)))
     assert [(s.rank, s.factor) for s in fit.shares] == [
         (rank, pytest.approx(f)) for rank, f in [(0, 0.5), (0, 0.5), (1, 0.5), (1, 2.0)]
     ]
