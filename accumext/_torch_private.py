@@ -1,7 +1,7 @@
 """The names of torch that are not public: each with what it is needed for.
 
-A release of torch may change any of them, so no other file reads them;
-tests/ops/test_torch_private.py has a test for each.
+A release of torch may change any of them, so no other file reads them.
+tests/ops/test_torch_private.py tests those whose change no other test would notice.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """A copy of the project with a tiny kernel, and one compiler for all that tests compile."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 from support import compile_once, source_tree
@@ -14,7 +11,7 @@ from support.source_tree import Tree
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
+def shared_compiler(tmp_path_factory):
     if found := os.environ.get("COMPILE_ONCE"):  # by .ci/run
         source_tree.COMPILER["CXX"] = found
     elif shutil.which(compiler()[0]) is not None:
@@ -23,5 +20,5 @@ def shared_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Tree:
+def tree(tmp_path):
     return Tree(tmp_path / "tree")

@@ -1,14 +1,12 @@
 """The build settings: which CUDA toolkit is taken, among toolkits made of a script that answers."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.programs import compiler
+from support.programs import compiler, executable
 
 from accumext.backend import _build
 
@@ -23,16 +21,13 @@ class FakeTorch:
 
 def toolkit(home: Path, version: str) -> Path:
     (home / "bin").mkdir(parents=True)
-    nvcc = home / "bin" / "nvcc"
-    nvcc.write_text(
-        f'#!/bin/sh\necho "#$ TOP={home}" >&2\necho "release {version}, V{version}.1"\n'
-    )
-    nvcc.chmod(0o755)
+    script = f'echo "#$ TOP={home}" >&2\necho "release {version}, V{version}.1"'
+    executable(home / "bin" / "nvcc", script)
     return home
 
 
 @pytest.fixture
-def no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def no_toolkit(tmp_path, monkeypatch):
     """No CUDA toolkit but those that a test makes under tmp_path."""
     for name in ("CUDA_HOME", "CUDA_PATH", "ACCUMEXT_CUDA"):
         monkeypatch.delenv(name, raising=False)
@@ -42,9 +37,7 @@ def no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Monkey
     return monkeypatch
 
 
-def test_a_toolkit_without_a_gpu_is_nothing_to_be_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_toolkit_without_a_gpu_is_nothing_to_be_warned_of(monkeypatch, caplog):
     def imported(name: str) -> str:
         log = logging.getLogger(name)
         log.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local/cuda")
@@ -58,16 +51,14 @@ def test_a_toolkit_without_a_gpu_is_nothing_to_be_warned_of(
     assert len(caplog.messages) == 3
 
 
-def test_cuda_is_left_out_without_a_toolkit(no_toolkit: None, tmp_path: Path) -> None:
+def test_cuda_is_left_out_without_a_toolkit(no_toolkit, tmp_path):
     found = _build.cuda(FakeTorch(tmp_path, "13.0"))
     assert found.home is None
     assert found.reason == "nvcc was not found"
     assert found.fix == 'pip install "cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.0.*"'
 
 
-def test_cuda_is_left_out_of_a_cpu_torch_unless_asked_for(
-    no_toolkit: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cuda_is_left_out_of_a_cpu_torch_unless_asked_for(no_toolkit, tmp_path):
     home = toolkit(tmp_path / "default", "13.0")
     torch_without = FakeTorch(tmp_path, None)
     assert _build.cuda(torch_without).reason == "torch 2.13.0 has no CUDA"
@@ -75,7 +66,7 @@ def test_cuda_is_left_out_of_a_cpu_torch_unless_asked_for(
     assert _build.cuda(torch_without).home == str(home)
 
 
-def test_cuda_takes_the_toolkit_of_torchs_major_version(no_toolkit: None, tmp_path: Path) -> None:
+def test_cuda_takes_the_toolkit_of_torchs_major_version(no_toolkit, tmp_path):
     toolkit(tmp_path / "default", "12.8")
     found = _build.cuda(FakeTorch(tmp_path, "13.0"))
     assert (found.home, found.reason) == (None, "nvcc is 12.8 and torch was built for CUDA 13.0")
@@ -83,22 +74,20 @@ def test_cuda_takes_the_toolkit_of_torchs_major_version(no_toolkit: None, tmp_pa
     assert _build.cuda(FakeTorch(tmp_path, "13.0"))[:2] == (str(from_pypi), "13.2")
 
 
-def test_cuda_home_is_asked_of_an_nvcc_that_is_a_wrapper(no_toolkit: None, tmp_path: Path) -> None:
+def test_cuda_home_is_asked_of_an_nvcc_that_is_a_wrapper(no_toolkit, tmp_path):
     home = toolkit(tmp_path / "real", "13.0")
     (tmp_path / "path").mkdir()
-    wrapper = tmp_path / "path" / "nvcc"
-    wrapper.write_text(f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n')
-    wrapper.chmod(0o755)
+    executable(tmp_path / "path" / "nvcc", f'exec {home}/bin/nvcc "$@"')
     assert _build.cuda(FakeTorch(tmp_path, "13.0")).home == str(home)
 
 
-def test_cuda_can_be_forbidden(no_toolkit: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cuda_can_be_forbidden(no_toolkit, tmp_path):
     toolkit(tmp_path / "default", "13.0")
     no_toolkit.setenv("ACCUMEXT_CUDA", "0")
     assert _build.cuda(FakeTorch(tmp_path, "13.0")).reason == "ACCUMEXT_CUDA=0"
 
 
-def test_libcudart_gets_the_name_that_the_linker_looks_for(tmp_path: Path) -> None:
+def test_libcudart_gets_the_name_that_the_linker_looks_for(tmp_path):
     folder, library = tmp_path / "folder", tmp_path / "cu13" / "lib"
     folder.mkdir()
     library.mkdir(parents=True)
@@ -120,7 +109,7 @@ def compiled(source: str, folder: Path, name: str, *flags: str) -> Path:
 
 
 @pytest.mark.build
-def test_a_library_finds_the_libtorch_cuda_that_torch_has_loaded(tmp_path: Path) -> None:
+def test_a_library_finds_the_libtorch_cuda_that_torch_has_loaded(tmp_path):
     """Torch loads it for itself alone, and the torch that was compiled against may have none."""
     stub = tmp_path / "stub"
     stub.mkdir()

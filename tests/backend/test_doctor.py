@@ -1,14 +1,10 @@
 """`accumext doctor` on a tree with one tiny kernel: what it reports, and its exit status."""
 
-from __future__ import annotations
-
 import json
-import re
 from typing import Any
 
 import pytest
 import torch
-from support.source_tree import Tree
 from torch import Tensor
 
 from accumext._torch_private import call_default_kernel, operator
@@ -16,17 +12,7 @@ from accumext.backend import _self_test
 
 
 @pytest.mark.build
-def test_doctor_fails_when_a_kernel_computes_wrongly(tree: Tree) -> None:
-    done = tree.run("import sys; from accumext.__main__ import main; sys.exit(main(['doctor']))")
-    assert done.returncode == 1, done.stderr
-    assert re.search(
-        "^self-test scale_.scalar on cpu +AssertionError: .* differ", done.stdout, re.M
-    )
-    assert done.stdout.rstrip().endswith("self-test FAILED")
-
-
-@pytest.mark.build
-def test_doctor_passes_on_the_reference_and_says_how_to_leave_it(tree: Tree) -> None:
+def test_doctor_passes_on_the_reference_and_says_how_to_leave_it(tree):
     code = "import sys; from accumext.__main__ import main; sys.exit(main(['doctor', '--json']))"
     done = tree.run(code, ACCUMEXT_BACKEND="reference")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,9 +36,7 @@ class Rounded:
 
 @pytest.mark.parametrize(("ulps", "passes"), [(-2, True), (0, True), (2, True), (16, False)])
 @pytest.mark.parametrize("name", ["total_norm", "unscale_check_clip_accumulate_"])
-def test_a_norm_may_be_rounded_in_another_order_but_not_be_another(
-    name: str, ulps: int, passes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_norm_may_be_rounded_in_another_order_but_not_be_another(name, ulps, passes, monkeypatch):
     """GPUs add in another order, and their `pow` is good to a few units in the last place."""
     error = 1.0 + ulps * torch.finfo(torch.float32).eps
     monkeypatch.setattr(_self_test, "operator", lambda name: Rounded(name, error))

@@ -5,22 +5,21 @@ Processes run it on libraries with wrong, crashing and hanging kernels, which an
 the CPU; in the trees of these tests the CPU's library is one of those that are tested.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.programs import executable
 from support.source_tree import Tree
 from support.tensors import HALF_DTYPES
 from torch import Tensor
@@ -91,7 +90,7 @@ STABLE_TORCH_LIBRARY_IMPL(accumext, CPU, m) { m.impl("large_pages", TORCH_BOX(&P
 # --- the calls ---------------------------------------------------------------------------------
 
 
-def test_every_operator_with_a_compiled_kernel_has_calls() -> None:
+def test_every_operator_with_a_compiled_kernel_has_calls():
     names = {*_build.registered_ops("cpu"), *_build.registered_ops("cuda")}
     assert len(_build.registered_ops("cuda")) >= 13
     assert names == set(_self_test.cases())
@@ -99,7 +98,7 @@ def test_every_operator_with_a_compiled_kernel_has_calls() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(_self_test.cases()))
-def test_the_kernels_of_this_run_pass(name: str) -> None:
+def test_the_kernels_of_this_run_pass(name):
     assert _self_test.outcome(name, CPU) == _self_test.OK
 
 
@@ -144,7 +143,7 @@ class Off:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*_self_test.cases()} - {RIGHT}))
-def test_every_result_of_every_call_is_looked_at(name: str, monkeypatch: Patch) -> None:
+def test_every_result_of_every_call_is_looked_at(name, monkeypatch):
     count = 0
     for case in _self_test.cases()[name]:
         found = written(case)
@@ -159,7 +158,7 @@ def test_every_result_of_every_call_is_looked_at(name: str, monkeypatch: Patch) 
 @pytest.mark.parametrize(
     ("name", "batches"), [("head_forward", {9, 33}), ("decode_steps", BATCHES)]
 )
-def test_logits_are_all_below_zero_in_batches_of_every_width(name: str, batches: set[int]) -> None:
+def test_logits_are_all_below_zero_in_batches_of_every_width(name, batches):
     """There a row that is not its own maximum's, but 0, is found, from the ninth row on as well."""
     seen = set()
     for case in _self_test.cases()[name]:
@@ -178,13 +177,13 @@ def test_logits_are_all_below_zero_in_batches_of_every_width(name: str, batches:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: Patch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     return tmp_path / "extensions" / f"accumext-{os.geteuid()}"
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Path:
+def library(tmp_path):
     """A file to take a digest of."""
     path = tmp_path / "library.so"
     path.write_bytes(b"kernels")
@@ -197,7 +196,7 @@ def verdict(library: Path, *, anew: bool = False) -> dict[str, str]:
 
 @pytest.mark.build
 @pytest.mark.usefixtures("cache")
-def test_each_fault_is_found_by_name(tree: Tree, monkeypatch: Patch) -> None:
+def test_each_fault_is_found_by_name(tree, monkeypatch):
     """Wrong results, crashes and a hang, and what is between them is tried all the same."""
     tree.source.write_text(FAULTS)
     tree.show()
@@ -213,8 +212,8 @@ def test_each_fault_is_found_by_name(tree: Tree, monkeypatch: Patch) -> None:
 
 @pytest.mark.process
 def test_a_process_that_does_not_begin_leaves_operators_untested(
-    cache: Path, library: Path, monkeypatch: Patch, tmp_path: Path
-) -> None:
+    cache, library, monkeypatch, tmp_path
+):
     """The outcome is not kept: another time there may be memory, or a Python."""
 
     def why() -> str:
@@ -222,31 +221,23 @@ def test_a_process_that_does_not_begin_leaves_operators_untested(
         return outcome
 
     assert why().startswith("not tested: OSError: ")  # of the loader
-    with monkeypatch.context() as patch:
-        patch.setattr(_verify, "_machine", lambda _: ["another"])
-        assert why() == "not tested: RuntimeError: cpu is another device in another process"
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "path", [])
-        assert why().startswith("not tested: the process ended with status 1: ")
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", "/nonexistent")
-        assert why().startswith("not tested: [Errno 2] No such file")
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "frozen", True, raising=False)
-        assert why() == "not tested: a frozen program has no Python to start"
-    with monkeypatch.context() as patch:
-        sleeper = tmp_path / "python"
-        sleeper.write_text("#!/bin/sh\nexec sleep 100\n")
-        sleeper.chmod(0o755)
-        patch.setattr(sys, "executable", str(sleeper))
-        patch.setattr(_verify, "START_S", 0.5)
-        assert why() == "not tested: it did not end in time"
+    sleeper = executable(tmp_path / "python", "exec sleep 100")
+    for owner, name, value, words in (
+        (_verify, "_machine", lambda _: ["another"], "RuntimeError: cpu is another device in"),
+        (sys, "path", [], "the process ended with status 1: "),
+        (sys, "executable", "/nonexistent", "[Errno 2] No such file"),
+        (sys, "frozen", True, "a frozen program has no Python to start"),
+        (sys, "executable", sleeper, "it did not end in time"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value, raising=False)
+            if value is sleeper:
+                patch.setattr(_verify, "START_S", 0.5)
+            assert why().startswith(f"not tested: {words}")
     assert not list(cache.glob("verdict-*/*"))
 
 
-def test_no_program_is_held_up_for_longer_than_all_operators_may_take(
-    library: Path, monkeypatch: Patch
-) -> None:
+def test_no_program_is_held_up_for_longer_than_all_operators_may_take(library, monkeypatch):
     monkeypatch.setattr(_verify, "TOTAL_S", 0.005)
 
     def hangs(self: object, names: list[str], give_up: float) -> Iterator[tuple[str, str]]:
@@ -277,11 +268,11 @@ class Tries:
 
 
 @pytest.fixture
-def tries(monkeypatch: Patch) -> Tries:
+def tries(monkeypatch):
     return Tries(monkeypatch)
 
 
-def test_a_verdict_is_kept_and_found_again(cache: Path, library: Path, tries: Tries) -> None:
+def test_a_verdict_is_kept_and_found_again(cache, library, tries):
     assert [verdict(library) for _ in range(3)] == [tries.found] * 3
     assert len(tries.devices) == 1
     assert len(list(cache.glob("verdict-*/verdict.json"))) == 1
@@ -292,8 +283,8 @@ def test_a_verdict_is_kept_and_found_again(cache: Path, library: Path, tries: Tr
 
 @pytest.mark.usefixtures("cache")
 def test_a_verdict_is_of_a_library_a_torch_a_machine_and_these_calls(
-    library: Path, tries: Tries, monkeypatch: Patch, tmp_path: Path
-) -> None:
+    library, tries, monkeypatch, tmp_path
+):
     verdict(library)
     library.write_bytes(b"other kernels")
     verdict(library)
@@ -306,22 +297,15 @@ def test_a_verdict_is_of_a_library_a_torch_a_machine_and_these_calls(
     assert len(tries.devices) == 5
 
 
-def test_processes_that_come_at_once_wait_for_one_trial(
-    cache: Path, library: Path, tries: Tries
-) -> None:
+def test_processes_that_come_at_once_wait_for_one_trial(cache, library, tries):
     """Threads here: locks of a file that is opened twice keep them apart, too."""
-    threads = [threading.Thread(target=verdict, args=[library]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(verdict, [library] * 4))
     assert len(tries.devices) == 1
     assert len(list(cache.glob("verdict-*.lock"))) == 1
 
 
-def test_what_others_could_have_written_or_is_damaged_is_found_anew(
-    cache: Path, library: Path, tries: Tries
-) -> None:
+def test_what_others_could_have_written_or_is_damaged_is_found_anew(cache, library, tries):
     verdict(library)
     (file,) = cache.glob("verdict-*/verdict.json")
     file.chmod(0o666)
@@ -332,15 +316,13 @@ def test_what_others_could_have_written_or_is_damaged_is_found_anew(
     assert len(tries.devices) == 3
 
 
-def test_without_a_cache_the_verdict_is_for_this_process(
-    cache: Path, library: Path, tries: Tries
-) -> None:
+def test_without_a_cache_the_verdict_is_for_this_process(cache, library, tries):
     cache.parent.write_text("a file where a folder should be")
     assert verdict(library) == tries.found
 
 
 @pytest.mark.usefixtures("tries")
-def test_without_any_folder_nothing_is_tested(library: Path, monkeypatch: Patch) -> None:
+def test_without_any_folder_nothing_is_tested(library, monkeypatch):
     def open_cache() -> object:
         raise RuntimeError("no folder; set TMPDIR")
 
@@ -349,9 +331,7 @@ def test_without_any_folder_nothing_is_tested(library: Path, monkeypatch: Patch)
 
 
 @pytest.mark.usefixtures("cache")
-def test_gpus_of_one_name_are_tried_once_and_each_name_for_itself(
-    library: Path, tries: Tries, monkeypatch: Patch
-) -> None:
+def test_gpus_of_one_name_are_tried_once_and_each_name_for_itself(library, tries, monkeypatch):
     devices = [torch.device("cuda", index) for index in range(4)]
     names = dict(zip(devices, ("H100", "T4", "H100", "H100")))
     monkeypatch.setattr(_verify, "_devices", lambda _: devices)
@@ -377,7 +357,7 @@ def test_gpus_of_one_name_are_tried_once_and_each_name_for_itself(
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+def compiled(tmp_path_factory):
     """A tree with an installed library that is right unless it is asked to be wrong."""
     tree = Tree(tmp_path_factory.mktemp("pages") / "tree")
     tree.source.write_text(PAGES)
@@ -386,7 +366,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Tree:
 
 
 @pytest.fixture
-def tested(compiled: Tree, tmp_path: Path) -> Tree:
+def tested(compiled, tmp_path):
     """A copy whose CPU library has to pass the self-test."""
     tree = Tree(tmp_path / "tested")
     tree.source.write_text(PAGES)
@@ -425,7 +405,7 @@ def shown(tree: Tree, **variables: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.build
-def test_import_tests_nothing_and_first_use_tests_before_a_kernel_runs(tested: Tree) -> None:
+def test_import_tests_nothing_and_first_use_tests_before_a_kernel_runs(tested):
     code = """
 assert not os.path.exists(os.environ["TORCH_EXTENSIONS_DIR"])
 assert not _libraries._CPU.loaded
@@ -453,8 +433,8 @@ print(answer(), _libraries._CPU._stand_ins, accumext.backend_reason())
     ],
 )
 def test_plain_pytorch_answers_for_what_fails_until_the_doctor_finds_it_well(
-    tested: Tree, fault: str, outcome: str
-) -> None:
+    tested, fault, outcome
+):
     words = f"{WARNING}all operators ({outcome}"
     (who, backend, reason), said = shown(tested, FAULT=fault)
     assert (who, backend) == ("plain", "reference")
@@ -477,7 +457,7 @@ def test_plain_pytorch_answers_for_what_fails_until_the_doctor_finds_it_well(
 
 
 @pytest.mark.build
-def test_native_makes_it_an_error(tested: Tree) -> None:
+def test_native_makes_it_an_error(tested):
     code = """
 for use in (answer, answer, accumext.backend):
     try:
@@ -495,25 +475,25 @@ for use in (answer, answer, accumext.backend):
 
 
 @pytest.mark.build
-def test_a_library_compiled_on_first_use_is_tested_before_it_is_loaded(tested: Tree) -> None:
+def test_a_library_compiled_on_first_use_is_tested_before_it_is_loaded(tested):
     tested.installed.unlink()
     (who, _, reason), said = shown(tested, FAULT="wrong")
     assert who == "plain"
-    assert "compiled on first use, in " in reason
+    assert "compiled on this machine, in " in reason
     assert said.count(WARNING) == 1
     done = tested.run(SHOW, ACCUMEXT_BACKEND="jit", FAULT="wrong")
     assert "RuntimeError: accumext: ACCUMEXT_BACKEND=jit needs CPU kernels: the self" in done.stderr
 
 
 @pytest.mark.build
-def test_where_no_process_can_begin_plain_pytorch_answers(tested: Tree) -> None:
+def test_where_no_process_can_begin_plain_pytorch_answers(tested):
     done = tested.run(SHOW.replace("print(", "sys.executable = '/nonexistent'; print("))
     assert done.stdout.startswith("plain|reference|CPU tensors are served by pure PyTorch (")
     assert f"{WARNING}all operators (not tested: [Errno 2] No such file" in done.stderr
     assert shown(tested)[0][0] == "compiled"
 
 
-def test_one_operator_or_one_device_that_fails_leaves_the_others(monkeypatch: Patch) -> None:
+def test_one_operator_or_one_device_that_fails_leaves_the_others(monkeypatch):
     if accumext.backend() == "reference":
         pytest.skip("no compiled kernels")
     defaults = []

@@ -1,7 +1,5 @@
 """The products for AMX, and those for AVX512-BF16: emulated where the processor has neither."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
@@ -22,7 +20,7 @@ FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="no AVX2"
 )
-def test_products_with_emulated_tiles_are_exact(tmp_path: Path) -> None:
+def test_products_with_emulated_tiles_are_exact(tmp_path):
     """Blocks, skinny products and transposed operands of dyadic numbers, around every edge."""
     program = tmp_path / "amx_emulated"
     csrc = sources_of_every_isa(tmp_path / "csrc")

@@ -3,8 +3,6 @@ warning that says what to type."""
 
 # ruff: noqa: E501  (one contract to a line)
 
-from __future__ import annotations
-
 import re
 import warnings
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.decode_oracle import make_decoder
-from support.decoding import VOCABULARY, raises, run
+from support.decoding import VOCABULARY, WholeModel, raises, run
 from support.recorded_warnings import warnings_as
 from torch import nn
 
@@ -27,14 +25,11 @@ P, AT = torch.ones(T, B, 2) / 2, torch.zeros(T, B, 2, dtype=torch.int64)  # of a
 W, X = torch.ones(V, 4), torch.ones(T, B, 4)  # a head, and what it reads
 TRANSPOSED = "targets must be [T, B] with B = 4, got [4, 3]. Did you mean"
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"embedding": 3}, TypeError, "embedding must be an nn.Embedding or a floating-point tensor [V, E], got int"),
-    ({"embedding": torch.zeros(3)}, ValueError, "embedding must have shape [V, E], got [3]"),
     ({"embedding": nn.Embedding(V, H, scale_grad_by_freq=True)}, ValueError,
      "embedding must not scale gradients by frequency, got scale_grad_by_freq"),
     ({"embedding": nn.Embedding(V, H + 1)}, ValueError, "embedding must have the cell's input size, 5, got 6"),
     ({"embedding": nn.Embedding(V - 1, H)}, ValueError,
      "embedding must have a row for each of the 7 words that can be fed back, got 6 rows"),
-    ({"cell": 3}, TypeError, "cell must be a recurrent module or callable, got int"),
     ({"cell": nn.GRU(H, H, bidirectional=True)}, ValueError, "cell must have one direction, got bidirectional=True"),
     ({"cell": lambda x, s: (x[:1], s)}, ValueError, "cell must return an output of shape [3, 5], got [1, 5]"),
     ({"cell": lambda x, s: (3, s)}, TypeError, "cell must return (output, state) with a tensor output, got int"),
@@ -50,20 +45,16 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"),
     ({"cell": lambda x, s: x}, TypeError, "cell must return (output, state), got a float32 tensor. "
      "Return both: h = cell(x, s); return h, h"),
-    ({"cell": lambda x, s: (x, s, s, s)}, TypeError, "cell must return (output, state), got a tuple of 4"),
     ({"head": (torch.zeros(V, H, dtype=torch.int64), None)}, TypeError,
      "head weight must be a floating-point tensor [V, H], got an int64 tensor"),
-    ({"head": (torch.zeros(V), None)}, ValueError, "head weight must have shape [V, H] with V >= 1, got [7]"),
     ({"head": (torch.zeros(V, H), torch.zeros(V + 1))}, ValueError, "head bias must have shape [7], got [8]"),
     ({"targets": TARGETS.float()}, TypeError, "targets must be an integer tensor [T, B], got a float32 tensor"),
-    ({"targets": TARGETS.tolist()}, TypeError, "targets must be an integer tensor [T, B], got list"),
     ({"targets": TARGETS[0]}, ValueError, "targets must have shape [T, B], got [3]"),
     ({"targets": TARGETS + 1}, ValueError, "targets must be in [0, 7), got 7"),
     ({"targets": TARGETS - 1}, ValueError, "targets must be in [0, 7), got -1. "
      "Pass ignore_index=-1 if it marks ignored targets"),
     ({"targets": TARGETS.where(TARGETS != 2, -3), "ignore_index": -1}, ValueError,
      "targets must be in [0, 7), got -3. Pass ignore_index=-3 if it marks ignored targets"),
-    ({"targets": TARGETS.bool()}, TypeError, "targets must be an integer tensor [T, B], got a bool tensor"),
     ({"targets": TARGETS.to("meta")}, ValueError, "targets must be on the head's device, cpu, got meta"),
     ({"state": torch.zeros(B, H + 1)}, ValueError, "state must have shape [3, 5], got [3, 6]"),
     ({"cell": nn.LSTMCell(H, H), "state": torch.zeros(B, H)}, TypeError,
@@ -77,32 +68,19 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "One is drawn by feedback='scheduled', teacher_forcing=0.5"),
     ({"feedback": torch.ones(B, T, dtype=torch.bool)}, ValueError, "feedback must have shape [4, 3], got [3, 4]"),
     ({"start": V}, ValueError, "start must be in [0, 7), got 7"),
-    ({"start": 1.0}, TypeError, "start must be an int or an integer tensor [B], got float"),
-    ({"start": torch.tensor([0, 1, -1])}, ValueError, "start must be in [0, 7), got -1"),
     ({"start": torch.tensor([0, 1])}, ValueError, "start must have shape [3], got [2]"),
-    ({"inputs": TARGETS.double()}, TypeError, "inputs must be an integer tensor [T, B], got a float64 tensor"),
     ({"inputs": TARGETS[:2]}, ValueError, "inputs must have shape [4, 3], got [2, 3]"),
     ({"inputs": TARGETS + 1}, ValueError, "inputs must be in [0, 7), got 7"),
     ({"teacher_forcing": 1.5}, ValueError, "teacher_forcing must be at most 1, got 1.5"),
     ({"k1": 0}, ValueError, "k1 must be at least 1, got 0"),
-    ({"k1": True}, TypeError, "k1 must be an int, got bool"),
     ({"k1": 4, "k2": 2}, ValueError, "k2 must be at least k1, got k1=4, k2=2"),
-    ({"start": True}, TypeError, "start must be an int or an integer tensor [B], got bool"),
-    ({"num_items": True}, TypeError, "num_items must be a number or a 0-dim tensor, got bool"),
     ({"cell": nn.GRU(H, H, batch_first=True), "state": torch.zeros(1, T, H)}, ValueError,
      "targets must be [T, B] with B = 4, got [4, 3]. "
      "Pass batch_first=True if they are [B, T]: that of the cell does not say so"),
-    ({"cell": nn.LSTM(H, H, batch_first=True), "lengths": torch.tensor([1, 2, 3, 1])}, ValueError,
-     "targets must be [T, B] with B = 4, got [4, 3]. "
-     "Pass batch_first=True if they are [B, T]: that of the cell does not say so"),
     ({"state": torch.zeros(T, H)}, ValueError, f"{TRANSPOSED} targets.t() or batch_first=True?"),
-    ({"cell": nn.LSTM(H, H), "state": (torch.zeros(1, T, H),) * 2}, ValueError,
-     f"{TRANSPOSED} targets.t() or batch_first=True?"),
     ({"lengths": [1, 2, 3, 1]}, ValueError, f"{TRANSPOSED} targets.t() or batch_first=True?"),
     ({"start": torch.zeros(T, dtype=torch.int32)}, ValueError, f"{TRANSPOSED} targets.t() or batch_first=True?"),
     ({"cell": lambda x, s: (x, s), "lengths": torch.ones(T).long(), "state": torch.zeros(T, H)}, ValueError,
-     f"{TRANSPOSED} targets.t() or batch_first=True?"),
-    ({"cell": lambda x, s: (x, s), "state": {"h": torch.zeros(T, H)}}, ValueError,
      f"{TRANSPOSED} targets.t() or batch_first=True?"),
     ({"cell": lambda x, s: (x, s), "batch_dim": 1, "state": torch.zeros(2, T, H)}, ValueError,
      f"{TRANSPOSED} targets.t() or batch_first=True?"),
@@ -118,59 +96,40 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "Pass batch_dim=1 if it is there"),
     ({"lengths": torch.tensor([1, 2, 3, 1]), "state": torch.zeros(B, H)}, ValueError,
      "lengths must have shape [3], got [4]"),
-    ({"lengths": [1, 2, 5]}, ValueError, "lengths must be in [0, 4], got [1, 2, 5]"),
     ({"lengths": [1, 2.0, 3]}, TypeError, "lengths[1] must be an int, got float"),
-    ({"lengths": 3}, TypeError, "lengths must be an integer tensor [B] or a list of ints, got int"),
     ({"eos": V}, ValueError, "eos must be in [0, 7), got 7"),
     ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got float"),
     ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be at most 1, got 1.5"),
-    ({"z_loss": -1.0}, ValueError, "z_loss must be at least 0, got -1.0"),
     ({"class_weight": torch.ones(V + 1)}, ValueError, "class_weight must have shape [7], got [8]"),
     ({"class_weight": [1.0] * (V - 1) + ["2"]}, TypeError, "class_weight[6] must be a number, got str"),
-    ({"class_weight": torch.ones(V, dtype=torch.int64)}, TypeError,
-     "class_weight must be a floating-point tensor [V] or a list of numbers, got an int64 tensor"),
     ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
     ({"num_items": -1}, ValueError, "num_items must be at least 0, got -1"),
     ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items must be None unless reduction is 'mean', got 3"),
-    ({"num_items": torch.ones(2)}, ValueError, "num_items must be a number or a 0-dim tensor, got [2]"),
     ({"temperature": 0.0}, ValueError, "temperature must be greater than 0, got 0.0"),
     ({"generator": 3}, TypeError, "generator must be a torch.Generator or None, got int"),
-    ({"context": torch.zeros(3)}, TypeError, "context must be a tuple of tensors, got a float32 tensor"),
     ({"context": (3,)}, TypeError, "context[0] must be a tensor, got int"),
     ({"context": (torch.zeros(3),)}, ValueError, "context must be empty for one of torch's cells, got 1 tensors. "
      "Wrap the cell: lambda x, state, memory: ..."),
     ({"memory_budget": 27}, ValueError, "memory_budget must hold one row of logits, 28 bytes, got 27"),
-    ({"memory_budget": 1e6}, TypeError, "memory_budget must be an int, got float"),
     ({"cell": lambda x, s: (x, s), "state": torch.zeros(2), "lengths": torch.tensor([1, 2, 3])}, ValueError,
      "state must hold tensors with the batch in dimension 0 to be frozen by row, got shape [2]"),
     ({"embedding_dropout": 1.5}, ValueError, "embedding_dropout must be at most 1, got 1.5"),
     ({"output_dropout": -0.5}, ValueError, "output_dropout must be at least 0, got -0.5"),
     ({"targets": None, "feedback": "sample"}, ValueError, "steps must be given where targets are None, got None"),
-    ({"targets": None, "steps": 2.0}, TypeError, "steps must be an int, got float"),
     ({"steps": 6}, ValueError, "steps must be None where there are targets, got 6"),
     ({"targets": None, "steps": 4, "feedback": "teacher"}, ValueError,
      "feedback must be 'sample' or 'greedy' where targets are None, got 'teacher'"),
-    ({"targets": None, "steps": 4, "feedback": MASK}, ValueError,
-     "feedback must be 'sample' or 'greedy' where targets are None, got a bool tensor"),
     ({"targets": None, "steps": 4, "inputs": TARGETS}, ValueError, "inputs must be None where targets are None, got an int64 tensor"),
     ({"draw": "sample"}, ValueError, "draw must be left at 'argmax' unless feedback is 'sample', 'scheduled' or a mask, got 'sample'"),
-    ({"draw": "beam"}, ValueError, "draw must be one of 'argmax', 'sample', got 'beam'"),
-    ({"token_weight": TARGETS}, TypeError, "token_weight must be a floating-point tensor [T, B], got an int64 tensor"),
     ({"token_weight": torch.rand(B, T)}, ValueError, "token_weight must have shape [4, 3], got [3, 4]"),
-    ({"resets": TARGETS}, TypeError, "resets must be a bool tensor [T, B], got an int64 tensor"),
     ({"resets": MASK.t()}, ValueError, "resets must have shape [4, 3], got [3, 4]"),
     ({"truncation": "random", "k1": 2, "k2": 4}, ValueError, "k1 must be None where cuts are random, got 2"),
     ({"truncation": "random", "k2": 1}, ValueError, "k2 must be at least 2, the mean of steps between random cuts, got 1"),
-    ({"truncation": "random", "k2": 2.5}, TypeError, "k2 must be an int, got float"),
     ({"truncation": "sometimes"}, ValueError, "truncation must be one of 'fixed', 'random', got 'sometimes'"),
     ({"state_grad_clip": 0.0}, ValueError, "state_grad_clip must be greater than 0, got 0.0"),
-    ({"state_grad_clip": "1"}, TypeError, "state_grad_clip must be a number, got str"),
     ({"state": (torch.zeros(B, H),)}, TypeError, "state must be a tensor for this cell, got tuple"),
     ({"soft_targets": P}, TypeError,
      "soft_targets must be a pair (probabilities [T, B, K], indices [T, B, K] or None) or the head of a teacher, (weight [V, H'], bias [V] or None, hidden [T, B, H']), got a float32 tensor"),
-    ({"soft_targets": (AT, AT)}, TypeError, "soft_targets[0] must be a float tensor [T, B, K], got an int64 tensor"),
-    ({"soft_targets": (P, P)}, TypeError, "soft_targets[1] must be an integer tensor [T, B, K], got a float32 tensor"),
-    ({"soft_targets": (P[1:], AT)}, ValueError, "soft_targets[0] must have shape [4, 3, K], got [3, 3, 2]"),
     ({"soft_targets": (P, AT[..., :1])}, ValueError, "soft_targets[1] must have shape [4, 3, 2], got [4, 3, 1]"),
     ({"soft_targets": (P, None)}, ValueError, "soft_targets[0] must have all 7 words where no indices are given, got 2 of them"),
     ({"soft_targets": (-P, AT)}, ValueError, "soft_targets[0] must be at least 0, got -0.5"),
@@ -186,35 +145,17 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"entropy_weight": "0.1"}, TypeError, "entropy_weight must be a number, got str"),
     ({"teacher_forcing": 0.5}, ValueError, "teacher_forcing must be left at 1.0 unless feedback is 'scheduled', got 0.5"),
     ({"feedback": "scheduled", "temperature": 2.0}, ValueError, "temperature must be left at 1.0 unless samples are drawn, got 2.0"),
-    ({"feedback": MASK, "teacher_forcing": 0.5}, ValueError,
-     "teacher_forcing must be left at 1.0 unless feedback is 'scheduled', got 0.5"),
-    ({"feedback": "teacher", "teacher_forcing": 0.0}, ValueError,
-     "teacher_forcing must be left at 1.0 unless feedback is 'scheduled', got 0.0"),
-    ({"feedback": MASK, "temperature": 2.0}, ValueError, "temperature must be left at 1.0 unless samples are drawn, got 2.0"),
     ({"cell": lambda x, s: (x, s), "batch_dim": -1}, ValueError, "batch_dim must be at least 0, got -1"),
-    ({"cell": lambda x, s: (x, s), "batch_dim": "1"}, TypeError, "batch_dim must be an int, got str"),
     ({"cell": lambda x, s: (x, s), "resets": MASK}, ValueError, "state must be given where rows are reset to it, got None"),
 ]  # fmt: skip
-COMPILED: list[tuple[dict[str, Any], str]] = [
-    ({"head": nn.Linear(H, V)},
-     "head must be an nn.Linear or a pair (weight, bias), got a compiled Linear. "
-     "Pass the module itself, of which only the weights are read"),
-    ({"embedding": nn.Embedding(V, H)},
-     "embedding must be an nn.Embedding or a floating-point tensor [V, E], got a compiled Embedding. "
-     "Pass the module itself, of which only the weights are read"),
-    ({"cell": nn.GRUCell(H, H)},
-     "cell must return (output, state), got a compiled GRUCell, which returns h. "
-     "Pass the module itself, which the kernels run, or wrap it: "
-     "def cell(x, s): h = compiled(x, s); return h, h"),
-    ({"cell": nn.LSTMCell(H, H)},
-     "cell must return (output, state), got a compiled LSTMCell, which returns (h, c). "
-     "Pass the module itself, which the kernels run, or wrap it: "
-     "def cell(x, s): h, c = compiled(x, s); return h, (h, c)"),
-    ({"cell": nn.GRU(H, H)},
-     "cell must return (output, state) of one step, got a compiled GRU, which reads [B, E] as a sequence. "
-     "Pass the module itself, which the kernels run, or wrap it: "
-     "def cell(x, s): y, s = compiled(x[None], s); return y[0], s"),
-]  # fmt: skip
+READ = "Pass the module itself, of which only the weights are read"
+COMPILED = [  # a part of the call, and what the error has people type
+    ("head", nn.Linear(H, V), READ),
+    ("embedding", nn.Embedding(V, H), READ),
+    ("cell", nn.GRUCell(H, H), "h = compiled(x, s); return h, h"),
+    ("cell", nn.LSTMCell(H, H), "h, c = compiled(x, s); return h, (h, c)"),
+    ("cell", nn.GRU(H, H), "y, s = compiled(x[None], s); return y[0], s"),
+]
 BATCH_FIRST = nn.GRU(H, H, batch_first=True)
 DOUBTFUL: list[tuple[dict[str, Any], str]] = [
     ({"k1": 2}, "k1=2 has no effect without k2: the gradient flows all the way back. "
@@ -248,7 +189,7 @@ def base(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("change", "kind", "text"), WRONG, ids=[text[:60] for _, _, text in WRONG])
-def test_decode_loss(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_decode_loss(change, kind, text):
     call = base(**change)
     accumext.decode_loss(**base())  # the call is right but for the change
     generator = torch.get_rng_state()
@@ -259,7 +200,7 @@ def test_decode_loss(change: dict[str, Any], kind: type[Exception], text: str) -
 
 @pytest.mark.parametrize(("change", "text"), DOUBTFUL, ids=[text[:60] for _, text in DOUBTFUL])
 @pytest.mark.parametrize("call", [accumext.decode_loss, accumext.decode_memory])
-def test_doubtful_arguments(call: Any, change: dict[str, Any], text: str) -> None:
+def test_doubtful_arguments(call, change, text):
     with warnings_as("always") as said:
         call(**base(**change))
     (warning,) = said
@@ -267,19 +208,12 @@ def test_doubtful_arguments(call: Any, change: dict[str, Any], text: str) -> Non
     assert warning.filename == __file__  # the user's line
 
 
-def test_a_line_is_warned_about_once() -> None:
-    with warnings_as("default") as caught:  # what a program starts with
-        for _ in range(3):
-            accumext.decode_loss(**base(k1=2))
-    assert len(caught) == 1
-
-
 @pytest.mark.parametrize("change", CLEAR, ids=[", ".join(change) for change in CLEAR])
-def test_nothing_is_said_of_what_is_clear(change: dict[str, Any]) -> None:
+def test_nothing_is_said_of_what_is_clear(change):
     accumext.decode_loss(**base(**change))  # a warning is an error in this suite
 
 
-def test_batch_first_of_the_cell_changes_nothing() -> None:
+def test_batch_first_of_the_cell_changes_nothing():
     plain = nn.GRU(H, H)
     plain.load_state_dict(BATCH_FIRST.state_dict())
     state = torch.randn(1, B, H)
@@ -290,7 +224,7 @@ def test_batch_first_of_the_cell_changes_nothing() -> None:
     assert torch.equal(found.token_losses, expected.token_losses)
 
 
-def test_integers_of_numpy() -> None:
+def test_integers_of_numpy():
     call, given = (
         base(),
         {"k1": 2, "k2": 3, "start": 4, "eos": 2, "ignore_index": 3, "num_items": 5},
@@ -305,15 +239,15 @@ def test_integers_of_numpy() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize(("change", "text"), COMPILED, ids=[text[:40] for _, text in COMPILED])
-def test_modules_that_torch_has_compiled(change: dict[str, nn.Module], text: str) -> None:
-    compiled = {name: torch.compile(m, backend="eager") for name, m in change.items()}
-    with raises(TypeError, text):
-        accumext.decode_loss(**base(**compiled))
+@pytest.mark.parametrize(("name", "module", "cure"), COMPILED)
+def test_modules_that_torch_has_compiled(name, module, cure):
+    call = base(**{name: torch.compile(module, backend="eager")})
+    with pytest.raises(TypeError, match=f"got a compiled .*{re.escape(cure)}$"):
+        accumext.decode_loss(**call)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8], ids=str)
-def test_integers_of_any_dtype(dtype: torch.dtype) -> None:
+def test_integers_of_any_dtype(dtype):
     """Tokens and lengths; lists of lengths and of class weights, and weights of any dtype."""
     start, lengths = torch.tensor([1, 2, 3]), torch.tensor([4, 1, 3])
     weight = torch.rand(V, dtype=torch.float64)
@@ -338,31 +272,24 @@ def test_integers_of_any_dtype(dtype: torch.dtype) -> None:
     assert memory == accumext.decode_memory(**call, lengths=lengths)
 
 
-def test_ignored_targets_of_any_dtype() -> None:
-    targets, call = TARGETS.where(TARGETS != 2, -100), base(feedback="teacher")
-    wide, narrow = (
-        accumext.decode_loss(**{**call, "targets": t}) for t in (targets, targets.to(torch.int8))
-    )
-    assert torch.equal(wide.token_losses, narrow.token_losses)
-
-
-def test_modules_that_torch_has_scripted_or_traced() -> None:
-    advice = "Pass the module itself, which the kernels run, or wrap it: def cell(x, s): "
+def test_modules_that_torch_has_scripted_or_traced():
     example = torch.zeros(B, H), torch.zeros(B, H)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
-        scripted, traced = (
-            torch.jit.script(nn.LSTM(H, H)), torch.jit.trace(nn.GRUCell(H, H), example)
-        )  # fmt: skip
-    text = "cell must return (output, state) of one step, got a scripted LSTM, which reads"
-    with raises(TypeError, text):
-        accumext.decode_loss(**base(cell=scripted))
-    text = f"got a scripted GRUCell, which returns h. {advice}h = scripted(x, s); return h, h"
-    with raises(TypeError, f"cell must return (output, state), {text}"):
-        accumext.decode_loss(**base(cell=traced))
+        scripted = torch.jit.script(nn.LSTM(H, H))
+        traced = torch.jit.trace(nn.GRUCell(H, H), example)
+    for cell, text in (
+        (scripted, r"of one step, got a scripted LSTM, which reads"),
+        (
+            traced,
+            r"got a scripted GRUCell, which returns h\. .*: h = scripted\(x, s\); return h, h",
+        ),
+    ):
+        with pytest.raises(TypeError, match=rf"cell must return \(output, state\),? {text}"):
+            accumext.decode_loss(**base(cell=cell))
 
 
-def test_modules_that_do_more_than_their_weight_are_refused() -> None:
+def test_modules_that_do_more_than_their_weight_are_refused():
     decoder = make_decoder("gru_cell")
 
     class Twice(nn.Linear):
@@ -379,26 +306,12 @@ def test_modules_that_do_more_than_their_weight_are_refused() -> None:
         run(decoder)
 
 
-class Whole(nn.Module):
-    """A model as people have it: (tokens [B], state) -> (logits [B, V], state)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.rnn, self.out = nn.Embedding(V, H), nn.GRUCell(H, H), nn.Linear(H, V)
-
-    def forward(
-        self, token: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        state = self.rnn(self.words(token), state)
-        return self.out(state), state
-
-
 def made_in_inference_mode() -> nn.Embedding:
     with torch.inference_mode():
         return nn.Embedding(V, H)
 
 
-WHOLE, LSTM, GRU, ZEROS = Whole(), nn.LSTMCell(H, H), nn.GRU(H, H), torch.zeros(B, H)
+WHOLE, LSTM, GRU, ZEROS = WholeModel(V, H), nn.LSTMCell(H, H), nn.GRU(H, H), torch.zeros(B, H)
 BATCH_FIRST = nn.GRU(H, H, batch_first=True)
 PARTS = "Pass the parts of the model, model.words, model.rnn, model.out, or use tbptt"
 CURES: list[tuple[dict[str, Any], str]] = [  # what people pass, and what the error has them type
@@ -427,14 +340,14 @@ CURES: list[tuple[dict[str, Any], str]] = [  # what people pass, and what the er
 
 
 @pytest.mark.parametrize(("change", "cure"), CURES)
-def test_what_to_type_instead(change: dict[str, Any], cure: str) -> None:
+def test_what_to_type_instead(change, cure):
     call = {"embedding": WHOLE.words, "cell": WHOLE.rnn, "head": WHOLE.out, "feedback": "greedy"}
     with pytest.raises((TypeError, RuntimeError), match=re.escape(cure)) as caught:
         accumext.decode_loss(**{**call, "targets": TARGETS, **change})
     assert re.match(r"decode_loss: \w+ must .*, got ", str(caught.value))
 
 
-def test_modules_with_a_forward_of_their_own_are_cells() -> None:
+def test_modules_with_a_forward_of_their_own_are_cells():
     class Stack(nn.Sequential):
         def forward(self, x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             s = self[0](x, s)
@@ -444,38 +357,27 @@ def test_modules_with_a_forward_of_their_own_are_cells() -> None:
     assert accumext.decode_loss(*call, feedback="greedy").loss.isfinite()
 
 
-def test_losses_of_one_element() -> None:
+def test_losses_of_one_element():
     """As torch takes them."""
-
-    def loss_of(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(z, y).view(1, 1)
-
-    def gradient(run_backward: Any, one: Any) -> torch.Tensor:
-        WHOLE.zero_grad()
-        found = run_backward(one)
-        assert WHOLE.out.weight.grad is not None or found is not None
-        return WHOLE.out.weight.grad if found is None else found
-
-    def accumulated(one: Any) -> torch.Tensor | None:
-        opt = accumext.AccumulatingOptimizer(torch.optim.SGD(WHOLE.parameters(), 0.1), window=2)
-        opt.backward(one(WHOLE.out(x), y))
-        found = opt.main_grad(WHOLE.out.weight)
-        opt.discard()
-        return found
-
-    def step(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return WHOLE.out(s), s
-
-    def sliced(one: Any) -> None:
-        accumext.chunked_loss(lambda h, t: one(WHOLE.out(h), t), x, y, chunks=2).backward()
-
-    def in_windows(one: Any) -> None:
-        accumext.tbptt(step, y[None], x, criterion=one)
-
-    def rolled_out(one: Any) -> None:
-        accumext.rollout(step, x, 2, loss=lambda z, t: one(z, y)).loss.backward()
-
     x, y = torch.randn(6, H), torch.arange(6)
-    for run_backward in (accumulated, sliced, in_windows, rolled_out):
-        expected = gradient(run_backward, F.cross_entropy)
-        torch.testing.assert_close(gradient(run_backward, loss_of), expected)
+    out, opt = WHOLE.out, accumext.AccumulatingOptimizer(torch.optim.SGD(WHOLE.parameters(), 0.1))
+
+    def rolled_out(one):
+        return accumext.rollout(lambda _, s: (out(s), s), x, 2, loss=lambda z, t: one(z, y)).loss
+
+    def sliced(one):
+        return accumext.chunked_loss(lambda h, t: one(out(h), t), x, y, chunks=2)
+
+    for backward in (
+        lambda one: opt.backward(one(out(x), y)),  # a window of one: into `.grad`
+        lambda one: accumext.tbptt(lambda _, s: (out(s), s), y[None], x, criterion=one),
+        lambda one: rolled_out(one).backward(),
+        lambda one: sliced(one).backward(),
+    ):
+        found = []
+        for one in (F.cross_entropy, lambda z, t: F.cross_entropy(z, t).view(1, 1)):
+            WHOLE.zero_grad()
+            backward(one)
+            found.append(out.weight.grad.clone())
+            opt.discard()
+        torch.testing.assert_close(*found)

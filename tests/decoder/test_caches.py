@@ -3,10 +3,8 @@
 The oracle decodes one row at a time, in float64, only as far as it goes: nothing is frozen there.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import examples
-from support.decode_oracle import relative_distance
+from support.decode_oracle import Decoder, relative_distance
 from support.decoding import EXACT, raises
 from torch import Tensor, nn
 
@@ -91,30 +89,14 @@ def first_state(kind: str, batch: int, held: int) -> Any:
     return states.get(kind, kv)
 
 
-class Parts(NamedTuple):
-    """A decoder and the tensors that gradients are taken for."""
-
-    embedding: nn.Embedding
-    cell: Reader
-    head: nn.Linear
-    state: Any
-    memory: Tensor
-
-    def leaves(self) -> list[Tensor]:
-        modules = (self.embedding, self.cell, self.head)
-        own = [p for module in modules for p in module.parameters()]
-        return [*own, self.memory, *(t for t in tensors(self.state) if t.requires_grad)]
-
-    def gradients(self, loss: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad(loss, self.leaves(), materialize_grads=True))
-
-
-def make_parts(kind: str, batch: int, held: int) -> Parts:
+def make_parts(kind: str, batch: int, held: int) -> Decoder:
     memory = torch.randn(batch, 2, SIZE, dtype=torch.float64, requires_grad=True)
-    return Parts(
-        nn.Embedding(VOCABULARY, SIZE, dtype=torch.float64), Reader(kind),
-        nn.Linear(SIZE, VOCABULARY, dtype=torch.float64), first_state(kind, batch, held), memory,
-    )  # fmt: skip
+    embedding = nn.Embedding(VOCABULARY, SIZE, dtype=torch.float64)
+    cell, head = Reader(kind), nn.Linear(SIZE, VOCABULARY, dtype=torch.float64)
+    state = first_state(kind, batch, held)
+    leaves = [p for module in (embedding, cell, head) for p in module.parameters()]
+    leaves += [memory, *(t for t in tensors(state) if t.requires_grad)]
+    return Decoder(embedding, cell, head, state, cell, (memory,), leaves)
 
 
 def row_of(state: Any, row: int, batch_dim: int) -> Any:
@@ -125,12 +107,16 @@ def row_of(state: Any, row: int, batch_dim: int) -> Any:
 
 
 def alone(
-    parts: Parts, row: int, inputs: Tensor, resets: Tensor | None, spans: list[tuple[int, int, int]]
+    parts: Decoder,
+    row: int,
+    inputs: Tensor,
+    resets: Tensor | None,
+    spans: list[tuple[int, int, int]],
 ) -> tuple[Tensor, Any]:
     """Logits [n, V] of a row by itself, whose steps [counting, end) of each window flow back to its
     begin; and its last state."""
     initial = row_of(parts.state, row, BATCH_DIM.get(parts.cell.kind, 0))
-    memory = parts.memory[row : row + 1]
+    memory = parts.context[0][row : row + 1]
     starts, found = {0: initial}, []
     state = initial
     for begin, counting, end in spans:
@@ -163,40 +149,31 @@ FEEDBACKS = ["teacher", "greedy", "sample", "mask"]
 CUTS = [None, (1, 1), (3, 3), (1, 2), (2, 5), (4, 20)]
 
 
-class Decoded(NamedTuple):
-    """What came out, and the gradients of its summed loss."""
-
-    loss: Tensor
-    tokens: Tensor
-    inputs: Tensor
-    lengths: Tensor
-    state: Any
-    gradients: list[Tensor]
-
-
-def by_decode_loss(parts: Parts, targets: Tensor, call: dict[str, Any]) -> Decoded:
-    out = accumext.decode_loss(
-        parts.embedding, parts.cell, parts.head, targets, parts.state, context=(parts.memory,),
-        reduction="sum", **call,
-    )  # fmt: skip
-    gradients = parts.gradients(out.loss)
-    return Decoded(out.loss, out.tokens, out.inputs, out.lengths, out.state, gradients)
+def by_decode_loss(
+    parts: Decoder, targets: Tensor, call: dict[str, Any]
+) -> tuple[Any, list[Tensor]]:
+    """The results, and the gradients of the summed loss."""
+    call = {**call, "context": parts.context, "reduction": "sum"}
+    modules = (parts.embedding, parts.cell, parts.head)
+    out = accumext.decode_loss(*modules, targets, parts.state, **call)
+    return out, parts.gradients(out.loss)
 
 
-def by_tbptt(parts: Parts, targets: Tensor, call: dict[str, Any]) -> Decoded:
+def by_tbptt(parts: Decoder, targets: Tensor, call: dict[str, Any]) -> tuple[Any, list[Tensor]]:
     def step(token: Tensor, state: Any, memory: Tensor) -> tuple[Tensor, Any]:
         output, state = parts.cell(parts.embedding(token), state, memory)
         return parts.head(output), state
 
-    result = accumext.tbptt(
-        step, targets, parts.state, context=(parts.memory,), reduction="sum",
-        criterion=lambda logits, target: F.cross_entropy(logits, target, reduction="sum"), **call,
-    )  # fmt: skip
+    def criterion(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, reduction="sum")
+
+    options = {**call, "context": parts.context, "reduction": "sum", "criterion": criterion}
+    result = accumext.tbptt(step, targets, parts.state, **options)
     fed = targets if call["feedback"] == "teacher" else result.tokens
     inputs = torch.cat([torch.zeros_like(fed[:1]), fed[:-1]])
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parts.leaves()]
     lengths = call.get("lengths", torch.full((targets.shape[1],), len(targets)))
-    return Decoded(result.loss, result.tokens, inputs, lengths, result.state, found)
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parts.leaves]
+    return SimpleNamespace(**result._asdict(), inputs=inputs, lengths=lengths), found
 
 
 @pytest.mark.timeout(0)  # hours, every night
@@ -216,10 +193,8 @@ def by_tbptt(parts: Parts, targets: Tensor, call: dict[str, Any]) -> Decoded:
     seed=st.integers(0, 2**30),
 )
 def test_any_configuration(
-    way: Callable[..., Decoded], kind: str, held: int, feedback: str, limited: bool, stops: bool,
-    resetting: bool, cuts: tuple[int, int] | None, budget: int | None, batch: int, steps: int,
-    seed: int,
-) -> None:  # fmt: skip
+    way, kind, held, feedback, limited, stops, resetting, cuts, budget, batch, steps, seed
+):
     torch.manual_seed(seed)
     parts, batch_dim = make_parts(kind, batch, held), BATCH_DIM.get(kind, 0)
     targets = torch.randint(VOCABULARY, (steps, batch))
@@ -241,7 +216,7 @@ def test_any_configuration(
         call["resets"] = torch.rand(steps, batch) < 0.3
     if cuts is not None:
         call["k1"], call["k2"] = cuts
-    out = way(parts, targets, call)
+    out, gradients = way(parts, targets, call)
 
     spans = [(0, 0, steps)] if cuts is None else windows_of(steps, *cuts)
     total = parts.head.bias.sum() * 0
@@ -257,12 +232,12 @@ def test_any_configuration(
         if not (kind == "own" and length == 0):
             check_state(out.state, state, row, batch_dim)
     torch.testing.assert_close(out.loss.detach(), total.detach(), rtol=EXACT, atol=EXACT)
-    assert relative_distance(out.gradients, parts.gradients(total)) < EXACT
+    assert relative_distance(gradients, parts.gradients(total)) < EXACT
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("search", ["greedy", "beam"])
-def test_generation(kind: str, search: str) -> None:
+def test_generation(kind, search):
     """A batch says what each row says by itself."""
     for seed in range(2):
         torch.manual_seed(seed)
@@ -271,12 +246,10 @@ def test_generation(kind: str, search: str) -> None:
         call["batch_dim"] = batch_dim
         prompt = torch.randint(VOCABULARY, (2, 3))
         modules = (parts.embedding, parts.cell, parts.head)
-        out = accumext.generate(
-            *modules, parts.state, context=(parts.memory,), prompt=prompt, **call
-        )
+        out = accumext.generate(*modules, parts.state, context=parts.context, prompt=prompt, **call)
         for row in range(3):
             state = row_of(parts.state, row, batch_dim)
-            memory, column = parts.memory[row : row + 1], prompt[:, row : row + 1]
+            memory, column = parts.context[0][row : row + 1], prompt[:, row : row + 1]
             own = accumext.generate(*modules, state, context=(memory,), prompt=column, **call)
             length = len(own.tokens)
             assert torch.equal(out.tokens[:length, row], own.tokens[:, 0])
@@ -300,7 +273,7 @@ ENTRIES = "cell must return a state with the 0 entries of the one before, got 1"
         (lambda x, seen: (x, [*seen, x]), ENTRIES),
     ],
 )
-def test_other_changes_of_shape_are_refused_where_rows_end(cell: Any, text: str) -> None:
+def test_other_changes_of_shape_are_refused_where_rows_end(cell, text):
     parts = make_parts("growing", 3, 0)
     state: Any = [] if text == ENTRIES else torch.zeros(3, 2, SIZE, dtype=torch.float64)
     call = (parts.embedding, cell, parts.head, torch.zeros(4, 3, dtype=torch.int64), state)
@@ -311,12 +284,12 @@ def test_other_changes_of_shape_are_refused_where_rows_end(cell: Any, text: str)
             accumext.decode_loss(*call, feedback="greedy", **options)
 
 
-def test_rows_cannot_be_reset_to_less_than_the_others_hold() -> None:
+def test_rows_cannot_be_reset_to_less_than_the_others_hold():
     parts = make_parts("growing", 3, 0)
     resets = torch.zeros(4, 3, dtype=torch.bool)
     resets[2, 1] = True
     call = (parts.embedding, parts.cell, parts.head, torch.zeros(4, 3, dtype=torch.int64))
     with raises(ValueError, "cell must keep the shapes of its state where rows are reset, got"):
         accumext.decode_loss(
-            *call, parts.state, feedback="greedy", context=(parts.memory,), resets=resets
+            *call, parts.state, feedback="greedy", context=parts.context, resets=resets
         )

@@ -1,16 +1,13 @@
 """Callable cells, which autograd differentiates, in segments and windows."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.decode_oracle import make_decoder, relative_distance
-from support.decoding import BATCH, EXACT, TARGETS, raises, run, targets_with_holes
-from torch import Tensor, nn
+from support.decoding import BATCH, EXACT, TARGETS, raises, run
+from torch import Tensor
 
 # Steps that run again in every way there is: in segments, windows, and windows that overlap.
 WAYS: list[dict[str, Any]] = [{}, {"k1": 2, "k2": 2}, {"k1": 2, "k2": 5}, {"memory_budget": 4000}]
@@ -21,67 +18,11 @@ def zeros(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.float64)
 
 
-def test_attention_memory_and_any_nesting_of_state() -> None:
-    batch, source, size = BATCH, 4, 5
-    decoder = make_decoder("gru_cell")
-    inner = nn.GRUCell(2 * size, size, dtype=torch.float64)
-    memory = torch.randn(batch, source, size, dtype=torch.float64, requires_grad=True)
-    state = {"h": (decoder.state, [zeros(batch), 3])}
-
-    def cell(x: Tensor, state: Any, memory: Tensor) -> tuple[Tensor, Any]:
-        hidden, (steps, flag) = state["h"]
-        attention = torch.einsum("bsh,bh->bs", memory, hidden).softmax(-1)
-        seen = torch.einsum("bs,bsh->bh", attention, memory)
-        hidden = inner(torch.cat([x, seen], -1), hidden)
-        return torch.tanh(hidden + seen), {"h": (hidden, [steps + 1, flag])}
-
-    leaves = [*inner.parameters(), *decoder.embedding.parameters(), *decoder.head.parameters()]
-    leaves += [memory, decoder.state]
-    targets = targets_with_holes(21)
-    lengths = torch.tensor([21, 5, 9])
-    out = run(
-        decoder, cell, state, targets=targets, feedback="greedy", context=(memory,), lengths=lengths
-    )
-    assert torch.equal(out.state["h"][1][0], lengths.double())
-    assert out.state["h"][1][1] == 3
-
-    total = 0.0
-    current: Any = state
-    for t in range(21):
-        output, new = cell(decoder.embedding(out.inputs[t]), current, memory)
-        kept = (t < lengths)[:, None]
-        hidden = torch.where(kept, new["h"][0], current["h"][0])
-        current = {"h": (hidden, new["h"][1])}
-        wanted = targets[t].where(t < lengths, -100)
-        total = total + F.cross_entropy(decoder.head(output), wanted, reduction="sum")
-    counted = ((targets != -100) & (torch.arange(21)[:, None] < lengths)).sum()
-    expected = torch.autograd.grad(total / counted, leaves)
-    assert relative_distance(list(torch.autograd.grad(out.loss, leaves)), list(expected)) < EXACT
-
-
-@pytest.mark.parametrize("lengths", [None, torch.tensor([6, 3, 0])], ids=["whole", "lengths"])
-def test_a_cell_may_replace_the_tensors_in_its_state(lengths: Tensor | None) -> None:
-    decoder = make_decoder("gru_cell")
-
-    def cell(x: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        state["h"] = decoder.cell(x, state["h"])
-        state["steps"] = state["steps"] + 1
-        return state["h"], state
-
-    mine = {"h": decoder.state, "steps": torch.zeros(())}
-    out, expected = run(decoder, cell, mine, lengths=lengths), run(decoder, lengths=lengths)
-    torch.testing.assert_close(out.state["h"], expected.state, rtol=EXACT, atol=EXACT)
-    assert out.state["steps"] == len(TARGETS)
-    assert mine["h"] is decoder.state
-    distance = relative_distance(decoder.gradients(out.loss), decoder.gradients(expected.loss))
-    assert distance < EXACT
-
-
 WRITES = "cell must write into no tensor of its state or context, got a write into one of shape"
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_a_cell_that_writes_into_its_tensors_is_an_error(options: dict[str, Any]) -> None:
+def test_a_cell_that_writes_into_its_tensors_is_an_error(options):
     """Its steps run again from the same tensors."""
     decoder = make_decoder("gru_cell")
     for what in ("state", "context"):
@@ -97,7 +38,7 @@ def test_a_cell_that_writes_into_its_tensors_is_an_error(options: dict[str, Any]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_cell_that_writes_into_its_state_without_a_graph(mode: Any) -> None:
+def test_a_cell_that_writes_into_its_state_without_a_graph(mode):
     """It may, where nothing reads the state again; in inference mode always."""
     decoder = make_decoder("gru_cell")
 
@@ -120,9 +61,7 @@ def test_a_cell_that_writes_into_its_state_without_a_graph(mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("feedback", FEEDBACKS)
-def test_a_cell_may_return_the_same_memory_at_every_step_without_a_graph(
-    feedback: str, mode: Any
-) -> None:
+def test_a_cell_may_return_the_same_memory_at_every_step_without_a_graph(feedback, mode):
     """In inference mode a buffer may be the state of rows that have ended, too, also where the cell
     makes its own initial state."""
     decoder, buffer = make_decoder("gru_cell"), zeros(BATCH, 5)
@@ -152,9 +91,7 @@ def test_a_cell_may_return_the_same_memory_at_every_step_without_a_graph(
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("what", ["output", "extras"])
-def test_an_output_that_the_cell_writes_again_is_an_error(
-    what: str, options: dict[str, Any]
-) -> None:
+def test_an_output_that_the_cell_writes_again_is_an_error(what, options):
     text = "cell must write into no output or extras of an earlier step, got a write into one of"
     decoder, buffer = make_decoder("gru_cell"), zeros(BATCH, 5)
 
@@ -169,7 +106,7 @@ def test_an_output_that_the_cell_writes_again_is_an_error(
 
 
 @pytest.mark.parametrize("feedback", FEEDBACKS)
-def test_states_in_two_buffers_in_turn(feedback: str) -> None:
+def test_states_in_two_buffers_in_turn(feedback):
     """Windows begin with states that are overwritten two steps later."""
     decoder, calls = make_decoder("gru_cell"), []
     buffers = zeros(BATCH, 5), zeros(BATCH, 5)
@@ -188,7 +125,7 @@ def test_states_in_two_buffers_in_turn(feedback: str) -> None:
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("feedback", FEEDBACKS)
-def test_a_cell_may_write_into_what_it_reads(feedback: str, options: dict[str, Any]) -> None:
+def test_a_cell_may_write_into_what_it_reads(feedback, options):
     """Such as by dropout in place: each step has an embedded input of its own."""
     decoder = make_decoder("gru_cell")
     cells = lambda x, h: decoder.step(x.mul_(2), h), lambda x, h: decoder.step(x * 2, h)
@@ -198,7 +135,7 @@ def test_a_cell_may_write_into_what_it_reads(feedback: str, options: dict[str, A
 
 @pytest.mark.parametrize("called", [False, True], ids=["module", "callable"])
 @pytest.mark.parametrize("periods", [(2, 2), (2, 5)])
-def test_dropout_is_the_same_in_overlapping_windows(periods: tuple[int, int], called: bool) -> None:
+def test_dropout_is_the_same_in_overlapping_windows(periods, called):
     decoder, targets = make_decoder("lstm", dropout=0.5), torch.arange(27).view(9, 3) % 13
     cell = decoder.step if called else decoder.cell
 
@@ -218,7 +155,7 @@ def test_dropout_is_the_same_in_overlapping_windows(periods: tuple[int, int], ca
 
 
 @pytest.mark.parametrize("options", [{}, {"k1": 4, "k2": 4}, {"return_outputs": True}], ids=str)
-def test_a_cell_is_not_called_once_every_row_has_ended(options: dict[str, Any]) -> None:
+def test_a_cell_is_not_called_once_every_row_has_ended(options):
     decoder, calls = make_decoder("gru_cell"), []
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -243,7 +180,7 @@ def test_a_cell_is_not_called_once_every_row_has_ended(options: dict[str, Any]) 
     assert distance < EXACT
 
 
-def test_complex_states_count_in_calls_of_no_steps() -> None:
+def test_complex_states_count_in_calls_of_no_steps():
     """Whose loss ties all of a state together, without a word about what a cast discards."""
     decoder = make_decoder("gru_cell")
     state = decoder.state, torch.zeros(3, 5, dtype=torch.complex128, requires_grad=True)
@@ -252,7 +189,7 @@ def test_complex_states_count_in_calls_of_no_steps() -> None:
     assert not any(gradient.any() for gradient in torch.autograd.grad(loss, state))
 
 
-def test_containers_that_cannot_be_looked_into_are_refused() -> None:
+def test_containers_that_cannot_be_looked_into_are_refused():
     decoder = make_decoder("gru_cell")
 
     class Hidden:
@@ -265,7 +202,7 @@ def test_containers_that_cannot_be_looked_into_are_refused() -> None:
             run(decoder, lambda x, h: (x, Hidden(x)), state, k2=k2)
 
 
-def test_an_output_must_keep_its_shape() -> None:
+def test_an_output_must_keep_its_shape():
     decoder, calls = make_decoder("gru_cell"), iter(range(100))
 
     def shrinks(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,6 @@
 """decode_loss against a plain autograd loop over the tokens it emitted: every cell and every way to
 feed it, every option alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ import accumext
 
 @pytest.mark.parametrize("feedback", FEEDBACKS)
 @pytest.mark.parametrize("kind", CELLS)
-def test_every_cell_and_feedback(kind: str, feedback: str) -> None:
+def test_every_cell_and_feedback(kind, feedback):
     """By torch's module and by a function around it, with a head of its own and a tied one; of the
     cross-entropy, and of whole distributions."""
     for called in (False, True):
@@ -38,7 +36,7 @@ def test_every_cell_and_feedback(kind: str, feedback: str) -> None:
 
 
 @pytest.mark.parametrize("option", EVERY_OPTION)
-def test_every_option_alone(option: str) -> None:
+def test_every_option_alone(option):
     for feedback in ("teacher", "greedy"):
         for called in (False, True):
             call = options([option, feedback])
@@ -47,7 +45,7 @@ def test_every_option_alone(option: str) -> None:
             check(decoder, targets, call, wrapped(decoder) if called else None, upstream=-3.0)
 
 
-def test_gradcheck() -> None:
+def test_gradcheck():
     decoder = make_decoder("gru_cell", vocabulary=6, size=3, batch=2)
     targets = torch.randint(6, (4, 2))
     inputs = torch.randint(6, (4, 2))
@@ -62,7 +60,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(loss, tuple(t.detach().requires_grad_() for t in leaves))
 
 
-def test_results_and_arguments_are_the_callers_to_write() -> None:
+def test_results_and_arguments_are_the_callers_to_write():
     decoder = make_decoder("gru_cell")
     expected = decoder.gradients(run(decoder).loss)
     out = run(decoder, return_outputs=True)
@@ -73,7 +71,7 @@ def test_results_and_arguments_are_the_callers_to_write() -> None:
 
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("of_loss", [False, True])
-def test_second_derivatives_are_refused(called: bool, of_loss: bool) -> None:
+def test_second_derivatives_are_refused(called, of_loss):
     """Some, or parts, of them would be missing without a word."""
     decoder = make_decoder("gru_cell")
     out = run(decoder, decoder.step if called else None, return_outputs=True)
@@ -84,7 +82,7 @@ def test_second_derivatives_are_refused(called: bool, of_loss: bool) -> None:
 
 
 @pytest.mark.parametrize("feedback", ["teacher", "greedy"])
-def test_nothing_counted_is_zero_and_never_nan(feedback: str) -> None:
+def test_nothing_counted_is_zero_and_never_nan(feedback):
     """Without a row, too."""
     for shape, batch in (((4, BATCH), BATCH), ((0, BATCH), BATCH), ((2, 0), 0)):
         decoder = make_decoder("gru_cell", batch=batch)
@@ -98,7 +96,7 @@ def test_nothing_counted_is_zero_and_never_nan(feedback: str) -> None:
             assert not any(g.any() for g in decoder.gradients(out.loss.sum()))
 
 
-def test_the_calls_of_two_segments_are_one() -> None:
+def test_the_calls_of_two_segments_are_one():
     """A state carries its graph into the next call."""
     decoder, targets = make_decoder("lstm_cell"), targets_with_holes(10)
     call: dict[str, Any] = {"reduction": "sum"}
@@ -109,7 +107,7 @@ def test_the_calls_of_two_segments_are_one() -> None:
     assert relative_distance(actual, decoder.gradients(whole.loss)) < EXACT
 
 
-def test_inputs_are_fed_as_they_are() -> None:
+def test_inputs_are_fed_as_they_are():
     """And replay a run, whoever chose its tokens."""
     decoder = make_decoder("gru_cell", padding_idx=6)
     targets = targets_with_holes()

@@ -1,7 +1,5 @@
-"""The operator of a decoder's steps against torch's cells: in float32, with known inputs, with
-narrow weights, and what it keeps. In float64 it runs under tests/decoder/test_decode_loss*.py."""
-
-from __future__ import annotations
+"""The operator of a decoder's steps against torch's cells: in float32, with known inputs, and with
+narrow weights. In float64 it runs under tests/decoder/test_decode_loss*.py."""
 
 import sys
 from dataclasses import dataclass
@@ -32,7 +30,6 @@ class LayeredDecoder:
     words: int
     steps: int
     dtype: torch.dtype = torch.float64
-    no_bias: tuple[int, ...] = ()  # which of the 2 layers biases are missing
     narrow: torch.dtype | None = None  # of the matrices, else `dtype`
 
     def __post_init__(self) -> None:
@@ -44,11 +41,9 @@ class LayeredDecoder:
             make_cell(self.kind, self.units if layer else self.inputs, self.units)
             for layer in range(self.layers)
         ]
-        for layer, cell in enumerate(self.cells):
+        for cell in self.cells:
             for p in cell.parameters():
                 p.data.copy_(p.to(self.narrow if p.dim() == 2 else self.dtype))
-            for side, bias in enumerate((cell.bias_ih, cell.bias_hh)):
-                bias.data *= 2 * layer + side not in self.no_bias
         self.parts = 2 if self.kind == "lstm" else 1
         self.start = [self.rounded(self.batch, self.units) for _ in range(self.layers * self.parts)]
         self.targets = torch.randint(self.words, (self.steps, self.batch))
@@ -57,15 +52,9 @@ class LayeredDecoder:
         return torch.randn(*shape, dtype=torch.float64).to(self.dtype).double()
 
     def weights(self) -> list[Tensor]:
-        found = []
-        for layer, cell in enumerate(self.cells):
-            biases = [cell.bias_ih, cell.bias_hh]
-            for side in range(2):
-                if 2 * layer + side in self.no_bias:
-                    biases[side] = torch.empty(0)
-            found += [cell.weight_ih, cell.weight_hh, *biases]
-        dtypes = {2: self.narrow, 1: self.dtype}
-        return [w.detach().to(dtypes[w.dim()]).contiguous() for w in found]
+        names, dtypes = ("weight_ih", "weight_hh", "bias_ih", "bias_hh"), [self.dtype, self.narrow]
+        found = [getattr(cell, name).detach() for cell in self.cells for name in names]
+        return [w.to(dtypes[w.dim() - 1]).contiguous() for w in found]
 
     def states(
         self, inputs: Tensor, live: Tensor | None, mask: Tensor | None = None, scale: float = 1.0
@@ -98,7 +87,6 @@ class Steps:
     stats: Tensor
     rows: Tensor
     count: int  # of rows that the head saw
-    pre: Tensor | None  # [L, T, B, 4 H]
 
 
 def run(
@@ -111,7 +99,6 @@ def run(
     border: int = 0,  # where one call ends and the next begins
     pad: int = 1,
     inputs: Tensor | None = None,  # all that are read: the head sees nothing
-    keeps: bool = False,  # the pre-activations
 ) -> Steps:
     r, dtype, states = decoder, decoder.dtype, []
     for start in r.start:
@@ -124,8 +111,6 @@ def run(
     most = r.steps * r.batch
     exps = torch.full((r.words, most), float("nan"), dtype=dtype)
     stats, rows = exps.new_full((3, most), float("nan")), torch.full((most,), -1)
-    shape = (r.layers, r.steps, r.batch, 4 * r.units)
-    pre = torch.full(shape, float("nan"), dtype=dtype) if keeps else None
     used = 0
     for begin, end in pairwise([0, border, r.steps] if border else [0, r.steps]):
         some, named = exps.new_full((3, most), float("nan")), torch.full((most,), -1)
@@ -134,13 +119,13 @@ def run(
             r.table.to(dtype), r.weights(), states, KINDS.index(r.kind), mask, scale, None, 1.0,
             None, 1.0, inputs, teacher, None, live, -1, pad, None, 1.0, r.weight.to(r.narrow),
             r.bias.to(dtype), r.targets, tokens, workspace if head else None,
-            some if head else None, named if head else None, 32, begin, end, pre,
+            some if head else None, named if head else None, 32, begin, end,
         )  # fmt: skip
         exps[:, used : used + count] = workspace[:count].t()
         stats[:, used : used + count] = some[:, :count]
         rows[used : used + count] = named[:count]
         used += count
-    return Steps(states, inputs, tokens, exps, stats, rows, used, pre)
+    return Steps(states, inputs, tokens, exps, stats, rows, used)
 
 
 def assert_states(decoder: LayeredDecoder, found: Steps, live: Tensor | None, **mask: Any) -> None:
@@ -154,7 +139,7 @@ def assert_states(decoder: LayeredDecoder, found: Steps, live: Tensor | None, **
     "host_cuda.launchers.loaded" in sys.modules, reason="a device's host does not wait to know"
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_read_once_every_row_has_ended(kind: str) -> None:
+def test_nothing_is_read_once_every_row_has_ended(kind):
     """Padding that the table has no row for would be an error."""
     decoder = LayeredDecoder(kind, 2, 3, 5, 4, 13, 6)
     lengths = torch.tensor([3, 1, 2])
@@ -170,7 +155,7 @@ def test_nothing_is_read_once_every_row_has_ended(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", [1, 8, 17, 33, 41])  # the last ends in one whole vector
-def test_steps_in_float32(kind: str, batch: int) -> None:
+def test_steps_in_float32(kind, batch):
     for units in (7, 48, 100):
         decoder = LayeredDecoder(kind, 2, batch, units, 12, 100, 5, torch.float32)
         teacher, lengths = torch.randint(100, (5, batch)), torch.randint(0, 6, (batch,))
@@ -183,7 +168,7 @@ def test_steps_in_float32(kind: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [9, 17, 33])  # more than one tile of a GPU's tensor cores
-def test_logits_that_are_all_below_zero(batch: int) -> None:
+def test_logits_that_are_all_below_zero(batch):
     """No word wins, and no sum begins, with what stands there before the first logit."""
     for dtype in (torch.float32, torch.float64):
         decoder = LayeredDecoder("gru", 1, batch, 5, 4, 70, 4, dtype)
@@ -201,7 +186,7 @@ def test_logits_that_are_all_below_zero(batch: int) -> None:
 
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
-def test_inputs_that_are_known(kind: str, dropped: bool) -> None:
+def test_inputs_that_are_known(kind, dropped):
     """Around the rows that are multiplied at once where no step waits for another: 2,048."""
     for batch, steps, border in ((1, 3, 0), (700, 5, 0), (1024, 4, 1), (2049, 2, 0)):
         decoder = LayeredDecoder(kind, 2, batch, 3, 2, 5, steps)
@@ -216,38 +201,10 @@ def test_inputs_that_are_known(kind: str, dropped: bool) -> None:
         assert_states(decoder, found, live, **call)
 
 
-@pytest.mark.skipif("host_cuda.launchers.loaded" in sys.modules, reason="of a CPU alone")
-@pytest.mark.parametrize("known", [False, True], ids=["predicted", "known"])
-@pytest.mark.parametrize("kind", ["gru", "lstm"])
-@pytest.mark.parametrize("batch", [1, 4, 9])
-def test_pre_activations_are_those_of_the_steps(batch: int, kind: str, known: bool) -> None:
-    steps, units = 6, 20
-    decoder = LayeredDecoder(kind, 2, batch, units, 7, 50, steps, no_bias=(1,))
-    mask = torch.rand(steps, 1, batch, units) < 0.6
-    live = torch.arange(steps)[:, None] < torch.randint(1, steps + 1, (batch,))
-    found = run(
-        decoder, live=live, mask=mask, scale=1.25, border=1, keeps=True,
-        inputs=torch.randint(50, (steps, batch)) if known else None,
-    )  # fmt: skip
-    assert found.pre is not None
-    x = decoder.table[found.inputs]
-    for layer, cell in enumerate(decoder.cells):
-        outputs = found.states[layer * decoder.parts]
-        from_x = (x @ cell.weight_ih.t() + cell.bias_ih).detach()
-        from_h = (outputs[:-1] @ cell.weight_hh.t() + cell.bias_hh).detach()
-        expected = from_x + from_h
-        if kind == "gru":
-            rz = slice(2 * units)
-            n = slice(2 * units, None)
-            expected = torch.cat([expected[..., rz], from_x[..., n], from_h[..., n]], -1)
-        close(found.pre[layer][live], expected[live])
-        x = outputs[1:] * mask[:, 0] * 1.25
-
-
 @pytest.mark.parametrize("known", [False, True], ids=["predicted", "known"])
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=dtype_id)
 @pytest.mark.parametrize("kind", KINDS)
-def test_narrow_weights(kind: str, narrow: torch.dtype, known: bool) -> None:
+def test_narrow_weights(kind, narrow, known):
     """Operands of the products are rounded as the weights are, and the sums are not: each step from
     the state that was found before it, so that no rounding is there twice."""
     words, steps, batch, units = 50, 4, 9, 20
@@ -287,7 +244,7 @@ def test_narrow_weights(kind: str, narrow: torch.dtype, known: bool) -> None:
 
 
 @pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
-def test_a_narrow_table_with_a_stride(table_dtype: torch.dtype) -> None:
+def test_a_narrow_table_with_a_stride(table_dtype):
     decoder = LayeredDecoder("gru", 1, 9, 12, 7, 13, 3, torch.float32)
     decoder.table = decoder.table.to(table_dtype).double()
     wide = torch.full((13, 11), float("nan"), dtype=table_dtype)

@@ -1,8 +1,6 @@
 """Dropout before and behind the cell, and between its layers. That it is torch's, element by
 element, is seen in test_decode_loss.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 
 @pytest.mark.parametrize("kind", ["kernels", "module", "function"])
-def test_there_is_none_in_eval_mode(kind: str) -> None:
+def test_there_is_none_in_eval_mode(kind):
     decoder = make_decoder("gru_cell")
 
     class Module(nn.Module):
@@ -33,7 +31,7 @@ def test_there_is_none_in_eval_mode(kind: str) -> None:
 
 
 @pytest.mark.parametrize("feedback", ["teacher", "greedy"])
-def test_everything_dropped_leaves_the_bias(feedback: str) -> None:
+def test_everything_dropped_leaves_the_bias(feedback):
     decoder = make_decoder("lstm_cell")
     out = run(decoder, feedback=feedback, embedding_dropout=1.0, output_dropout=1.0)
     expected = F.cross_entropy(decoder.head.bias.expand(TARGETS.numel(), -1), TARGETS.flatten())
@@ -43,7 +41,7 @@ def test_everything_dropped_leaves_the_bias(feedback: str) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.25, 1.0])
-def test_masks_of_a_device_are_drawn_at_once(rate: float) -> None:
+def test_masks_of_a_device_are_drawn_at_once(rate):
     """On a CPU they are those that the module would draw, one step and layer after the other."""
     decoder, masks, draw, seen = (
         make_decoder("lstm", dropout=rate),

@@ -1,7 +1,5 @@
 """Losses of whole distributions: the operator against autograd on their definition in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.objective_cases import check, problem
@@ -25,7 +23,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 4, 8, 9, 16, 17, 33])
-def test_statistics_and_gradients_in_double(rows: int, options: dict[str, object]) -> None:
+def test_statistics_and_gradients_in_double(rows, options):
     torch.manual_seed(rows)
     for words in (1, 2, 13, 480, 961):
         check(problem(rows, words, **options))
@@ -33,7 +31,7 @@ def test_statistics_and_gradients_in_double(rows: int, options: dict[str, object
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16], ids=dtype_id)
-def test_single_and_half_precision(weight: torch.dtype, options: dict[str, object]) -> None:
+def test_single_and_half_precision(weight, options):
     for rows in (2, 16, 31):
         given = problem(rows, 500, torch.float32, weight, **options)
         check(given)
@@ -42,19 +40,19 @@ def test_single_and_half_precision(weight: torch.dtype, options: dict[str, objec
 
 
 @pytest.mark.parametrize("logit_rows", [1, 2, 7, 40])
-def test_rows_do_not_depend_on_how_many_there_are_at_once(logit_rows: int) -> None:
+def test_rows_do_not_depend_on_how_many_there_are_at_once(logit_rows):
     given = problem(19, 300, soft="tokens and head", temperature=1.5, entropy_weight=0.2)
     check(given, logit_rows)
 
 
 @pytest.mark.parametrize("size", [255, 256, 257, 700])
-def test_many_words_of_a_teacher_some_of_them_more_than_once(size: int) -> None:
+def test_many_words_of_a_teacher_some_of_them_more_than_once(size):
     given = problem(5, 200, soft="tokens and head", size=size, temperature=1.5)
     given.indices[:2] = 7
     check(given)
 
 
-def test_no_rows() -> None:
+def test_no_rows():
     tokens, _, gradients = problem(0, 7, soft="tokens and head").run()
     assert tokens.shape == (0,)
     assert gradients.shape == (0, 7)
@@ -69,9 +67,7 @@ def test_no_rows() -> None:
         (torch.float64, torch.bfloat16),
     ],
 )
-def test_gradients_in_a_precision_that_is_not_written(
-    dtype: torch.dtype, kept: torch.dtype
-) -> None:
+def test_gradients_in_a_precision_that_is_not_written(dtype, kept):
     rows, words, size = 3, 7, 4
     hidden, weight = torch.randn(rows, size, dtype=dtype), torch.randn(words, size, dtype=dtype)
     targets, share = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=dtype)
@@ -84,7 +80,7 @@ def test_gradients_in_a_precision_that_is_not_written(
     assert not gradients.any()
 
 
-def test_words_that_cannot_be() -> None:
+def test_words_that_cannot_be():
     """A mask of words: their probability is 0, and no product with an infinite logit is formed."""
     given = problem(9, 50, soft="head", entropy_weight=0.5)
     assert given.bias is not None
@@ -97,7 +93,7 @@ def test_words_that_cannot_be() -> None:
     assert gradients.isfinite().all()
 
 
-def test_a_row_without_a_distribution() -> None:
+def test_a_row_without_a_distribution():
     """Its token is that of argmax, and the others are as they were."""
     given = problem(9, 50, soft="head", entropy_weight=0.5)
     whole = given.run()

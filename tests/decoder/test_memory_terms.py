@@ -1,7 +1,5 @@
 """Each term of the peak that decode_memory predicts, at sizes at which it is a large part."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +37,7 @@ CASES = [
     {**HEAD, "units": 2, "bias": False},
     {**HEAD, "units": 8, "rows": 20000, "feedback": "teacher"},
     {**HEAD, "tied": True},
+    {**HEAD, "dtype": torch.float64, "memory_budget": 2**20},
     # in half precision, by parameters or under autocast
     pytest.param({**HEAD, "dtype": bf16}, marks=COMPILED),
     pytest.param({**HEAD, "dtype": bf16, "frozen": "head"}, marks=COMPILED),
@@ -54,6 +53,7 @@ CASES = [
     # tokens and their losses
     {**TOKENS, "feedback": "greedy"},
     {**TOKENS, "feedback": "teacher"},
+    {**HEAD, "feedback": "sample", "reduction": "none"},
     # outputs on their way through the head
     ROWS,
     {**ROWS, "output_dropout": 0.5},
@@ -94,14 +94,14 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_predicted_peak_is_the_measured_one(case: dict[str, Any]) -> None:
+def test_predicted_peak_is_the_measured_one(case):
     parts, shape, call = decoder(**case)
     autocast = call.pop("autocast", False)
     targets = torch.randint(case["vocabulary"], shape)
 
     def run() -> None:
         out = accumext.decode_loss(*parts, targets, **call)  # results may be kept
-        out.loss.backward()
+        out.loss.sum().backward()
 
     with torch.autocast("cpu", bf16, enabled=autocast):
         predicted = accumext.decode_memory(*parts, shape, **call)
@@ -112,9 +112,7 @@ def test_predicted_peak_is_the_measured_one(case: dict[str, Any]) -> None:
     ("kind", "layers", "bias"),
     [(nn.RNN, 1, True), (nn.RNN, 3, True), (nn.RNN, 3, False), (nn.GRU, 1, True)],
 )
-def test_weights_are_transposed_but_on_a_cpu(
-    kind: type[nn.RNNBase], layers: int, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_transposed_but_on_a_cpu(kind, layers, bias, monkeypatch):
     """The state's weights of each layer, [gates H, H]; all else is predicted alike."""
     units, gates = 256, 3 if kind is nn.GRU else 1
     parts = nn.Embedding(30, 8), kind(8, units, layers, bias=bias), nn.Linear(units, 30)
@@ -139,9 +137,7 @@ def test_weights_are_transposed_but_on_a_cpu(
         (5, {"k1": 3, "k2": 30}, 5),
     ],
 )
-def test_steps_whose_graph_exists_at_once(
-    steps: int, windows: dict[str, int], longest: int
-) -> None:
+def test_steps_whose_graph_exists_at_once(steps, windows, longest):
     truncation = Truncation.of("decode_loss", windows.get("k1"), windows.get("k2"), "fixed")
     tokens, unread = SimpleNamespace(steps=steps), SimpleNamespace()
     call = Call(unread, tokens, unread, truncation, unread, False)

@@ -1,8 +1,6 @@
 """What soft targets and an entropy bonus may be, and cost. Their losses and gradients are held
 against autograd on the definitions by test_decode_loss.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ SINGLE, HALF = 2e-5, 2e-2
 
 
 @pytest.mark.parametrize("feedback", ["mask, samples", "sample"])
-def test_samples_are_those_of_the_cross_entropy(feedback: str) -> None:
+def test_samples_are_those_of_the_cross_entropy(feedback):
     decoder, targets = make_decoder("gru_cell"), targets_with_holes()
     call = FEEDBACKS[feedback](STEPS, BATCH, VOCABULARY) | {"memory_budget": 2 * 8 * VOCABULARY}
     for cell in (decoder.cell, wrapped(decoder)):
@@ -44,7 +42,7 @@ def test_samples_are_those_of_the_cross_entropy(feedback: str) -> None:
         assert torch.equal(*found)
 
 
-def test_a_teacher_in_another_precision() -> None:
+def test_a_teacher_in_another_precision():
     decoder, call = make_decoder("gru_cell"), options(["soft_teacher"])
     call["targets"] = targets_with_holes()
     single = tuple(tensor.float() for tensor in call["soft_targets"])
@@ -56,7 +54,7 @@ def test_a_teacher_in_another_precision() -> None:
 
 
 @pytest.mark.parametrize("kind", SOFT)
-def test_a_teacher_with_any_strides_which_gets_no_gradient(kind: str) -> None:
+def test_a_teacher_with_any_strides_which_gets_no_gradient(kind):
     def strided(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
@@ -73,7 +71,7 @@ def test_a_teacher_with_any_strides_which_gets_no_gradient(kind: str) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", SOFT)
-def test_single_and_half_precision(kind: str, autocast: bool) -> None:
+def test_single_and_half_precision(kind, autocast):
     steps, batch, words, size = 6, 9, 500, 32
     parts = nn.Embedding(words, size), nn.LSTM(size, size, 2), nn.Linear(size, words)
     soft = soft_targets(kind, steps, batch, words, torch.float32)
@@ -95,9 +93,7 @@ def test_single_and_half_precision(kind: str, autocast: bool) -> None:
     assert distance < (HALF if autocast else SINGLE)
 
 
-def test_rows_that_do_not_count_cost_nothing_and_may_be_anything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_that_do_not_count_cost_nothing_and_may_be_anything(monkeypatch):
     """Neither past a row's length nor where the target is ignored is a distribution looked at."""
     decoder, targets = make_decoder("gru_cell"), targets_with_holes()
     lengths = torch.tensor([STEPS, 2, 0])
@@ -123,7 +119,7 @@ def test_rows_that_do_not_count_cost_nothing_and_may_be_anything(
     assert relative_distance(decoder.gradients(out.loss), decoder.gradients(expected.loss)) == 0
 
 
-def test_without_a_bonus_there_are_no_entropies() -> None:
+def test_without_a_bonus_there_are_no_entropies():
     decoder, call = make_decoder("gru_cell"), options(["soft_words"])
     call["targets"] = targets_with_holes()
     assert not run(decoder, **call, entropy_weight=0.1).entropies.requires_grad
@@ -131,7 +127,7 @@ def test_without_a_bonus_there_are_no_entropies() -> None:
 
 
 @pytest.mark.parametrize("kind", SOFT)
-def test_the_memory_is_that_of_the_cross_entropy(kind: str) -> None:
+def test_the_memory_is_that_of_the_cross_entropy(kind):
     """And of as many logits again of the teacher, whose probabilities of all words are given
     anyway."""
     steps, batch, words, size = 20, 16, 8000, 16

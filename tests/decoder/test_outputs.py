@@ -1,8 +1,6 @@
 """Other results of a call: what a callable returns besides its output, and losses of one's own on
 the outputs of the cell."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -41,7 +39,7 @@ def plain_attention(
 
 @pytest.mark.parametrize("periods", [(None, None), (2, 2), (2, 4)])
 @pytest.mark.parametrize("feedback", ["teacher", "greedy"])
-def test_extras_are_stacked_once(feedback: str, periods: tuple[int | None, int | None]) -> None:
+def test_extras_are_stacked_once(feedback, periods):
     decoder = make_decoder("gru_cell")
     memory = torch.randn(BATCH, 4, 5, dtype=torch.float64, requires_grad=True)
     call = {"feedback": feedback, "context": (memory,), "k1": periods[0], "k2": periods[1]}
@@ -61,7 +59,7 @@ def test_extras_are_stacked_once(feedback: str, periods: tuple[int | None, int |
     torch.testing.assert_close(turned.extras["weights"].transpose(0, 1), out.extras["weights"])
 
 
-def test_extras_and_outputs_carry_a_graph_on_request() -> None:
+def test_extras_and_outputs_carry_a_graph_on_request():
     decoder = make_decoder("gru_cell")
     memory = torch.randn(BATCH, 4, 5, dtype=torch.float64, requires_grad=True)
     decoder.leaves.append(memory)
@@ -73,7 +71,7 @@ def test_extras_and_outputs_carry_a_graph_on_request() -> None:
     assert relative_distance(decoder.gradients(actual), decoder.gradients(expected)) < EXACT
 
 
-def test_extras_must_not_change_their_nesting() -> None:
+def test_extras_must_not_change_their_nesting():
     decoder, calls = make_decoder("gru_cell"), iter(range(100))
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -85,7 +83,7 @@ def test_extras_must_not_change_their_nesting() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm", "rnn_relu"])
-def test_the_outputs_alone_have_gradients(kind: str) -> None:
+def test_the_outputs_alone_have_gradients(kind):
     """A value head without the loss."""
     decoder, outputs = make_decoder(kind), []
     out = run(decoder, return_outputs=True)
@@ -96,7 +94,7 @@ def test_the_outputs_alone_have_gradients(kind: str) -> None:
     assert relative_distance(actual, expected) < EXACT
 
 
-def test_a_second_head_in_one_pass() -> None:
+def test_a_second_head_in_one_pass():
     """The loss of a value head beside that of the words, in windows, and its own parameters'
     gradients."""
     decoder, value = make_decoder("lstm_cell"), nn.Linear(5, 1, dtype=torch.float64)

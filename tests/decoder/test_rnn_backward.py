@@ -1,7 +1,5 @@
 """The operator of a layer's steps backward against autograd in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import examples
 from support.decode_cases import cell_step
-from support.rnn_oracle import BATCHES, KINDS, UNITS, advance, close, make_cell
+from support.rnn_oracle import BATCHES, KINDS, UNITS, close, make_cell
 from torch import Tensor
 
 import accumext  # noqa: F401  (registers the operators)
@@ -36,10 +34,7 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [
     in_memory=st.sampled_from(LAYOUTS),
     seed=st.integers(0, 2**20),
 )
-def test_backward_is_autograds(
-    kind: str, batch: int, units: int, steps: int, dtype: torch.dtype, ended: bool, carried: str,
-    in_memory: Callable[[Tensor], Tensor], seed: int,
-) -> None:  # fmt: skip
+def test_backward_is_autograds(kind, batch, units, steps, dtype, ended, carried, in_memory, seed):
     torch.manual_seed(seed)
     cell = make_cell(kind, units, units)
     gates = cell.weight_hh.shape[0] // units
@@ -134,21 +129,9 @@ def _carried(state: Tensor, factor: Tensor, limit: Tensor | None) -> Tensor:
     return state
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_definition_is_torchs(kind: str) -> None:
-    cell = make_cell(kind, 5, 4)
-    x = torch.randn(3, 5, dtype=torch.float64)
-    state = [torch.randn(3, 4, dtype=torch.float64) for _ in range(1 + (kind == "lstm"))]
-    from_x = x @ cell.weight_ih.t() + cell.bias_ih
-    from_h = state[0] @ cell.weight_hh.t() + cell.bias_hh
-    its = advance(cell, x, tuple(state), None)
-    for mine, other in zip(definition(kind, from_x, from_h, state), its, strict=True):
-        close(mine.detach(), other)
-
-
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_narrow_weight(kind: str, narrow: torch.dtype) -> None:
+def test_a_narrow_weight(kind, narrow):
     """The gradient that it is multiplied with is rounded like it, and the sums are not."""
     steps, batch, units = 3, 9, 20
     gates, lstm = {"gru": 3, "lstm": 4}.get(kind, 1), kind == "lstm"
@@ -181,7 +164,7 @@ def test_a_narrow_weight(kind: str, narrow: torch.dtype) -> None:
     close(together, dh.double())
 
 
-def test_a_cut_stops_what_is_not_finite() -> None:
+def test_a_cut_stops_what_is_not_finite():
     """0 times infinity is a cut, not a NaN."""
     for kind in ("rnn_tanh", "lstm"):
         gates, parts = (4, 2) if kind == "lstm" else (1, 1)

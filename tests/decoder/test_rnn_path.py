@@ -1,7 +1,5 @@
 """Torch's modules: without a graph, with weights of any layout, and what goes through the head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from accumext.decoder import _operators
 @pytest.mark.parametrize(
     ("feedback", "budget"), [("teacher", None), ("greedy", 1), ("sample", 4), ("sample", None)]
 )
-def test_without_a_graph_the_results_are_the_same(feedback: str, budget: int | None) -> None:
+def test_without_a_graph_the_results_are_the_same(feedback, budget):
     """A dropout between layers, which draws the same numbers, among them."""
     decoder = make_decoder("lstm", dropout=0.5)
     call = {"feedback": feedback, "eos": 1, "memory_budget": budget and budget * 13 * 8}
@@ -33,7 +31,7 @@ def test_without_a_graph_the_results_are_the_same(feedback: str, budget: int | N
         assert not any(t.requires_grad for t in (out.loss, *out.state))
 
 
-def test_weights_and_states_of_any_layout() -> None:
+def test_weights_and_states_of_any_layout():
     """Views with strides, transposed matrices, a bias that is every other element."""
     decoder = make_decoder("gru_cell")
     bias = decoder.head.bias.detach()
@@ -78,9 +76,7 @@ class Seen:
 @pytest.mark.parametrize("ends", ["eos", "lengths", "both", "nobody"])
 @pytest.mark.parametrize("feedback", ["teacher", "greedy", "sample", "mask"])
 @pytest.mark.parametrize("own", [False, True], ids=["cell", "callable"])
-def test_ended_rows_are_not_pushed_through_the_head(
-    feedback: str, ends: str, own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ended_rows_are_not_pushed_through_the_head(feedback, ends, own, monkeypatch):
     seen = Seen(monkeypatch)
     for rows in (None, 1, 2, 4):
         torch.manual_seed(3)

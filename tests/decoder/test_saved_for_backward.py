@@ -1,7 +1,5 @@
 """The backward pass's needs from the forward pass: once, again, and after a failure."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 CHANGED = "parameters must be those of the forward pass until the backward pass has run"
 
 
-def test_a_graph_that_is_not_retained_runs_once() -> None:
+def test_a_graph_that_is_not_retained_runs_once():
     decoder = make_decoder("lstm_cell", tied=True)
     out = run(decoder, feedback="greedy")
     decoder.gradients(out.loss)
@@ -23,9 +21,7 @@ def test_a_graph_that_is_not_retained_runs_once() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm"])
-def test_parameters_that_changed_before_the_backward_pass_are_an_error(
-    kind: str, frozen: bool
-) -> None:
+def test_parameters_that_changed_before_the_backward_pass_are_an_error(kind, frozen):
     """Also those that want no gradient, for gradients go through them."""
     for change in ("embedding", "cell", "head")[frozen : 3 - frozen]:
         decoder = make_decoder(kind)
@@ -37,7 +33,7 @@ def test_parameters_that_changed_before_the_backward_pass_are_an_error(
             out.loss.backward()
 
 
-def test_parameters_that_were_replaced_are_an_error() -> None:
+def test_parameters_that_were_replaced_are_an_error():
     decoder = make_decoder("gru_cell")
 
     class Whole(nn.Module):
@@ -58,7 +54,7 @@ def test_parameters_that_were_replaced_are_an_error() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"k1": 2, "k2": 2}, {"k1": 2, "k2": 5}, {"memory_budget": 4000}], ids=str
 )
-def test_parameters_of_a_function_that_changed_are_an_error(options: dict[str, Any]) -> None:
+def test_parameters_of_a_function_that_changed_are_an_error(options):
     """They are found in the graph of its steps; and so is a state, as it is for plain autograd."""
     decoder, targets = make_decoder("gru_cell"), targets_with_holes(20)
     for name in ("bias_ih", "bias_hh", "weight_hh"):
@@ -77,7 +73,7 @@ def test_parameters_of_a_function_that_changed_are_an_error(options: dict[str, A
 
 @pytest.mark.parametrize("where", ["table", "cell", "function"])
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm", "called"])
-def test_renormalised_embeddings_are_no_changed_parameters(kind: str, where: str) -> None:
+def test_renormalised_embeddings_are_no_changed_parameters(kind, where):
     """Lookups write into the weight: of another call before the backward pass, of a replay."""
     if where == "table":
         decoder = make_decoder("gru_cell" if kind == "called" else kind)
@@ -110,7 +106,7 @@ def test_renormalised_embeddings_are_no_changed_parameters(kind: str, where: str
         assert relative_distance(list(other), list(expected)) < EXACT
 
 
-def test_an_average_that_the_cell_holds_may_be_updated() -> None:
+def test_an_average_that_the_cell_holds_may_be_updated():
     decoder = make_decoder("gru_cell")
 
     class WithAverage(nn.Module):
@@ -128,7 +124,7 @@ def test_an_average_that_the_cell_holds_may_be_updated() -> None:
     out.loss.backward()
 
 
-def test_a_backward_pass_that_failed_leaves_nothing_behind() -> None:
+def test_a_backward_pass_that_failed_leaves_nothing_behind():
     decoder = make_decoder("gru_cell", tied=True)
     expected = decoder.gradients(run(decoder).loss)
     out = run(decoder)
@@ -146,7 +142,7 @@ def test_a_backward_pass_that_failed_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm", "callable"])
-def test_buffers_of_the_caller_may_be_written_after_the_call(kind: str) -> None:
+def test_buffers_of_the_caller_may_be_written_after_the_call(kind):
     decoder, targets = make_decoder("lstm" if kind == "lstm" else "gru_cell"), targets_with_holes()
     cell = wrapped(decoder) if kind == "callable" else None
     for name, made in (

@@ -1,7 +1,5 @@
 """The predictions of decode_memory for callable cells, and the state that it leaves alone."""
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings
@@ -22,20 +20,6 @@ BATCH, SIZE, VOCABULARY = 16, 64, 100
 
 
 class Attention(nn.Module):
-    """A GRU cell that reads a memory [B, S, H] by dot products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.out = nn.GRUCell(SIZE, SIZE), nn.Linear(2 * SIZE, SIZE)
-
-    def forward(self, x: Tensor, h: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.gru(x, h)
-        weights = torch.bmm(memory, h[:, :, None]).softmax(1)
-        read = torch.bmm(weights.transpose(1, 2), memory).squeeze(1)
-        return self.out(torch.cat([h, read], 1)).tanh(), h
-
-
-class AdditiveAttention(nn.Module):
     """Bahdanau's: a tanh of [B, S, A] in every step."""
 
     def __init__(self) -> None:
@@ -115,74 +99,80 @@ def gru_cell() -> Any:
     return lambda x, h: (module(x, h),) * 2
 
 
-def parts(rows: int = VOCABULARY) -> tuple[nn.Embedding, nn.Linear]:
+START = torch.zeros(BATCH, SIZE)
+
+
+def parts(rows: int = VOCABULARY) -> tuple[nn.Module, nn.Module]:
     return nn.Embedding(rows, SIZE), nn.Linear(SIZE, VOCABULARY)
 
 
-def compare(cell: Any, steps: int, state: Any = None, rows: int = VOCABULARY, **call: Any) -> None:
+def predicted(
+    cell: Any, steps: int = 20, state: Any = START, modules: Any = None, **call: Any
+) -> int:
+    embedding, head = modules or parts()
+    call = {"feedback": "greedy", **call}
+    return accumext.decode_memory(embedding, cell, head, (steps, BATCH), state, **call)
+
+
+def compare(cell: Any, steps: int, state: Any = START, rows: int = VOCABULARY, **call: Any) -> int:
     """Measured and predicted, where a callable's own memory, or the embedding's, is most of it."""
     embedding, head = parts(rows)
-    state = torch.zeros(BATCH, SIZE) if state is None else state
-    targets = torch.randint(VOCABULARY, (steps, BATCH))
     call = {"feedback": "greedy", "memory_budget": 2**17, **call}
-    predicted = accumext.decode_memory(embedding, cell, head, (steps, BATCH), state, **call)
+    targets = torch.randint(VOCABULARY, (steps, BATCH))
+    found = predicted(cell, steps, state, (embedding, head), **call)
 
     def run() -> None:
         accumext.decode_loss(embedding, cell, head, targets, state, **call).loss.backward()
 
-    assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
+    assert found == pytest.approx(peak_memory(run), rel=PREDICTION)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("attention", "steps", "places", "grad", "call"),
+    ("steps", "places", "grad", "call"),
     [
-        (Attention, 18, 400, True, {}),
-        (Attention, 3, 100, False, {}),
-        (AdditiveAttention, 18, 400, False, {}),
-        (AdditiveAttention, 24, 50, True, {"k1": 4, "k2": 4}),
-        (AdditiveAttention, 24, 50, True, {"k1": 4, "k2": 12}),
-        (AdditiveAttention, 24, 50, True, {"state_grad_clip": 0.1}),
-        (AdditiveAttention, 24, 50, True, {"lengths": torch.arange(BATCH) + 8}),
-        (AdditiveAttention, 24, 50, True, {"eos": 3}),
-        (AdditiveAttention, 24, 50, True, {"feedback": "teacher"}),
+        (18, 400, False, {}),
+        (3, 100, True, {}),
+        (24, 50, True, {"k1": 4, "k2": 4}),
+        (24, 50, True, {"k1": 4, "k2": 12}),
+        (24, 50, True, {"state_grad_clip": 0.1}),
+        (24, 50, True, {"lengths": torch.arange(BATCH) + 8}),
+        (24, 50, True, {"eos": 3}),
+        (24, 50, True, {"feedback": "teacher"}),
         # without a budget, the graph of as many of the last steps as are small: of all, or of few
-        (AdditiveAttention, 24, 20, True, {"memory_budget": None}),
-        (Attention, 24, 400, True, {"memory_budget": None}),
+        (24, 20, True, {"memory_budget": None}),
+        (24, 200, True, {"memory_budget": None}),
     ],
     ids=str,
 )
-def test_attention(attention: Any, steps: int, places: int, grad: bool, call: Any) -> None:
+def test_attention(steps, places, grad, call):
     memory = torch.randn(BATCH, places, SIZE, requires_grad=grad)
-    compare(attention(), steps, context=(memory,), **call)
+    compare(Attention(), steps, context=(memory,), **call)
 
 
 @pytest.mark.parametrize(
-    ("make", "steps"),
-    [(gru_cell, 3), (gru_cell, 40), (Perceptron, 40), (gru_of_two_layers, 3)],
+    ("make", "steps"), [(gru_cell, 3), (gru_cell, 40), (Perceptron, 40), (gru_of_two_layers, 3)]
 )
-def test_cells_without_context(make: Any, steps: int) -> None:
-    compare(make(), steps, torch.zeros(2, BATCH, SIZE) if make is gru_of_two_layers else None)
+def test_cells_without_context(make, steps):
+    compare(make(), steps, torch.zeros(2, BATCH, SIZE) if make is gru_of_two_layers else START)
 
 
-def test_a_large_embedding() -> None:
+def test_a_large_embedding():
     compare(gru_cell(), 3, rows=20_000)
 
 
 @pytest.mark.parametrize(
     ("steps", "call"), [(112, {}), (16, {"memory_budget": None}), (112, {"lengths": [112, 3] * 8})]
 )
-def test_a_state_that_grows(steps: int, call: dict[str, Any]) -> None:
+def test_a_state_that_grows(steps, call):
     """The graph of the last steps, where it is longest, is the largest."""
     compare(Cached(), steps, (torch.zeros(BATCH, 0, SIZE),) * 2, **call)
 
 
 @pytest.mark.parametrize(
-    ("make", "limit"),
-    [(gru_cell, 2**18), (gru_cell, 2**21), (Cached, 3 * 2**20), (Cached, 2**23)],
+    ("make", "limit"), [(gru_cell, 2**18), (gru_cell, 2**21), (Cached, 3 * 2**20), (Cached, 2**23)]
 )
-def test_as_many_steps_are_kept_as_in_the_call(
-    make: Any, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_steps_are_kept_as_in_the_call(make, limit, monkeypatch):
     """The graph of these steps is not made again, so that the cell is called once for each."""
     found, predict, steps, calls = [], _memory._kept_steps, 70, 0
     monkeypatch.setattr(_memory, "_kept_steps", lambda *a: found.append(predict(*a)) or found[-1])
@@ -195,7 +185,7 @@ def test_as_many_steps_are_kept_as_in_the_call(
         return cell(x, state)
 
     empty = torch.zeros(BATCH, 0, SIZE)
-    state = torch.zeros(BATCH, SIZE) if make is gru_cell else (empty, empty)
+    state = START if make is gru_cell else (empty, empty)
     targets = torch.randint(VOCABULARY, (steps, BATCH))
     given = (embedding, counted, head, targets, state)
     accumext.decode_memory(*given, feedback="greedy")
@@ -204,35 +194,27 @@ def test_as_many_steps_are_kept_as_in_the_call(
     assert found == [2 * steps - calls]
 
 
-def test_autocast_rounds_weights_once_and_keeps_them() -> None:
+def test_autocast_rounds_weights_once_and_keeps_them():
     """Those that the prediction rounds have no data: the call that follows must not find them."""
     memory = torch.randn(BATCH, 50, SIZE, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        compare(AdditiveAttention(), 24, context=(memory,))
+        compare(Attention(), 24, context=(memory,))
 
 
-def test_a_memory_that_is_no_context_keeps_its_graph() -> None:
+def test_a_memory_that_is_no_context_keeps_its_graph():
     """A cell may read what an encoder made: nothing flows into that graph, or frees it."""
-    embedding, head = parts()
     encoder, cell = nn.Linear(SIZE, SIZE), Attention()
     memory = encoder(torch.randn(BATCH, 20, SIZE)).tanh()
-    call: dict[str, Any] = {"feedback": "greedy", "state": torch.zeros(BATCH, SIZE)}
-
-    def reads(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        return cell(x, h, memory)
-
-    predicted = accumext.decode_memory(embedding, reads, head, (20, BATCH), **call)
-    call["context"] = (memory.detach().requires_grad_(),)
-    expected = accumext.decode_memory(embedding, cell, head, (20, BATCH), **call)
-    assert predicted == pytest.approx(expected, rel=PREDICTION)
+    found = predicted(lambda x, h: cell(x, h, memory))
+    expected = predicted(cell, context=(memory.detach().requires_grad_(),))
+    assert found == pytest.approx(expected, rel=PREDICTION)
     assert all(p.grad is None for m in (encoder, cell) for p in m.parameters())
     memory.sum().backward()
     assert encoder.weight.grad.any()
 
 
 @pytest.mark.parametrize("how", ["module", "closure", "partial", "method"])
-def test_nothing_is_drawn_or_written(how: str) -> None:
-    embedding, head = parts()
+def test_nothing_is_drawn_or_written(how):
     cell, state = Keeper(), torch.zeros(BATCH, SIZE)
     before, attributes = copy.deepcopy(cell.state_dict()), dict(vars(cell))
     callables: dict[str, Any] = {
@@ -241,9 +223,8 @@ def test_nothing_is_drawn_or_written(how: str) -> None:
         "partial": partial(cell),
         "method": cell.forward,
     }
-    generator, numbers = torch.get_rng_state(), random.getstate()
-    call = (embedding, callables[how], head, (20, BATCH), state)
-    assert accumext.decode_memory(*call, feedback="sample") > 0
+    modules, generator, numbers = parts(), torch.get_rng_state(), random.getstate()
+    assert predicted(callables[how], 20, state, modules, feedback="sample") > 0
     assert torch.equal(torch.get_rng_state(), generator)
     assert random.getstate() == numbers
     for name, tensor in cell.state_dict().items():
@@ -255,9 +236,8 @@ def test_nothing_is_drawn_or_written(how: str) -> None:
     cell(torch.zeros(BATCH, SIZE), state)  # it still computes
 
 
-def test_a_cell_that_reads_values_is_taken_for_a_gru() -> None:
+def test_a_cell_that_reads_values_is_taken_for_a_gru():
     """As one is whose graph nobody can know: the sizes of its weights are all that counts."""
-    embedding, head = parts()
 
     class Reads(nn.Module):
         def __init__(self) -> None:
@@ -268,85 +248,55 @@ def test_a_cell_that_reads_values_is_taken_for_a_gru() -> None:
             h = self.gru(x, h)
             return (h if h.sum() > 0 else h * 1), h
 
-    call: dict[str, Any] = {"state": torch.zeros(BATCH, SIZE), "memory_budget": 2**17}
-    guessed, known = (
-        accumext.decode_memory(embedding, cell, head, (200, BATCH), feedback="greedy", **call)
-        for cell in (Reads(), gru_cell())
-    )
+    guessed, known = (predicted(cell, 200, memory_budget=2**17) for cell in (Reads(), gru_cell()))
     assert guessed == pytest.approx(known, rel=0.2)
 
 
-def test_modules_on_the_meta_device() -> None:
-    embedding, head = parts()
-    cell, state = Attention(), torch.zeros(BATCH, SIZE)
-    memory = torch.zeros(BATCH, 30, SIZE, requires_grad=True)
-    call: dict[str, Any] = {"feedback": "greedy"}
-    expected = accumext.decode_memory(
-        embedding, cell, head, (20, BATCH), state, context=(memory,), **call
-    )
-    meta = [m.to("meta") for m in (embedding, cell, head)]
-    found = accumext.decode_memory(*meta, (20, BATCH), state, context=(memory,), **call)
-    assert found == expected
+def test_modules_on_the_meta_device():
+    cell, modules = Attention(), parts()
+    context = (torch.zeros(BATCH, 30, SIZE, requires_grad=True),)
+    expected = predicted(cell, modules=modules, context=context)
+    meta = [module.to("meta") for module in modules]
+    assert predicted(cell.to("meta"), modules=meta, context=context) == expected
 
 
-def test_a_cell_that_makes_its_own_state_or_has_none() -> None:
+def test_a_cell_that_makes_its_own_state_or_has_none():
     """And a call of no steps, in which there is nothing to measure."""
-    embedding, head = parts()
     layer = nn.Sequential(nn.Linear(SIZE, 200), nn.ReLU(), nn.Linear(200, SIZE))
-    call: dict[str, Any] = {"feedback": "greedy", "memory_budget": 2**14}
-
-    def run(cell: Any) -> tuple[int, int]:
-        predicted = accumext.decode_memory(embedding, cell, head, (18, BATCH), **call)
-        targets = torch.randint(VOCABULARY, (18, BATCH))
-        decode = partial(accumext.decode_loss, embedding, cell, head, targets, **call)
-        return predicted, peak_memory(lambda: decode().loss.backward())
-
     for cell in (
         lambda x, h: (layer(x).tanh(), None),
         lambda x, h: (layer(x if h is None else x + h).tanh(),) * 2,
     ):
-        predicted, peak = run(cell)
-        assert predicted == pytest.approx(peak, rel=PREDICTION)
-    empty = accumext.decode_memory(embedding, gru_cell(), head, (0, BATCH), **call)
-    assert 0 < empty < predicted
+        full = compare(cell, 18, None, memory_budget=2**14)
+    assert 0 < predicted(gru_cell(), 0, None, memory_budget=2**14) < full
 
 
-def test_cells_that_torch_has_compiled_or_traced_work_afterwards() -> None:
-    embedding, head = parts()
+def test_cells_that_torch_has_compiled_or_traced_work_afterwards():
     x, h = torch.randn(2, BATCH, SIZE)
-    memory = torch.randn(BATCH, 20, SIZE)
-    plain = AdditiveAttention()
+    memory, plain = torch.randn(BATCH, 20, SIZE), Attention()
     expected = plain(x, h, memory)
-    call: dict[str, Any] = {"feedback": "greedy", "context": (memory,)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
         traced = torch.jit.trace(plain, (x, h, memory), check_trace=False)
     for cell in (torch.compile(plain, backend="eager"), traced):
-        assert accumext.decode_memory(embedding, cell, head, (20, BATCH), h, **call) > 0
-        for found, wanted in zip(cell(x, h, memory), expected, strict=True):
-            torch.testing.assert_close(found, wanted)
+        assert predicted(cell, state=h, context=(memory,)) > 0
+        torch.testing.assert_close(cell(x, h, memory), expected)
 
 
-def test_hooks_of_weights_are_not_called() -> None:
+def test_hooks_of_weights_are_not_called():
     """Those of a parameter see its gradient; others, such as an optimizer's, run behind it."""
-    cell, seen = Attention(), []
+    cell, seen, context = Attention(), [], (torch.randn(BATCH, 20, SIZE),)
     cell.gru.weight_hh.register_hook(seen.append)
-    cell.out.weight.register_post_accumulate_grad_hook(seen.append)
-    state, call = torch.zeros(BATCH, SIZE), {"context": (torch.randn(BATCH, 20, SIZE),)}
-    embedding, head = parts()
-    accumext.decode_memory(embedding, cell, head, (18, BATCH), state, feedback="greedy", **call)
+    cell.score.weight.register_post_accumulate_grad_hook(seen.append)
+    predicted(cell, 18, context=context)
     assert not seen
-    compare(cell, 18, **call)
+    compare(cell, 18, context=context)
     assert len(seen) == 2
 
 
-def test_without_gradients_there_is_no_graph() -> None:
+def test_without_gradients_there_is_no_graph():
     embedding, head = parts()
-    cell, state = gru_cell(), torch.zeros(BATCH, SIZE)
-    call: dict[str, Any] = {"feedback": "greedy", "memory_budget": 2**17}
-    full = accumext.decode_memory(embedding, cell, head, (40, BATCH), state, **call)
+    full = predicted(gru_cell(), 40, modules=(embedding, head), memory_budget=2**17)
     embedding.weight.requires_grad_(False)
-    frozen = accumext.decode_memory(
-        embedding, lambda x, h: (x, h), head, (40, BATCH), state, **call
-    )
-    assert frozen < full
+    frozen = {"modules": (embedding, head), "memory_budget": 2**17}
+    assert predicted(lambda x, h: (x, h), 40, **frozen) < full

@@ -1,28 +1,18 @@
 """The random numbers of a call, its rows, and what counts in its loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from support.decode_oracle import make_decoder
-from support.decoding import (
-    BATCH,
-    FEEDBACKS,
-    TARGETS,
-    VOCABULARY,
-    run,
-    targets_with_holes,
-    wrapped,
-)
+from support.decoding import BATCH, FEEDBACKS, TARGETS, VOCABULARY, run, targets_with_holes, wrapped
 from support.device import DeviceReads
 
 import accumext
 
 
 @pytest.mark.parametrize("feedback", ["teacher", "greedy", "sample", "scheduled"])
-def test_no_number_of_the_host_is_copied_to_the_device(feedback: str) -> None:
+def test_no_number_of_the_host_is_copied_to_the_device(feedback):
     """Such a copy waits until the device has done all that it was given."""
     decoder, targets = make_decoder("gru_cell"), targets_with_holes()
     given = FEEDBACKS[feedback](*targets.shape, VOCABULARY)
@@ -33,7 +23,7 @@ def test_no_number_of_the_host_is_copied_to_the_device(feedback: str) -> None:
             assert reads.made == 0
 
 
-def test_sampled_rows_keep_their_uniforms_when_others_end() -> None:
+def test_sampled_rows_keep_their_uniforms_when_others_end():
     """The same generator: a row's sample does not depend on which other rows are alive."""
     decoder, tokens = make_decoder("gru_cell"), []
     for lengths in (None, torch.tensor([2, 6, 5])):
@@ -45,7 +35,7 @@ def test_sampled_rows_keep_their_uniforms_when_others_end() -> None:
 
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("feedback", ["scheduled", "mask"])
-def test_frequencies_of_samples_that_are_fed_are_the_softmax(feedback: str, called: bool) -> None:
+def test_frequencies_of_samples_that_are_fed_are_the_softmax(feedback, called):
     """With one random number per token for the coin and the sample, a call that never feeds the
     target is `sample`."""
     decoder = make_decoder("gru_cell", batch=4000)
@@ -65,7 +55,7 @@ def test_frequencies_of_samples_that_are_fed_are_the_softmax(feedback: str, call
     assert chi_square < 12 + 5 * 24**0.5
 
 
-def test_a_mean_divides_by_the_tokens_whatever_their_weights() -> None:
+def test_a_mean_divides_by_the_tokens_whatever_their_weights():
     decoder = make_decoder("gru_cell")
     lengths = torch.tensor([4, 6, 0])
     weights = torch.rand(TARGETS.shape)
@@ -76,7 +66,7 @@ def test_a_mean_divides_by_the_tokens_whatever_their_weights() -> None:
     assert all(gradient.isfinite().all() for gradient in decoder.gradients(out.loss))
 
 
-def test_weights_of_half_precision_models() -> None:
+def test_weights_of_half_precision_models():
     decoder = make_decoder("gru_cell", dtype=torch.bfloat16)
     weights = torch.rand(TARGETS.shape, dtype=torch.float64)
     out = run(decoder, token_weight=weights, reduction="sum")
@@ -84,7 +74,7 @@ def test_weights_of_half_precision_models() -> None:
     torch.testing.assert_close(out.loss, (out.token_losses * weights).sum().float())
 
 
-def test_how_many_rows_there_are_without_targets() -> None:
+def test_how_many_rows_there_are_without_targets():
     decoder, layers = make_decoder("gru_cell"), make_decoder("lstm", batch=6)
     start, lengths = torch.zeros(5, dtype=torch.int64), torch.tensor([1, 4])
     for parts, call, shape in (

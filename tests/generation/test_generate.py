@@ -1,7 +1,5 @@
 """The tokens of a decoder, against plain loops over log_softmax and lists of hypotheses."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -56,9 +54,8 @@ def plain_step(decoder: Decoder, token: int, state: Any) -> tuple[Tensor, Any]:
     seed=st.integers(0, 2**20),
 )
 def test_greedy_and_samples_are_the_plain_loops(
-    kind: str, called: bool, mode: str, eos: int | None, limited: bool, prompted: int,
-    batch_first: bool, steps: int, seed: int,
-) -> None:  # fmt: skip
+    kind, called, mode, eos, limited, prompted, batch_first, steps, seed
+):
     torch.manual_seed(seed)
     decoder = make_decoder(kind)
     options: dict[str, Any] = {"search": "greedy"}
@@ -109,7 +106,7 @@ def test_greedy_and_samples_are_the_plain_loops(
 
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast", "autocast, callable"])
-def test_the_same_as_decode_loss_says(precision: str, search: str) -> None:
+def test_the_same_as_decode_loss_says(precision, search):
     """Bit for bit, over several chunks of steps, in half precision and autocast, too."""
     rounds = "autocast" in precision
     for kind in ("gru_cell", "lstm"):
@@ -171,7 +168,7 @@ def plain_beam(
 @settings(max_examples=examples(60), deadline=None)
 @given(
     kind=st.sampled_from(sorted(CELLS)),
-    way=st.sampled_from(["module", "callable", "context"]),
+    called=st.booleans(),
     beams=st.sampled_from([1, 2, 3, 6, 40]),
     penalty=st.sampled_from([0.0, 0.7, 1.0, -0.5]),
     eos=st.sampled_from([None, 2]),
@@ -179,36 +176,18 @@ def plain_beam(
     steps=st.integers(0, 7),
     seed=st.integers(0, 2**20),
 )
-def test_beam_search_is_the_definition(
-    kind: str, way: str, beams: int, penalty: float, eos: int | None, limited: bool, steps: int,
-    seed: int,
-) -> None:  # fmt: skip
+def test_beam_search_is_the_definition(kind, called, beams, penalty, eos, limited, steps, seed):
     torch.manual_seed(seed)
     decoder = make_decoder(kind, vocabulary=9)
-    cell: Any = decoder.cell if way == "module" else decoder.step
-    context: tuple[Tensor, ...] = ()
-    if way == "context":
-        context = (torch.randn(4, BATCH, 5, dtype=torch.float64),)  # the batch where it likes
-        plain = decoder.step
-
-        def cell(x: Tensor, state: Any, memory: Tensor) -> tuple[Tensor, Any]:
-            assert memory is context[0]
-            output, state = plain(x, state)
-            return output + memory.mean(0), state
-
+    cell = wrapped(decoder) if called else None
     limits = torch.randint(0, steps + 1, (BATCH,)) if limited else torch.full((BATCH,), steps)
     out = say(
         decoder, cell, max_length=steps, eos=eos, start=1,
-        search="beam", beams=beams, length_penalty=penalty, context=context,
+        search="beam", beams=beams, length_penalty=penalty,
         lengths=limits if limited else None, batch_dim=int(CELLS[kind][1] is not None),
     )  # fmt: skip
     assert out.tokens.shape == (int(out.lengths.max()), BATCH, beams)
     for b in range(BATCH):
-        if way == "context":
-            shift = context[0][:, b].mean(0)
-            decoder.step = lambda x, s, shift=shift: (lambda found: (found[0] + shift, found[1]))(
-                plain(x, s)
-            )
         expected = plain_beam(decoder, b, 1, int(limits[b]), eos, beams, penalty)
         for k, (score, tokens, parts, state) in enumerate(expected):
             length = int(out.lengths[b, k])
@@ -226,28 +205,9 @@ def test_beam_search_is_the_definition(
         assert (out.scores[b, max(1, len(expected)) :] == -torch.inf).all()
 
 
-def test_nested_states_are_reordered() -> None:
-    """A counter of everyone, a history of each row, and words between them."""
-    decoder = make_decoder("gru_cell", vocabulary=9)
-
-    def cell(x: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        h = decoder.cell(x, state["h"])
-        history = torch.cat([state["history"][:, 1:], h[:, None, :2]], 1)
-        return h, {"h": h, "history": history, "steps": state["steps"] + 1, "name": "a"}
-
-    state = {"h": decoder.state, "history": torch.zeros(BATCH, 4, 2).double()}
-    state |= {"steps": torch.zeros(()), "name": "a"}
-    call = {"max_length": 6, "search": "beam", "beams": 3, "eos": 2}
-    out, expected = say(decoder, cell, state, **call), say(decoder, **call)
-    assert torch.equal(out.tokens, expected.tokens)
-    torch.testing.assert_close(out.state["h"], expected.state, rtol=EXACT, atol=EXACT)
-    torch.testing.assert_close(out.state["history"][:, -1], out.state["h"][:, :2])
-    assert out.state["name"] == "a"
-
-
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("ends", [{}, {"eos": 4}, {"lengths": [5, 2, 0]}], ids=str)
-def test_a_cell_may_write_into_its_state(search: str, ends: dict[str, Any]) -> None:
+def test_a_cell_may_write_into_its_state(search, ends):
     """A cache, such as that of attention: rows that have ended keep what they had."""
     decoder = make_decoder("gru_cell")
 
@@ -278,7 +238,7 @@ def test_a_cell_may_write_into_its_state(search: str, ends: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("search", ["greedy", "beam"])
 @pytest.mark.parametrize("context", [False, True])
-def test_a_number_of_all_rows_may_be_written_too(search: str, context: bool) -> None:
+def test_a_number_of_all_rows_may_be_written_too(search, context):
     """Every hypothesis has read it as it was."""
     decoder, found = make_decoder("gru_cell"), []
     memory = torch.randn(BATCH, 5, dtype=torch.float64)
@@ -301,7 +261,7 @@ def test_a_number_of_all_rows_may_be_written_too(search: str, context: bool) -> 
 
 
 @pytest.mark.parametrize("lengths", [None, [5, 2, 3]])
-def test_a_cell_may_keep_its_state_in_a_buffer(lengths: list[int] | None) -> None:
+def test_a_cell_may_keep_its_state_in_a_buffer(lengths):
     decoder, buffer = make_decoder("gru_cell"), torch.empty(BATCH, 5, dtype=torch.float64)
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,7 +274,7 @@ def test_a_cell_may_keep_its_state_in_a_buffer(lengths: list[int] | None) -> Non
     assert torch.equal(out.state, expected.state)
 
 
-def test_it_ends_where_every_row_has_ended() -> None:
+def test_it_ends_where_every_row_has_ended():
     """Whatever the limit is, memory and time are those of what is said."""
     decoder, calls = make_decoder("gru_cell"), []
     decoder.head.bias.data[4] = 100.0
@@ -331,7 +291,7 @@ def test_it_ends_where_every_row_has_ended() -> None:
             assert len(calls) == (way is cell)
 
 
-def test_in_inference_mode_under_autocast_and_of_no_rows() -> None:
+def test_in_inference_mode_under_autocast_and_of_no_rows():
     decoder = make_decoder("gru_cell", dtype=torch.float32)
     nobody = torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64)
     for search in SEARCHES:
@@ -343,7 +303,7 @@ def test_in_inference_mode_under_autocast_and_of_no_rows() -> None:
             assert len(out.tokens) == 5 or not len(state)
 
 
-def test_a_beam_of_equals_takes_the_first() -> None:
+def test_a_beam_of_equals_takes_the_first():
     decoder = make_decoder("gru_cell")
     for parameter in decoder.head.parameters():
         parameter.data.zero_()
@@ -351,7 +311,7 @@ def test_a_beam_of_equals_takes_the_first() -> None:
     assert out.tokens[:, 0].tolist() == [[0, 0, 0], [0, 1, 2]]
 
 
-def test_forbidden_words_are_in_no_hypothesis() -> None:
+def test_forbidden_words_are_in_no_hypothesis():
     """And where nothing but the end may be said, no hypothesis is left."""
     decoder = make_decoder("gru_cell", vocabulary=4)
     decoder.head.bias.data[1:] = -torch.inf
@@ -363,7 +323,7 @@ def test_forbidden_words_are_in_no_hypothesis() -> None:
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-def test_logits_that_are_nan_give_scores_that_are(search: str) -> None:
+def test_logits_that_are_nan_give_scores_that_are(search):
     """And tokens, as many as there may be."""
     decoder = make_decoder("gru_cell", vocabulary=4)
     decoder.head.bias.data[2] = torch.nan
@@ -373,7 +333,7 @@ def test_logits_that_are_nan_give_scores_that_are(search: str) -> None:
     assert (out.lengths == 3).all()
 
 
-def test_a_number_of_all_rows_counts_every_step_of_a_beam() -> None:
+def test_a_number_of_all_rows_counts_every_step_of_a_beam():
     """Also the last one, in which no hypothesis ends, and none can become better."""
     calls: list[int] = []
     # Two of them end, with 0.5 and 0.3 * 0.45; the best that lives then has 0.3 * 0.54 * 0.33.
@@ -392,14 +352,14 @@ def test_a_number_of_all_rows_counts_every_step_of_a_beam() -> None:
     assert out.state == len(calls) == 3
 
 
-def test_the_context_says_how_many_rows_there_are() -> None:
+def test_the_context_says_how_many_rows_there_are():
     decoder, context = make_decoder("gru_cell"), (torch.zeros(6, 5, dtype=torch.float64),)
     decoder.state = None
     out = say(decoder, lambda x, state, memory: (x + memory, state), max_length=2, context=context)
     assert out.tokens.shape == (2, 6)
 
 
-def test_the_state_of_the_result_is_the_callers() -> None:
+def test_the_state_of_the_result_is_the_callers():
     decoder = make_decoder("gru_cell")
     before = decoder.state.detach().clone()
     for search in SEARCHES:
@@ -412,7 +372,7 @@ def test_the_state_of_the_result_is_the_callers() -> None:
 
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm"])
-def test_states_of_half_precision_are_rounded_in_the_end(search: str, kind: str) -> None:
+def test_states_of_half_precision_are_rounded_in_the_end(search, kind):
     """A prompt and what follows are as one: greedy tokens, given as a prompt, change nothing."""
     decoder = make_decoder(kind, 301, 24, 3, torch.bfloat16)
     whole = say(decoder, max_length=12, search="beam", beams=1, start=1)
@@ -429,13 +389,10 @@ def test_states_of_half_precision_are_rounded_in_the_end(search: str, kind: str)
 V, ONE = VOCABULARY, torch.zeros(1)
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_length": -1}, ValueError, "max_length must be at least 0, got -1"),
-    ({"max_length": 2.0}, TypeError, "max_length must be an int, got float"),
     ({"search": "best"}, ValueError, "search must be one of 'greedy', 'sample', 'beam'"),
     ({"eos": 13}, ValueError, "eos must be in [0, 13), got 13"),
     ({"temperature": 0.0}, ValueError, "temperature must be greater than 0 and finite, got 0.0. s"),
-    ({"temperature": float("inf")}, ValueError, "temperature must be greater than 0 and finite"),
     ({"length_penalty": float("inf")}, ValueError, "length_penalty must be finite, got inf"),
-    ({"generator": 3}, TypeError, "generator must be a torch.Generator or None, got int"),
     ({"top_k": 3}, ValueError, "top_k must be None unless search is 'sample', got 3"),
     ({"top_p": 0.3, "search": "beam"}, ValueError, "top_p must be None unless search is 'sample'"),
     ({"beams": 3}, ValueError, "beams must be left at 4 unless search is 'beam', got 3"),
@@ -446,15 +403,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"top_k": 0, "search": "sample"}, ValueError, "top_k must be at least 1, got 0"),
     ({"top_p": 0.0, "search": "sample"}, ValueError, "top_p must be in (0, 1], got 0.0"),
-    ({"top_p": 1.5, "search": "sample"}, ValueError, "top_p must be in (0, 1], got 1.5"),
     ({"beams": 0, "search": "beam"}, ValueError, "beams must be at least 1, got 0"),
-    ({"length_penalty": "a"}, TypeError, "length_penalty must be a number, got str"),
-    ({"prompt": ONE}, TypeError, "prompt must be an integer tensor [P, B], got a float32 tensor"),
     ({"prompt": ONE.long()}, ValueError, "prompt must have shape [P, B], got [1]"),
     ({"prompt": torch.zeros(0, 3).long()}, ValueError, "prompt must have at least one token"),
     ({"prompt": torch.full((2, 3), 13)}, ValueError, "prompt must be in [0, 13), got 13"),
     ({"start": 13}, ValueError, "start must be in [0, 13), got 13"),
-    ({"start": torch.zeros(2).long()}, ValueError, "state must have shape [2, 5], got [3, 5]"),
     ({"lengths": [1, 2]}, ValueError, "state must have shape [2, 5], got [3, 5]"),
     ({"lengths": [1, 2, 9]}, ValueError, "lengths must be in [0, 6], got [1, 2, 9]"),
     ({"context": (ONE,)}, ValueError, "context must be empty for one of torch's cells"),
@@ -462,7 +415,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "kind", "text"), WRONG, ids=lambda value: str(value)[:60])
-def test_what_arguments_must_be(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_what_arguments_must_be(change, kind, text):
     decoder = make_decoder("gru_cell")
     before = torch.get_rng_state()
     with pytest.raises(kind) as caught:

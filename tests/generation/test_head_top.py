@@ -1,7 +1,5 @@
 """The operators of the largest logits and of filtered samples, against sorting in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,10 +54,7 @@ def sample(
     seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(80), deadline=None)
-def test_the_largest_logits(
-    vocabulary: int, rows: int, count: int, dtypes: tuple[torch.dtype, torch.dtype],
-    logit_rows: int, seed: int,
-) -> None:  # fmt: skip
+def test_the_largest_logits(vocabulary, rows, count, dtypes, logit_rows, seed):
     torch.manual_seed(seed)
     count = min(count, vocabulary)
     hidden, weight = torch.randn(rows, 9, dtype=dtypes[0]), torch.randn(vocabulary, 9).to(dtypes[1])
@@ -77,7 +72,7 @@ def test_the_largest_logits(
 
 
 @pytest.mark.parametrize("count", [1, 3, 500, 1500])
-def test_ties_go_to_the_first(count: int) -> None:
+def test_ties_go_to_the_first(count):
     bias = torch.zeros(1500)
     bias[700], bias[1400] = 1.0, -1.0
     _, tokens, _ = top(torch.ones(3, 2), torch.zeros(1500, 2), bias, count)
@@ -85,7 +80,7 @@ def test_ties_go_to_the_first(count: int) -> None:
     assert tokens.tolist() == [order[:count]] * 3
 
 
-def test_a_word_that_cannot_be_said_and_no_number() -> None:
+def test_a_word_that_cannot_be_said_and_no_number():
     bias = torch.full((1000,), float("-inf"))
     bias[[3, 999]] = 0.0
     logits, tokens, stats = top(torch.ones(2, 2), torch.zeros(1000, 2), bias, 3)
@@ -102,9 +97,7 @@ def test_a_word_that_cannot_be_said_and_no_number() -> None:
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda pair: dtype_id(pair[1]))
 @pytest.mark.parametrize("top_k", [1, 7, 1100])
 @pytest.mark.parametrize("top_p", [1e-9, 0.405, 1.0])
-def test_samples_are_of_what_is_kept(
-    dtypes: tuple[torch.dtype, torch.dtype], top_k: int, top_p: float
-) -> None:
+def test_samples_are_of_what_is_kept(dtypes, top_k, top_p):
     words, rows, temperature = 1100, 40, 1.5
     hidden, weight = torch.randn(rows, 9, dtype=dtypes[0]), torch.randn(words, 9).to(dtypes[1])
     bias = torch.randn(words, dtype=dtypes[0])

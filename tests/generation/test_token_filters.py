@@ -1,7 +1,5 @@
 """The tokens that are sampled from, against sorting all of them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -24,9 +22,7 @@ from accumext.generation._token_filters import TokenFilter, fewest, largest
     flat=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_samples_invert_the_running_sum_of_what_is_kept(
-    words: int, top_k: int | None, top_p: float | None, levels: int, flat: bool, seed: int
-) -> None:
+def test_samples_invert_the_running_sum_of_what_is_kept(words, top_k, top_p, levels, flat, seed):
     torch.manual_seed(seed)
     logits = torch.randint(levels, (words, 5)).double() * (0.01 if flat else 3) / levels
     uniforms = torch.rand(5, dtype=torch.float64)
@@ -35,7 +31,7 @@ def test_samples_invert_the_running_sum_of_what_is_kept(
     assert_drawn(tokens, kept_shares(logits.t(), top_k, top_p), uniforms, 1e-12)
 
 
-def test_nothing_impossible_is_drawn() -> None:
+def test_nothing_impossible_is_drawn():
     logits = torch.full((700, 3), -torch.inf, dtype=torch.float64)
     logits[[3, 600]] = 0.0
     largest = torch.full((3,), 1 - 2**-53, dtype=torch.float64)
@@ -44,7 +40,7 @@ def test_nothing_impossible_is_drawn() -> None:
         assert (token_filter.sample(logits.t(), largest * 0) == 3).all()
 
 
-def test_the_temperature_comes_first() -> None:
+def test_the_temperature_comes_first():
     """At a temperature near 0 the likeliest token is more than any share of the whole."""
     logits = torch.randn(50, 4).double()
     tokens = TokenFilter(1e-3, None, 0.99).sample(logits.t(), torch.rand(4).double())
@@ -52,14 +48,14 @@ def test_the_temperature_comes_first() -> None:
 
 
 @pytest.mark.parametrize("part", [0.05, 0.6, 0.95, 1.0])
-def test_a_gpu_sorts_and_keeps_the_same(part: float) -> None:
+def test_a_gpu_sorts_and_keeps_the_same(part):
     logits = torch.randn(7, 90).double().mul(4).round().div(4)  # some are equal
     logits[0, 5:] = -torch.inf
     shares = logits.softmax(1)
     assert torch.equal(_token_filters._fewest_by_sorting(shares, part), fewest(shares, part))
 
 
-def test_the_largest_and_of_equals_the_first() -> None:
+def test_the_largest_and_of_equals_the_first():
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0]])
     assert largest(logits, 2).tolist() == [[1, 3], [0, 1]]
     assert largest(logits, 3).tolist() == [[1, 2, 3], [0, 1, 2]]
@@ -69,9 +65,7 @@ def test_the_largest_and_of_equals_the_first() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [1, 2, 7, 64, 1000])
-def test_a_gpu_finds_the_largest_that_a_stable_sort_puts_first(
-    width: int, dtype: torch.dtype
-) -> None:
+def test_a_gpu_finds_the_largest_that_a_stable_sort_puts_first(width, dtype):
     for count, words in itertools.product({1, 2, width // 2, width} - {0}, (1, 4, 1000)):
         logits = torch.randint(words, (8, width)).to(dtype)  # many are equal
         logits[1], logits[2] = torch.inf, -torch.inf

@@ -1,20 +1,9 @@
 """Masters in the host's memory, of parameters on a device: here the CPU plays both."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from support import optimizer_oracle as oracle
 from support.masters import BATCHES, adamw, with_masters
-from support.optimizer_oracle import (
-    in_parts,
-    loss_of,
-    one_call,
-    own_backward,
-    run,
-    said_by,
-    sgd,
-    train_by_hand,
-)
 from torch import nn
 
 import accumext
@@ -39,7 +28,7 @@ def on_a_device(monkeypatch):
     return sent
 
 
-@pytest.mark.parametrize("loop", [one_call, own_backward, in_parts])
+@pytest.mark.parametrize("loop", [oracle.one_call, oracle.own_backward, oracle.in_parts])
 @pytest.mark.parametrize(
     ("policy", "in_backward"),
     [("skip_window", False), ("skip_window", True), ("skip_micro_batch", False), ("raise", False)],
@@ -47,11 +36,11 @@ def on_a_device(monkeypatch):
 def test_masters_on_the_host(on_a_device, loop, policy, in_backward):
     options = {"accumulate_in_backward": in_backward, "on_nonfinite": policy}
     model, opt, masters = with_masters(window=2, max_norm=0.1, **options)
-    run(opt, model, BATCHES[:4], loop)
+    oracle.run(opt, model, BATCHES[:4], loop)
     assert len(on_a_device) >= 4 * len(masters)
     assert all(p.grad is None for p in [*model.parameters(), *masters])
     options = {"max_norm": 0.1, "dtype": torch.bfloat16, "wide": torch.float32}
-    by_hand = train_by_hand(adamw, BATCHES[:4], 2, **options)
+    by_hand = oracle.train_by_hand(adamw, BATCHES[:4], 2, **options)
     # The clip, and AdamW's quotient of a gradient and its size where both are small.
     for master, wide in zip(masters, by_hand, strict=True):
         torch.testing.assert_close(master.detach(), wide, rtol=1e-5, atol=1e-6)
@@ -61,7 +50,7 @@ def test_masters_on_the_host_are_rounded_stochastically_too(on_a_device):
     """The same steps: 0.1 lies between 0.09961 and 0.10010, a fifth of the way from the latter."""
     weight = nn.Parameter(torch.full((3, 1000), 0.125, dtype=torch.bfloat16))
     masters = accumext.masters([weight], stochastic_rounding=True)
-    opt = AccumulatingOptimizer(sgd(masters, lr=0.025), masters=masters)
+    opt = AccumulatingOptimizer(oracle.sgd(masters, lr=0.025), masters=masters)
     opt.backward(weight.sum())
     opt.step()
     below, above = 0.099609375, 0.10009765625
@@ -75,18 +64,18 @@ def test_gradients_leave_for_the_host_while_backward_runs(on_a_device):
     model, opt, _ = with_masters(window=2)
     model[0].weight.register_hook(lambda grad: seen.append(len(on_a_device)))
     seen = []
-    opt.backward(loss_of(model, BATCHES[0]))
+    opt.backward(oracle.loss_of(model, BATCHES[0]))
     assert seen == [3]
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_window_of_masters_on_the_host_is_dropped_with_its_backward_pass(on_a_device):
     model, opt, _ = with_masters(window=2)
-    opt.backward(loss_of(model, BATCHES[0]))
+    opt.backward(oracle.loss_of(model, BATCHES[0]))
     handle = model[0].weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
-        opt.backward(loss_of(model, BATCHES[0]))
+        opt.backward(oracle.loss_of(model, BATCHES[0]))
     handle.remove()
-    assert "the open window was dropped" in said_by(caught.value)
+    assert "the open window was dropped" in oracle.said_by(caught.value)
     assert all(p.grad is None for p in model.parameters())
     assert opt.main_grad(model[0].weight) is None

@@ -1,13 +1,11 @@
 """Changes to a model, its masters and their optimizer by others at awkward moments."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from support.masters import BATCHES, rounded, train, values, with_masters
-from support.optimizer_oracle import assert_equal, loss_of, make_model, sgd
+from support.optimizer_oracle import assert_equal, closure_of, make_model, sgd
 from support.tensors import HALF_DTYPES, dtype_id
 from torch import nn
 
@@ -34,9 +32,6 @@ def write(model, value=0.5):
 def assert_all(tensors, value=0.5):
     for tensor in tensors:
         assert torch.equal(tensor.detach(), torch.full_like(tensor, value))
-
-
-# Parameters that others write
 
 
 LOADED_BEFORE = ["the optimizer is wrapped", "a group is added", "a method", "an empty step"]
@@ -112,21 +107,8 @@ def test_parameters_that_share_memory_are_refused_at_once(views):
         AccumulatingOptimizer(sgd(masters), masters=masters)
 
 
-# Closures
-
-
 def lbfgs(parameters):
     return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
-
-
-def closure_of(model, opt, factor=1.0):
-    def closure():
-        opt.zero_grad()
-        loss = loss_of(model, BATCHES[0]) * factor
-        loss.backward()
-        return loss
-
-    return closure
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -135,7 +117,7 @@ def test_a_closure_that_gives_nan_moves_nothing(written):
     if written:
         write(model)
     before = values(model.parameters())
-    opt.step(closure_of(model, opt, float("nan")))
+    opt.step(closure_of(opt, model, BATCHES[0] * float("nan")))
     assert opt.last.skipped
     assert_equal(values(model.parameters()), before)
     assert_equal(rounded(masters), before)
@@ -157,7 +139,7 @@ class Sharpness(torch.optim.Optimizer):
 
 def test_the_model_follows_an_optimizer_with_a_closure_at_every_evaluation():
     model, opt, masters = with_masters(Sharpness)
-    seen, after, closure = [], [], closure_of(model, opt)
+    seen, after, closure = [], [], closure_of(opt, model, BATCHES[0])
 
     def in_step():
         return all(map(torch.equal, model.parameters(), [m.bfloat16() for m in masters]))
@@ -174,9 +156,6 @@ def test_the_model_follows_an_optimizer_with_a_closure_at_every_evaluation():
     assert not torch.equal(model[0].weight.detach(), before)
 
 
-# Masters that are not what the optimizer was told
-
-
 @pytest.mark.parametrize("kind", ["two masters", "none before", "the parameter itself"])
 def test_a_group_that_would_step_on_a_parameter_twice_is_refused(kind):
     weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
@@ -191,9 +170,6 @@ def test_a_group_that_would_step_on_a_parameter_twice_is_refused(kind):
     assert len(opt.param_groups) == 1
     with pytest.raises(ValueError, match="masters must"):
         AccumulatingOptimizer(sgd([*first, *second]), masters=[*first, *second])
-
-
-# Optimizers that write masters in their own way
 
 
 class Decaying(torch.optim.SGD):

@@ -1,28 +1,13 @@
 """fp32 masters of half-precision parameters, beside the same optimizer run in float32 by hand."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+from support import optimizer_oracle as oracle
 from support.masters import BATCHES, adamw, rounded, train, values, with_masters
-from support.optimizer_oracle import (
-    INF,
-    ONE_BY_ONE,
-    ByHand,
-    assert_close,
-    assert_equal,
-    loss_of,
-    make_batches,
-    make_model,
-    one_call,
-    own_backward,
-    says,
-    sgd,
-    train_by_hand,
-)
+from support.optimizer_oracle import INF
 from support.tensors import HALF_DTYPES, dtype_id
 from torch import nn
 
@@ -40,21 +25,21 @@ fused_or_not = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.05])
-@pytest.mark.parametrize("loop", [one_call, own_backward])
+@pytest.mark.parametrize("loop", [oracle.one_call, oracle.own_backward])
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("window", [1, 4])
 @fused_or_not
 def test_windows_reach_the_masters_unrounded(dtype, window, make, loop, max_norm):
     model, opt, masters = with_masters(make, window=window, max_norm=max_norm, dtype=dtype)
-    batches = make_batches(12, dtype)
+    batches = oracle.make_batches(12, dtype)
     for batch in batches:
-        loop(opt, loss_of(model, batch))
+        loop(opt, oracle.loss_of(model, batch))
     opt.zero_grad()
     assert (opt.stats()["clip_coef"] < 1.0) == (max_norm is not None)
     options = {"max_norm": max_norm, "dtype": dtype, "wide": torch.float32}
-    by_hand = train_by_hand(make, batches, window, **options)
-    assert_close(values(masters), by_hand, 0.0 if max_norm is None else CLIP)
-    assert_equal(values(model.parameters()), rounded(masters, dtype))
+    by_hand = oracle.train_by_hand(make, batches, window, **options)
+    oracle.assert_close(values(masters), by_hand, 0.0 if max_norm is None else CLIP)
+    oracle.assert_equal(values(model.parameters()), rounded(masters, dtype))
     assert all(p.grad is None for p in [*model.parameters(), *masters])
 
 
@@ -83,18 +68,20 @@ def test_only_trained_half_precision_parameters_have_masters():
             assert master.dtype == torch.float32
             assert isinstance(master, nn.Parameter)
             assert master.master_of.parameter is parameter
-            assert_equal([master.detach()], [parameter.detach().float()])
+            oracle.assert_equal([master.detach()], [parameter.detach().float()])
         else:
             assert master is parameter
-    small_steps = partial(sgd, lr=0.1)
+    small_steps = partial(oracle.sgd, lr=0.1)
     opt = AccumulatingOptimizer(small_steps(masters), masters=masters, window=2)
     trained = [p for p in reference.parameters() if p.requires_grad]
-    by_hand = ByHand(trained, small_steps, wide=torch.float32)
+    by_hand = oracle.ByHand(trained, small_steps, wide=torch.float32)
     for batch in BATCHES[:2]:
-        one_call(opt, model(batch.float()).square().mean())
+        oracle.one_call(opt, model(batch.float()).square().mean())
         by_hand.add(reference(batch.float()).square().mean())
     by_hand.step()
-    assert_equal([p.detach() for p in model.parameters() if p.requires_grad], values(trained))
+    oracle.assert_equal(
+        [p.detach() for p in model.parameters() if p.requires_grad], values(trained)
+    )
     assert opt.last.nonfinite == []
 
 
@@ -102,9 +89,6 @@ def test_the_same_parameter_has_one_master():
     weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     first, second = accumext.masters([weight, weight])
     assert first is second
-
-
-# Skipped windows, errors
 
 
 @fused_or_not
@@ -117,8 +101,8 @@ def test_a_skipped_window_leaves_everything(make, stochastic):
     opt.param_groups[0]["param_names"] = names
     for poison in (1.0, INF, 1.0):
         before = values([*masters, *model.parameters()])
-        for batch, factor in zip(make_batches(2, torch.float16), (poison, 1.0)):
-            one_call(opt, loss_of(model, batch) * factor)
+        for batch, factor in zip(oracle.make_batches(2, torch.float16), (poison, 1.0)):
+            oracle.one_call(opt, oracle.loss_of(model, batch) * factor)
         same = map(torch.equal, before, [*masters, *model.parameters()])
         assert all(same) == (poison == INF)
         assert opt.last.skipped == (poison == INF)
@@ -127,7 +111,7 @@ def test_a_skipped_window_leaves_everything(make, stochastic):
 
 
 def wrap(parameters, masters=None):
-    return AccumulatingOptimizer(sgd(parameters), masters=masters)
+    return AccumulatingOptimizer(oracle.sgd(parameters), masters=masters)
 
 
 MUST = "AccumulatingOptimizer: masters must"
@@ -142,26 +126,27 @@ REFUSED = [
     (lambda _, half: accumext.masters([half[0], 3]), TypeError, f"{OF}[1] must"),
     (lambda _, half: accumext.masters([half[0] * 2]), ValueError, f"{OF}[0] must be a leaf, got a"),
     (lambda *_: accumext.masters([], None, 1), TypeError, "masters: stochastic_rounding must be a"),
+    (lambda *_: accumext.masters([], "nowhere"), ValueError, "masters: device must be None, for"),
 ]
 
 
 @pytest.mark.parametrize(("call", "error", "text"), REFUSED)
 def test_what_masters_must_be(call, error, text):
-    half = list(make_model(torch.bfloat16).parameters())
-    with pytest.raises(error, match=says(text)):
+    half = list(oracle.make_model(torch.bfloat16).parameters())
+    with pytest.raises(error, match=oracle.says(text)):
         call(accumext.masters(half), half)
 
 
 def test_a_scaler_around_the_step_is_refused():
     model, opt, _ = with_masters()
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model, BATCHES[0])).backward()
+    scaler.scale(oracle.loss_of(model, BATCHES[0])).backward()
     text = (
         "AccumulatingOptimizer.step: step must be called directly, not through scaler.step, got "
         "masters, whose gradients it cannot see. Pass the scaler to the constructor: "
         "AccumulatingOptimizer(..., scaler=scaler)"
     )
-    with pytest.raises(RuntimeError, match=says(text)):
+    with pytest.raises(RuntimeError, match=oracle.says(text)):
         scaler.step(opt)
 
 
@@ -170,20 +155,20 @@ def test_a_scaler_around_the_step_is_refused():
 def test_an_exception_of_a_hook_leaves_all_as_before_or_as_after(when, make):
     model, opt, masters = with_masters(make, window=2)
     for batch in BATCHES[:2]:
-        opt.backward(loss_of(model, batch))
+        opt.backward(oracle.loss_of(model, batch))
     before = values([*model.parameters(), *masters])
     handle = getattr(opt, f"register_step_{when}_hook")(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         opt.step()
     handle.remove()
     assert all(p.grad is None for p in [*model.parameters(), *masters])
-    assert_equal(values(model.parameters()), rounded(masters))
+    oracle.assert_equal(values(model.parameters()), rounded(masters))
     if when == "pre":
-        assert_equal(values([*model.parameters(), *masters]), before)
+        oracle.assert_equal(values([*model.parameters(), *masters]), before)
         opt.step()
     assert opt.stepped
     options = {"dtype": torch.bfloat16, "wide": torch.float32}
-    assert_equal(values(masters), train_by_hand(make, BATCHES[:2], 2, **options))
+    oracle.assert_equal(values(masters), oracle.train_by_hand(make, BATCHES[:2], 2, **options))
 
 
 class Averaging(torch.optim.SGD):
@@ -211,10 +196,10 @@ def test_the_model_follows_what_a_method_of_the_optimizer_writes(fails):
     trained = values(masters)
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         assert opt.eval(fails) == "evaluating"
-    assert_equal(values(model.parameters()), [(m * 0.5).bfloat16() for m in trained])
+    oracle.assert_equal(values(model.parameters()), [(m * 0.5).bfloat16() for m in trained])
     opt.train()
-    assert_equal(values(model.parameters()), rounded(trained))
-    assert_equal(values(masters), trained)
+    oracle.assert_equal(values(model.parameters()), rounded(trained))
+    oracle.assert_equal(values(masters), trained)
 
 
 def test_the_model_follows_a_hook_that_writes_masters():
@@ -230,19 +215,19 @@ def test_the_model_follows_a_hook_that_writes_masters():
     opt.register_step_post_hook(lambda *_: seen.extend(values(model.parameters())))
     opt.register_step_post_hook(clamp)
     train(opt, model)
-    assert_equal(values(model.parameters()), rounded(masters))
+    oracle.assert_equal(values(model.parameters()), rounded(masters))
     assert max(p.detach().abs().max() for p in model.parameters()) == 0.25
     # A hook before it has seen the step's parameters in the model.
-    assert not torch.equal(seen[0], make_model(torch.bfloat16)[0].weight.detach())
-    assert_equal([s.clamp(-0.25, 0.25) for s in seen], values(model.parameters()))
+    assert not torch.equal(seen[0], oracle.make_model(torch.bfloat16)[0].weight.detach())
+    oracle.assert_equal([s.clamp(-0.25, 0.25) for s in seen], values(model.parameters()))
 
 
 def test_zero_grad_and_main_grad_are_of_the_models_parameters():
     model, opt, _ = with_masters(window=2)
     weight = model[0].weight
-    opt.backward(loss_of(model, BATCHES[0]))
+    opt.backward(oracle.loss_of(model, BATCHES[0]))
     assert opt.main_grad(weight).dtype == torch.float32
-    loss_of(model, BATCHES[1]).backward()
+    oracle.loss_of(model, BATCHES[1]).backward()
     assert weight.grad is not None
     opt.zero_grad(set_to_none=False)
     assert not weight.grad.any()
@@ -251,13 +236,13 @@ def test_zero_grad_and_main_grad_are_of_the_models_parameters():
 
 
 def test_groups_added_later_may_hold_masters():
-    model = make_model(torch.bfloat16)
+    model = oracle.make_model(torch.bfloat16)
     masters = accumext.masters(model.parameters())
-    opt = AccumulatingOptimizer(sgd(masters[:2], lr=0.1), masters=masters)
+    opt = AccumulatingOptimizer(oracle.sgd(masters[:2], lr=0.1), masters=masters)
     opt.add_param_group({"params": masters[2:], "lr": 0.2})
     train(opt, model)
     for parameter, master in zip(model.parameters(), masters, strict=True):
-        assert_equal([parameter.detach()], rounded([master]))
+        oracle.assert_equal([parameter.detach()], rounded([master]))
         assert not torch.equal(master.detach(), master.detach().bfloat16().float())
 
 
@@ -266,7 +251,7 @@ def test_groups_added_later_may_hold_masters():
 @pytest.mark.parametrize("window", [1, 2])
 def test_memory_of_masters_is_as_predicted(fused, window, in_backward, monkeypatch):
     """As docs/optimizer.md says; per parameter, beside the optimizer's own state."""
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
     count, layers = 2**18, 16
     parameters = [
         nn.Parameter(torch.randn(count // layers, dtype=torch.bfloat16)) for _ in range(layers)
@@ -279,7 +264,7 @@ def test_memory_of_masters_is_as_predicted(fused, window, in_backward, monkeypat
 
     def step():
         for _ in range(window):
-            one_call(opt, sum(p.sum() for p in parameters))
+            oracle.one_call(opt, sum(p.sum() for p in parameters))
 
     step()
     assert opt.last.clip_coef < 1.0

@@ -1,7 +1,5 @@
 """Masters where others write parameters: in checkpoints, in copies, in the middle of a run."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """accumulate_ against float64 truth, exact where the data are dyadic, and the reference."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """copy_rounded_ against Tensor.to, and against its definition by Philox in Python's ints."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction
@@ -147,14 +145,6 @@ def test_what_the_target_has_stays(target_dtype, source_dtype):
         assert_bits([rounded(exact.to(source_dtype), target_dtype, seed)], [exact])
 
 
-KNOWN = [  # counter, key and result of the authors' test vectors
-    ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-     (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
-]  # fmt: skip
-
-
 def philox(counter, key):
     (a, b, c, d), (k, m) = counter, key
     for _ in range(7):
@@ -162,11 +152,6 @@ def philox(counter, key):
         a, b, c, d = (q >> 32) ^ b ^ k, q % 2**32, (p >> 32) ^ d ^ m, p % 2**32
         k, m = (k + 0x9E3779B9) % 2**32, (m + 0xBB67AE85) % 2**32
     return a, b, c, d
-
-
-@pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
-def test_philox_in_python_is_that_of_its_authors(counter, key, result):
-    assert philox(counter, key) == result
 
 
 def random_bits(seed, tensor, element):
@@ -268,28 +253,12 @@ def test_a_target_may_be_its_source():
     assert torch.equal(tensor, before)
 
 
-def test_negated_views():
-    base = torch.zeros(100, dtype=torch.bfloat16)
-    source = torch.randn(100)
-    accumext.copy_rounded_([torch._neg_view(base)], [torch._neg_view(source)])
-    assert torch.equal(base, source.bfloat16())
-    expected = rounded(source, torch.bfloat16, 3)
-    accumext.copy_rounded_([torch._neg_view(base)], [source], seed=torch.tensor(3))
-    assert torch.equal(base, -expected)
-    accumext.copy_rounded_([torch._neg_view(base)], [source * 2], found_inf=torch.tensor(1.0))
-    assert torch.equal(base, -expected)
-
-
 A, F, D = (torch.zeros(6, dtype=d) for d in (torch.bfloat16, torch.float32, torch.float64))
 CONTRACTS = [
     ({"targets": [A], "sources": [F, F]}, ValueError,
      "sources must have one entry per target, 1, got 2"),
     ({"sources": [F[:5]]}, ValueError,
      "sources[0] must have the shape of targets[0], [6], got [5]"),
-    ({"sources": [F.int()]}, TypeError,
-     "sources[0] must be a dense float16, bfloat16, float32 or float64 tensor, "
-     "got an int32 tensor"),
-    ({"targets": A}, TypeError, "targets must be a list of tensors, got a bfloat16 tensor"),
     ({"targets": [A[:1].expand(6)]}, ValueError,
      "targets[0] must not overlap itself in memory, got shape [6] with strides [0]. "
      "Give it memory of its own: targets[0].contiguous()"),
@@ -305,13 +274,9 @@ CONTRACTS = [
     ({"seed": 3}, TypeError,
      "seed must be a 0-dim int64 tensor, got int. On the device of the lists: "
      "torch.tensor(0, device=...)"),
-    ({"seed": torch.tensor(3, dtype=torch.int32)}, TypeError,
-     "seed must be a 0-dim int64 tensor, got an int32 tensor. On the device of the lists: "
-     "torch.tensor(0, device=...)"),
     ({"seed": torch.tensor([3])}, ValueError, "seed must be 0-dim, got shape [1]"),
     ({"seed": torch.tensor(3, device="meta")}, ValueError,
      "seed must be on the device of targets[0], cpu, got meta"),
-    ({"found_inf": torch.zeros(1)}, ValueError, "found_inf must be 0-dim, got shape [1]"),
     ({"found_inf": True}, TypeError, "found_inf must be a 0-dim float32 tensor, got bool"),
     ({"targets": [D], "sources": [A], "seed": D.view(torch.int64)[1]}, ValueError,
      "seed must share no memory with targets[0], got some of its elements. "

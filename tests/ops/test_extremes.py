@@ -1,10 +1,6 @@
 """bench/extremes.py in small: each extreme passes here, and tells where something is wrong."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +11,7 @@ import accumext
 
 
 @pytest.fixture
-def extremes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def extremes(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import extremes
 
@@ -32,9 +28,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {  # a function, and options that
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_extreme_passes_and_a_wrong_result_is_a_difference(
-    extremes: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_an_extreme_passes_and_a_wrong_result_is_a_difference(extremes, monkeypatch, name):
     row = extremes.examine(name, quick=True)
     assert row["difference"] is None
     assert len(row["checked"]) >= 3
@@ -45,7 +39,7 @@ def test_an_extreme_passes_and_a_wrong_result_is_a_difference(
 
 
 @pytest.mark.process
-def test_each_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_each_runs_in_a_process_of_its_own(tmp_path):
     done = run_script("bench/extremes.py", "elements", "--quick", f"--json={tmp_path}/result.json")
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads((tmp_path / "result.json").read_text())["extremes"]

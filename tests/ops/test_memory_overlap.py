@@ -1,7 +1,5 @@
 """Arguments that share memory: right sums or an error, never threads that race."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -106,19 +104,12 @@ APART = {
 }
 
 
-@pairs
 @pytest.mark.parametrize("case", APART)
-def test_disjoint_views_are_accumulated(op, case):
-    buffer = torch.zeros(100)
-    mains = APART[case](buffer)
-    grads = [torch.ones_like(m) for m in mains]
-    expected = [m.clone() for m in mains]
-    PAIRS[op](mains, grads)
-    PAIRS[op](expected, grads)
-    assert_bits(mains, expected)
-    accumext.scale_(list(mains), 2.0)
-    accumext.scale_(expected, 2.0)
-    assert_bits(mains, expected)
+def test_disjoint_views_are_accumulated(case):
+    views = APART[case](torch.zeros(100))
+    expected = [view + 1.0 for view in views]
+    accumext.accumulate_(views, [torch.ones_like(view) for view in views])
+    assert_bits(views, expected)
 
 
 @pairs
@@ -150,11 +141,7 @@ def test_clip_counts_and_scales_a_shared_gradient_like_torch():
         return [clip([a, b, c], 2.0), grad, c.grad]
 
     expected = clipped(torch.nn.utils.clip_grad_norm_)
-    for got, want in zip(clipped(accumext.clip_grad_norm_), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-
-
-# --- the question itself, against all addresses -------------------------------------------------
+    torch.testing.assert_close(clipped(accumext.clip_grad_norm_), expected, rtol=1e-6, atol=0)
 
 
 def addresses(tensor):

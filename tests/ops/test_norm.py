@@ -1,7 +1,5 @@
 """total_norm against float64 sums by definition, and against the reference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What every gradient operation has in common: numbers on a device, empty lists, autograd."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import oracle

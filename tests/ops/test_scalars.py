@@ -1,7 +1,6 @@
-"""Scalars of a window: numbers of the host and 0-dim tensors of a device, alike."""
+"""Scalars of a window: numbers of the host and of a device alike, and what waits for it."""
 
-from __future__ import annotations
-
+import itertools
 import math
 
 import pytest
@@ -10,42 +9,24 @@ from support.device import DeviceReads, cpu_as_device
 
 from accumext import _scalars
 
-NAN, INF = math.nan, math.inf
-
 
 def number(value):
     return torch.tensor(value, dtype=torch.float64)
 
 
-def same(got, expected):
-    """Whatever holds it, the number; nan is nan."""
-    assert float(got) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
-
-
-@pytest.fixture(params=["host", "device", "first", "second"])
-def pair(request):
-    """Two numbers as the host has them, as a device has them, and one of each."""
-    first = number if request.param in ("device", "first") else float
-    second = number if request.param in ("device", "second") else float
-
-    def of(function, a, b):
+@pytest.mark.parametrize("function", [_scalars.divide, _scalars.maximum])
+def test_numbers_of_the_host_and_of_a_device_are_alike(function):
+    """Whichever of two operands are on the device, which nothing reads."""
+    for a, b in itertools.product((0.0, 1.0, 4.0, math.inf), repeat=2):
         with cpu_as_device(), DeviceReads() as reads:
-            result = function(first(a), second(b))
+            results = [
+                function(*pair) for pair in itertools.product((a, number(a)), (b, number(b)))
+            ]
         assert reads.count == 0
-        assert isinstance(result, torch.Tensor) == (request.param != "host")
-        return result
-
-    return of
-
-
-def test_division(pair):
-    for a, b, expected in [(1.0, 4.0, 0.25), (0.0, 2.0, 0.0), (3.0, 0.0, INF), (0.0, 0.0, NAN)]:
-        same(pair(_scalars.divide, a, b), expected)
-
-
-def test_maximum(pair):
-    for a, b in [(1.0, 4.0), (4.0, 1.0), (-2.0, -3.0), (0.0, INF)]:
-        same(pair(_scalars.maximum, a, b), max(a, b))
+        assert [isinstance(result, torch.Tensor) for result in results] == [False, True, True, True]
+        truth = torch.true_divide if function is _scalars.divide else torch.maximum
+        expected = [truth(number(a), number(b)).item()] * 4
+        assert list(map(float, results)) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
 def test_the_host_takes_what_is_free_and_no_more():
@@ -54,14 +35,6 @@ def test_the_host_takes_what_is_free_and_no_more():
     with cpu_as_device(), DeviceReads() as reads:
         kept = _scalars.to_host_if_free(torch.tensor(0.5))
     assert (reads.count, kept.dtype) == (0, torch.float64)
-
-
-def test_as_tensor():
-    made = _scalars.as_tensor(0.1, torch.float64)
-    assert (made.shape, made.dtype, made.item()) == ((), torch.float64, 0.1)
-    moved = _scalars.as_tensor(number(0.1), torch.float32, torch.device("meta"))
-    assert (moved.device.type, moved.dtype) == ("meta", torch.float32)
-    assert _scalars.as_tensor(torch.zeros((), device="meta"), torch.float64).device.type == "meta"
 
 
 def test_an_operator_on_a_device_takes_numbers_as_they_are():

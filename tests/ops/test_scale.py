@@ -1,7 +1,5 @@
 """scale_ against float64 truth, exactly where the data are dyadic, and against the reference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

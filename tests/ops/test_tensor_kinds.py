@@ -1,14 +1,12 @@
 """Tensors that are more than their memory, through every gradient operation: negated views,
 subclasses, parameters, wrappers of torch.func, tensors of inference mode, nested and fake ones."""
 
-from __future__ import annotations
-
-import math
+import itertools
 
 import pytest
 import torch
 from support import oracle
-from support.gradient_operations import LISTS, copies, good, written
+from support.gradient_operations import LISTS, PAIRS, copies, good, with_lists, written
 from support.tensors import assert_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
@@ -48,44 +46,28 @@ def view(request):
     return request.param
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
-def test_the_norm_of_negated_views(view, norm_type):
-    expected = accumext.total_norm(values(0), norm_type=norm_type)
-    viewed = list(map(view, values(0)))
-    assert_bits([accumext.total_norm(viewed, norm_type=norm_type)], [expected])
-    mixed = [*viewed[:2], *values(0)[2:]]
-    assert_bits([accumext.total_norm(mixed, norm_type=norm_type)], [expected])
+FACTOR = dict.fromkeys((*PAIRS, "total_norm"), "inv_scale") | {"scale_": "factor"}
 
 
-@pytest.mark.parametrize("max_norm", [None, 1.0, 1e9], ids=["accumulate", "clips", "large"])
-def test_negated_gradients_and_main_gradients(view, max_norm):
-    def accumulated(mains, grads):
-        found_inf = torch.zeros(())
-        scale = view(torch.tensor([0.5]))[0] if mains[0].is_neg() else torch.tensor(0.5)
-        options = {"inv_scale": scale, "found_inf": found_inf}
-        if max_norm is None:
-            norm = accumext.accumulate_(mains, grads, **options)
-        else:
-            norm = accumext.unscale_check_clip_accumulate_(
-                mains, grads, max_norm=max_norm, **options
-            )
-        return [norm, found_inf, *(m + 0.0 for m in mains)]  # 0.0: a zero may have either sign
+@pytest.mark.parametrize("op", LISTS)
+def test_negated_views_are_their_values(view, op):
+    """All tensors of a list, or some of them, beside a number that is a negated view, too."""
+    drawn = good(op) | {name: values(seed) for seed, name in enumerate(LISTS[op])}
 
-    expected = accumulated(values(0), values(1))
-    assert_bits(accumulated(values(0), list(map(view, values(1)))), expected)
-    viewed = list(map(view, values(0)))
-    assert_bits(accumulated(viewed, values(1)), expected)
-    assert all(m.is_neg() for m in viewed)
-    assert_bits(accumulated([*map(view, values(0)[:2]), *values(0)[2:]], values(1)), expected)
+    def results(factor, negated, count):
+        arguments = with_lists(op, drawn, torch.clone)
+        arguments |= {FACTOR[op]: factor} if op in FACTOR else {}
+        if negated is not None:
+            viewed = [view(tensor) for tensor in arguments[negated][:count]]
+            arguments[negated][:count] = viewed
+            assert all(tensor.is_neg() for tensor in viewed)
+        norm = getattr(accumext, op)(**arguments)
+        lists = [tensor + 0.0 for name in LISTS[op] for tensor in arguments[name]]  # no -0.0
+        return lists if norm is None else [norm, *lists]
 
-
-@pytest.mark.parametrize("factor", [0.37, torch.tensor(-0.37)], ids=["float", "tensor"])
-def test_negated_views_are_scaled(view, factor):
-    expected, viewed = values(0), list(map(view, values(0)))
-    viewed[1] = values(0)[1]
-    accumext.scale_(expected, factor)
-    accumext.scale_(viewed, factor)
-    assert_bits(viewed, expected)
+    expected = results(torch.tensor(0.5), None, 0)
+    for name, count in itertools.product(LISTS[op], (2, len(SIZES))):
+        assert_bits(results(view(torch.tensor([0.5]))[0], name, count), expected)
 
 
 def test_a_negated_gradient_is_clipped_like_torchs(view):
@@ -112,18 +94,10 @@ def test_a_decoder_with_negated_weights(kind):
         torch.manual_seed(0)
         table, weight, bias = torch.randn(11, 5), torch.randn(11, 4), torch.randn(11)
         table, weight, bias = (view(t).requires_grad_() for t in (table, weight, bias))
-        state = torch.randn(1, 3, 4)
-        cell = getattr(torch.nn, kind)(5, 4)
-        out = accumext.decode_loss(
-            table,
-            cell,
-            (weight, bias),
-            torch.randint(11, (6, 3)),
-            (view(state), view(state)) if kind == "LSTM" else view(state),
-            feedback="greedy",
-            k1=2,
-            k2=4,
-        )
+        state, cell = view(torch.randn(1, 3, 4)), getattr(torch.nn, kind)(5, 4)
+        operands = table, cell, (weight, bias), torch.randint(11, (6, 3))
+        state = (state, state) if kind == "LSTM" else state
+        out = accumext.decode_loss(*operands, state, feedback="greedy", k1=2, k2=4)
         out.loss.backward()
         leaves = (table, weight, bias, *cell.parameters())
         return [out.tokens, out.loss.detach(), *(leaf.grad for leaf in leaves)]
@@ -243,59 +217,13 @@ def test_nested_tensors_are_refused(layout):
     assert torch.equal(plain, torch.ones(3))
 
 
-# --- as operands: what _tensor_kinds makes of them ------------------------------------------------
-
-
-def sparse(indices, values):
-    """A vector of four elements; the elements of an index that comes twice add up."""
-    return torch.sparse_coo_tensor([indices], values, (4,), check_invariants=True)
-
-
-OPERANDS = {
-    "dense": lambda: torch.tensor([3.0, 4.0]),
-    "sparse": lambda: sparse([2, 0], [3.0, 4.0]),
-    "complex": lambda: torch.tensor([3.0 + 4.0j]),
-    "conjugate": lambda: torch.tensor([3.0 + 4.0j]).conj(),
-}
-
-
-@pytest.mark.parametrize("kind", OPERANDS)
-def test_the_dense_storage_of_a_tensor_holds_its_numbers(kind):
-    tensor = OPERANDS[kind]()
-    storage = _tensor_kinds.dense_storage(tensor)
-    assert (storage.layout, storage.is_complex()) == (torch.strided, False)
-    assert storage.abs().flatten().tolist() == [3.0, 4.0]
-    if kind != "conjugate":  # which is copied
-        storage.mul_(2.0)
-        assert torch.equal(tensor.to_dense(), 2.0 * OPERANDS[kind]().to_dense())
-
-
 def test_operands_go_to_their_devices_in_the_order_in_which_they_came():
-    first = [torch.ones(1), torch.ones(2, device="meta"), OPERANDS["complex"]()]
-    second = [torch.zeros(1), torch.zeros(2, device="meta"), OPERANDS["complex"]()]
+    pairs = torch.tensor([3.0 + 4.0j])  # a view of two real numbers
+    first = [torch.ones(1), torch.ones(2, device="meta"), pairs]
+    second = [torch.zeros(1), torch.zeros(2, device="meta"), pairs]
     (host, mine), (device, theirs) = _tensor_kinds.group_by_device(first, second)
     assert (host.type, device.type) == ("cpu", "meta")
     assert [[t.numel() for t in operand] for operand in mine] == [[1, 2], [1, 2]]
     assert [[t.numel() for t in operand] for operand in theirs] == [[2], [2]]
     assert _tensor_kinds.group_by_device([], []) == []
     assert _tensor_kinds.group_by_device(first[:1], second[:1])[0][1] == [first[:1], second[:1]]
-
-
-def test_the_norm_over_devices_and_kinds():
-    grads = [OPERANDS[kind]() for kind in OPERANDS]
-    flag = torch.zeros(())
-    norm = _tensor_kinds.global_norm(grads, norm_type=2.0, inv_scale=0.5, found_inf=flag)
-    assert (norm.item(), flag.item()) == (0.5 * 5.0 * 4**0.5, 0.0)
-    least = _tensor_kinds.global_norm(grads, norm_type=-math.inf, found_inf=flag)
-    assert (least.item(), flag.item()) == (3.0, 0.0)
-    grads.append(torch.tensor([math.inf]))
-    _tensor_kinds.global_norm(grads, norm_type=2.0, found_inf=flag)
-    assert flag.item() == 1.0
-
-
-def test_gradients_that_are_not_zero_or_not_finite_are_found():
-    grads = {kind: make() for kind, make in OPERANDS.items()}
-    grads |= {"zero": torch.zeros(2), "nan": torch.tensor([1.0, math.nan])}
-    grads["cancelled"] = sparse([1, 1], [2.0, -2.0])
-    assert _tensor_kinds.count_nonzero(list(grads.values())).item() == len(grads) - 2
-    assert _tensor_kinds.nonfinite(list(grads.values())) == [list(grads).index("nan")]

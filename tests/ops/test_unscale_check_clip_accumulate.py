@@ -1,7 +1,5 @@
 """unscale_check_clip_accumulate_: a micro-batch clipped as it is accumulated, by definition."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -86,7 +84,7 @@ def test_a_nonfinite_micro_batch_goes_in_like_torchs():
 
 
 @pytest.mark.parametrize("max_norm", [math.inf, 1e39])  # beyond float32
-def test_without_a_limit_an_overflowed_norm_clips_nothing(max_norm: float) -> None:
+def test_without_a_limit_an_overflowed_norm_clips_nothing(max_norm):
     grads = [torch.full((4,), 1e30)]  # finite, but their squares are not
     main_grads = [torch.zeros(4)]
     norm = accumext.unscale_check_clip_accumulate_(main_grads, grads, max_norm=max_norm)

@@ -1,8 +1,6 @@
 """decode_loss adds the gradients of its large weights to an optimizer's sums itself, from the
 second micro-batch on. In half precision with `accumulate_in_backward`, from the first."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -77,20 +75,19 @@ class Setup:
 @pytest.mark.parametrize("callable_cell", [False, True], ids=["module", "callable"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("equal", [False, True], ids=["weights", "equal_weights"])
-def test_the_window_is_the_same(tied: bool, callable_cell: bool, scaled: bool, equal: bool) -> None:
+def test_the_window_is_the_same(tied, callable_cell, scaled, equal):
     weights = (1.0, 1.0, 1.0) if equal else (1.0, 2.0, 0.5)
     results = []
     for straight in (False, True):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
         setup = Setup(straight, tied=tied, callable_cell=callable_cell, scaler=scaler)
         results.append(setup.train(weights))
-    for usual, mine in zip(*results, strict=True):
-        torch.testing.assert_close(mine, usual, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(*results, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_gradient_of_the_weights_size_is_made(dtype: torch.dtype, tied: bool) -> None:
+def test_no_gradient_of_the_weights_size_is_made(dtype, tied):
     """The first micro-batch makes the float32 sums alone, a later one nothing of their size."""
     words, size = 20000, 64
     setup = Setup(True, vocabulary=words, size=size, dtype=dtype, tied=tied)
@@ -106,7 +103,7 @@ def test_no_gradient_of_the_weights_size_is_made(dtype: torch.dtype, tied: bool)
     assert second < gradient / 2 + workspace
 
 
-def test_a_hook_behind_accumulation_finds_the_gradient() -> None:
+def test_a_hook_behind_accumulation_finds_the_gradient():
     """`register_post_accumulate_grad_hook`: the optimizer puts hooks of that kind there itself."""
     setup, other = Setup(True), Setup(False)
     weights = [setup.head.weight, setup.embedding.weight]
@@ -121,7 +118,7 @@ def test_a_hook_behind_accumulation_finds_the_gradient() -> None:
             torch.testing.assert_close(found, count * gradient, rtol=EXACT, atol=EXACT)
 
 
-def test_outside_the_optimizers_backward_pass_gradients_are_autograds() -> None:
+def test_outside_the_optimizers_backward_pass_gradients_are_autograds():
     setup = Setup(True)
     gradients = torch.autograd.grad(setup.loss(0), setup.parameters)
     other = Setup(False)
@@ -133,7 +130,7 @@ def test_outside_the_optimizers_backward_pass_gradients_are_autograds() -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("callable_cell", [False, True], ids=["module", "callable"])
-def test_a_loss_from_before_the_optimizer(callable_cell: bool, tied: bool) -> None:
+def test_a_loss_from_before_the_optimizer(callable_cell, tied):
     """Its gradients were formed in the forward pass, when nobody had offered a main gradient."""
     results = []
     for straight in (False, True):
@@ -144,11 +141,10 @@ def test_a_loss_from_before_the_optimizer(callable_cell: bool, tied: bool) -> No
             opt.backward(loss, weight=1.0 + index)
         opt.flush()
         results.append([p.detach() for p in setup.parameters])
-    for usual, mine in zip(*results, strict=True):
-        torch.testing.assert_close(mine, usual, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(*results, rtol=EXACT, atol=EXACT)
 
 
-def test_a_weight_of_another_optimizer_has_its_gradient_in_grad() -> None:
+def test_a_weight_of_another_optimizer_has_its_gradient_in_grad():
     setup = Setup(True)  # whose optimizer has every parameter
     own = [p for p in setup.parameters if p is not setup.head.weight]
     opt = accumext.AccumulatingOptimizer(
@@ -160,7 +156,7 @@ def test_a_weight_of_another_optimizer_has_its_gradient_in_grad() -> None:
     torch.testing.assert_close(setup.head.weight.grad, expected, rtol=EXACT, atol=EXACT)
 
 
-def test_a_sparse_gradient_stays_sparse() -> None:
+def test_a_sparse_gradient_stays_sparse():
     """SparseAdam refuses any other."""
     results = []
     for straight in (False, True):
@@ -175,7 +171,7 @@ def test_a_sparse_gradient_stays_sparse() -> None:
     torch.testing.assert_close(*results, rtol=EXACT, atol=EXACT)
 
 
-def test_without_an_optimizer_the_logits_are_formed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_optimizer_the_logits_are_formed_once(monkeypatch):
     loss = Setup(False).loss(0)
     monkeypatch.delattr(_operators, "head_forward")
     loss.backward()
@@ -196,7 +192,7 @@ def logits_formed(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(calls)
 
 
-def test_an_optimizer_that_is_gone_leaves_no_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_is_gone_leaves_no_attribute(monkeypatch):
     setup = Setup(True)
     first = logits_formed(setup, monkeypatch)  # no sum is there yet
     setup.opt.zero_grad()
@@ -208,7 +204,7 @@ def test_an_optimizer_that_is_gone_leaves_no_attribute(monkeypatch: pytest.Monke
     assert logits_formed(setup, monkeypatch) == first
 
 
-def test_a_copied_or_pickled_model_belongs_to_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_or_pickled_model_belongs_to_no_optimizer(monkeypatch):
     setup = Setup(True)
     setup.opt.backward(setup.loss(0))
     waiting = logits_formed(setup, monkeypatch)
@@ -217,7 +213,7 @@ def test_a_copied_or_pickled_model_belongs_to_no_optimizer(monkeypatch: pytest.M
         assert logits_formed(setup, monkeypatch) < waiting
 
 
-def test_another_operator_adds_its_gradient_to_the_sum() -> None:
+def test_another_operator_adds_its_gradient_to_the_sum():
     """Where it is offered one; the first gradient, and one of another dtype, it returns."""
     offered = []
 

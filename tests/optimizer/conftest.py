@@ -1,36 +1,27 @@
 """An optimizer in the middle of a window, and process groups: of one, and of two threads."""
 
-from __future__ import annotations
-
 from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from support.optimizer_oracle import (
-    assert_close,
-    loss_of,
-    make_batches,
-    make_model,
-    sgd,
-    train_by_hand,
-)
-
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+from support import optimizer_oracle as oracle
 
 
 @pytest.fixture
 def halfway():
     """An optimizer with one of two micro-batches in; the test may break nothing of it."""
-    model, batches = make_model(), make_batches(2)
-    opt = AccumulatingOptimizer(sgd(model.parameters()), window=2)
-    opt.backward(loss_of(model, batches[0]))
+    model, batches = oracle.make_model(), oracle.make_batches(2)
+    opt = oracle.wrapped(model, window=2)
+    opt.backward(oracle.loss_of(model, batches[0]))
     yield model, opt
     assert all(p.grad is None for p in model.parameters())
-    opt.backward(loss_of(model, batches[1]))
+    opt.backward(oracle.loss_of(model, batches[1]))
     opt.step()
     assert opt.stepped
-    assert_close([p.detach() for p in model.parameters()], train_by_hand(sgd, batches, 2))
+    oracle.assert_close(
+        [p.detach() for p in model.parameters()], oracle.train_by_hand(oracle.sgd, batches, 2)
+    )
 
 
 @pytest.fixture

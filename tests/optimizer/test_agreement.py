@@ -1,42 +1,12 @@
 """Processes that differ: an error on each, and nothing has changed. Here they are two threads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.device import DeviceReads, cpu_as_device
 from support.optimizer_oracle import OP, on_both, says, sgd, wrapped_zeros
 from torch import nn
 
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-
-
-@pytest.mark.parametrize(
-    ("counts", "windows", "sizes", "text"),
-    [
-        ((2, 3), (9, 9), (1, 1), "number of micro-batches on every process, got 2, 3 by"),
-        ((0, 3), (9, 9), (1, 1), "got 0, 3 by rank. Give every process the same"),
-        ((2, 2), (9, 2), (1, 1), "got 2, full with 2 by rank. Give every process the same"),
-        ((3, 2), (3, 2), (1, 1), "got full with 3, full with 2 by rank. Give every process"),
-        ((2, 2), (2, 2), (1, 4), "be of the same trainable parameters on every process, got"),
-    ],
-)
-def test_windows_that_differ_are_refused_on_every_process(groups, counts, windows, sizes, text):
-    def refused(rank):
-        parameter, opt = wrapped_zeros(windows[rank], sizes[rank], process_group=groups[rank])
-        for _ in range(counts[rank]):
-            opt.backward(parameter.sum())
-        full = counts[rank] == windows[rank]
-        with pytest.raises(RuntimeError, match=f"{OP}.*: the window must ") as raised:
-            (opt.step if full else opt.flush)()
-        held = opt.accumulation_state_dict()["main_grads"].values()
-        assert [main.tolist() for main in held] == [[counts[rank]] * sizes[rank]][: counts[rank]]
-        opt.discard()
-        return str(raised.value)
-
-    assert all(text in said for said in on_both(refused))
-
 
 SETTINGS = {  # a setting, its values by rank, and how an error shows them
     "max_norm": ((None, 0.25), "None, 0.25"),
@@ -129,35 +99,3 @@ def test_optimizers_of_other_parameters_are_refused_on_every_process(groups, tex
         opt.discard()
 
     on_both(refused)
-
-
-def test_a_device_is_read_where_settings_are_new_alone(groups):
-    """A process that was assigned another value says so, and the device of one that was not."""
-    opts = [wrapped_zeros(process_group=groups[rank]) for rank in range(2)]
-
-    def lists():
-        for parameter, opt in opts:
-            opt.backward(parameter * 1)
-        with cpu_as_device(), DeviceReads() as reads:
-            on_both(lambda rank: opts[rank][1].step())
-        return reads.lists
-
-    assert [lists() for _ in range(3)] == [2, 0, 0]
-    for _, opt in opts:
-        opt.max_norm = 4.0
-    assert [lists() for _ in range(3)] == [2, 0, 0]
-    opts[1][1].max_norm = 8.0
-    said = [
-        "windows, settings and parameters must be the same on every process",
-        "max_norm must be the same on every process, got 4.0, 8.0 by rank",
-    ]
-
-    def refused(rank):
-        parameter, opt = opts[rank]
-        opt.backward(parameter * 1)
-        with pytest.raises(RuntimeError, match=says(f"{OP}.step: {said[rank]}")):
-            opt.step()
-        opt.discard()
-
-    with cpu_as_device():
-        on_both(refused)

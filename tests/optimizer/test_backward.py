@@ -1,8 +1,6 @@
 """Backward passes and `micro_batch()`: autograd adds to the sums, or half precision is taken in
 while it runs, in bundles, with one layer in memory; the same results, and no hook is left."""
 
-from __future__ import annotations
-
 import copy
 import time
 import weakref
@@ -10,23 +8,8 @@ from threading import Thread
 
 import pytest
 import torch
-from support.optimizer_oracle import (
-    INF,
-    ONE_BY_ONE,
-    OP,
-    accumulating,
-    assert_close,
-    assert_equal,
-    growing_scaler,
-    loss_of,
-    make_batches,
-    make_model,
-    parameters_of,
-    says,
-    scalar,
-    sgd,
-    wrapped_zeros,
-)
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import INF, OP
 from support.tensors import HALF_DTYPES, dtype_id
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,22 +19,7 @@ from accumext.optimizer import _backward
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 from accumext.optimizer._backward import GradCollector
 
-BATCHES = make_batches(2, torch.bfloat16)
-# Autograd adds
-
-
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_autograd_adds_to_the_first_gradient(window):
-    """One set of gradients: no memory of ours, whatever the weights."""
-    parameter, opt = wrapped_zeros(window, shape=2)
-    seen = []
-    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
-    for weight in (1.0, 3.0, 0.5)[:window]:
-        opt.backward(parameter.sum(), weight)
-        assert (parameter.grad is None) == (window > 1)
-    assert len(set(seen)) == 1
-    opt.step()
-    assert parameter.tolist() == [-1.0] * 2
+BATCHES = oracle.make_batches(2, torch.bfloat16)
 
 
 def gradients_seen(opt, parameter, factors, weights, dtype=torch.float32):
@@ -71,8 +39,8 @@ def test_a_loss_is_never_multiplied_by_more_than_its_scale(scaled, reduction, as
     """A weight larger than all before it makes the sums smaller instead."""
     weights = [2.0, 8.0, 1.0, 32.0, 32.0]
     scale = 1024.0 if scaled else 1.0
-    scaler = growing_scaler(init_scale=scale) if scaled else None
-    parameter, opt = wrapped_zeros(5, scaler=scaler, reduction=reduction)
+    scaler = oracle.growing_scaler(init_scale=scale) if scaled else None
+    parameter, opt = oracle.wrapped_zeros(5, scaler=scaler, reduction=reduction)
     given = [torch.tensor(w) for w in weights] if as_tensor else weights
     seen = gradients_seen(opt, parameter, [3.0] * 5, given)
     assert seen == [3.0 * scale * unit for unit in (1.0, 1.0, 1 / 8, 1.0, 1.0)]
@@ -84,18 +52,15 @@ def test_a_loss_is_never_multiplied_by_more_than_its_scale(scaled, reduction, as
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
 def test_a_loss_of_half_precision_does_not_round_its_weight(dtype):
     """Its gradient is 1 exactly; 257 / 1000 is no number of half precision."""
-    (parameter, opt), weights = wrapped_zeros(3, reduction="sum"), [1000.0, 257.0, 3.0]
+    (parameter, opt), weights = oracle.wrapped_zeros(3, reduction="sum"), [1000.0, 257.0, 3.0]
     gradients_seen(opt, parameter, [1.0] * 3, weights, dtype)
     assert opt.main_grad(parameter).item() == pytest.approx(sum(weights), rel=1e-6)
-
-
-# Micro-batches of several passes
 
 
 @pytest.mark.parametrize("half_first", [True, False])
 def test_parts_of_a_micro_batch_may_be_losses_of_several_dtypes(half_first):
     """A loss of half precision cannot carry its weight; the first part decides for all of them."""
-    parameter, opt = wrapped_zeros(2, shape=2)
+    parameter, opt = oracle.wrapped_zeros(2, shape=2)
     opt.backward(parameter.sum() * 4.0, weight=3.0)
     with opt.micro_batch():
         for half in (half_first, not half_first):
@@ -112,7 +77,7 @@ def test_parts_of_a_micro_batch_may_be_losses_of_several_dtypes(half_first):
 def test_micro_batches_without_gradients_and_without_passes():
     """One counts of which nothing reaches the parameters; one without a backward pass does not."""
     used, unused = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
-    opt = AccumulatingOptimizer(sgd([used]), window=2)
+    opt = AccumulatingOptimizer(oracle.sgd([used]), window=2)
     for leaf in (unused, None, used):
         with opt.micro_batch():
             if leaf is not None:
@@ -126,7 +91,7 @@ def test_micro_batches_without_gradients_and_without_passes():
 @pytest.mark.parametrize("second", [2.0, torch.tensor(2.0)], ids=["number", "tensor"])
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
 def test_a_micro_batch_has_one_weight(second, policy):
-    parameter, opt = wrapped_zeros(2, on_nonfinite=policy)
+    parameter, opt = oracle.wrapped_zeros(2, on_nonfinite=policy)
 
     def two_weights():
         with opt.micro_batch():
@@ -134,14 +99,11 @@ def test_a_micro_batch_has_one_weight(second, policy):
             opt.backward(parameter * 1, second)
 
     text = f"{OP}.backward: weight must be that of the whole micro-batch, 1, got 2.0"
-    with pytest.raises(ValueError, match=says(text)):
+    with pytest.raises(ValueError, match=oracle.says(text)):
         two_weights()
 
 
-# Half precision, with accumulate_in_backward and without
-
-
-@pytest.fixture(params=[ONE_BY_ONE, 40], ids=lambda n: f"bundles-of-{n}")
+@pytest.fixture(params=[oracle.ONE_BY_ONE, 40], ids=lambda n: f"bundles-of-{n}")
 def bundles(request, monkeypatch):
     """Every gradient alone, and a few together, of which the last wait for the end of the pass."""
     monkeypatch.setattr(_backward, "BUNDLE_BYTES", request.param)
@@ -151,7 +113,7 @@ def weighted(weights):
     """A micro-batch of the weight with its number."""
 
     def micro_batch(opt, model, batch, number):
-        opt.backward(loss_of(model, batch), weights[number])
+        opt.backward(oracle.loss_of(model, batch), weights[number])
 
     return micro_batch
 
@@ -159,7 +121,7 @@ def weighted(weights):
 def in_parts(opt, model, batch, number):
     with opt.micro_batch():
         for part in batch.split(2):
-            opt.backward(loss_of(model, part), 2.0)
+            opt.backward(oracle.loss_of(model, part), 2.0)
 
 
 def of_one_layer(opt, model, batch, number):
@@ -169,12 +131,12 @@ def of_one_layer(opt, model, batch, number):
 
 
 def with_inf_in_the_second(opt, model, batch, number):
-    opt.backward(loss_of(model, batch) * (INF if number % 3 == 1 else 1.0))
+    opt.backward(oracle.loss_of(model, batch) * (INF if number % 3 == 1 else 1.0))
 
 
 def beside_the_users(opt, model, batch, number):
     """A gradient already in `.grad` belongs to the micro-batch."""
-    loss_of(model, batch).backward()
+    oracle.loss_of(model, batch).backward()
     opt.backward(model[2].weight.float().square().sum())
 
 
@@ -196,27 +158,24 @@ MICRO_BATCHES = {
 def test_bit_for_bit_what_it_is_without(dtype, window, micro_batch, scaled):
     results = []
     for in_backward in (True, False):
-        model = make_model(dtype)
+        model = oracle.make_model(dtype)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) if scaled else None
-        opt = accumulating(model, in_backward, window=window, scaler=scaler, max_norm=0.05)
-        for number, batch in enumerate(make_batches(7, dtype)):
+        opt = oracle.accumulating(model, in_backward, window=window, scaler=scaler, max_norm=0.05)
+        for number, batch in enumerate(oracle.make_batches(7, dtype)):
             micro_batch(opt, model, batch, number)
             opt.step()
         opt.flush()
         # NaN is NaN as a text.
-        results.append((parameters_of(model), f"{opt.stats()}, {opt.last.nonfinite}"))
+        results.append((oracle.parameters_of(model), f"{opt.stats()}, {opt.last.nonfinite}"))
     (with_it, report), (without, expected) = results
-    assert_equal(with_it, without)
+    oracle.assert_equal(with_it, without)
     assert report == expected
-
-
-# Hooks
 
 
 @pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. one more micro-batch")
 def test_a_parameter_whose_parts_come_one_by_one(monkeypatch):
     """Reentrant checkpoints run backward passes of their own; each hands over what it has."""
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
     model = nn.Linear(3, 3, dtype=torch.bfloat16)
     opt = AccumulatingOptimizer(torch.optim.SGD(model.parameters()), accumulate_in_backward=True)
     opt.backward(model.weight.sum())  # from the second on, hooks are at work
@@ -227,14 +186,14 @@ def test_a_parameter_whose_parts_come_one_by_one(monkeypatch):
     twin(twin(inputs.detach().float())).square().sum().backward()
     expected = twin.weight.grad + 1
     # Both passes, their inputs and outputs are rounded to bfloat16.
-    assert_close([opt.main_grad(model.weight)], [expected], tolerance=2.0**-4)
+    oracle.assert_close([opt.main_grad(model.weight)], [expected], tolerance=2.0**-4)
 
 
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_every_gradient_is_free_before_the_next_layers_is_made(monkeypatch, in_backward):
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
-    model, made = make_model(torch.bfloat16), []
-    opt = accumulating(model, in_backward)
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
+    model, made = oracle.make_model(torch.bfloat16), []
+    opt = oracle.accumulating(model, in_backward)
     last = model[2].weight
     last.register_post_accumulate_grad_hook(lambda p: made.append(weakref.ref(p.grad)))
     for batch in BATCHES[:2]:
@@ -246,8 +205,8 @@ def test_every_gradient_is_free_before_the_next_layers_is_made(monkeypatch, in_b
 
 
 def test_a_hook_of_the_users_comes_first_and_may_take_the_gradient():
-    model = make_model(torch.bfloat16)
-    opt = accumulating(model)
+    model = oracle.make_model(torch.bfloat16)
+    opt = oracle.accumulating(model)
     taken = []
 
     def take(parameter):
@@ -256,7 +215,7 @@ def test_a_hook_of_the_users_comes_first_and_may_take_the_gradient():
 
     model[0].bias.register_post_accumulate_grad_hook(take)
     for batch in BATCHES[:2]:
-        opt.backward(loss_of(model, batch))
+        opt.backward(oracle.loss_of(model, batch))
     assert len(taken) == 2
     assert opt.main_grad(model[0].bias) is None
     assert opt.main_grad(model[2].bias) is not None
@@ -265,23 +224,27 @@ def test_a_hook_of_the_users_comes_first_and_may_take_the_gradient():
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("bucket_view", [False, True])
 def test_ddp_may_not_write_a_gradient_after_it_was_taken_in(bucket_view, monkeypatch):
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
-    model = DistributedDataParallel(make_model(torch.bfloat16), gradient_as_bucket_view=bucket_view)
-    opt = accumulating(model)
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
+    model = DistributedDataParallel(
+        oracle.make_model(torch.bfloat16), gradient_as_bucket_view=bucket_view
+    )
+    opt = oracle.accumulating(model)
     batch = BATCHES[0]
     text = r"backward: \.grad must be complete when .* Use `with opt\.micro_batch\(model\):`"
     with pytest.raises(RuntimeError, match=text):
-        opt.backward(loss_of(model, batch))
+        opt.backward(oracle.loss_of(model, batch))
     assert all(p.grad is None and opt.main_grad(p) is None for p in model.parameters())
     with opt.micro_batch(model):
-        opt.backward(loss_of(model, batch))
-    expected = torch.autograd.grad(loss_of(model.module, batch), list(model.parameters()))
-    assert_equal([opt.main_grad(p) for p in model.parameters()], [g.float() for g in expected])
+        opt.backward(oracle.loss_of(model, batch))
+    expected = torch.autograd.grad(oracle.loss_of(model.module, batch), list(model.parameters()))
+    oracle.assert_equal(
+        [opt.main_grad(p) for p in model.parameters()], [g.float() for g in expected]
+    )
 
 
 def test_threads_of_two_devices_take_turns(monkeypatch):
     """A backward pass runs on a thread per device, and the window is one."""
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
     inside, most = [], []
 
     def take(indices):
@@ -292,7 +255,7 @@ def test_threads_of_two_devices_take_turns(monkeypatch):
         for i in indices:
             parameters[i].grad = None
 
-    parameters = [scalar() for _ in range(2)]
+    parameters = [oracle.scalar() for _ in range(2)]
     with GradCollector("op", parameters, take).watching(range(2)):
         threads = [Thread(target=(p * 1).backward) for p in parameters]
         for thread in threads:

@@ -1,45 +1,32 @@
 """A window is closed: norm, clip, and the gradient that the wrapped optimizer steps on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.optimizer_oracle import (
-    OPTIMIZERS,
-    assert_close,
-    assert_equal,
-    growing_scaler,
-    loss_of,
-    make_batches,
-    make_model,
-    parameters_of,
-    sgd,
-    train_by_hand,
-    wrapped,
-    wrapped_zeros,
-)
+from support import optimizer_oracle as oracle
 from torch import nn
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", oracle.OPTIMIZERS)
 @pytest.mark.parametrize("window", [1, 4])
 def test_every_optimizer_clips_alike(kind, window, dtype):
     """A fused one loses no float64, though its `grad_scale` is float32; and has none afterwards."""
     # One division more or less per gradient, over 20 steps of at most 0.1 each.
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-    model, batches = make_model(dtype), make_batches(20, dtype)
-    opt = wrapped(model, OPTIMIZERS[kind], window=window, max_norm=0.05)
+    model, batches = oracle.make_model(dtype), oracle.make_batches(20, dtype)
+    opt = oracle.wrapped(model, oracle.OPTIMIZERS[kind], window=window, max_norm=0.05)
     clipped = []
     for batch in batches:
-        opt.backward(loss_of(model, batch), 3.0)
+        opt.backward(oracle.loss_of(model, batch), 3.0)
         opt.step()
         clipped.append(opt.stepped and bool(opt.last.clip_coef < 1.0))
     assert any(clipped)
-    expected = train_by_hand(OPTIMIZERS[kind], batches, window, max_norm=0.05, dtype=dtype)
-    assert_close(parameters_of(model), expected, tolerance)
+    expected = oracle.train_by_hand(
+        oracle.OPTIMIZERS[kind], batches, window, max_norm=0.05, dtype=dtype
+    )
+    oracle.assert_close(oracle.parameters_of(model), expected, tolerance)
     assert not {"grad_scale", "found_inf"} & set(vars(opt.optimizer))
 
 
@@ -55,8 +42,8 @@ def test_a_norm_whose_powers_overflow_only_while_scaled(kind, max_norm):
     """Also in the pass that adds the second micro-batch, whose gradients are still scaled."""
     dtype, norm_type, scale, window, factor = OVERFLOWS[kind]
     options = {"max_norm": max_norm, "norm_type": norm_type}
-    options["scaler"] = growing_scaler(init_scale=scale)
-    parameter, opt = wrapped_zeros(window, 2, dtype, **options)
+    options["scaler"] = oracle.growing_scaler(init_scale=scale)
+    parameter, opt = oracle.wrapped_zeros(window, 2, dtype, **options)
     grad = torch.tensor([3.0, 4.0], dtype=dtype) * factor
     for _ in range(window):
         opt.backward((parameter * grad).sum())
@@ -75,12 +62,14 @@ def test_the_norm_adds_up_in_the_order_of_the_optimizer(on_nonfinite, window):
     values, norms = [torch.rand(3000), torch.rand(2000)], []
     for order in ((0, 1), (1, 0)):
         parameters = [nn.Parameter(torch.zeros_like(value)) for value in values]
-        opt = AccumulatingOptimizer(sgd(parameters), window=window, on_nonfinite=on_nonfinite)
+        opt = AccumulatingOptimizer(
+            oracle.sgd(parameters), window=window, on_nonfinite=on_nonfinite
+        )
         for i in order:
             opt.backward((parameters[i] * values[i]).sum())
         opt.flush()
         norms.append(opt.last.total_norm)
-    assert_equal(norms[:1], norms[1:])
+    oracle.assert_equal(norms[:1], norms[1:])
 
 
 SHARED = {
@@ -103,7 +92,7 @@ def test_gradients_that_share_memory_are_scaled_once(shared, scaled_by, fused):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.zeros(()))  # makes its scale
     opt = AccumulatingOptimizer(
-        sgd(parameters, lr=1.0, fused=fused),
+        oracle.sgd(parameters, lr=1.0, fused=fused),
         max_norm=1.0 if scaled_by == "clipping" else None,
         scaler=scaler if scaled_by == "own-scaler" else None,
     )

@@ -1,7 +1,5 @@
 """Factors of a window's step from the norm: by each kernel of the operator, and its caller."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,37 +1,17 @@
 """The effects of exceptions: the parameters and the window are as before the call or as after it,
 but where a backward pass had added to the window: then it is dropped, and the exception says so."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext, suppress
-from functools import partial
 
 import pytest
 import torch
-from support.optimizer_oracle import (
-    ONE_BY_ONE,
-    OP,
-    assert_close,
-    assert_equal,
-    hooks_of,
-    loss_of,
-    make_batches,
-    make_model,
-    parameters_of,
-    said_by,
-    scalar,
-    sgd,
-    state_of,
-    train_by_hand,
-    wrapped,
-    wrapped_zeros,
-)
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import OP
 from support.tensors import dtype_id
 
 from accumext.optimizer import _backward
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-BATCHES = make_batches(5)
+BATCHES = oracle.make_batches(5)
 DROPPED = "the open window was dropped: it had been added to"
 
 
@@ -45,63 +25,6 @@ class Once:
         self.left -= 1
         if self.left == -1:
             raise self.error
-
-
-# Steps
-
-
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "fused": True}], ids=["plain", "fused"])
-@pytest.mark.parametrize("users", [False, True], ids=["opt.backward", "loss.backward"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["no-scaler", "own-scaler"])
-@pytest.mark.parametrize("max_norm", [None, 0.37])
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=dtype_id)
-def test_a_failed_step_leaves_the_same_gradient(dtype, window, max_norm, scaled, users, options):
-    """Up to one rounding, by which the factor is taken back; and it may be tried again."""
-    rounding = 2 * torch.finfo(dtype).eps
-    model, batches = make_model(dtype), make_batches(window, dtype)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-    make, settings = partial(sgd, **options), {"window": window, "max_norm": max_norm}
-    opt = wrapped(model, make, scaler=scaler, **settings)
-    for batch in batches:
-        loss = loss_of(model, batch)
-        if not users:
-            opt.backward(loss)
-            continue
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if window > 1:  # in a window of one, what lies in `.grad` is the window
-            opt.accumulate()
-    before = [opt.main_grad(p) for p in model.parameters()]
-    opt.register_step_pre_hook(Once(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        opt.step()
-    assert not opt.stepped
-    assert_equal(parameters_of(model), parameters_of(make_model(dtype)))
-    assert not vars(opt.optimizer).keys() & {"grad_scale", "found_inf"}
-    assert_close([opt.main_grad(p) for p in model.parameters()], before, rounding)
-    if not users:  # what joins the window is not taken for a forgotten step
-        opt.backward(0 * loss_of(model, batch), weight=0)
-    opt.step()
-    assert opt.stepped
-    expected = train_by_hand(make, batches, max_norm=max_norm, window=window, dtype=dtype)
-    assert_close(parameters_of(model), expected, rounding)
-
-
-def test_a_failed_step_makes_nothing_new_of_a_gradient_that_is_used():
-    """It has multiplied it and taken that back; `flush` looks for what no step has used."""
-    unused, parameter = scalar(), scalar()
-    opt = AccumulatingOptimizer(sgd([unused, parameter]), max_norm=0.5)
-    (parameter * 3).backward()
-    opt.step()
-    stepped = parameter.item()
-    opt.register_step_pre_hook(Once(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        opt.step()
-    opt.flush()
-    assert parameter.item() == stepped
-
-
-# Backward passes
 
 
 def micro_batch(opt, losses, raises_after=None, caught=False):
@@ -138,47 +61,49 @@ FAULTS = {  # passes, the one whose hook raises, and before which one the user's
 )
 def test_a_backward_pass_that_fails(dtype, policy, in_backward, held, fault, monkeypatch):
     """Drops what was added to, says so once, and leaves what is kept apart."""
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", ONE_BY_ONE)
+    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
     passes, failing, raises_after = FAULTS[fault]
     caught = fault.endswith("caught")
-    model, batches = make_model(dtype), [batch.to(dtype) for batch in BATCHES]
+    model, batches = oracle.make_model(dtype), [batch.to(dtype) for batch in BATCHES]
     parameters = list(model.parameters())
     options = {"on_nonfinite": policy, "accumulate_in_backward": in_backward}
-    opt = wrapped(model, window=held + 1, **options)
+    opt = oracle.wrapped(model, window=held + 1, **options)
     for batch in batches[:held]:
-        opt.backward(loss_of(model, batch))
-    before = state_of(opt, parameters)
+        opt.backward(oracle.loss_of(model, batch))
+    before = oracle.state_of(opt, parameters)
     if failing is not None:
         parameters[0].register_hook(Once(calls=failing))
     if fault == "beside the user's":
-        loss_of(model, batches[3]).backward()
-    losses = [loss_of(model, batches[3]) for _ in range(passes)]
+        oracle.loss_of(model, batches[3]).backward()
+    losses = [oracle.loss_of(model, batches[3]) for _ in range(passes)]
     with pytest.raises((RuntimeError, ZeroDivisionError)) as raised:
         micro_batch(opt, losses, raises_after, caught)
     drops = policy == "skip_window" and held > 0 and fault != "before the first part"
     if held:
-        assert said_by(raised.value).count(DROPPED) == drops
+        assert oracle.said_by(raised.value).count(DROPPED) == drops
     if caught:
-        assert "and the micro-batch is dropped" in said_by(raised.value)
+        assert "and the micro-batch is dropped" in oracle.said_by(raised.value)
     assert all(p.grad is None for p in parameters)
-    assert not hooks_of(model)
+    assert not oracle.hooks_of(model)
     if not drops:
-        assert state_of(opt, parameters) == before
+        assert oracle.state_of(opt, parameters) == before
     kept = [] if drops else BATCHES[:held]
     rest = BATCHES[held : 2 * held + 1] if drops else BATCHES[held : held + 1]
     for batch in rest:
-        opt.backward(loss_of(model, batch.to(dtype)))
+        opt.backward(oracle.loss_of(model, batch.to(dtype)))
     opt.step()
     assert opt.stepped
-    expected = train_by_hand(sgd, [b.to(dtype) for b in [*kept, *rest]], held + 1, dtype=dtype)
+    expected = oracle.train_by_hand(
+        oracle.sgd, [b.to(dtype) for b in [*kept, *rest]], held + 1, dtype=dtype
+    )
     # In half precision one more rounding may decide how a parameter is rounded.
     rounding = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
-    assert_close(parameters_of(model), expected, rounding)
+    oracle.assert_close(oracle.parameters_of(model), expected, rounding)
 
 
 @pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="Python has no notes")
 def test_the_exception_says_so_beside_a_note_of_the_users():
-    parameter, opt = wrapped_zeros(2)
+    parameter, opt = oracle.wrapped_zeros(2)
     opt.backward(parameter * 1)
     error = torch.OutOfMemoryError("once")
     error.add_note("in step 5")

@@ -3,8 +3,6 @@
 With a window of one, every use here is that of the bare optimizer, which is the oracle.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -13,23 +11,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from support.optimizer_oracle import (
-    OPTIMIZERS,
-    assert_equal,
-    hooks_of,
-    make_batches,
-    make_model,
-    run,
-    scalar,
-    sgd,
-    wrapped,
-    wrapped_zeros,
-)
+from support import optimizer_oracle as oracle
 from support.recorded_warnings import warnings_as
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-BATCHES = make_batches(2)
+BATCHES = oracle.make_batches(2)
 
 
 def same_tensor(opt, p):
@@ -75,23 +62,23 @@ USES = [same_tensor, shared_with_numpy, made_in_inference_mode, line_search]
 def test_a_window_of_one_takes_whatever_lies_in_grad(use, kind):
     results = []
     for wrap in (lambda bare: bare, AccumulatingOptimizer):
-        parameter = scalar()
-        use(wrap(OPTIMIZERS[kind]([parameter])), parameter)
+        parameter = oracle.scalar()
+        use(wrap(oracle.OPTIMIZERS[kind]([parameter])), parameter)
         results.append(parameter.item())
     assert results[0] == results[1] != 0.0
 
 
 def test_parameters_carry_no_hooks_and_copies_say_nothing():
-    model = make_model()
-    run(wrapped(model), model, BATCHES)
-    assert not any(p._backward_hooks or hooks_of(model) for p in model.parameters())
+    model = oracle.make_model()
+    oracle.run(oracle.wrapped(model), model, BATCHES)
+    assert not any(p._backward_hooks or oracle.hooks_of(model) for p in model.parameters())
     with warnings_as("always") as said:
         copy.deepcopy(model), pickle.dumps(list(model.parameters()))
     assert said == []
 
 
 def test_an_optimizer_keeps_nothing_alive():
-    parameter, opt = wrapped_zeros(shape=2)
+    parameter, opt = oracle.wrapped_zeros(shape=2)
     opt.backward(parameter.sum())
     opt.step()
     gone = [weakref.ref(parameter), weakref.ref(opt)]
@@ -105,7 +92,7 @@ def test_an_optimizer_keeps_nothing_alive():
 
 def test_gradients_of_the_last_step_are_not_kept_alive():
     """Nor found again in other memory that has their address."""
-    parameter, opt = wrapped_zeros(shape=1000)
+    parameter, opt = oracle.wrapped_zeros(shape=1000)
     for _ in range(20):
         parameter.grad = None
         opt.backward(parameter.sum())
@@ -114,44 +101,4 @@ def test_gradients_of_the_last_step_are_not_kept_alive():
         parameter.sum().backward()
         opt.flush()
         assert opt.stepped
-    assert_equal([parameter.detach()], [torch.full((1000,), -40.0)])
-
-
-def test_a_step_uses_up_what_backward_made_and_not_what_the_user_has():
-    parameter, opt = wrapped_zeros()
-    (parameter * 2).backward()
-    opt.step()
-    opt.accumulate()
-    assert opt.main_grad(parameter).item() == 2.0
-    opt.discard()
-    opt.backward(parameter * 2)
-    opt.step()
-    with pytest.raises(RuntimeError, match="must hold new gradients, got none"):
-        opt.accumulate()
-
-
-def test_a_micro_batch_adds_to_nothing_that_a_step_has_used():
-    """Autograd would add to it, as it still lies in `.grad`."""
-    parameter, opt = wrapped_zeros()
-    (parameter * 2).backward()
-    opt.step()
-    with opt.micro_batch():
-        (parameter * 3).backward()
-    opt.step()
-    assert parameter.item() == -2.0 - 3.0
-
-
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_group_added_before_the_step_joins_and_steps_once(window):
-    first, second = scalar(), scalar()
-    opt = AccumulatingOptimizer(sgd([first]), window=window)
-    for _ in range(window):
-        opt.backward((first * 3).sum())
-    opt.add_param_group({"params": [second]})
-    opt.step()
-    opt.step()
-    assert (first.item(), second.item()) == (-3.0, 0.0)
-    for _ in range(window):
-        opt.backward(first * 1 + second * 5)
-    opt.step()
-    assert (first.item(), second.item()) == (-4.0, -5.0)
+    oracle.assert_equal([parameter.detach()], [torch.full((1000,), -40.0)])

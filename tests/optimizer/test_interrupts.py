@@ -7,8 +7,6 @@ Every line that a call runs is found by a first, clean run; then the call runs o
 them, with the exception raised there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import linecache
@@ -303,7 +301,7 @@ class Lines:
         self.places: list[str] = []
         self._open: set[tuple[FrameType, int]] = set()  # `with` blocks
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> "Lines":
         gc.disable()  # what dies of an earlier case must not run, and raise in vain, in this one
         self.before = sys.gettrace()
         sys.settrace(self._enter_frame)

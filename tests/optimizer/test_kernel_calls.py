@@ -12,8 +12,6 @@ round their products. A GradScaler around the optimizer checks each micro-batch 
 own, 2 * s.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The number of kernels that closing a window launches on a device, beside torch's own loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.boundary import OPTIMIZERS, Boundaries

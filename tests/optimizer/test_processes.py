@@ -1,7 +1,5 @@
 """Several processes: what is held back, and windows summed over two, which are threads here."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -9,16 +7,8 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from support.optimizer_oracle import (
-    OP,
-    make_model,
-    on_both,
-    said_by,
-    says,
-    scalar,
-    sgd,
-    wrapped_zeros,
-)
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import OP
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,13 +20,13 @@ from accumext.optimizer._processes import Bucket, _plan, hold_back
 @pytest.mark.usefixtures("alone")
 def test_the_default_group_is_copied_by_name_and_no_other_can_be():
     def optimizer(group):
-        return AccumulatingOptimizer(sgd([scalar()]), process_group=group)
+        return AccumulatingOptimizer(oracle.sgd([oracle.scalar()]), process_group=group)
 
     for group in (None, dist.group.WORLD):
         for clone in (copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))):
             assert clone(optimizer(group)).process_group is group
     text = f"{OP}: process_group must be the default group to be copied or pickled, got another"
-    with pytest.raises(RuntimeError, match=says(text)):
+    with pytest.raises(RuntimeError, match=oracle.says(text)):
         copy.deepcopy(optimizer(dist.new_group([0])))
 
 
@@ -45,8 +35,10 @@ def test_the_default_group_is_copied_by_name_and_no_other_can_be():
 @pytest.mark.parametrize("replicas", [0, 1, 2], ids=["plain", "replica", "two-replicas"])
 def test_every_replica_in_a_model_is_held_back_inside_alone(replicas, given):
     own, other = dist.new_group([0]), dist.new_group([0]) if given else None
-    parts = [DistributedDataParallel(make_model(), process_group=own) for _ in range(replicas)]
-    context, needed = hold_back("op", nn.Sequential(make_model(), *parts), other)
+    parts = [
+        DistributedDataParallel(oracle.make_model(), process_group=own) for _ in range(replicas)
+    ]
+    context, needed = hold_back("op", nn.Sequential(oracle.make_model(), *parts), other)
     assert needed is (other or (own if replicas else None))
     assert all(part.require_backward_grad_sync for part in parts)
     with context:
@@ -57,9 +49,11 @@ def test_every_replica_in_a_model_is_held_back_inside_alone(replicas, given):
 @pytest.mark.usefixtures("alone")
 def test_replicas_of_several_groups_need_process_group():
     groups = [dist.new_group([0]) for _ in range(2)]
-    replicas = [DistributedDataParallel(make_model(), process_group=group) for group in groups]
+    replicas = [
+        DistributedDataParallel(oracle.make_model(), process_group=group) for group in groups
+    ]
     text = "op: model must have DistributedDataParallel parts of one process group, got several"
-    with pytest.raises(ValueError, match=says(text)):
+    with pytest.raises(ValueError, match=oracle.says(text)):
         hold_back("op", nn.ModuleList(replicas), None)
     _, needed = hold_back("op", nn.ModuleList(replicas), groups[1])
     assert needed is groups[1]
@@ -116,7 +110,7 @@ def test_a_bucket_gives_the_sum_as_the_parameter_lies(groups, monkeypatch, case)
         return mine
 
     there = [main for main in mains if main is not None]
-    for first, got in on_both(summed):
+    for first, got in oracle.on_both(summed):
         assert torch.equal(first, torch.ones(3))
         assert (got is None) == (not there)
         if got is None:
@@ -128,44 +122,6 @@ def test_a_bucket_gives_the_sum_as_the_parameter_lies(groups, monkeypatch, case)
             assert got.stride() == torch.empty_like(parameters[1]).stride()
 
 
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in-backward"])
-def test_two_windows_become_one(groups, in_backward, reduction, max_norm):
-    """With weights 1, 2 on one process and 3, 2 on the other."""
-
-    def closed(rank):
-        options = {"reduce_in_backward": in_backward, "reduction": reduction, "max_norm": max_norm}
-        parameter, opt = wrapped_zeros(2, process_group=groups[rank], **options)
-        for grad, weight in ([(2.0, 1.0), (4.0, 2.0)], [(5.0, 3.0), (1.0, 2.0)])[rank]:
-            opt.backward(parameter * grad, weight)
-            opt.step()
-        return parameter.item(), opt.stats()
-
-    total = 2.0 * 1 + 4.0 * 2 + 5.0 * 3 + 1.0 * 2
-    norm = total / 8 if reduction == "mean" else total
-    for moved, stats in on_both(closed):
-        assert (stats["weight"], stats["micro_batches"]) == (8.0, 4.0)
-        assert stats["total_norm"] == pytest.approx(norm, rel=1e-6)
-        assert moved == pytest.approx(-min(norm, max_norm or norm), rel=1e-5)
-
-
-def test_a_process_that_gives_up_has_the_others_skip(groups):
-    def closed(rank):
-        options = {"reduce_in_backward": True, "process_group": groups[rank]}
-        parameter, opt = wrapped_zeros(**options)
-        if rank == 0:
-            parameter.register_hook(lambda grad: 1 / 0)
-            with pytest.raises((ZeroDivisionError, RuntimeError)):
-                opt.backward(parameter * 1)
-            return opt.main_grad(parameter) is None
-        opt.backward(parameter * 1)
-        opt.step()
-        return opt.last.skipped and parameter.item() == 0.0
-
-    assert on_both(closed) == [True, True]
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("call", ["step", "discard"])
 def test_an_error_while_a_window_is_sent_stays_what_it_is(groups, monkeypatch, call, error):
@@ -175,14 +131,14 @@ def test_an_error_while_a_window_is_sent_stays_what_it_is(groups, monkeypatch, c
         raise error("full")
 
     def sending(rank):
-        parameter, opt = wrapped_zeros(reduce_in_backward=True, process_group=groups[rank])
+        parameter, opt = oracle.wrapped_zeros(reduce_in_backward=True, process_group=groups[rank])
         opt.backward(parameter * 1)
         return parameter, opt
 
-    parameter, opt = on_both(sending)[0]
+    parameter, opt = oracle.on_both(sending)[0]
     monkeypatch.setattr(Bucket, "send", fail)
     with pytest.raises((error, RuntimeError)) as raised:  # Python 3.10 has no notes
         getattr(opt, call)()
     if call == "step":
-        assert "the open window was dropped: it was being summed" in said_by(raised.value)
+        assert "the open window was dropped: it was being summed" in oracle.said_by(raised.value)
     assert opt.main_grad(parameter) is None

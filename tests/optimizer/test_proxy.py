@@ -1,7 +1,5 @@
 """A proxy owns nothing of the optimizer in it: groups, state, defaults, hooks and checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

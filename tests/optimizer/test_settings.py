@@ -1,7 +1,5 @@
 """Settings, arguments and calls that are refused, and in which words; nothing changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.optimizer_oracle import INF, NAN, OP, make_model, says, sgd, wrapped, wrapped_zeros
@@ -12,18 +10,14 @@ from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 POLICIES = "one of 'skip_window', 'skip_micro_batch', 'raise'"
 SETTINGS = [
     ("window", 0, ValueError, "at least 1, got 0"),
-    ("window", -2, ValueError, "at least 1, got -2"),
     ("window", 2.0, TypeError, "an int, got float"),
-    ("window", True, TypeError, "an int, got bool"),
     ("max_norm", NAN, ValueError, "at least 0, got nan"),
-    ("max_norm", -1.0, ValueError, "at least 0, got -1.0"),
     ("max_norm", 0, ValueError, "positive, got 0.0. Pass None not to clip"),
     ("max_norm", "1", TypeError, "a number, got str"),
     ("norm_type", 0, ValueError, "nonzero, got 0"),
     ("norm_type", None, TypeError, "a number, got NoneType"),
     ("scaler", 2.0, TypeError, "a torch.amp.GradScaler or None, got float"),
     ("on_nonfinite", "skip", ValueError, f"{POLICIES}, got 'skip'"),
-    ("on_nonfinite", None, TypeError, POLICIES),
     ("reduction", "none", ValueError, "one of 'mean', 'sum'"),
     ("process_group", [0], TypeError, "a torch.distributed process group or None, got list"),
     ("synchronize", "step", ValueError, "one of 'backward', 'window', got 'step'"),
@@ -114,9 +108,6 @@ def test_constructor_wants_an_unwrapped_optimizer(wrong):
     text = f"{OP}: optimizer must be a torch.optim.Optimizer that is not wrapped already, got"
     with pytest.raises(TypeError, match=says(text)):
         AccumulatingOptimizer(wrong)
-
-
-# Calls in the middle of a window
 
 
 class HoldsBack(nn.Module):

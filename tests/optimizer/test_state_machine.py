@@ -3,8 +3,6 @@
 300 examples. `--hypothesis-profile=nightly`: 20,000.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

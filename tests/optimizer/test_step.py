@@ -1,21 +1,9 @@
 """`step` is the wrapped one's: with keywords and closures, and in its answer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.optimizer_oracle import (
-    INF,
-    OP,
-    growing_scaler,
-    loss_of,
-    make_batches,
-    make_model,
-    says,
-    scalar,
-    sgd,
-    wrapped_zeros,
-)
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import INF, OP
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
@@ -34,7 +22,7 @@ class Talking(torch.optim.SGD):
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_keywords_reach_the_wrapped_step_and_its_answer_comes_back(window):
-    parameter = scalar()
+    parameter = oracle.scalar()
     opt = AccumulatingOptimizer(Talking([parameter], lr=1.0), window=window)
     answers = []
     for _ in range(2 * window):
@@ -44,26 +32,10 @@ def test_keywords_reach_the_wrapped_step_and_its_answer_comes_back(window):
     assert parameter.item() == -6.0
 
 
-@pytest.mark.parametrize("max_norm", [None, 1e9], ids=["handed-through", "evaluated-here"])
-def test_a_closure_finds_the_gradients_that_a_step_without_one_would(max_norm):
-    """A closure that does not clear `.grad` adds to it, as in a bare optimizer."""
-    parameter, opt = wrapped_zeros(max_norm=max_norm)
-
-    def closure():
-        loss = parameter * 1.0
-        loss.backward()
-        return loss
-
-    opt.backward(parameter * 1.0)
-    opt.step()
-    assert [opt.step(closure).item() for _ in range(3)] == [-1.0, -3.0, -6.0]
-    assert parameter.item() == -10.0
-
-
 @pytest.mark.parametrize(("reduction", "gradient"), [("mean", 2.0), ("sum", 6.0)])
 def test_a_closure_may_call_backward_with_a_weight(reduction, gradient):
     """The closure's gradient is used as without a closure; a GradScaler may come afterwards."""
-    parameter, opt = wrapped_zeros(reduction=reduction)
+    parameter, opt = oracle.wrapped_zeros(reduction=reduction)
 
     def closure():
         opt.zero_grad()
@@ -75,26 +47,16 @@ def test_a_closure_may_call_backward_with_a_weight(reduction, gradient):
     opt.step()  # finds what is used up
     assert parameter.item() == -gradient
     opt.zero_grad()
-    scaler = growing_scaler()
+    scaler = oracle.growing_scaler()
     scaler.scale(parameter * 1.0).backward()
     scaler.step(opt)
     assert parameter.item() == -gradient - 1.0
 
 
-def test_a_grad_scaler_may_come_around_step_after_a_step_without_it():
-    parameter, opt = wrapped_zeros(2)
-    opt.backward(parameter * 1.0)
-    opt.step()
-    scaler = growing_scaler()
-    scaler.scale(parameter * 3.0).backward()
-    scaler.step(opt)
-    assert parameter.item() == -2.0
-
-
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
 def test_a_closure_that_gives_no_finite_gradient(policy):
-    parameter = scalar()
-    opt = AccumulatingOptimizer(sgd([parameter], momentum=0.5), on_nonfinite=policy)
+    parameter = oracle.scalar()
+    opt = AccumulatingOptimizer(oracle.sgd([parameter], momentum=0.5), on_nonfinite=policy)
 
     def closure(factor):
         opt.zero_grad()
@@ -103,6 +65,7 @@ def test_a_closure_that_gives_no_finite_gradient(policy):
         return loss
 
     assert opt.step(lambda: closure(2.0)).item() == 0.0
+    assert opt.stepped
     if policy == "raise":
         with pytest.raises(RuntimeError, match="gradients must be finite"):
             opt.step(lambda: closure(INF))
@@ -116,11 +79,11 @@ def test_a_closure_that_gives_no_finite_gradient(policy):
 
 
 def test_closure_optimizers_take_gradients_from_their_closure():
-    model = make_model()
+    model = oracle.make_model()
     opt = AccumulatingOptimizer(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(TypeError, match=says(f"{OP}.step: closure must be callable")):
+    with pytest.raises(TypeError, match=oracle.says(f"{OP}.step: closure must be callable")):
         opt.step()
-    loss = loss_of(model, make_batches(1)[0])
+    loss = oracle.loss_of(model, oracle.make_batches(1)[0])
     for refused in (lambda: opt.backward(loss), opt.accumulate, opt.micro_batch().__enter__):
         with pytest.raises(RuntimeError, match="must step without a closure, got LBFGS"):
             refused()

@@ -1,22 +1,12 @@
 """Sums of a window: of half, sparse, complex, conjugate and missing gradients, in any order."""
 
-from __future__ import annotations
-
-import math
 from contextlib import nullcontext
 
 import pytest
 import torch
+from support import optimizer_oracle as oracle
 from support.device import cpu_as_device
-from support.optimizer_oracle import (
-    OP,
-    assert_equal,
-    growing_scaler,
-    says,
-    scalar,
-    sgd,
-    wrapped_zeros,
-)
+from support.optimizer_oracle import OP
 from support.tensors import HALF_DTYPES, dtype_id
 from torch import nn
 
@@ -31,15 +21,15 @@ def test_half_parameters_add_up_in_float32(dtype, on_nonfinite, scaled, inside):
     """256 + 1 is 256 in bfloat16, 2048 + 1 is 2048 in float16: only a float32 sum sees the ones."""
     big = 256.0 if dtype == torch.bfloat16 else 2048.0
     grads = [big] + [1.0] * 15
-    scaler = growing_scaler(init_scale=4.0) if scaled else None
+    scaler = oracle.growing_scaler(init_scale=4.0) if scaled else None
     options = {"reduction": "sum", "scaler": scaler, "on_nonfinite": on_nonfinite}
-    parameter, opt = wrapped_zeros(2 if inside else 16, 3, dtype, **options)
+    parameter, opt = oracle.wrapped_zeros(2 if inside else 16, 3, dtype, **options)
     with opt.micro_batch() if inside else nullcontext():
         for grad in grads:
             opt.backward((parameter.float() * grad).sum())
     assert opt.main_grad(parameter).tolist() == [sum(grads)] * 3
     opt.flush()
-    assert_equal([parameter.detach()], [torch.full((3,), -sum(grads)).to(dtype)])
+    oracle.assert_equal([parameter.detach()], [torch.full((3,), -sum(grads)).to(dtype)])
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -47,28 +37,17 @@ def test_half_parameters_add_up_in_float32(dtype, on_nonfinite, scaled, inside):
 def test_main_grad_of_half_precision_is_float32(dtype, window):
     """Also where the window is what lies in `.grad`, whose dtype could not hold it unscaled."""
     small = 2.0**-26
-    parameter, opt = wrapped_zeros(window, 2, dtype, scaler=growing_scaler(init_scale=2.0**16))
+    parameter, opt = oracle.wrapped_zeros(
+        window, 2, dtype, scaler=oracle.growing_scaler(init_scale=2.0**16)
+    )
     opt.backward((parameter.float() * small).sum())
     main = opt.main_grad(parameter)
     assert (main.dtype, main.tolist()) == (torch.float32, [small] * 2)
 
 
-def test_a_gradient_of_two_parameters_is_in_no_grad_once_the_window_took_it():
-    """Autograd would add to it there."""
-    first, second = scalar(), scalar()
-    opt = AccumulatingOptimizer(sgd([first, second]))
-    opt.backward(first * 2.0 + second * 3.0)
-    opt.step()
-    second.grad = first.grad  # which is used up there, and new here
-    opt.accumulate()
-    assert first.grad is None
-    (first * 10.0).backward()
-    assert opt.main_grad(second).item() == 2.0
-
-
 @pytest.mark.parametrize("where", [nullcontext, cpu_as_device], ids=["host", "device"])
 def test_an_overflow_in_the_cast_to_float16_skips(where):
-    parameter, opt = wrapped_zeros(2, 2, torch.float16, reduction="sum")
+    parameter, opt = oracle.wrapped_zeros(2, 2, torch.float16, reduction="sum")
     with where():
         for _ in range(2):
             opt.backward((parameter.float() * 60000.0).sum())
@@ -77,38 +56,8 @@ def test_an_overflow_in_the_cast_to_float16_skips(where):
     assert parameter.tolist() == [0.0, 0.0]
 
 
-def test_the_norm_is_that_of_half_and_full_precision():
-    half, full = nn.Parameter(torch.zeros((), dtype=torch.bfloat16)), scalar()
-    opt = AccumulatingOptimizer(sgd([half, full]), window=2, max_norm=1.0)
-    (half.float() * 3 + full * 4).backward()
-    opt.step()
-    opt.flush()
-    assert opt.last.total_norm == 5.0
-
-
-def test_gradients_of_another_loss_scale_wait_for_backward():
-    """They join its micro-batch, whose loss carries the scale of the window's first."""
-    scaler = growing_scaler(init_scale=4.0)
-    parameter, opt = wrapped_zeros(2, scaler=scaler)
-    opt.backward(parameter * 1.0)
-    scaler.update(8.0)
-    scaler.scale(parameter * 2.0).backward()
-    opt.backward(parameter * 3.0)
-    opt.step()
-    assert parameter.item() == -3.0
-
-
-@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
-def test_what_counts_for_nothing_may_hold_nan(policy):
-    parameter, opt = wrapped_zeros(2, on_nonfinite=policy)
-    opt.backward(parameter * math.nan, weight=0.0)
-    opt.backward(parameter * 1.0)
-    opt.step()
-    assert (parameter.item(), opt.last.micro_batches) == (-1.0, 2)
-
-
 def test_complex_parameters():
-    parameter, opt = wrapped_zeros(2, 2, torch.complex128, max_norm=1.0)
+    parameter, opt = oracle.wrapped_zeros(2, 2, torch.complex128, max_norm=1.0)
     for factor in (3.0, 3.0):
         opt.backward((parameter * factor).real.sum())
         opt.step()
@@ -127,7 +76,7 @@ LAZY = {  # a tensor whose values are computed when it is read, and the same tha
 @pytest.mark.parametrize("make", LAZY.values(), ids=LAZY)
 def test_a_conjugate_or_negative_view_is_its_value(make, window, max_norm):
     grad = make().resolve_conj().resolve_neg()
-    parameter, opt = wrapped_zeros(window, 1000, grad.dtype, max_norm=max_norm)
+    parameter, opt = oracle.wrapped_zeros(window, 1000, grad.dtype, max_norm=max_norm)
     for _ in range(window):
         parameter.grad = make()
         opt.step()
@@ -146,7 +95,7 @@ def test_sparse_half_gradients_close_a_window(dtype, window):
         with torch.no_grad():
             embedding.weight.zero_()
         embedding.to(dtype)
-        opt = AccumulatingOptimizer(sgd(embedding.parameters()), window=window, max_norm=0.5)
+        opt = AccumulatingOptimizer(oracle.sgd(embedding.parameters()), window=window, max_norm=0.5)
         for _ in range(window):
             opt.backward(embedding(torch.tensor([1, 1, 2])).float().sum())
             opt.step()
@@ -156,25 +105,13 @@ def test_sparse_half_gradients_close_a_window(dtype, window):
     torch.testing.assert_close(weights[0], weights[1], rtol=torch.finfo(dtype).eps, atol=0)
 
 
-@pytest.mark.parametrize(
-    "order", [(0, 1), (1, 0), (0, 0)], ids=["dense-last", "sparse-last", "two"]
-)
-def test_sparse_and_dense_gradients_add_up_in_any_order(order):
-    values = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (4, 2), check_invariants=True)
-    grads = [values, torch.full((4, 2), 3.0)]
-    parameter, opt = wrapped_zeros(2, (4, 2), reduction="sum")
-    for kind in order:
-        parameter.grad = grads[kind].clone()
-        opt.step()
-    expected = sum(grads[kind].to_dense() for kind in order)
-    assert torch.equal(parameter.detach(), -expected)
-
-
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_meta_parameters(window, max_norm):
     parameter = nn.Parameter(torch.zeros(3, device="meta"))
-    opt = AccumulatingOptimizer(sgd([parameter], momentum=0.5), window=window, max_norm=max_norm)
+    opt = AccumulatingOptimizer(
+        oracle.sgd([parameter], momentum=0.5), window=window, max_norm=max_norm
+    )
     for _ in range(window):
         opt.backward((parameter * 2).sum())
         opt.step()
@@ -182,13 +119,10 @@ def test_meta_parameters(window, max_norm):
     assert "momentum_buffer" in opt.state[parameter]
 
 
-# Whose memory a sum has
-
-
 @pytest.mark.parametrize("loop", ["accumulate", "step", "backward"])
 def test_the_first_gradient_is_taken_without_a_copy(loop):
     """Also where the user holds it, who then sees it change, as with stock PyTorch."""
-    parameter, opt = wrapped_zeros(3, shape=2, reduction="sum")
+    parameter, opt = oracle.wrapped_zeros(3, shape=2, reduction="sum")
     held = []
     parameter.register_post_accumulate_grad_hook(lambda p: held.append(p.grad))
     if loop == "backward":
@@ -215,7 +149,7 @@ SHARING = {
 
 @pytest.mark.parametrize("make", SHARING.values(), ids=SHARING)
 def test_memory_that_is_shared_is_copied(make):
-    (parameter, opt), memory = wrapped_zeros(2, shape=2, reduction="sum"), torch.zeros(4)
+    (parameter, opt), memory = oracle.wrapped_zeros(2, shape=2, reduction="sum"), torch.zeros(4)
     for value in (1.0, 10.0):
         memory.fill_(value)
         parameter.grad = make(memory)
@@ -227,12 +161,12 @@ def test_memory_that_is_shared_is_copied(make):
 
 @pytest.mark.parametrize("call", ["accumulate", "step", "flush"])
 def test_a_tensor_that_the_window_took_is_refused_in_the_same_window(call):
-    (parameter, opt), grad = wrapped_zeros(2), torch.tensor(2.0)
+    (parameter, opt), grad = oracle.wrapped_zeros(2), torch.tensor(2.0)
     parameter.grad = grad
     opt.step()
     parameter.grad = grad
     text = f"{OP}: .grad must be another tensor in every micro-batch of a window, got one that"
-    with pytest.raises(RuntimeError, match=says(text)):
+    with pytest.raises(RuntimeError, match=oracle.says(text)):
         getattr(opt, call)()
     assert opt.main_grad(parameter).item() == 2.0
     parameter.grad = grad.clone()

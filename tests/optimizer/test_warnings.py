@@ -1,7 +1,5 @@
 """Uses that train wrongly without a word: one warning each, and none of the usual loops."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,27 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import optimizer_oracle
-from support.optimizer_oracle import (
-    INF,
-    NAN,
-    OP,
-    accumulated,
-    assert_equal,
-    growing_scaler,
-    in_parts,
-    loss_of,
-    make_batches,
-    make_model,
-    one_call,
-    outer_scaler,
-    outer_scaler_unscaled,
-    own_backward,
-    run,
-    sgd,
-    wrapped,
-    wrapped_zeros,
-)
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import INF, NAN, OP, loss_of, one_call
 from support.recorded_warnings import warnings_as
 from torch import nn
 from torch.nn import functional
@@ -49,9 +28,9 @@ def warnings_of(use: Callable[[], object]) -> list[Any]:
 
 def train(body, count=12, **options):
     """A body for every batch, with the number of it, and a GradScaler that it may use."""
-    model, scaler = make_model(), growing_scaler()
-    opt = wrapped(model, **options)
-    for number, batch in enumerate(make_batches(count)):
+    model, scaler = oracle.make_model(), oracle.growing_scaler()
+    opt = oracle.wrapped(model, **options)
+    for number, batch in enumerate(oracle.make_batches(count)):
         body(opt, model, batch, number, scaler)
     opt.discard()
 
@@ -123,10 +102,11 @@ def nan(opt, model, x, number, scaler):
 
 
 def beside_those_that_are_scaled(opt, model, x, number, scaler):
-    (own_backward if number % 2 else one_call)(opt, loss_of(model, x))
+    (oracle.own_backward if number % 2 else one_call)(opt, loss_of(model, x))
 
 
 ONCE = "window=4 counts this call of step as one micro-batch"
+SKIPPED = "a window was skipped, for inf or NaN in the gradient of "
 RATES = {"number": 0.1, "tensor": torch.tensor(0.1)}
 HALVING = torch.amp.GradScaler("cpu", init_scale=8.0)
 WRONG = {
@@ -138,36 +118,23 @@ WRONG = {
     "a clip of the window": (clip_of_the_window, {}, "pass max_norm to the optimizer"),
     "a quotient": (quotient(lambda model, x: loss_of(model, x) / 4), {}, "Pass the loss itself"),
     "a product": (quotient(lambda model, x: loss_of(model, x) * 0.25), {}, "Pass the loss itself"),
-    "NaN": (nan, {}, "a window was skipped, for inf or NaN in the gradient of "),
-    "NaN in a micro-batch": (
-        nan,
-        {"window": 1, "on_nonfinite": "skip_micro_batch"},
-        "a window was skipped, for inf or NaN in the gradient of ",
-    ),
+    "NaN": (nan, {}, SKIPPED),
+    "NaN in a micro-batch": (nan, {"window": 1, "on_nonfinite": "skip_micro_batch"}, SKIPPED),
     "a scale that finds nothing": (nan, {"window": 1, "scaler": HALVING}, "a window was skipped"),
     "beside those that are scaled": (
         beside_those_that_are_scaled,
         {"scaler": torch.amp.GradScaler("cpu")},
         "opt.backward(loss) for every loss, or scaler.scale(loss).backward()",
     ),
-    **{
-        f"{body.__name__}, {window}": (
-            body,
-            {"window": window},
-            f"comes into a window of {window} that is full",
-        )
-        for body in (token_by_token, accumulated_alone, stepped_by_hand)
-        for window in (1, 4)
-    },
-    **{
-        f"a rate that is a {name}": (
-            partial(scheduled, whenever=True),
-            {"make": partial(torch.optim.Adam, lr=rate)},
-            "if opt.stepped: schedule.step()",
-        )
-        for name, rate in RATES.items()
-    },
 }
+for loop in (token_by_token, accumulated_alone, stepped_by_hand):
+    for size in (1, 4):
+        text = f"comes into a window of {size} that is full"
+        WRONG[f"{loop.__name__}, {size}"] = (loop, {"window": size}, text)
+for name, rate in RATES.items():
+    options = {"make": partial(torch.optim.Adam, lr=rate)}
+    told = "if opt.stepped: schedule.step()"
+    WRONG[f"a rate that is a {name}"] = (partial(scheduled, whenever=True), options, told)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -175,7 +142,7 @@ def test_a_wrong_loop_is_told_once_and_where(name):
     body, options, text = WRONG[name]
     (said,) = warnings_of(lambda: train(body, **{"window": 4, **options}))
     assert text in str(said.message)
-    assert said.filename in (__file__, optimizer_oracle.__file__)
+    assert said.filename in (__file__, oracle.__file__)
 
 
 def test_a_scaler_that_looks_for_its_scale_is_told_nothing_until_it_is_one():
@@ -203,8 +170,8 @@ def each_by_its_own(parameter, first, second):
 
 @pytest.mark.parametrize("loop", [by_both, by_one_and_the_other, each_by_its_own])
 def test_a_second_wrapper_of_the_same_parameters_is_told_once_unless_it_has_losses(loop):
-    parameter, first = wrapped_zeros(3)
-    second = AccumulatingOptimizer(sgd([parameter]), window=3)
+    parameter, first = oracle.wrapped_zeros(3)
+    second = AccumulatingOptimizer(oracle.sgd([parameter]), window=3)
 
     def train():
         for _ in range(9):
@@ -275,7 +242,7 @@ def of_ones_own(backward):
 
 
 def usual(loop):
-    return lambda opt, model, x, number, scaler: run(opt, model, [x], loop, None, scaler)
+    return lambda opt, model, x, number, scaler: oracle.run(opt, model, [x], loop, None, scaler)
 
 
 def in_two_parts(opt, model, x, number, scaler):
@@ -301,7 +268,14 @@ def frozen(opt, model, x, number, scaler):
 
 
 OWN = [in_ddp, unrolled, norm_is_logged, zeros_are_left, another_loss_reaches_it, several_losses]
-USUAL = [one_call, own_backward, accumulated, outer_scaler, outer_scaler_unscaled, in_parts]
+USUAL = [
+    one_call,
+    oracle.own_backward,
+    oracle.accumulated,
+    oracle.outer_scaler,
+    oracle.outer_scaler_unscaled,
+    oracle.in_parts,
+]
 RIGHT = {
     **{backward.__name__: of_ones_own(backward) for backward in (*OWN, a_hook_doubles)},
     **{loop.__name__: usual(loop) for loop in USUAL},
@@ -313,27 +287,32 @@ RIGHT = {
     "halves of a micro-batch": in_two_parts,
     "every other micro-batch": every_other_micro_batch,
     "frozen": frozen,
-    "NaN that an outer scaler knows of": lambda opt, model, x, number, scaler: outer_scaler(
+    "NaN that an outer scaler knows of": lambda opt, model, x, number, scaler: oracle.outer_scaler(
         opt, loss_of(model, x) * (INF if number < 2 else 1.0), scaler
     ),
 }
 
 
+WITH_OPTIONS = {  # what is right for the optimizer that it is made with
+    "halves of losses that are summed": (
+        quotient(lambda model, x: loss_of(model, x) / 2),
+        {"reduction": "sum"},
+    ),
+    **{
+        f"a rate that is a {name} and changes between windows": (
+            partial(scheduled, whenever=False),
+            {"make": partial(torch.optim.Adam, lr=rate), "window": 4},
+        )
+        for name, rate in RATES.items()
+    },
+}
+
+
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [*RIGHT, *WITH_OPTIONS])
 def test_a_right_loop_is_told_nothing(name):
-    assert warnings_of(lambda: train(RIGHT[name], window=2)) == []
-
-
-@pytest.mark.parametrize("rate", RATES.values(), ids=RATES)
-def test_a_rate_that_changes_between_two_windows_says_nothing(rate):
-    make, body = partial(torch.optim.Adam, lr=rate), partial(scheduled, whenever=False)
-    assert warnings_of(lambda: train(body, make=make, window=4)) == []
-
-
-def test_halves_of_losses_that_are_summed_say_nothing():
-    body = quotient(lambda model, x: loss_of(model, x) / 2)
-    assert warnings_of(lambda: train(body, window=2, reduction="sum")) == []
+    body, options = WITH_OPTIONS.get(name) or (RIGHT[name], {})
+    assert warnings_of(lambda: train(body, **{"window": 2, **options})) == []
 
 
 # Losses that do not reach the parameters
@@ -346,7 +325,7 @@ def cleared(model, opt, batch):
 
 
 def of_another_model(model, opt, batch):
-    one_call(opt, loss_of(make_model(), batch))
+    one_call(opt, loss_of(oracle.make_model(), batch))
 
 
 def of_new_parameters(model, opt, batch):
@@ -357,15 +336,15 @@ def of_new_parameters(model, opt, batch):
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("loop", [cleared, of_another_model, of_new_parameters])
 def test_steps_without_a_gradient_are_told_once_after_a_window_of_them(loop, window):
-    model, calls = make_model(), max(window, 2)
-    opt = wrapped(model, window=window)
+    model, calls = oracle.make_model(), max(window, 2)
+    opt = oracle.wrapped(model, window=window)
 
     def train(batches):
         for batch in batches:
             loop(model, opt, batch)
 
-    assert warnings_of(lambda: train(make_batches(calls - 1))) == []
-    (said,) = warnings_of(lambda: train(make_batches(2 * calls)))
+    assert warnings_of(lambda: train(oracle.make_batches(calls - 1))) == []
+    (said,) = warnings_of(lambda: train(oracle.make_batches(2 * calls)))
     assert f"{calls} calls of step found no gradient" in str(said.message)
 
 
@@ -373,7 +352,7 @@ def test_steps_without_a_gradient_are_told_once_after_a_window_of_them(loop, win
 
 
 def ended(end=None):
-    parameter, opt = wrapped_zeros(3)
+    parameter, opt = oracle.wrapped_zeros(3)
     opt.backward(parameter * 1)
     if end is not None:
         getattr(opt, end)()
@@ -408,7 +387,7 @@ def test_the_end_of_a_program_says_it_too():
 
 
 def test_a_warning_that_is_an_error_leaves_the_window_closed():
-    parameter, opt = wrapped_zeros()
+    parameter, opt = oracle.wrapped_zeros()
     opt.backward(parameter * NAN)
     with warnings_as("error"), pytest.raises(UserWarning, match="a window was skipped"):
         opt.step()
@@ -418,24 +397,24 @@ def test_a_warning_that_is_an_error_leaves_the_window_closed():
 
 
 def test_a_warning_that_is_an_error_comes_before_anything_has_changed():
-    model = make_model()
-    opt = wrapped(model, window=2)
-    opt.backward(loss_of(model, make_batches(1)[0]) / 2)
+    model = oracle.make_model()
+    opt = oracle.wrapped(model, window=2)
+    opt.backward(loss_of(model, oracle.make_batches(1)[0]) / 2)
     before = [opt.main_grad(p) for p in model.parameters()]
-    loss = loss_of(model, make_batches(1)[0]) / 2
+    loss = loss_of(model, oracle.make_batches(1)[0]) / 2
     with warnings_as("error"), pytest.raises(UserWarning, match="was divided by 2"):
         opt.backward(loss)
-    assert_equal([opt.main_grad(p) for p in model.parameters()], before)
+    oracle.assert_equal([opt.main_grad(p) for p in model.parameters()], before)
     one_call(opt, loss)
     assert opt.stepped
 
 
-@pytest.mark.parametrize("loop", [one_call, own_backward, outer_scaler])
+@pytest.mark.parametrize("loop", [one_call, oracle.own_backward, oracle.outer_scaler])
 @pytest.mark.parametrize("window", [1, 2])
 def test_nothing_is_watched_after_two_windows(loop, window):
-    model = make_model()
-    opt = wrapped(model, window=window)
-    for batch in make_batches(2 * window):
+    model = oracle.make_model()
+    opt = oracle.wrapped(model, window=window)
+    for batch in oracle.make_batches(2 * window):
         assert opt._box.watch is not None
-        run(opt, model, [batch], loop, None, growing_scaler())
+        oracle.run(opt, model, [batch], loop, None, oracle.growing_scaler())
     assert opt._box.watch is None

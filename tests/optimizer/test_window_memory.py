@@ -1,7 +1,5 @@
 """The memory of a window of full-precision parameters beside that of a loop by hand, counted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.optimizer_oracle import OPTIMIZERS, one_call, outer_scaler

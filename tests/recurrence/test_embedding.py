@@ -1,7 +1,5 @@
 """The embedding's gradient: sparse, padded, of frequent words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import accumext
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("periods", [(None, None), (2, 2), (1, 3)], ids=str)
-def test_sparse_embeddings(tied: bool, periods: tuple[int | None, int | None]) -> None:
+def test_sparse_embeddings(tied, periods):
     decoder = make_decoder("lstm_cell", padding_idx=2, tied=tied)
     call = {"feedback": "greedy", "k1": periods[0], "k2": periods[1]}
     grads = []
@@ -41,9 +39,7 @@ def limited(kind: str, tied: bool, dtype: torch.dtype = torch.float64) -> Any:
 @pytest.mark.parametrize("options", [{}, {"eos": 2}, {"lengths": [7, 2, 0]}, {"k2": 2}], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm", "callable"])
-def test_known_tokens_are_renormalised_before_the_head_reads(
-    kind: str, tied: bool, options: dict[str, Any]
-) -> None:
+def test_known_tokens_are_renormalised_before_the_head_reads(kind, tied, options):
     """As where the whole sequence is looked up at once, which is how a plain model does it."""
     targets = targets_with_holes()
     found = []
@@ -68,7 +64,7 @@ def test_known_tokens_are_renormalised_before_the_head_reads(
 
 
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm"])
-def test_tokens_that_are_fed_back_are_renormalised(kind: str) -> None:
+def test_tokens_that_are_fed_back_are_renormalised(kind):
     decoder = limited(kind, tied=False)
     before = decoder.embedding.weight.detach().clone()
     out = run(decoder, feedback="greedy")
@@ -84,7 +80,7 @@ def test_tokens_that_are_fed_back_are_renormalised(kind: str) -> None:
     assert distance < EXACT
 
 
-def test_a_tied_head_is_not_renormalised_between_steps() -> None:
+def test_a_tied_head_is_not_renormalised_between_steps():
     """Plain autograd cannot differentiate that either: the head was saved and then written."""
     decoder = limited("gru_cell", tied=True)
     before = decoder.embedding.weight.detach().clone()
@@ -103,7 +99,7 @@ def test_a_tied_head_is_not_renormalised_between_steps() -> None:
 
 @pytest.mark.parametrize("search", ["greedy", "sample", "beam"])
 @pytest.mark.parametrize("rounds", [False, True], ids=["exact", "autocast"])
-def test_generate_reads_a_tied_head_as_the_lookups_leave_it(search: str, rounds: bool) -> None:
+def test_generate_reads_a_tied_head_as_the_lookups_leave_it(search, rounds):
     decoder = limited("gru_cell", tied=True, dtype=torch.float32)
     weight, before = decoder.embedding.weight, decoder.embedding.weight.detach().clone()
     generator = torch.Generator().manual_seed(4)

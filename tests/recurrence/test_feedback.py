@@ -1,7 +1,5 @@
 """The coins of scheduled sampling."""
 
-from __future__ import annotations
-
 import torch
 from support.decode_oracle import make_decoder
 from support.decoding import VOCABULARY, run
@@ -9,7 +7,7 @@ from support.decoding import VOCABULARY, run
 import accumext
 
 
-def test_scheduled_draws_per_token_and_repeats_under_a_generator() -> None:
+def test_scheduled_draws_per_token_and_repeats_under_a_generator():
     decoder = make_decoder("gru_cell", batch=50)
     targets = torch.randint(VOCABULARY, (40, 50))
 
@@ -29,7 +27,7 @@ def test_scheduled_draws_per_token_and_repeats_under_a_generator() -> None:
     assert abs(forced.mean() - 0.3) < 0.055
 
 
-def test_options_that_have_no_effect_may_be_left_as_they_are() -> None:
+def test_options_that_have_no_effect_may_be_left_as_they_are():
     decoder = make_decoder("gru_cell")
     for options in (
         {"feedback": "greedy", "teacher_forcing": 0.0},

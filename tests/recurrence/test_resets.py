@@ -1,19 +1,17 @@
 """Rows that begin anew in the middle of a call. Their losses and gradients, in windows and where
 rows end, are held against the plain loop by tests/decoder/test_decode_loss_options.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.decode_oracle import make_decoder, relative_distance
-from support.decoding import BATCH, EXACT, TARGETS, check, run, wrapped
+from support.decoding import BATCH, EXACT, TARGETS, run, wrapped
 
 from accumext.recurrence._resets import Resets, resets_of
 
 STEPS = len(TARGETS)
 
 
-def test_a_mask_that_the_host_does_not_read() -> None:
+def test_a_mask_that_the_host_does_not_read():
     """As on a GPU: every step may have a reset."""
     decoder = make_decoder("lstm")
     mask = torch.rand(STEPS, BATCH) < 0.3
@@ -27,20 +25,7 @@ def test_a_mask_that_the_host_does_not_read() -> None:
     assert relative_distance(actual, expected) < EXACT
 
 
-@pytest.mark.parametrize("called", [False, True], ids=["module", "callable"])
-def test_a_reset_is_not_cut(called: bool) -> None:
-    """The gradient reaches the initial state from a reset in any window, at any border, but for
-    rows that have ended."""
-    for k1, k2 in ((2, 2), (2, 5), (1, 1)):
-        for step in range(1, STEPS):
-            decoder = make_decoder("gru_cell")
-            resets = torch.zeros(STEPS, BATCH, dtype=torch.bool)
-            resets[step, 1:] = True
-            call = {"k1": k1, "k2": k2, "resets": resets, "lengths": torch.tensor([6, 6, 2])}
-            check(decoder, TARGETS, call, wrapped(decoder) if called else None)
-
-
-def test_random_cuts_spare_resets() -> None:
+def test_random_cuts_spare_resets():
     """A mean of 2 steps cuts half of all gradients, and none of those that a reset sends on."""
     resets = torch.ones(STEPS, BATCH, dtype=torch.bool)
     decoder = make_decoder("gru_cell")

@@ -1,7 +1,5 @@
 """The choice of torch's modules that are run by their weights, and of those that are called."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,7 +8,7 @@ from support.decoding import check, targets_with_holes
 from torch import Tensor, nn
 
 
-def test_parametrized_weights_are_followed() -> None:
+def test_parametrized_weights_are_followed():
     decoder = make_decoder("lstm")
     nn.utils.parametrizations.weight_norm(decoder.cell, "weight_hh_l0")
     nn.utils.parametrizations.weight_norm(decoder.head)
@@ -18,7 +16,7 @@ def test_parametrized_weights_are_followed() -> None:
     check(decoder, targets_with_holes(), {"feedback": "greedy"})
 
 
-def test_cells_that_do_more_than_their_weights_say_are_called() -> None:
+def test_cells_that_do_more_than_their_weights_say_are_called():
     """A forward of its own, hooks and projections: their effect is in the loss and the
     gradients."""
 

@@ -1,7 +1,5 @@
 """Windows; the factors and bounds of a state's gradient; rows that have ended."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -15,14 +13,6 @@ from accumext.recurrence import _truncation
 
 STEPS = 5
 KINDS = ["gru_cell", "lstm_cell", "rnn_cell", "gru", "lstm"]
-
-
-def test_windows_by_the_definition() -> None:
-    windows = _truncation.windows
-    assert windows(7, 3, 3) == [(0, 0, 3), (3, 3, 6), (6, 6, 7)]
-    assert windows(7, 3, 5) == [(0, 0, 3), (1, 3, 6), (2, 6, 7)]
-    assert windows(6, 3, 3) == [(0, 0, 3), (3, 3, 6)]
-    assert windows(2, 3, 5) == [(0, 0, 2)]
 
 
 def decoder_and_call(kind: str, steps: int = STEPS, **call: Any) -> tuple[Decoder, dict[str, Any]]:
@@ -41,9 +31,7 @@ def both_ways(decoder: Decoder, of: Any = None, **call: Any) -> list[list[Tensor
 
 @pytest.mark.parametrize("mean", [2, 4])
 @pytest.mark.parametrize("kind", ["gru_cell", "rnn_cell", "lstm"])
-def test_the_expectation_over_all_cuts_is_the_exact_gradient(
-    kind: str, mean: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_expectation_over_all_cuts_is_the_exact_gradient(kind, mean, monkeypatch):
     decoder, call = decoder_and_call(kind)
     exact = decoder.gradients(run(decoder, **call).loss)
     cut = 1 / mean
@@ -62,7 +50,7 @@ def test_the_expectation_over_all_cuts_is_the_exact_gradient(
     assert spread > 1e-3  # or the patterns would all be the same
 
 
-def test_cuts_are_drawn_per_row_with_the_given_probability() -> None:
+def test_cuts_are_drawn_per_row_with_the_given_probability():
     generator = torch.Generator().manual_seed(0)
     for mean in (2, 4):
         factors = _truncation.random_cuts(
@@ -82,7 +70,7 @@ def test_cuts_are_drawn_per_row_with_the_given_probability() -> None:
 
 @pytest.mark.parametrize("lengths", [None, [9, 0, 4]], ids=["whole", "lengths"])
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm_cell", "rnn_cell"])
-def test_the_same_coins_cut_a_callable_alike(kind: str, lengths: list[int] | None) -> None:
+def test_the_same_coins_cut_a_callable_alike(kind, lengths):
     decoder, call = decoder_and_call(kind, 9, lengths=lengths)
     whole = decoder.gradients(run(decoder, **call).loss)
     call |= {"truncation": "random", "k2": 3, "state_grad_clip": 0.01}
@@ -92,22 +80,7 @@ def test_the_same_coins_cut_a_callable_alike(kind: str, lengths: list[int] | Non
     assert not any(s.requires_grad for s in parts_of(run(decoder, **call).state))
 
 
-def test_a_cut_concerns_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts per row: a row that is cut everywhere leaves the other rows' gradients exact."""
-    decoder, call = decoder_and_call("lstm_cell")
-    factors = torch.ones(STEPS, BATCH, dtype=torch.float64)
-    factors[1, 1] = 0
-    monkeypatch.setattr(_truncation, "random_cuts", lambda *_, **__: factors)
-    exact, cut, first = (
-        decoder.gradients(run(decoder, **call, **ways).loss)[-2:]
-        for ways in ({}, {"truncation": "random", "k2": 2}, {"k1": 1, "k2": 1})
-    )
-    for whole, some, one in zip(exact, cut, first, strict=True):
-        assert relative_distance([some[[0, 2]]], [whole[[0, 2]]]) < EXACT
-        assert relative_distance([some[1]], [one[1]]) < EXACT
-
-
-def test_cells_in_modules_are_cut_in_the_batch_dimension() -> None:
+def test_cells_in_modules_are_cut_in_the_batch_dimension():
     """A stacked state has the batch in dimension 1, where the factors go."""
     cell, single = nn.GRU(5, 5, 1, dtype=torch.float64), nn.GRUCell(5, 5, dtype=torch.float64)
     single.load_state_dict({k.removesuffix("_l0"): v for k, v in cell.state_dict().items()})
@@ -124,7 +97,7 @@ def test_cells_in_modules_are_cut_in_the_batch_dimension() -> None:
     assert relative_distance(grads[2], grads[0]) < EXACT
 
 
-def test_a_cut_of_a_callable_stops_what_is_not_finite() -> None:
+def test_a_cut_of_a_callable_stops_what_is_not_finite():
     """0 times infinity is a cut, not a NaN."""
     gate = _truncation.StateGradientGate(torch.tensor([[0.0, 1.0]]), None)
     state = torch.ones(2, 3, requires_grad=True)
@@ -160,7 +133,7 @@ def clipped_by_hand(
 
 @pytest.mark.parametrize("upstream", [1.0, 65536.0, -0.25])
 @pytest.mark.parametrize("kind", KINDS)
-def test_clip_is_that_of_a_loop_with_hooks(kind: str, upstream: float) -> None:
+def test_clip_is_that_of_a_loop_with_hooks(kind, upstream):
     decoder, call = decoder_and_call(kind, 8)
     free = decoder.gradients(run(decoder, **call).loss * upstream)
     bound = 2e-3
@@ -175,7 +148,7 @@ def test_clip_is_that_of_a_loop_with_hooks(kind: str, upstream: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm_cell"])
-def test_clip_agrees_with_a_callable(kind: str) -> None:
+def test_clip_agrees_with_a_callable(kind):
     """In windows, with rows that end, and of a loss per token."""
     decoder, call = decoder_and_call(kind, 8, state_grad_clip=2e-3, lengths=[8, 3, 6])
     for k1, k2 in ((2, 2), (2, 5), (1, 3)):
@@ -188,7 +161,7 @@ def test_clip_agrees_with_a_callable(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm_cell"])
-def test_clip_of_the_last_states_gradient_alone(kind: str) -> None:
+def test_clip_of_the_last_states_gradient_alone(kind):
     """No loss scale is known then: the bound is what was given, for every cell alike."""
     decoder, call = decoder_and_call(kind)
 
@@ -201,7 +174,7 @@ def test_clip_of_the_last_states_gradient_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("call", [{"truncation": "random", "k2": 2}, {"state_grad_clip": 1e-3}])
-def test_complex_states_are_pairs_of_numbers(call: dict[str, Any]) -> None:
+def test_complex_states_are_pairs_of_numbers(call):
     """As those of a linear recurrence with complex eigenvalues."""
     decoder = make_decoder("gru_cell")
     rotation = torch.randn(5, dtype=torch.complex128, requires_grad=True)

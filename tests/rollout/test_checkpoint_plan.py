@@ -1,7 +1,5 @@
 """Where borders are kept: the fewest steps run again, against every other way to keep them."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -43,7 +41,7 @@ def followed(count: int, kept: int) -> int:
 
 
 @pytest.mark.parametrize("kept", range(7))
-def test_splits_are_optimal(kept: int) -> None:
+def test_splits_are_optimal(kept):
     for count in range(1, 50):
         assert followed(count, kept) == best(count, kept)
         found = kept_at_first(count, kept)
@@ -55,9 +53,7 @@ def test_splits_are_optimal(kept: int) -> None:
     st.integers(1, 60), st.integers(1, 50), st.integers(1, 50), st.none() | st.integers(1, 70),
     st.none() | st.integers(1, 4000),
 )  # fmt: skip
-def test_a_plan_is_the_cheapest_that_fits(
-    steps: int, border: int, graph: int, length: int | None, budget: int | None
-) -> None:
+def test_a_plan_is_the_cheapest_that_fits(steps, border, graph, length, budget):
     sizes = Sizes(border, border, graph)
     plan = choose_plan(steps, sizes, length, budget)
     if budget is None:
@@ -85,7 +81,7 @@ def test_a_plan_is_the_cheapest_that_fits(
         assert chosen <= 1.3 * min(fitting) + 3
 
 
-def test_without_a_budget_the_memory_is_that_of_states() -> None:
+def test_without_a_budget_the_memory_is_that_of_states():
     plan = choose_plan(256, Sizes(60, 30, 300), None, None)
     assert plan == Plan(length=(2 * 256 * 30 + 16 * 300 - 4 * 60) // 300, kept=None)
     assert choose_plan(256, Sizes(60, 0, 300), None, None) == Plan(16, None)

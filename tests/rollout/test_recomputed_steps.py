@@ -1,7 +1,5 @@
 """Recomputed steps by themselves: how often each runs, and where they start from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -45,7 +43,7 @@ def gradient(steps: int) -> float:
 
 @pytest.mark.parametrize("kept", [None, 0, 1, 2, 3, 7, 27])
 @pytest.mark.parametrize("length", [1, 2, 3, 8])
-def test_no_step_runs_more_often_than_the_plan_says(length: int, kept: int | None) -> None:
+def test_no_step_runs_more_often_than_the_plan_says(length, kept):
     steps = 32
     running, ran, weight = counted_steps(steps, Plan(length, kept))
     _, total = running.run(0, 0, steps, (torch.zeros((), dtype=torch.float64), None), None)
@@ -59,7 +57,7 @@ def test_no_step_runs_more_often_than_the_plan_says(length: int, kept: int | Non
         assert len(ran) == steps + (steps - length) + length * passed
 
 
-def test_the_first_steps_are_measured() -> None:
+def test_the_first_steps_are_measured():
     running, ran, weight = counted_steps(12, None)
     _, total = running.run(0, 0, 12, (torch.zeros((), dtype=torch.float64), None), None)
     assert ran == [0, 1, 2, -1, *range(3, 12)]
@@ -69,7 +67,7 @@ def test_the_first_steps_are_measured() -> None:
     assert float(weight.grad) == pytest.approx(gradient(12), rel=1e-12)
 
 
-def test_rewinding_puts_state_and_generators_back() -> None:
+def test_rewinding_puts_state_and_generators_back():
     drawn: list[Tensor] = []
 
     def step(t: int, carry: Any, counted: bool) -> tuple[Any, Tensor]:
@@ -85,6 +83,6 @@ def test_rewinding_puts_state_and_generators_back() -> None:
     assert len(set(map(float, drawn))) == 9
 
 
-def test_memory_counts_a_storage_once() -> None:
+def test_memory_counts_a_storage_once():
     whole = torch.zeros(10)
     assert memory([whole, whole[2:], torch.zeros(3)]) == 40 + 12

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501  (one contract to a line)
 
-from __future__ import annotations
-
 import gc
 import itertools
 import re
@@ -16,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.decode_oracle import relative_distance
+from support.decode_oracle import relative_distance, truncated
 from torch import Tensor, nn
 
 import accumext
@@ -84,44 +82,23 @@ class World:
         return found
 
 
-def cut(carry: Any) -> Any:
-    """A copy without a graph."""
-    if isinstance(carry, Tensor):
-        return carry.detach()
-    if isinstance(carry, dict):
-        return {name: cut(value) for name, value in carry.items()}
-    return type(carry)(map(cut, carry))
-
-
 def plain(
     world: World, steps: int, k1: int | None = None, k2: int | None = None, reduction: str = "mean"
 ) -> tuple[Tensor, Any]:
-    """The loop by its definition: each window again from the detached state k2 steps back."""
+    """The loop by its definition."""
 
-    def run(begin: int, end: int, carry: Any) -> tuple[list[Tensor], Any, Any]:
-        losses, output = [], None
+    def run(begin: int, end: int, carry: Any) -> tuple[list[Any], Any]:
+        found = []
         for t in range(begin, end):
             output, state = world.step(*carry)
-            losses.append(world.loss(output, t))
+            found.append((world.loss(output, t), output))
             carry = (world.feed(output, t), state)
-        return losses, carry, output
+        return found, carry
 
-    initial = (world.first(), world.state())
-    if k2 is None:
-        losses, carry, output = run(0, steps, initial)
-    else:
-        k1 = k2 if k1 is None else k1
-        carries = [initial]
-        for t in range(steps):
-            carries.append(cut(run(t, t + 1, cut(carries[-1]))[1]))
-        losses, done, output = [], 0, None
-        for end in [*range(k1, steps, k1), steps]:
-            first = done if k1 == k2 else max(0, end - k2)
-            some, carry, output = run(first, end, carries[first])
-            losses += some[done - first :]
-            done = end
+    found, (_, state) = truncated(run, (world.first(), world.state()), steps, k1, k2)
+    losses, outputs = zip(*found)
     total = torch.stack(losses).sum()
-    return (total / steps if reduction == "mean" else total), (output, carry[1])
+    return (total / steps if reduction == "mean" else total), (outputs[-1], state)
 
 
 @settings(deadline=None)
@@ -129,10 +106,7 @@ def plain(
     st.integers(1, 12), st.sampled_from(["mean", "sum"]), st.none() | st.integers(1, 12),
     st.none() | st.integers(1, 6), st.integers(0, 6), st.sampled_from([None, "tight", "wide"]),
 )  # fmt: skip
-def test_any_rollout_is_the_plain_loop(
-    steps: int, reduction: str, checkpoint: int | None, k1: int | None, more: int,
-    budget: str | None,
-) -> None:  # fmt: skip
+def test_any_rollout_is_the_plain_loop(steps, reduction, checkpoint, k1, more, budget):
     world, k2 = World(), None if k1 is None else k1 + more
     loss, (output, state) = plain(world, steps, k1, k2, reduction)
     expected = world.gradients(loss)
@@ -141,15 +115,16 @@ def test_any_rollout_is_the_plain_loop(
         steps, k1=k1, k2=k2, reduction=reduction, checkpoint=checkpoint, memory_budget=bytes_
     )
     torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=EXACT)
-    for a, e in zip(tensors((out.output, out.state)), tensors((output, state)), strict=True):
-        torch.testing.assert_close(a, e, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(
+        tensors((out.output, out.state)), tensors((output, state)), rtol=EXACT, atol=EXACT
+    )
     assert any(t.requires_grad for t in tensors(out.state)) == (k2 is None)
     assert relative_distance(world.gradients(out.loss), expected) < EXACT
 
 
 @settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 5), st.integers(1, 12))
-def test_dropout_is_replayed(steps: int, k1: int, more: int, checkpoint: int) -> None:
+def test_dropout_is_replayed(steps, k1, more, checkpoint):
     """The plain loop has the masks of one pass in every window."""
     world = World(dropout=0.5)
     for k2 in (None, k1 + more):
@@ -195,9 +170,7 @@ def plain_gru(step: Any, h: Any, steps: int, call: dict[str, Any]) -> tuple[Tens
     return torch.stack(losses).mean(), h
 
 
-def test_the_expectation_over_all_cuts_is_the_exact_gradient(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_expectation_over_all_cuts_is_the_exact_gradient(monkeypatch):
     steps, mean = 5, 4
     world = World()
     exact = world.gradients(world.rollout(steps).loss)
@@ -218,19 +191,19 @@ def test_the_expectation_over_all_cuts_is_the_exact_gradient(
     assert spread > 1e-3
 
 
-def test_random_cuts_are_drawn_from_the_global_generator() -> None:
+def test_random_cuts_are_drawn_from_the_global_generator():
     cell, step, call = gru()
     found = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         out = accumext.rollout(step, zeros(), 20, truncation="random", k2=3, **call)
         found.append(torch.autograd.grad(out.loss, list(cell.parameters())))
-    assert relative_distance(list(found[0]), list(found[1])) == 0
-    assert relative_distance(list(found[0]), list(found[2])) > 1e-3
+    assert relative_distance(found[0], found[1]) == 0
+    assert relative_distance(found[0], found[2]) > 1e-3
 
 
 @pytest.mark.parametrize("checkpoint", [None, 1, 3, 20])
-def test_the_output_is_fed_and_a_state_may_be_none(checkpoint: int | None) -> None:
+def test_the_output_is_fed_and_a_state_may_be_none(checkpoint):
     cell, _, call = gru()
 
     def step(x: Tensor | None, state: None) -> tuple[Tensor, None]:
@@ -242,10 +215,10 @@ def test_the_output_is_fed_and_a_state_may_be_none(checkpoint: int | None) -> No
     out = accumext.rollout(step, None, 20, loss=call["loss"], checkpoint=checkpoint)
     assert out.state is None
     actual = torch.autograd.grad(out.loss, list(cell.parameters()))
-    assert relative_distance(list(actual), list(expected)) < EXACT
+    assert relative_distance(actual, expected) < EXACT
 
 
-def test_a_loss_that_ignores_the_output() -> None:
+def test_a_loss_that_ignores_the_output():
     _, step, call = gru()
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
     out = accumext.rollout(
@@ -261,7 +234,7 @@ def test_a_loss_that_ignores_the_output() -> None:
     assert not constant.loss.requires_grad
 
 
-def test_no_steps() -> None:
+def test_no_steps():
     state, start = zeros(), zeros()
     call = {"loss": lambda x, t: x.sum(), "start": start}
     out = accumext.rollout(lambda x, h: (x, h), {"h": state}, 0, **call)
@@ -273,7 +246,7 @@ def test_no_steps() -> None:
     assert not start.grad.any()
 
 
-def test_gradients_go_on_from_the_last_state_and_output_under_any_factor() -> None:
+def test_gradients_go_on_from_the_last_state_and_output_under_any_factor():
     cell, step, call = gru()
     h = zeros()
     leaves = [*cell.parameters(), h, call["start"]]
@@ -283,11 +256,11 @@ def test_gradients_go_on_from_the_last_state_and_output_under_any_factor() -> No
     then = {"loss": lambda x, t: call["loss"](x, t + 8), "start": first.output}
     second = accumext.rollout(step, first.state, 12, checkpoint=4, reduction="sum", **then)
     total = 3 * (first.loss + second.loss) / 20 + second.state.square().sum()
-    assert relative_distance(list(torch.autograd.grad(total, leaves)), list(expected)) < EXACT
+    assert relative_distance(torch.autograd.grad(total, leaves), expected) < EXACT
 
 
 @pytest.mark.parametrize("budget", [None, 6000])
-def test_a_graph_may_be_walked_twice_and_hooks_run_once(budget: int | None) -> None:
+def test_a_graph_may_be_walked_twice_and_hooks_run_once(budget):
     cell, step, call = gru()
     seen: list[Tensor] = []
     hook = cell.weight_hh.register_hook(seen.append)
@@ -304,7 +277,7 @@ def test_a_graph_may_be_walked_twice_and_hooks_run_once(budget: int | None) -> N
     hook.remove()
 
 
-def test_without_a_graph_the_steps_just_run() -> None:
+def test_without_a_graph_the_steps_just_run():
     world = World()
     with torch.no_grad():
         out = world.rollout(9, k1=2, k2=4, loss=lambda x, t: world.loss(x, t) * world.scale.sum())
@@ -314,7 +287,7 @@ def test_without_a_graph_the_steps_just_run() -> None:
     torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=0)
 
 
-def test_all_is_freed_with_the_result() -> None:
+def test_all_is_freed_with_the_result():
     _, step, call = gru()
     gc.collect()
     gc.disable()
@@ -341,7 +314,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_what_has_changed_since_is_an_error(options: dict[str, Any]) -> None:
+def test_what_has_changed_since_is_an_error(options):
     """Also parameters that no graph keeps: of a sum autograd saves nothing, and the steps that run
     again read its parts again."""
     cell, step, call = gru()
@@ -366,7 +339,7 @@ def test_what_has_changed_since_is_an_error(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", WAYS[::3], ids=str)
-def test_steps_may_renormalise_an_embedding_that_they_look_up(options: dict[str, Any]) -> None:
+def test_steps_may_renormalise_an_embedding_that_they_look_up(options):
     """`max_norm` writes into the parameter, in the forward pass and in the replays alike."""
     torch.manual_seed(0)
     embedding = nn.Embedding(20, SIZE, max_norm=0.5, dtype=torch.float64)
@@ -384,10 +357,10 @@ def test_steps_may_renormalise_an_embedding_that_they_look_up(options: dict[str,
             embedding.weight.copy_(weight)
         out = accumext.rollout(step, (zeros(), 0), 20, **chosen, **call)
         grads.append(torch.autograd.grad(out.loss, [embedding.weight, *cell.parameters()]))
-    assert relative_distance(list(grads[0]), list(grads[1])) < EXACT
+    assert relative_distance(*grads) < EXACT
 
 
-def test_a_replay_that_does_something_else_is_an_error() -> None:
+def test_a_replay_that_does_something_else_is_an_error():
     _, step, call = gru()
     calls = 0
 
@@ -403,42 +376,35 @@ def test_a_replay_that_does_something_else_is_an_error() -> None:
         out.loss.backward()
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(
     "options",
     [{}, {"checkpoint": 2}, {"checkpoint": 2, "memory_budget": 7000}, {"k1": 1, "k2": 3}],
     ids=str,
 )
-def test_a_replay_is_under_the_same_autocast(options: dict[str, Any]) -> None:
-    cell, start = nn.Linear(SIZE, SIZE), torch.randn(BATCH, SIZE)
+def test_a_replay_is_under_the_same_autocast(options, inside):
+    """Whether the backward pass runs inside of it or not."""
+    cell, state = nn.Linear(SIZE, SIZE), torch.zeros(BATCH, SIZE)
+    call = {"start": torch.randn(BATCH, SIZE), "loss": lambda x, t: x.float().square().mean()}
 
     def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.tanh(cell(x) + h)
         return h, h
 
-    def loss(x: Tensor, t: int) -> Tensor:
-        return x.float().square().mean()
-
-    def gradient(whole: bool, inside: bool) -> Tensor:
-        cell.zero_grad()
-        state, call = torch.zeros(BATCH, SIZE), {"start": start, "loss": loss}
+    gradients = []
+    for total_of in (
+        lambda: accumext.rollout(step, state, 9, **call, **options).loss,
+        lambda: plain_gru(step, state, 9, call)[0],
+    ):
         with torch.autocast("cpu", torch.bfloat16):
-            if whole:
-                total, _ = plain_gru(step, state, 9, call)
-            else:
-                total = accumext.rollout(step, state, 9, **call, **options).loss
-            if inside:
-                total.backward()
-        if not inside:
-            total.backward()
-        assert cell.weight.grad is not None
-        return cell.weight.grad
-
-    for inside in (False, True):
-        found, whole = gradient(False, inside), gradient(True, inside)
-        if "k1" in options:
-            assert found.norm() > 0.5 * whole.norm() > 0
-        else:
-            torch.testing.assert_close(found, whole, rtol=2**-6, atol=2**-10)
+            total = total_of()
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                gradients += torch.autograd.grad(total, cell.weight)
+    found, whole = gradients
+    if "k1" in options:
+        assert found.norm() > 0.5 * whole.norm() > 0
+    else:
+        torch.testing.assert_close(found, whole, rtol=2**-6, atol=2**-10)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +412,7 @@ def test_a_replay_is_under_the_same_autocast(options: dict[str, Any]) -> None:
     [{}, {"checkpoint": 2}, {"checkpoint": 2, "memory_budget": 12000}, {"k1": 2, "k2": 3}],
     ids=str,
 )
-def test_a_step_may_write_into_its_containers(options: dict[str, Any]) -> None:
+def test_a_step_may_write_into_its_containers(options):
     cell, step, call = gru()
 
     def writing(x: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -454,23 +420,21 @@ def test_a_step_may_write_into_its_containers(options: dict[str, Any]) -> None:
         state["seen"].append(state["h"])
         return x + 0.1 * state["seen"][0], {"h": state["h"], "seen": state["seen"][-1:]}
 
-    def run(**options: Any) -> list[Tensor]:
+    def run(**options: Any) -> tuple[Tensor, ...]:
         h = torch.zeros(BATCH, SIZE, dtype=torch.float64)
         state = {"h": h, "seen": [h + 1]}
         out = accumext.rollout(writing, state, 9, **options, **call)
         assert len(state["seen"]) == 1
         assert state["h"] is h
-        return list(torch.autograd.grad(out.loss, list(cell.parameters())))
+        return torch.autograd.grad(out.loss, list(cell.parameters()))
 
-    expected = run(
-        checkpoint=9, **{name: options[name] for name in ("k1", "k2") if name in options}
-    )
-    assert relative_distance(run(**options), expected) < EXACT
+    windows = {name: options[name] for name in ("k1", "k2") if name in options}
+    assert relative_distance(run(**options), run(checkpoint=9, **windows)) < EXACT
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
-def test_a_compiled_step() -> None:
+def test_a_compiled_step():
     cell, step, call = gru()
     memory = torch.tanh(call["start"] * 2)  # closed over, with a graph
 
@@ -482,7 +446,7 @@ def test_a_compiled_step() -> None:
     expected = torch.autograd.grad(loss, leaves, retain_graph=True)
     compiled = torch.compile(eager, backend="aot_eager")
     out = accumext.rollout(compiled, zeros(), 20, checkpoint=4, **call)
-    assert relative_distance(list(torch.autograd.grad(out.loss, leaves)), list(expected)) < EXACT
+    assert relative_distance(torch.autograd.grad(out.loss, leaves), expected) < EXACT
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -516,7 +480,7 @@ GRAPH = STATE * 7  # of a step: as measured with everything kept
 GRADIENTS = 3 * 2 * 3 * WIDE * WIDE * 4  # of both weights, of a step and summed
 
 
-def test_the_peak_is_that_of_states_and_a_segment() -> None:
+def test_the_peak_is_that_of_states_and_a_segment():
     assert peak_memory(wide_rollout(checkpoint=STEPS)) == pytest.approx(STEPS * GRAPH, rel=0.1)
     peak = peak_memory(wide_rollout(checkpoint=16))
     assert peak - GRADIENTS < 1.15 * (STEPS * STATE + 16 * GRAPH)
@@ -524,13 +488,13 @@ def test_the_peak_is_that_of_states_and_a_segment() -> None:
 
 
 @pytest.mark.parametrize("graphs", [6, 30])
-def test_a_budget_is_kept_to_and_used(graphs: int) -> None:
+def test_a_budget_is_kept_to_and_used(graphs):
     budget = int(graphs * GRAPH)
     peak = peak_memory(wide_rollout(memory_budget=budget))
     assert 0.75 * budget < peak < 1.05 * budget + GRADIENTS
 
 
-def test_what_a_segment_has_left_is_freed_before_the_next() -> None:
+def test_what_a_segment_has_left_is_freed_before_the_next():
     """A gradient for the start alone leaves what the nodes above the weight alone have saved."""
     weight, start = torch.ones(ROWS, WIDE).requires_grad_(), torch.ones(ROWS, WIDE).requires_grad_()
 
@@ -554,7 +518,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"loss": None}, TypeError, "loss must be callable, got NoneType"),
     ({"feed": 3}, TypeError, "feed must be callable or None, got int"),
     ({"state": {1}}, TypeError, "state must nest tensors in tuples, lists, dicts and dataclasses, got set"),
-    ({"start": {1}}, TypeError, "start must nest tensors in tuples, lists, dicts and dataclasses, got set"),
     ({"steps": -1}, ValueError, "steps must be at least 0, got -1"),
     ({"k1": 3, "k2": 2}, ValueError, "k2 must be at least k1, got k1=3, k2=2"),
     ({"truncation": "random"}, ValueError, "k2 must be at least 2, the mean of steps between random cuts, got None"),
@@ -562,7 +525,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory_budget": 0}, ValueError, "memory_budget must be at least 1, got 0"),
     ({"reduction": "none"}, ValueError, "reduction must be one of 'mean', 'sum', got 'none'"),
     ({"step": lambda x, h: x}, TypeError, "step must return (output, state), got a float64 tensor"),
-    ({"step": lambda x, h: (x, {1})}, TypeError, "state must nest tensors in tuples, lists, dicts and dataclasses, got set"),
     ({"step": lambda x, h: ({1}, h), "loss": lambda x, t: torch.zeros(())}, TypeError, "output must nest tensors in tuples, lists, dicts and dataclasses, got set"),
     ({"feed": lambda x, t: {1}}, TypeError, "what feed returns must nest tensors in tuples, lists, dicts and dataclasses, got set"),
     ({"loss": lambda x, t: 3.0}, TypeError, "loss must return a tensor, got float"),
@@ -571,7 +533,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "kind", "text"), WRONG, ids=[t[:60] for _, _, t in WRONG])
-def test_wrong_arguments(change: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_wrong_arguments(change, kind, text):
     _, step, call = gru()
     given = {"step": step, "state": zeros(), "steps": 3, **call}
     accumext.rollout(**given)
@@ -579,7 +541,7 @@ def test_wrong_arguments(change: dict[str, Any], kind: type[Exception], text: st
         accumext.rollout(**{**given, **change})
 
 
-def test_other_errors() -> None:
+def test_other_errors():
     _, step, call = gru()
     text = r"^rollout: memory_budget must hold \d+ bytes: a segment's graph, and what it starts from, got 100$"
     with pytest.raises(ValueError, match=text):
@@ -589,17 +551,3 @@ def test_other_errors() -> None:
         accumext.rollout(lambda x, s: (x + s, s), zeros(), 3, loss=lambda x, t: x.sum())
     with pytest.warns(UserWarning, match="rollout: k1=2 has no effect without k2"):
         accumext.rollout(step, zeros(), 3, k1=2, **call)
-
-
-@pytest.mark.parametrize("steps", [4, 5, 9])
-def test_few_steps_with_small_states_and_large_graphs(steps: int) -> None:
-    weight = torch.ones(50000, requires_grad=True)
-
-    def step(x: Tensor, _: None) -> tuple[Tensor, None]:
-        return (x * weight).exp().mean() - 1, None
-
-    call = {"loss": lambda x, t: x, "start": torch.zeros(())}
-    out = accumext.rollout(step, None, steps, reduction="sum", **call)
-    out.loss.backward()
-    assert out.loss == 0
-    torch.testing.assert_close(weight.grad, torch.ones_like(weight) * 0)

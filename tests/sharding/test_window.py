@@ -1,7 +1,5 @@
 """Weights of sharded parameters, and which processes close a window together."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The end of a window, in torch's own loop and in the optimizer's, for tests that count."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """The number of examples of Hypothesis: few by default, as many as a test asks for in CI."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 
 # --hypothesis-profile: "default" is what everybody runs, "ci" what .ci/run does; "nightly" is for

@@ -7,8 +7,6 @@ and every header of the copy's csrc are part of it. All else, linking above all,
 own.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

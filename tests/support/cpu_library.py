@@ -1,7 +1,5 @@
 """The CPU library as a test compiles it: with flags of its own, or other sources."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

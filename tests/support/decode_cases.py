@@ -1,14 +1,14 @@
 """Calls of the decoder's kernels with what must come out, in float64 and from the definition: for
 the kernels on the host and on a GPU alike."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from support.samples import assert_drawn, kept_shares
 
 ROWS, COLUMNS = "rows", "columns"
 # Layouts in memory of a matrix of values, with NaN elsewhere.
@@ -113,17 +113,8 @@ def assert_samples(
     uniforms: Tensor,  # [M]
     temperature: float,
 ) -> None:
-    """Each token is where the running sum passes the threshold, or as near to that as sums in
-    another order come."""
-    z = values.double()
-    p = ((z - z.amax(1, keepdim=True)) / temperature).softmax(1)
-    running = p.cumsum(1)
-    at = tokens[:, None]
-    reached, mass = running.gather(1, at)[:, 0], p.gather(1, at)[:, 0]
     tolerance = 4 * TOTAL_RTOL[values.dtype]
-    assert (mass > 0.0).all()
-    assert (reached > uniforms - tolerance).all()
-    assert (reached - mass <= uniforms + tolerance).all()
+    assert_drawn(tokens, kept_shares(values, temperature=temperature), uniforms, tolerance)
 
 
 def _close(got: Tensor, want: Tensor, rtol: float, atol: float = 0.0) -> None:

@@ -1,7 +1,5 @@
 """The decoder by its definition: a plain autograd loop over tokens that are given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 CELLS = {
     "gru_cell": (nn.GRUCell, None),
@@ -107,10 +106,9 @@ def decode(
     """Loss [T, B] per token, their divisor under "mean", and logits [T, B, V]; TBPTT(k1, k2) under
     `windows`."""
     live = torch.ones_like(targets, dtype=torch.bool) if live is None else live
-    steps = len(targets)
 
-    def run(begin: int, end: int, state: Any) -> tuple[list[Tensor], list[Tensor], Any]:
-        losses, logits = [], []
+    def run(begin: int, end: int, state: Any) -> tuple[list[tuple[Tensor, Tensor]], Any]:
+        found = []
         for t in range(begin, end):
             x = F.dropout(decoder.embedding(inputs[t]), embedding_dropout)
             if resets is not None:
@@ -120,37 +118,19 @@ def decode(
             if outputs is not None:
                 outputs.append(torch.where(live[t][:, None], output, 0))
             z = decoder.head(F.dropout(output, output_dropout))
-            loss = F.cross_entropy(
-                z,
-                targets[t].where(live[t], ignore_index),
-                weight=class_weight,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                reduction="none",
-            )
+            wanted = targets[t].where(live[t], ignore_index)
+            options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+            loss = F.cross_entropy(z, wanted, class_weight, reduction="none", **options)
             if objective is not None:
                 loss = objective(t, z, loss)
             counted = live[t] & (targets[t] != ignore_index)
-            losses.append((loss + z_loss * z.logsumexp(-1).square()) * counted)
-            logits.append(z)
+            found.append(((loss + z_loss * z.logsumexp(-1).square()) * counted, z))
         if states is not None:
             states.append(state)
-        return losses, logits, state
+        return found, state
 
-    if windows is None:
-        losses, logits, _ = run(0, steps, decoder.state)
-    else:
-        k1, k2 = windows
-        starts = [decoder.state]  # before every step, without a graph but for the first
-        for t in range(steps):
-            starts.append(_detach(run(t, t + 1, _detach(starts[-1]))[2]))
-        losses, logits = [], []
-        for end in [*range(k1, steps, k1), steps]:
-            begin = len(losses)
-            first = begin if k1 == k2 else max(0, end - k2)
-            some, seen, _ = run(first, end, starts[first])
-            losses += some[begin - first :]
-            logits += seen[begin - first :]
+    found, _ = truncated(run, decoder.state, len(targets), *(windows or (None, None)))
+    losses, logits = zip(*found)
     counted = live & (targets != ignore_index)
     weights = counted.to(losses[0].dtype)
     if class_weight is not None:
@@ -164,8 +144,33 @@ def _select(live: Tensor, new: Any, old: Any) -> Any:
     return torch.where(live[:, None], new, old)  # the batch is the last but one in every cell here
 
 
-def _detach(state: Any) -> Any:
-    return tuple(s.detach() for s in state) if isinstance(state, tuple) else state.detach()
+def truncated(
+    run: Callable[[int, int, Any], tuple[list[Any], Any]],
+    initial: Any,
+    steps: int,
+    k1: int | None,
+    k2: int | None,
+) -> tuple[list[Any], Any]:
+    """TBPTT(k1, k2) by its definition: every window runs again from the detached state k2 steps
+    before its end. `run(begin, end, state)` returns what each step gives, and the last state; so
+    does this, with each step once. Without k2 there is one window."""
+    if k2 is None:
+        return run(0, steps, initial)
+    states = [initial]  # before every step, without a graph but for the first
+    for t in range(steps):
+        states.append(detached(run(t, t + 1, detached(states[-1]))[1]))
+    found: list[Any] = []
+    state = initial
+    for end in [*range(k1 or k2, steps, k1 or k2), steps]:
+        begin = len(found)
+        first = begin if k1 in (None, k2) else max(0, end - k2)
+        some, state = run(first, end, states[first])
+        found += some[begin - first :]
+    return found, state
+
+
+def detached(state: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
 
 
 def relative_distance(actual: list[Tensor], expected: list[Tensor]) -> float:

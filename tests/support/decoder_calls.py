@@ -1,7 +1,5 @@
 """Calls of the decoder's operators on small tensors, for a GPU and for its stand-in on the host."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ class Call(NamedTuple):
     def __call__(self) -> None:
         getattr(torch.ops.accumext, self.op)(*self.arguments)
 
-    def to(self, device: str) -> Call:
+    def to(self, device: str) -> "Call":
         """A copy on a device; strides stay as they are."""
 
         def moved(leaf: Any) -> Any:

@@ -1,8 +1,6 @@
 """Calls of `decode_loss` on small decoders: one table of its options, and one comparison of all
 that comes out with the plain loop."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import accumext
 from support.decode_oracle import Decoder, decode, relative_distance
@@ -20,21 +18,6 @@ STEPS, BATCH, VOCABULARY = 7, 3, 13
 TARGETS = torch.arange(6 * BATCH).view(6, BATCH) % VOCABULARY
 EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
 SEED = 7
-
-# k1 and k2: every step, overlapping windows, windows longer than the sequence.
-PERIODS = [
-    (1, 1),
-    (1, 2),
-    (1, 7),
-    (2, 2),
-    (2, 5),
-    (3, 4),
-    (4, 8),
-    (5, 11),
-    (8, 8),
-    (20, 20),
-    (4, 50),
-]
 
 Call = dict[str, Any]
 Option = Callable[[int, int, int], Call]  # of the steps T, the batch B and the vocabulary V
@@ -121,15 +104,11 @@ def options(names: Iterable[str], t: int = STEPS, b: int = BATCH, v: int = VOCAB
         call |= (EVERY_OPTION | FEEDBACKS)[name](t, b, v)
     if call.get("reduction", "mean") != "mean":
         call.pop("num_items", None)
-    if "k2" in call:  # where the plain loop draws masks anew
-        call = {name: value for name, value in call.items() if "dropout" not in name}
-    if (
-        "steps" in call
-    ):  # there are no targets to ignore, and the state says how many rows there are
-        call = {
-            name: value for name, value in call.items() if name not in ("ignore_index", "state")
-        }
-    return call
+    # With windows the plain loop draws masks anew; without targets none is ignored, and the state
+    # says how many rows there are.
+    excluded = ["embedding_dropout", "output_dropout"] if "k2" in call else []
+    excluded += ["ignore_index", "state"] if "steps" in call else []
+    return {name: value for name, value in call.items() if name not in excluded}
 
 
 def targets_with_holes(steps: int = STEPS, hole: int = -100) -> Tensor:
@@ -157,6 +136,19 @@ def run(
 def raises(kind: type[Exception], text: str) -> Any:
     """An error of `decode_loss` that begins with this text."""
     return pytest.raises(kind, match=rf"^decode_loss: {re.escape(text)}")
+
+
+class WholeModel(nn.Module):
+    """A model as people have it: (tokens [B], state) -> (logits [B, V], state)."""
+
+    def __init__(self, vocabulary: int, size: int) -> None:
+        super().__init__()
+        self.words, self.rnn = nn.Embedding(vocabulary, size), nn.GRUCell(size, size)
+        self.out = nn.Linear(size, vocabulary)
+
+    def forward(self, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.rnn(self.words(token), state)
+        return self.out(state), state
 
 
 def parts_of(state: Any) -> list[Tensor]:

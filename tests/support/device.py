@@ -1,7 +1,5 @@
 """The host's use of a device, seen on a CPU: its reads, and the kernels that it launches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The effects of a call on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

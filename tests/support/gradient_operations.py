@@ -1,7 +1,5 @@
 """One good call of each gradient operation; a test replaces an argument of it, or looks at all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

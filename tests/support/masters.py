@@ -1,7 +1,5 @@
 """A half-precision model with float32 masters."""
 
-from __future__ import annotations
-
 import torch
 
 import accumext

@@ -4,8 +4,6 @@ Faults mostly depend on one setting or on two together, so of a test with more t
 those run by default that between them hold every pair of values; the others get the marker `full`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,14 +1,14 @@
 """Losses of whole distributions: what `head_objective` is to find, by autograd on their definition
 in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from support.objectives import divergence, entropy
 
 STATS = ("logsumexp", "target_logit", "entropy", "divergence", "target_gradient")
 # Relative to the largest value. In float64 sums over the vocabulary are in another order; in
@@ -37,7 +37,7 @@ class Problem:
     indices: Tensor | None
     teacher: tuple[Tensor, Tensor, Tensor | None] | None  # hidden, weight, bias
 
-    def to(self, device: str) -> Problem:
+    def to(self, device: str) -> "Problem":
         """A copy there."""
         moved = tree_map(
             lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, vars(self)
@@ -46,33 +46,27 @@ class Problem:
 
     def loss(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of logits [M, V] the losses, entropies and divergences [M], by definition."""
-        lse, log_p = z.logsumexp(1), z.log_softmax(1)
-        entropy = torch.distributions.Categorical(logits=z).entropy()
-        tempered = (z / self.temperature).log_softmax(1)
-        divergence = torch.zeros_like(lse)
+        lse, own = z.logsumexp(1), entropy(z)
+        distance = torch.zeros_like(lse)
         if self.teacher is not None:
             hidden, weight, bias = (None if t is None else t.double() for t in self.teacher)
-            u = torch.nn.functional.linear(hidden, weight, bias) / self.temperature
-            divergence = torch.nn.functional.kl_div(
-                tempered, u.log_softmax(1), reduction="none", log_target=True
-            ).nan_to_num(0.0).sum(1)  # fmt: skip
+            head = (weight, bias, hidden)
+            distance = distance + divergence(z, head, slice(None), self.temperature)
         if self.probabilities is not None:
-            at = tempered.gather(1, self.indices)
-            q = self.probabilities.double()
-            divergence = divergence + torch.nn.functional.kl_div(at, q, reduction="none").sum(1)
-        assert log_p.shape == z.shape
-        loss = self.share.double() * lse + self.z_loss * lse**2 - self.entropy_weight * entropy
-        return loss + self.soft_scale * self.temperature * divergence, entropy, divergence
+            some = (self.probabilities.double(), self.indices)
+            distance = distance + divergence(z, some, slice(None), self.temperature)
+        loss = self.share.double() * lse + self.z_loss * lse**2 - self.entropy_weight * own
+        return loss + self.soft_scale * self.temperature * distance, own, distance
 
     def expected(self) -> tuple[dict[str, Tensor], Tensor]:
         """The statistics, and the gradient by the logits, 0 at the targets."""
         bias = None if self.bias is None else self.bias.double()
         rounded = self.hidden.to(self.weight.dtype).double()
         z = torch.nn.functional.linear(rounded, self.weight.double(), bias).requires_grad_()
-        loss, entropy, divergence = self.loss(z)
+        loss, own, distance = self.loss(z)
         (d_z,) = torch.autograd.grad(loss.sum(), z)
         at = self.targets[:, None]
-        found = z.logsumexp(1), z.gather(1, at)[:, 0], entropy, divergence, d_z.gather(1, at)[:, 0]
+        found = z.logsumexp(1), z.gather(1, at)[:, 0], own, distance, d_z.gather(1, at)[:, 0]
         stats = dict(zip(STATS, (f.detach() for f in found), strict=True))
         return stats, d_z.scatter(1, at, 0.0)
 

@@ -1,7 +1,5 @@
 """Files that all workers of a test session share: made by the first that needs them."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The reference of AccumulatingOptimizer: the window's gradient by hand, in plain PyTorch."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -65,10 +63,7 @@ def scalar(value: float = 0.0) -> nn.Parameter:
 
 
 def wrapped_zeros(
-    window: int = 1,
-    shape: int | Sequence[int] = (),
-    dtype: torch.dtype = torch.float32,
-    **kwargs,
+    window: int = 1, shape: int | Sequence[int] = (), dtype: torch.dtype = torch.float32, **kwargs
 ) -> tuple[nn.Parameter, AccumulatingOptimizer]:
     """A parameter of zeros, with a name, and an optimizer around it."""
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))

@@ -1,7 +1,5 @@
 """References of gradient operations: exact data, float64 truth, bounds on errors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

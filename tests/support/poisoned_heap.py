@@ -5,8 +5,6 @@
 0xFFFFFFFF, the default, is NaN in every floating-point type.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

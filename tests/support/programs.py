@@ -1,7 +1,5 @@
 """Programs that tests run: the compiler, and scripts of the checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -18,6 +16,13 @@ NO_WARNINGS = {"PYTHONWARNINGS": ",".join(f"error:{op}:UserWarning" for op in _O
 
 def compiler() -> list[str]:
     return (os.environ.get("CXX") or "c++").split()
+
+
+def executable(path: Path, script: str) -> str:
+    """The path of a shell script, which is written there."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 def sanitizer_runtime(name: str) -> Path | None:

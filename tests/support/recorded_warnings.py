@@ -1,7 +1,5 @@
 """Warnings of a piece of code, and of nothing else."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Iterator

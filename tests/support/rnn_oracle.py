@@ -1,7 +1,5 @@
 """References of recurrent operators: torch's cells in float64, one step at a time."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Sampling from some of the words, by sorting all of them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -14,14 +12,13 @@ def kept_shares(
 ) -> Tensor:
     """The probabilities that are drawn from: of the k likeliest words, and of the fewest of these
     whose share of their sum is p; of equals the first."""
-    p, order = (
-        (logits.double() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    )
-    p = p * (torch.arange(p.shape[-1]) < (p.shape[-1] if top_k is None else top_k))
+    p = (logits.double() / temperature).softmax(-1)
+    p, order = p.sort(dim=-1, descending=True, stable=True)
+    words = torch.arange(p.shape[-1], device=p.device)
+    p = p * (words < (len(words) if top_k is None else top_k))
     if top_p is not None:
         before = (p.cumsum(-1) - p) / p.sum(-1, keepdim=True)
-        first = torch.arange(p.shape[-1]) == 0
-        p = p * ((before < top_p) | first)
+        p = p * ((before < top_p) | (words == 0))
     shares = torch.zeros_like(p).scatter(-1, order, p)
     return shares / shares.sum(-1, keepdim=True)
 

@@ -4,10 +4,6 @@ The kernel fills tensors with 42, so that a result tells which kernel answered; 
 seconds.
 """
 
-from __future__ import annotations
-
-import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -17,8 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import accumext
 
@@ -46,25 +40,6 @@ NATIVE, REFERENCE = "42.0", "1.0"
 COMPILER: dict[str, str] = {}  # CXX, where all tests of a session share one
 
 
-@functools.cache
-def as_user(user: int | None) -> tuple[str, ...]:
-    """Return the prefix of a command that runs as another user and still reads this Python.
-
-    Python often lies in a folder that its owner alone can enter: where root may pass the capability
-    to read everything on, the other user gets it. It does not let him write anywhere.
-    """
-    if user is None:
-        return ()
-    plain = ("setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups")
-    reading = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
-    for command in (plain, plain + reading):
-        with contextlib.suppress(OSError):
-            probe = [*command, sys.executable, "-c", "import torch"]
-            if subprocess.run(probe, check=False, capture_output=True).returncode == 0:
-                return command
-    pytest.skip(f"other users cannot be acted as, or cannot read {sys.prefix}")
-
-
 class Tree:
     """A source tree of the package that nothing was installed from."""
 
@@ -78,31 +53,22 @@ class Tree:
         self.cache = folder / "extensions"
         self.installed = folder / "accumext" / "backend" / "_C_cpu.abi3.so"
 
-    def start(
-        self, code: str, user: int | None = None, **variables: str | None
-    ) -> subprocess.Popen[str]:
-        """Run Python in this tree, as another user if one is given (as root can).
-
-        A variable that is None is unset.
-        """
+    def start(self, code: str, **variables: str) -> subprocess.Popen[str]:
+        """Run Python in this tree."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCUMEXT_")}
         clean |= {"PYTHONPATH": str(self.folder), "TORCH_EXTENSIONS_DIR": str(self.cache)}
-        if user is None:  # others cannot write to what it keeps
-            clean |= COMPILER
         return subprocess.Popen(
-            [*as_user(user), sys.executable, "-c", code],
+            [sys.executable, "-c", code],
             cwd=self.folder,
-            env={name: value for name, value in (clean | variables).items() if value is not None},
+            env=clean | COMPILER | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
 
-    def run(
-        self, code: str, user: int | None = None, **variables: str | None
-    ) -> subprocess.CompletedProcess[str]:
-        with self.start(code, user, **variables) as process:
+    def run(self, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        with self.start(code, **variables) as process:
             try:
                 out, err = process.communicate(timeout=100)
             except subprocess.TimeoutExpired:
@@ -110,9 +76,9 @@ class Tree:
                 raise
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-    def show(self, user: int | None = None, **variables: str | None) -> tuple[str, str, str]:
+    def show(self, **variables: str) -> tuple[str, str, str]:
         """The result of one call, the backend and the reason."""
-        done = self.run(SHOW, user, **variables)
+        done = self.run(SHOW, **variables)
         assert done.returncode == 0, done.stderr
         result, backend, reason = done.stdout.strip().split("|")
         return result, backend, reason

@@ -1,7 +1,5 @@
 """Tensors of a test: their dtypes, where they lie, and when they are equal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Numbers of a window and what follows from them, by definition: for every implementation of it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import NamedTuple

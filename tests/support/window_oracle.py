@@ -5,8 +5,6 @@ window is a weighted sum, or with window=1 what lies in `.grad`, and the wrapped
 torch's own, on parameters of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
