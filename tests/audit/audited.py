@@ -4,9 +4,8 @@ Everywhere `watch` stands around a loop: the audit, or `Plain`, which looks on b
 and parameters are the same at every call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ IGNORED = -100
 
 Batch = tuple[Tensor, Tensor]
 Watch = Callable[..., Any]
+Looping = Callable[..., Any]  # of a watch, or of a watch, a model and its optimizer
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -63,12 +63,11 @@ def scaler_of(**options: Any) -> GradScaler:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def rows(count: int = 4 * N, size: int = 8) -> list[Batch]:
-    """Inputs [size, 16] and classes [size]."""
+def rows(count: int = 4 * N) -> list[Batch]:
+    """Inputs [8, 16] and classes [8]."""
     g = torch.Generator().manual_seed(2)
     return [
-        (torch.randn(size, 16, generator=g), torch.randint(8, (size,), generator=g))
-        for _ in range(count)
+        (torch.randn(8, 16, generator=g), torch.randint(8, (8,), generator=g)) for _ in range(count)
     ]
 
 
@@ -92,8 +91,8 @@ def sentences(count: int, steps: int = 30, vocabulary: int = 11) -> list[Batch]:
     ]
 
 
-def of_rows(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
-    return cross_entropy(model(x), y, reduction=reduction)
+def of_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x), y)
 
 
 def of_labels(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
@@ -105,6 +104,13 @@ def windows_of(batches: Sequence[Batch]) -> list[Sequence[Batch]]:
 
 
 # --- the loop -------------------------------------------------------------------------------------
+
+
+def run(loop: Looping, watch: Watch) -> Any:
+    """A loop, with a network and SGD if it takes them."""
+    model = network()
+    own = len(signature(loop).parameters) == 1
+    return loop(watch) if own else loop(watch, model, sgd(model))
 
 
 def nothing(*_: object) -> None:
@@ -134,7 +140,7 @@ def train(
     it has another `step` or another way to `clear` gradients.
     """
 
-    def usual_step() -> None:
+    def usual_step():
         if scaler is None:
             optimizer.step()
         else:

@@ -1,22 +1,8 @@
 """The loops and processes of tests/conformance, which are run here under an audit."""
 
-from __future__ import annotations
-
 import sys
 
-import pytest
 from support import ROOT
 
-CONFORMANCE = str(ROOT / "tests" / "conformance")
-if CONFORMANCE not in sys.path:
-    sys.path.append(CONFORMANCE)
-
-
-@pytest.fixture
-def forget_accelerate():
-    """Accelerate's state is one per process; no test may leave it to the next."""
-    yield
-    state = sys.modules.get("accelerate.state")
-    if state is not None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
+sys.path.append(str(ROOT / "tests" / "conformance"))
+from your_loops import forget_accelerate as forget_accelerate

@@ -1,7 +1,5 @@
 """Loops of several processes, as in wrong_loops.py: each takes what stands around it."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from typing import Any
@@ -83,7 +81,7 @@ def reduced_by_hand(rank: int, world: int, watch: Watch) -> Any:
     """No DistributedDataParallel: gradients are all-reduced before the step."""
     model = network()
 
-    def reduce() -> None:
+    def reduce():
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= world
@@ -116,15 +114,14 @@ def scenario(rank: int, world: int, loop: Any, given: str) -> dict[str, Any]:
     """`given`: what the audit is told, which is the DDP module, what is in it, or nothing."""
     models = []
 
-    def watch(model: Any, optimizer: Any) -> Audit:
+    def watch(model, optimizer):
         models.append(model)
         told = {"ddp": model, "inside": getattr(model, "module", model), "none": None}
         return accumext.audit(told[given], optimizer)
 
     audit, plain = loop(rank, world, watch), loop(rank, world, Plain)
     watched, alone = ([p.detach() for p in m.parameters()] for m in (*models, plain.model))
-    first = plain.steps[0]
-    return seen(audit, watched, alone, before=first.before, gradient=first.gradient)
+    return seen(audit, watched, alone, gradient=plain.steps[0].gradient)
 
 
 def sharded(rank: int, world: int, divisor: int) -> dict[str, Any]:
@@ -148,7 +145,7 @@ def stopped(rank: int, world: int) -> list[tuple[str, float]]:
     """As the command does it: the loop is ended when two windows are complete."""
     audits = []
 
-    def watch(model: Any, optimizer: Any) -> Audit:
+    def watch(model, optimizer):
         audits.append(Audit(Observer(model, optimizer, 2, stops=True), None))
         return audits[0]
 

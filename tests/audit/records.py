@@ -5,8 +5,6 @@ has the gradient that its own factors say; a step has used a sum of passes, with
 chooses.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence

@@ -1,40 +1,22 @@
 """Right loops: those of torch's documentation, written anew, those that look like mistakes, and
-loops of the wrapper."""
-
-from __future__ import annotations
+loops of the wrapper. Beside them, both sides of examples/from_your_loop are right, too."""
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
+import audited
 import torch
-from audited import (
-    IGNORED,
-    LABELS,
-    N,
-    Watch,
-    adam,
-    network,
-    of_labels,
-    of_rows,
-    rows,
-    scaler_of,
-    sgd,
-    tagged,
-    train,
-    windows_of,
-)
-from torch import Tensor, nn
+from audited import Looping, N, adam, network, of_rows, rows, scaler_of, sgd, train
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
-import accumext
+from accumext import AccumulatingOptimizer
 
-RIGHT: list[Callable[[Watch], Any]] = []
+RIGHT: list[Looping] = []
 
 
-def right(loop: Callable[[Watch], Any]) -> Callable[[Watch], Any]:
+def right(loop: Looping) -> Looping:
     RIGHT.append(loop)
     return loop
 
@@ -42,68 +24,48 @@ def right(loop: Callable[[Watch], Any]) -> Callable[[Watch], Any]:
 # --- mixed precision ------------------------------------------------------------------------------
 
 
-def in_bfloat16(*of: Any) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return of_rows(*of)
-
-
-@right
-def amp_with_clipping(watch: Watch) -> Any:
-    """As in the recipe; `unscale_`, then the clip."""
-    model, scaler = network(), scaler_of(growth_interval=2)
-    optimizer = sgd(model)
-
-    def clip() -> None:
+def clipping(model, optimizer, scaler):
+    def clip():
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
 
-    return train(watch, model, optimizer, rows(6), in_bfloat16, n=1, scaler=scaler, before=clip)
+    return {"scaler": scaler, "before": clip}
 
 
 @right
-def amp_with_accumulation(watch: Watch) -> Any:
-    """Scaled and divided losses, and the scaler once per window."""
-    model = network()
-    return train(watch, model, sgd(model), None, in_bfloat16, scaler=scaler_of(growth_interval=1))
+def amp_with_clipping(watch, model, optimizer):
+    """As in the recipe; `unscale_`, then the clip."""
+
+    def in_bfloat16(*of):
+        with torch.autocast("cpu", torch.bfloat16):
+            return of_rows(*of)
+
+    options = clipping(model, optimizer, scaler_of(growth_interval=2))
+    return train(watch, model, optimizer, rows(6), in_bfloat16, n=1, **options)
 
 
 @right
-def amp_with_an_overflow(watch: Watch) -> Any:
+def amp_with_an_overflow(watch, model, optimizer):
     """A first scale that is too large: one step is skipped, and the scale halved."""
-    model = network()
-    return train(watch, model, sgd(model), rows(6), n=1, scaler=scaler_of(init_scale=2.0**127))
+    return train(watch, model, optimizer, rows(6), n=1, scaler=scaler_of(init_scale=2.0**127))
 
 
 @right
-def amp_switched_off(watch: Watch) -> Any:
+def amp_switched_off(watch):
     """A GradScaler with `enabled=False`, and a loss that weighs half."""
-    model, scaler = network(), scaler_of(enabled=False)
-    optimizer = adam(model)
-
-    def clip() -> None:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    return train(watch, model, optimizer, divisor=2 * N, scaler=scaler, before=clip)
-
-
-# --- what a micro-batch weighs --------------------------------------------------------------------
-
-
-@right
-def accumulation(watch: Watch) -> Any:
-    """Every loss divided by n, a step every n batches, clipped."""
     model = network()
-    return train(
-        watch, model, adam(model), before=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    )
+    optimizer = adam(model)
+    options = clipping(model, optimizer, scaler_of(enabled=False))
+    return train(watch, model, optimizer, divisor=2 * N, **options)
+
+
+# --- losses, graphs and windows -------------------------------------------------------------------
 
 
 @right
-def windows_that_grow(watch: Watch) -> Any:
+def windows_that_grow(watch, model, optimizer):
     """A larger batch later in the training: windows of 1, 2, 4 and 8, each divided by its own."""
-    model, batches = network(), iter(rows(15))
-    optimizer = sgd(model)
+    batches = iter(rows(15))
     with watch(model, optimizer) as audit:
         for n in (1, 2, 4, 8):
             for _ in range(n):
@@ -113,41 +75,10 @@ def windows_that_grow(watch: Watch) -> Any:
     return audit
 
 
-def sum_of_labels(*of: Any) -> Tensor:
-    return of_labels(*of, "sum")
-
-
 @right
-def mean_over_tokens(watch: Watch) -> Any:
-    """Sums over tokens, divided by the tokens of the window."""
-    model = network()
-    return train(watch, model, sgd(model), tagged(), sum_of_labels, divisor=sum(LABELS))
-
-
-@right
-def divided_at_the_step(watch: Watch) -> Any:
-    """Sums over tokens, whose gradient is divided by the window's tokens before the step."""
-    model = network()
-
-    def divide() -> None:
-        for parameter in model.parameters():
-            parameter.grad /= sum(LABELS)
-
-    return train(watch, model, sgd(model), tagged(), sum_of_labels, divisor=1, before=divide)
-
-
-# --- losses and graphs ----------------------------------------------------------------------------
-
-
-class Critic(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*network(16, 1))
-
-
-@right
-def discriminator(watch: Watch) -> Any:
+def discriminator(watch):
     """A GAN: real, fake and generator; three backward passes, two optimizers."""
-    both = nn.ModuleDict({"g": network(8, 16), "d": Critic()})
+    both = nn.ModuleDict({"g": network(8, 16), "d": network(16, 1)})
     g, d = both["g"], both["d"]
     optimizers = {name: adam(model, betas=(0.5, 0.999)) for name, model in both.items()}
     noise = torch.Generator().manual_seed(4)
@@ -166,10 +97,10 @@ def discriminator(watch: Watch) -> Any:
 
 
 @right
-def variational_autoencoder(watch: Watch) -> Any:
+def variational_autoencoder(watch):
     """The sum of a reconstruction and of a divergence over the batch, undivided; it draws."""
 
-    def loss_of(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+    def loss_of(model, x, _):
         mean, log_variance = model["encoder"](x).chunk(2, 1)
         code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
         rebuilt = F.mse_loss(model["decoder"](code), x, reduction="sum")
@@ -180,43 +111,32 @@ def variational_autoencoder(watch: Watch) -> Any:
 
 
 @right
-def two_backward_passes(watch: Watch) -> Any:
-    """A loss for the classes and one for the norm of the logits, each with its own pass."""
-    model, batches = network(), rows(6)
-
-    def second(i: int) -> None:
-        (0.1 * F.mse_loss(model(batches[i][0]), torch.zeros(8, 8))).backward()
-
-    return train(watch, model, sgd(model), batches, n=1, each=second)
-
-
-@right
-def gradient_penalty(watch: Watch) -> Any:
+def gradient_penalty(watch):
     """The norm of the gradient for the input, with `create_graph`."""
 
-    def loss_of(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+    def loss_of(model, x, _):
         x = x.clone().requires_grad_()
         score = model(x)
         (grad,) = torch.autograd.grad(score.sum(), x, create_graph=True)
         return score.mean() + 10 * (grad.norm(dim=1) - 1).square().mean()
 
-    model = Critic()
+    model = network(16, 1)
     return train(watch, model, adam(model), rows(6), loss_of, n=1)
 
 
 @right
-def checkpointed(watch: Watch) -> Any:
+def checkpointed(watch):
     """A part of the model is computed again in the backward pass; dropout, in-place activations."""
 
-    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def loss_of(model, x, y):
         return F.cross_entropy(model[3](checkpoint(model[:3], x, use_reentrant=False)), y)
 
     model = nn.Sequential(network(16, 32), nn.ReLU(inplace=True), nn.Dropout(0.2), network(32, 8))
-    return train(watch, model, sgd(model), None, loss_of)
+    return train(watch, model, sgd(model), loss_of=loss_of)
 
 
 @right
-def losses_of_all_kinds(watch: Watch) -> Any:
+def losses_of_all_kinds(watch, model, optimizer):
     """Smoothed labels, weighted classes, and losses of numbers: a window of each, then a step."""
     weight = torch.linspace(0.5, 2.0, 8)
     kinds = [
@@ -229,21 +149,20 @@ def losses_of_all_kinds(watch: Watch) -> Any:
         lambda z, y: -(z.log_softmax(1).gather(1, y[:, None]) * 0.7).mean(),  # of a policy
     ]
     each = iter([kind for kind in kinds for _ in range(N)])
-    model = network()
-    return train(
-        watch, model, sgd(model), rows(N) * len(kinds),
-        lambda model, x, y: next(each)(model(x), y), windows=len(kinds),
-    )  # fmt: skip
+
+    def loss_of(model, x, y):
+        return next(each)(model(x), y)
+
+    return train(watch, model, optimizer, rows(N) * len(kinds), loss_of, windows=len(kinds))
 
 
 # --- gradients that are more than a sum of passes -------------------------------------------------
 
 
 @right
-def gradients_by_hand(watch: Watch) -> Any:
+def gradients_by_hand(watch, model, optimizer):
     """`torch.autograd.grad`, and its results put into `.grad`."""
-    model = network()
-    optimizer, parameters = sgd(model), list(model.parameters())
+    parameters = list(model.parameters())
     with watch(model, optimizer) as audit:
         for x, y in rows(6):
             grads = torch.autograd.grad(of_rows(model, x, y), parameters)
@@ -254,10 +173,8 @@ def gradients_by_hand(watch: Watch) -> Any:
 
 
 @right
-def a_pass_that_fails(watch: Watch) -> Any:
+def a_pass_that_fails(watch, model, optimizer):
     """A micro-batch whose backward pass raises half way, and a loop that goes on."""
-    model = network()
-    optimizer = sgd(model)
     with watch(model, optimizer) as audit:
         for i, (x, y) in enumerate(rows()):
             hidden = model[1](model[0](x))
@@ -275,12 +192,12 @@ def a_pass_that_fails(watch: Watch) -> Any:
 
 
 @right
-def lbfgs(watch: Watch) -> Any:
+def lbfgs(watch):
     """An optimizer that calls a closure as often as it likes."""
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
 
-    def closure() -> Tensor:
+    def closure():
         optimizer.zero_grad()
         loss = of_rows(model, *rows(1)[0])
         loss.backward()
@@ -293,12 +210,12 @@ def lbfgs(watch: Watch) -> Any:
 
 
 @right
-def step_in_backward(watch: Watch) -> Any:
+def step_in_backward(watch):
     """An optimizer for every parameter, which steps as soon as its gradient is there."""
     model = network()
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
-    def hook(parameter: Tensor) -> None:
+    def hook(parameter):
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
@@ -311,13 +228,11 @@ def step_in_backward(watch: Watch) -> Any:
 
 
 @right
-def one_cycle(watch: Watch) -> Any:
+def one_cycle(watch, model, optimizer):
     """A schedule in steps, made inside the block, whose first rate torch sets by a step."""
-    model = network()
-    optimizer = sgd(model)
     with watch(model, optimizer) as audit:
         schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
-        for window in windows_of(rows()):
+        for window in audited.windows_of(rows()):
             for x, y in window:
                 (of_rows(model, x, y) / N).backward()
             optimizer.step()
@@ -327,25 +242,7 @@ def one_cycle(watch: Watch) -> Any:
 
 
 @right
-def warm_up_and_plateau(watch: Watch) -> Any:
-    """A sequence of two schedules in steps, and one that looks at the loss of an epoch."""
-    model = network()
-    optimizer = sgd(model)
-    warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-    cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
-    schedule = lr_scheduler.SequentialLR(optimizer, [warm, cosine], milestones=[2])
-    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-
-    def end(i: int) -> None:
-        schedule.step()
-        if i % 2:
-            plateau.step(of_rows(model, *rows(1)[0]).detach())
-
-    return train(watch, model, optimizer, rows(6), n=1, end=end)
-
-
-@right
-def fused(watch: Watch) -> Any:
+def fused(watch):
     """SGD in one kernel, with momentum, zeros instead of None, and two groups."""
     model = network()
     groups = [
@@ -357,41 +254,25 @@ def fused(watch: Watch) -> Any:
 
 
 @right
-def an_optimizer_for_each_half(watch: Watch) -> Any:
-    """Encoder and decoder have an optimizer each, which step together."""
-    model = nn.ModuleDict({"encoder": network(16, 32), "decoder": network(32, 8)})
-    other = adam(model["decoder"])
-
-    def end(_: int) -> None:
-        other.step()
-        other.zero_grad()
-
-    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model["decoder"](model["encoder"](x)), y)
-
-    return train(watch, model, sgd(model["encoder"]), rows(6), loss_of, n=1, end=end)
-
-
-@right
-def sparse_gradients(watch: Watch) -> Any:
+def sparse_gradients(watch):
     """An embedding whose gradients are sparse."""
     table = nn.Embedding(100, 16, sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters(), lr=1e-2)
-    return train(watch, table, optimizer, None, lambda table, x, y: F.mse_loss(table(y), x))
+    return train(watch, table, optimizer, loss_of=lambda table, x, y: F.mse_loss(table(y), x))
 
 
 # --- the wrapper ----------------------------------------------------------------------------------
 
 
 @right
-def window_of_the_wrapper(watch: Watch) -> Any:
+def window_of_the_wrapper(watch, model, optimizer):
     """Scaled, weighted by tokens, clipped, and the rest flushed."""
-    model, scaler = network(), scaler_of(growth_interval=2)
-    optimizer = accumext.AccumulatingOptimizer(sgd(model), window=N, max_norm=0.1, scaler=scaler)
+    options = {"max_norm": 0.1, "scaler": scaler_of(growth_interval=2)}
+    optimizer = AccumulatingOptimizer(optimizer, window=N, **options)
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
     with watch(model, optimizer) as audit:
-        for x, y in tagged(3 * N + 2):
-            optimizer.backward(of_labels(model, x, y), weight=(y != IGNORED).sum())
+        for x, y in audited.tagged(3 * N + 2):
+            optimizer.backward(audited.of_labels(model, x, y), weight=(y != audited.IGNORED).sum())
             optimizer.step()
             if optimizer.stepped:
                 schedule.step()
@@ -400,10 +281,10 @@ def window_of_the_wrapper(watch: Watch) -> Any:
 
 
 @right
-def half_precision_in_the_wrapper(watch: Watch) -> Any:
+def half_precision_in_the_wrapper(watch):
     """Parameters in bfloat16, summed in float32."""
     model = network().bfloat16()
-    optimizer = accumext.AccumulatingOptimizer(sgd(model), window=16)
+    optimizer = AccumulatingOptimizer(sgd(model), window=16)
     with watch(model, optimizer) as audit:
         for x, y in rows(32):
             optimizer.backward(of_rows(model, x.bfloat16(), y))

@@ -1,13 +1,11 @@
 """`python -m accumext audit script.py`: what the script sees, what comes out, what is put back."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ import torch
 from support import ROOT
 
 from accumext.__main__ import main
-from accumext.audit import _observe
 
 TRAIN = """
 import random, sys, time
@@ -40,16 +37,16 @@ Script = Callable[..., Path]
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Script:
+def script(tmp_path):
     """Write a training script, right if nothing else is said, of six steps."""
 
     def write(
-        begin: str = "torch.manual_seed(0)",
-        x: str = "torch.randn(8, 4)",
-        divisor: int = 2,
-        steps: int = 6,
-        end: str = "",
-    ) -> Path:
+        begin="torch.manual_seed(0)",
+        x="torch.randn(8, 4)",
+        divisor=2,
+        steps=6,
+        end="",
+    ):
         path = tmp_path / "train.py"
         path.write_text(TRAIN.format(begin=begin, x=x, divisor=divisor, steps=steps, end=end))
         return path
@@ -62,30 +59,24 @@ def audit(*arguments: object) -> int:
 
 
 @pytest.fixture(autouse=True)
-def put_back() -> Iterator[None]:
+def put_back():
     """What the command changes is as it was, however the script ends."""
 
-    def state() -> list[object]:
-        seen = [(owner, name) for owner, name, _ in _observe.Observer._patches(unused)]
-        values = [vars(owner)[name] for owner, name in seen]
+    def state():
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return [*values, hooks, sys.argv, [*sys.argv], [*sys.path], sys.modules["__main__"]]
+        patched = torch.Tensor.backward, torch.autograd.backward, torch.optim.Optimizer.__init__
+        return [*patched, hooks, sys.argv, [*sys.argv], [*sys.path], sys.modules["__main__"]]
 
-    unused = _observe.Observer(None, None, 1)
     before = state()
     yield
-    after = state()
-    assert len(before) == len(after) > 15
-    assert all(a is b or (type(a) is list and a == b) for a, b in zip(before, after, strict=True))
+    assert all(a is b or (type(a) is list and a == b) for a, b in zip(before, state(), strict=True))
 
 
 # --- exit codes, and output -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("windows", [None, 1, 5])
-def test_a_right_script_stops_after_so_many_windows(
-    windows: int | None, script: Script, capsys: Capture
-):
+def test_a_right_script_stops_after_so_many_windows(windows, script, capsys):
     options = [] if windows is None else ["--windows", windows]
     assert audit(*options, script()) == 0
     out, err = capsys.readouterr()
@@ -95,16 +86,7 @@ def test_a_right_script_stops_after_so_many_windows(
     assert not err
 
 
-def test_a_wrong_script(script: Script, capsys: Capture):
-    path = script(divisor=1)
-    line = 1 + path.read_text().split("\n").index("        (loss / 1).backward()")
-    assert audit(path) == 1
-    out = capsys.readouterr().out
-    assert f"1. divisor missing  (train.py:{line})" in out
-    assert out.count("accumext audit:") == 1
-
-
-def test_it_stops_through_what_the_script_catches(tmp_path: Path, script: Script, capsys: Capture):
+def test_it_stops_through_what_the_script_catches(tmp_path, script, capsys):
     body = textwrap.indent(script().read_text(), "    ")
     ends = "except Exception:\n    print('caught')\nfinally:\n    print('cleaned up')\n"
     path = tmp_path / "catches.py"
@@ -113,12 +95,6 @@ def test_it_stops_through_what_the_script_catches(tmp_path: Path, script: Script
     out = capsys.readouterr().out
     assert "caught" not in out
     assert out.index("cleaned up") < out.index("no findings in 2 windows")
-
-
-def test_a_script_that_is_done_sooner(script: Script, capsys: Capture):
-    assert audit(script(steps=1, end="print('at the end')")) == 0
-    out = capsys.readouterr().out
-    assert out.index("at the end") < out.index("no findings in 1 window")
 
 
 REFUSED = {
@@ -131,18 +107,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_is_refused(
-    line: str, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-):
+def test_what_is_refused(line, script, monkeypatch, capsys):
     monkeypatch.chdir(script(steps=0).parent)
     assert audit(*line.split()) == 2
     assert capsys.readouterr() == ("", f"accumext audit: {REFUSED[line]}\n")
-
-
-@pytest.mark.parametrize("arguments", [[], ["--windows=x", "train.py"], ["--unknown", "train.py"]])
-def test_arguments_that_argparse_refuses(arguments: list[str]):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        audit(*arguments)
 
 
 # --- what a script sees ---------------------------------------------------------------------------
@@ -164,28 +132,26 @@ sys.path.insert(0, "elsewhere")
 """
 
 
-@pytest.mark.parametrize("relative", [False, True])
-def test_a_script_sees_what_python_shows_it(
-    relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_script_sees_what_python_shows_it(tmp_path, monkeypatch):
     """Its arguments, also those that look like the command's; itself, and modules beside it."""
     (tmp_path / "beside.py").write_text("NAME = __name__")
-    script = tmp_path / "sees.py"
-    script.write_text(SEES)
+    (tmp_path / "sees.py").write_text(SEES)
     monkeypatch.chdir(tmp_path.parent)
-    given = str(script.relative_to(Path.cwd()) if relative else script)
+    script = f"{tmp_path.name}/sees.py"
     arguments = ["a", "--b=1", "-c", "--windows", "7", "--json", "x"]
-    assert audit("--windows=2", given, *arguments) == 2  # it has no step
+    assert audit("--windows=2", script, *arguments) == 2  # it has no step
     assert "beside" not in sys.modules
     ours = json.loads((tmp_path / "seen.json").read_text())
-    subprocess.run([sys.executable, given, *arguments], check=True)
+    subprocess.run([sys.executable, script, *arguments], check=True)
     assert ours == json.loads((tmp_path / "seen.json").read_text())
 
 
 @pytest.mark.process
-def test_as_a_program(script: Script):
+def test_as_a_program(script):
+    path = script(divisor=1)
+    line = 1 + path.read_text().split("\n").index("        (loss / 1).backward()")
     done = subprocess.run(
-        [sys.executable, "-m", "accumext", "audit", str(script(divisor=1))],
+        [sys.executable, "-m", "accumext", "audit", str(path)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -193,13 +159,14 @@ def test_as_a_program(script: Script):
         check=False,
     )
     assert (done.returncode, done.stderr) == (1, "")
+    assert f"1. divisor missing  (train.py:{line})" in done.stdout
     assert "in 4 windows of 8 backward passes" in done.stdout
 
 
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_findings_and_windows_in_files(tmp_path: Path, script: Script):
+def test_findings_and_windows_in_files(tmp_path, script):
     path, picture = tmp_path / "audit.json", tmp_path / "audit.png"
     pytest.importorskip("matplotlib")
     assert audit("--json", path, "--plot", picture, "--windows=3", script(divisor=1)) == 1
@@ -214,7 +181,7 @@ def test_findings_and_windows_in_files(tmp_path: Path, script: Script):
 # --- twice ----------------------------------------------------------------------------------------
 
 
-def test_runs_that_differ(script: Script, capsys: Capture):
+def test_runs_that_differ(script, capsys):
     path = script(x="torch.randn(8, 4) + random.random()")
     assert audit(path) == 0
     assert audit("--twice", path) == 1
@@ -233,9 +200,7 @@ SAME = {
 
 
 @pytest.mark.parametrize(("begin", "x"), SAME.values(), ids=SAME)
-def test_runs_that_are_the_same(
-    begin: str, x: str, tmp_path: Path, script: Script, capsys: Capture
-):
+def test_runs_that_are_the_same(begin, x, tmp_path, script, capsys):
     (tmp_path / "common.py").write_text(
         "import torch\ntorch.manual_seed(5)\nbatches = (torch.randn(8, 4) for _ in range(99))\n"
     )
@@ -243,9 +208,7 @@ def test_runs_that_are_the_same(
     assert capsys.readouterr().out.count("after step") == 2 * 3
 
 
-def test_installed_modules_are_loaded_once(
-    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
-):
+def test_installed_modules_are_loaded_once(tmp_path, script, monkeypatch):
     """Also where the environment is below the script, as in many projects; as numpy asks for."""
     packages = tmp_path / ".venv" / "lib" / "python3" / "site-packages"
     packages.mkdir(parents=True)
@@ -269,23 +232,20 @@ ENDS = {
 
 @pytest.mark.parametrize(("end", "kind", "words"), ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("twice", [[], ["--twice"]], ids=["once", "twice"])
-def test_an_error_of_the_script_comes_out(
-    end: str, kind: type[BaseException], words: str, twice: list[str], script: Script
-):
+def test_an_error_of_the_script_comes_out(end, kind, words, twice, script):
     path = script("sys.path.insert(0, 'x')\nsys.argv = ['x']", steps=2, end=end)
     with pytest.raises(kind) as caught:
         audit(*twice, path)
     assert str(caught.value) == words
 
 
-def test_an_error_in_a_backward_pass_comes_out(script: Script):
+def test_an_error_in_a_backward_pass_comes_out(script):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         audit(script(x="torch.randn(8, 4 + step)"))
 
 
-@pytest.mark.parametrize(("end", "divisor"), [("sys.exit(0)", 1), ("raise SystemExit", 2)])
-def test_a_script_that_exits_well_is_reported(
-    end: str, divisor: int, script: Script, capsys: Capture
-):
-    assert audit(script(steps=2, divisor=divisor, end=end)) == (1 if divisor == 1 else 0)
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "raise SystemExit"])
+def test_a_script_that_ends_well_is_reported(end, script, capsys):
+    """Also where it is done sooner"""
+    assert audit(script(steps=2, divisor=1, end=end)) == 1
     assert "in 2 windows of 4 backward passes" in capsys.readouterr().out

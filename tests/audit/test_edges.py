@@ -1,8 +1,6 @@
 """What an audit must tell apart: other optimizers, fused and wrapped ones, nested calls, losses
 that were not scaled, models that torch.compile has translated; without a wait for the device."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref
@@ -11,17 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from audited import (
-    SCALE,
-    N,
-    adam,
-    network,
-    of_rows,
-    rows,
-    scaler_of,
-    sgd,
-    train,
-)
+from audited import SCALE, N, adam, network, of_rows, rows, scaler_of, sgd, train
 from support.device import DeviceReads, cpu_as_device
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -109,7 +97,7 @@ def test_backward_of_chosen_inputs():
 def test_a_pass_inside_of_a_pass():
     """A reentrant checkpoint runs a backward pass of its own, before the first layer's is due"""
 
-    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def loss_of(model, x, y):
         return cross_entropy(checkpoint(model[1:], model[0](x), use_reentrant=True), y)
 
     model = network()
@@ -153,7 +141,7 @@ def test_a_wrapper_in_shells():
 
 
 @pytest.mark.parametrize(("whole", "divisor"), [(False, N), (True, 1)], ids=["model", "loss"])
-def test_compiled(whole: bool, divisor: int):
+def test_compiled(whole, divisor):
     """The same bits, no break of the graph. `whole`: what the loss counts cannot be seen."""
     ends, audits = [], []
     for watch in (accumext.audit, lambda *_: nullcontext()):
@@ -161,7 +149,7 @@ def test_compiled(whole: bool, divisor: int):
         model = network()
         compiled = torch.compile(of_rows if whole else model, fullgraph=True, backend="aot_eager")
 
-        def loss_of(model: nn.Module, x: Tensor, y: Tensor, compiled: Any = compiled) -> Tensor:
+        def loss_of(model, x, y, compiled=compiled):
             return compiled(model, x, y) if whole else of_rows(compiled, x, y)
 
         audits.append(train(watch, model, sgd(model), rows(2 * N), loss_of, divisor=divisor))
@@ -189,7 +177,7 @@ def reads_of(audited: bool, wrapped: bool, scaled: bool) -> tuple[int, int]:
     if wrapped:
         optimizer = AccumulatingOptimizer(optimizer, window=N, max_norm=1.0)
 
-    def clip() -> None:
+    def clip():
         if scaler is not None:
             scaler.unscale_(optimizer)
         if not wrapped:
@@ -208,5 +196,5 @@ def reads_of(audited: bool, wrapped: bool, scaled: bool) -> tuple[int, int]:
     ("wrapped", "scaled"), [(False, False), (False, True), (True, False)],
     ids=["bare", "scaler", "wrapper"],
 )  # fmt: skip
-def test_as_many_reads_of_the_device_as_without(wrapped: bool, scaled: bool):
+def test_as_many_reads_of_the_device_as_without(wrapped, scaled):
     assert reads_of(True, wrapped, scaled) == reads_of(False, wrapped, scaled)

@@ -1,7 +1,5 @@
 """What graphs keep, in bytes: by hooks of the test itself, which see each storage once."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -60,7 +58,7 @@ def kept_by_definition(net: nn.Module, make: Callable[[], Tensor]) -> int:
     """Bytes of the storages of what is saved, but for parameters, each once."""
     kept: dict[int, Tensor] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that addresses are unique
         return tensor
 
@@ -85,7 +83,7 @@ def held(saved: SavedTensors, classes: int = 0) -> tuple[int, int]:
 
 @pytest.mark.parametrize("make", GRAPHS)
 @pytest.mark.parametrize("run", [True, False], ids=["backward", "dropped"])
-def test_bytes_while_a_graph_is_there(make: Callable[[Net], Tensor], run: bool):
+def test_bytes_while_a_graph_is_there(make, run):
     net = Net()
     saved = counting(net)
     gc.disable()  # graphs go by themselves
@@ -104,7 +102,7 @@ def test_bytes_while_a_graph_is_there(make: Callable[[Net], Tensor], run: bool):
 
 
 @pytest.mark.parametrize("saves", [torch.tanh, lambda x: x.log_softmax(-1)])
-def test_a_graph_that_saves_its_outputs_is_freed(saves: Callable[[Tensor], Tensor]):
+def test_a_graph_that_saves_its_outputs_is_freed(saves):
     """Without a backward pass, as of an evaluation: hooks must not keep what they have seen."""
     x = torch.randn(10, 5, requires_grad=True)
     with counting().watch():
@@ -179,7 +177,7 @@ def test_writes_to_saved_tensors_are_still_errors():
 
 @pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("steps", [1, 3, 20])
-def test_calls_of_a_layer(steps: int, cast: bool):
+def test_calls_of_a_layer(steps, cast):
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     head = nn.Linear(6, 9)
     saved = counting(nn.ModuleList([head, net]))

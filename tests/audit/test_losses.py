@@ -3,8 +3,6 @@
 Factors are those that a test multiplies with; targets are those that it does not ignore.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -77,7 +75,7 @@ def sorted_by_factor(rows: list) -> list:
 
 
 @pytest.mark.parametrize(("make", "right", "all_of_them"), FACTORS.values(), ids=FACTORS)
-def test_factors(make: Callable[[], Tensor], right: list, all_of_them: float):
+def test_factors(make, right, all_of_them):
     losses, factor = read(make())
     found = [(one.reduction, one.count, one.coefficient) for one in losses]
     for row, (*kind, value) in zip(sorted_by_factor(found), sorted_by_factor(right), strict=True):
@@ -105,14 +103,14 @@ def own_sum(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("own", "row"), [(own_mean, ("mean", 24, 0.25)), (own_sum, ("sum", None, 0.25))]
 )
-def test_losses_of_a_loop_s_own(own: Callable[[Tensor], Tensor], row: tuple):
+def test_losses_of_a_loop_s_own(own, row):
     (only,), factor = read(own(logits()) / 4)
     assert (only.reduction, only.count, only.coefficient) == row
     assert (only.known, factor) == (False, 0.25)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_loss(reentrant: bool):
+def test_a_checkpointed_loss(reentrant):
     head = nn.Linear(4, 4)
     loss = checkpoint(lambda x: cross_entropy(head(x), Y), logits(), use_reentrant=reentrant)
     losses, factor = read(loss / 4)
@@ -154,5 +152,5 @@ def test_hooks_are_gone_after_the_pass():
      (lambda: binary_cross_entropy_with_logits(logits(), X.sigmoid()), 0)],
     ids=["4", "4 and 9", "squares", "binary"],
 )  # fmt: skip
-def test_classes_of_a_loss(make: Callable[[], Tensor], classes: int):
+def test_classes_of_a_loss(make, classes):
     assert Losses(make().grad_fn).classes == classes

@@ -1,29 +1,13 @@
 """The report for people, for programs and as a picture; and what an audit says of wrong use."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+import records
 import torch
-from records import (
-    STEP,
-    backward,
-    call,
-    clip,
-    loss,
-    passes,
-    random_sketch,
-    record,
-    skipped,
-    step,
-    total,
-    window,
-)
+from records import STEP, backward, call, loss, passes, random_sketch, record, step, total, window
 from torch import nn
 
 import accumext
@@ -58,12 +42,13 @@ def closed(one: Record) -> Audit:
 
 # --- for people -----------------------------------------------------------------------------------
 
-LONG = "a_directory_of_many_words_" * 5 + ".py:1000"
 SIZES = {
     "all findings": lambda: (right_windows(10), every_finding()),
     "one long word": lambda: (right_windows(10), every_finding("x" * 2000)),
-    "a long name of a file": lambda: (right_windows(10), (finding("divisor missing", LONG),)),
-    "many passes": lambda: (right_windows(10, 50), every_finding()),
+    "a long name of a file": lambda: (
+        right_windows(10),
+        (finding("divisor missing", "a_directory_of_many_words_" * 5 + ".py:1000"),),
+    ),
     "many kinds of events": lambda: (
         record([call("zero_grad"), call(f"unscale_{'x' * 40}")] * 50, window([backward()])),
         every_finding(),
@@ -73,11 +58,12 @@ SIZES = {
 
 
 @pytest.mark.parametrize("build", SIZES.values(), ids=SIZES)
-def test_thirty_lines_of_98_characters(build: Callable[[], tuple]):
+def test_thirty_lines_of_98_characters(build):
     one, found = build()
     lines = lines_of(one, *found)
     assert len(lines) <= 30
     assert max(map(len, lines)) <= 98
+    assert sum(line.startswith("window") for line in lines) == min(one.windows, 4)
     assert any(line.startswith(f"1. {found[0].name}") for line in lines)
 
 
@@ -90,41 +76,16 @@ def test_findings_are_numbered_and_the_rest_are_named():
     assert "[...]" in text  # the rest are more than a line
 
 
-def test_a_finding_in_five_lines():
-    one = Finding("divisor missing", "seen " * 30, "cure " * 30, 4.0, "train.py:31")
-    lines = lines_of(record(), one)
-    seen, more = ["seen"] * 18, ["seen"] * 12
-    assert lines == [
-        "accumext audit: 1 finding in 0 windows of 0 backward passes",
-        "",
-        "1. divisor missing  (train.py:31)",
-        f"   seen  {' '.join(seen)}",
-        f"         {' '.join(more)}",
-        f"   cure  {' '.join(seen).replace('seen', 'cure')}",
-        f"         {' '.join(more).replace('seen', 'cure')}",
-        "",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("windows", "size", "findings", "first"),
-    [
-        (1, 1, 0, "no findings in 1 window of 1 backward pass"),
-        (1, 4, 1, "1 finding in 1 window of 4 backward passes"),
-        (3, 1, 2, "2 findings in 3 windows of 3 backward passes"),
-    ],
-)
-def test_plurals(windows: int, size: int, findings: int, first: str):
-    listed = [finding("divisor missing")] * findings
-    assert lines_of(right_windows(windows, size), *listed)[0] == f"accumext audit: {first}"
-
-
 def test_windows_in_two_lines_each():
     of = [backward(0.5, 12), backward(0.5, 12)]
     many = backward(losses=[loss(0.2, 3) for _ in range(5)])
-    events = [*of, call("unscale_"), clip(4.0, 2.0), step(total(of, 0.5)), call("update")]
-    one = record(events, skipped([backward(1.0, None)]), [many, step(random_sketch())], passes([1]))
-    assert lines_of(one)[2:] == [
+    events = [*of, call("unscale_"), records.clip(4.0, 2.0), step(total(of, 0.5)), call("update")]
+    second = records.skipped([backward(1.0, None)])
+    one = record(events, second, [many, step(random_sketch())], passes([1]))
+    first, _, name, seen, *_, last = lines_of(one, finding("divisor missing"))[:-6]
+    assert first == "accumext audit: 1 finding in 3 windows of 4 backward passes"
+    assert (name, seen, last) == ("1. divisor missing  (train.py:20)", "   seen  seen so", "")
+    assert lines_of(one)[-6:] == [
         "window 1: 2 x backward (12 targets), unscale_, clip 2 (norm 4, times 0.5), step",
         "          gradient: 1 times the mean of 2 losses; a graph keeps 100 B",
         "window 2: update, backward, step skipped",
@@ -132,13 +93,7 @@ def test_windows_in_two_lines_each():
         "window 3: zero_grad, backward of 5 losses (15 targets), step",
         "          gradient: not a known sum of these passes; a graph keeps 100 B",
     ]
-
-
-def test_four_windows_are_shown():
-    lines = lines_of(right_windows(10))
-    assert [line[:9] for line in lines if line.startswith("window")] == [
-        f"window {n}:" for n in range(1, 5)
-    ]
+    assert lines_of(right_windows(1, 1))[0].endswith(": no findings in 1 window of 1 backward pass")
 
 
 @pytest.mark.parametrize(
@@ -147,11 +102,11 @@ def test_four_windows_are_shown():
      (mib(2**52), "4096 TiB"), (some([]), ""), (some(["a", "b", "c"]), "a, b, c"),
      (some("abcde"), "a, b, c and 2 more")],
 )  # fmt: skip
-def test_words_for_bytes_and_names(said: str, text: str):
+def test_words_for_bytes_and_names(said, text):
     assert said == text
 
 
-# --- for programs ---------------------------------------------------------------------------------
+# --- for programs, and as a picture ---------------------------------------------------------------
 
 
 def test_json_and_back():
@@ -170,55 +125,40 @@ def test_json_has_no_nan():
     """Which json.dumps writes, but no other language reads."""
     used = random_sketch()
     used[0, 0] = math.nan
-    audit = closed(record(backward(value=math.nan), clip(math.nan), step(used)))
+    audit = closed(record(backward(value=math.nan), records.clip(math.nan), step(used)))
     assert [f.name for f in audit.findings] == ["step on inf or nan"]
     json.dumps(audit.to_json(), allow_nan=False)
 
 
-# --- as a picture ---------------------------------------------------------------------------------
-
-
-def timed(number: int) -> Record:
-    """Windows of two passes, a second each."""
+@pytest.mark.parametrize("number", [0, 3, 40])
+def test_a_figure_has_the_windows(number, tmp_path):
+    """Of two passes each, which take a second"""
+    pytest.importorskip("matplotlib")
     events = []
     for begin in range(0, 10 * number, 10):
         of = [backward(0.5, start=begin + s, time=begin + s + 1.0) for s in (0.0, 2.0)]
         events += [*of, step(total(of), time=begin + 4.0)]
-    return record(events)
-
-
-def test_a_figure_has_the_windows(tmp_path: Path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "windows.png"
-    figure = closed(timed(3)).plot(path)
-    rows, memory = figure.axes
+    rows, memory = closed(record(events)).plot(path).axes
     assert path.read_bytes().startswith(b"\x89PNG")
     spans = [
         [(box.x0, box.width) for box in (p.get_extents() for p in collection.get_paths())]
         for collection in rows.collections
     ]
-    assert spans == [[(0.0, 1.0), (2.0, 1.0)]] * 3
+    assert spans == [[(0.0, 1.0), (2.0, 1.0)]] * number
     steps = [line for line in rows.lines if line.get_label().lstrip("_") == "step"]
     assert [(list(line.get_xdata()), list(line.get_ydata())) for line in steps] == [
-        ([4.0], [row]) for row in (1, 2, 3)
+        ([4.0], [row]) for row in range(1, number + 1)
     ]
-    assert [bar.get_height() * 2**20 for bar in memory.patches] == [100] * 6
+    assert [bar.get_height() * 2**20 for bar in memory.patches] == [100] * 2 * number
 
 
-@pytest.mark.parametrize("number", [0, 40])
-def test_a_figure_of_any_number_of_windows(number: int, tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    closed(timed(number)).plot(tmp_path / "windows.svg")
-    assert (tmp_path / "windows.svg").read_text().startswith("<?xml")
-    assert closed(timed(number)).plot().axes
-
-
-def test_a_figure_needs_matplotlib(monkeypatch: pytest.MonkeyPatch):
+def test_a_figure_needs_matplotlib(monkeypatch):
     for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"matplotlib: pip install 'accumext\[demo\]'$"):
-        closed(timed(1)).plot()
+        closed(right_windows(1)).plot()
 
 
 # --- wrong use ------------------------------------------------------------------------------------
@@ -245,15 +185,12 @@ READ = {
 
 @pytest.mark.parametrize("read", READ.values(), ids=READ)
 def test_results_before_the_block_closes(read):
-    model = nn.Linear(2, 2)
-    audit = accumext.audit(model)
-    closes = "audit: the block must be closed, got an open one"
-    with pytest.raises(RuntimeError, match=f"^{closes}$"):
+    audit = accumext.audit(nn.Linear(2, 2))
+    before = pytest.raises(RuntimeError, match=r"^audit: the block must be closed, got an open one")
+    with before:
         read(audit)
-    with audit:
-        with pytest.raises(RuntimeError, match=f"^{closes}$"):
-            read(audit)
-        assert str(audit) == "accumext audit: open"
+    with audit, before:
+        read(audit)
     read(audit)
 
 
@@ -267,24 +204,17 @@ def test_a_block_is_entered_once():
 
 
 WRONG = [
-    ({"model": [1]}, TypeError, "audit: model must be an nn.Module or None, got list"),
     ({"model": nn.Linear}, TypeError, "audit: model must be an nn.Module or None, got type"),
-    ({"optimizer": 3}, TypeError, "audit: optimizer must be an optimizer or None, got int"),
     ({"optimizer": torch.ones(2)}, TypeError,
      "audit: optimizer must be an optimizer or None, got a float32 tensor"),
     ({"windows": 0}, ValueError, "audit: windows must be at least 1, got 0"),
-    ({"windows": -3}, ValueError, "audit: windows must be at least 1, got -3"),
     ({"windows": 2.0}, TypeError, "audit: windows must be an int, got float"),
     ({"windows": True}, TypeError, "audit: windows must be an int, got bool"),
-    ({"windows": None}, TypeError, "audit: windows must be an int, got NoneType"),
     ({"against": "first"}, TypeError, "audit: against must be an audit or None, got str"),
-    ({"against": accumext.audit}, TypeError, "audit: against must be an audit or None, got "),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "kind", "words"), WRONG, ids=[w[2] for w in WRONG])
-def test_wrong_arguments(arguments: dict, kind: type[Exception], words: str):
-    with pytest.raises(kind) as caught:
+def test_wrong_arguments(arguments, kind, words):
+    with pytest.raises(kind, match=f"^{words}$"):
         accumext.audit(**arguments)
-    text = str(caught.value)
-    assert text == words or (words.endswith("got ") and text.startswith(words))

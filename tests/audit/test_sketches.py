@@ -36,7 +36,7 @@ def near(first: Tensor, by: float) -> Tensor:
 
 
 @pytest.mark.parametrize("number", [2, 5, 8])
-def test_factors_of_passes(number: int):
+def test_factors_of_passes(number):
     of = passes([1.0] * number)
     fit = fit_of(record(window(of, MANY[:number])))
     assert [share.of for share in fit.shares] == of
@@ -45,7 +45,7 @@ def test_factors_of_passes(number: int):
 
 
 @pytest.mark.parametrize("number", [1, 9, 100])
-def test_one_factor_of_any_number_of_passes(number: int):
+def test_one_factor_of_any_number_of_passes(number):
     fit = fit_of(record(window(passes([1.0] * number), 0.125)))
     assert [share.factor for share in fit.shares] == pytest.approx([0.125] * number)
     assert (fit.equal, fit.earlier) == (True, 0.0)
@@ -64,7 +64,7 @@ def test_passes_between_clears_have_one_factor():
 
 
 @pytest.mark.parametrize(("by", "known"), [(1e-8, False), (1e-2, True)])
-def test_nearly_collinear_gradients_are_not_told_apart(by: float, known: bool):
+def test_nearly_collinear_gradients_are_not_told_apart(by, known):
     a, c = passes([1.0, 1.0])
     of = [a, backward(gradient=near(a.gradient, by)), c]
     found = factors_of(record(window(of, [1.0, 3.0, 0.5])))
@@ -82,7 +82,7 @@ def small(*sizes: int) -> Tensor:
 @pytest.mark.parametrize(
     ("sizes", "number"), [((1, 2), 3), ((4,), 4), ((1, 1), 2), ((8,), 8), ((1,), 1), ((2, 3), 4)]
 )
-def test_numbers_that_any_gradients_explain_claim_nothing(sizes: tuple[int, ...], number: int):
+def test_numbers_that_any_gradients_explain_claim_nothing(sizes, number):
     of = [backward(gradient=small(*sizes)) for _ in range(number)]
     assert factors_of(record(of, step(small(*sizes)))) is None
 
@@ -96,7 +96,7 @@ def test_few_numbers_that_passes_do_explain():
     ("half", "noise", "known"),
     [(False, 1e-4, True), (False, 3e-3, False), (True, 3e-2, True), (True, 0.3, False)],
 )
-def test_rounding_is_no_difference_but_more_is(half: bool, noise: float, known: bool):
+def test_rounding_is_no_difference_but_more_is(half, noise, known):
     of = passes([1.0] * 4)
     used = total(of)
     apart = random_sketch()
@@ -129,7 +129,7 @@ CLAIMLESS: dict[str, Callable[[], Record]] = {
 
 
 @pytest.mark.parametrize("build", CLAIMLESS.values(), ids=CLAIMLESS)
-def test_nothing_is_claimed_of(build: Callable[[], Record]):
+def test_nothing_is_claimed_of(build):
     assert factors_of(build()) is None
 
 
@@ -142,7 +142,7 @@ def test_what_others_have_does_not_count():
 
 
 @pytest.mark.parametrize(("earlier", "factor"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.25)])
-def test_what_the_step_before_left(earlier: float, factor: float):
+def test_what_the_step_before_left(earlier, factor):
     before, of = passes([1.0] * 2), passes([1.0] * 3)
     left = total(before)
     used = factor * (total(of) + earlier * left)
@@ -152,7 +152,7 @@ def test_what_the_step_before_left(earlier: float, factor: float):
 
 
 @pytest.mark.parametrize("parameters", [BOTH, frozenset({0}), frozenset({1})])
-def test_clips_are_undone(parameters: frozenset[int]):
+def test_clips_are_undone(parameters):
     of = passes([1.0] * 3)
     used = total(of, 2.0)
     used[list(parameters)] *= 3 / 16  # the clips' 1/4 and the wrapper's; the second clip is none
@@ -164,7 +164,7 @@ def test_clips_are_undone(parameters: frozenset[int]):
 
 
 @pytest.mark.parametrize("norm", [4.0, 1e5])  # as large: of scaled gradients
-def test_clips_between_passes_are_undone(norm: float):
+def test_clips_between_passes_are_undone(norm):
     a, b, c = passes([1.0] * 3)
     used = total([a, b, c], [0.5 / norm**2, 0.5 / norm, 0.5])
     fit = fit_of(record(a, clip(norm, 1.0), b, clip(norm, 1.0), c, step(used)))
@@ -214,7 +214,7 @@ def signs() -> Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_sketch_is_a_sum_with_signs_at_a_stride(size: int):
+def test_a_sketch_is_a_sum_with_signs_at_a_stride(size):
     grad = torch.randn(size, dtype=torch.float64)
     one = sketch(grad)
     assert (one.dtype, one.shape) == (torch.float64, (SIZE,))
@@ -258,7 +258,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.parametrize(("given", "plain"), LAYOUTS.values(), ids=LAYOUTS)
-def test_a_sketch_is_of_the_elements(given: Callable, plain: Callable):
+def test_a_sketch_is_of_the_elements(given, plain):
     grad = torch.randn(60, 70, dtype=torch.float64)
     kept = grad.clone()
     torch.testing.assert_close(sketch(given(grad)), sketch(plain(grad)), rtol=1e-5, atol=1e-4)
@@ -274,7 +274,7 @@ HEADS = [(10, 16), (1000, 512), (1021, 8), (5000, 16), (8, 1020)]
 
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 @pytest.mark.parametrize("along", [0, 1])
-def test_gradients_that_sum_to_zero_are_told_apart(shape: tuple[int, int], along: int):
+def test_gradients_that_sum_to_zero_are_told_apart(shape, along):
     """As those of a head before softmax do, over the classes."""
     shape = shape if along == 0 else shape[::-1]
     grads = torch.randn(3, *shape, dtype=torch.float64)

@@ -1,7 +1,5 @@
 """The truncated gradient of a loop through `tbptt`: its distance; the loop stays as it is."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -77,7 +75,7 @@ def test_distance_of_a_regression_with_context():
     x, y = torch.randn(2, STEPS, ROWS, 2, dtype=torch.float64)
     memory = torch.randn(ROWS, 2, dtype=torch.float64, requires_grad=True) * 1.0
 
-    def step(value: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def step(value, state, memory):
         state = one(value + memory, state)
         return state, state
 
@@ -89,7 +87,7 @@ def test_distance_of_a_regression_with_context():
         )  # fmt: skip
         optimizer.step()
 
-    def gradient(cut: bool) -> Tensor:
+    def gradient(cut):
         state, losses = torch.zeros(ROWS, 2, dtype=torch.float64), []
         for value, target in zip(x, y, strict=True):
             out, state = step(value, state.detach() if cut else state, memory.detach())
@@ -113,7 +111,7 @@ def test_distance_of_a_regression_with_context():
     ],
     ids=["scheduled", "lengths", "exact"],
 )
-def test_what_is_not_measured_or_exact(options: dict[str, Any]):
+def test_what_is_not_measured_or_exact(options):
     _, _, audit = train(model(), audited=True, **options)
     assert audit.findings == ()
 
@@ -121,7 +119,7 @@ def test_what_is_not_measured_or_exact(options: dict[str, Any]):
 def test_a_step_that_cannot_be_run_again_is_left_alone():
     one, calls = model(), []
 
-    def step(token: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def step(token, hidden):
         calls.append(token)
         if len(calls) == STEPS + 2:
             raise ValueError("no more")

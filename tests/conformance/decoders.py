@@ -1,7 +1,5 @@
 """Decoders for several processes, their uses, and what processes see of their shards."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from contextlib import contextmanager
@@ -148,12 +146,6 @@ def make(kind):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return Decoder(kind)
-
-
-def tied():
-    model = make("gru")
-    model.head.weight = model.embedding.weight
-    return model
 
 
 def sharded(kind, **options):

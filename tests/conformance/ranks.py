@@ -4,8 +4,6 @@ A test is a function of its rank and the number of ranks, and asserts there. The
 one registry, which one start of the processes runs from the first to the last.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import traceback

@@ -1,33 +1,20 @@
 """Trainings that several processes share, and the one process that they are compared with."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
-from support.optimizer_oracle import (
-    EXACT,
-    INF,
-    ByHand,
-    adam,
-    assert_close,
-    loss_of,
-    make_batches,
-    make_model,
-    one_call,
-    outer_scaler,
-    own_backward,
-    parameters_of,
-    said_by,
-    train_by_hand,
-    wrapped,
-)
+from support import optimizer_oracle as oracle
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 WINDOW = 4
 COUNT = 24  # micro-batches: whole windows for 2 processes and for 3
-BATCHES = make_batches(COUNT)
+BATCHES = oracle.make_batches(COUNT)
 WEIGHTS = [float(n % 7 + 1) for n in range(COUNT)]
 MAX_NORM = 0.02  # clips every window
+
+# From torch 2.15 on FSDP can be told to reduce what it holds; before, the last backward pass does.
+FINALIZES = hasattr(FSDPModule, "finalize_backward")
+RECOVERS = hasattr(FSDPModule, "reset_iter_state")  # from torch 2.13 on
 
 
 def own_share(rank, world, count=None, dtype=torch.float64, weighted=True):
@@ -37,55 +24,77 @@ def own_share(rank, world, count=None, dtype=torch.float64, weighted=True):
     return list(zip(batches, weights))[:count]
 
 
-def by_hand(world, begin=0, end=COUNT, window=WINDOW, make=adam, weights=WEIGHTS, **options):
+def by_hand(world, begin=0, end=COUNT, window=WINDOW, make=oracle.adam, weights=WEIGHTS, **options):
     """One process that sees the micro-batches of all; `begin` and `end` are those of a rank."""
     some = slice(begin * world, end * world)
     options = {"weights": weights and weights[some], "max_norm": MAX_NORM, **options}
-    return train_by_hand(make, BATCHES[some], window * world, **options)
+    return oracle.train_by_hand(make, BATCHES[some], window * world, **options)
 
 
-def by_windows(world, *windows, model=None, make=adam, max_norm=MAX_NORM):
+def by_windows(world, *windows, model=None, make=oracle.adam, max_norm=MAX_NORM):
     """The same after windows of any size: each from one micro-batch of every rank to another."""
-    model = make_model() if model is None else model
+    model = oracle.make_model() if model is None else model
     trained = [p for p in model.parameters() if p.requires_grad]
-    plain = ByHand(trained, make, max_norm=max_norm)
+    plain = oracle.ByHand(trained, make, max_norm=max_norm)
     for begin, end in windows:
         for number in range(begin * world, end * world):
-            plain.add(loss_of(model, BATCHES[number]), WEIGHTS[number])
+            plain.add(oracle.loss_of(model, BATCHES[number]), WEIGHTS[number])
         plain.step()
-    return parameters_of(model)
+    return oracle.parameters_of(model)
 
 
-def in_group(model, make=adam, **options):
+# Models, and their wrappers
+
+
+def in_group(model, make=oracle.adam, **options):
     """A wrapper whose windows all processes sum."""
-    return wrapped(model, make, **{"window": WINDOW, "process_group": dist.group.WORLD, **options})
+    options = {"window": WINDOW, "process_group": dist.group.WORLD, **options}
+    return oracle.wrapped(model, make, **options)
 
 
 def made(**options):
-    model = make_model()
+    model = oracle.make_model()
     return model, in_group(model, **options)
+
+
+def sharded(dtype=torch.float64, model=None, **kwargs):
+    """Two groups of parameters, and a root without any."""
+    model = oracle.make_model(dtype) if model is None else model
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def once_per_window(model, make=oracle.adam, **options):
+    """A wrapper of shards that are sent once per window, unless the options say something else."""
+    options = {"window": WINDOW, "max_norm": MAX_NORM, "synchronize": "window", **options}
+    return oracle.wrapped(model, make, **options)
+
+
+def training(dtype=torch.float64, model=None, make=oracle.adam, shards=None, **options):
+    """A sharded model, and a wrapper of it."""
+    model = sharded(dtype, model, **(shards or {}))
+    return model, once_per_window(model, make, **options)
 
 
 # One micro-batch, and a step
 
 
 def called(opt, model, batch, weight=1.0, factor=1.0, scaler=None):
-    one_call(opt, loss_of(model, batch) * factor, weight=weight)
+    oracle.one_call(opt, oracle.loss_of(model, batch) * factor, weight=weight)
 
 
 def of_the_user(opt, model, batch, weight=1.0, factor=1.0, scaler=None):
     """A loop that knows nothing of the wrapper, where every weight is 1."""
-    loss = loss_of(model, batch) * factor
-    if scaler is None:
-        own_backward(opt, loss)
-    else:
-        outer_scaler(opt, loss, scaler)
+    loop = oracle.own_backward if scaler is None else oracle.outer_scaler
+    loop(opt, oracle.loss_of(model, batch) * factor, scaler)
 
 
 def inside(opt, model, batch, weight=1.0, factor=1.0, scaler=None, parts=(1.0,)):
     with opt.micro_batch(model):
         for part in parts:
-            opt.backward(part * loss_of(model, batch) * factor, weight)
+            opt.backward(part * oracle.loss_of(model, batch) * factor, weight)
     opt.step()
 
 
@@ -93,16 +102,19 @@ def train(opt, model, share, loop=called, bad=(), scaler=None, mixed=False):
     """The micro-batches of a share; those with a number in `bad` hold an inf.
 
     Every second weight is a tensor if they are `mixed`. Returns of every step whether it was
-    skipped, the scale after it, and which parameters were not finite.
+    skipped, and the scale after it.
     """
     closed = []
     for i, (batch, weight) in enumerate(share):
         weight = torch.tensor(weight) if mixed and i % 2 == 0 else weight
-        loop(opt, model, batch, weight, INF if i in bad else 1.0, scaler)
+        loop(opt, model, batch, weight, oracle.INF if i in bad else 1.0, scaler)
         if opt.stepped:
-            scale = None if scaler is None else scaler.get_scale()
-            closed.append((opt.last.skipped, scale, opt.last.nonfinite))
+            closed.append((opt.last.skipped, None if scaler is None else scaler.get_scale()))
     return closed
+
+
+def train_inside(opt, model, share):
+    return train(opt, model, share, inside, mixed=True)
 
 
 # Outcomes
@@ -112,13 +124,14 @@ def whole(tensors):
     return [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
 
 
-def as_expected(model, opt, expected, tolerance=EXACT):
+def as_expected(model, opt, expected, tolerance=oracle.EXACT):
     """Check the parameters; return all that must be the same on every rank.
 
     Each rank may have a loss scale of its own.
     """
-    parameters = whole(parameters_of(model))
-    assert_close([p.to(e.dtype) for p, e in zip(parameters, expected)], expected, tolerance)
+    parameters = whole(oracle.parameters_of(model))
+    found = [p.to(e.dtype) for p, e in zip(parameters, expected)]
+    oracle.assert_close(found, expected, tolerance)
     return parameters, {**opt.stats(), "loss_scale": 0.0}
 
 
@@ -132,7 +145,7 @@ def error_of(call, *args, **kwargs):
     try:
         call(*args, **kwargs)
     except BaseException as error:
-        return f"{type(error).__name__}: {said_by(error)}"
+        return f"{type(error).__name__}: {oracle.said_by(error)}"
     return ""
 
 
@@ -147,6 +160,6 @@ def poisoned(rank, world, make, bad_ranks=(1,), bad=0, loop=called, **options):
     model, opt = make(window=2, scaler=own, **options)
     share = own_share(rank, world, 4, next(model.parameters()).dtype)
     closed = train(opt, model, share, loop, [bad] if rank in bad_ranks else [], scaler)
-    assert [report[:2] for report in closed] == [(True, 4.0), (False, 4.0)]
+    assert closed == [(True, 4.0), (False, 4.0)]
     weights = None if loop is of_the_user else WEIGHTS
     return model, opt, by_hand(world, 2, 4, 2, weights=weights, max_norm=None)

@@ -7,8 +7,6 @@ Several runs (of both backends) make one table; a row is a test function, its te
 `--check` leaves the page as it is and fails where it does not say the same, or where a row fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import sys

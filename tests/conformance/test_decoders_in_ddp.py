@@ -1,7 +1,5 @@
 """Decoders inside DistributedDataParallel with `window` above 1, 2 processes."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from decoders import STEPS, by_decode_loss, by_rollout, in_slices, make, micro_batches, step_of
 from ranks import across

@@ -4,40 +4,23 @@ Each test runs the real framework on the CPU in float64, and compares parameters
 number of steps with plain PyTorch that steps on each window's gradient.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.optimizer_oracle import (
-    INF,
-    adam,
-    assert_close,
-    assert_equal,
-    loss_of,
-    make_batches,
-    make_model,
-    parameters_of,
-    train_by_hand,
-    windows_of,
-)
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import adam, assert_close, loss_of, make_model, parameters_of
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader
+from your_loops import frameworks
 
 from accumext import AccumulatingOptimizer
 
-BATCHES = make_batches(12)
+BATCHES = oracle.make_batches(12)
 MAX_NORM = 0.1  # clips some windows and not others, and some of the batches in those
 GAMMA = 0.7
 
-# Warnings of torch that Lightning causes, and its advice where there are more cores or a GPU.
 pytestmark = [
-    pytest.mark.usefixtures("forget_accelerate"),
-    pytest.mark.filterwarnings(
-        r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-        "ignore:.*does not have many workers",
-        "ignore:GPU available but not used",
-        "ignore:AccumulatingOptimizer. every gradient was added to",
-    ),
+    *frameworks,
+    pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. every gradient was added to"),
 ]
 
 
@@ -58,10 +41,10 @@ def assert_as_plain(model, opt, batches, window, weights=None):
         plain[0].register_step_post_hook(lambda *args: schedule.step())
         return plain[0]
 
-    parameters = train_by_hand(make, batches, window, max_norm=MAX_NORM, weights=weights)
+    parameters = oracle.train_by_hand(make, batches, window, max_norm=MAX_NORM, weights=weights)
     assert_close(parameters_of(model), parameters)
     assert opt.optimizer.param_groups[0]["lr"] == plain[0].param_groups[0]["lr"]
-    assert steps_of(opt.optimizer) == steps_of(plain[0]) == len(windows_of(batches, window))
+    assert steps_of(opt.optimizer) == steps_of(plain[0]) == len(oracle.windows_of(batches, window))
 
 
 def steps_of(optimizer):
@@ -232,13 +215,6 @@ def test_two_windows_multiply(framework, tmp_path):
     assert_as_plain(model, opt, BATCHES, 6)
 
 
-def test_ignite(tmp_path):
-    """ignite: `create_supervised_trainer`, `window=5`, `flush()` and the schedule in handlers"""
-    model, opt, schedule = build(window=5)
-    run_ignite(tmp_path, model, opt, schedule, 1, None)
-    assert_as_plain(model, opt, BATCHES, 5)
-
-
 @pytest.mark.parametrize("window", [1, 2])
 def test_accelerate_with_a_scaler(window):
     """Accelerate with a GradScaler: a prepared schedule waits where no step was taken"""
@@ -250,7 +226,9 @@ def test_accelerate_with_a_scaler(window):
     _, optimizer, scheduler = accelerator.prepare(module, opt, ExponentialLR(opt, 0.5))
     taken = []
     for number in range(4 * window):
-        factor = INF if number == window else 1.0  # the first micro-batch of the second window
+        factor = (
+            oracle.INF if number == window else 1.0
+        )  # the first micro-batch of the second window
         accelerator.backward(parameter * factor)
         optimizer.step()
         scheduler.step()
@@ -276,8 +254,8 @@ def test_accelerate_accumulates_too(scaled):
         "window=2 and gradient_accumulation_steps=4. Pass gradient_accumulation_steps=1 to "
         "Accelerator, or window=1 to the optimizer"
     )
-    assert_equal(parameters_of(model), parameters_of(make_model()))
-    assert_equal([p.grad for p in model.parameters()], grads)
+    oracle.assert_equal(parameters_of(model), parameters_of(make_model()))
+    oracle.assert_equal([p.grad for p in model.parameters()], grads)
     assert opt.accumulation_state_dict()["micro_batches"] == 0
     opt.window = 1
     scaler.step(opt)
@@ -356,7 +334,7 @@ def test_schedule_free(prepared):
         plain[-1].train()
         return plain[-1]
 
-    averaged = train_by_hand(make, BATCHES, 3, max_norm=MAX_NORM)
+    averaged = oracle.train_by_hand(make, BATCHES, 3, max_norm=MAX_NORM)
     training = [p.clone() for p in averaged]
     plain[0].eval()  # writes the averages into the parameters
     assert not torch.allclose(averaged[0], training[0], rtol=1e-2)

@@ -1,9 +1,6 @@
 """From your loop: both sides of every diff, in float64."""
 
-from __future__ import annotations
-
-import functools
-import importlib.util
+import importlib
 import sys
 import types
 from contextlib import contextmanager
@@ -21,29 +18,19 @@ from your_loops import FOLDER, LOOPS, OTHERS, SIDES, WORLD, N, by_definition, fu
 PLAIN = ("tutorial", "amp", "head_slices")
 STAND_INS = ("apex", "liger", "cce")
 DECODERS = ("greedy_decoder", "backward_per_token", "backward_once")
-FLOAT16 = 2.0**-11  # half the distance of two numbers near 1
 FRAMEWORKS = ("accelerate", "lightning", "ignite", "trainer")
-PROCESSES = ("ddp",)
 
 pytestmark = [
-    pytest.mark.usefixtures("forget_accelerate"),
-    # Warnings of torch that Lightning causes, and its advice where there are more cores or a GPU.
-    pytest.mark.filterwarnings(
-        "error:AccumulatingOptimizer:UserWarning",  # also of its end, and of what is skipped
-        r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-        "ignore:.*does not have many workers",
-        "ignore:GPU available but not used",
-    ),
+    *your_loops.frameworks,
+    # Also of its end, and of what is skipped
+    pytest.mark.filterwarnings("error:AccumulatingOptimizer:UserWarning"),
 ]
 
 
 def linear_cross_entropy(e, c, targets, bias=None, reduction="mean"):
-    """Of torch where it has one; the logits as a whole where it has not."""
-    e, targets = e.flatten(0, -2), targets.flatten()
-    if hasattr(functional, "linear_cross_entropy"):
-        return functional.linear_cross_entropy(e, c, targets, linear_bias=bias, reduction=reduction)
-    logits = functional.linear(e, c, bias)
-    return functional.cross_entropy(logits, targets, reduction=reduction)
+    """A stand-in of Apple's cut_cross_entropy, which needs a GPU."""
+    logits = functional.linear(e.flatten(0, -2), c, bias)
+    return functional.cross_entropy(logits, targets.flatten(), reduction=reduction)
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
@@ -182,7 +169,7 @@ def test_the_loss_of_a_head_in_slices():
 def test_one_step(side):
     """y = w x: a whole batch and its samples one by one make the same step"""
     w, x = nn.Parameter(torch.tensor(1.0).double()), torch.tensor([4.0, 2.0]).double()
-    (grad,) = torch.autograd.grad(your_loops.whole_batch_loss(w, x), [w])
+    (grad,) = torch.autograd.grad(functional.mse_loss(w * x, 2 * x), [w])
     assert grad.item() == -20.0
     function("whole_batch", side)(w, x)
     assert w.item() == pytest.approx(1.2, rel=EXACT)
@@ -226,38 +213,14 @@ def test_a_window_that_amp_skips(tmp_path):
     assert all(parameter.isfinite().all() for parameter in after)
 
 
-def test_amp_in_half_precision(tmp_path, monkeypatch):
-    """AMP with float16 products: the scale that suits an undivided loss is smaller by n"""
-    batches = [(x.float(), y) for x, y in LOOPS["amp"].batches()]
-
-    def with_scale(side, scale):
-        with monkeypatch.context() as patch:
-            GradScaler = functools.partial(torch.amp.GradScaler, init_scale=scale)
-            patch.setattr(torch.amp, "GradScaler", GradScaler)
-            return trained("amp", side, batches, tmp_path, LOOPS["amp"].model().float())[0]
-
-    before = with_scale("before", 2.0**16)
-    assert_close(with_scale("after", 2.0**16 / N), before, FLOAT16)
-    # The large inputs of the later windows: there the larger scale overflows, which skips them.
-    assert all((a - b).norm() > 1e-2 for a, b in zip(with_scale("after", 2.0**16), before))
-
-
-@pytest.fixture
-def loop_diffs():
-    """The script that writes the diffs, which is no module of a package."""
-    path = ROOT / "docs" / "loop_diffs.py"
-    spec = importlib.util.spec_from_file_location("loop_diffs", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_shows_the_files(loop_diffs, tmp_path, capsys):
+def test_the_page_shows_the_files(tmp_path, monkeypatch, capsys):
     """Every pair of files is on the page as it is, and in these tests"""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    loop_diffs = importlib.import_module("loop_diffs")
     pairs = {path.stem.rpartition("_")[0] for path in FOLDER.glob("*.py")}
     files = {f"{pair}_{side}.py" for pair in pairs for side in SIDES}
     assert {path.name for path in FOLDER.glob("*.py")} == files
-    assert pairs == {*PLAIN, *STAND_INS, *DECODERS, *FRAMEWORKS, *PROCESSES, *OTHERS}
+    assert pairs == {*LOOPS, *OTHERS}
     text = loop_diffs.PAGE.read_text(encoding="utf-8")
     assert sorted(loop_diffs.MARKED.findall(text)) == sorted(pairs)
     assert loop_diffs.main(["--check"]) == 0

@@ -1,38 +1,23 @@
 """Hooks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.optimizer_oracle import (
-    INF,
-    ByHand,
-    adam,
-    assert_close,
-    loss_of,
-    make_batches,
-    make_model,
-    one_call,
-    outer_scaler,
-    own_backward,
-    parameters_of,
-    windows_of,
-    wrapped,
-)
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import adam, assert_close, loss_of, make_model, parameters_of
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-BATCHES = make_batches(8)
+BATCHES = oracle.make_batches(8)
 
 
-@pytest.mark.parametrize("loop", [one_call, own_backward, outer_scaler])
+@pytest.mark.parametrize("loop", [oracle.one_call, oracle.own_backward, oracle.outer_scaler])
 @pytest.mark.parametrize("skipped", [False, True], ids=["all-taken", "first-skipped"])
 def test_step_hooks_run_once_per_real_step(loop, skipped):
     """Step hooks, local and global, run once per real step, with the wrapped optimizer"""
     model = make_model()
-    opt = wrapped(model, adam, window=3)
+    opt = oracle.wrapped(model, adam, window=3)
     opt._patch_step_function()  # what torch does to every optimizer it makes or unpickles
     calls = []
 
@@ -47,7 +32,7 @@ def test_step_hooks_run_once_per_real_step(loop, skipped):
     ]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for i, batch in enumerate(BATCHES):
-        loop(opt, loss_of(model, batch) * (INF if skipped and i == 1 else 1.0), scaler)
+        loop(opt, loss_of(model, batch) * (oracle.INF if skipped and i == 1 else 1.0), scaler)
     opt.flush()
     for handle in handles:
         handle.remove()
@@ -64,7 +49,7 @@ def test_step_hooks_run_once_per_real_step(loop, skipped):
 def test_a_pre_hook_sees_and_may_change_the_gradient(window, max_norm):
     """A step pre-hook sees the window's gradient in `.grad`, clipped, and may change it"""
     reference, model = make_model(), make_model()
-    opt = wrapped(model, adam, window=window, max_norm=max_norm)
+    opt = oracle.wrapped(model, adam, window=window, max_norm=max_norm)
     seen = []
 
     def halve(optimizer, args, kwargs):
@@ -73,11 +58,11 @@ def test_a_pre_hook_sees_and_may_change_the_gradient(window, max_norm):
             parameter.grad *= 0.5
 
     opt.register_step_pre_hook(halve)
-    by_hand = ByHand(reference.parameters(), adam, max_norm=max_norm)
+    by_hand = oracle.ByHand(reference.parameters(), adam, max_norm=max_norm)
     by_hand.optimizer.register_step_pre_hook(halve)
-    for some in windows_of(BATCHES[:6], window):
+    for some in oracle.windows_of(BATCHES[:6], window):
         for batch in some:
-            one_call(opt, loss_of(model, batch))
+            oracle.one_call(opt, loss_of(model, batch))
             by_hand.add(loss_of(reference, batch))
         by_hand.step()
         assert_close(seen[-2], seen[-1])
@@ -86,7 +71,7 @@ def test_a_pre_hook_sees_and_may_change_the_gradient(window, max_norm):
 
 def test_state_dict_hooks_are_the_wrapped_optimizers():
     """`state_dict` and `load_state_dict` hooks get the wrapped optimizer and may change a dict"""
-    opt = wrapped(make_model(), adam)
+    opt = oracle.wrapped(make_model(), adam)
     seen = []
 
     def added(optimizer, state):
@@ -110,13 +95,13 @@ def test_state_dict_hooks_are_the_wrapped_optimizers():
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["afterwards", "in-backward"])
 @pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("loop", [one_call, own_backward])
+@pytest.mark.parametrize("loop", [oracle.one_call, oracle.own_backward])
 def test_hooks_on_a_parameter_run_once_per_micro_batch(loop, window, in_backward):
     """`Tensor.register_hook` on a parameter sees and changes each micro-batch's own gradient"""
     limit = 0.01
     reference, model = make_model(), make_model()
-    opt = wrapped(model, adam, window=window, accumulate_in_backward=in_backward)
-    by_hand = ByHand(reference.parameters(), adam)
+    opt = oracle.wrapped(model, adam, window=window, accumulate_in_backward=in_backward)
+    by_hand = oracle.ByHand(reference.parameters(), adam)
     seen, expected = [], []
     for net, gradients in ((model, seen), (reference, expected)):
 
@@ -125,7 +110,7 @@ def test_hooks_on_a_parameter_run_once_per_micro_batch(loop, window, in_backward
             return grad.clamp(-limit, limit)
 
         net[0].weight.register_hook(clamp)
-    for some in windows_of(BATCHES, window):
+    for some in oracle.windows_of(BATCHES, window):
         for batch in some:
             by_hand.add(loss_of(reference, batch))
             loop(opt, loss_of(model, batch))
@@ -139,10 +124,10 @@ def test_hooks_on_a_parameter_run_once_per_micro_batch(loop, window, in_backward
 def test_the_profiler_shows_the_work():
     """The profiler shows `accumext::step` per window; in half precision `accumext::accumulate`"""
     model = make_model(torch.bfloat16)
-    opt = wrapped(model, adam, window=3)
+    opt = oracle.wrapped(model, adam, window=3)
     with torch.profiler.profile() as profile:
         for batch in BATCHES[:6]:
-            one_call(opt, loss_of(model, batch.bfloat16()))
+            oracle.one_call(opt, loss_of(model, batch.bfloat16()))
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["accumext::accumulate"] == 6
     assert counts["accumext::step"] == 2

@@ -4,8 +4,6 @@ Every class that torch.optim exports, beside itself without the wrapper; half-pr
 beside it on float32 masters, which it steps on while the model keeps half precision.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 
@@ -13,25 +11,9 @@ import pytest
 import torch
 from ranks import across
 from shares import inside, own_share, train, whole
+from support import optimizer_oracle as oracle
 from support.masters import adamw, rounded
-from support.optimizer_oracle import (
-    ByHand,
-    accumulated,
-    adam,
-    assert_close,
-    assert_equal,
-    closure_of,
-    growing_scaler,
-    loss_of,
-    make_batches,
-    make_model,
-    one_call,
-    own_backward,
-    parameters_of,
-    train_by_hand,
-    windows_of,
-    wrapped,
-)
+from support.optimizer_oracle import adam, assert_close, loss_of, make_model, parameters_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -41,7 +23,7 @@ from torch.optim import lr_scheduler
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-BATCHES = make_batches(9)
+BATCHES = oracle.make_batches(9)
 HALF = torch.bfloat16
 WINDOW, COUNT = 2, 6  # micro-batches of a rank
 
@@ -131,8 +113,8 @@ def bare(optimizer):
 def test_it_is_an_optimizer_and_owns_nothing_of_one():
     """`isinstance(opt, Optimizer)`, with the wrapped one's groups, state and defaults"""
     model = make_model()
-    opt = wrapped(model, adam, window=3)
-    one_call(opt, loss_of(model, BATCHES[0]))
+    opt = oracle.wrapped(model, adam, window=3)
+    oracle.one_call(opt, loss_of(model, BATCHES[0]))
     for _ in range(2):  # the second time after a load, which rebinds them
         assert isinstance(opt, torch.optim.Optimizer)
         assert opt.param_groups is opt.optimizer.param_groups
@@ -155,7 +137,7 @@ def test_a_window_of_one_is_the_bare_optimizer(name, variant):
         opt.register_step_post_hook(lambda *_: facts.append("post"))
         for batch in batches:
             backward(opt, loss_of(model, batch))
-        facts += [opt.step(closure_of(opt, model, batches[1])).item() for _ in range(2)]
+        facts += [opt.step(oracle.closure_of(opt, model, batches[1])).item() for _ in range(2)]
         opt.zero_grad()
         opt.step()  # without a gradient
         for batch in batches[1:]:
@@ -168,14 +150,14 @@ def test_a_window_of_one_is_the_bare_optimizer(name, variant):
         calls.append(facts)
         return parameters_of(model)
 
-    expected = train(bare, own_backward)
+    expected = train(bare, oracle.own_backward)
     assert not torch.equal(expected[0], parameters_of(model_for(name, torch.float32))[0])
-    for loop in (one_call, own_backward):
-        assert_equal(train(AccumulatingOptimizer, loop), expected)
+    for loop in (oracle.one_call, oracle.own_backward):
+        oracle.assert_equal(train(AccumulatingOptimizer, loop), expected)
     assert calls[0] == calls[1] == calls[2]
 
 
-@pytest.mark.parametrize("loop", [one_call, accumulated])
+@pytest.mark.parametrize("loop", [oracle.one_call, oracle.accumulated])
 @every_optimizer
 def test_a_window_is_one_large_batch(name, variant, loop):
     """`window=3` is one large batch for every class: unequal weights, a partial last window"""
@@ -183,8 +165,8 @@ def test_a_window_is_one_large_batch(name, variant, loop):
     batches = batches_for(name, sizes)
     reference, model = model_for(name), model_for(name)
     plain = make_optimizer(name, reference.parameters(), variant)
-    for some in windows_of(batches, 3):
-        own_backward(plain, loss_of(reference, torch.cat(some)))
+    for some in oracle.windows_of(batches, 3):
+        oracle.own_backward(plain, loss_of(reference, torch.cat(some)))
 
     opt = AccumulatingOptimizer(make_optimizer(name, model.parameters(), variant), window=3)
     for batch, size in zip(batches, sizes):
@@ -210,7 +192,7 @@ def test_gradients_flow_through_a_differentiable_step(name):
 
     expected = meta_gradients(bare)
     assert expected[1].any()
-    assert_equal(meta_gradients(AccumulatingOptimizer), expected)
+    oracle.assert_equal(meta_gradients(AccumulatingOptimizer), expected)
 
 
 @pytest.mark.parametrize("names", ["own", "raw"])
@@ -218,7 +200,7 @@ def test_gradients_flow_through_a_differentiable_step(name):
 def test_the_closure_runs_once_per_step(window, names):
     """A closure runs once in every `step`, with gradients enabled, whatever the window"""
     model = make_model()
-    opt = wrapped(model, adam, window=window)
+    opt = oracle.wrapped(model, adam, window=window)
     calls = []
     for batch in BATCHES:
 
@@ -232,7 +214,7 @@ def test_the_closure_runs_once_per_step(window, names):
         with torch.no_grad():
             assert opt.step(closure).item() == calls[-1]
     assert len(calls) == len(BATCHES)
-    assert_close(parameters_of(model), train_by_hand(adam, BATCHES, window))
+    assert_close(parameters_of(model), oracle.train_by_hand(adam, BATCHES, window))
 
 
 def test_lbfgs():
@@ -242,16 +224,16 @@ def test_lbfgs():
     for wrap in (bare, AccumulatingOptimizer):
         model, losses = make_model(), []
         opt = wrap(make_optimizer("LBFGS", model.parameters()))
-        closure = closure_of(opt, model, BATCHES[0], losses)
+        closure = oracle.closure_of(opt, model, BATCHES[0], losses)
         values = [opt.step(closure).item() for _ in range(3)]
         results.append((parameters_of(model), [losses, values]))
     (expected, seen), (actual, ours) = results
-    assert_equal(actual, expected)
+    oracle.assert_equal(actual, expected)
     assert ours == seen
     assert len(seen[0]) > 3
     assert opt.stepped
     assert opt.stats()["skipped"] == 0.0
-    for name, value in {"window": 2, "max_norm": 1.0, "scaler": growing_scaler()}.items():
+    for name, value in {"window": 2, "max_norm": 1.0, "scaler": oracle.growing_scaler()}.items():
         text = rf"^AccumulatingOptimizer: {name} must be \w+ for LBFGS, which needs a closure, got"
         with pytest.raises(ValueError, match=text):
             AccumulatingOptimizer(opt.optimizer, **{name: value})
@@ -262,49 +244,25 @@ def on_masters(model, make=adamw, window=1, **options):
     return AccumulatingOptimizer(make(masters), masters=masters, window=window), masters
 
 
-@pytest.mark.parametrize(("loop", "dtype"), [(one_call, HALF), (own_backward, torch.float16)])
+@pytest.mark.parametrize(
+    ("loop", "dtype"), [(oracle.one_call, HALF), (oracle.own_backward, torch.float16)]
+)
 @every_optimizer
 def test_masters_are_the_optimizer_in_float32(name, variant, loop, dtype):
     """Every class of `torch.optim` on masters: bit for bit itself in float32, `fused` too"""
     batches = batches_for(name, [5] * 4, torch.float32)
     make = partial(make_optimizer, name, variant=variant)
     reference, model = model_for(name, dtype), model_for(name, dtype)
-    by_hand = ByHand(reference.parameters(), make, wide=torch.float32)
+    by_hand = oracle.ByHand(reference.parameters(), make, wide=torch.float32)
     opt, masters = on_masters(model, make)
     for batch in batches:
         batch = batch if name == "SparseAdam" else batch.to(dtype)
         by_hand.add(loss_of(reference, batch))
         by_hand.step()
         loop(opt, loss_of(model, batch))
-    assert_equal([m.detach() for m in masters], by_hand.stepped_on)
-    assert_equal(parameters_of(model), parameters_of(reference))
+    oracle.assert_equal([m.detach() for m in masters], by_hand.stepped_on)
+    oracle.assert_equal(parameters_of(model), parameters_of(reference))
     assert not torch.equal(parameters_of(model)[0], parameters_of(model_for(name, dtype))[0])
-
-
-def test_lbfgs_on_masters():
-    """LBFGS on masters: the model is rounded before every evaluation of the closure, bit for bit"""
-    make, batch = partial(make_optimizer, "LBFGS"), make_batches(1, HALF)[0]
-    reference, model = make_model(HALF), make_model(HALF)
-    by_hand = ByHand(reference.parameters(), make, wide=torch.float32)
-    opt, masters = on_masters(model, make)
-    losses, our_losses = [], []
-
-    def evaluated_by_hand():
-        by_hand.round()
-        loss = loss_of(reference, batch)
-        by_hand.add(loss)
-        by_hand.give()
-        losses.append(loss.item())
-        return loss
-
-    for _ in range(3):
-        by_hand.optimizer.step(evaluated_by_hand)
-        by_hand.round()
-        opt.step(closure_of(opt, model, batch, our_losses))
-    assert len(losses) > 6
-    assert losses == our_losses
-    assert_equal([m.detach() for m in masters], by_hand.stepped_on)
-    assert_equal(parameters_of(model), parameters_of(reference))
 
 
 @across(2, cases={"to_nearest": {}, "stochastically": {"stochastic_rounding": True}})
@@ -320,10 +278,10 @@ def test_masters_of_replicas(rank, world, **options):
     if options:
         assert not all(map(torch.equal, parameters, rounded(masters)))
         return parameters, masters
-    batches = make_batches(2 * COUNT, HALF)
+    batches = oracle.make_batches(2 * COUNT, HALF)
     numbers = {"dtype": HALF, "wide": torch.float32}
-    assert_equal(masters, train_by_hand(adamw, batches, 2 * WINDOW, **numbers))
-    assert_equal(parameters, rounded(masters))
+    oracle.assert_equal(masters, oracle.train_by_hand(adamw, batches, 2 * WINDOW, **numbers))
+    oracle.assert_equal(parameters, rounded(masters))
     return parameters, masters
 
 
@@ -360,8 +318,8 @@ def test_masters_of_shards(rank, world):
     assert all(isinstance(saved[i], DTensor) for i in range(len(masters)))
     parameters = whole(parameters_of(model))
     masters, expected = (whole(some) for some in (masters, [wide for _, wide in pairs]))
-    assert_equal(masters, expected)
-    assert_equal(parameters, rounded(masters))
+    oracle.assert_equal(masters, expected)
+    oracle.assert_equal(parameters, rounded(masters))
     return parameters
 
 
@@ -380,7 +338,7 @@ def test_masters_of_shards(rank, world):
 def test_a_compiled_step(kind, window, max_norm, scheduled, scaled):
     """`torch.compile` of `opt.step`, scheduler made before or after: no recompilation per step"""
     compilations = torch._dynamo.utils.counters["frames"]
-    batches = windows_of(make_batches(8 * window), window)
+    batches = oracle.windows_of(oracle.make_batches(8 * window), window)
     options = {} if kind == "plain" else {kind: True}
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) if scaled else None
 

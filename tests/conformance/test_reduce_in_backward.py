@@ -1,28 +1,15 @@
 """`reduce_in_backward`: what it takes, and errors that leave a way on."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
 import pytest
 import ranks
+import shares
 import torch
 import torch.distributed as dist
 from ranks import across
-from shares import (
-    BATCHES,
-    WINDOW,
-    as_expected,
-    by_hand,
-    error_of,
-    held,
-    in_group,
-    inside,
-    made,
-    own_share,
-    train,
-)
+from shares import BATCHES, WINDOW, as_expected, error_of, held, in_group, made, own_share, train
 from support.optimizer_oracle import OP, ByHand, adam, loss_of, make_model, parameters_of, sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -63,7 +50,7 @@ def two_in_a_micro_batch(rank, world):
     model = DistributedDataParallel(make_model())
     opt = in_group(model, process_group=None, reduce_in_backward=True)
     *share, (batch, weight) = own_share(rank, world, WINDOW)
-    train(opt, model, share, inside)
+    train(opt, model, share, shares.inside)
 
     def last():
         with opt.micro_batch(model):
@@ -93,7 +80,7 @@ def test_a_window_on_its_way_arrives(rank, world, way):
     assert opt.stepped
     for call, error in errors.items():
         assert error.startswith(f"RuntimeError: {OP}.{call}: the call {LATE}"), (call, error)
-    return as_expected(model, opt, by_hand(2, 0, WINDOW, max_norm=None))
+    return as_expected(model, opt, shares.by_hand(2, 0, WINDOW, max_norm=None))
 
 
 class Partly(nn.Module):
@@ -218,27 +205,3 @@ def test_gradients_in_parts_are_an_error(rank, world):
     assert held(opt) == 0
     assert all(p.grad is None for p in model.parameters())
     assert all(map(torch.equal, model.parameters(), make_model().parameters()))
-
-
-@across(2)
-def test_ranks_must_train_the_same(rank, world):
-    """Parameters frozen on some ranks only, or parts in several groups, are refused in words"""
-    model = make_model()
-    model[0].requires_grad_(rank == 0)
-    opt = in_group(model, window=1)
-    opt.backward(loss_of(model, BATCHES[0]))
-    kept, error = held(opt), error_of(opt.step)
-    text = "the window must be of the same trainable parameters on every process"
-    assert error == f"RuntimeError: {OP}.step: {text}, got 26, 10 elements by rank"
-    assert kept == 1
-
-    opt = in_group(make_model().requires_grad_(False))
-    opt.flush()
-    assert not opt.stepped
-
-    alone = [dist.new_group([n]) for n in range(world)][rank]
-    model = nn.ModuleList(
-        DistributedDataParallel(make_model(), process_group=group) for group in (None, alone)
-    )
-    error = error_of(in_group(model, process_group=None).micro_batch(model).__enter__)
-    assert "must have DistributedDataParallel parts of one process group, got several" in error

@@ -1,7 +1,5 @@
 """Runs that are killed, also in the middle of a window, and go on in new processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import contextmanager
@@ -12,14 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from shares import BATCHES, WEIGHTS, inside, train, whole
-from support.optimizer_oracle import (
-    adam,
-    assert_close,
-    make_model,
-    parameters_of,
-    train_by_hand,
-    wrapped,
-)
+from support import optimizer_oracle as oracle
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import ProcessExitedException
@@ -70,22 +61,22 @@ def until_killed(rank, folder, number):
     world, runs = PARTS[number]
     ranks.join(rank, world, f"{folder}/meeting-{number}")
     for checkpoints, (begin, end) in runs.items():
-        module = make_model()
+        module = oracle.make_model()
         if checkpoints is sharded:
             fully_shard(module)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
         window = {"window": WINDOW // world, "max_norm": 0.02}
         path = f"{folder}/{checkpoints.__name__}"
         share = list(zip(BATCHES, WEIGHTS))[begin:end][rank::world]
-        opt = wrapped(module, adam, scaler=scaler, **window)
+        opt = oracle.wrapped(module, oracle.adam, scaler=scaler, **window)
         with checkpoints(module, opt, path, begin) as model:
             train(opt, model, share, inside)
         steps = end // WINDOW * WINDOW
-        expected = train_by_hand(
-            adam, BATCHES[:steps], WINDOW, weights=WEIGHTS[:steps], max_norm=0.02
+        expected = oracle.train_by_hand(
+            oracle.adam, BATCHES[:steps], WINDOW, weights=WEIGHTS[:steps], max_norm=0.02
         )
-        parameters = whole(parameters_of(module))
-        assert_close(parameters, expected)
+        parameters = whole(oracle.parameters_of(module))
+        oracle.assert_close(parameters, expected)
         assert checkpoints is sharded or scaler.get_scale() == 8.0 * 2 ** (end // WINDOW)
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)

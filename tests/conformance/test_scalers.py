@@ -6,27 +6,12 @@ and scales are powers of two. So parameters of any dtype must be those of a floa
 hand, bit for bit.
 """
 
-from __future__ import annotations
-
-from itertools import cycle, product
+from itertools import cycle
 
 import pytest
 import torch
-from support.optimizer_oracle import (
-    EXACT,
-    INF,
-    NAN,
-    ByHand,
-    adam,
-    assert_close,
-    assert_equal,
-    make_batches,
-    make_model,
-    parameters_of,
-    train_by_hand,
-    windows_of,
-)
-from support.optimizer_oracle import loss_of as model_loss
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import EXACT, INF, NAN, assert_close, make_batches, make_model
 from support.tensors import dtype_id
 from torch import nn
 
@@ -125,7 +110,7 @@ def assert_exact(parameters, windows, weights=(1.0,) * COUNT):
         for number in window:
             for p, grad in zip(truth, gradients(number)):
                 p -= RATE * weights[number] * grad / total
-    assert_equal([p.detach().double() for p in parameters], truth)
+    oracle.assert_equal([p.detach().double() for p in parameters], truth)
 
 
 def scales_by_hand(protocol, bad=()):
@@ -175,7 +160,7 @@ def test_every_protocol(protocol, dtype, policy, bad, value, fused):
         if opt.last is not None and opt.last not in reports:
             reports.append(opt.last)
         scales.append(scaler and scaler.get_scale())
-    windows = windows_of(range(COUNT), WINDOW)
+    windows = oracle.windows_of(range(COUNT), WINDOW)
     hit = [not bad.isdisjoint(window) for window in windows]
     # To the wrapper, what the user has accumulated is one micro-batch.
     drops = policy == "skip_micro_batch" and protocol not in ONCE
@@ -204,7 +189,7 @@ def test_the_surviving_sum_is_that_of_the_good_ones_bit_for_bit(protocol, dtype,
     opt = make_optimizer(protocol, parameters, scaler, **options)
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     for number, batch in enumerate(make_batches(WINDOW, dtype)):
-        loss = model_loss(model, batch).float()
+        loss = oracle.loss_of(model, batch).float()
         if number == bad:
             loss = loss + parameters[CULPRIT][0].float() * NAN
         else:
@@ -212,7 +197,7 @@ def test_the_surviving_sum_is_that_of_the_good_ones_bit_for_bit(protocol, dtype,
             sums = [s + grad.float() * weights[number] for s, grad in zip(sums, grads)]
         micro_batch(protocol, opt, scaler, loss, number, weights[number])
     assert not opt.stepped
-    assert_equal([opt.main_grad(p) for p in parameters], sums)
+    oracle.assert_equal([opt.main_grad(p) for p in parameters], sums)
 
 
 @pytest.mark.parametrize("bad", range(WINDOW), ids=["first", "middle", "last"])
@@ -236,7 +221,9 @@ def test_raise_leaves_everything_as_it_was(protocol, dtype, bad):
     with pytest.raises(RuntimeError, match=r"gradients must be finite, got inf or NaN in second$"):
         run(raising)
     after = opt.accumulation_state_dict()
-    assert_equal(list(after.pop("main_grads").values()), list(before.pop("main_grads").values()))
+    oracle.assert_equal(
+        list(after.pop("main_grads").values()), list(before.pop("main_grads").values())
+    )
     assert str(after) == str(before)
     assert not opt.stepped
     assert_exact(parameters, [])
@@ -252,26 +239,13 @@ def test_raise_leaves_everything_as_it_was(protocol, dtype, bad):
     assert_exact(parameters, [range(WINDOW)])
 
 
-@pytest.mark.parametrize(("policy", "protocol"), [*product(POLICIES[:2], ("none", "own"))])
-def test_a_window_of_one_is_left_out(policy, protocol):
-    """`window=1`: the step of a micro-batch that is not finite is left out, by either policy"""
-    parameters = make_parameters(torch.float32)
-    options = {"window": 1, "on_nonfinite": policy}
-    opt = make_optimizer(protocol, parameters, make_scaler(protocol), **options)
-    for number in range(COUNT):
-        opt.backward(loss_of(parameters, number, INF if number == 1 else 0.0))
-        opt.step()
-        assert opt.last.skipped == (number == 1)
-    assert_exact(parameters, [[number] for number in range(COUNT) if number != 1])
-
-
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_names_where_the_optimizer_has_names(max_norm):
     """`opt.last.nonfinite` names the parameters where the optimizer has `named_parameters`"""
     model = make_model()
-    opt = AccumulatingOptimizer(adam(model.named_parameters()), window=2, max_norm=max_norm)
-    opt.backward(model_loss(model, BATCHES[0]))
-    opt.backward(model_loss(model, BATCHES[1]) + (model[2].bias * INF).sum())
+    opt = AccumulatingOptimizer(oracle.adam(model.named_parameters()), window=2, max_norm=max_norm)
+    opt.backward(oracle.loss_of(model, BATCHES[0]))
+    opt.backward(oracle.loss_of(model, BATCHES[1]) + (model[2].bias * INF).sum())
     opt.step()
     assert opt.last.nonfinite == ["2.bias"]
     assert opt.stats()["skipped"] == 1.0
@@ -280,13 +254,13 @@ def test_names_where_the_optimizer_has_names(max_norm):
 def test_what_skips_beside_an_inf():
     """A `found_inf` summed over devices skips, and a norm that overflows, which clips to zero"""
     model = make_model(torch.float32)
-    opt = AccumulatingOptimizer(adam(model.parameters(), fused=True))
-    model_loss(model, BATCHES[0].float()).backward()
+    opt = AccumulatingOptimizer(oracle.adam(model.parameters(), fused=True))
+    oracle.loss_of(model, BATCHES[0].float()).backward()
     opt.grad_scale, opt.found_inf = None, torch.tensor(2.0)
     opt.step()
     assert opt.last.skipped
 
-    opt = AccumulatingOptimizer(adam(model.parameters()), max_norm=1.0)
+    opt = AccumulatingOptimizer(oracle.adam(model.parameters()), max_norm=1.0)
     opt.backward((model[0].weight * 1e30).sum())
     opt.step()
     assert opt.last.skipped
@@ -310,27 +284,12 @@ def test_the_scale_may_change_inside_a_window(protocol, change, on_nonfinite):
         if number == 4 and change == "set-to-24":
             scaler.update(24.0)
         scales.append(scaler.get_scale())
-        micro_batch(protocol, opt, scaler, model_loss(model, batch), number)
+        micro_batch(protocol, opt, scaler, oracle.loss_of(model, batch), number)
     unscaled = protocol == "each-unscaled"
     assert (len(set(scales)) > 1) == (change != "is-disabled")
     assert opt.last.loss_scale == (1.0 if unscaled else scales[-1])
-    expected = train_by_hand(sgd, BATCHES, WINDOW)
-    assert_close(parameters_of(model), expected, RECIPROCAL if unscaled else EXACT)
-
-
-@pytest.mark.parametrize("window", [1, 3])
-def test_float16_gradients_and_unscale(window):
-    """`scaler.unscale_` of float16 gradients is refused by GradScaler itself; `step` takes them"""
-    parameters, scaler = make_parameters(torch.float16), make_scaler("each")
-    opt = make_optimizer("each", parameters, scaler, window=window)
-    for number in range(WINDOW):
-        scaler.scale(loss_of(parameters, number)).backward()
-        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-            scaler.unscale_(opt)
-        scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
-    assert_exact(parameters, windows_of(range(WINDOW), window))
+    expected = oracle.train_by_hand(sgd, BATCHES, WINDOW)
+    assert_close(oracle.parameters_of(model), expected, RECIPROCAL if unscaled else EXACT)
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -338,20 +297,20 @@ def test_clipping_between_unscale_and_step(window):
     """Your own clip between `scaler.unscale_` and `scaler.step` clips each micro-batch"""
     max_norm = 0.1
     reference, model = make_model(), make_model()
-    by_hand, scaler = ByHand(reference.parameters(), sgd), make_scaler("each")
+    by_hand, scaler = oracle.ByHand(reference.parameters(), sgd), make_scaler("each")
     opt = make_optimizer("each", model.parameters(), scaler, window=window)
     for number, batch in enumerate(BATCHES, 1):
-        loss = model_loss(reference, batch)
+        loss = oracle.loss_of(reference, batch)
         grads = torch.autograd.grad(loss, list(reference.parameters()), retain_graph=True)
         coef = max_norm / (torch.cat([grad.flatten() for grad in grads]).norm().item() + 1e-6)
         assert coef < 1.0
         by_hand.add(coef * loss)
         if number % window == 0:
             by_hand.step()
-        scaler.scale(model_loss(model, batch)).backward()
+        scaler.scale(oracle.loss_of(model, batch)).backward()
         scaler.unscale_(opt)
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
-    assert_close(parameters_of(model), parameters_of(reference))
+    assert_close(oracle.parameters_of(model), oracle.parameters_of(reference))

@@ -4,24 +4,12 @@ Each beside the bare optimizer on the joined batches. Warnings are errors, so to
 that the optimizer stepped first.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
 import torch
-from support.optimizer_oracle import (
-    INF,
-    assert_close,
-    loss_of,
-    make_batches,
-    make_model,
-    one_call,
-    own_backward,
-    parameters_of,
-    through_a_file,
-    windows_of,
-)
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import INF, loss_of, make_batches, make_model, one_call, parameters_of
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
@@ -100,15 +88,15 @@ def train(make_optimizer, make_scheduler, window=WINDOW, reload="never"):
 
     model, opt, scheduler = things = build()
     history = [rates(opt)]
-    for number, some in enumerate(windows_of(BATCHES, WINDOW)):
+    for number, some in enumerate(oracle.windows_of(BATCHES, WINDOW)):
         if number in (3, 5) and reload != "never":
-            states = through_a_file([thing.state_dict() for thing in things])
+            states = oracle.through_a_file([thing.state_dict() for thing in things])
             things = build() if reload == "into-new-objects" else things
             for thing, state in zip(things, states):
                 thing.load_state_dict(state)
             model, opt, scheduler = things
         for batch in some if window else [torch.cat(some)]:
-            own_backward(opt, loss_of(model, batch))
+            oracle.own_backward(opt, loss_of(model, batch))
         plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
         scheduler.step(*[METRICS[number]] * plateau)
         history.append(rates(getattr(opt, "optimizer", opt)))
@@ -120,7 +108,7 @@ def assert_as_bare(make_optimizer, make_scheduler, **options):
     expected, rates_of_bare = train(make_optimizer, make_scheduler, window=None)
     assert history == rates_of_bare
     assert len({tuple(rates[0] for rates in row) for row in history}) > 1
-    assert_close(parameters, expected)
+    oracle.assert_close(parameters, expected)
 
 
 # Every class with every reload, and with every optimizer.

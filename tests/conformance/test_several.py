@@ -1,42 +1,24 @@
 """Several optimizers, and copies of the weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.optimizer_oracle import (
-    INF,
-    ByHand,
-    adam,
-    assert_close,
-    assert_equal,
-    growing_scaler,
-    loss_of,
-    make_batches,
-    make_model,
-    one_call,
-    outer_scaler,
-    own_backward,
-    parameters_of,
-    train_by_hand,
-    windows_of,
-    wrapped,
-)
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import adam, assert_close, loss_of, make_model, parameters_of, wrapped
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-BATCHES = make_batches(12)
+BATCHES = oracle.make_batches(12)
 
 
 def make_scaler():
-    return growing_scaler(init_scale=64.0)
+    return oracle.growing_scaler(init_scale=64.0)
 
 
 def taken_by_hand(window, bad, on_nonfinite):
     """Parameters after stepping on the windows, or what is left of them, without `bad`."""
     model = make_model()
-    by_hand = ByHand(model.parameters(), adam)
-    for numbers in windows_of(range(len(BATCHES)), window):
+    by_hand = oracle.ByHand(model.parameters(), adam)
+    for numbers in oracle.windows_of(range(len(BATCHES)), window):
         if bad in numbers and on_nonfinite == "skip_window":
             continue
         for number in numbers:
@@ -59,7 +41,7 @@ def test_several_optimizers_under_one_scaler(protocol, bad, on_nonfinite):
     for number, batch in enumerate(BATCHES):
         losses = [loss_of(model, batch) for model in models]
         if number == bad:
-            losses[0] = losses[0] + models[0][0].weight[0, 0] * INF
+            losses[0] = losses[0] + models[0][0].weight[0, 0] * oracle.INF
         for opt, loss in zip(opts, losses):
             opt.backward(loss) if protocol == "own" else scaler.scale(loss).backward()
         for opt in opts:
@@ -90,8 +72,8 @@ def test_a_bare_optimizer_beside_a_wrapped_one(unscale):
         bare.zero_grad()
         opt.zero_grad()
     # Torch divides the bare optimizer's gradients by multiplying with a float32, a power of two.
-    assert_close(parameters_of(bare_model), train_by_hand(adam, BATCHES, 1))
-    assert_close(parameters_of(model), train_by_hand(adam, BATCHES, 3))
+    assert_close(parameters_of(bare_model), oracle.train_by_hand(adam, BATCHES, 1))
+    assert_close(parameters_of(model), oracle.train_by_hand(adam, BATCHES, 3))
 
 
 @pytest.mark.parametrize("in_order", [True, False], ids=["step-first", "wrapper-first"])
@@ -112,40 +94,31 @@ def test_an_unscaled_optimizer_beside_a_wrapper_with_its_scaler(in_order):
                 "AccumulatingOptimizer.step: the scaler must have no optimizer that is unscaled "
                 "and has not stepped, got one. Call scaler.step for that one first"
             )
-            assert_equal(parameters_of(model), before)
+            oracle.assert_equal(parameters_of(model), before)
         scaler.step(bare)
         opt.step()
         bare.zero_grad()
     for some in (bare_model, model):
-        assert_close(parameters_of(some), train_by_hand(adam, BATCHES[:3], 1))
+        assert_close(parameters_of(some), oracle.train_by_hand(adam, BATCHES[:3], 1))
 
 
-class Gan:
-    """A generator and a discriminator, with the losses of Goodfellow et al. (2014)."""
+def gan():
+    """A discriminator and a generator, in the order in which they play, each with its loss
+    (Goodfellow et al., 2014)."""
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        generator = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        discriminator = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
 
-    def __init__(self):
-        with torch.random.fork_rng():
-            torch.manual_seed(6)
-            self.generator = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-            self.discriminator = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    def judged(batch, real):
+        verdict = discriminator(batch)
+        truth = torch.full_like(verdict, real)
+        return nn.functional.binary_cross_entropy_with_logits(verdict, truth)
 
-    def judge(self, batch, real):
-        verdict = self.discriminator(batch)
-        return nn.functional.binary_cross_entropy_with_logits(
-            verdict, torch.full_like(verdict, float(real))
-        )
+    def tells_apart(batch):
+        return judged(batch, 1.0) + judged(generator(batch.flip(0)).detach(), 0.0)
 
-    def discriminator_loss(self, batch):
-        fake = self.generator(batch.flip(0)).detach()
-        return self.judge(batch, True) + self.judge(fake, False)
-
-    def generator_loss(self, batch):
-        return self.judge(self.generator(batch.flip(0)), True)
-
-    def sides(self):
-        """Each network with its loss, in the order in which they play."""
-        discriminator = self.discriminator, self.discriminator_loss
-        return discriminator, (self.generator, self.generator_loss)
+    return (discriminator, tells_apart), (generator, lambda b: judged(generator(b.flip(0)), 1.0))
 
 
 @pytest.mark.parametrize(
@@ -154,26 +127,27 @@ class Gan:
 @pytest.mark.parametrize("protocol", ["none", "raw", "own", "each"])
 def test_a_gan_with_two_wrappers(protocol, windows, freeze):
     """A GAN with a wrapper for each side: the other side's gradients count nowhere"""
-    gan, plain, scaler = Gan(), Gan(), make_scaler()
+    sides, plain, scaler = gan(), gan(), make_scaler()
     own = scaler if protocol == "own" else None
-    loop = {"raw": own_backward, "each": outer_scaler}.get(protocol, one_call)
+    loops = {"raw": oracle.own_backward, "each": oracle.outer_scaler}
+    loop = loops.get(protocol, oracle.one_call)
     # By autograd.grad, so that nothing leaks
-    by_hand = [ByHand(network.parameters(), adam) for network, _ in plain.sides()]
+    by_hand = [oracle.ByHand(network.parameters(), adam) for network, _ in plain]
     opts = [
         wrapped(network, adam, window=window, scaler=own)
-        for (network, _), window in zip(gan.sides(), windows)
+        for (network, _), window in zip(sides, windows)
     ]
-
+    discriminator = sides[0][0]
     for number, batch in enumerate(BATCHES, 1):
-        for side, (_, loss), window in zip(by_hand, plain.sides(), windows):
+        for side, (_, loss), window in zip(by_hand, plain, windows):
             side.add(loss(batch))
             if number % window == 0:
                 side.step()
-        for opt, (network, loss) in zip(opts, gan.sides()):
-            gan.discriminator.requires_grad_(network is gan.discriminator or not freeze)
+        for opt, (network, loss) in zip(opts, sides):
+            discriminator.requires_grad_(network is discriminator or not freeze)
             opt.zero_grad()
             loop(opt, loss(batch), scaler)
-    for (network, _), (expected, _) in zip(gan.sides(), plain.sides()):
+    for (network, _), (expected, _) in zip(sides, plain):
         assert_close(parameters_of(network), parameters_of(expected))
 
 
@@ -184,10 +158,10 @@ def test_averages_of_the_weights(window, average, skip):
     """`AveragedModel`, mean or EMA, updated once per step by `if opt.stepped`"""
     reference, model = make_model(), make_model()
     averages = [AveragedModel(some, multi_avg_fn=average) for some in (reference, model)]
-    by_hand, opt = ByHand(reference.parameters(), adam), wrapped(model, adam, window=window)
-    for numbers in windows_of(range(12), window):
+    by_hand, opt = oracle.ByHand(reference.parameters(), adam), wrapped(model, adam, window=window)
+    for numbers in oracle.windows_of(range(12), window):
         for number in numbers:
-            opt.backward(loss_of(model, BATCHES[number]) * (INF if number == skip else 1.0))
+            opt.backward(loss_of(model, BATCHES[number]) * (oracle.INF if number == skip else 1.0))
             opt.step()
             if opt.stepped and not opt.last.skipped:
                 averages[1].update_parameters(model)

@@ -1,7 +1,5 @@
 """Sharded training (FSDP2, `fully_shard`), 3 processes."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -9,36 +7,9 @@ import pytest
 import shares
 import torch
 from ranks import across
-from sharded_windows import training
-from shares import (
-    BATCHES,
-    MAX_NORM,
-    WEIGHTS,
-    WINDOW,
-    as_expected,
-    by_hand,
-    called,
-    error_of,
-    held,
-    inside,
-    of_the_user,
-    own_share,
-    train,
-    whole,
-)
-from support.optimizer_oracle import (
-    EXACT,
-    INF,
-    OP,
-    adam,
-    assert_close,
-    loss_of,
-    make_model,
-    parameters_of,
-    sgd,
-    window_gradient,
-    wrapped,
-)
+from shares import BATCHES, MAX_NORM, WEIGHTS, WINDOW, as_expected, by_hand, own_share, whole
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import EXACT, INF, adam, loss_of, make_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,20 +25,20 @@ NORMS = {str(p): {"norm_type": p} for p in (1.0, 2.0, 3.0, INF, -1.0, -INF)}
 def sharded(dtype=torch.float64, fused=False, **options):
     """A model, and a wrapper of its shards."""
     options = {"synchronize": "backward", "max_norm": None, **options}
-    return training(dtype, optimizer=partial(adam, fused=fused), **options)
+    return shares.training(dtype, make=partial(adam, fused=fused), **options)
 
 
 def way(loop, mixed=False, **options):
     return {"loop": loop, "mixed": mixed, "options": options}
 
 
-IN_PARTS = partial(inside, parts=(0.25, 0.75))
+IN_PARTS = partial(shares.inside, parts=(0.25, 0.75))
 WAYS = {
-    "plain": way(called),
-    "weights_that_are_tensors": way(called, mixed=True),
+    "plain": way(shares.called),
+    "weights_that_are_tensors": way(shares.called, mixed=True),
     "parts": way(IN_PARTS),
-    "user_loop": way(of_the_user),
-    "once_per_window": way(inside, mixed=True, synchronize="window"),
+    "user_loop": way(shares.of_the_user),
+    "once_per_window": way(shares.inside, mixed=True, synchronize="window"),
     "once_per_window_in_parts": way(IN_PARTS, mixed=True, synchronize="window"),
 }
 
@@ -76,11 +47,11 @@ WAYS = {
 def test_sharded_windows_equal_one_process(rank, world, loop, mixed, options):
     """A window of four, sent at every backward or once, weights by rank: one process, clipped"""
     model, opt = sharded(max_norm=MAX_NORM, **options)
-    train(opt, model, own_share(rank, world), loop, mixed=mixed)
+    shares.train(opt, model, own_share(rank, world), loop, mixed=mixed)
     assert opt.last.clip_coef < 1.0
     assert opt.last.micro_batches == WINDOW
-    weights = None if loop is of_the_user else WEIGHTS
-    if loop in (called, inside):
+    weights = None if loop is shares.of_the_user else WEIGHTS
+    if loop in (shares.called, shares.inside):
         assert opt.last.weight == pytest.approx(sum(WEIGHTS[-WINDOW * world :]) / world)
     return as_expected(model, opt, by_hand(world, weights=weights))
 
@@ -89,8 +60,8 @@ def test_sharded_windows_equal_one_process(rank, world, loop, mixed, options):
 def test_sharded_norm_is_the_unsharded_one(rank, world, norm_type):
     """The norm of sharded gradients is the unsharded one, for any p"""
     model, opt = sharded(norm_type=norm_type)
-    train(opt, model, own_share(rank, world, WINDOW))
-    grads = window_gradient(make_model(), BATCHES[: WINDOW * world], WEIGHTS)
+    shares.train(opt, model, own_share(rank, world, WINDOW))
+    grads = oracle.window_gradient(make_model(), BATCHES[: WINDOW * world], WEIGHTS)
     norm = float(torch.cat([g.flatten() for g in grads]).norm(norm_type))
     assert float(opt.last.total_norm) == pytest.approx(norm, rel=EXACT)
 
@@ -104,7 +75,7 @@ def test_the_norm_of_unsummed_parts_is_that_of_their_sum(rank, world):
     weight = torch.randn(2, 3, generator=generator, dtype=torch.float64)
     inputs = torch.randn(6, 3, generator=generator, dtype=torch.float64)
     parameter = nn.Parameter(distribute_tensor(weight.clone(), mesh, [Replicate()]))
-    opt = wrapped(nn.ParameterList([parameter]), sgd, window=2, max_norm=0.5)
+    opt = oracle.wrapped(nn.ParameterList([parameter]), window=2, max_norm=0.5)
     for rows in inputs.split(3):
         output = distribute_tensor(rows, mesh, [Shard(0)]) @ parameter.T
         opt.backward(output.square().sum())
@@ -114,7 +85,7 @@ def test_the_norm_of_unsummed_parts_is_that_of_their_sum(rank, world):
     weight.requires_grad_()
     ((inputs @ weight.T).square().sum() / 2).backward()
     assert float(opt.last.total_norm) == pytest.approx(float(weight.grad.norm()), rel=EXACT)
-    assert_close([moved], [-weight.grad * (0.5 / (weight.grad.norm() + 1e-6))])
+    oracle.assert_close([moved], [-weight.grad * (0.5 / (weight.grad.norm() + 1e-6))])
 
 
 @across(3, cases=NORMS | {"0.0": {"norm_type": 0.0}})
@@ -148,9 +119,9 @@ def test_clip_grad_norm_of_dtensors_of_every_placement(rank, world):
         parameter.grad = kind
     found = accumext.clip_grad_norm_(parameters[:3], 1.0).full_tensor()
     mixed = accumext.clip_grad_norm_(parameters, math.inf)
-    clipped = whole(p.grad for p in parameters[:3])
     norm = math.sqrt(3) * grad.norm().item()
     assert found.item() == pytest.approx(norm, rel=1e-6)
+    clipped = whole(p.grad for p in parameters[:3])
     torch.testing.assert_close(clipped, [grad / (norm + 1e-6)] * 3)
     norm = math.sqrt(3 * (grad.norm().item() / norm) ** 2 + grad.norm().item() ** 2)
     assert mixed.item() == pytest.approx(norm, rel=1e-5)
@@ -162,9 +133,9 @@ POISONED = {
     "one_rank": {},
     "all_ranks": {"bad_ranks": range(3)},
     "a_fused_optimizer": FUSED,
-    "the_users_scaler": {"loop": of_the_user},
-    "the_users_scaler_fused": {"loop": of_the_user, **FUSED},
-    "once_per_window": {"loop": inside, "synchronize": "window"},
+    "the_users_scaler": {"loop": shares.of_the_user},
+    "the_users_scaler_fused": {"loop": shares.of_the_user, **FUSED},
+    "once_per_window": {"loop": shares.inside, "synchronize": "window"},
 }
 
 
@@ -181,12 +152,12 @@ def test_sharded_raise(rank, world):
     """`on_nonfinite="raise"` raises on all ranks, and the window stays as it was"""
     model, opt = sharded(on_nonfinite="raise")
     bad = [1] if rank == 1 else []
-    error = error_of(train, opt, model, own_share(rank, world, 2), bad=bad)
+    error = shares.error_of(shares.train, opt, model, own_share(rank, world, 2), bad=bad)
     # Of the third process nothing is left to hold: it has no row of 4, nor of 2.
     where = named([0, 1, 2, 3]) if rank < 2 else "shards of other processes"
-    text = f"RuntimeError: {OP}.backward: gradients must be finite, got inf or NaN in "
+    text = f"RuntimeError: {oracle.OP}.backward: gradients must be finite, got inf or NaN in "
     assert error == text + where
-    assert held(opt) == 1
+    assert shares.held(opt) == 1
 
 
 @across(3)
@@ -197,9 +168,9 @@ def test_one_bad_shard_skips_on_all_ranks(rank, world):
     opt.backward(loss_of(model, BATCHES[rank]))
     if rank == 0:
         opt._box.state.window.sums[0].to_local()[0, 0] = INF
-    called(opt, model, BATCHES[rank])
+    shares.called(opt, model, BATCHES[rank])
     assert opt.last.skipped
-    return as_expected(model, opt, parameters_of(make_model()))
+    return as_expected(model, opt, oracle.parameters_of(make_model()))
 
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -219,7 +190,8 @@ def test_sharded_half_precision(rank, world, dtype, shards):
     mean = main.full_tensor().double() / WINDOW
     assert isinstance(main, DTensor)
     assert main.dtype == torch.float32
-    grads = window_gradient(make_model(), BATCHES[: WINDOW * world], [1.0] * WINDOW * world)
+    count = WINDOW * world
+    grads = oracle.window_gradient(make_model(), BATCHES[:count], [1.0] * count)
     # Parameters and activations are rounded to 8 bits, so are products of a few of them.
     torch.testing.assert_close(mean, grads[0], rtol=0.05, atol=0.01)
 
@@ -238,9 +210,9 @@ def test_sharded_checkpoint_in_the_middle_of_a_window(rank, world):
     """`torch.distributed.checkpoint` of shards in the middle of a window leaves it alone"""
     model, opt = sharded()
     share = own_share(rank, world, WINDOW)
-    train(opt, model, share[:2])
+    shares.train(opt, model, share[:2])
     state = get_optimizer_state_dict(model, opt, options=StateDictOptions(full_state_dict=True))
-    train(opt, model, share[2:])
+    shares.train(opt, model, share[2:])
     seen = as_expected(model, opt, by_hand(world, 0, WINDOW, make=primed_adam, max_norm=None))
     assert rank > 0 or len(state["state"]) == 4
     return seen

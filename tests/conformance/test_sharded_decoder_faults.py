@@ -1,18 +1,8 @@
 """Decoders of `fully_shard` modules after errors and misuse, 2 processes."""
 
-from __future__ import annotations
-
+import decoders
 import pytest
-from decoders import (
-    STEPS,
-    VOCABULARY,
-    assert_gradients,
-    gradients,
-    is_resharded,
-    make,
-    micro_batches,
-    sharded,
-)
+from decoders import STEPS, assert_gradients, gradients, is_resharded, make, micro_batches, sharded
 from ranks import across
 from shares import error_of
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -34,23 +24,20 @@ def fails_at_the_third_call(cell):
     return failing
 
 
-def decoding(model, features, targets):
-    parts = model.embedding, fails_at_the_third_call(model.called()), model.head
-    accumext.decode_loss(*parts, targets, model.state(features), feedback="greedy")
+def decoding(model, cell, state, targets):
+    accumext.decode_loss(model.embedding, cell, model.head, targets, state, feedback="greedy")
 
 
-def generating(model, features, targets):
-    parts = model.embedding, fails_at_the_third_call(model.called()), model.head
-    accumext.generate(*parts, model.state(features), max_length=STEPS)
+def generating(model, cell, state, targets):
+    accumext.generate(model.embedding, cell, model.head, state, max_length=STEPS)
 
 
-def in_chunks(model, features, targets):
-    last = fails_at_the_third_call(model.called())
-    accumext.chunked_loss(lambda h: last(h, h)[0].sum(), model.state(features), chunks=4)
+def in_chunks(model, cell, state, targets):
+    accumext.chunked_loss(lambda h: cell(h, h)[0].sum(), state, chunks=4)
 
 
-def in_the_checks(model, features, targets):
-    model(features, targets, "a typo")
+def in_the_checks(model, cell, state, targets):
+    accumext.decode_loss(model.embedding, cell, model.head, targets, state, feedback="a typo")
 
 
 FAILING = {
@@ -70,7 +57,8 @@ def test_an_exception_leaves_modules_sharded(rank, world, call, kind):
     """After an exception sharded modules are sharded again, and the next call is right"""
     features, targets = next(micro_batches())
     model = sharded(kind)
-    error = error_of(call, model, features, targets)
+    failing, state = fails_at_the_third_call(model.called()), model.state(features)
+    error = error_of(call, model, failing, state, targets)
     gathered = [part for part in model.parts()[1:] if was_gathered(part)]
     resharded = is_resharded(*gathered)
     model(features, targets, "greedy").backward()
@@ -94,7 +82,7 @@ def test_an_exception_in_a_backward_pass(rank, world):
         return state, state
 
     parts = model.embedding, cell, model.head
-    options = {"feedback": "greedy", "memory_budget": VOCABULARY * 8}  # no graph is kept
+    options = {"feedback": "greedy", "memory_budget": decoders.VOCABULARY * 8}  # no graph is kept
     loss = accumext.decode_loss(*parts, targets, model.state(features), **options).loss
     fails[0] = True
     assert error_of(loss.backward) == "ZeroDivisionError: in the cell"

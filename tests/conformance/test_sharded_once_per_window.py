@@ -1,7 +1,5 @@
 """Sharded training once per window (`synchronize="window"`), 2 and 4 processes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -11,41 +9,18 @@ from pathlib import Path
 
 import pytest
 import ranks
+import shares
 import torch
 from ranks import across
-from sharded_windows import (
-    FINALIZES,
-    RECOVERS,
-    after_a_failure,
-    before_backward,
-    in_backward,
-    sharded,
-    train,
-    training,
-    wrapped,
-)
-from shares import (
-    BATCHES,
-    COUNT,
-    WEIGHTS,
-    WINDOW,
-    as_expected,
-    by_hand,
-    by_windows,
-    error_of,
-    held,
-    inside,
-    own_share,
-    whole,
-)
-from support.optimizer_oracle import OP, loss_of, make_model, own_backward, sgd, window_gradient
+from shares import WINDOW, as_expected, by_hand, error_of, inside, own_share, train_inside, training
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import OP, loss_of, make_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import accumext
-from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 pytestmark = pytest.mark.process
 
@@ -53,11 +28,6 @@ REFUSED = (
     "the window must be full to be synchronised, or torch 2.15 or later, got a part of one, with "
     f"torch {torch.__version__}. Call opt.discard(), or use synchronize='backward'"
 )
-COLLECTIVES = {
-    "c10d::_allgather_base_": "all-gathers",
-    "c10d::_reduce_scatter_base_": "reduce-scatters",
-    "c10d::allreduce_": "all-reduces",
-}
 
 
 @across(2)
@@ -65,43 +35,42 @@ def test_partial_windows(rank, world):
     """A partial window is sent once, or saved; before torch 2.15 it can be dropped alone"""
     model, opt = training()
     share = own_share(rank, world)
-    train(opt, model, share[:3])
-    if not FINALIZES:
+    train_inside(opt, model, share[:3])
+    if not shares.FINALIZES:
         errors = [error_of(opt.flush), error_of(opt.accumulation_state_dict)]
-        kept = held(opt)
+        kept = shares.held(opt)
         opt.discard()
-        train(opt, model, share[:8])
+        train_inside(opt, model, share[:8])
         calls = ("flush", "accumulation_state_dict")
         assert errors == [f"RuntimeError: {OP}.{call}: {REFUSED}" for call in calls]
         assert kept == 3
         return as_expected(model, opt, by_hand(world, 0, 8))
     saved = copy.deepcopy(opt.accumulation_state_dict())
     opt.flush()
-    train(opt, model, share[3:8])
+    train_inside(opt, model, share[3:8])
     opt.flush()
     assert opt.last.micro_batches == 1
     again, resumed = training()
     resumed.load_accumulation_state_dict(saved)
-    train(resumed, again, share[3:WINDOW])
+    train_inside(resumed, again, share[3:WINDOW])
     return (
-        as_expected(model, opt, by_windows(world, (0, 3), (3, 7), (7, 8))),
+        as_expected(model, opt, shares.by_windows(world, (0, 3), (3, 7), (7, 8))),
         as_expected(again, resumed, by_hand(world, 0, WINDOW)),
     )
 
 
 def collectives(rank, world, make=training, flush=True, **options):
-    """Collectives of the second window, and of a flush, which sends nothing where it is full."""
+    """All-gathers, reduce-scatters and all-reduces of the second window, and of a flush, which
+    sends nothing where it is full."""
     model, opt = make(**options)
-    train(opt, model, own_share(rank, world, WINDOW))
+    train_inside(opt, model, own_share(rank, world, WINDOW))
     with torch.profiler.profile() as profile:
-        train(opt, model, own_share(rank, world, WINDOW))
+        train_inside(opt, model, own_share(rank, world, WINDOW))
         if flush:
             opt.flush()
-    counts = Counter()
-    for event in profile.key_averages():
-        if event.key in COLLECTIVES:
-            counts[COLLECTIVES[event.key]] += event.count
-    return [counts[kind] for kind in ("all-gathers", "reduce-scatters", "all-reduces")]
+    counts = Counter({event.key: event.count for event in profile.key_averages()})
+    kinds = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_")
+    return [counts[f"c10d::{kind}"] for kind in kinds]
 
 
 @across(2)
@@ -112,30 +81,15 @@ def test_a_window_is_sent_once(rank, world):
 
 
 @across(2)
-def test_an_exception_drops_the_window(rank, world):
-    """An exception inside `micro_batch` drops the window and says so; training goes on"""
-    said = f"KeyError: \n{OP}.micro_batch: the open window was dropped: FSDP holds it in one sum"
-    return after_a_failure(rank, world, before_backward, said, 2)
-
-
-@pytest.mark.skipif(not RECOVERS, reason="FSDP recovers from torch 2.13 on")
-@across(*[2] * RECOVERS)
-def test_an_exception_in_the_middle_of_a_backward_pass(rank, world):
-    """So does one in the middle of a backward pass, of which FSDP recovers (torch 2.13)"""
-    said = f"KeyError: \n{OP}.backward: the open window was dropped: it had been added to"
-    return after_a_failure(rank, world, in_backward, said, 2)
-
-
-@across(2)
 def test_frozen_parameters_of_windows_that_are_sent_once(rank, world):
     """Frozen parameters stay, others train as in one process"""
     models = [make_model(), make_model()]
     for some in models:
         some[0].weight.requires_grad_(False)
     model, opt = training(model=models[0])
-    train(opt, model, own_share(rank, world))
-    windows = [(n, n + WINDOW) for n in range(0, COUNT // world, WINDOW)]
-    return as_expected(model, opt, by_windows(world, *windows, model=models[1]))
+    train_inside(opt, model, own_share(rank, world, 2 * WINDOW))
+    expected = shares.by_windows(world, (0, WINDOW), (WINDOW, 2 * WINDOW), model=models[1])
+    return as_expected(model, opt, expected)
 
 
 @across(2)
@@ -154,13 +108,13 @@ def test_what_does_not_go_with_windows_that_are_sent_once(rank, world):
         with opt.micro_batch(model):
             pass
 
-    errors = [error_of(lambda: opt.backward(loss_of(model, batch)))]
-    errors.append(error_of(lambda: own_backward(opt, loss_of(model, batch))))
+    errors = [error_of(opt.backward, loss_of(model, batch))]
+    errors.append(error_of(oracle.own_backward, opt, loss_of(model, batch)))
     opt.zero_grad()
     errors.append(error_of(opt.micro_batch(nn.Linear(1, 1)).__enter__))
     errors += [error_of(empty), error_of(cleared)]
     opt.discard()
-    train(opt, model, own_share(rank, world))
+    train_inside(opt, model, own_share(rank, world, WINDOW))
     formed = "must be formed inside `with opt.micro_batch(model):` where synchronize='window'"
     assert errors == [
         f"RuntimeError: {OP}.backward: gradients {formed}, got some of another pass",
@@ -173,14 +127,7 @@ def test_what_does_not_go_with_windows_that_are_sent_once(rank, world):
         "the window is closed, got some that were cleared. Use opt.zero_grad(), not that of the "
         "model; opt.discard() drops the window",
     ]
-    return as_expected(model, opt, by_hand(world))
-
-
-class Wide(nn.Sequential):
-    """Of layers that no number of processes here divides."""
-
-    def __init__(self, dtype):
-        super().__init__(*(nn.Linear(301, 301, dtype=dtype) for _ in range(3)))
+    return as_expected(model, opt, by_hand(world, 0, WINDOW))
 
 
 def live_bytes():
@@ -189,21 +136,14 @@ def live_bytes():
     gc.collect()
     looks = []
     for _ in range(5):
-        looks.append(bytes_found())
+        tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+        tensors += [t.grad for t in tensors if t.grad is not None]
+        local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}
+        looks.append(sum(storages.values()))
+        del tensors, local
         time.sleep(0.02)
     return min(looks)
-
-
-def bytes_found():
-    storages = {}
-    for found in gc.get_objects():
-        if isinstance(found, torch.Tensor):
-            for part in (found, found.grad):
-                if part is not None:
-                    part = part._local_tensor if isinstance(part, DTensor) else part
-                    storage = part.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 IN_FLOAT32 = {"reduce_dtype": torch.float32}
@@ -218,8 +158,10 @@ KINDS = {
 def test_the_memory_of_a_window_is_as_predicted(rank, world, dtype, policy):
     """`window_memory` within 10 % of what is measured, for float32, mixed precision and bfloat16"""
     for synchronize in ("backward", "window"):
+        # Layers that no number of processes here divides.
+        layers = nn.Sequential(*(nn.Linear(301, 301, dtype=dtype) for _ in range(3)))
         shards = {"mp_policy": MixedPrecisionPolicy(**policy)}
-        model, opt = training(model=Wide(dtype), shards=shards, synchronize=synchronize)
+        model, opt = training(model=layers, shards=shards, synchronize=synchronize)
         batch = torch.randn(2, 301, dtype=dtype)
         before = live_bytes()
         for _ in range(2):
@@ -232,13 +174,14 @@ def test_the_memory_of_a_window_is_as_predicted(rank, world, dtype, policy):
 @across(2)
 def test_half_precision_is_held_in_float32(rank, world):
     """bfloat16 parameters with `reduce_dtype=float32` hold float32 gradients, and have masters"""
-    model = sharded(torch.bfloat16, mp_policy=MixedPrecisionPolicy(**IN_FLOAT32))
+    model = shares.sharded(torch.bfloat16, mp_policy=MixedPrecisionPolicy(**IN_FLOAT32))
     masters = accumext.masters(model.parameters())
-    opt = AccumulatingOptimizer(sgd(masters), window=WINDOW, masters=masters, synchronize="window")
-    before = [m.detach().clone() for m in whole(masters)]
-    train(opt, model, own_share(rank, world, WINDOW, torch.bfloat16))
-    moved = [(a - b).detach().double() for a, b in zip(before, whole(masters), strict=True)]
-    grads = window_gradient(make_model(), BATCHES[: WINDOW * world], WEIGHTS)
+    options = {"window": WINDOW, "masters": masters, "synchronize": "window"}
+    opt = accumext.AccumulatingOptimizer(oracle.sgd(masters), **options)
+    before = [m.detach().clone() for m in shares.whole(masters)]
+    train_inside(opt, model, own_share(rank, world, WINDOW, torch.bfloat16))
+    moved = [(a - b).detach().double() for a, b in zip(before, shares.whole(masters), strict=True)]
+    grads = oracle.window_gradient(make_model(), shares.BATCHES[: WINDOW * world], shares.WEIGHTS)
     # Activations, weights and their products are rounded to 8 bits.
     torch.testing.assert_close(moved, grads, rtol=0.05, atol=0.01)
 
@@ -263,7 +206,7 @@ HYBRIDS = {
 def test_hybrid_shards_equal_one_process(rank, world, **options):
     """HSDP on a 2x2 mesh, and shards in pairs whose replicas the wrapper sums: as one process"""
     model, opt = hybrid(**options)
-    train(opt, model, own_share(rank, world))
+    train_inside(opt, model, own_share(rank, world))
     return as_expected(model, opt, by_hand(world, 0, WINDOW))
 
 
@@ -271,9 +214,9 @@ def test_hybrid_shards_equal_one_process(rank, world, **options):
 def test_partial_windows_of_hybrid_shards(rank, world):
     """A partial window of HSDP is sent once; before torch 2.15 it is refused"""
     model, opt = hybrid()
-    train(opt, model, own_share(rank, world, 3))
+    train_inside(opt, model, own_share(rank, world, 3))
     error = error_of(opt.flush)
-    if FINALIZES:
+    if shares.FINALIZES:
         return as_expected(model, opt, by_hand(world, 0, 3))
     opt.discard()
     assert error == f"RuntimeError: {OP}.flush: {REFUSED}"
@@ -300,19 +243,15 @@ def test_a_window_of_hybrid_shards_is_sent_once(rank, world):
 def test_settings_that_do_not_go_with_it(setting, value, text):
     """Policies that look at every micro-batch's gradient are refused with `synchronize="window"`"""
     with pytest.raises(ValueError, match=f"^AccumulatingOptimizer: {setting} {text}"):
-        wrapped(make_model(), **{setting: value})
+        shares.once_per_window(make_model(), **{setting: value})
 
 
 def uneven(rank: int, folder: str) -> None:
     """Rank 1 has three of four micro-batches; each writes what the error said."""
     ranks.join(rank, 2, f"{folder}/meeting", seconds=4)
     model, opt = training()
-
-    def run():
-        train(opt, model, own_share(rank, 2, WINDOW - rank))
-        opt.flush()
-
-    Path(folder, f"said-{rank}").write_text(error_of(run), encoding="utf-8")
+    error = error_of(train_inside, opt, model, own_share(rank, 2, WINDOW - rank))
+    Path(folder, f"said-{rank}").write_text(error or error_of(opt.flush), encoding="utf-8")
     os._exit(0)  # the group has failed
 
 

@@ -1,7 +1,5 @@
 """Sharded training after errors, interrupts and misuse."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import time
@@ -9,32 +7,12 @@ from contextlib import nullcontext
 from functools import partial
 
 import pytest
+import shares
 import torch
 from ranks import across
-from sharded_windows import FINALIZES, after_a_failure, in_backward, train, training, wrapped
-from shares import (
-    MAX_NORM,
-    WEIGHTS,
-    as_expected,
-    by_hand,
-    by_windows,
-    called,
-    error_of,
-    held,
-    inside,
-    of_the_user,
-    own_share,
-    whole,
-)
+from shares import as_expected, by_hand, error_of, inside, own_share, train_inside, training
 from support.device import DeviceReads, cpu_as_device
-from support.optimizer_oracle import (
-    OP,
-    assert_equal,
-    loss_of,
-    make_model,
-    parameters_of,
-    sgd,
-)
+from support.optimizer_oracle import OP, assert_equal, loss_of, make_model, parameters_of, sgd
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 pytestmark = pytest.mark.process
@@ -46,7 +24,7 @@ BOTH = {synchronize: {"synchronize": synchronize} for synchronize in ("backward"
 def test_a_micro_batch_after_a_sharded_step_that_failed(rank, world, synchronize):
     """A micro-batch after a sharded step that failed joins its window, and the next is its own"""
     descent = partial(sgd, lr=0.1)
-    model, opt = training(optimizer=descent, max_norm=None, synchronize=synchronize)
+    model, opt = training(make=descent, max_norm=None, synchronize=synchronize)
     share, failures = own_share(rank, world), [KeyError("the first")]
 
     def fail_once(*args):
@@ -54,69 +32,98 @@ def test_a_micro_batch_after_a_sharded_step_that_failed(rank, world, synchronize
             raise failures.pop()
 
     def expected(*windows):
-        return by_windows(world, *windows, make=descent, max_norm=None)
+        return shares.by_windows(world, *windows, make=descent, max_norm=None)
 
     opt.register_step_pre_hook(fail_once)
-    error = error_of(train, opt, model, share[:4])
+    error = error_of(train_inside, opt, model, share[:4])
     inside(opt, model, *share[4])
     joined = as_expected(model, opt, expected((0, 5)))
     assert error == "KeyError: 'the first'"
     assert joined[1]["micro_batches"] == 5
-    assert joined[1]["weight"] == pytest.approx(sum(WEIGHTS[: 5 * world]) / world)
-    train(opt, model, share[4:8])
+    assert joined[1]["weight"] == pytest.approx(sum(shares.WEIGHTS[: 5 * world]) / world)
+    train_inside(opt, model, share[4:8])
     return joined, as_expected(model, opt, expected((0, 5), (4, 8)))
 
 
-def interrupted_reduction(opt, model, batch, weight):
+# Micro-batches of held windows that fail
+
+
+def before_its_backward(opt, model, batch, weight):
+    with opt.micro_batch(model):
+        loss_of(model, batch)
+        raise KeyError
+
+
+def in_its_backward(opt, model, batch, weight, error=KeyError):
+    """On the way to the first layer, when the gradients of the last are there."""
+
+    def stop(grad):
+        raise error
+
+    with opt.micro_batch(model):
+        hidden = model[0](batch)
+        hidden.register_hook(stop)
+        opt.backward(model[2](hidden).square().mean(), weight)
+
+
+def interrupted(opt, model, batch, weight):
     """Once FSDP has reduced something: when the window is closed, or in its last backward"""
-    if not FINALIZES:
-        in_backward(opt, model, batch, weight, KeyboardInterrupt)
+    if not shares.FINALIZES:
+        in_its_backward(opt, model, batch, weight, KeyboardInterrupt)
     finalize = FSDPModule.finalize_backward
 
-    def interrupted(self, **kwargs):
+    def finalize_and_stop(self, **kwargs):
         finalize(self, **kwargs)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FSDPModule, "finalize_backward", interrupted)
+        patch.setattr(FSDPModule, "finalize_backward", finalize_and_stop)
         inside(opt, model, batch, weight)
 
 
-@across(2)
-def test_an_interrupt_while_a_held_window_is_reduced(rank, world):
-    """Ctrl-C while FSDP reduces a held window drops it and says so; training goes on"""
-    where = "step: the open window was dropped: it was being reduced"
-    if not FINALIZES:
-        where = "backward: the open window was dropped: it had been added to"
-    said = f"KeyboardInterrupt: \n{OP}.{where}"
-    return after_a_failure(rank, world, interrupted_reduction, said, 3)
-
-
-def without_a_batch(opt, model, batch, weight):
+def before_the_first_forward(opt, model, batch, weight):
+    """Where nothing is held: the error is the user's own."""
     with opt.micro_batch(model):
         raise KeyError("no batch")
 
 
-@across(2)
-def test_an_exception_before_the_first_forward(rank, world):
-    """An exception inside the first `micro_batch`, before its forward, is the user's own"""
-    return after_a_failure(rank, world, without_a_batch, "KeyError: 'no batch'", 0)
-
-
-def part_of_a_model(opt, model, batch, weight):
-    """A layer, which FSDP gathers with the rest of the model."""
+def of_a_part(opt, model, batch, weight):
+    """Of a layer, which FSDP gathers with the rest of the model."""
     with opt.micro_batch(model[0]):
         opt.backward(loss_of(model, batch))
 
 
-@across(2)
-def test_a_part_of_a_sharded_model(rank, world):
-    """`micro_batch` of a part of what FSDP gathers together is an error"""
-    said = (
+DROPPED, ADDED = "the open window was dropped: ", "backward: the open window was dropped: it had"
+REDUCED = f"step: {DROPPED}it was being reduced" if shares.FINALIZES else f"{ADDED} been added to"
+FAILURES = {  # what fails, after how many micro-batches; what is said
+    before_its_backward: (2, f"KeyError: \n{OP}.micro_batch: {DROPPED}FSDP holds it in one sum"),
+    in_its_backward: (2, f"KeyError: \n{OP}.{ADDED} been added to"),
+    interrupted: (3, f"KeyboardInterrupt: \n{OP}.{REDUCED}"),
+    before_the_first_forward: (0, "KeyError: 'no batch'"),
+    of_a_part: (
+        shares.WINDOW,
         f"ValueError: {OP}.micro_batch: model must be all of what FSDP gathers together, where "
-        "synchronize='window', got a part of it"
-    )
-    return after_a_failure(rank, world, part_of_a_model, said, 4, 4)
+        "synchronize='window', got a part of it",
+    ),
+}
+if not shares.RECOVERS:
+    del FAILURES[in_its_backward]
+
+
+@across(2, cases={fails.__name__: {"fails": fails} for fails in FAILURES})
+def test_a_micro_batch_that_fails(rank, world, fails):
+    """An exception in a held window, Ctrl-C too, drops it and says so; training goes on"""
+    count, said = FAILURES[fails]
+    model, opt = training()
+    share = own_share(rank, world)
+    train_inside(opt, model, share[:count])
+    error, left = error_of(fails, opt, model, *share[count]), shares.held(opt)
+    grads = [p.grad for p in opt.param_groups[0]["params"]]
+    train_inside(opt, model, share[count // shares.WINDOW * shares.WINDOW : 8])
+    assert error == said
+    assert left == 0
+    assert all(grad is None for grad in grads)
+    return as_expected(model, opt, by_hand(world, 0, 8))
 
 
 @across(2)
@@ -125,8 +132,8 @@ def test_evaluation_inside_of_a_window(rank, world):
     model = make_model()  # a plain module around modules that do not know of one another
     fully_shard(model[0])
     fully_shard(model[2])
-    opt = wrapped(model)
-    train(opt, model, own_share(rank, world, 8))
+    opt = shares.once_per_window(model)
+    train_inside(opt, model, own_share(rank, world, 8))
     seen = [as_expected(model, opt, by_hand(world, 0, 8))]
 
     model, opt = training()
@@ -148,15 +155,11 @@ def test_copies_of_a_window_that_fsdp_holds(rank, world):
     # A copy would have the numbers of the window, and FSDP its gradients.
     model, opt = training()
     share = own_share(rank, world, 8)
-    train(opt, model, share[:2])
+    train_inside(opt, model, share[:2])
     parameter = opt.param_groups[0]["params"][0]
-    calls = (
-        partial(copy.deepcopy, opt),
-        partial(pickle.dumps, opt),
-        lambda: opt.main_grad(parameter),
-    )
-    errors = [error_of(call) for call in calls]
-    train(opt, model, share[2:])
+    errors = [error_of(copy.deepcopy, opt), error_of(pickle.dumps, opt)]
+    errors.append(error_of(opt.main_grad, parameter))
+    train_inside(opt, model, share[2:])
     assert opt.main_grad(parameter) is None
     assert errors == [
         f"RuntimeError: {OP}.{name}: the window must be closed, where FSDP holds its "
@@ -166,20 +169,20 @@ def test_copies_of_a_window_that_fsdp_holds(rank, world):
     return as_expected(model, opt, by_hand(world, 0, 8))
 
 
-@across(2, cases=BOTH if FINALIZES else {"backward": BOTH["backward"]})
+@across(2, cases=BOTH if shares.FINALIZES else {"backward": BOTH["backward"]})
 def test_a_flush_where_one_rank_has_dropped_its_window(rank, world, synchronize):
     """A `flush` where one rank has discarded its micro-batches is an error on all, not a hang"""
     model, opt = training(synchronize=synchronize)
     share = own_share(rank, world)
-    train(opt, model, share[:3])
+    train_inside(opt, model, share[:3])
     if rank == 1:
         opt.discard()
     start = time.monotonic()
-    error, kept = error_of(opt.flush), held(opt)
+    error, kept = error_of(opt.flush), shares.held(opt)
     opt.discard()
     opt.flush()  # of nothing anywhere, which is nothing again
     seconds = time.monotonic() - start
-    train(opt, model, share[:8])
+    train_inside(opt, model, share[:8])
     contract = "the window must hold the same number of micro-batches on every process"
     assert error.startswith(f"RuntimeError: {OP}.flush: {contract}, got 3, 0 by rank.")
     assert kept == (0 if rank == 1 else 3)
@@ -188,8 +191,8 @@ def test_a_flush_where_one_rank_has_dropped_its_window(rank, world, synchronize)
 
 
 LOOPS = {
-    "called": {"synchronize": "backward", "loop": called},
-    "of_the_user": {"synchronize": "backward", "loop": of_the_user},
+    "called": {"synchronize": "backward", "loop": shares.called},
+    "of_the_user": {"synchronize": "backward", "loop": shares.of_the_user},
     "once_per_window": {"synchronize": "window", "loop": inside},
 }
 
@@ -199,29 +202,29 @@ def test_ranks_of_a_mesh_that_were_told_differently(rank, world, synchronize, lo
     """Ranks of a mesh with other settings end in an error; with the same the window is closed"""
     share = own_share(rank, world, 8)
     model, opt = training(synchronize=synchronize, window=4 - rank)
-    errors = [error_of(train, opt, model, share[:4], loop=loop)]
+    errors = [error_of(shares.train, opt, model, share[:4], loop)]
     opt.zero_grad()
     opt.window = 4
-    train(opt, model, share[:4], loop=loop)
-    opt.max_norm = MAX_NORM * (rank + 1)
-    errors.append(error_of(train, opt, model, share[4:], loop=loop))
-    opt.max_norm = MAX_NORM
+    shares.train(opt, model, share[:4], loop)
+    opt.max_norm = shares.MAX_NORM * (rank + 1)
+    errors.append(error_of(shares.train, opt, model, share[4:], loop))
+    opt.max_norm = shares.MAX_NORM
     opt.step()
     assert "got full with 4, full with 3 by rank" in errors[0]
-    said = "step: max_norm must be the same on every process"
-    assert errors[1] == f"RuntimeError: {OP}.{said}, got {MAX_NORM}, {2 * MAX_NORM} by rank"
-    weights = None if loop is of_the_user else WEIGHTS
+    said = "step: max_norm must be the same on every process, got 0.02, 0.04 by rank"
+    assert errors[1] == f"RuntimeError: {OP}.{said}"
+    weights = None if loop is shares.of_the_user else shares.WEIGHTS
     return as_expected(model, opt, by_hand(world, 0, 8, weights=weights))
 
 
 @across(2)
 def test_a_weight_of_zero_on_one_rank(rank, world):
     """`on_nonfinite="raise"` with a weight of zero on one rank: all look at the gradients"""
-    weights = list(WEIGHTS)
+    weights = list(shares.WEIGHTS)
     weights[world] = 0.0  # the second micro-batch of the first rank
     model, opt = training(synchronize="backward", on_nonfinite="raise")
     for (batch, _), weight in zip(own_share(rank, world, 8), weights[rank::world]):
-        called(opt, model, batch, weight)
+        shares.called(opt, model, batch, weight)
     return as_expected(model, opt, by_hand(world, 0, 8, weights=weights))
 
 
@@ -230,7 +233,7 @@ def test_a_run_that_is_resumed_where_a_window_is_closed(rank, world):
     """A sharded run is resumed where a window is closed, bit for bit"""
     share = own_share(rank, world, 8, torch.float32)
     model, opt = training(torch.float32)
-    train(opt, model, share[:4])
+    train_inside(opt, model, share[:4])
     saved = [model.state_dict(), opt.state_dict(), opt.accumulation_state_dict()]
     saved = copy.deepcopy(saved)
     again, resumed = training(torch.float32)
@@ -238,8 +241,8 @@ def test_a_run_that_is_resumed_where_a_window_is_closed(rank, world):
     resumed.load_state_dict(saved[1])
     resumed.load_accumulation_state_dict(saved[2])
     for its, some in ((opt, model), (resumed, again)):
-        train(its, some, share[4:] + share[:4])
-    assert_equal(whole(parameters_of(again)), whole(parameters_of(model)))
+        train_inside(its, some, share[4:] + share[:4])
+    assert_equal(shares.whole(parameters_of(again)), shares.whole(parameters_of(model)))
 
 
 @across(2, cases=BOTH)
@@ -255,7 +258,7 @@ def test_micro_batches_of_shards_read_no_device(rank, world, synchronize):
                 opt.backward(loss_of(model, batch), torch.tensor(weight))
             opt.step()
     assert (reads.count, reads.lists) == (0, 0)
-    assert opt.last.weight == pytest.approx(sum(WEIGHTS[2 * world : 4 * world]) / world)
+    assert opt.last.weight == pytest.approx(sum(shares.WEIGHTS[2 * world : 4 * world]) / world)
 
 
 @across(2, cases=BOTH)
@@ -268,13 +271,13 @@ def test_gradients_that_fsdp_sums(rank, world, synchronize):
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
     if synchronize == "window":
-        assert error_of(train, wrapped(model), model, share) == (
+        assert error_of(train_inside, shares.once_per_window(model), model, share) == (
             f"ValueError: {OP}.micro_batch: model must average gradients over processes with "
             "reduction='mean', got set_gradient_divide_factor(1.0). Set the number of "
             "data-parallel processes, or use reduction='sum'"
         )
     for begin in (0, 4):
-        tokens = sum(WEIGHTS[begin * world : (begin + 4) * world])
+        tokens = sum(shares.WEIGHTS[begin * world : (begin + 4) * world])
         for batch, weight in share[begin : begin + 4]:
             inside(opt, model, batch, factor=weight / tokens)
     return as_expected(model, opt, by_hand(world, 0, 8))

@@ -1,7 +1,5 @@
 """Ranks that do not have equally many micro-batches."""
 
-from __future__ import annotations
-
 import os
 import time
 from functools import partial
@@ -9,22 +7,10 @@ from pathlib import Path
 
 import pytest
 import ranks
-import torch
+import shares
 from ranks import across
-from shares import (
-    BATCHES,
-    WEIGHTS,
-    WINDOW,
-    as_expected,
-    by_hand,
-    called,
-    error_of,
-    in_group,
-    made,
-    own_share,
-    train,
-)
-from support.optimizer_oracle import OP, adam, loss_of, make_model, state_of, train_by_hand
+from shares import BATCHES, WINDOW, as_expected, by_hand, error_of, made, own_share, train
+from support.optimizer_oracle import OP, adam, loss_of, state_of, train_by_hand
 
 # How many micro-batches each rank has, and what the error says of them
 UNEVEN = {
@@ -67,35 +53,12 @@ def test_an_uneven_last_window_is_an_error_on_all_ranks(rank, world, counts, got
     return as_expected(model, opt, by_hand(2, 0, WINDOW, max_norm=None))
 
 
-@across(2, cases={"at_the_step": {}, "in_backward": {"reduce_in_backward": True}})
-def test_ranks_that_were_told_differently(rank, world, **options):
-    """Ranks with other settings or dtypes end in an error that says which; alike they train on"""
-    dtype = (torch.float64, torch.float32)[rank]
-    model = make_model(dtype)
-    opt = in_group(model, window=1, **options)
-    dtypes = error_of(train, opt, model, own_share(rank, world, 1, dtype))
-    opt.discard()
-    model, opt = made(window=1, max_norm=rank + 1.0, **options)
-    share = own_share(rank, world, WINDOW)
-    clips = error_of(train, opt, model, share)
-    opt.discard()
-    opt.max_norm = None
-    train(opt, model, share)
-    for error, contract, got in (
-        (dtypes, "parameters must have the same dtypes", "float64, float32"),
-        (clips, "max_norm must be the same", "1.0, 2.0"),
-    ):
-        assert error.startswith(f"RuntimeError: {OP}")
-        assert error.endswith(f": {contract} on every process, got {got} by rank")
-    return as_expected(model, opt, by_hand(2, 0, WINDOW, window=1, max_norm=None))
-
-
 def alone(rank: int, folder: str, leaves: bool) -> None:
     """Rank 1 never closes its window: it goes, or does something else until rank 0 has given up."""
     ranks.join(rank, 2, f"{folder}/meeting", seconds=4)
     model, opt = made(window=1)
     said = Path(folder, "said")
-    called(opt, model, BATCHES[rank])
+    shares.called(opt, model, BATCHES[rank])
     opt.backward(loss_of(model, BATCHES[rank]))
     if rank == 1:
         while not leaves and not said.exists():
@@ -127,7 +90,7 @@ def test_a_filler_of_weight_zero_makes_ranks_even(rank, world):
         share[-1] = share[-1][0], 0.0
     train(opt, model, share)
     count = 2 * WINDOW - 1
-    assert opt.last.weight == sum(WEIGHTS[:count])
+    assert opt.last.weight == sum(shares.WEIGHTS[:count])
     return as_expected(
-        model, opt, train_by_hand(adam, BATCHES[:count], count, weights=WEIGHTS[:count])
+        model, opt, train_by_hand(adam, BATCHES[:count], count, weights=shares.WEIGHTS[:count])
     )

@@ -1,19 +1,42 @@
 """The loops of examples/from_your_loop: their data, and what each of them is to compute."""
 
-from __future__ import annotations
-
 import runpy
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from support import ROOT
 from support.optimizer_oracle import windows_of
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
+
+@pytest.fixture
+def forget_accelerate():
+    """Accelerate's state is one per process; no test may leave it to the next."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
+# Warnings of torch that Lightning causes, its advice where there are more cores, batches or a GPU
+frameworks = [
+    pytest.mark.usefixtures("forget_accelerate"),
+    pytest.mark.filterwarnings(
+        r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+        "ignore:.*does not have many workers",
+        "ignore:GPU available but not used",
+        "ignore:.*number of training batches",
+        "ignore:.pin_memory. argument is set as true:UserWarning",
+    ),
+]
 FOLDER = ROOT / "examples" / "from_your_loop"
 SIDES = ("before", "after")
 N = 4  # batches of a step
@@ -68,10 +91,18 @@ class Recurrent(nn.Module):
         self.double()
 
 
-def drawn(count: int, draw: Callable[[torch.Generator], Batch]) -> list[Batch]:
-    """Batches that are the same at every call."""
-    generator = torch.Generator().manual_seed(2)
-    return [draw(generator) for _ in range(count)]
+def drawn(
+    count: int, numbers: tuple[int, ...], classes: tuple[int, ...], below: int
+) -> list[Batch]:
+    """Pairs of numbers and of classes, the same at every call."""
+    g = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.randn(numbers, generator=g, dtype=torch.float64),
+            torch.randint(below, classes, generator=g),
+        )
+        for _ in range(count)
+    ]
 
 
 def steeper(batches: list[Batch]) -> list[Batch]:
@@ -80,28 +111,15 @@ def steeper(batches: list[Batch]) -> list[Batch]:
     return batches[:half] + [(10 * x, y) for x, y in batches[half:]]
 
 
-def rows(count: int = 3 * N, size: int = 5) -> list[Batch]:
-    """Inputs [size, 3] and classes [size]."""
-    like = {"dtype": torch.float64}
-    draws = drawn(
-        count,
-        lambda g: (
-            torch.randn(size, 3, generator=g, **like),
-            torch.randint(4, (size,), generator=g),
-        ),
-    )
-    return steeper(draws)
+def rows(count: int = 3 * N, *size: int) -> list[Batch]:
+    """Inputs [*size, 3] and classes [*size]; five rows if nothing is said."""
+    size = size or (5,)
+    return steeper(drawn(count, (*size, 3), size, 4))
 
 
 def sentences(count: int = 3 * N) -> list[Batch]:
     """Target tokens [T, B] and a hidden state [B, H]."""
-    return drawn(
-        count,
-        lambda g: (
-            torch.randint(11, (7, 3), generator=g),
-            torch.randn(3, 6, generator=g, dtype=torch.float64),
-        ),
-    )
+    return [(targets, hidden) for hidden, targets in drawn(count, (3, 6), (7, 3), 11)]
 
 
 def states_of_layers(count: int = 2 * N) -> list[Batch]:
@@ -110,16 +128,10 @@ def states_of_layers(count: int = 2 * N) -> list[Batch]:
 
 def padded(count: int = 2 * N) -> list[Batch]:
     """Inputs [2, 6, 3] and labels [2, 6], of which each batch has another number."""
-    draws = drawn(
-        count,
-        lambda g: (
-            torch.randn(2, 6, 3, generator=g, dtype=torch.float64),
-            torch.randint(4, (2, 6), generator=g),
-        ),
-    )
-    for i, (_, y) in enumerate(draws):
+    batches = rows(count, 2, 6)
+    for i, (_, y) in enumerate(batches):
         y[:, 1 + i % 5 :] = -100
-    return steeper(draws)
+    return batches
 
 
 def loader(batches: Sequence[Batch]) -> DataLoader:
@@ -159,10 +171,6 @@ def fed_its_argmax(model: Decoder, batch: Batch, *, cut: bool = False) -> Tensor
     return torch.stack(losses).mean()
 
 
-def cut_at_every_token(model: Decoder, batch: Batch) -> Tensor:
-    return fed_its_argmax(model, batch, cut=True)
-
-
 @dataclass(frozen=True)
 class Loop:
     """A loop by its definition."""
@@ -176,6 +184,7 @@ class Loop:
     device: bool = False  # whether `train` is told where it runs
 
 
+DECODER = Loop(model=Decoder, batches=sentences, loss=fed_its_argmax, max_norm=2.0, device=True)
 LOOPS = {
     "tutorial": Loop(),
     "amp": Loop(max_norm=1.0, gamma=0.9, device=True),
@@ -187,16 +196,10 @@ LOOPS = {
     "trainer": Loop(max_norm=1.0, gamma=0.9),
     "liger": Loop(batches=padded, loss=of_labels, weight=labels, max_norm=1.0),
     "cce": Loop(model=Recurrent, batches=states_of_layers, loss=teacher_forced),
-    "greedy_decoder": Loop(
-        model=Decoder, batches=sentences, loss=fed_its_argmax, max_norm=2.0, device=True
-    ),
-    "backward_per_token": Loop(
-        model=Decoder, batches=sentences, loss=cut_at_every_token, max_norm=2.0, device=True
-    ),
-    "backward_once": Loop(
-        model=Decoder, batches=sentences, loss=fed_its_argmax, max_norm=2.0, device=True
-    ),
-    "head_slices": Loop(batches=lambda: rows(2 * N, size=20)),
+    "greedy_decoder": DECODER,
+    "backward_per_token": replace(DECODER, loss=partial(fed_its_argmax, cut=True)),
+    "backward_once": DECODER,
+    "head_slices": Loop(batches=lambda: rows(2 * N, 20)),
 }
 # Loops of another shape: one loss, and one step of one parameter.
 OTHERS = ("liger_chunked", "whole_batch")
@@ -226,7 +229,3 @@ def by_definition(
         optimizer.step()
         optimizer.param_groups[0]["lr"] *= loop.gamma
     return [p.detach() for p in parameters], norms
-
-
-def whole_batch_loss(w: Tensor, x: Tensor) -> Tensor:
-    return mse_loss(w * x, 2 * x)

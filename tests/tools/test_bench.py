@@ -1,9 +1,7 @@
 """The benchmarks of gradients and of the audit: equal things are compared, figures follow."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,69 +12,54 @@ from support.programs import run_bench
 
 import accumext
 
+sys.path.insert(0, str(ROOT / "bench"))
+import _timing as timing
+from _limits import Memory
+from _report import COPY, LIMIT, MICROSECONDS, Figure, as_json, evaluate
+
 RTOL = 1e-12  # float64 in another order of operations
 
 
-@pytest.fixture
-def timing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    import _timing
-
-    return _timing
-
-
 @pytest.mark.process
-def test_gradients(tmp_path: Path) -> None:
+def test_gradients(tmp_path):
     """All jobs with small tensors: every contender, its samples, and what is said of them"""
     result, printed = run_bench("accumulate", tmp_path, "--quick", "--device=cpu", "--shape=1e4/20")
     assert result["failed"] == {}
-    jobs = {job["job"]: job for job in result["jobs"]}
-    assert {"read", "update", "write", "unscale, check, norm, clip", "scale_"} < jobs.keys()
-    assert {f"accumulate_ {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs.keys()
-    assert {f"total_norm {dtype}" for dtype in ("fp32", "bf16", "fp16")} < jobs.keys()
-    assert {"accumulate_ overwrite bf16", "copy_rounded_ bf16", "copy_rounded_ fp16"} < jobs.keys()
-    assert len([name for name in jobs if name.startswith("boundary, ")]) == 6
-    kinds = {name.split(", ")[1] for name in jobs if name.startswith("window of ")}
-    assert kinds == {"SGD", "AdamW foreach", "AdamW fused"}
-    for name, job in jobs.items():
-        rows = job["contenders"]
+    names = {job["job"].split(", ")[0].split()[0] for job in result["jobs"]}
+    assert {"read", "accumulate_", "total_norm", "copy_rounded_", "boundary", "window"} < names
+    for job in result["jobs"]:
+        rows, name = job["contenders"], job["job"]
         assert f"\n{name}: " in printed
         assert len(rows) >= 2
         assert job["baseline"] == next(iter(rows))
         assert name in ("read", "update", "write") or any(n.startswith("accumext") for n in rows)
-        for row in rows.values():
-            assert len(row["seconds"]) == 3
-            assert min(row["seconds"]) > 0
+        assert all(len(row["seconds"]) == 3 and min(row["seconds"]) > 0 for row in rows.values())
+        if name.startswith("window of "):
+            check_window(name, rows)
     for name, fact in result["machine"].items():
         assert f"\n{name}: {fact}\n" in printed
-    assert result["machine"]["torch"] == torch.__version__
     promised = [row for row in result["figures"] if "quartiles" not in row]
     assert [row["measured"] for row in promised] == [True] * 3
     for row in promised:
         assert f"\n{row['figure']} | yes | yes\n" in printed
-    check_windows(result)
 
 
-def check_windows(result: dict[str, Any]) -> None:
-    """Their loops, and the memory of gradients that each takes."""
-    for job in result["jobs"]:
-        if not job["job"].startswith("window of "):
-            continue
-        rows, half = job["contenders"], "bf16" in job["job"]
-        loops = {"by hand", "accumext, backward", "accumext, usual loop"}
-        assert loops | ({"accumext, in backward"} if half else set()) == set(rows) - {"Accelerate"}
-        assert ("Accelerate" in rows) == (result["machine"]["Accelerate"] == "installed")
-        by_hand, ours = (rows[n]["sets_of_gradients"] for n in ("by hand", "accumext, backward"))
-        assert by_hand >= 1.0
-        # A window of one leaves its gradients in `.grad`, beside the next forward pass; and the
-        # operators in plain PyTorch take memory of their own.
-        compiled = accumext.backend() != "reference"
-        if compiled and not half and not job["job"].startswith("window of 1,"):
-            assert ours == pytest.approx(by_hand, abs=0.06)
+def check_window(name: str, rows: dict[str, Any]) -> None:
+    """Its loops, and the memory of gradients that each takes."""
+    half = "bf16" in name
+    loops = {"by hand", "accumext, backward", "accumext, usual loop"}
+    assert loops | ({"accumext, in backward"} if half else set()) == set(rows) - {"Accelerate"}
+    by_hand, ours = (rows[n]["sets_of_gradients"] for n in ("by hand", "accumext, backward"))
+    assert by_hand >= 1.0
+    # A window of one leaves its gradients in `.grad`, beside the next forward pass; and the
+    # operators in plain PyTorch take memory of their own.
+    compiled = accumext.backend() != "reference"
+    if compiled and not half and not name.startswith("window of 1,"):
+        assert ours == pytest.approx(by_hand, abs=0.06)
 
 
 @pytest.mark.process
-def test_audit(tmp_path: Path) -> None:
+def test_audit(tmp_path):
     result, printed = run_bench("audit", tmp_path, "--quick")
     assert list(result["cases"]) == ["transformer, 64 tokens", "perceptron, 8 rows"]
     for name, case in result["cases"].items():
@@ -85,9 +68,9 @@ def test_audit(tmp_path: Path) -> None:
         assert 0 <= case["sets"] < 0.1
 
 
-def test_contenders_that_differ_are_not_timed(timing: ModuleType) -> None:
-    def job(value: float) -> Any:
-        def contender(value: float) -> Any:
+def test_contenders_that_differ_are_not_timed():
+    def job(value):
+        def contender(value):
             return timing.Contender(
                 lambda: value, timing.Traffic(4, 0), lambda v: [torch.tensor(v)]
             )
@@ -117,12 +100,10 @@ def test_contenders_that_differ_are_not_timed(timing: ModuleType) -> None:
         ),
     ],
 )
-def test_repetitions_are_complete_and_rotate(
-    again: bool, calls: str, seconds: dict[str, list[float]], timing: ModuleType
-) -> None:
+def test_repetitions_are_complete_and_rotate(again, calls, seconds):
     made: list[str] = []
 
-    def contender(name: str) -> Any:
+    def contender(name):
         run = lambda: made.append(name)  # noqa: E731
         return timing.Contender(run, timing.Traffic(0, 8), None, lambda: float(ord(name)))
 
@@ -130,7 +111,7 @@ def test_repetitions_are_complete_and_rotate(
     job = timing.Job("job", timing.Shape(1, 1), contenders, lambda: made.append("-"), again)
     clock = iter(range(100))
 
-    def seconds_of(run: Any) -> Any:
+    def seconds_of(run):
         run()
         return timing.Taken(float(next(clock)), 0.5)
 
@@ -141,10 +122,8 @@ def test_repetitions_are_complete_and_rotate(
     assert result.sets == {name: ord(name) for name in "abc"}
 
 
-def test_figures_follow_from_the_samples(timing: ModuleType) -> None:
+def test_figures_follow_from_the_samples():
     """Ratios and shares within a repetition, by the bytes that have to move"""
-    from _report import COPY, LIMIT, MICROSECONDS, Figure, as_json, evaluate, figure_lines, table
-
     bytes_of = {"torch": (4, 0, 0, 0), "ours": (2, 8, 0, 0), "copies": (0, 0, 2, 8)}
     speeds = np.array(
         [[4e12, 5e12, 3e12, 2e12], [3e12, 6e12, 2e12, 4e12], [5e12, 4e12, 3e12, 3e12]]
@@ -162,7 +141,7 @@ def test_figures_follow_from_the_samples(timing: ModuleType) -> None:
         {name: [1e-3, None, 2e-3] for name in bytes_of},
     )
 
-    def least(name: str) -> Any:
+    def least(name):
         r, u, cr, cw = bytes_of[name]
         copies = np.maximum(np.maximum(cr / read, cw / write), (cr + cw) / update)
         return elements * (r / read + u / update + copies)
@@ -182,9 +161,6 @@ def test_figures_follow_from_the_samples(timing: ModuleType) -> None:
         assert row["measured"] == pytest.approx(median, rel=RTOL)
         assert row["quartiles"] == pytest.approx([q1, q3], rel=RTOL)
         assert row["allowed"] == (allowed and pytest.approx(allowed, rel=RTOL))
-        last = "-" if allowed is None else f"{allowed:.2f}"
-        line = f"{row['figure']} | 3 | {median:.2f} [{q1:.2f}, {q3:.2f}] | {last}"
-        assert line in figure_lines(rows).split("\n")
     share = np.median(least("copies") / taken["copies"])
     row = as_json(result)["contenders"]["copies"]
     assert row["share_of_limit"] == pytest.approx(share, rel=RTOL)
@@ -192,31 +168,10 @@ def test_figures_follow_from_the_samples(timing: ModuleType) -> None:
     assert row["median_seconds"] == pytest.approx(7e-5)
     assert row["bytes_per_second"] == pytest.approx(size / 7e-5)
     assert row["times_faster"] == pytest.approx(12 / 7)
-    (line,) = (line for line in table(result).split("\n") if line.startswith("  copies "))
-    assert f" {share:.0%} " in line
-    plain = [{"figure": "a", "target": True, "measured": False}]
-    plain += [{"figure": "b", "target": None, "measured": 0.25}]
-    assert figure_lines(plain).split("\n")[-2:] == ["a | yes | no", "b | - | 0.25"]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_promises_are_of_shapes_that_are_measured(timing: ModuleType, device: str) -> None:
-    import accumulate
-
-    shapes = {shape.role: shape for shape in accumulate.default_shapes(torch.device(device), False)}
-    assert shapes["many"].sizes() == [1000] * 2000
-    assert shapes["large"].sizes() == [500_000] * 200
-    assert device == "cpu" or shapes["medium"].sizes() == [500_000] * 100
-    figures = accumulate.figures(torch.device(device))
-    assert {figure.role for figure in figures} <= shapes.keys()
-    names = {"total_norm fp32", "unscale, check, norm, clip", *accumulate.HALVES}
-    assert names < {figure.job for figure in figures if figure.target is not None}
-
-
-def test_the_limit_is_the_fastest_of_the_plain_loops(timing: ModuleType) -> None:
+def test_the_limit_is_the_fastest_of_the_plain_loops():
     """A yardstick takes the contender that read or wrote the most in the least time"""
-    from _limits import Memory
-
     memory = Memory(torch.device("cpu"))
     results = []
     for job in memory.jobs():
@@ -245,23 +200,23 @@ class FakeGpu:
     def synchronize(self) -> None:
         self.host = max(self.host, self.device)
 
-    def install(self, timing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         gpu = self
 
         class Event:
-            def __init__(self, enable_timing: bool) -> None:
+            def __init__(self, enable_timing):
                 assert enable_timing
 
-            def record(self) -> None:
+            def record(self):
                 self.at = max(gpu.device, gpu.host)
 
-            def query(self) -> bool:
+            def query(self):
                 return self.at <= gpu.host
 
-            def synchronize(self) -> None:
+            def synchronize(self):
                 gpu.host = max(gpu.host, self.at)
 
-            def elapsed_time(self, other: Any) -> float:
+            def elapsed_time(self, other):
                 return 1e3 * (other.at - self.at)
 
         cuda = SimpleNamespace(
@@ -274,17 +229,15 @@ class FakeGpu:
         monkeypatch.setattr(timing.torch, "cuda", cuda)
 
 
-def test_a_gpu_is_timed_without_its_host(
-    timing: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_timed_without_its_host(monkeypatch):
     gpu = FakeGpu()
-    gpu.install(timing, monkeypatch)
+    gpu.install(monkeypatch)
     clock = timing.DeviceClock(torch.device("cpu"), ahead=True)
     buffer, read, sums = clock._buffer.clone(), [], torch.sum
     monkeypatch.setattr(torch, "sum", lambda *args, **how: read.append(args) or sums(*args, **how))
 
-    def call(host: float, device: float, waits: bool = False) -> Any:
-        def run() -> None:
+    def call(host, device, waits=False):
+        def run():
             for _ in range(10):
                 gpu.put(host / 10, device / 10)
             if waits:
@@ -310,8 +263,7 @@ def test_a_gpu_is_timed_without_its_host(
     assert together(long) == pytest.approx((8e-3 + 1e-5, 8e-3))  # both
 
 
-def test_shapes_hold_all_elements(timing: ModuleType) -> None:
+def test_shapes_hold_all_elements():
     sizes = timing.Shape(1003, 10).sizes()
     assert sum(sizes) == 1003
     assert set(sizes) == {100, 101}
-    assert str(timing.Shape(10**8, 2000)) == "100M in 2,000"

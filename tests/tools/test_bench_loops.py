@@ -1,27 +1,21 @@
 """The benchmark of generate, rollout and known tokens: ways are compared, figures follow."""
 
-from __future__ import annotations
-
-from types import ModuleType, SimpleNamespace
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support import ROOT
 
-
-@pytest.fixture
-def loops(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    import loops
-
-    return loops
+sys.path.insert(0, str(ROOT / "bench"))
+import loops
 
 
-def measured(loops: ModuleType, job: Any, repetitions: int = 3) -> Any:
+def measured(job: Any, repetitions: int = 3) -> Any:
     usual = next(iter(job.ways.values()))
 
-    def seconds_of(way: Any) -> Any:
+    def seconds_of(way):
         way()
         return SimpleNamespace(seconds=2.0 if way is usual else 0.5)
 
@@ -29,34 +23,34 @@ def measured(loops: ModuleType, job: Any, repetitions: int = 3) -> Any:
 
 
 @pytest.mark.parametrize("name", ["generate", "rollout", "teacher", "function"])
-def test_all_ways_of_a_job_do_the_same(loops: ModuleType, name: str) -> None:
+def test_all_ways_of_a_job_do_the_same(name):
     for job in loops.JOBS[name](torch.device("cpu"), True):
-        result = measured(loops, job, repetitions=2)
+        result = measured(job, repetitions=2)
         assert all(len(samples) == 2 for samples in result.seconds.values())
         assert result.peak_bytes.keys() == job.ways.keys()
         assert {against for against, _ in job.figures} <= job.ways.keys()
 
 
-def test_what_computes_something_else_is_refused(loops: ModuleType) -> None:
+def test_what_computes_something_else_is_refused():
     ways = {"the loop": lambda: [torch.ones(3)], loops.OURS: lambda: [torch.ones(3) + 1e-3]}
     with pytest.raises(AssertionError, match=r"job: accumext is off by 1\.0e-03"):
-        measured(loops, loops.Job("job", ways))
-    measured(loops, loops.Job("job", ways, same=False))  # samples
+        measured(loops.Job("job", ways))
+    measured(loops.Job("job", ways, same=False))  # samples
 
 
-def test_figures_follow_from_the_samples(loops: ModuleType) -> None:
+def test_figures_follow_from_the_samples():
     """And a run begins without what the one before it left"""
     weight = torch.ones(2, requires_grad=True)
 
-    def way() -> list[torch.Tensor]:
+    def way():
         (3 * weight).sum().backward()
         return [weight.grad]
 
-    def forget() -> None:
+    def forget():
         weight.grad = None
 
     ways = {"the loop": way, loops.OURS: lambda: way()}
-    result = measured(loops, loops.Job("job", ways, forget, figures=[("the loop", 3.0)]))
+    result = measured(loops.Job("job", ways, forget, figures=[("the loop", 3.0)]))
     assert weight.grad.tolist() == [3, 3]
     assert result.seconds == {"the loop": [2.0] * 3, "accumext": [0.5] * 3}
     result.seconds["accumext"][:] = [0.5, 1.0, 0.25]

@@ -1,17 +1,10 @@
-"""`python -m accumext` as a program: its help, its progress on terminals, and Ctrl-C."""
+"""`python -m accumext` as a program: its help, and Ctrl-C."""
 
-from __future__ import annotations
-
-import fcntl
 import functools
 import os
-import pty
-import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import textwrap
 import time
 
@@ -42,68 +35,22 @@ def start(*arguments: str, preexec_fn=interruptible) -> subprocess.Popen[str]:
     )
 
 
-def on_a_terminal(columns: int, *arguments: str) -> list[str]:
-    """Return a program's output on a terminal of that width: lines, and every state of a bar."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-    program = subprocess.Popen(
-        [sys.executable, "-m", "accumext", *arguments],
-        cwd=ROOT,
-        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    output = b""
-    while True:
-        try:
-            part = os.read(ours, 2**16)
-        except OSError:  # the program has closed its side
-            break
-        output += part
-    os.close(ours)
-    assert program.wait() == 0, output.decode()
-    return re.split(r"[\r\n]+", output.decode())
-
-
-def test_without_a_command_it_prints_the_help(capsys: pytest.CaptureFixture[str]):
+def test_without_a_command_it_prints_the_help(capsys):
     assert main([]) == 0
     out, err = capsys.readouterr()
     assert not err
     assert all(word in out for word in ("usage: python -m accumext", "doctor", "demo", "--version"))
 
 
-def test_version(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["--version"])
-    assert capsys.readouterr().out.startswith(f"accumext {accumext.__version__} (torch ")
-
-
-def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["demonstrate"])
     assert "invalid choice: 'demonstrate'" in capsys.readouterr().err
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("columns", [60, 80])
-def test_lines_of_the_demo_fit_on_a_terminal_and_are_not_cut(columns: int):
-    lines = on_a_terminal(columns, *DEMO)
-    assert any(
-        re.search(r" s  step +2: loss .* of the words right \(.* in unseen", x) for x in lines
-    )
-    assert any(x.endswith("comparing: gradients and memory of accumext.decode_loss") for x in lines)
-    # a line of progress and the table have their own width
-    assert all(len(x) <= (80 if re.match(r" *\d+ s  |.*\S  ", x) else columns) for x in lines)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "line", ["A GRU learns", "step   1: ", "comparing on", "comparing: times, repetition 1"]
-)
-def test_an_interrupt_of_the_demo_leaves_no_traceback(line: str):
+@pytest.mark.parametrize("line", ["A GRU learns", "step   1: ", "comparing: times, repetition 1"])
+def test_an_interrupt_of_the_demo_leaves_no_traceback(line):
     program = start("-m", "accumext", *DEMO)
     while line not in (read := program.stdout.readline()):
         assert read, program.communicate()
@@ -156,4 +103,4 @@ def test_an_ignored_interrupt_stays_ignored():
         time.sleep(0.05)
     out, err = program.communicate()
     assert (program.returncode, err) == (0, "")
-    assert out.startswith("accumext ")
+    assert out.startswith(f"accumext {accumext.__version__} (torch ")

@@ -1,9 +1,5 @@
 """The scripts of `examples/`: each runs, and the wrapper has nothing to say of any."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from support import ROOT
 from support.optimizer_oracle import OP
@@ -20,7 +16,7 @@ ARGUMENTS = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example(example: Path) -> None:
+def test_example(example):
     """More windows than are watched."""
     done = run_script(str(example), *ARGUMENTS.get(example.stem, ["--steps", "3"]))
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,5 @@
 """The floor plan of the package: imports without circles, faces, composition, short ways."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -31,13 +29,11 @@ PACKAGES = sorted({path.parent.name for path in SOURCES if path.parent != PACKAG
 def imported(path: Path, checking: bool) -> set[str]:
     """Modules of ours that a file imports; with `checking` also those for type checkers alone."""
     names, ignored = set(), set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(TREES[path]):  # a block before what is in it
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not checking:
             ignored |= set(ast.walk(node))
-    for node in ast.walk(TREES[path]):
-        if node in ignored or not isinstance(node, ast.ImportFrom) or node.module is None:
-            continue
-        if node.module.split(".")[0] == "accumext":
+        ours = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accumext")
+        if ours and node not in ignored:
             below = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= below & MODULES.keys() or {node.module}
     return names - {dotted(path)}
@@ -47,7 +43,7 @@ def layers(graph: dict[str, set[str]]) -> int:
     """Modules on the longest way through a graph of imports; an error where it is a circle."""
     depth: dict[str, int] = {}
 
-    def visit(name: str, way: tuple[str, ...]) -> int:
+    def visit(name, way):
         assert name not in way, f"a circle: {' -> '.join((*way, name))}"
         if name not in depth:
             depth[name] = 1 + max((visit(n, (*way, name)) for n in graph[name]), default=0)
@@ -94,8 +90,7 @@ def test_a_package_is_imported_by_its_face():
 
 def lines_of(node: ast.AST) -> int:
     """Without those of docstrings."""
-    documented = (ast.FunctionDef, ast.ClassDef)
-    inside = [n for n in ast.walk(node) if isinstance(n, documented)]
+    inside = [n for n in ast.walk(node) if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     texts = [n.body[0] for n in inside if ast.get_docstring(n)]
     first, *others = [n.end_lineno - n.lineno + 1 for n in (node, *texts)]
     return first - sum(others)

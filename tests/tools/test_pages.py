@@ -4,8 +4,6 @@ The names that a page takes for granted, such as a model, are in `pages/<page>.p
 before it; a function `close` of that file runs after it.
 """
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +73,7 @@ def names_before(page: str) -> dict[str, Any]:
 # A page may make a GradScaler for a GPU; without one torch disables it, and says so.
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
-def test_code(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = names_before(page)
     try:
@@ -87,7 +85,7 @@ def test_code(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         names.get("close", lambda: None)()
 
 
-def test_names_of_what_is_not_run() -> None:
+def test_names_of_what_is_not_run():
     found = {(page, block.code.split("\n")[0]) for page in PAGES for block in blocks_of(page)}
     assert set(NOT_RUN) <= found
     assert {path.stem for path in SETUPS.glob("*.py")} <= set(PAGES)

@@ -1,13 +1,10 @@
 """The built documentation: readable without a network, and its search finds what people paste."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,7 +16,6 @@ import accumext
 pytestmark = pytest.mark.process
 
 PHRASES = [
-    "CUDA out of memory",
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate",
     "Trying to backward through the graph a second time",
     "unscale_() has already been called on this optimizer since the last update()",
@@ -28,19 +24,16 @@ PHRASES = [
     "loss explodes when I accumulate gradients",
     "last window is wrong",
     "len(loader) not divisible by accumulation steps",
-    "gradients are None",
     "gradients are None or 0.0 after backward",
-    "lr_scheduler.step() before optimizer.step()",
     "Detected call of `lr_scheduler.step()` before `optimizer.step()`",
     "NaN after some steps",
     "loss is nan",
-    "perplexity",
     "perplexity too high",
 ]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """The folder of the built pages; building them warns of nothing."""
     for needed in ("sphinx", "furo", "myst_parser"):
         pytest.importorskip(needed)
@@ -52,7 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pages_with(site: Path) -> Callable[[str], set[str]]:
+def pages_with(site):
     """The pages that have every word of a query, in their text or a title, as Sphinx's index says.
 
     Its `searchtools.js` lists these; words are stemmed, and longer ones may be part of another.
@@ -62,16 +55,16 @@ def pages_with(site: Path) -> Callable[[str], set[str]]:
     text = (site / "searchindex.js").read_text(encoding="utf-8")
     index = json.loads(text[len("Search.setIndex(") : text.rindex(")")])
     language = SearchEnglish({})
+    entries = [*index["terms"].items(), *index["titleterms"].items()]
 
-    def with_word(stem: str) -> set[int]:
+    def with_word(stem):
         found: set[int] = set()
-        for table in ("terms", "titleterms"):
-            for term, pages in index[table].items():
-                if stem == term or (len(stem) > 2 and stem in term):
-                    found |= set(pages if isinstance(pages, list) else [pages])
+        for term, pages in entries:
+            if stem == term or (len(stem) > 2 and stem in term):
+                found |= set(pages if isinstance(pages, list) else [pages])
         return found
 
-    def search(query: str) -> set[str]:
+    def search(query):
         words = re.findall(r"\w+", query.lower())
         words = [w for w in words if w not in language.stopwords and not w.isdigit()]
         pages = set.intersection(*(with_word(language.stem(word)) for word in words))
@@ -81,13 +74,9 @@ def pages_with(site: Path) -> Callable[[str], set[str]]:
 
 
 @pytest.mark.parametrize("phrase", PHRASES)
-def test_search(pages_with: Callable[[str], set[str]], phrase: str) -> None:
+def test_search(pages_with, phrase):
     assert "troubleshooting" in pages_with(phrase)
-
-
-def test_search_of_nothing_and_of_names(pages_with: Callable[[str], set[str]]) -> None:
     assert pages_with("zebra") == set()
-    assert "recipes" in pages_with("torchtitan")
 
 
 class Fetched(HTMLParser):
@@ -109,7 +98,7 @@ class Fetched(HTMLParser):
             self.addresses += [address for address in named if address]
 
 
-def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+def test_nothing_is_fetched_from_elsewhere(site):
     for page in site.glob("*.html"):
         for address in Fetched(page).addresses:
             assert not re.match(r"(\w+:)?//", address), (page.name, address)
@@ -117,7 +106,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
         assert not re.search(r"(url\(|@import)\s*['\"]?(\w+:)?//", style.read_text()), style.name
 
 
-def test_formulas_need_no_script(site: Path) -> None:
+def test_formulas_need_no_script(site):
     formulas = (ROOT / "docs/decoder_inside.md").read_text(encoding="utf-8").count("$") // 2
     page = site / "decoder_inside.html"
     assert Fetched(page).formulas > 0
@@ -125,14 +114,7 @@ def test_formulas_need_no_script(site: Path) -> None:
     assert "\\frac" not in page.read_text(encoding="utf-8")
 
 
-def test_long_code_in_tables_may_break(site: Path) -> None:
-    text = (site / "decoder.html").read_text(encoding="utf-8")
-    code = r'<code class="{}docutils literal notranslate"><span class="pre">{}</span>'
-    assert re.search(code.format("long ", "soft_temperature"), text)
-    assert re.search(code.format("", "temperature"), text)
-
-
-def test_reference_has_every_public_name(site: Path) -> None:
+def test_reference_has_every_public_name(site):
     text = (site / "api.html").read_text(encoding="utf-8")
     for name in dir(accumext):
         if not name.startswith("_") and not isinstance(getattr(accumext, name), types.ModuleType):

@@ -1,28 +1,21 @@
 """The measured tables of the pages are those of the results in bench/results."""
 
-from __future__ import annotations
-
-import json
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 from support import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
-import _report
 import tables
 
 
-def test_pages_say_what_the_results_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_say_what_the_results_do(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     runpy.run_path(str(ROOT / "bench" / "tables.py"), run_name="__main__")
 
 
-def test_a_page_that_says_something_else_is_found_and_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_says_something_else_is_found_and_written_anew(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/kernels.md")}
     wrong = pages["docs/kernels.md"].replace("`total_norm` of float32", "`norm` of float32", 1)
@@ -44,18 +37,6 @@ def test_a_page_that_says_something_else_is_found_and_written_anew(
         ("<!-- bench/tables.py: decoder --><!-- end of steps -->", "the end of a table is missing"),
     ],
 )
-def test_a_place_without_a_table_or_an_end_is_refused(text: str, said: str) -> None:
+def test_a_place_without_a_table_or_an_end_is_refused(text, said):
     with pytest.raises(ValueError, match=said):
         tables.written(text)
-
-
-def test_results_are_written_with_a_line_for_each_list_of_numbers() -> None:
-    content = {
-        "a": [1, 2.5, None],
-        "b": [],
-        "c": [{"d": ["x  [y", "z]"], "e": "f\n g"}],
-        "h": [[1], [2]],
-    }
-    text = _report.as_text(content)
-    assert json.loads(text) == content
-    assert ' "a": [1, 2.5, null],\n' in text

@@ -1,10 +1,7 @@
 """The package in an editor or a type checker: its public names and their types."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support import ROOT
@@ -38,7 +35,7 @@ names: list[str | int] = opt.last.nonfinite if opt.last is not None else []
 """
 
 
-def test_dir_lists_public_names_alone() -> None:
+def test_dir_lists_public_names_alone():
     names = dir(accumext)
     assert [name for name in names if name.startswith("_")] == ["__version__"]
     assert {*names} - {"__version__"} == {*accumext.__all__}
@@ -46,7 +43,7 @@ def test_dir_lists_public_names_alone() -> None:
 
 
 @pytest.mark.process
-def test_a_type_checker_knows_the_words_that_arguments_choose_from(tmp_path: Path) -> None:
+def test_a_type_checker_knows_the_words_that_arguments_choose_from(tmp_path):
     pytest.importorskip("mypy")
     file = tmp_path / "use.py"
     file.write_text(USE)

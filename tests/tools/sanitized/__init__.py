@@ -5,8 +5,6 @@ ThreadSanitizer follows the library's own loops, on the threads of `threads.cpp`
 inside its own libraries none of them sees, but for memory that torch frees and we still read.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
