@@ -249,7 +249,7 @@ class _Library:
                 if folder is None:
                     folder = root / key
                     passing = self._make(folder) or passing
-        where = f"compiled on first use, in {folder}"
+        where = f"compiled on this machine, in {folder}"
         return f"{where}, for this process alone: {passing}" if passing else where
 
     def _load_kept(self, root: Path, key: str) -> Path | None:
