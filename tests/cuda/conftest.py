@@ -1,7 +1,5 @@
 """The CUDA kernels compiled for the host."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +32,8 @@ def host_executable(
             if ARCH is None or name not in ptx.SOURCES:
                 host_cuda.build(name, folder)
                 return
-            driver = host_cuda.build(name, folder, "-O0")  # whose own kernels do not run
+            # Its own kernels do not run.
+            driver = host_cuda.build(name, folder, "-O0", "-fno-sanitize=undefined")
             ptx.build(driver, ARCH, pytestconfig.cache.mkdir("ptx")).replace(driver)
 
         return once(tmp_path_factory, f"host-{name}", build) / name

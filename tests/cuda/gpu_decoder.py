@@ -3,10 +3,8 @@
 Every case runs in two or five precisions, twice in each: the second time, any wait for the GPU is
 an error. Errors are relative to float64 on the same rounded parameters, and at most ALLOWED times
 those of plain autograd in the same precision. There are training steps in a user's CUDA graph, too,
-and the peak memory beside decode_memory.
+the peak memory beside decode_memory, and other options, generate and rollout beside the CPU.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
@@ -15,31 +13,20 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import gpu_decoder_cases as cases
 import torch
-from gpu_decoder_cases import (
-    IGNORED,
-    PRECISIONS,
-    TWO_PRECISIONS,
-    Case,
-    Precision,
-    captured,
-    large,
-    modes,
-    others,
-    remembered,
-)
+from gpu_decoder_cases import PRECISIONS, Case, Precision
 from gpu_rows import Checks, Facts
 from support.decode_oracle import Decoder, decode, relative_distance
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import accumext
-from accumext.decoder import _rnn_path
 from accumext.demo.memory import peak_memory
 
 ALLOWED = 2.0
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 SEED, LOSS_SCALE = 5, 2.0**10
-SHARE = 0.1  # ten standard deviations of the share of 2,000 units that dropout keeps
 
 
 KINDS: dict[str, tuple[Any, Any, Callable[..., Any], dict[str, str]]] = {
@@ -65,7 +52,7 @@ class Model(nn.Module):
         if case.tied:
             self.head.weight = self.embedding.weight
         if case.layers:
-            self.cell = stacked(size, size, case.layers, dropout=case.dropout, **options)
+            self.cell = stacked(size, size, case.layers, **options)
             shape = (case.layers, *shape)
         else:
             self.cell = one_step(size, size, **options)
@@ -80,66 +67,61 @@ class Model(nn.Module):
     def state(self) -> Any:
         return tuple(self.states) if len(self.states) == 2 else self.states[0]
 
-    def call_cell(self, x: Tensor, state: Any, context: Tensor) -> tuple[Tensor, Any]:
-        """Advance as a user's function may."""
+    def call_cell(self, x: Tensor, state: Any, context: Tensor) -> tuple[Tensor, Any, Tensor]:
+        """Advance as a user's function may, with extras."""
         state = self.cell(x + context, state)
-        return (state[0] if isinstance(state, tuple) else state) * context, state
+        return (state[0] if isinstance(state, tuple) else state) * context, state, context.sum(1)
 
-    def plain(self, masks: Masks) -> Decoder:
+    def plain(self) -> Decoder:
         """With torch's functions for the steps of cells."""
-        between, of_inputs, of_outputs = (iter(() if m is None else m) for m in masks)
-        keep = 1 - self.case.dropout
-        keep_input, keep_output = (
-            1 - self.case.options.get(f"{name}_dropout", 0.0) for name in ("embedding", "output")
-        )
         layers = range(self.case.layers)
         suffixes = [f"_l{layer}" for layer in layers] or [""]
         advance = KINDS[self.case.cell][2]
 
         def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
-            mask = next(between, None)
-            if (of_input := next(of_inputs, None)) is not None:
-                x = x * of_input / keep_input
             parts = state if isinstance(state, tuple) else (state,)
             found = []
             for layer, suffix in enumerate(suffixes):
                 here = tuple(part[layer] if self.case.layers else part for part in parts)
                 weights = [getattr(self.cell, name + suffix) for name in WEIGHTS]
-                if layer and mask is not None:
-                    x = x * mask[layer - 1] / keep
                 new = advance(x, here if len(here) == 2 else here[0], *weights)
                 found.append(new if isinstance(new, tuple) else (new,))
                 x = found[-1][0]
             stacked = [torch.stack(p) if self.case.layers else p[0] for p in zip(*found)]
-            if (of_output := next(of_outputs, None)) is not None:
-                x = x * of_output / keep_output
             return x, tuple(stacked) if len(stacked) == 2 else stacked[0]
 
-        call, context = (self.call_cell, (self.context,)) if self.case.called else (step, ())
-        return Decoder(
-            self.embedding, self.cell, self.head, self.state(), call, context, self.leaves()
-        )
+        def called(*arguments: Any) -> tuple[Tensor, Any]:
+            return self.call_cell(*arguments)[:2]
 
-    def ours(self, targets: Tensor, options: dict[str, Any]) -> accumext.DecodeOutput:
-        cell = self.call_cell if self.case.called else self.cell
-        context = (self.context,) if self.case.called else ()
-        model = self.embedding, cell, self.head, targets, self.state()
-        return accumext.decode_loss(*model, context=context, **options)
+        step = called if self.case.called else step
+        return Decoder(*self.parts, self.state(), step, self.given, self.leaves())
 
+    @property
+    def given(self) -> tuple[Tensor, ...]:
+        """The context of a cell that is called."""
+        return (self.context,) if self.case.called else ()
 
-class Masks(NamedTuple):
-    """The masks of dropout: 1 where it keeps."""
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """Embedding, cell and head."""
+        return self.embedding, self.call_cell if self.case.called else self.cell, self.head
 
-    between: Tensor | None = None  # [T, L - 1, B, H]
-    of_inputs: Tensor | None = None  # [T, B, E]
-    of_outputs: Tensor | None = None  # [T, B, H]
+    def ours(self, targets: Tensor | None, options: dict[str, Any]) -> accumext.DecodeOutput:
+        model = *self.parts, targets, self.state()
+        return accumext.decode_loss(*model, context=self.given, **options)
 
 
 class Found(NamedTuple):
     out: accumext.DecodeOutput
     loss: Tensor  # 0-dim
     gradients: list[Tensor]
-    masks: Masks
+
+
+class Plain(NamedTuple):
+    loss: Tensor
+    gradients: list[Tensor]
+    logits: Tensor  # [T, B, V]
+    tokens: Tensor  # int64 [T, B]: those predicted by accumext
 
 
 class Check:
@@ -149,18 +131,30 @@ class Check:
         torch.manual_seed(SEED)
         self.case, self.precision, self.device = case, precision, device
         self.model = Model(case).to(device, precision.parameters)
-        shape = case.steps, case.batch
-        self.targets = torch.randint(case.vocabulary, shape).to(device)
-        self.targets[case.steps // 2, 0] = case.options.get("ignore_index", IGNORED)
+        shape, words = (case.steps, case.batch), case.vocabulary
+        self.targets: Tensor | None = torch.randint(words, shape).to(device)
+        self.targets[case.steps // 2, 0] = case.options.get("ignore_index", cases.IGNORED)
         self.upstream = torch.randn(shape).to(device)
-        made = {"mask": torch.rand(shape) < 0.5}
         ended = torch.arange(case.batch) * case.steps // max(1, case.batch - 1)
-        made["lengths"] = case.steps - ended  # from all steps to none
-        made["class_weight"] = torch.linspace(0.2, 2.0, case.vocabulary)
-        self.options = {
-            name: made[value].to(device) if isinstance(value, str) and value in made else value
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape).to(precision.parameters)
+
+        make: dict[Any, Callable[[], Any]] = {
+            "mask": lambda: torch.rand(shape) < 0.5,
+            "lengths": lambda: case.steps - ended,  # from all steps to none
+            "class_weight": lambda: torch.linspace(0.2, 2.0, words),
+            "token_weight": lambda: normal(*shape),
+            "resets": lambda: torch.rand(shape) < 0.3,
+            "words": lambda: (normal(*shape, 20).softmax(2), torch.randint(words, (*shape, 20))),
+            "all words": lambda: (normal(*shape, words).softmax(2), None),
+            "head": lambda: (normal(words, 24), normal(words), normal(*shape, 24)),
+        }
+        made = {
+            name: make[value]() if isinstance(value, str) and value in make else value
             for name, value in case.options.items()
         }
+        self.options = tree_map_only(Tensor, lambda leaf: leaf.to(device), made)
         if self.options.get("eos") == "seen":
             tokens = self.run(contextlib.nullcontext(), eos=None).out.tokens
             self.options["eos"] = int(tokens[case.steps // 2, case.batch // 2])
@@ -169,11 +163,6 @@ class Check:
         found = self.run(contextlib.nullcontext())
         again = self.run(no_waits(self.device))
         self.check_tokens(found.out)
-        around = (self.case.options.get(f"{name}_dropout", 0.0) for name in ("embedding", "output"))
-        for probability, mask in zip((self.case.dropout, *around), found.masks, strict=True):
-            kept = 0.0 if mask is None else mask.float().mean().item()
-            if probability:
-                assert abs(kept - (1 - probability)) < SHARE, f"dropout keeps {kept:.0%}"
         truth, usual = self.plain(found, torch.float64), self.plain(found, None)
         facts: Facts = {}
         pairs = {"loss": ([found.loss], [usual.loss], [truth.loss])}
@@ -228,18 +217,20 @@ class Check:
                 torch.optim.SGD(leaves), window=2, scaler=scaler, accumulate_in_backward=True
             )
             backward = optimizer.backward
-        with around, dropout_masks() as masks:
+        with around:
             with autocast(self.precision, self.device):
                 out = self.model.ours(self.targets, options)
             loss = out.loss
             if loss.dim():
                 loss = (loss * self.upstream).sum()
+            if out.outputs is not None:
+                loss = loss + out.outputs.square().mean()
             backward(loss)
         if optimizer is not None:
             gradients = [optimizer.main_grad(leaf) for leaf in leaves]
         else:
             gradients = [leaf.grad / scale for leaf in leaves]
-        return Found(out, loss.detach(), gradients, masks[-1] if masks else Masks())
+        return Found(out, loss.detach(), gradients)
 
     def plain(self, found: Found, dtype: torch.dtype | None) -> Plain:
         """The same tokens by autograd, in another dtype or in the precision of the check."""
@@ -254,7 +245,7 @@ class Check:
             criterion["class_weight"] = criterion["class_weight"].to(model.head.weight.dtype)
         if "k2" in options:
             criterion["windows"] = options.get("k1", options["k2"]), options["k2"]
-        decoder = model.plain(found.masks)
+        decoder = model.plain()
         with contextlib.nullcontext() if dtype else autocast(self.precision, self.device):
             losses, divisor, logits = decode(
                 decoder, self.targets, found.out.inputs, live, **criterion
@@ -282,7 +273,9 @@ class Check:
             expected = torch.minimum(expected, first + 1)
         assert torch.equal(out.lengths.cpu(), expected), f"lengths {out.lengths.tolist()}"
         live = (steps < expected)[1:]
-        teacher = targets[:-1].where(targets[:-1] != self.options.get("ignore_index", IGNORED), 0)
+        teacher = targets[:-1].where(
+            targets[:-1] != self.options.get("ignore_index", cases.IGNORED), 0
+        )
         teacher = teacher.where((steps < lengths.cpu())[:-1], 0)
         fed, predicted, feedback = inputs[1:], tokens[:-1], self.options["feedback"]
         right = (fed == teacher) | (fed == predicted)  # scheduled
@@ -294,13 +287,6 @@ class Check:
         assert not fed[~live].any(), "an input after the end of its row"
         assert not inputs[0].any(), "the first input"
         assert ((tokens >= 0) & (tokens < self.case.vocabulary)).all(), "a token of no word"
-
-
-class Plain(NamedTuple):
-    loss: Tensor
-    gradients: list[Tensor]
-    logits: Tensor  # [T, B, V]
-    tokens: Tensor  # int64 [T, B]: those predicted by accumext
 
 
 def autocast(precision: Precision, device: torch.device) -> Any:
@@ -320,25 +306,6 @@ def no_waits(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@contextlib.contextmanager
-def dropout_masks() -> Iterator[list[Masks]]:
-    """The masks that calls draw: those of cuDNN, which modules draw, are others."""
-    masks: list[Masks] = []
-    buffers = _rnn_path.rnn_buffers
-
-    def spy(*args: Any) -> Any:
-        made = buffers(*args)
-        steps = made.steps
-        masks.append(Masks(steps.between.mask, steps.of_inputs.mask, steps.of_outputs.mask))
-        return made
-
-    _rnn_path.rnn_buffers = spy  # type: ignore[assignment]
-    try:
-        yield masks
-    finally:
-        _rnn_path.rnn_buffers = buffers
 
 
 # --- a training step in a CUDA graph --------------------------------------------------------------
@@ -431,6 +398,96 @@ def check_memory(case: Case, precision: Precision, device: torch.device) -> Fact
     return {"bytes": measured, "over predicted": measured / predicted}
 
 
+# --- beside the CPU -------------------------------------------------------------------------------
+
+# The CPU's results are held against plain loops by the tests of tests/decoder. Where tokens are
+# chosen, those of the GPU are scored on the CPU: a near tie may fall either way.
+OFF = {torch.float64: 1e-12, torch.float32: 1e-4}  # sums of hundreds of float32 in two orders
+
+
+def here_and_there(case: Case, precision: Precision, device: torch.device) -> tuple[Check, Check]:
+    """On the CPU in float64 and on the device, of the same parameters."""
+    exact = Check(case, PRECISIONS["float64"], torch.device("cpu"))
+    return exact, Check(case, precision, device)
+
+
+def check_beside(case: Case, precision: Precision, device: torch.device) -> Facts:
+    """The same call here and there."""
+    results = []
+    for check in here_and_there(case, precision, device):
+        found = check.run(contextlib.nullcontext(), feedback="teacher")
+        extras = [found.out.extras.detach()] if case.called else []
+        results.append([found.loss, *found.gradients, *extras])
+    return distance(*results, precision)
+
+
+def check_own_tokens(case: Case, precision: Precision, device: torch.device) -> Facts:
+    """To be fed one's own tokens is to be taught them."""
+    here, there = here_and_there(case, precision, device)
+    there.targets = None
+    mine = there.run(contextlib.nullcontext(), steps=case.steps)
+    here.targets = mine.out.tokens.cpu()
+    taught = here.run(contextlib.nullcontext(), feedback="teacher")
+    return distance([taught.loss, *taught.gradients], [mine.loss, *mine.gradients], precision)
+
+
+def check_generate(case: Case, precision: Precision, device: torch.device) -> Facts:
+    """The log-probabilities of the tokens, scored step by step on the CPU."""
+    here, there = here_and_there(case, precision, device)
+    if "lengths" in there.options:
+        there.options["lengths"] = there.options["lengths"].clamp(min=1)
+    model = there.model
+    out = accumext.generate(
+        *model.parts, model.state(), context=model.given, max_length=case.steps, **there.options
+    )
+    tokens, log_probs = (
+        part.cpu().reshape(*part.shape[:2], -1) for part in (out.tokens, out.log_probs)
+    )
+    scored = []
+    for beam, lengths in enumerate(out.lengths.cpu().reshape(case.batch, -1).unbind(1)):
+        options = {"feedback": "teacher", "lengths": lengths, "reduction": "none"}
+        scored.append(-here.model.ours(tokens[:, :, beam], options).loss.detach())
+    return distance([torch.stack(scored, 2)], [log_probs], precision)
+
+
+def check_rollout(options: dict[str, Any], precision: Precision, device: torch.device) -> Facts:
+    """A cell that is fed its own state, which is to follow a goal."""
+
+    def results(check: Check) -> list[Tensor]:
+        torch.manual_seed(SEED)
+        cell, state = check.model.cell, check.model.state()
+        goal = torch.randn(cases.STEPS, *state.shape).to(state)
+        out = accumext.rollout(
+            lambda x, h: (cell(x, h),) * 2, state, len(goal), start=goal[0],
+            loss=lambda x, t: nn.functional.mse_loss(x, goal[t]), **options,
+        )  # fmt: skip
+        return [out.loss, *torch.autograd.grad(out.loss, [*cell.parameters(), state])]
+
+    return distance(*map(results, here_and_there(Case({}), precision, device)), precision)
+
+
+def distance(expected: list[Tensor], mine: list[Tensor], precision: Precision) -> Facts:
+    off = relative_distance([t.detach().cpu() for t in mine], [t.detach() for t in expected])
+    if not off <= OFF[precision.parameters]:  # a NaN, too
+        raise AssertionError(f"off by {off:.2e}, more than {OFF[precision.parameters]:.0e}")
+    return {"off by": off}
+
+
+def checks_beside(device: torch.device, quick: bool) -> Checks:
+    weighted = {"token_weight": "token_weight"}
+    own = {f"own tokens, {name}": cases.MODES[name] | weighted for name in ("greedy", "sample")}
+    for check, rows in (
+        (check_beside, cases.beside(cases.BESIDE)),
+        (check_rollout, cases.ROLLOUTS.items()),
+        (check_own_tokens, cases.beside(own)),
+        (check_generate, cases.beside(cases.SEARCHES)),
+    ):
+        for name, case in rows:
+            for precision in ("float32",) if quick else ("float32", "float64"):
+                row = functools.partial(check, case, PRECISIONS[precision], device)
+                yield f"{name}: {precision}", row
+
+
 # --- the rows -------------------------------------------------------------------------------------
 
 
@@ -442,11 +499,11 @@ def checks(device: torch.device, quick: bool) -> Checks:
     """Yield the checks; those that matter most come first. To be quick, each case takes one of its
     precisions in turn."""
     for prefix, check, named_cases, precisions in (
-        ("", compare, large(quick), PRECISIONS),
-        ("captured, ", check_captured, captured(), PRECISIONS),
-        ("memory, ", check_memory, remembered(), PRECISIONS),
-        ("", compare, modes(), PRECISIONS),
-        ("", compare, others(quick), TWO_PRECISIONS),
+        ("", compare, cases.large(quick), PRECISIONS),
+        ("captured, ", check_captured, cases.captured(), PRECISIONS),
+        ("memory, ", check_memory, cases.remembered(), PRECISIONS),
+        ("", compare, cases.modes(), PRECISIONS),
+        ("", compare, cases.others(quick), cases.TWO_PRECISIONS),
     ):
         turns = itertools.cycle(precisions)
         for name, case in named_cases:

@@ -1,7 +1,5 @@
 """Decoders and calls of decode_loss that gpu_decoder.py checks, and the precisions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -32,7 +30,6 @@ class Case(NamedTuple):
     options: dict[str, Any]
     cell: str = "gru"
     layers: int = 0  # 0: a cell of one step
-    dropout: float = 0.0
     batch: int = 5
     vocabulary: int = 211
     size: int = 48
@@ -97,10 +94,7 @@ def others(quick: bool) -> Iterator[tuple[str, Case]]:
         for cell in ("lstm", "rnn", "relu"):
             yield f"{name}, {cell}", Case(mode, cell)
         for cell in ("gru", "lstm", "rnn"):
-            yield f"{name}, 2 layers, dropout, {cell}", Case(mode, cell, layers=2, dropout=0.3)
-        around = mode | {"embedding_dropout": 0.3, "output_dropout": 0.2}
-        yield f"{name}, dropout around, gru", Case(around)
-        yield f"{name}, dropout around, lstm", Case(around, "lstm", layers=2, dropout=0.3)
+            yield f"{name}, 2 layers, {cell}", Case(mode, cell, layers=2)
         yield f"{name}, 3 layers", Case(mode, "lstm", layers=3)
         for k1, k2 in ((1, 1), (3, 3), (2, 5)):
             windows = mode | {"k1": k1, "k2": k2}
@@ -142,3 +136,44 @@ def remembered() -> Iterator[tuple[str, Case]]:
     yield "teacher", Case(TEACHER, vocabulary=20_000, size=128, batch=32, steps=64)
     yield "greedy, states", Case(GREEDY, layers=2, size=256, batch=32, steps=128)
     yield "teacher, inputs", Case(TEACHER, "lstm", layers=2, size=256, batch=32, steps=128)
+
+
+# Options that plain autograd in gpu_decoder.py does not have: beside the CPU.
+SOFT = {
+    "soft_temperature": 2.0, "soft_weight": 0.7, "entropy_weight": 0.1, "z_loss": 0.01,
+    "label_smoothing": 0.1,
+}  # fmt: skip
+LENGTHS = {"lengths": "lengths"}
+BESIDE: dict[str, dict[str, Any]] = {
+    "token weights": {"token_weight": "token_weight"},
+    "resets": {"resets": "resets"},
+    "resets, lengths": {"resets": "resets", **LENGTHS},
+    "outputs": {"return_outputs": True},
+    "outputs, lengths": {"return_outputs": True, **LENGTHS},
+    "entropy": {"entropy_weight": 0.1},
+    "taught words": {"soft_targets": "words", **SOFT},
+    "taught all words, lengths": {"soft_targets": "all words", **SOFT, **LENGTHS},
+    "taught by a head": {"soft_targets": "head", **SOFT},
+}
+SEARCHES: dict[str, dict[str, Any]] = {
+    "generate, greedy": {},
+    "generate, samples": {"search": "sample", "temperature": 0.7},
+    "generate, top_k": {"search": "sample", "top_k": 20},
+    "generate, top_p": {"search": "sample", "top_p": 0.8},
+    "generate, both": {"search": "sample", "top_k": 50, "top_p": 0.8},
+    "generate, beams": {"search": "beam", "beams": 3},
+}
+SEARCHES |= {f"{name}, eos": {**SEARCHES[name], **LENGTHS, "eos": 3} for name in SEARCHES}
+ROLLOUTS: dict[str, dict[str, Any]] = {
+    "rollout": {},
+    "rollout, segments": {"checkpoint": 4},
+    "rollout, k1=2, k2=3": {"k1": 2, "k2": 3},
+}
+DECODERS = {"gru": Case({}), "lstm": Case({}, "lstm", layers=2), "called": Case({}, called=True)}
+
+
+def beside(calls: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Case]]:
+    """Each of these calls of each decoder."""
+    for kind, case in DECODERS.items():
+        for name, options in calls.items():
+            yield f"{name}, {kind}", case._replace(options=options)

@@ -1,10 +1,7 @@
 """Masters on a GPU and on the host, beside an optimizer on the CPU: rows of gpu_checks.py."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-import time
 from collections.abc import Sequence
 
 import torch
@@ -86,31 +83,6 @@ def spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.abs().clamp(min=limits.smallest_normal) * limits.eps * 1.01
 
 
-def seconds_per_step(place: str | None, device: torch.device, count: int) -> Facts:
-    """A window of one with AdamW, the median of a few: `count` parameters in 64 tensors."""
-    parameters = [
-        nn.Parameter(torch.randn(count // 64, device=device, dtype=torch.bfloat16))
-        for _ in range(64)
-    ]
-    masters = accumext.masters(parameters, place)
-    adam = torch.optim.AdamW(masters, lr=RATE, fused=True)
-    opt = accumext.AccumulatingOptimizer(adam, masters=masters, max_norm=1.0)
-    seconds = []
-    for _ in range(7):
-        wait(device)
-        start = time.perf_counter()
-        opt.backward(torch.stack([p.float().square().sum() for p in parameters]).sum())
-        opt.step()
-        wait(device)
-        seconds.append(time.perf_counter() - start)
-    return {"parameters": count, "seconds": sorted(seconds)[3]}
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def checks(device: torch.device, quick: bool) -> Checks:
     flags = (False, True)
     dtypes = (torch.bfloat16,) if quick else (torch.bfloat16, torch.float16)
@@ -126,7 +98,3 @@ def checks(device: torch.device, quick: bool) -> Checks:
         ]
         call = functools.partial(check, place, fused, stochastic, in_backward, dtype, device)
         yield ", ".join(words), call
-    count = 2**16 if quick else 2**26
-    for place in (None, "cpu"):
-        name = "a step, masters on the host" if place else "a step, masters on the device"
-        yield name, functools.partial(seconds_per_step, place, device, count)

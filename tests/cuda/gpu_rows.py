@@ -4,8 +4,6 @@ Where a kernel has crashed, no later call of that process can use the GPU, and o
 ever cannot be stopped from within. The rest is therefore checked in a new process.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

@@ -1,10 +1,5 @@
-"""The gradient operations on a GPU: the bits of the reference, no wait, few launches, any stream.
-
-The kernels themselves are also run on the host (test_host_cuda.py); here are the launchers, and
-what torch puts around them.
-"""
-
-from __future__ import annotations
+"""The gradient operations on a GPU: no wait, few launches, any stream, and what torch puts around
+them. gpu_checks.py has their values; kernels and launchers run on the host in test_host_*.py."""
 
 import contextlib
 import itertools
@@ -20,7 +15,6 @@ from support.optimizer_oracle import assert_close, loss_of, make_batches, make_m
 from support.tensors import FLOAT_DTYPES, assert_bits
 
 import accumext
-from accumext import reference
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
@@ -28,8 +22,6 @@ pytestmark = [
 ]
 
 GPU = torch.device("cuda")
-# Around the edges of vectors, warps and chunks, and many chunks.
-EDGE_SIZES = (0, 1, 7, 8, 9, 31, 33, 255, 256, 257, 1025, 4095, 4096, 4097, 8193, 65537)
 KERNELS_PER_CALL = 3
 SLEEP_CYCLES = 600_000_000  # about 0.3 s: many times what any call here needs on the host
 # Two orders of summation in the matrix products of float32, over two steps of Adam.
@@ -79,50 +71,6 @@ def copies(arguments, device=GPU):
 def results(arguments, norm):
     """Everything that a call may have written."""
     return [*arguments[0], *arguments[1], arguments[3], *([] if norm is None else [norm])]
-
-
-# --- values ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
-def test_accumulate_at_every_edge(overwrite):
-    cases = [(*pair, n) for pair, n in itertools.product(DTYPE_PAIRS, EDGE_SIZES)]
-    cases.append((torch.float32, torch.bfloat16, 1000003))
-    expected = [oracle.random([n], main) for main, _, n in cases]
-    grads = [oracle.random([n], grad) for _, grad, n in cases]
-    main_grads = [m.to(GPU) for m in expected]
-    norm = accumext.accumulate_(
-        main_grads, [g.to(GPU) for g in grads], inv_scale=0.37, overwrite=overwrite
-    )
-    reference.accumulate_(expected, grads, inv_scale=0.37, overwrite=overwrite)
-    assert_bits(main_grads, expected)
-    oracle.assert_norm(norm.cpu(), expected, rtol=oracle.NORM_RTOL[torch.float32])
-
-
-def test_nothing_and_only_empty_tensors():
-    empty = [torch.empty(0, device=GPU), torch.empty(2, 0, device=GPU)]
-    found_inf = torch.full((), 0.25, device=GPU)
-    for op in OPS.values():
-        norm = op(empty, empty, 2.0, found_inf)
-        assert norm is None or norm.item() == 0.0
-    assert found_inf.item() == 0.25
-
-
-@pytest.mark.parametrize(
-    ("where", "value"), [(0, math.nan), (100001, math.inf), (199999, -math.inf)]
-)
-def test_what_is_not_finite_is_found_and_kept_out(where, value, grad_dtype):
-    grad = oracle.random([200000], grad_dtype).to(GPU)
-    main_grad, found_inf = torch.ones(200000, device=GPU), torch.zeros((), device=GPU)
-    accumext.total_norm([grad], found_inf=found_inf)
-    assert found_inf.item() == 0.0
-    grad[where] = value
-    norm = accumext.unscale_check_clip_accumulate_(
-        [main_grad], [grad], max_norm=1.0, found_inf=found_inf, if_finite=True
-    )
-    assert found_inf.item() == 1.0
-    assert not norm.isfinite()
-    assert torch.equal(main_grad, torch.ones_like(main_grad))
 
 
 def test_more_elements_than_32_bits_count():

@@ -1,8 +1,6 @@
 """gpu.sh without a GPU, by an interpreter that answers for the programs that the script calls: no
 result may be lost. And the checks of gpu_checks.py, which run for real, on the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,11 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gpu_beyond
 import gpu_checks
 import gpu_decoder
-import gpu_decoder_cases
-import gpu_masters
+import gpu_decoder_cases as cases
 import gpu_rows
 import pytest
 import torch
@@ -187,26 +183,22 @@ def test_a_part_that_fails_costs_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_run_that_is_killed_leaves_what_its_parts_have_found(tmp_path: Path) -> None:
-    run = Run(tmp_path, "second", SLEEPING="bench/loops.py")
-    run.pid_of("bench/loops.py")
-    os.killpg(run.process.pid, signal.SIGKILL)
-    run.finish()
-    assert run.parts() == dict.fromkeys(["libraries", *SECOND[:5]], "passed")
-    assert {"fake-gpu_beyond.json", "fake-gpu_masters.json"} < set(run.results())
-
-
-@pytest.mark.process
-def test_a_run_that_is_ended_leaves_what_its_part_has_found(tmp_path: Path) -> None:
-    run = Run(tmp_path, "decoder", SLEEPING="bench/decoder.py")
-    pid = run.pid_of("bench/decoder.py")
-    run.process.terminate()
-    run.finish()
-    assert run.process.returncode == 128 + signal.SIGTERM
-    assert run.parts() == {"libraries": "passed"}
-    assert "fake-gpu_decoder.json" in run.results()
+def test_a_run_that_is_killed_or_ended_leaves_what_its_parts_have_found(tmp_path: Path) -> None:
+    killed = Run(tmp_path / "killed", "second", SLEEPING="bench/loops.py")
+    killed.pid_of("bench/loops.py")
+    os.killpg(killed.process.pid, signal.SIGKILL)
+    killed.finish()
+    assert killed.parts() == dict.fromkeys(["libraries", *SECOND[:5]], "passed")
+    assert {"fake-gpu_beyond.json", "fake-gpu_masters.json"} < set(killed.results())
+    ended = Run(tmp_path / "ended", "decoder", SLEEPING="bench/decoder.py")
+    pid = ended.pid_of("bench/decoder.py")
+    ended.process.terminate()
+    ended.finish()
+    assert ended.process.returncode == 128 + signal.SIGTERM
+    assert ended.parts() == {"libraries": "passed"}
+    assert "fake-gpu_decoder.json" in ended.results()
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
-    assert not list(tmp_path.glob("accumext-gpu*"))
+    assert not list(tmp_path.glob("ended/accumext-gpu*"))
 
 
 @pytest.mark.process
@@ -234,16 +226,18 @@ def test_where_no_library_loads_it_is_compiled_on_first_use(tmp_path: Path) -> N
 # --- the checks -----------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
-DECODER = {f"{prefix}{mode}" for prefix in ("", "captured, ") for mode in gpu_decoder_cases.MODES}
-DECODER |= {"memory, greedy", "memory, teacher", *(f"greedy, B={batch}" for batch in (1, 63, 65))}
 ROWS = {  # of each part some of the names, up to the precision
     "operators": {
         *_build.registered_ops("cuda"),
         *gpu_checks.PRODUCTS,
         "rnn_backward lstm wide B=33",
     },
-    "decoder": DECODER,
-    "beyond": {*gpu_beyond.CALLS, *gpu_beyond.OWN, *gpu_beyond.GENERATED},
+    "decoder": {f"{prefix}{mode}" for prefix in ("", "captured, ") for mode in cases.MODES}
+    | {"memory, greedy", "memory, teacher", "greedy, B=1", "greedy, B=63", "greedy, B=65"},
+    "beyond": {
+        f"{name}, {kind}" for name in (*cases.BESIDE, *cases.SEARCHES) for kind in cases.DECODERS
+    }
+    | {"own tokens, sample, gru", *cases.ROLLOUTS},
     "masters": {"masters, fused, nearest, in backward"},
 }
 
@@ -257,20 +251,6 @@ def test_checks_pass_and_are_those_of_all_that_there_is(part: str) -> None:
     names = [row["name"] for row in rows]
     assert len(set(names)) == len(names)
     assert ROWS[part] <= {re.split(r": |, b?float16", name)[0] for name in names}
-
-
-def decoder(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], Any]:
-    """A case of the decoder, in which runs find something else."""
-
-    def checked(monkeypatch: pytest.MonkeyPatch) -> Any:
-        options = {"feedback": "greedy", "eos": "seen"}
-        case = gpu_decoder_cases.Case(options, "lstm", layers=2, dropout=0.3)
-        check = gpu_decoder.Check(case, gpu_decoder_cases.PRECISIONS["float64"], CPU)
-        run = check.run
-        monkeypatch.setattr(check, "run", lambda *args, **how: change(run(*args, **how)))
-        return check
-
-    return checked
 
 
 def gradient(index: int) -> Callable[[Any], Any]:
@@ -287,105 +267,26 @@ def out(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[
     )
 
 
-def beyond(check: Any, name: str, changed: str) -> Callable[[pytest.MonkeyPatch], Any]:
-    """A check of which the first call, the device's, is off."""
-
-    def checked(monkeypatch: pytest.MonkeyPatch) -> Any:
-        function, calls = getattr(accumext, changed), []
-
-        def once_off(*args: Any, **how: Any) -> Any:
-            calls.append(function(*args, **how))
-            field = "log_probs" if changed == "generate" else "loss"
-            off = 1.001 * getattr(calls[0], field)
-            return calls[-1] if len(calls) > 1 else calls[0]._replace(**{field: off})
-
-        monkeypatch.setattr(accumext, changed, once_off)
-        return lambda: check(name, torch.float32, CPU)
-
-    return checked
-
-
-def masters(wrong: int) -> Callable[[pytest.MonkeyPatch], Any]:
-    """The parameters (0) or masters (1) of the last window are off."""
-
-    def checked(monkeypatch: pytest.MonkeyPatch) -> Any:
-        round_, calls = accumext.ops.copy_rounded_, []
-
-        def off(*lists: Any, **how: Any) -> None:
-            calls.append(round_(*lists, **how))
-            if len(calls) == gpu_masters.WINDOWS:
-                lists[wrong][0][5, 7] += 1e-2
-
-        monkeypatch.setattr(accumext.ops, "copy_rounded_", off)
-        return lambda: gpu_masters.check(None, True, False, False, torch.bfloat16, CPU)
-
-    return checked
-
-
-def row_of(part: str, name: str) -> Callable[[], Any]:
-    return dict(gpu_checks.PARTS[part](CPU, quick=True))[name]
-
-
-def dropout(monkeypatch: pytest.MonkeyPatch) -> Any:
-    check = decoder(lambda found: found)(monkeypatch)
-    check.model.cell.eval()
-    return check
-
-
-def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def stale(step: Any, *args: Any, **how: Any) -> Any:
-        loss = step()
-        return lambda: loss
-
-    monkeypatch.setattr(gpu_decoder, "record", stale)
-    case, precision = gpu_decoder_cases.Case({"feedback": "sample"}), "float32"
-    return lambda: gpu_decoder.check_captured(case, gpu_decoder_cases.PRECISIONS[precision], CPU)
-
-
-def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    predicted = accumext.decode_memory
-    monkeypatch.setattr(accumext, "decode_memory", lambda *a, **how: predicted(*a, **how) * 4 // 5)
-    ((_, case), *_) = gpu_decoder_cases.remembered()
-    return lambda: gpu_decoder.check_memory(case, gpu_decoder_cases.PRECISIONS["float32"], CPU)
-
-
-def operator(monkeypatch: pytest.MonkeyPatch) -> Any:
-    broken = gpu_checks.OPERATORS["scale_"]._replace(reference=lambda tensors, factor: None)
-    monkeypatch.setitem(gpu_checks.OPERATORS, "scale_", broken)
-    return row_of("operators", "scale_")
-
-
-WRONG = {  # what is wrong -> a check of it, and its words
-    "a gradient": (decoder(gradient(0)), "of the others"),
-    "a gradient of the head": (decoder(gradient(-2)), "of the (head|others)"),
-    "the loss": (decoder(lambda f: f._replace(loss=f.loss * (1 + 1e-6))), "of the loss"),
-    "a token": (
-        decoder(out("tokens", lambda t: t.index_fill(0, torch.tensor([9]), 1))), "below the argmax",
-    ),
-    "all tokens": (decoder(out("tokens", lambda t: (t + 1) % 211)), "lengths|an input is not"),
-    "inputs": (decoder(out("inputs", lambda t: t + 1)), "input"),
-    "lengths": (decoder(out("lengths", lambda t: t - 1)), "lengths"),
-    "dropout": (dropout, "dropout keeps 0%"),
-    "a captured step": (captured, "after 3 steps"),
-    "a peak": (memory, "were predicted"),
-    "rollout": (beyond(gpu_beyond.check_call, "rollout", "rollout"), "off by"),
-    "own tokens": (
-        beyond(gpu_beyond.check_own_tokens, "own tokens, gru, greedy", "decode_loss"), "off by",
-    ),
-    "beams": (
-        beyond(gpu_beyond.check_generate, "generate, beams, gru, eos", "generate"), "off by",
-    ),
-    "parameters": (masters(0), None),
-    "masters": (masters(1), None),
-    "an operator": (operator, "not close"),
-}  # fmt: skip
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {  # what a run finds -> words of its check
+    "a gradient": (gradient(0), "of the others"),
+    "a gradient of the head": (gradient(-2), "of the (head|others)"),
+    "the loss": (lambda f: f._replace(loss=f.loss * (1 + 1e-6)), "of the loss"),
+    "a token": (out("tokens", lambda t: t.index_fill(0, torch.tensor([9]), 1)), "below the argmax"),
+    "all tokens": (out("tokens", lambda t: (t + 1) % 211), "lengths|an input is not"),
+    "inputs": (out("inputs", lambda t: t + 1), "input"),
+    "lengths": (out("lengths", lambda t: t - 1), "lengths"),
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked, words = WRONG[wrong]
+    change, words = WRONG[wrong]
+    case = cases.Case({"feedback": "greedy", "eos": "seen"}, "lstm", layers=2)
+    check = gpu_decoder.Check(case, cases.PRECISIONS["float64"], CPU)
+    run = check.run
+    monkeypatch.setattr(check, "run", lambda *args, **how: change(run(*args, **how)))
     with pytest.raises(AssertionError, match=words):
-        checked(monkeypatch)()
+        check()
 
 
 def faulty(device: torch.device, quick: bool) -> gpu_rows.Checks:

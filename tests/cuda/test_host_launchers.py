@@ -1,9 +1,6 @@
 """The launchers with their kernels on the host, on CUDA's runtime of host_cuda/launchers: the
 operators' own tests through them, under sanitizers, and what they put on the device."""
 
-from __future__ import annotations
-
-import json
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,7 +9,7 @@ from host_cuda import launchers, mutants
 from host_cuda.launchers.table_mutants import MUTANTS
 from support.once import once
 
-# The first test compiles all launchers: five minutes of one core.
+# The first test compiles all launchers: two minutes of one core.
 pytestmark = [pytest.mark.build, pytest.mark.timeout(1200)]
 
 # On a GPU all rows are named, live or not; these tests count those that are.
@@ -27,12 +24,15 @@ SELECTIONS = {
         "decoder/test_rnn_path.py": f"not {COUNTS_ROWS}",
     },
     "heads": {
-        "decoder/test_head_forward.py": "not frequencies",
-        "decoder/test_head_objective.py": "test",
+        # Not where the sizes are those around the edges of the CPU's kernels.
+        "decoder/test_head_forward.py": "any_shape or ties or ruled or nan or no_rows or no_bit",
+        "decoder/test_head_objective.py": "not gradients_in_double",
     },
     "decode_loss": {
-        "decoder/test_decode_loss.py": "test",
-        "decoder/test_decode_loss_options.py": "everything_at_once or one_leaf",
+        "decoder/test_decode_loss.py": "not cell_and_feedback or gru_cell or lstm",
+        "decoder/test_decode_loss_options.py": (
+            "(everything_at_once and (lstm or gru_cell)) or one_leaf"
+        ),
         "decoder/test_decode_loss_truncation.py": "test",
     },
     # Differences between launchers; every kernel runs in test_host_cuda.py.
@@ -45,6 +45,7 @@ SELECTIONS = {
         "optimizer/test_factors.py": "the_operator",
     },
     "tables": {TABLES: "test"},
+    "calls": {"cuda/host_cuda/launchers/calls.py": "test"},
 }
 
 
@@ -76,53 +77,6 @@ def test_the_operators_tests_pass(library, selection):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=attrgetter("name"))
 def test_a_mutant_is_seen(library, monkeypatch, mutant):
     monkeypatch.setenv(mutants.VARIABLE, str(MUTANTS.index(mutant)))
-    done = outcome_of(library, TABLES, "-k", mutant.test)
+    done = outcome_of(library, TABLES, "-k", mutant.shown_by)
     assert done.returncode != 0
     assert mutant.words in done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def found(library):
-    done = launchers.run(library, "-m", "host_cuda.launchers.calls")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_bits_depend_on_no_order_of_threads(found):
-    assert found["differing"] == []
-
-
-def budget(way, layers, steps):
-    """Of a call. Each step of one layer takes three products and three kernels where tokens are
-    predicted, two and one more for each further layer; else a product and a kernel in each layer.
-    Once, the state is copied, the inputs are looked up, and those that are known are multiplied;
-    backward the last gradient is passed on."""
-    once, in_step = {
-        "predicted": ((1, 0, layers), (2 + layers, 1 + 2 * layers)),
-        "known": ((1, layers, layers), (layers, layers)),
-        "backward": ((1, 0, 0), (1, 1)),
-    }[way]
-    kernels, products = (a + b * steps for a, b in zip(once, in_step))
-    return {"kernels": kernels, "aten::mm": products, "aten::copy_": once[2]}
-
-
-def test_launches_of_a_call(found):
-    for name, counts in found["counts"].items():
-        _, _, layers, way, steps = name.split()
-        allowed = budget(way, int(layers), int(steps))
-        assert all(count <= allowed.get(op, 0) for op, count in counts.items()), (name, counts)
-
-
-def test_a_window_is_one_launch(found):
-    """Forward and backward, however many steps it has; its results are those of the loop."""
-    assert len(found["whole"]) > 20
-    for name, counts in found["whole"].items():
-        assert counts == {"kernels": 1}, name
-    assert found["apart"] == []
-
-
-def test_a_window_goes_step_by_step_where_its_blocks_do_not_fit(found):
-    """Of whose kernel a multiprocessor cannot hold a block."""
-    assert len(found["crowded"]) == 2
-    for name, counts in found["crowded"].items():
-        assert counts == found["counts"][name]

@@ -4,15 +4,16 @@ Every call runs in several orders of the threads and blocks, which must leave th
 host_cuda. The reference gets the operands that the kernel rounds to, and adds up in float32.
 """
 
-from __future__ import annotations
-
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from host_cuda import ASCENDING, DESCENDING, SHUFFLED, usual
-from host_cuda.persistent import SHARED_BYTES, HostPersistent
+from host_cuda.decoder import SHARED_BYTES, HostPersistent
 from support.decode_cases import (
     GATES,
     GRU,
@@ -75,6 +76,8 @@ class Window:
     table_dtype: torch.dtype = torch.float32
     exps_dtype: torch.dtype | None = torch.bfloat16
     bias: bool = True
+    shift: float = 0.0  # of the head's bias
+    own: bool = False  # whether tokens are their own targets
     aligned: bool = True  # rows of weights and table
     feedback: str = "greedy"
     temperature: float = 1.0
@@ -101,7 +104,7 @@ class Window:
                 size = gates * self.units if self.bias else 0
                 self.cell.append(self._drawn(size, scale=0.5))
         self.head = place(self._drawn(self.words, self.units, scale=1.0).to(self.dtype))
-        self.head_bias = self._drawn(self.words, scale=0.5) if self.bias else None
+        self.head_bias = self._drawn(self.words, scale=0.5) + self.shift if self.bias else None
         shape = (self.steps, self.batch)
         parts = 2 if self.kind == LSTM else 1
         self.states = []
@@ -109,7 +112,7 @@ class Window:
             state = torch.full((self.steps + 1, self.batch, self.units), float("nan"))
             state[self.begin] = self._drawn(self.batch, self.units, scale=0.7)
             self.states.append(state)
-        self.targets = torch.randint(self.words, shape)
+        self.targets = None if self.own else torch.randint(self.words, shape)
         self.inputs = torch.full(shape, -1)
         self.inputs[self.begin] = torch.randint(self.words, (self.batch,))
         self.teacher = torch.randint(self.words, shape)
@@ -137,7 +140,7 @@ class Window:
             return torch.randint(-4, 5, shape).div(4)
         return scale * torch.randn(*shape)
 
-    def decode(self, op, **options) -> Results:
+    def decode(self, op, **options) -> "Results":
         return Results(self, op, **options)
 
 
@@ -224,30 +227,21 @@ def check_everything(kernel, w: Window, **options) -> Results:
     return found
 
 
-@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_cell(kernel, kind, dtype):
-    check_everything(kernel, Window(kind=kind, dtype=dtype, exps_dtype=dtype))
-
-
-@pytest.mark.parametrize("feedback", ["greedy", "sample"])
-def test_tokens_that_are_their_own_targets(kernel, feedback):
-    w = Window(feedback=feedback)
-    w.targets = None
-    check_everything(kernel, w)
-
-
-@pytest.mark.parametrize("batch", [1, 7, 8, 9, 16, 17, 32, 33, 63, 64])
-def test_every_batch(kernel, batch):
-    """Of one, two and four tiles, and whose last row is beside each edge of them."""
-    kind, dtype = KINDS[batch % len(KINDS)], HALF_DTYPES[batch // 4 % 2]
-    w = Window(batch=batch, kind=kind, dtype=dtype, lengths=batch % 3 == 0, steps=2)
-    check_everything(kernel, w)
-
-
-@pytest.mark.parametrize(
-    ("units", "width", "words", "aligned"),
-    [
+def windows() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """What is special, the options of a window, and those of its check."""
+    for kind, dtype in itertools.product(KINDS, HALF_DTYPES):
+        own = {"kind": kind, "dtype": dtype, "exps_dtype": dtype}
+        yield f"cell {kind}, {dtype_id(dtype)}", own, {}
+    for feedback in ("greedy", "sample"):
+        yield f"own targets, {feedback}", {"feedback": feedback, "own": True}, {}
+        orders = (ASCENDING, DESCENDING, SHUFFLED, SHUFFLED)
+        options = {"feedback": feedback, "temperature": 0.8, "steps": 2}
+        yield f"every order, {feedback}", options, {"blocks": 5, "orders": orders}
+    # Of one, two and four tiles, and whose last row is beside each edge of them.
+    for batch in (1, 7, 8, 9, 16, 17, 32, 33, 63, 64):
+        options = {"kind": batch % len(KINDS), "dtype": HALF_DTYPES[batch // 4 % 2]}
+        yield f"B={batch}", {"batch": batch, "lengths": batch % 3 == 0, "steps": 2, **options}, {}
+    for units, width, words, aligned in (
         (1, 1, 1, True),
         (3, 5, 7, False),
         (8, 250, 33, True),  # chunks of x for each of the warps
@@ -258,75 +252,45 @@ def test_every_batch(kernel, batch):
         (41, 64, 129, False),
         (65, 7, 33, True),
         (130, 97, 301, False),
-    ],
-)
-def test_every_size(kernel, units, width, words, aligned):
-    w = Window(units=units, width=width, words=words, aligned=aligned, steps=2)
-    check_everything(kernel, w)
-
-
-@pytest.mark.parametrize(("kind", "blocks"), [(GRU, 1), (LSTM, 2), (GRU, 7), (LSTM, 13)])
-def test_every_grid(kernel, kind, blocks):
-    """More blocks than units and than tiles of words, and blocks with many of both."""
-    w = Window(kind=kind, batch=9, units=11 if blocks > 2 else 50, words=20 * 13, steps=2)
-    check_everything(kernel, w, blocks=blocks)
-
-
-def test_a_stream_that_goes_round_often(kernel):
-    w = Window(units=72, words=16 * 8 * 5 - 3, steps=3)
-    check_everything(kernel, w, blocks=1)
-
-
-@pytest.mark.parametrize("feedback", ["greedy", "sample"])
-def test_the_bits_do_not_depend_on_the_order(kernel, feedback):
-    w = Window(batch=5, feedback=feedback, temperature=0.8, steps=2)
-    check_everything(kernel, w, blocks=5, orders=(ASCENDING, DESCENDING, SHUFFLED, SHUFFLED))
-
-
-@pytest.mark.parametrize(
-    ("feedback", "lengths", "eos"),
-    [
+    ):
+        sizes = {"units": units, "width": width, "words": words, "aligned": aligned, "steps": 2}
+        yield f"H={units}, E={width}, V={words}, {aligned}", sizes, {}
+    # More blocks than units and than tiles of words, and blocks with many of both.
+    for kind, blocks in ((GRU, 1), (LSTM, 2), (GRU, 7), (LSTM, 13)):
+        options = {"kind": kind, "batch": 9, "units": 11 if blocks > 2 else 50, "words": 20 * 13}
+        yield f"{blocks} blocks", {"steps": 2, **options}, {"blocks": blocks}
+    yield "a stream that goes round often", {"units": 72, "words": 16 * 8 * 5 - 3}, {"blocks": 1}
+    for feedback, lengths, eos in (
         *((feedback, True, EOS) for feedback in ("teacher", "scheduled", "greedy", "sample")),
         ("teacher", False, -1),
         ("scheduled", False, -1),
         ("greedy", False, EOS),
         ("sample", True, -1),
-    ],
-)
-def test_every_feedback(kernel, feedback, lengths, eos):
-    batch = 4 if feedback == "sample" else 10
-    w = Window(batch=batch, words=9, steps=5, feedback=feedback, lengths=lengths, eos=eos)
-    found = check_everything(kernel, w)
-    assert found.live is None or not found.live[-1].all()
+    ):
+        options = {"feedback": feedback, "lengths": lengths, "eos": eos, "words": 9, "steps": 5}
+        batch = 4 if feedback == "sample" else 10
+        yield f"{feedback}, {lengths}, {eos}", {"batch": batch, **options}, {}
+    for temperature in (0.5, 3.0):
+        options = {"batch": 6, "feedback": "sample", "temperature": temperature}
+        yield f"temperature {temperature}", options, {"blocks": 4, "orders": (SHUFFLED,)}
+    for kind, dropout in ((GRU, 0.5), (LSTM, 0.0), (LSTM, 0.5), (RNN_RELU, 0.0)):
+        options = {"kind": kind, "layers": 3, "dropout": dropout, "units": 21}
+        yield f"layers of {kind}, dropout {dropout}", options, {}
+    for table, exps in zip(FLOAT_DTYPES, (None, *reversed(FLOAT_DTYPES[1:]))):
+        options = {"table_dtype": table, "exps_dtype": exps, "bias": False, "steps": 2}
+        yield f"table {table}, exps {exps}", options, {"orders": (SHUFFLED,)}
+    for begin, end in ((0, 1), (2, 4), (3, 6)):
+        options = {"steps": 6, "begin": begin, "end": end, "feedback": "scheduled", "words": 12}
+        yield f"steps {begin} to {end}", {"lengths": True, "eos": EOS, **options}, {}
+    # No word wins, and no sum begins, with what stands there before the first logit: exp(-100) is 0
+    # in float32. Of 1, 2, 4 and 8 tiles of columns.
+    for batch in (5, 9, 17, 33):
+        yield f"all logits below 0, B={batch}", {"batch": batch, "steps": 2, "shift": -100.0}, {}
 
 
-@pytest.mark.parametrize("temperature", [0.5, 3.0])
-def test_temperatures(kernel, temperature):
-    w = Window(batch=6, feedback="sample", temperature=temperature, steps=3)
-    check_everything(kernel, w, blocks=4, orders=(SHUFFLED,))
-
-
-@pytest.mark.parametrize(
-    ("kind", "dropout"), [(GRU, 0.5), (LSTM, 0.0), (LSTM, 0.5), (RNN_RELU, 0.0)]
-)
-def test_layers(kernel, kind, dropout):
-    check_everything(kernel, Window(kind=kind, layers=3, dropout=dropout, units=21))
-
-
-@pytest.mark.parametrize(
-    ("table_dtype", "exps_dtype"),
-    list(zip(FLOAT_DTYPES, (None, *reversed(FLOAT_DTYPES[1:])))),
-    ids=str,
-)
-def test_dtypes_of_table_and_exponentials(kernel, table_dtype, exps_dtype):
-    w = Window(table_dtype=table_dtype, exps_dtype=exps_dtype, bias=False, steps=2)
-    check_everything(kernel, w, orders=(SHUFFLED,))
-
-
-@pytest.mark.parametrize(("begin", "end"), [(0, 1), (2, 4), (3, 6)])
-def test_a_window_in_the_middle(kernel, begin, end):
-    w = Window(steps=6, begin=begin, end=end, feedback="scheduled", lengths=True, eos=EOS, words=12)
-    check_everything(kernel, w)
+@pytest.mark.parametrize(("options", "how"), [pytest.param(*w[1:], id=w[0]) for w in windows()])
+def test_windows(kernel, options, how):
+    check_everything(kernel, Window(**options), **how)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5, 7, 8])
@@ -368,14 +332,6 @@ def with_logits(values: Tensor, **options) -> Window:
     w.head.zero_()
     w.head_bias = values
     return w
-
-
-@pytest.mark.parametrize("batch", [5, 9, 17, 33])  # 1, 2, 4 and 8 tiles of columns
-def test_logits_that_are_all_below_zero(kernel, batch):
-    """No word wins, and no sum begins, with what stands there before the first logit."""
-    w = Window(batch=batch, steps=2)
-    w.head_bias -= 100.0  # exp(-100) is 0 in float32
-    check_everything(kernel, w)
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

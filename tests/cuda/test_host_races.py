@@ -1,8 +1,6 @@
 """No threads of the kernels of csrc/cuda race, and the detector that says so, host_cuda/races.h,
 finds the faults that are put in for it."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess
@@ -14,8 +12,7 @@ import host_cuda
 import pytest
 import torch
 from host_cuda import ASCENDING, HostCuda, mutants, races
-from host_cuda.decoder import FeedBack, HostDecoder, Lookup
-from host_cuda.persistent import HostPersistent
+from host_cuda.decoder import FeedBack, HostDecoder, HostPersistent, Lookup
 from host_cuda.race_mutants import MUTANTS
 from support import window_cases
 from support.decode_cases import GATES, KINDS, LSTM, RNN_RELU, RNN_TANH
@@ -275,8 +272,8 @@ def test_no_threads_race(call, name):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=attrgetter("name"))
 def test_a_mutant_is_found(call, monkeypatch, mutant):
     monkeypatch.setenv(mutants.VARIABLE, str(MUTANTS.index(mutant)))
-    with pytest.raises(RuntimeError, match=f"race in {mutant.memory}"):
-        call(mutant.case)
+    with pytest.raises(RuntimeError, match=f"race in {mutant.words}"):
+        call(mutant.shown_by)
 
 
 def test_every_kernel_has_a_driver():

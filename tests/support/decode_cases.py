@@ -150,13 +150,12 @@ def check_advance(
     *,
     live: Tensor | None = None,
     layout: Callable[[Tensor], Tensor] = LAYOUTS["shifted_slices"],
-    device: str = "cpu",
 ) -> None:
     batch, units = shape
     gates = GATES[kind] * units
 
     def draw(width: int) -> Tensor:
-        return layout((3 * torch.randn(batch, width)).to(device, dtype))
+        return layout((3 * torch.randn(batch, width)).to(dtype))
 
     from_x, from_h, h, c = draw(gates), draw(gates), draw(units), None
     h_next, c_next = layout(torch.zeros_like(h)), None
@@ -168,7 +167,7 @@ def check_advance(
     for got, want, before in zip((h_next, c_next), wanted, (h, c)):
         if got is None or want is None or before is None:
             continue
-        alive = torch.ones(batch, dtype=torch.bool, device=device) if live is None else live
+        alive = torch.ones(batch, dtype=torch.bool) if live is None else live
         assert torch.equal(got[~alive], before[~alive])
         _close(got[alive], want[alive], CELL_TOLERANCE[dtype], CELL_TOLERANCE[dtype])
         assert_intact(got)
@@ -182,13 +181,12 @@ def check_gradient(
     *,
     live: Tensor | None = None,
     layout: Callable[[Tensor], Tensor] = LAYOUTS["shifted_slices"],
-    device: str = "cpu",
 ) -> None:
     """Against autograd through the definition in float64."""
     batch, units = shape
 
     def draw(width: int) -> Tensor:
-        return (2 * torch.randn(batch, width)).to(device, dtype)
+        return (2 * torch.randn(batch, width)).to(dtype)
 
     gates = [draw(units) for _ in range(4 if kind == GRU else GATES[kind])]  # pre-activations
     h, d_out, dh = layout(draw(units)), layout(draw(units)), layout(draw(units))
@@ -212,11 +210,11 @@ def check_gradient(
     pre = layout(torch.cat(gates, 1)) if kind in (GRU, LSTM) else None
     if kind in (RNN_TANH, RNN_RELU):
         h = layout(h_next.detach().to(dtype))
-    d_x = layout(torch.zeros(batch, GATES[kind] * units, device=device, dtype=dtype))
+    d_x = layout(torch.zeros(batch, GATES[kind] * units, dtype=dtype))
     d_h = layout(torch.zeros_like(d_x)) if kind == GRU else None
     before = [None if t is None else t.clone() for t in (dh, dc)]
     op(kind, d_out, pre, h, c, c_next, live, dh, dc, d_x, d_h)
-    alive = torch.ones(batch, dtype=torch.bool, device=device) if live is None else live
+    alive = torch.ones(batch, dtype=torch.bool) if live is None else live
     for got, want in zip((d_x, d_h, dh, dc), wanted):
         if got is None:
             continue

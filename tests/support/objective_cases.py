@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from support.objectives import divergence, entropy
 
@@ -36,13 +35,6 @@ class Problem:
     probabilities: Tensor | None
     indices: Tensor | None
     teacher: tuple[Tensor, Tensor, Tensor | None] | None  # hidden, weight, bias
-
-    def to(self, device: str) -> "Problem":
-        """A copy there."""
-        moved = tree_map(
-            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, vars(self)
-        )
-        return Problem(**moved)
 
     def loss(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of logits [M, V] the losses, entropies and divergences [M], by definition."""

@@ -26,6 +26,7 @@ def soft_targets(
 
 def entropy(z: Tensor) -> Tensor:
     """Of softmax(z), [M]; as TRL's PPO trainer has it."""
+    z = z.clamp(min=torch.finfo(z.dtype).min)  # a masked word's part is 0
     return z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1)
 
 

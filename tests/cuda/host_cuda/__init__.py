@@ -6,8 +6,6 @@ several times, and must leave the same bits whatever the grid and the order of t
 kernels can also be those that nvcc makes of the same source: see ptx.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct
@@ -51,10 +49,6 @@ def usual(*runs: _Run) -> tuple[_Run, ...]:
 RUNS = usual((ASCENDING, 1), (DESCENDING, 2), (SHUFFLED, 7), (DESCENDING, 20))
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # accumext::Dtype
-_OPS = (
-    "total_norm", "accumulate_", "unscale_check_clip_accumulate_", "scale_", "window_factors",
-    "copy_rounded_",
-)  # fmt: skip
 
 
 def build(name: str, folder: Path, *flags: str) -> Path:
@@ -87,145 +81,95 @@ def execute(executable: Path, *arguments: str, request: bytes = b"") -> bytes:
     return done.stdout
 
 
-class HostCuda:
-    """The operators, by the kernels of csrc/cuda. Arguments and results as in accumext.reference.
+class Driver:
+    """A program that runs operators on the kernels.
 
-    `runs`: pairs of an order and a grid to run the call with.
+    `runs`: pairs of an order and a grid to run a call with.
     """
 
-    def __init__(self, driver: Path) -> None:
-        self._driver = driver
+    def __init__(self, executable: Path) -> None:
+        self._executable = executable
+
+    def call(self, op: str, runs: Sequence[tuple[int, int]], *arguments: object) -> None:
+        """With tensors or None, numbers, dtypes, and lists of these; what is written there must be
+        the same of all runs."""
+        request = _Request()
+        request.put(*arguments)
+        request.take_back(execute(self._executable, op, request=request.bytes(runs)), runs)
+
+
+class HostCuda(Driver):
+    """The operators, by driver.cpp. Arguments and results as in accumext.reference."""
 
     def total_norm(
         self, grads, *, norm_type=2.0, inv_scale=1.0, found_inf=None, runs=RUNS
     ) -> Tensor:
         norm = _unwritten_norm(grads)
-        self._call(
-            "total_norm", [grads], norm, inv_scale, found_inf, norm_type=norm_type, runs=runs
-        )
+        self.call("total_norm", runs, *_scalar(inv_scale), norm, found_inf, norm_type, grads)
         return norm
 
     def accumulate_(
         self, main_grads, grads, *, inv_scale=1.0, found_inf=None, overwrite=False, runs=RUNS
     ) -> Tensor:
         norm = _unwritten_norm(main_grads)
-        operands = [main_grads, grads]
-        self._call(
-            "accumulate_", operands, norm, inv_scale, found_inf, overwrite=overwrite, runs=runs
-        )
+        options = (*_scalar(inv_scale), norm, found_inf, overwrite)
+        self.call("accumulate_", runs, *options, main_grads, grads)
         return norm
 
     def unscale_check_clip_accumulate_(
-        self, main_grads, grads, *, inv_scale=1.0, found_inf=None, runs=RUNS, **options
-    ) -> Tensor:
+        self, main_grads, grads, *, inv_scale=1.0, norm_type=2.0, max_norm, found_inf=None,
+        if_finite=False, overwrite=False, runs=RUNS,
+    ) -> Tensor:  # fmt: skip
         norm = _unwritten_norm(grads)
-        op, operands = "unscale_check_clip_accumulate_", [main_grads, grads]
-        self._call(op, operands, norm, inv_scale, found_inf, runs=runs, **options)
+        options = (*_scalar(inv_scale), norm, found_inf, norm_type, max_norm, if_finite, overwrite)
+        self.call("unscale_check_clip_accumulate_", runs, *options, main_grads, grads)
         return norm
 
     def scale_(self, grads, factor, *, runs=RUNS) -> None:
-        self._call("scale_", [grads], None, factor, None, runs=runs)
+        self.call("scale_", runs, *_scalar(factor), grads)
 
     def copy_rounded_(self, targets, sources, *, seed=None, found_inf=None, runs=RUNS) -> None:
-        request = Request()
-        request.put_integers(_OPS.index("copy_rounded_"))
-        request.put_place(seed)
-        request.put_place(found_inf)
-        request.put_integers(len(targets))
-        for pair in zip(targets, sources, strict=True):
-            request.put_operands(pair)
-        request.take_back(execute(self._driver, request=request.bytes(runs)), runs)
+        self.call("copy_rounded_", runs, seed, found_inf, targets, sources)
 
     def window_factors(
         self, numbers, flags, main_grads, norm, *, unit, device_unit, weight, scale, max_norm,
         normalised, checks_norm, overflow, found_inf, finite, runs=RUNS,
     ) -> None:  # fmt: skip
-        request = Request()
-        request.put_integers(_OPS.index("window_factors"))
-        places = [norm, device_unit, weight, scale, overflow, found_inf, finite]
-        for tensor, otherwise in zip(places, (0.0, unit, 1.0, 1.0, 0.0, 0.0, 1.0), strict=True):
-            request.put_tensor(tensor)
-            request.put_numbers(otherwise)
-        request.put_numbers(max_norm or 0.0)
-        given = [number is not None for number in (max_norm, weight, finite)]
-        request.put_integers(*given, normalised, checks_norm)
-        request.put_place(numbers)
-        request.put_place(flags)
-        if norm is None:
-            request.put_dtype(_unwritten_norm(main_grads))
-            request.put_integers(len(main_grads))
-            for tensor in main_grads:
-                request.put_operands([tensor])
-        request.take_back(execute(self._driver, request=request.bytes(runs)), runs)
-
-    def _call(
-        self,
-        op: str,
-        operands: Sequence[Sequence[Tensor]],
-        norm: Tensor | None,
-        scale: float | Tensor,
-        found_inf: Tensor | None,
-        *,
-        norm_type: float = 2.0,
-        max_norm: float = 0.0,
-        overwrite: bool = False,
-        if_finite: bool = False,
-        runs: Sequence[tuple[int, int]],
-    ) -> None:
-        request = Request()
-        request.put_integers(_OPS.index(op))
-        request.put_tensor(scale if isinstance(scale, Tensor) else None)
-        request.put_numbers(1.0 if isinstance(scale, Tensor) else scale)
-        request.put_tensor(norm)
-        request.put_place(found_inf)
-        request.put_numbers(max_norm)
-        request.put_integers(if_finite, overwrite)
-        request.put_numbers(norm_type)
-        request.put_integers(len(operands[0]))
-        for tensors in zip(*operands, strict=True):
-            request.put_operands(tensors)
-        results = execute(self._driver, request=request.bytes(runs))
-        request.take_back(results, runs)
+        scalars = (norm, 0.0, device_unit, unit, weight, 1.0, scale, 1.0, overflow, 0.0)
+        given = (number is not None for number in (max_norm, weight, finite))
+        rules = (max_norm or 0.0, *given, normalised, checks_norm)
+        norm_dtype = _unwritten_norm(main_grads).dtype
+        self.call(
+            "window_factors", runs, *scalars, found_inf, 0.0, finite, 1.0, *rules, numbers, flags,
+            norm_dtype, main_grads,
+        )  # fmt: skip
 
 
-class Request:
+class _Request:
     """Words and memory, in the order in which a driver reads them."""
 
     def __init__(self) -> None:
         self._words = bytearray()
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address, numbered
 
-    def put_integers(self, *values: int) -> None:
-        self._words += struct.pack(f"<{len(values)}q", *values)
-
-    def put_numbers(self, *values: float) -> None:
-        self._words += struct.pack(f"<{len(values)}d", *values)
-
-    def put_place(self, tensor: Tensor | None) -> None:
-        """Where a tensor begins: which memory, and the offset in it in bytes."""
-        if tensor is None:
-            self.put_integers(-1, 0)
-            return
-        storage = tensor.untyped_storage()
-        index, _ = self._storages.setdefault(storage.data_ptr(), (len(self._storages), storage))
-        self.put_integers(index, tensor.storage_offset() * tensor.element_size())
-
-    def put_tensor(self, tensor: Tensor | None) -> None:
-        self.put_place(tensor)
-        self.put_dtype(tensor)
-
-    def put_dtype(self, tensor: Tensor | None) -> None:
-        self.put_integers(0 if tensor is None else _DTYPES.index(tensor.dtype))
-
-    def put_operands(self, tensors: Sequence[Tensor]) -> None:
-        """A Span or a Pair; no dimensions if all are contiguous, as in csrc/common/arguments.h."""
-        for tensor in tensors:
-            self.put_tensor(tensor)
-        first = tensors[0]
-        dense = first.numel() == 0 or all(tensor.is_contiguous() for tensor in tensors)
-        self.put_integers(first.numel(), 0 if dense else first.dim())
-        for dim in range(0 if dense else first.dim()):
-            self.put_integers(first.size(dim), *(tensor.stride(dim) for tensor in tensors))
+    def put(self, *arguments: object) -> None:
+        for argument in arguments:
+            if isinstance(argument, int):
+                self._words += struct.pack("<q", argument)
+            elif isinstance(argument, float):
+                self._words += struct.pack("<d", argument)
+            elif isinstance(argument, torch.dtype):
+                self.put(_DTYPES.index(argument) if argument.is_floating_point else 0)
+            elif isinstance(argument, Tensor):
+                storage = argument.untyped_storage()
+                new = len(self._storages), storage
+                index, _ = self._storages.setdefault(storage.data_ptr(), new)
+                offset = argument.storage_offset() * argument.element_size()
+                self.put(index, offset, argument.dtype, argument.shape, argument.stride())
+            elif argument is None:
+                self.put(-1, 0, 0, (), ())  # a tensor that is not given
+            else:
+                self.put(len(argument), *argument)
 
     def bytes(self, runs: Sequence[tuple[int, int]]) -> bytes:
         parts = [struct.pack("<q", len(runs))]
@@ -247,6 +191,10 @@ class Request:
         for _, storage in self._storages.values():
             ctypes.memmove(storage.data_ptr(), first, storage.nbytes())
             first = first[storage.nbytes() :]
+
+
+def _scalar(number: float | Tensor) -> tuple[Tensor | None, float]:
+    return (number, 1.0) if isinstance(number, Tensor) else (None, number)
 
 
 def _unwritten_norm(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,20 +1,14 @@
 """The decoder's kernels of csrc/cuda on the host, one at a time; see __init__.py. The arguments are
 those of accumext/decoder/_operators.py, then what the kernels alone can do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
 from accumext.decoder._operators import logits_of
-from host_cuda import RUNS, Request, execute
+from host_cuda import RUNS, Driver
 
-_OPS = (
-    "softmax_stats", "rnn_advance", "rnn_gradient", "rnn_pass_on", "look_up", "clear_tokens",
-    "rnn_through_time", "head_objective",
-)  # fmt: skip
+SHARED_BYTES = 227 << 10  # of a block on an H100
 
 
 @dataclass
@@ -25,6 +19,9 @@ class Lookup:
     rows: Tensor  # [rows, width]
     kept: Tensor | None = None
     scale: float = 1.0
+
+    def arguments(self) -> list[object]:
+        return [self.table, self.rows, *self.table.shape, self.kept, self.scale]
 
 
 @dataclass
@@ -43,37 +40,24 @@ class FeedBack:
     inputs: Tensor
     lookup: Lookup
 
+    def arguments(self) -> list[object]:
+        *before, lookup = vars(self).values()
+        return [*before, *lookup.arguments()]
 
-class HostDecoder:
+
+class HostDecoder(Driver):
     """The kernels, by decoder.cpp."""
-
-    def __init__(self, driver: Path) -> None:
-        self._driver = driver
 
     def softmax_stats(
         self, logits, targets, uniforms, temperature, exps, tokens, stats, *, bias=None,
         feed_back=None, runs=RUNS,
     ) -> None:  # fmt: skip
         """The second number of a run is how many blocks share a band of rows."""
-        request = self._request("softmax_stats", logits)
-        request.put_integers(*logits.shape)
-        request.put_numbers(temperature)
-        _put_matrices(request, logits)
-        _put_columns(request, targets, uniforms)
-        _put_matrices(request, exps)
-        _put_columns(request, tokens)
-        _put_matrices(request, stats)
-        _put_columns(request, bias)
-        if feed_back is None:
-            request.put_integers(0)
-        else:
-            numbers = ("later", "batch", "pad", "eos")
-            request.put_integers(*(getattr(feed_back, name) for name in numbers))
-            places = ("rows", "live", "live_later", "teacher", "teacher_mask", "inputs")
-            for name in places:
-                request.put_place(getattr(feed_back, name))
-            _put_lookup(request, feed_back.lookup)
-        self._call(request, runs)
+        following = (0,) if feed_back is None else feed_back.arguments()
+        self.call(
+            "softmax_stats", runs, logits.dtype, *logits.shape, temperature, logits, targets,
+            uniforms, exps, tokens, stats, bias, *following,
+        )  # fmt: skip
 
     def head_objective(
         self, hidden, weight, bias, targets, share, z_loss, entropy_weight, soft_scale, temperature,
@@ -82,110 +66,83 @@ class HostDecoder:
     ) -> None:  # fmt: skip
         """Run all that follows the products, of all rows at once. The second number of a run is
         that of blocks which share a band of rows."""
-        request = self._request("head_objective", hidden)
-        request.put_integers(*gradients.shape)
-        request.put_numbers(temperature, z_loss, entropy_weight, soft_scale)
-        heads = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
-        for rows, matrix, offset in heads:
-            _put_matrices(request, None if rows is None else logits_of(rows, matrix, None))
-            _put_columns(request, offset)
-        _put_columns(request, targets, share)
-        request.put_integers(0 if indices is None else indices.shape[1])
-        _put_matrices(request, probabilities, indices, gradients)
-        _put_columns(request, tokens)
-        _put_matrices(request, stats)
-        self._call(request, runs)
+        logits, taught = (
+            None if rows is None else logits_of(rows, matrix, None)
+            for rows, matrix in ((hidden, weight), (teacher_hidden, teacher_weight))
+        )
+        self.call(
+            "head_objective", runs, hidden.dtype, *gradients.shape, temperature, z_loss,
+            entropy_weight, soft_scale, logits, bias, taught, teacher_bias, targets, share,
+            0 if indices is None else indices.shape[1], probabilities, indices, gradients, tokens,
+            stats,
+        )  # fmt: skip
 
     def rnn_advance(
         self, kind, from_x, from_h, live, h, c, h_next, c_next, *, bias_x=None, bias_h=None,
         operand=None, output=None, kept=None, scale=1.0, runs=RUNS,
     ) -> None:  # fmt: skip
-        request = self._request("rnn_advance", h)
-        request.put_integers(kind, *h.shape)
-        _put_matrices(request, from_x, from_h)
-        _put_columns(request, live)
-        _put_matrices(request, h, c, h_next, c_next)
-        _put_columns(request, bias_x, bias_h)
-        _put_matrices(request, operand, output, kept)
-        request.put_numbers(scale)
-        self._call(request, runs)
+        self.call(
+            "rnn_advance", runs, h.dtype, kind, *h.shape, from_x, from_h, live, h, c, h_next,
+            c_next, bias_x, bias_h, operand, output, kept, scale,
+        )  # fmt: skip
 
     def rnn_gradient(
         self, kind, d_out, pre, h, c, c_next, live, dh, dc, d_x, d_h, *, operand=None,
         product=None, gate=None, limit=None, runs=RUNS,
     ) -> None:  # fmt: skip
-        request = self._request("rnn_gradient", dh)
-        request.put_integers(kind, *dh.shape)
-        _put_matrices(request, d_out, pre, h, c, c_next)
-        _put_columns(request, live)
-        _put_matrices(request, dh, dc, d_x, d_h, operand, product)
-        _put_columns(request, gate)
-        request.put_place(limit)
-        self._call(request, runs)
+        self.call(
+            "rnn_gradient", runs, dh.dtype, kind, *dh.shape, d_out, pre, h, c, c_next, live, dh, dc,
+            d_x, d_h, operand, product, gate, limit,
+        )  # fmt: skip
 
     def rnn_pass_on(self, dh, dc, product, gate=None, limit=None, *, runs=RUNS) -> None:
-        request = self._request("rnn_pass_on", dh)
-        request.put_integers(*dh.shape)
-        _put_matrices(request, dh, dc, product)
-        _put_columns(request, gate)
-        request.put_place(limit)
-        self._call(request, runs)
+        self.call("rnn_pass_on", runs, dh.dtype, *dh.shape, dh, dc, product, gate, limit)
 
     def rnn_backward(
         self, kind, d_out, pre, h, c, live, gate, limit, weight, dh, dc, d_x, d_h, *, bands=0, runs
     ) -> None:  # fmt: skip
         """In one launch, of so many bands if not 0. The second number of a run is how many
         multiprocessors there are."""
-        request = self._request("rnn_through_time", dh)
-        request.put_integers(kind, *d_out.shape)
-        for tensor in (d_out, pre, h, c, live, gate, limit):
-            assert tensor is None or tensor.is_contiguous()
-            request.put_place(tensor)
-        _put_matrices(request, weight, dh, dc)
-        request.put_place(d_x)
-        request.put_place(d_h)
-        request.put_integers(bands)
-        self._call(request, runs)
+        self.call(
+            "rnn_backward", runs, kind, *d_out.shape, d_out, pre, h, c, live, gate, limit, weight,
+            dh, dc, d_x, d_h, bands,
+        )  # fmt: skip
 
     def look_up(self, lookup: Lookup, tokens, *, runs=RUNS) -> None:
-        request = self._request("look_up", lookup.table)
-        request.put_integers(len(tokens))
-        request.put_place(tokens)
-        _put_lookup(request, lookup)
-        self._call(request, runs)
+        self.call("look_up", runs, len(tokens), tokens, *lookup.arguments())
 
     def clear_tokens(self, exps, tokens, *, runs=RUNS) -> None:
-        request = self._request("clear_tokens", exps)
-        request.put_integers(*exps.shape)
-        _put_matrices(request, exps)
-        _put_columns(request, tokens)
-        self._call(request, runs)
-
-    def _request(self, op: str, operand: Tensor) -> Request:
-        request = Request()
-        request.put_integers(_OPS.index(op))
-        request.put_dtype(operand)
-        return request
-
-    def _call(self, request: Request, runs) -> None:
-        request.take_back(execute(self._driver, request=request.bytes(runs)), runs)
+        self.call("clear_tokens", runs, *exps.shape, exps, tokens)
 
 
-def _put_matrices(request: Request, *matrices: Tensor | None) -> None:
-    for matrix in matrices:
-        request.put_place(matrix)
-        request.put_dtype(matrix if matrix is not None and matrix.is_floating_point() else None)
-        request.put_integers(*((0, 0) if matrix is None else matrix.stride()))
+class HostPersistent(Driver):
+    """decode_steps with a head, by persistent.cpp."""
 
-
-def _put_columns(request: Request, *columns: Tensor | None) -> None:
-    for column in columns:
-        request.put_place(column)
-        request.put_integers(0 if column is None else column.stride(0))
-
-
-def _put_lookup(request: Request, lookup: Lookup) -> None:
-    _put_matrices(request, lookup.table, lookup.rows)
-    request.put_integers(*lookup.table.shape)
-    request.put_place(lookup.kept)
-    request.put_numbers(lookup.scale)
+    def decode_steps(
+        self, table, cell, states, kind, dropout_mask, dropout_scale, input_mask, input_scale,
+        output_mask, output_scale, inputs, teacher, teacher_mask, live, eos, pad, uniforms,
+        temperature, head_weight, head_bias, targets, tokens, exps, stats, rows, logit_rows, begin,
+        end, *, runs, shared_bytes=SHARED_BYTES, resident=True, stages=0,
+    ) -> int:  # fmt: skip
+        """The second number of a run is how many blocks there are. Of `shared_bytes` of shared
+        memory follows whether the cells' weights stay there, and how many stages the head's has:
+        `resident` and `stages` are what is expected, 0 anything."""
+        assert (input_mask, output_mask) == (None, None)  # the loop's work
+        steps, batch = inputs.shape
+        layers = len(cell) // 4
+        parts = len(states) // layers
+        of_layers: list[object] = []
+        for layer in range(layers):
+            biases = (
+                bias if bias.numel() else None for bias in cell[4 * layer + 2 : 4 * layer + 4]
+            )
+            mine = states[layer * parts : (layer + 1) * parts]
+            of_layers += [*cell[4 * layer : 4 * layer + 2], *biases, *mine, *[None] * (2 - parts)]
+        self.call(
+            "decode_steps", runs, shared_bytes, resident, stages, kind, layers, batch,
+            table.shape[1], states[0].shape[2], head_weight.shape[0], steps, begin, end, eos, pad,
+            len(table), temperature, dropout_scale, table, *of_layers, dropout_mask, inputs,
+            teacher, teacher_mask, live, uniforms, head_weight, head_bias, targets, tokens, exps,
+            stats, rows,
+        )  # fmt: skip
+        return (end - begin) * batch

@@ -1,6 +1,6 @@
-// Runs a gradient operation on the kernels of csrc/cuda, on the host. __init__.py writes a request
-// to standard input: the ways to run the call, the memory of its tensors, and the call. To standard
-// output goes that memory as each run has left it.
+// Runs a gradient operation, by its name, on the kernels of csrc/cuda, on the host. __init__.py
+// writes a request to standard input: the ways to run the call, the memory of its tensors, and its
+// arguments. To standard output goes that memory as each run has left it.
 #include "request.h"
 //
 #include "cuda/accumulate.cuh"
@@ -16,6 +16,7 @@ using namespace accumext;
 using namespace accumext::cuda;
 using host_cuda::Array;
 using host_cuda::Memory;
+using host_cuda::Tensor;
 
 // f(Norm of p)
 template <typename F>
@@ -52,87 +53,59 @@ class Call : public host_cuda::Run {
  public:
   using Run::Run;
 
-  void run() {
-    const int64_t op = request_.integer();
-    if (op == 4) return window_factors();
-    if (op == 5) return copy_rounded();
-    scale_ = scalar();
-    void* const norm = pointer();
-    const Dtype norm_dtype = dtype();
-    outcome_ = {.norm = norm, .norm_dtype = norm_dtype};
-    outcome_.found_inf = static_cast<float*>(pointer());
-    outcome_.max_norm = request_.number();
-    outcome_.if_finite = request_.integer() != 0;
-    const bool overwrite = request_.integer() != 0;
-    const double p = request_.number();
-    switch (op) {
-      case 0:
-        return with_norm(p, [&](auto norm) { find_norm(Tensors<1>(spans()), norm); });
-      case 1:
-        return accumulate(Tensors<2>(pairs()), overwrite);
-      case 2:
-        return with_norm(p, [&](auto norm) { clip(Tensors<2>(pairs()), norm, overwrite); });
-      default:
-        return scale(Tensors<1>(spans()));
+  void run(std::string_view op) {
+    if (op == "window_factors") return window_factors();
+    if (op == "copy_rounded_") return copy_rounded();
+    if (op == "finish_norm") return finish_norm();
+    read(scale_);
+    if (op == "scale_") return scale(Tensors<1>(spans()));
+    const auto norm = next<Tensor>();
+    outcome_ = {.norm = norm.data, .norm_dtype = norm.dtype};
+    read(outcome_.found_inf);
+    if (op == "accumulate_") {
+      const bool overwrite = next<bool>();
+      return accumulate(Tensors<2>(pairs()), overwrite);
     }
+    const auto p = next<double>();
+    if (op == "total_norm") {
+      return with_norm(p, [&](auto norm) { find_norm(Tensors<1>(spans()), norm); });
+    }
+    read(outcome_.max_norm, outcome_.if_finite);
+    const bool overwrite = next<bool>();
+    with_norm(p, [&](auto norm) { clip(Tensors<2>(pairs()), norm, overwrite); });
   }
 
  private:
-  Scalar scalar() {
-    const void* data = pointer();
-    const Dtype type = dtype();
-    return {.data = data, .dtype = type, .value = request_.number()};
-  }
-
-  template <int kOperands>
-  Layout<kOperands> dims() {
-    Layout<kOperands> dims(request_.integer());
-    for (Dim<kOperands>& dim : dims) {
-      dim.size = request_.integer();
-      for (int64_t& stride : dim.stride) stride = request_.integer();
+  // As in csrc/common/arguments.h.
+  template <int kOperands, int kTensors>
+  static Layout<kOperands> layout(const Tensor* const (&tensors)[kTensors]) {
+    if (tensors[0]->numel() == 0 || std::ranges::all_of(tensors, &Tensor::contiguous)) return {};
+    Layout<kOperands> dims(tensors[0]->sizes.size());
+    int64_t dense = 1;
+    for (size_t d = dims.size(); d-- > 0; dense *= dims[d].size) {
+      dims[d].size = tensors[0]->sizes[d];
+      for (int k = 0; k < kTensors; ++k) dims[d].stride[k] = tensors[k]->strides[d];
+      for (int k = kTensors; k < kOperands; ++k) dims[d].stride[k] = dense;
     }
-    return dims;
-  }
-
-  template <int kOperands>
-  Layout<kOperands> layout() {
-    return simplified(dims<kOperands>());
-  }
-
-  // The third operand: the number of the element in row-major order.
-  static Layout<3> numbered(const Layout<2>& dims) {
-    Layout<3> result;
-    int64_t stride = 1;
-    for (size_t d = dims.size(); d-- > 0; stride *= dims[d].size) {
-      result.insert(result.begin(), {dims[d].size, {dims[d].stride[0], dims[d].stride[1], stride}});
-    }
-    return simplified(result);
+    return simplified(dims);
   }
 
   std::vector<Span> spans() {
-    std::vector<Span> spans(request_.integer());
-    for (Span& span : spans) {
-      span.data = pointer();
-      span.dtype = dtype();
-      span.numel = request_.integer();
-      span.layout = layout<1>();
+    std::vector<Span> spans;
+    for (const Tensor& tensor : next<std::vector<Tensor>>()) {
+      spans.push_back({tensor.data, tensor.dtype, tensor.numel(), layout<1>({&tensor})});
     }
     return spans;
   }
 
   std::vector<NumberedPair> numbered_pairs() {
-    std::vector<NumberedPair> pairs(request_.integer());
-    for (size_t i = 0; i < pairs.size(); ++i) {
-      Pair& pair = pairs[i].pair;
-      pair.main_grad = pointer();
-      pair.main_dtype = dtype();
-      pair.grad = pointer();
-      pair.grad_dtype = dtype();
-      pair.numel = pairs[i].numel = request_.integer();
-      const Layout<2> all = dims<2>();
-      pair.layout = simplified(all);
-      pairs[i].layout = numbered(all);
-      pairs[i].number = static_cast<int64_t>(i);
+    const auto main_grads = next<std::vector<Tensor>>(), grads = next<std::vector<Tensor>>();
+    std::vector<NumberedPair> pairs;
+    for (size_t i = 0; i < grads.size(); ++i) {
+      const Tensor &main_grad = main_grads[i], &grad = grads[i];
+      const Pair pair{main_grad.data, grad.data,    main_grad.dtype,
+                      grad.dtype,     grad.numel(), layout<2>({&main_grad, &grad})};
+      pairs.push_back({pair, pair.numel, layout<3>({&main_grad, &grad}), static_cast<int64_t>(i)});
     }
     return pairs;
   }
@@ -144,8 +117,8 @@ class Call : public host_cuda::Run {
   }
 
   void copy_rounded() {
-    const auto* seed = static_cast<const int64_t*>(pointer());
-    const auto* found_inf = static_cast<const float*>(pointer());
+    const auto* seed = next<const int64_t*>();
+    const auto* found_inf = next<const float*>();
     if (seed == nullptr) {
       copy_rounded(Tensors<2>(pairs()), seed, found_inf);
     } else {
@@ -161,23 +134,26 @@ class Call : public host_cuda::Run {
                    found_inf);
   }
 
+  // The root of 0 + 1 + ... from so many partial sums, which a list would take long to make.
+  void finish_norm() {
+    const auto norm = next<Tensor>();
+    const auto count = next<int64_t>();
+    const Array<Partial> partials(count);
+    for (int64_t i = 0; i < count; ++i) partials.data()[i] = {static_cast<double>(i), true};
+    outcome_ = {.norm = norm.data, .norm_dtype = norm.dtype};
+    device_.launch(finish_kernel<NormKind::kSquares>, 1, kFinishThreads, partials.data(), count,
+                   Norm<NormKind::kSquares>{2.0}, outcome_);
+  }
+
   void window_factors() {
-    const Scalar norm = scalar();
     Closing closing;
-    for (Scalar* number : {&closing.unit, &closing.weight, &closing.scale, &closing.overflow,
-                           &closing.found_inf, &closing.finite}) {
-      *number = scalar();
-    }
-    closing.rules.max_norm = request_.number();
-    for (bool* rule : {&closing.rules.clips, &closing.rules.weighted, &closing.rules.counted,
-                       &closing.rules.normalised, &closing.rules.checks_norm}) {
-      *rule = request_.integer() != 0;
-    }
-    closing.numbers = static_cast<double*>(pointer());
-    closing.flags = static_cast<float*>(pointer());
+    WindowRules& rules = closing.rules;
+    const auto norm = next<Scalar>();
+    read(closing.unit, closing.weight, closing.scale, closing.overflow, closing.found_inf,
+         closing.finite, rules.max_norm, rules.clips, rules.weighted, rules.counted,
+         rules.normalised, rules.checks_norm, closing.numbers, closing.flags);
     if (norm.data != nullptr) return device_.launch(close_window_kernel, 1, 1, norm, closing);
-    const Dtype norm_dtype = dtype();
-    outcome_ = {.norm_dtype = norm_dtype, .closing = closing};
+    outcome_ = {.norm_dtype = next<Dtype>(), .closing = closing};
     find_norm(Tensors<1>(spans()), Norm<NormKind::kSquares>{2.0});
   }
 
@@ -227,4 +203,4 @@ class Call : public host_cuda::Run {
 
 }  // namespace
 
-int main() { host_cuda::serve<Call>(); }
+int main(int, char** arguments) { host_cuda::serve<Call>(arguments[1]); }

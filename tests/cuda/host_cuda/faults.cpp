@@ -1,15 +1,15 @@
-// Kernels with one fault each, by which the tests know that simt.h and the sanitizers see it.
-// Usage: faults NAME ORDER; prints the result of the kernel.
+// Kernels and uses of CUDA's runtime with one fault each, by which the tests know that simt.h, the
+// sanitizers and launchers/runtime.cpp see it. Usage: faults NAME ORDER; prints the result of the
+// kernel, or the name of the runtime's last error.
 #include "instructions.h"
 //
 #include <cmath>
-#include <functional>
 #include <map>
 #include <string>
-#include <type_traits>
 
 #include "cuda/decoder/grid_barrier.cuh"
 #include "cuda/decoder/instructions.cuh"
+#include "launchers/runtime.cpp"
 
 namespace {
 
@@ -189,18 +189,99 @@ const std::map<std::string, void (*)(double*)> kKernels = {
     {"blocks_that_race", blocks_that_race},
 };
 
+// --- uses of CUDA's runtime ---
+
+constexpr int kNotCooperative = 3;
+constexpr size_t kMostShared = 232448;  // of an H100, dynamic and static
+
+void fill(float* data) { data[threadIdx.x] = 1.0f; }
+
+struct Options {
+  unsigned blocks = 1;
+  size_t shared_bytes = 0;
+  bool together = false;
+  float* data = nullptr;
+};
+
+cudaError_t start(const Options& options) {
+  cudaLaunchAttribute together{cudaLaunchAttributeCooperative, {1}};
+  const cudaLaunchConfig_t config{{options.blocks}, {32},      options.shared_bytes,
+                                  stream(),         &together, options.together};
+  return cudaLaunchKernelEx(&config, fill, options.data);
+}
+
+cudaError_t ask_for(size_t shared_bytes) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(fill),
+                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(shared_bytes));
+}
+
+float* taken() { return static_cast<float*>(take(32 * sizeof(float))); }
+
+const std::map<std::string, void (*)()> kUses = {
+    {"a_right_use",
+     [] {
+       float* const data = taken();
+       start({.data = data});
+       synchronize(/*last_first=*/false);
+       if (data[31] != 1.0f) std::abort();
+       give_back(data);
+     }},
+    {"no_blocks", [] { start({.blocks = 0}); }},
+    {"shared_memory_not_asked_for", [] { start({.shared_bytes = 48 << 10}); }},
+    {"more_shared_memory_than_asked_for",
+     [] {
+       ask_for(64 << 10);
+       start({.shared_bytes = (64 << 10) + 1});
+     }},
+    {"more_shared_memory_than_there_is", [] { ask_for(kMostShared); }},
+    {"blocks_that_do_not_fit", [] { start({.blocks = 132 * 8 + 1, .together = true}); }},
+    {"blocks_that_shared_memory_keeps_out",
+     [] {
+       ask_for(kMostShared - kStaticShared);
+       start({.blocks = 133, .shared_bytes = kMostShared - kStaticShared, .together = true});
+     }},
+    {"blocks_that_cannot_wait",
+     [] {
+       use_device(kNotCooperative);
+       start({.together = true});
+     }},
+    {"memory_given_back_before",
+     [] {
+       float* const data = taken();
+       give_back(data);
+       start({.data = data});
+       synchronize(/*last_first=*/false);
+     }},
+    {"memory_of_a_later_stream",
+     [] {
+       host_cuda_use_stream(host_cuda_new_stream());
+       float* const data = taken();
+       host_cuda_use_stream(nullptr);
+       start({.data = data});
+       synchronize(/*last_first=*/false);
+     }},
+};
+
 }  // namespace
 
 int main(int, char** arguments) {
+  const std::string name = arguments[1];
+  if (kUses.contains(name)) {
+    kUses.at(name)();
+    synchronize(/*last_first=*/false);
+    std::puts(cudaGetErrorName(cudaGetLastError()));
+    return 0;
+  }
   const auto result = std::make_unique<double>(0.0);
-  host_cuda::Device device;
-  device.set_order(static_cast<host_cuda::Order>(std::stoi(arguments[2])));
+  Device device;
+  device.set_order(static_cast<Order>(std::stoi(arguments[2])));
   Meeting meeting{};
-  if (kTogether.contains(arguments[1])) {
-    device.launch_together(kTogether.at(arguments[1]), kBlocks, kBlockSize, /*shared_bytes=*/0,
+  if (kTogether.contains(name)) {
+    device.launch_together(kTogether.at(name), kBlocks, kBlockSize, /*shared_bytes=*/0,
                            result.get(), &meeting);
   } else {
-    device.launch(kKernels.at(arguments[1]), kBlocks, kBlockSize, result.get());
+    device.launch(kKernels.at(name), kBlocks, kBlockSize, result.get());
   }
   std::printf("%g\n", *result);
 }

@@ -1,32 +1,25 @@
 """Faults that tests put into a copy of csrc: all of them at once, each behind a condition, so that
 the copy is compiled once. The variable HOST_CUDA_MUTANT switches on the one of this number."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from accumext.backend import _build
 
 VARIABLE = "HOST_CUDA_MUTANT"
 
 
-class Mutant(Protocol):
+class Mutant(NamedTuple):
     """A change to the text of a source."""
 
-    @property
-    def file(self) -> str:
-        """In csrc/cuda."""
-
-    @property
-    def old(self) -> str:
-        """What is found there exactly once."""
-
-    @property
-    def new(self) -> str:
-        """What stands in its place, with MUTANT for the condition."""
+    name: str
+    shown_by: str  # the call, or the selection of tests, that finds it
+    words: str  # what is said of it then
+    file: str  # in csrc/cuda
+    old: str  # what is found there exactly once
+    new: str  # what stands in its place, with MUTANT for the condition
 
 
 def write_sources(folder: Path, mutants: Sequence[Mutant]) -> None:
@@ -35,8 +28,7 @@ def write_sources(folder: Path, mutants: Sequence[Mutant]) -> None:
     for number, mutant in enumerate(mutants):
         path = folder / "cuda" / mutant.file
         text = path.read_text()
-        count = text.count(mutant.old)
-        if count != 1:
-            raise ValueError(f"{mutant.file} has {count} times {mutant.old!r}")
+        if text.count(mutant.old) != 1:
+            raise ValueError(f"{mutant.file} has not once {mutant.old!r}")
         condition = f"host_cuda::mutant({number})"
         path.write_text(text.replace(mutant.old, mutant.new.replace("MUTANT", condition)))

@@ -16,8 +16,10 @@ class Call : public host_cuda::Run {
   using Run::Run;
 
   // The number of a run is how many blocks there are.
-  void run() {
-    const int64_t shared_bytes = request_.integer();
+  void run(std::string_view) {
+    int64_t shared_bytes, stages;
+    bool resident;
+    read(shared_bytes, resident, stages);
     const PersistentCall call = window();
     const PersistentPlan plan = persistent_plan(call, {.blocks = static_cast<int>(grid_),
                                                        .shared_bytes = shared_bytes,
@@ -26,8 +28,6 @@ class Call : public host_cuda::Run {
     if (plan.blocks != grid_ || plan.shared_bytes > shared_bytes) {
       host_cuda::fail("the window does not fit", host_cuda::Site::current());
     }
-    const bool resident = request_.integer() != 0;
-    const int64_t stages = request_.integer();
     if (plan.resident != resident || (stages > 0 && plan.stages != stages)) {
       host_cuda::fail("the plan is another one", host_cuda::Site::current());
     }
@@ -41,58 +41,20 @@ class Call : public host_cuda::Run {
   }
 
  private:
-  template <typename V>
-  V* of_type() {
-    return static_cast<V*>(pointer());
-  }
-
-  AnyMatrix any_matrix() {
-    void* const data = pointer();
-    const Dtype type = dtype();
-    const int64_t row_stride = request_.integer();
-    const int64_t column_stride = request_.integer();
-    return {data, type, row_stride, column_stride};
-  }
-
-  AnyVector any_vector() {
-    const void* const data = pointer();
-    return {data, dtype()};
-  }
-
   PersistentCall window() {
     PersistentCall call{};
-    call.kind = static_cast<CellKind>(request_.integer());
-    call.layers = static_cast<int>(request_.integer());
-    for (int64_t* number : {&call.batch, &call.inputs, &call.units, &call.vocabulary, &call.steps,
-                            &call.begin, &call.end, &call.eos, &call.pad, &call.table_rows}) {
-      *number = request_.integer();
-    }
-    call.temperature = request_.number();
-    call.dropout_scale = static_cast<float>(request_.number());
-    call.table = any_matrix();
+    AnyMatrix head;
+    read(call.kind, call.layers, call.batch, call.inputs, call.units, call.vocabulary, call.steps,
+         call.begin, call.end, call.eos, call.pad, call.table_rows, call.temperature,
+         call.dropout_scale, call.table);
     for (PersistentLayer* layer = call.layer; layer < call.layer + call.layers; ++layer) {
-      layer->weight_ih = any_matrix().as<const uint16_t>();
-      layer->weight_hh = any_matrix().as<const uint16_t>();
-      layer->bias_ih = any_vector();
-      layer->bias_hh = any_vector();
-      layer->h = of_type<float>();
-      layer->c = of_type<float>();
+      read(layer->weight_ih, layer->weight_hh, layer->bias_ih, layer->bias_hh, layer->h, layer->c);
     }
-    call.dropout_mask = of_type<const bool>();
-    call.inputs_fed = of_type<int64_t>();
-    call.teacher = of_type<const int64_t>();
-    call.teacher_mask = of_type<const bool>();
-    call.active = of_type<bool>();
-    call.uniforms = of_type<const double>();
-    const AnyMatrix head = any_matrix();
+    read(call.dropout_mask, call.inputs_fed, call.teacher, call.teacher_mask, call.active,
+         call.uniforms, head, call.head_bias, call.targets, call.tokens, call.exps, call.stats,
+         call.rows);
     call.operand = head.dtype;
     call.head = head.as<const uint16_t>();
-    call.head_bias = any_vector();
-    call.targets = of_type<const int64_t>();
-    call.tokens = of_type<int64_t>();
-    call.exps = any_matrix();
-    call.stats = any_matrix().as<float>();
-    call.rows = of_type<int64_t>();
     return call;
   }
 
@@ -117,4 +79,4 @@ class Call : public host_cuda::Run {
 
 }  // namespace
 
-int main() { host_cuda::serve<Call>(); }
+int main(int, char** arguments) { host_cuda::serve<Call>(arguments[1]); }

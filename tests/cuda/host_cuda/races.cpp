@@ -1,6 +1,8 @@
 // See races.h. This file itself is compiled without instrumentation.
 #include "races.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -83,46 +85,25 @@ unsigned block = 0, thread = 0;
 int64_t launches = 0;
 int64_t accesses = 0, accesses_before = 0;  // in all, and before the last launch
 
-const char* name(Space space) {
-  switch (space) {
-    case Space::kDevice:
-      return "device memory";
-    case Space::kDynamicShared:
-      return "dynamic shared memory";
-    default:
-      return "static shared memory";
-  }
-}
-
 // The innermost lines of the kernels at a return address.
 std::string place(const void* at) {
-  static const std::string program = [] {
-    char path[4096] = {};
-    return std::string(realpath("/proc/self/exe", path) == nullptr ? "" : path);
-  }();
   static auto& known = *new std::map<const void*, std::string>;
   const auto [entry, is_new] = known.try_emplace(at);
   std::string& text = entry->second;
   if (!is_new) return text;
-  char command[4400];
+  char command[100];
   const auto address = reinterpret_cast<uintptr_t>(at) - 1;  // in the call
-  std::snprintf(command, sizeof(command), "addr2line -i -e '%s' %#zx", program.c_str(), address);
+  std::snprintf(command, sizeof(command), "addr2line -i -e /proc/%d/exe %#zx", getpid(), address);
   FILE* const lines = popen(command, "r");
   char line[4096];
-  int left = 3;
-  std::string outside;  // of the kernels
-  while (lines != nullptr && std::fgets(line, sizeof(line), lines) != nullptr) {
+  for (int left = 3; lines != nullptr && std::fgets(line, sizeof(line), lines) != nullptr;) {
     const char* const slash = std::strrchr(line, '/');
-    if (slash == nullptr) continue;
+    if (slash == nullptr || std::strstr(slash, ".cuh:") == nullptr || left-- <= 0) continue;
     const std::string base(slash + 1, std::strcspn(slash + 1, " \n"));
-    if (base.find(".cuh:") == std::string::npos) {
-      outside = base;
-    } else if (left-- > 0) {
-      text += text.empty() ? base : " < " + base;
-    }
+    text += text.empty() ? base : " < " + base;
   }
   if (lines != nullptr) pclose(lines);
-  return text.empty() ? text = outside : text;
+  return text;
 }
 
 std::string description(const Access& access) {
@@ -136,9 +117,10 @@ std::string description(const Access& access) {
 void report(const Region& region, size_t byte, const Access& first, const Access& second) {
   if (found.size() == kMostFound || !racing.insert({first.at, second.at}).second) return;
   if (!found.insert({place(first.at), place(second.at)}).second) return;
-  std::fprintf(stderr, "host_cuda: race in %s, byte %zu, launch %lld: %s; %s\n", name(region.space),
-               byte, static_cast<long long>(launches), description(first).c_str(),
-               description(second).c_str());
+  constexpr const char* kNames[] = {"device", "dynamic shared", "static shared"};
+  std::fprintf(stderr, "host_cuda: race in %s memory, byte %zu, launch %lld: %s; %s\n",
+               kNames[static_cast<int>(region.space)], byte, static_cast<long long>(launches),
+               description(first).c_str(), description(second).c_str());
 }
 
 // Tells whether an access happened before one that the running thread makes now.

@@ -1,8 +1,6 @@
 """The kernels of csrc/cuda under a race detector, races.h, in place of the sanitizers. In
 them are the mutants of race_mutants.py, which are switched off unless a test asks for one."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

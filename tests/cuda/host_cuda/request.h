@@ -12,10 +12,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
+#include <numeric>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "common/operands.h"
+#include "cuda/decoder/persistent_call.h"
 
 namespace host_cuda {
 
@@ -92,6 +97,25 @@ class Request {
   const std::byte* next_;
 };
 
+// A tensor among the arguments.
+struct Tensor {
+  std::byte* data = nullptr;  // null: there is none
+  accumext::Dtype dtype = accumext::Dtype::kFloat;
+  std::vector<int64_t> sizes, strides;  // elements
+
+  int64_t numel() const {
+    return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+  }
+
+  bool contiguous() const {
+    int64_t dense = 1;
+    for (size_t d = sizes.size(); d-- > 0; dense *= sizes[d]) {
+      if (sizes[d] != 1 && strides[d] != dense) return false;
+    }
+    return true;
+  }
+};
+
 // One run of a call, with memory of its own for its tensors.
 class Run {
  public:
@@ -109,19 +133,82 @@ class Run {
   }
 
  protected:
-  void* pointer() {  // null for memory -1
-    const int64_t index = request_.integer();
-    const int64_t offset = request_.integer();  // bytes
-    return index < 0 ? nullptr : memory_[index].data() + offset;
+  // The next arguments.
+  template <typename... Values>
+  void read(Values&... values) {
+    (read_one(values), ...);
   }
 
-  accumext::Dtype dtype() { return static_cast<accumext::Dtype>(request_.integer()); }
+  template <typename T>
+  T next() {
+    T value{};
+    read_one(value);
+    return value;
+  }
 
-  Request request_;
   Device& device_;
   int64_t grid_;
 
  private:
+  template <typename T>
+    requires std::is_arithmetic_v<T> || std::is_enum_v<T>
+  void read_one(T& value) {
+    if constexpr (std::is_floating_point_v<T>) {
+      value = static_cast<T>(request_.number());
+    } else {
+      value = static_cast<T>(request_.integer());
+    }
+  }
+
+  void read_one(Tensor& tensor) {
+    const int64_t index = request_.integer();
+    const int64_t offset = request_.integer();  // bytes
+    tensor.data = index < 0 ? nullptr : memory_[index].data() + offset;
+    read(tensor.dtype, tensor.sizes, tensor.strides);
+  }
+
+  template <typename T>
+  void read_one(std::vector<T>& values) {
+    values.resize(request_.integer());
+    for (T& value : values) read_one(value);
+  }
+
+  template <typename T>
+  void read_one(T*& pointer) {
+    pointer = reinterpret_cast<T*>(next<Tensor>().data);
+  }
+
+  template <typename T>
+  void read_one(accumext::cuda::Column<T>& column) {
+    const Tensor tensor = next<Tensor>();
+    column.data = reinterpret_cast<T*>(tensor.data);
+    if (tensor.data != nullptr) column.stride = tensor.strides.at(0);
+  }
+
+  void read_one(accumext::cuda::AnyMatrix& matrix) {
+    const Tensor tensor = next<Tensor>();
+    matrix = {.data = tensor.data, .dtype = tensor.dtype};
+    if (tensor.data == nullptr) return;
+    matrix.row_stride = tensor.strides.at(0);
+    matrix.column_stride = tensor.strides.at(1);
+  }
+
+  template <typename T>
+  void read_one(accumext::cuda::Matrix<T>& matrix) {
+    matrix = next<accumext::cuda::AnyMatrix>().template as<T>();
+  }
+
+  void read_one(accumext::cuda::AnyVector& vector) {
+    const Tensor tensor = next<Tensor>();
+    vector = {tensor.data, tensor.dtype};
+  }
+
+  void read_one(accumext::Scalar& scalar) {
+    const Tensor tensor = next<Tensor>();
+    scalar = {tensor.data, tensor.dtype, request_.number()};
+  }
+
+  Request request_;
   std::deque<Memory> memory_;
 };
 
@@ -134,10 +221,10 @@ inline Bytes standard_input() {
   return bytes;
 }
 
-// Carries out the request on standard input, in each of its ways; the memory as each has left it
-// goes to standard output. Call is a Run with run().
+// Carries out the request on standard input in each of its ways; the memory as each has left it
+// goes to standard output. Call is a Run with run(name of an operator).
 template <typename Call>
-void serve() {
+void serve(std::string_view op) {
   const Bytes bytes = standard_input();
   Request request(bytes);
   std::vector<std::pair<Order, int64_t>> runs(request.integer());
@@ -149,7 +236,7 @@ void serve() {
   for (const auto& [order, grid] : runs) {
     device.set_order(order);
     Call call(request, device, grid);
-    call.run();
+    call.run(op);
     call.write_memory();
   }
   if constexpr (races::kOn) races::finish();

@@ -6,8 +6,6 @@ before each launcher. A program that uses the library runs in a Python of its ow
 AddressSanitizer and UBSan, and imports `host_cuda.launchers.loaded` first.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

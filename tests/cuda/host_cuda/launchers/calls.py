@@ -1,14 +1,12 @@
-"""The work that calls of the decoder's operators put on the device, and the calls that have other
-bits in another order of the threads: a program that prints them as JSON."""
-
-from __future__ import annotations
+"""What calls of the decoder's operators put on the device, and that no order of the threads changes
+a bit of them. pytest runs this with the launchers loaded: test_host_launchers.py."""
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from support.decoder_calls import (
     KINDS,
@@ -29,6 +27,13 @@ CLOSE = 2.0**-7
 FREE = ("aten::empty", "aten::narrow", "aten::select", "aten::transpose")
 
 
+@pytest.fixture(autouse=True)
+def a_device_that_goes_step_by_step():
+    yield
+    loaded.use_device(NOT_COOPERATIVE)
+    loaded.set_order(ORDERS[0])
+
+
 def enqueued(call: Call) -> dict[str, int]:
     """Kernels, products and other operators of torch that run on the device."""
     before = loaded.launches()
@@ -43,90 +48,104 @@ def enqueued(call: Call) -> dict[str, int]:
     return {"kernels": loaded.launches() - before, **counts}
 
 
-def calls(steps: int) -> Iterator[tuple[str, Call]]:
-    """Step by step: every kind of cell, and each dtype with one layer and with several."""
+def budget(way: str, layers: int, steps: int) -> dict[str, int]:
+    """Of a call. Each step of one layer takes three products and three kernels where tokens are
+    predicted, two and one more for each further layer; else a product and a kernel in each layer.
+    Once, the state is copied, the inputs are looked up, and those that are known are multiplied;
+    backward the last gradient is passed on."""
+    once, in_step = {
+        "predicted": ((1, 0, layers), (2 + layers, 1 + 2 * layers)),
+        "known": ((1, layers, layers), (layers, layers)),
+        "backward": ((1, 0, 0), (1, 1)),
+    }[way]
+    kernels, products = (a + b * steps for a, b in zip(once, in_step))
+    return {"kernels": kernels, "aten::mm": products, "aten::copy_": once[2]}
+
+
+def calls(steps: int) -> Iterator[tuple[Call, dict[str, int]]]:
+    """Step by step: every kind of cell, and each dtype with one layer and with several; and what
+    they may put on the device."""
     for kind, dtype, layers in (
         ("gru", "wide", 3), ("gru", "narrow", 1), ("lstm", "wide", 1), ("lstm", "narrow", 3),
         ("rnn_tanh", "wide", 1), ("rnn_relu", "narrow", 1),
     ):  # fmt: skip
         options: dict[str, Any] = {"steps": steps, "narrow": dtype == "narrow"}
         predicted = steps_call(kind, ends=True, layers=layers, **options)
-        yield f"{kind} {dtype} {layers} predicted {steps}", predicted
+        yield predicted, budget("predicted", layers, steps)
         known = steps_call(kind, head=False, layers=layers, **options)
-        yield f"{kind} {dtype} {layers} known {steps}", known
-        yield f"{kind} {dtype} 1 backward {steps}", backward_call(kind, **options)
+        yield known, budget("known", layers, steps)
+        yield backward_call(kind, **options), budget("backward", 1, steps)
 
 
-def windows(steps: int) -> Iterator[tuple[str, Call]]:
+def windows(steps: int) -> Iterator[Call]:
     """Those that one kernel takes whole: forward with a head, and backward."""
     options: dict[str, Any] = {"steps": steps, "narrow": True}
     for kind, layers in zip(KINDS, (1, 3, 1, 1), strict=True):
-        predicted = steps_call(kind, ends=True, layers=layers, **options)
-        yield f"{kind} narrow {layers} predicted {steps}", predicted
-        yield f"{kind} narrow 1 backward {steps}", backward_call(kind, **options)
+        yield steps_call(kind, ends=True, layers=layers, **options)
+        yield backward_call(kind, **options)
     for batch in (9, 17, 33):
-        below = steps_call("gru", bias=-50.0, batch=batch, sampled=False, **options)
-        yield f"gru, B={batch}, all logits below 0, {steps}", below
-        yield f"lstm, B={batch}, backward, {steps}", backward_call("lstm", batch=batch, **options)
+        yield steps_call("gru", bias=-50.0, batch=batch, sampled=False, **options)
+        yield backward_call("lstm", batch=batch, **options)
 
 
-def apart(call: Call, device: int) -> bool:
-    """Tell whether one kernel finds other tokens, or numbers far from those of a loop over
-    steps."""
-    results = []
-    for used in (NOT_COOPERATIVE, device):
-        loaded.use_device(used)
-        copy = call.to("cpu")
-        copy()
-        results.append(copy.written)
-    loaded.use_device(NOT_COOPERATIVE)
-    return not all(torch.allclose(a, b, rtol=CLOSE, atol=CLOSE) for a, b in zip(*results))
-
-
-def others() -> Iterator[tuple[str, Call]]:
+def others() -> Iterator[Call]:
     """Rows of logits in several pieces, no exponentials, the argmax, dropout around the layers,
     tokens that are their own targets."""
-    yield "a loss alone", steps_call("gru", exps=False, ends=True)
-    yield "pieces", steps_call("lstm", logit_rows=2, ends=True)
-    yield "head", head_call(rows=20, words=900, logit_rows=9)
-    yield "own targets", head_call(rows=20, words=900, logit_rows=9, own=True)
-    yield "objective", objective_call(rows=20, words=900, logit_rows=9)
-    yield "objective, all words", objective_call(rows=20, words=900, narrow=True, soft="all words")
-    yield "own, predicted", steps_call("gru", own=True, around=True, ends=True)
-    yield "around, known", steps_call("lstm", layers=2, around=True, head=False)
-    yield "argmax", head_call(rows=20, words=900, logit_rows=20, sampled=False, narrow=True)
+    yield steps_call("gru", exps=False, ends=True)
+    yield steps_call("lstm", logit_rows=2, ends=True)
+    yield head_call(rows=20, words=900, logit_rows=9)
+    yield head_call(rows=20, words=900, logit_rows=9, own=True)
+    yield objective_call(rows=20, words=900, logit_rows=9)
+    yield objective_call(rows=20, words=900, narrow=True, soft="all words")
+    yield steps_call("gru", own=True, around=True, ends=True)
+    yield steps_call("lstm", layers=2, around=True, head=False)
+    yield head_call(rows=20, words=900, logit_rows=20, sampled=False, narrow=True)
 
 
-def differs(call: Call) -> bool:
-    """Tell whether another order of the threads leaves other bits."""
-    results = []
-    for order in ORDERS:
-        loaded.set_order(order)
-        copy = call.to("cpu")
-        copy()
-        results.append(copy.written)
-    return not all(all(map(torch.equal, results[0], other)) for other in results[1:])
+def written(call: Call) -> list[torch.Tensor]:
+    copy = call.to("cpu")
+    copy()
+    return copy.written
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    counts = {name: enqueued(call) for steps in (2, 5) for name, call in calls(steps)}
-    loaded.use_device(SLICE)
-    whole = {name: enqueued(call) for steps in (2, 5) for name, call in windows(steps)}
-    far = [name for name, call in windows(steps=4) if apart(call, SLICE)]
-    some = {name: call for name, call in windows(steps=2) if name.startswith("gru narrow 1")}
-    for device, (name, call) in itertools.product((H100, SMALLER), some.items()):
-        loaded.use_device(device)
-        whole[f"{name} on {device}"] = enqueued(call)
-        if apart(call, device):
-            far.append(f"{name} on {device}")
-    loaded.use_device(CROWDED)
-    crowded = {name: enqueued(call) for name, call in some.items()}
-    loaded.use_device(NOT_COOPERATIVE)
-    differing = [name for name, call in [*calls(steps=3), *others()] if differs(call)]
-    found = {"counts": counts, "whole": whole, "crowded": crowded}
-    print(json.dumps({**found, "apart": far, "differing": differing}))
+def test_bits_depend_on_no_order_of_threads():
+    for i, call in enumerate([*(call for call, _ in calls(steps=3)), *others()]):
+        results = []
+        for order in ORDERS:
+            loaded.set_order(order)
+            results.append(written(call))
+        for other in results[1:]:
+            assert all(map(torch.equal, results[0], other)), (i, call.op)
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("steps", [2, 5])
+def test_launches_of_a_call(steps):
+    for i, (call, allowed) in enumerate(calls(steps)):
+        counts = enqueued(call)
+        assert all(count <= allowed.get(op, 0) for op, count in counts.items()), (i, counts)
+
+
+@pytest.mark.parametrize("device", [SLICE, H100, SMALLER])
+def test_a_window_is_one_launch(device):
+    """Forward and backward, however many steps it has; its results are those of the loop."""
+    for steps in (2, 5) if device == SLICE else (2,):
+        some = itertools.islice(windows(steps), None if device == SLICE else 2)
+        for i, call in enumerate(some):
+            loaded.use_device(NOT_COOPERATIVE)
+            loop = written(call)
+            loaded.use_device(device)
+            window = written(call)
+            assert enqueued(call) == {"kernels": 1}, (i, steps)
+            for a, b in zip(loop, window, strict=True):
+                torch.testing.assert_close(a, b, rtol=CLOSE, atol=CLOSE, msg=f"{i}, {steps} steps")
+
+
+def test_a_window_goes_step_by_step_where_its_blocks_do_not_fit():
+    """Of whose kernel a multiprocessor cannot hold a block."""
+    for call in itertools.islice(windows(steps=2), 2):
+        counts = []
+        for device in (NOT_COOPERATIVE, CROWDED):
+            loaded.use_device(device)
+            counts.append(enqueued(call))
+        assert counts[0] == counts[1]
+        assert counts[0]["kernels"] > 1

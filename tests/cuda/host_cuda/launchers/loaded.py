@@ -1,10 +1,11 @@
 """Importing this puts the launchers behind the operators on the CPU; it is a plugin of pytest, too,
 whose run fails if it launched nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import os
+from collections.abc import Callable
+from ctypes import c_bool, c_int, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,62 +32,43 @@ _plan.HANDED_OUT = ()  # launchers hand out no pre-activations
 _library = ctypes.CDLL(_PATH)
 
 
-_library.host_cuda_launches.restype = ctypes.c_int64
-_library.host_cuda_allocations.restype = ctypes.c_int64
-_library.host_cuda_new_stream.restype = ctypes.c_void_p
+def _function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    function = getattr(_library, f"host_cuda_{name}")
+    function.restype, function.argtypes = result, arguments
+    return function
 
 
-def launches() -> int:
-    """Kernels since the process began."""
-    return int(_library.host_cuda_launches())
-
-
-def allocations() -> int:
-    """Of tables: calls of cudaMalloc since the process began."""
-    return int(_library.host_cuda_allocations())
-
-
-def set_order(order: int) -> None:
-    """In which the blocks, and the threads of one, run from now on: host_cuda.ORDERS."""
-    _library.host_cuda_set_order(ctypes.c_int64(order))
-
-
-def use_device(device: int) -> None:
-    """On which all tensors are from now on."""
-    _library.host_cuda_use_device(device)
-
-
-def set_free_memory(size: int) -> None:
-    """Set the number of bytes that cudaMalloc can still give."""
-    _library.host_cuda_set_free_memory(ctypes.c_int64(size))
-
-
-def wait_for_operators(wait: bool) -> None:
-    """Set whether the work of an operator is done when it returns, or when somebody waits for
-    it."""
-    _library.host_cuda_wait_for_operators(wait)
-
-
-def synchronize(*, last_first: bool = False) -> None:
-    """Do all work, of the stream that was made last first if so asked."""
-    _library.host_cuda_synchronize(last_first)
+launches = _function("launches", c_int64)  # kernels since the process began
+allocations = _function("allocations", c_int64)  # of tables: calls of cudaMalloc
+set_order = _function("set_order", None, c_int64)  # of blocks and threads: host_cuda.ORDERS
+use_device = _function("use_device", None, c_int)  # on which all tensors are from now on
+set_free_memory = _function("set_free_memory", None, c_int64)  # bytes cudaMalloc can still give
+# Whether the work of an operator is done when it returns, or when somebody waits for it.
+wait_for_operators = _function("wait_for_operators", None, c_bool)
+synchronize = _function("synchronize", None, c_bool)  # all; True: the last stream's work first
+_new_stream = _function("new_stream", c_void_p)
+_use_stream = _function("use_stream", None, c_void_p)
+_destroy_stream = _function("destroy_stream", None, c_void_p)
+_begin_capture = _function("begin_capture", None)
+_end_capture = _function("end_capture", c_int)
+_replay = _function("replay", None, c_int)
 
 
 class Stream:
     """One of the device's, current within `with`."""
 
     def __init__(self) -> None:
-        self._handle = _library.host_cuda_new_stream()
+        self._handle = _new_stream()
 
     def __enter__(self) -> None:
-        _library.host_cuda_use_stream(ctypes.c_void_p(self._handle))
+        _use_stream(self._handle)
 
     def __exit__(self, *_: object) -> None:
-        _library.host_cuda_use_stream(None)
+        _use_stream(None)
 
     def destroy(self) -> int:
         """Leave its work to the device, and its handle, which is returned, to another stream."""
-        _library.host_cuda_destroy_stream(ctypes.c_void_p(self._handle))
+        _destroy_stream(self._handle)
         return int(self._handle)
 
 
@@ -98,16 +80,16 @@ class Graph:
 
     def __enter__(self) -> None:
         self.stream.__enter__()
-        _library.host_cuda_begin_capture()
+        _begin_capture()
 
     def __exit__(self, *_: object) -> None:
-        self._graph = _library.host_cuda_end_capture()
+        self._graph = _end_capture()
         self.stream.__exit__()
 
     def replay(self) -> None:
         """Do it on the current stream."""
         assert self._graph >= 0, "the capture was invalidated"
-        _library.host_cuda_replay(self._graph)
+        _replay(self._graph)
 
 
 use_device(NOT_COOPERATIVE)

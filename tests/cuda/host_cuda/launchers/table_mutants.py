@@ -1,21 +1,8 @@
-"""Faults of upload_cache.cu and enqueue.h that tables.py has to find; see ../mutants.py."""
+"""Faults of upload_cache.cu and enqueue.h that tables.py has to find, by pytest's -k."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from host_cuda.mutants import Mutant
 
 CACHE = "upload_cache.cu"
-
-
-class Mutant(NamedTuple):
-    name: str
-    test: str  # that fails, by pytest's -k
-    words: str  # of the failure
-    file: str
-    old: str
-    new: str
-
-
 REPLAY = "a_replay and first_seen and copy_rounded"
 RELAXED = "const RelaxedCapture relaxed;"
 UNLESS = "std::optional<RelaxedCapture> relaxed;\n  if (!MUTANT) relaxed.emplace();"
@@ -43,21 +30,9 @@ MUTANTS = (
         "id = captured", "id = MUTANT || captured",
     ),
     Mutant(
-        "a table for a handle", "the_handle_of_one_that_is_gone", "AssertionError", CACHE,
-        "id_of(stream);", "MUTANT ? reinterpret_cast<unsigned long long>(stream) : id_of(stream);",
-    ),
-    Mutant(
-        "asks for the stream in the capture", REPLAY, "cudaErrorStreamCaptureUnsupported", CACHE,
-        "captured ? 0 :", "captured && !MUTANT ? 0 :",
-    ),
-    Mutant(
         "leaves an error behind", "no_memory and copy_rounded",
         "nobody has asked for cudaErrorMemoryAllocation", CACHE,
         "cudaGetLastError();", "if (!MUTANT) cudaGetLastError();",
-    ),
-    Mutant(
-        "borrows in a capture", "a_capture_where", "DID NOT RAISE", CACHE,
-        "memory == nullptr && !captured", "memory == nullptr && (MUTANT || !captured)",
     ),
     Mutant(
         "launches on the default stream", "a_replay and call[scale_-first_seen]",

@@ -3,8 +3,6 @@
 pytest runs this with the launchers loaded: test_host_launchers.py, whose mutants fail here.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,12 +31,12 @@ class Lists(NamedTuple):
     found_inf: Tensor
     seed: Tensor
 
-    def to(self, other: Lists) -> None:
+    def to(self, other: "Lists") -> None:
         """Write these values there."""
         for target, value in zip(other.written, self.written, strict=True):
             target.copy_(value)
 
-    def copy(self) -> Lists:
+    def copy(self) -> "Lists":
         lists = ([t.clone() for t in tensors] for tensors in (self.main_grads, self.grads))
         return Lists(*lists, *(t.clone() for t in self[2:]))
 
@@ -74,7 +72,7 @@ OPS: dict[str, Callable[..., Tensor | None]] = {
 def work_waits():
     loaded.wait_for_operators(False)
     yield
-    loaded.synchronize()
+    loaded.synchronize(False)
     loaded.wait_for_operators(True)
     loaded.set_free_memory(NO_LIMIT)
     loaded.use_device(NOT_COOPERATIVE)
@@ -98,7 +96,7 @@ def scale_many() -> None:
     elements = torch.ones(MANY)
     for element in elements.split(1):
         accumext.scale_([element], 2.0)
-    loaded.synchronize()
+    loaded.synchronize(False)
     assert torch.equal(elements, torch.full([MANY], 2.0))
 
 
@@ -108,7 +106,7 @@ def test_work_waits_and_is_done_in_order(op):
     for _ in range(2):
         norm = op(accumext, arguments)
         assert_bits(arguments.written, before.written)
-    loaded.synchronize()
+    loaded.synchronize(False)
     assert_results(op, arguments, norm, before, times=2)
 
 
@@ -117,7 +115,7 @@ def test_a_table_is_uploaded_once():
     before = loaded.allocations()
     norms = [accumext.total_norm(arguments.grads) for _ in range(3)]
     assert loaded.allocations() == before + 1
-    loaded.synchronize()
+    loaded.synchronize(False)
     assert len({norm.item() for norm in norms}) == 1
     oracle.assert_norm(norms[0], arguments.grads)
 
@@ -130,7 +128,7 @@ def test_more_lists_than_tables_are_kept():
         for element in elements.split(1):
             accumext.scale_([element], 2.0)
     assert loaded.allocations() <= before + 1024
-    loaded.synchronize()
+    loaded.synchronize(False)
     assert torch.equal(elements, torch.full([MANY], 4.0))
 
 
@@ -141,7 +139,7 @@ def test_streams_have_tables_of_their_own(last_first):
     for stream in (loaded.Stream(), loaded.Stream()):
         with stream:
             norms.append(accumext.total_norm(grads))
-    loaded.synchronize(last_first=last_first)
+    loaded.synchronize(last_first)
     for norm in norms:
         oracle.assert_norm(norm, grads)
 
@@ -151,7 +149,7 @@ def test_a_stream_may_have_the_handle_of_one_that_is_gone():
     gone, (element,) = loaded.Stream(), torch.ones(1, 1)
     with gone:
         accumext.scale_([element], 2.0)
-        loaded.synchronize()  # the table is there
+        loaded.synchronize(False)  # the table is there
         accumext.scale_([element], 2.0)
     handle = gone.destroy()
     later, elements = loaded.Stream(), torch.ones(MANY)
@@ -159,7 +157,7 @@ def test_a_stream_may_have_the_handle_of_one_that_is_gone():
         for other in elements.split(1):
             accumext.scale_([other], 2.0)
     assert later.destroy() == handle
-    loaded.synchronize(last_first=True)
+    loaded.synchronize(True)
     assert torch.equal(element, torch.full([1], 4.0))
     assert torch.equal(elements, torch.full([MANY], 2.0))
 
@@ -170,7 +168,7 @@ def test_devices_have_tables_of_their_own():
     for device in (H100, SMALLER):
         loaded.use_device(device)
         norm = accumext.total_norm(grads)
-        loaded.synchronize()
+        loaded.synchronize(False)
         oracle.assert_norm(norm, grads)
     assert loaded.allocations() == before + 2
 
@@ -180,14 +178,14 @@ def test_a_replay_has_the_bits_of_the_call(op, seen):
     arguments, graph = lists(), loaded.Graph()
     if seen:
         op(accumext, arguments)
-        loaded.synchronize()
+        loaded.synchronize(False)
     with graph:
         norm = op(accumext, arguments)
     for _ in range(2):
         values = lists()
         values.to(arguments)
         graph.replay()
-        loaded.synchronize()
+        loaded.synchronize(False)
         assert_results(op, arguments, norm, values)
 
 
@@ -197,14 +195,14 @@ def test_the_table_of_a_graph_is_not_written_again(seen):
     if seen:
         with graph.stream:
             accumext.scale_([element], 2.0)
-        loaded.synchronize()
+        loaded.synchronize(False)
     with graph:
         accumext.scale_([element], 2.0)
     with graph.stream:
         scale_many()
     element.fill_(3.0)
     graph.replay()
-    loaded.synchronize()
+    loaded.synchronize(False)
     assert torch.equal(element, torch.full([1], 6.0))
 
 
@@ -219,7 +217,7 @@ def test_graphs_share_a_table():
     element.fill_(3.0)
     for graph in graphs:
         graph.replay()
-    loaded.synchronize()
+    loaded.synchronize(False)
     assert torch.equal(element, torch.full([1], 12.0))
 
 
@@ -229,7 +227,7 @@ def test_a_list_where_the_device_has_no_memory(op):
     before = arguments.copy()
     for _ in range(2):
         norm = op(accumext, arguments)
-    loaded.synchronize()
+    loaded.synchronize(False)
     assert_results(op, arguments, norm, before, times=2)
 
 
@@ -240,5 +238,40 @@ def test_a_capture_where_the_device_has_no_memory():
         accumext.scale_([element], 2.0)
     loaded.set_free_memory(NO_LIMIT)
     accumext.scale_([element], 2.0)  # no error is left for it
-    loaded.synchronize()
+    loaded.synchronize(False)
     assert element.item() == 2.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": torch.zeros(5, 7, dtype=torch.float64)},
+        {"weight": torch.zeros(5, 6)},
+        {"weight": torch.zeros(0, 7), "bias": None},
+        {"bias": torch.zeros(5, dtype=torch.float16)},
+        {"bias": torch.zeros(4)},
+        {"targets": torch.zeros(3, dtype=torch.int32)},
+        {"targets": torch.zeros(2, dtype=torch.int64)},
+        {"uniforms": torch.zeros(3)},
+        {"exps": torch.zeros(3, 6)},
+        {"exps": torch.zeros(3, 1).expand(3, 5)},
+        {"temperature": 0.0},
+        {"logit_rows": 0},
+        {"tokens": torch.zeros(1, dtype=torch.int64).expand(3)},
+        {"stats": torch.zeros(2, 3)},
+        {"stats": torch.zeros(3, 3, dtype=torch.float64)},
+        {"hidden": torch.zeros(3, 7, dtype=torch.float16)},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_broken_contracts_of_a_head(change):
+    good = {
+        "hidden": torch.zeros(3, 7), "weight": torch.zeros(5, 7), "bias": torch.zeros(5),
+        "targets": torch.zeros(3, dtype=torch.int64), "uniforms": None, "temperature": 1.0,
+        "exps": None, "logit_rows": 2, "tokens": torch.zeros(3, dtype=torch.int64),
+        "stats": torch.zeros(3, 3),
+    }  # fmt: skip
+    torch.ops.accumext.head_forward(*good.values())
+    loaded.synchronize(False)
+    with pytest.raises(RuntimeError):
+        torch.ops.accumext.head_forward(*(good | change).values())

@@ -6,8 +6,6 @@ the place of the driver's own kernels there. Two things are not covered: ptxas, 
 instructions of a GPU, and how a GPU orders accesses to memory.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os
@@ -40,7 +38,6 @@ FLAGS = [
     "-g0",
     "-O0",  # their tests are over sooner than an optimising compiler would be
     "-w",
-    "-fsanitize=address",
     f"-I{_build.csrc()}",
 ]
 COMPILED = "HOST_CUDA_PTX"  # the variable that names the folder where nvcc's PTX is already
@@ -56,7 +53,7 @@ def build(driver: Path, arch: str, cache: Path) -> Path:
     Files that are compiled on the way are kept in `cache`, by the content of their sources."""
 
     def compiled(source: str) -> str:
-        code = translated(source, arch, cache)
+        code = translate(assembly(source, arch, cache))
         headers = [path.read_text() for path in sorted(host_cuda.FOLDER.rglob("*.h"))]
         facts = [code, *headers, *FLAGS]
         return str(_kept(cache, facts, lambda to: compile_translated(code, to)))
@@ -68,13 +65,13 @@ def build(driver: Path, arch: str, cache: Path) -> Path:
     return executable
 
 
-def translated(source: str, arch: str, cache: Path) -> str:
-    """The C++ of a source's kernels."""
+def assembly(source: str, arch: str, cache: Path) -> str:
+    """The PTX of a source."""
     if folder := os.environ.get(COMPILED):
         ptx = Path(folder, f"{Path(source).name}_{arch}.ptx")
     else:
         ptx = _kept(cache, [*_facts(), source, arch], lambda to: _run_nvcc(source, arch, to))
-    return translate(ptx.read_text())
+    return ptx.read_text()
 
 
 def _run_nvcc(source: str, arch: str, to: Path) -> None:

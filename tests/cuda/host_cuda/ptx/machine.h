@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -42,34 +43,13 @@ using f64 = double;
 
 // The unsigned integer of so many bytes.
 template <size_t kBytes>
-struct UnsignedOf;
-template <>
-struct UnsignedOf<1> {
-  using type = u8;
-};
-template <>
-struct UnsignedOf<2> {
-  using type = u16;
-};
-template <>
-struct UnsignedOf<4> {
-  using type = u32;
-};
-template <>
-struct UnsignedOf<8> {
-  using type = u64;
-};
+using Unsigned = std::tuple_element_t<std::countr_zero(kBytes), std::tuple<u8, u16, u32, u64>>;
 
 // The type of a register of T. A class, since compilers look up a class template once for each T.
 template <typename T>
-struct RegisterOf : UnsignedOf<sizeof(T)> {};
-template <>
-struct RegisterOf<pred> {
-  using type = pred;
+struct RegisterOf {
+  using type = std::conditional_t<std::same_as<T, pred>, pred, Unsigned<sizeof(T)>>;
 };
-
-template <size_t kBytes>
-using Unsigned = UnsignedOf<kBytes>::type;
 template <typename T>
 using Bits = RegisterOf<T>::type;
 
@@ -148,9 +128,17 @@ inline u64 in_shared(u64 at, size_t size, const Site& site = Site::current()) {
   return address(static_shared()) + at;
 }
 
+// What AddressSanitizer, which does not know this code, would see.
+inline void check_access(u64 at, size_t size, const Site& site) {
+  if (at % size != 0) fail("a misaligned access", site);
+  if (__asan_region_is_poisoned(reinterpret_cast<void*>(at), size) != nullptr) {
+    fail("an access beside memory", site);
+  }
+}
+
 template <typename T, int kCount>
 auto ld(u64 at, const Site& site = Site::current()) {
-  if (at % (kCount * sizeof(T)) != 0) fail("a misaligned access", site);
+  check_access(at, kCount * sizeof(T), site);
   std::array<T, kCount> memory;
   std::memcpy(&memory, reinterpret_cast<const void*>(at), sizeof(memory));
   if constexpr (kCount == 1) {
@@ -172,7 +160,7 @@ using Stored = std::conditional_t<kCount == 1, Bits<T>, std::array<Bits<T>, kCou
 
 template <typename T, int kCount>
 void st(u64 at, Stored<T, kCount> all, const Site& site = Site::current()) {
-  if (at % sizeof(all) != 0) fail("a misaligned access", site);
+  check_access(at, sizeof(all), site);
   std::memcpy(reinterpret_cast<void*>(at), &all, sizeof(all));
 }
 

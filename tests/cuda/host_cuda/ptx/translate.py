@@ -5,8 +5,6 @@ Every function becomes a function and every instruction a line: `add.rn.f32 %f1,
 defined in machine.h; one that it does not have is an error of the C++ compiler.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 
@@ -42,10 +40,15 @@ _STATEMENT = re.compile(
 )
 
 
+def normalised(ptx: str) -> str:
+    """What counts of a module, whatever its architecture."""
+    ptx = re.sub(r"[ \t]+", " ", _COMMENT.sub("", ptx))
+    return re.sub(r"\.target \w+", "", _WIDENED.sub(r"mov.b32 \1, {0,\2};", ptx))
+
+
 def translate(ptx: str) -> str:
     """The C++ of a module; ValueError for what is not understood."""
-    ptx = re.sub(r"[ \t]+", " ", _COMMENT.sub("", ptx))
-    ptx = _WIDENED.sub(r"mov.b32 \1, {0,\2};", ptx)
+    ptx = normalised(ptx)
     functions = list(_functions(ptx))
     lines = ['#include "ptx/machine.h"', "namespace {"]
     lines += _module_variables(ptx)
