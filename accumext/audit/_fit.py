@@ -41,8 +41,12 @@ def fits(record: Record) -> tuple[Fit, ...]:
     ranks = [windows_of(rank) for rank in record.ranks] or [windows_of(record)]
     found = []
     for window in windows_of(record):
-        same = [windows[window.index : window.index + 1] for windows in ranks]
-        fit = _fit(record, window, [(rank, own) for rank, part in enumerate(same) for own in part])
+        of_ranks = [
+            (rank, windows[window.index])
+            for rank, windows in enumerate(ranks)
+            if window.index < len(windows)
+        ]
+        fit = _fit(record, window, of_ranks)
         if fit is not None:
             found.append(fit)
     return tuple(found)
@@ -62,7 +66,7 @@ def _fit(record: Record, window: Window, of_ranks: list[tuple[int, Window]]) -> 
     columns = [
         torch.where(own, clips * one.gradient, 0.0)
         for _, part in of_ranks
-        for one, clips in zip(part.passes, _clips_after(part, len(used)), strict=False)
+        for one, clips in zip(part.passes, _clips_after(part, len(used))[:-1], strict=True)
     ]
     if not all(map(finite, (used, *columns))):
         return None
