@@ -161,6 +161,15 @@ def clip_after_every_backward(watch, model, optimizer):
     return train(watch, model, optimizer, each=lambda _: clip_grad_norm_(model.parameters(), 0.1))
 
 
+@wrong("divisor missing", 4, also=("clip before unscale", "clip of each micro-batch"))
+def three_mistakes_at_once(watch, model, optimizer):
+    """Nobody divides, and scaled gradients are clipped with every micro-batch."""
+    return train(
+        watch, model, optimizer, divisor=1, scaler=scaler_of(),
+        each=lambda _: clip_grad_norm_(model.parameters(), 0.1),
+    )  # fmt: skip
+
+
 @wrong("clip of other parameters", 4, at="clip_grad_norm_(")
 def clip_of_the_teacher(watch, student, optimizer):
     """Distillation: the parameters of the teacher are clipped, whom nobody trains."""
