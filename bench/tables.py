@@ -116,7 +116,7 @@ def decoder_ratios(rows: dict[str, tuple[str, str, tuple[str, ...]]]) -> Lines:
 
     def cell(mine: str, other: str, runs: tuple[str, ...], role: str) -> str:
         found = [times_as_fast(case(run, role), mine, other) for run in runs]
-        return " / ".join(f"{ratio.median:.1f}" for ratio in found if ratio)
+        return " / ".join("" if ratio is None else f"{ratio.median:.1f}" for ratio in found)
 
     return by_role("times as fast as", {label: partial(cell, *row) for label, row in rows.items()})
 
