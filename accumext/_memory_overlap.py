@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from operator import add, attrgetter
+from itertools import islice
+from operator import add, attrgetter, le
 from typing import NamedTuple
 
 import torch
@@ -137,16 +137,15 @@ def any_shared(tensors: Sequence[Tensor]) -> bool:
 
 
 def _lie_apart(tensors: Sequence[Tensor]) -> bool:
-    """Tell, without a loop, whether all are contiguous and each ends before the next begins."""
-    if not all(map(Tensor.is_contiguous, tensors)):
-        return False
+    """Tell whether all are contiguous and each ends before the next begins; no loop in Python."""
+    if not tensors or not all(map(Tensor.is_contiguous, tensors)):
+        return not tensors
     try:
-        begins = list(map(Tensor.data_ptr, tensors))
+        starts = list(map(Tensor.data_ptr, tensors))
     except RuntimeError:  # one that does not show its memory
         return False
-    ends = map(add, begins, map(bytes_of, tensors))
-    spans = sorted(zip(begins, ends, strict=True))
-    return all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    begins, ends = zip(*sorted(zip(starts, map(add, starts, map(bytes_of, tensors)), strict=True)))
+    return all(map(le, ends, islice(begins, 1, None)))
 
 
 def sharing_pairs(tensors: Sequence[Tensor], written: Sequence[bool]) -> Iterator[tuple[int, int]]:

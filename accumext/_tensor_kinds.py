@@ -29,9 +29,25 @@ def main_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in HALF_DTYPES else parameter.dtype
 
 
+def main_dtypes(parameters: Sequence[Tensor]) -> list[torch.dtype]:
+    """The `main_dtype` of each."""
+    dtypes = list(map(dtype_of, parameters))
+    return [torch.float32 if dtype in HALF_DTYPES else dtype for dtype in dtypes]
+
+
+def any_half(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether any of the tensors is of half precision."""
+    return not set(map(dtype_of, tensors)).isdisjoint(HALF_DTYPES)
+
+
 def local_tensor(tensor: Any) -> Tensor:
     """This process's part of a DTensor, in the same memory; any other tensor as it is."""
     return local_part(tensor) if is_dtensor(tensor) else tensor
+
+
+def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The `local_tensor` of each."""
+    return list(map(local_tensor, tensors)) if any_dtensor(tensors) else tensors
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -49,6 +65,11 @@ def dense_storage(tensor: Tensor) -> Tensor:
     tensor = local_tensor(tensor)
     tensor = sparse_values(tensor) if tensor.is_sparse else tensor
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def dense_storages(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The `dense_storage` of each."""
+    return tensors if fit_one_call(tensors) else list(map(dense_storage, tensors))
 
 
 def fit_one_call(tensors: Collection[Tensor]) -> bool:
@@ -113,6 +134,9 @@ def global_norm(
     found_inf: Tensor,  # []; set to 1.0 where a gradient is not finite, on all processes alike
 ) -> Tensor:  # []
     """The norm of `grads * inv_scale` as one vector, whatever devices and processes hold them."""
+    if grads and found_inf.device == grads[0].device and fit_one_call(grads):
+        factor = to_device(found_inf.device, inv_scale)
+        return ops.total_norm(grads, norm_type=norm_type, inv_scale=factor, found_inf=found_inf)
     parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
     for grad in grads:
         parts.setdefault((grad.device, _shard_groups(grad)), []).append(dense_storage(grad))

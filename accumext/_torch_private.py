@@ -77,10 +77,9 @@ gradient_hooks: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
 )
 
 
-def storage_users(storage: torch.UntypedStorage) -> int:
-    """The number of tensors that use a storage."""
-    users: int = torch._C._storage_Use_Count(storage._cdata)
-    return users
+def storage_users(storages: Iterable[torch.UntypedStorage]) -> list[int]:
+    """The number of tensors that use each storage."""
+    return list(map(torch._C._storage_Use_Count, map(attrgetter("_cdata"), storages)))
 
 
 def backward_runs() -> bool:

@@ -75,6 +75,34 @@ def window_step() -> Trace:
     return traced(micro_batch)
 
 
+def through_backward(opt: accumext.AccumulatingOptimizer, loss: Tensor) -> None:
+    """One micro-batch."""
+    opt.backward(loss)
+    opt.step()
+
+
+def window_of(count: int, step: Callable[..., Any], **settings: Any) -> list[int]:
+    """Count the calls of every micro-batch of one window, with this many parameters.
+
+    Args:
+        count: parameters, of 10 elements each.
+        step: `step(opt, loss)` takes one micro-batch.
+        settings: of the optimizer; `dtype` of its parameters, which have masters if it is a half.
+    """
+    dtype = settings.pop("dtype", torch.float32)
+    parameters = [nn.Parameter(torch.randn(10, dtype=dtype)) for _ in range(count)]
+    adam = torch.optim.AdamW(masters := accumext.masters(parameters))
+    opt = accumext.AccumulatingOptimizer(adam, masters=masters, **settings)
+
+    def micro_batch() -> int:
+        loss = torch.stack(list(map(torch.sum, parameters))).float().sum()
+        return len(traced(lambda: step(opt, loss)).calls)
+
+    for _ in range(3 * opt.window):  # the first windows are watched for mistakes
+        micro_batch()
+    return [micro_batch() for _ in range(opt.window)]
+
+
 def decoder_passes() -> tuple[Trace, Trace]:
     """`decode_loss` of a GRU fed its own argmax, and its backward pass."""
     embedding, cell, head = nn.Embedding(100, 8), nn.GRUCell(8, 16), nn.Linear(16, 100)
@@ -104,6 +132,9 @@ def main() -> None:
         print(f"{name}: {len(trace.calls)} calls, {trace.changes} changes of file")
         for file, function in trace.calls if args.trace else ():
             print(f"    {file}: {function}")
+    for window in (1, 4):
+        seen = window_of(300, through_backward, window=window, max_norm=1.0)
+        print(f"a window of {window} with a clip, 300 parameters: {seen} calls by micro-batch")
 
 
 if __name__ == "__main__":

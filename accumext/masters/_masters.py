@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain, count, groupby, repeat
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +20,14 @@ from torch.optim import Optimizer
 
 from accumext import _checks, _memory_overlap, ops
 from accumext._scalars import Scalar, as_tensor
-from accumext._tensor_kinds import HALF_DTYPES, dense_storage, is_dtensor, main_dtype, versions
+from accumext._tensor_kinds import (
+    HALF_DTYPES,
+    dense_storage,
+    dense_storages,
+    is_dtensor,
+    main_dtype,
+    versions,
+)
 
 Grads: TypeAlias = list[Tensor | None]
 State: TypeAlias = dict[str, Any]  # of an optimizer, as its `state_dict` returns it
@@ -30,6 +37,8 @@ State: TypeAlias = dict[str, Any]  # of an optimizer, as its `state_dict` return
 BUNDLE_BYTES = 16 * 2**20
 
 params_of = itemgetter("params")
+_parameter_of = attrgetter("parameter")
+_is_cpu = attrgetter("is_cpu")
 
 
 @dataclass(eq=False)
@@ -140,9 +149,10 @@ def _master_of(parameter: Tensor, place: torch.device | None, stochastic: bool) 
     return master
 
 
-def _crosses(parameter: Tensor, master: Tensor) -> bool:
-    """Tell whether the one is on a device and the other in the host's memory."""
-    return master.is_cpu and not parameter.is_cpu
+def _crossing(parameters: Iterable[Tensor], masters: Iterable[Tensor]) -> list[bool]:
+    """Tell which parameters are on a device while their masters are in the host's memory."""
+    places = zip(map(_is_cpu, parameters), map(_is_cpu, masters), strict=True)
+    return [on_host and not here for here, on_host in places]
 
 
 class Target:
@@ -180,9 +190,9 @@ class Target:
 
     def goes_to_host(self) -> list[bool]:
         """Of which parameters gradients leave their device, for sums on the host; [] if of none."""
-        if not any(_crosses(link.parameter, master) for master, link in self.links.items()):
+        if not any(_crossing(map(_parameter_of, self.links.values()), self.links)):
             return []
-        return list(map(_crosses, self.parameters(), self.stepped_on()))
+        return _crossing(self.parameters(), self.stepped_on())
 
     def send(self, grads: Grads) -> Callable[[], Grads]:
         """Begin to bring all gradients to where their sums are; what is returned waits for them."""
@@ -306,11 +316,11 @@ class Rounding:
         if self._written and self._written == versions(self._masters):
             return
         links = [self._target.links[master] for master in self._masters]
+        halves = dense_storages([link.parameter.detach() for link in links])
+        wides = dense_storages([master.detach() for master in self._masters])
         calls: dict[tuple[torch.device, bool, bool], list[tuple[Tensor, Tensor]]] = {}
-        for master, link in zip(self._masters, links, strict=True):
-            key = master.device, _crosses(link.parameter, master), link.stochastic
-            pair = dense_storage(link.parameter.detach()), dense_storage(master.detach())
-            calls.setdefault(key, []).append(pair)
+        for link, far, half, wide in zip(links, _crossing(halves, wides), halves, wides):
+            calls.setdefault((wide.device, far, link.stochastic), []).append((half, wide))
         numbers, skip = count(self._first_seed), self._skip
         for (device, far, stochastic), pairs in calls.items():
             seeds: Iterator[Tensor | None] = repeat(None)

@@ -20,7 +20,7 @@ from accumext._tensor_kinds import (
     dtype_of,
     fit_one_call,
     global_norm,
-    local_tensor,
+    local_tensors,
     nonfinite,
     versions,
     zero_flag,
@@ -228,7 +228,7 @@ class Closing:
         tensor in `.grad` may share memory, be of inference mode, or be computed as it is read."""
         if not self._window.in_grad:
             return True
-        parts = list(map(local_tensor, self._tensors))
+        parts = local_tensors(self._tensors)
         for apart in (Tensor.is_inference, Tensor.is_neg, Tensor.is_conj):
             if any(map(apart, parts)):
                 return False
@@ -254,15 +254,16 @@ class Closing:
             return divide(1.0, factor) if inverse is None else inverse, ()
         norms: list[Tensor] = []
         if casts or everything:
-            grads = self._formed = list(self._grads)
+            grads: list[Any] = list(self._grads)
+            self._formed = grads
             rest = [i for i, g in enumerate(grads) if g is not None and i not in set(casts)]
             for indices in (casts, rest if everything else []):
                 dtypes = [self._stepped_on[i].dtype for i in indices]
-                made, found = products(present(grads[i] for i in indices), dtypes, factor)
+                made, found = products([grads[i] for i in indices], dtypes, factor)
                 norms += found if indices is casts else []
                 for i, product in zip(indices, made, strict=True):
                     grads[i] = product
-            tensors = [] if everything else present(grads[i] for i in rest)
+            tensors = [] if everything else [grads[i] for i in rest]
         if not one:
             self._factor, self._multiplied = factor, tensors
             if self._one_call and not isinstance(factor, Tensor):

@@ -71,7 +71,8 @@ class Used(NamedTuple):
         ours = list(map(is_, grads, made)) if made else [False] * len(grads)
         if any(gone):
             ours = [mine or old for mine, old in zip(ours, gone, strict=True)]
-        return Used(list(map(_weakly, grads)), versions(grads), ours)
+        weakly = [None if grad is None else ref(grad) for grad in grads]
+        return Used(weakly, versions(grads), ours)
 
     def after_writes(self, grads: Sequence[Tensor | None], between: Sequence[int | None]) -> Used:
         """The same where these were written twice since, alike, and hold what they did: their
@@ -103,10 +104,6 @@ class Used(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Used, ()  # copies come without `.grad`
-
-
-def _weakly(grad: Tensor | None) -> ReferenceType[Tensor] | None:
-    return None if grad is None else ref(grad)
 
 
 def fresh(parameters: Sequence[Tensor], used: Used, *, new: bool = False) -> list[Tensor | None]:

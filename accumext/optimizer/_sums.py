@@ -14,14 +14,15 @@ from accumext._checks import message
 from accumext._scalars import Scalar, divide, maximum, to_device, to_host_if_free
 from accumext._tensor_kinds import (
     any_dtensor,
-    dense_storage,
+    dense_storages,
     dtype_of,
     fit_one_call,
     global_norm,
     group_by_device,
     is_sparse,
-    local_tensor,
+    local_tensors,
     main_dtype,
+    main_dtypes,
     nonfinite,
     scale_,
     zero_flag,
@@ -132,7 +133,7 @@ class Plan(NamedTuple):
 def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Plan:
     """Plan to add `grads * factor` to the sums. A parameter's first gradient becomes its sum."""
     counts = isinstance(factor, Tensor) or factor != 0.0
-    if any(main is grad for main, grad in zip(window.sums, grads) if main is not None):
+    if not set(map(id, present(window.sums))).isdisjoint(map(id, grads)):
         contract = "be another tensor in every micro-batch of a window"
         advice = "Assign a copy: p.grad = grad.clone()"
         got = "one that the window holds its sum in"
@@ -159,7 +160,7 @@ def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Pl
             addends.append(grad)
     norm = None
     if first:
-        norm = _take(new, window.parameters, first, present(grads[i] for i in first), factor)
+        norm = _take(new, window.parameters, first, [grads[i] for i in first], factor)
     every = present(new)
     calls = group_by_device(targets, addends)
     whole = len(calls) == 1 and len(targets) == len(every) and not any_dtensor(every)
@@ -171,13 +172,13 @@ def _take(
     sums: list[Tensor | None],
     parameters: Sequence[Tensor],
     indices: Sequence[int],  # of these gradients
-    grads: Sequence[Tensor],
+    grads: Sequence[Any],
     factor: Scalar = 1.0,
 ) -> Tensor | None:
     """Make `grads * factor` sums: the tensors themselves, where their memory is their own, they are
     of the sums' dtype and the factor is 1. Returns the norm of all if one call has found it."""
     one = not isinstance(factor, Tensor) and factor == 1.0
-    dtypes = [main_dtype(parameters[i]) for i in indices]
+    dtypes = main_dtypes([parameters[i] for i in indices])
     if one and dtypes == list(map(dtype_of, grads)) and _own_their_memory(grads):
         for i, grad in zip(indices, grads, strict=True):
             sums[i] = grad
@@ -205,7 +206,7 @@ def _take(
 def _own_their_memory(grads: Sequence[Tensor]) -> bool:
     """Tell whether nothing but these can be seen in their memory, nor two of them in one place: no
     view, such as of a DDP bucket, no expanded tensor, no part of a buffer."""
-    parts = list(map(local_tensor, grads))
+    parts = local_tensors(grads)
     if any(map(is_sparse, parts)):
         return False
     for shared in (Tensor.is_inference, Tensor.is_neg, Tensor.is_conj, _requires_grad):
@@ -215,14 +216,14 @@ def _own_their_memory(grads: Sequence[Tensor]) -> bool:
     return (
         list(map(_bytes_of, parts)) == list(map(_bytes_of_storage, storages))
         and all(map(torch.UntypedStorage.resizable, storages))
-        and set(map(storage_users, storages)) <= {_ALONE}
+        and set(storage_users(storages)) <= {_ALONE}
         and len(set(map(id, grads))) == len(grads)
     )
 
 
 # Users of a storage that one tensor alone has: the tensor, and the storage object asked.
 _probe = torch.zeros(1)
-_ALONE = storage_users(_probe.untyped_storage())
+(_ALONE,) = storage_users([_probe.untyped_storage()])
 del _probe
 
 
@@ -230,7 +231,7 @@ def adopt(window: Window, grads: Sequence[Tensor | None]) -> Window:
     """Take the sums from `.grad`, where autograd has added to them."""
     sums = list(window.sums)
     new = [i for i, grad in enumerate(grads) if grad is not None and grad is not sums[i]]
-    _take(sums, window.parameters, new, present(grads[i] for i in new))
+    _take(sums, window.parameters, new, [grads[i] for i in new])
     return window._replace(sums=sums, norm=None)
 
 
@@ -263,11 +264,11 @@ def add_if_finite(
     there = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
     found_inf = zero_flag(there[0][1].device if there else None)
     sums, joined = list(window.sums), list[tuple[int, Tensor]]()
-    targets = list[Tensor]()
+    targets, dtypes = list[Tensor](), main_dtypes(window.parameters)
     for i, grad in there:
         main = sums[i]
         if main is None:
-            main = torch.zeros_like(grad, dtype=main_dtype(window.parameters[i])).detach()
+            main = torch.zeros_like(grad, dtype=dtypes[i]).detach()
         elif main.is_sparse and not grad.is_sparse:
             main = main.to_dense()
         sums[i] = main
@@ -276,16 +277,17 @@ def add_if_finite(
             addend = grad.to(main.dtype, copy=True)
             sparse_values(addend).zero_()
             joined.append((i, addend))
-            targets.append(dense_storage(addend))
+            targets.append(addend)
         else:
-            targets.append(dense_storage(main))
-    sources = [dense_storage(g.coalesce() if g.is_sparse else g) for _, g in there]
+            targets.append(main)
+    written = dense_storages(targets)
+    sources = dense_storages([g.coalesce() if g.is_sparse else g for _, g in there])
     factor = to_device(found_inf.device, divide(window.scale, scale) * (weight / unit))
 
     def run(norms: list[Tensor]) -> Window:
         if not norms:
             ops.accumulate_recorded(
-                norms, targets, sources, inv_scale=factor, found_inf=found_inf, if_finite=True
+                norms, written, sources, inv_scale=factor, found_inf=found_inf, if_finite=True
             )
         kept = 1.0 - to_host_if_free(found_inf)
         count = window.micro_batches

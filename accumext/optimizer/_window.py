@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from accumext._checks import fail_type, fail_value, message, type_name, users_level
 from accumext._scalars import Scalar, as_tensor, to_host_if_free
-from accumext._tensor_kinds import HALF_DTYPES, Group, main_dtype, nonfinite
+from accumext._tensor_kinds import HALF_DTYPES, Group, any_half, main_dtype, nonfinite
 from accumext._wgrad_fusion import MainGrads
 from accumext.masters import Target
 from accumext.optimizer._grads import Used, clear, grads_of
@@ -60,7 +60,7 @@ class Window(NamedTuple):
             return self
         known = {id(p): main for p, main in zip(before, self.sums, strict=True)}
         sums = [known.get(id(p)) for p in parameters]
-        mixed = any(p.dtype in HALF_DTYPES for p in parameters)
+        mixed = any_half(parameters)
         return self._replace(parameters=parameters, mixed=mixed, sums=sums, norm=None)
 
     def out_of_grad(self, parameters: Sequence[Tensor]) -> Window:

@@ -24,10 +24,10 @@ def parameter() -> nn.Parameter:
 def test_views_and_memory():
     weight, tensor = parameter(), torch.ones(2)
     assert private.base_of(weight.view(3)[1:]) is private.base_of(weight) is weight
-    alone = private.storage_users(tensor.untyped_storage())
+    (alone,) = private.storage_users([tensor.untyped_storage()])
     view = private.negated_view(tensor)
     assert (view.is_neg(), view.data_ptr()) == (True, tensor.data_ptr())
-    assert private.storage_users(view.untyped_storage()) == alone + 1
+    assert private.storage_users([view.untyped_storage()]) == [alone + 1]
     before = private.write_count(tensor)
     private.zero_all_([tensor])
     assert not tensor.any()

@@ -1,0 +1,85 @@
+"""Python calls of a step: none for each parameter, in whatever micro-batch of a window.
+
+Hooks on parameters are the exception, which `accumulate_in_backward` and the overlapping all-reduce
+are made of.
+"""
+
+import copy
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import accumext
+
+pytestmark = pytest.mark.skipif(
+    accumext.backend() == "reference", reason="operators are Python there"
+)
+
+
+@pytest.fixture
+def window_of(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    return importlib.import_module("calls").window_of
+
+
+def through_backward(opt, loss):
+    opt.backward(loss)
+    opt.step()
+
+
+def by_hand(opt, loss):
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def accumulated(opt, loss):
+    loss.backward()
+    opt.accumulate(weight=2.0)
+    opt.step()
+
+
+def in_a_micro_batch(opt, loss):
+    with opt.micro_batch():
+        opt.backward(loss)
+    opt.step()
+
+
+def weighted(opt, loss):
+    opt.backward(loss, weight=3.0)
+    opt.step()
+
+
+def with_a_closure(opt, loss):
+    opt.step(lambda: loss.backward())
+
+
+WAYS = [through_backward, by_hand, accumulated, in_a_micro_batch, weighted, with_a_closure]
+SETTINGS = {
+    "clip": {"max_norm": 1.0},
+    "no clip": {},
+    "another norm": {"max_norm": 1.0, "norm_type": 1.0},
+    "scaler": {"max_norm": 1.0, "scaler": torch.amp.GradScaler("cpu")},
+    "raise": {"on_nonfinite": "raise"},
+    "skip": {"on_nonfinite": "skip_micro_batch"},
+}
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("step", WAYS)
+def test_parameters_cost_no_calls(window_of, step, name, dtype, window):
+    if name == "scaler" and step in (by_hand, accumulated, with_a_closure):
+        pytest.skip("losses that the scaler has not scaled")
+    settings = {"dtype": dtype, "window": window, **SETTINGS[name]}
+    few, many = (window_of(count, step, **copy.deepcopy(settings)) for count in (4, 300))
+    assert many == few
+
+
+def test_a_window_of_one_is_short(window_of):
+    for settings in ({"max_norm": 1.0}, {}):
+        (calls,) = window_of(300, through_backward, **settings)
+        assert 0 < calls <= 65
