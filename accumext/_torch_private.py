@@ -274,6 +274,22 @@ def translated_from(module: Any) -> tuple[str, str] | None:
     return "a compiled", type(inner).__name__
 
 
+# --- DistributedDataParallel ----------------------------------------------------------------------
+
+
+def cancel_synchronisation(replica: nn.Module) -> None:
+    """Undo what a forward pass has prepared: a backward pass that would reduce gradients, also
+    under `no_sync`, which only forward passes look at, and also that of another forward pass."""
+    reducer: Any = replica.reducer
+    reducer._reset_state()
+
+
+def synchronises_first_pass(replica: nn.Module) -> bool:
+    """Tell whether the next backward pass reduces gradients, even under `no_sync`: the first with a
+    static graph, or, in a release of torch, an assertion that fails there."""
+    return bool(replica.static_graph and not replica._static_graph_delay_allreduce_enqueued)
+
+
 # --- fully_shard ----------------------------------------------------------------------------------
 
 

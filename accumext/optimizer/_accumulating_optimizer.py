@@ -262,7 +262,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         Raises:
             TypeError: `model` is a wrapper whose gradients are not understood, or no module.
             ValueError: the `backward` calls inside have different weights, parts of `model` are in
-                different process groups, or none is sharded where `synchronize="window"`.
+                different process groups or have `static_graph=True` and no backward pass behind
+                them, or none is sharded where `synchronize="window"`.
             RuntimeError: a `micro_batch` is open already.
 
         Example:

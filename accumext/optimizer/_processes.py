@@ -15,7 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from accumext import _checks, ops
 from accumext._scalars import Scalar, sent, to_device
 from accumext._tensor_kinds import Group, dense_storage, is_dtensor, main_dtype
-from accumext._torch_private import zero_all_
+from accumext._torch_private import (
+    cancel_synchronisation,
+    synchronises_first_pass,
+    zero_all_,
+)
 from accumext.optimizer._agreement import agree, trained
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import clear, grads_of, put
@@ -52,14 +56,19 @@ def hold_back(
         contract = "have DistributedDataParallel parts of one process group"
         advice = "Give each part an optimizer of its own, or pass process_group"
         _checks.fail_value(op, "model", contract, "several", advice)
+    if any(map(synchronises_first_pass, replicas)):
+        contract = "be DistributedDataParallel without static_graph=True"
+        advice = "Leave it out: no backward pass inside is synchronised"
+        _checks.fail_value(op, "model", contract, "one whose first pass is to come", advice)
     return _no_sync(replicas), group or (groups[0] if groups else None)
 
 
 @contextmanager
 def _no_sync(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """None of the replicas synchronises."""
+    """None of the replicas synchronises, not even after a forward pass outside."""
     with ExitStack() as held:
         for replica in replicas:
+            cancel_synchronisation(replica)
             held.enter_context(replica.no_sync())
         yield
 

@@ -98,6 +98,14 @@ def inside(opt, model, batch, weight=1.0, factor=1.0, scaler=None, parts=(1.0,))
     opt.step()
 
 
+def outside(opt, model, batch, weight=1.0, factor=1.0, scaler=None):
+    """DDP has prepared to synchronise when the forward pass ends."""
+    loss = oracle.loss_of(model, batch) * factor
+    with opt.micro_batch(model):
+        opt.backward(loss, weight)
+    opt.step()
+
+
 def train(opt, model, share, loop=called, bad=(), scaler=None, mixed=False):
     """The micro-batches of a share; those with a number in `bad` hold an inf.
 

@@ -71,6 +71,8 @@ WAYS = {
     "group_while_backward_runs": way(group, scaled=True, meanwhile=True),
     "ddp": way(ddp, partial(shares.inside, parts=(0.5, 0.5))),
     "ddp_while_backward_runs": way(ddp, shares.inside, meanwhile=True),
+    "ddp_forward_outside": way(ddp, shares.outside),
+    "ddp_compiled_forward_outside": way(ddp, shares.outside, compiled=True),
     "ddp_compiled": way(ddp, shares.inside, compiled=True),
     "plain_loop_in_group": way(group, shares.of_the_user, weighted=False),
     "ddp_synchronising": way(ddp, weighted=False, gradient_as_bucket_view=True),

@@ -59,6 +59,102 @@ def test_replicas_of_several_groups_need_process_group():
     assert needed is groups[1]
 
 
+def counting(module, **options):
+    """A replica, and a list of the buckets that it has reduced."""
+    replica, reduced = DistributedDataParallel(module, **options), []
+
+    def hook(state, bucket):
+        reduced.append(bucket.index())
+        done = torch.futures.Future()
+        done.set_result(2 * bucket.buffer())  # what others would add
+        return done
+
+    replica.register_comm_hook(None, hook)
+    return replica, reduced
+
+
+def forward_outside(opt, model, held, x):
+    loss = model(x).square().mean()
+    with opt.micro_batch(held):
+        opt.backward(loss)
+
+
+def another_forward_outside(opt, model, held, x):
+    """Not under no_grad, and never followed by a backward pass."""
+    model(x)
+    with opt.micro_batch(held):
+        opt.backward(model(x).square().mean())
+
+
+def evaluated_inside(opt, model, held, x):
+    loss = model(x).square().mean()
+    with opt.micro_batch(held):
+        with torch.no_grad():
+            model(x)
+        opt.backward(loss)
+
+
+def of_ones_own(opt, model, held, x):
+    loss = model(x).square().mean()
+    with opt.micro_batch(held):
+        loss.backward()
+
+
+def in_two_halves(opt, model, held, x):
+    first = model(x).square().mean() / 2
+    with opt.micro_batch(held):
+        opt.backward(first)
+        opt.backward(model(x).square().mean() / 2)
+
+
+LOOPS = [
+    forward_outside,
+    another_forward_outside,
+    evaluated_inside,
+    of_ones_own,
+    in_two_halves,
+]
+REPLICAS = [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("options", REPLICAS, ids=str)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_forward_pass_outside_synchronises_nothing_inside(loop, options, nested):
+    """DDP decides in its forward pass whether the next backward pass synchronises."""
+    module = oracle.make_model()
+    model, reduced = counting(module, **options)
+    opt, batches = oracle.wrapped(module, window=2), oracle.make_batches(6)
+    held = nn.ModuleList([nn.Linear(1, 1), model]) if nested else model
+    for batch in batches:
+        loop(opt, model, held, batch)
+        opt.step()
+    assert reduced == []
+    by_hand = oracle.train_by_hand(oracle.sgd, batches, 2)
+    oracle.assert_close(oracle.parameters_of(module), by_hand)
+    for _ in range(3):  # and DDP goes on as before, with buckets that it makes anew
+        model(batches[0]).sum().backward()
+    assert len(reduced) == 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_static_graph_is_refused_until_it_is_known():
+    """Torch's assertion fails in its first backward pass if that is not to synchronise."""
+    module = oracle.make_model()
+    model, reduced = counting(module, static_graph=True)
+    opt, batch = oracle.wrapped(module, window=2), oracle.make_batches(1)[0]
+    text = f"{OP}.micro_batch: model must be DistributedDataParallel without static_graph=True"
+    with pytest.raises(ValueError, match=oracle.says(text)), opt.micro_batch(model):
+        pass
+    model(batch).sum().backward()
+    opt.zero_grad()
+    for loop in LOOPS:
+        loop(opt, model, model, batch)
+        opt.step()
+    assert reduced == [0]
+
+
 def sparse(*rows):
     """Ones in some rows."""
     return torch.sparse_coo_tensor([rows], torch.ones(2, 2), (4, 2), check_invariants=True)
