@@ -300,7 +300,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         Raises:
             RuntimeError: called through `scaler.step` although this optimizer has a scaler of its
                 own or has accumulated already, or inside `micro_batch()`, or where processes do not
-                close the same window.
+                close the same window; or, with `on_nonfinite="raise"`, the sum of a window
+                overflows.
 
         Example:
             >>> loss.backward()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accumext import _memory_overlap, ops
+from accumext._checks import message
 from accumext._scalars import Scalar, as_tensor, divide, to_device
 from accumext._tensor_kinds import (
     any_dtensor,
@@ -34,7 +35,7 @@ from accumext._torch_private import (
 from accumext.masters import Rounding
 from accumext.optimizer._factors import Normaliser, WindowFactors, normaliser, window_factors
 from accumext.optimizer._grads import grad_of, grads_of, is_none, present
-from accumext.optimizer._report import Name, WindowReport
+from accumext.optimizer._report import Name, WindowReport, named
 from accumext.optimizer._scaler import update
 from accumext.optimizer._sums import multiply, products
 from accumext.optimizer._window import NO_WINDOW, Box, State
@@ -86,8 +87,10 @@ class StepWatch:
 class Closing:
     """One window on its way through the wrapped optimizer's step."""
 
-    def __init__(self, box: Box, proxy: Optimizer, parameters: list[Tensor], begun: object) -> None:
-        self._box, self._proxy, self._parameters = box, proxy, parameters
+    def __init__(
+        self, box: Box, proxy: Optimizer, op: str, parameters: list[Tensor], begun: object
+    ) -> None:
+        self._box, self._proxy, self._op, self._parameters = box, proxy, op, parameters
         self._begun = begun  # what an update of the scaler takes
         self._window, self._stepped_on = box.state.window, parameters
         if not box.target.is_parameters:
@@ -110,17 +113,15 @@ class Closing:
         a step to take."""
         box, optimizer = self._box, self._box.optimizer
         self._factors = factors = self._measure()
-        skip, self._found_inf = factors.skip, factors.found_inf
-        fused = getattr(optimizer, TAKES_SCALE, False) and not any_dtensor(self._tensors)
+        skip, self._found_inf, fused = factors.skip, factors.found_inf, self._fused
         divisor: Scalar = 1.0
-        if isinstance(skip, Tensor) and not fused:
-            skip = 0.0 if skip.is_meta else float(bool(skip))
         if isinstance(skip, Tensor) or not skip:
             divisor, norms = self._form(factors, fused)
             if norms:
                 skip = self._look_at_rounded(skip, norms, fused)
         self.skip = skip
         if not isinstance(skip, Tensor) and skip:
+            self._raise_if_told()
             return False
         if self._formed is not self._grads or not self._window.in_grad:  # else they lie there
             self._lent = self._formed
@@ -146,13 +147,16 @@ class Closing:
         grads = list(map(grad_of, parameters)) if window.in_grad else window.sums
         tensors: Any = present(grads) if any(map(is_none, grads)) else grads
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._wide = not _WIDE.isdisjoint(map(dtype_of, tensors))
+        wide = not _WIDE.isdisjoint(map(dtype_of, tensors))
+        self._norm_dtype = torch.float64 if wide else torch.float32
         self._one_call = fit_one_call(tensors)
         if not self._one_call:  # norms need what lies in several places to be summed
             grads = [None if g is None else coalesced(g) for g in grads]
             tensors = present(grads)
         self._grads = self._formed = grads  # formed: as the optimizer is to see them
         self._tensors: Sequence[Tensor] = tensors  # the gradients that are there
+        optimizer = self._box.optimizer
+        self._fused = getattr(optimizer, TAKES_SCALE, False) and not any_dtensor(tensors)
         norm, overflow, normalised = None, None, False
         plain = settings.norm_type == 2.0 and self._one_call and bool(tensors)
         if window.norm is not None and settings.norm_type == 2.0 and not window.in_grad:
@@ -161,6 +165,7 @@ class Closing:
             norm, overflow = self._read(writes=plain)
             normalised = True
         checks_norm = settings.max_norm is not None or (norm is not None and not normalised)
+        retries = [self._read_rescaled] if normalised else [self._read_rescaled, self._read]
         while True:
             factors = window_factors(
                 self._device,
@@ -174,15 +179,20 @@ class Closing:
                 found_inf=window.found_inf,
                 finite=window.finite,
             )
-            found = factors.norm
-            if normalised or isinstance(found, Tensor) or math.isfinite(found):
+            found, skip = factors.norm, factors.skip
+            if isinstance(skip, Tensor) and not self._fused:
+                skip = 0.0 if skip.is_meta else float(bool(skip))
+                factors = factors._replace(skip=skip)
+            if isinstance(found, Tensor) and (isinstance(skip, Tensor) or not skip):
                 return factors
-            # Squares may have overflowed where the normalised gradient's do not.
-            norm, overflow = self._read(writes=False)
+            if math.isfinite(found) or not retries or (overflow is not None and overflow):
+                return factors
+            # Powers may have overflowed where those of a multiple of the gradient do not.
+            norm, overflow = retries.pop()()
             normalised, checks_norm = True, settings.max_norm is not None
 
-    def _read(self, writes: bool) -> tuple[Tensor, Tensor]:
-        """The norm of the normalised gradient, and whether it is finite.
+    def _read(self, writes: bool = False) -> tuple[Tensor, Tensor]:
+        """The norm of the normalised gradient, and whether it is not finite.
 
         Args:
             writes: the same pass multiplies by what is known before the norm.
@@ -197,9 +207,24 @@ class Closing:
                 self._done, tensors, tensors, inv_scale=number, found_inf=flag, overwrite=True
             )
             return self._done[0], flag
+        return self._norm(settings.norm_type, number, flag), flag
+
+    def _norm(self, norm_type: float, inv_scale: Scalar, flag: Tensor) -> Tensor:
         norm_of = ops.total_norm if self._one_call else global_norm
-        norm = norm_of(tensors, norm_type=settings.norm_type, inv_scale=number, found_inf=flag)
-        return norm, flag
+        return norm_of(self._tensors, norm_type=norm_type, inv_scale=inv_scale, found_inf=flag)
+
+    def _read_rescaled(self) -> tuple[Tensor, Tensor]:
+        """The same in float64 where powers of the elements have overflowed: of the gradient over
+        its largest element, times that. It reads twice, and the device."""
+        settings, flag = self._box.settings, zero_flag(self._device)
+        factor = 1.0 if self._done else normaliser(self._window, settings.reduction).value()
+        factor = to_device(self._device, factor)
+        largest = float(self._norm(math.inf, factor, flag))
+        least = torch.finfo(self._norm_dtype).tiny  # a subnormal number would lose digits
+        inverse = max(float(factor) / largest, least)
+        self._norm_dtype = torch.float64
+        norm = self._norm(settings.norm_type, inverse, flag)
+        return norm.double() * (float(factor) / inverse), flag
 
     def _multiplies(self) -> bool:
         """Tell whether to multiply all gradients in place, by what is known before the norm."""
@@ -247,7 +272,7 @@ class Closing:
             return 1.0, ()
         # A fused kernel divides by a float32 and writes the quotients back.
         dense = self._one_call or not any(grad.is_sparse for grad in tensors)
-        folds = fused and dense and not casts and not self._wide
+        folds = fused and dense and not casts and self._norm_dtype == torch.float32
         everything = self._window.in_grad and not self._may_write()
         if folds and not everything:
             inverse = factors.inverse
@@ -273,6 +298,14 @@ class Closing:
             else:
                 multiply(self._done, tensors, factor)
         return 1.0, norms
+
+    def _raise_if_told(self) -> None:
+        """Raise for a sum, or its norm, that is not finite, though each micro-batch was."""
+        if self._box.settings.on_nonfinite == "raise":
+            names = named(self._names_of(nonfinite(present(self._formed))))
+            got = f"inf or NaN in {names}" if names else "a norm that is not"
+            advice = "Call opt.discard() to drop the window"
+            raise RuntimeError(message(self._op, "the window's sum", "be finite", got, advice))
 
     def _look_at_rounded(self, skip: Scalar, norms: Sequence[Tensor], fused: bool) -> Scalar:
         """Skip, too, where a norm is not finite: rounding to half precision has overflowed."""
@@ -348,7 +381,7 @@ class Closing:
             window.loss_scale,
             window.weight,
             count if window.world is None else window.world,
-            torch.float64 if self._wide else torch.float32,
+            self._norm_dtype,
             self._device,
             window.unchecked,
         )
@@ -358,17 +391,17 @@ class Closing:
 
     def _name_culprits(self, report: WindowReport) -> None:
         """Tell which parameters had an inf or NaN, or let it be found when somebody asks."""
-        box, skip = self._box, self.skip
+        if isinstance(self.skip, Tensor):
+            report.evidence = self._tensors, self._names_of
+            return
+        found = self._names_of(nonfinite(present(self._formed))) if self.skip else []
+        names = self._box.names()
+        dropped = {names[parameter] for parameter in self._window.dropped}
+        report.name([names[p] for p in self._parameters if names[p] in dropped.union(found)])
+
+    def _names_of(self, indices: Sequence[int]) -> list[Name]:
+        """The names of parameters by index among those that have a gradient."""
         pairs = zip(self._parameters, self._grads, strict=True)
         there = [parameter for parameter, grad in pairs if grad is not None]
-
-        def names_of(indices: Sequence[int]) -> list[Name]:
-            known = box.names() if indices else {}
-            return [known[there[i]] for i in indices]
-
-        if isinstance(skip, Tensor):
-            report.evidence = self._tensors, names_of
-            return
-        culprits = {there[i] for i in nonfinite(self._tensors)} if skip else set()
-        culprits |= set(self._window.dropped)
-        report.name([name for p, name in box.names().items() if p in culprits])
+        known = self._box.names() if indices else {}
+        return [known[there[i]] for i in indices]

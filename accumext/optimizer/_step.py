@@ -196,7 +196,7 @@ def close_window(
             return None
         device = parameters[0].device if parameters else torch.device("cpu")
         begun = begin_update(op, settings.scaler, proxy, box.optimizer, device)
-        closing, result = Closing(box, proxy, parameters, begun), None
+        closing, result = Closing(box, proxy, op, parameters, begun), None
         try:
             if closing.begin():
                 result = box.optimizer.step(**kwargs)

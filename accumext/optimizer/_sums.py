@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accumext import ops
+from accumext import _scalars, ops
 from accumext._checks import message
 from accumext._scalars import Scalar, divide, maximum, to_device, to_host_if_free
 from accumext._tensor_kinds import (
@@ -427,7 +428,8 @@ def multiply(done: list[Any], tensors: Sequence[Tensor], factor: Scalar) -> None
 def products(
     tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], factor: Scalar
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """`tensor * factor`, each in a dtype; and norms of what came out."""
+    """`tensor * factor`, each in a dtype; and norms of what came out, the largest element of one
+    whose squares overflow."""
     made = [
         t.to(dtype, copy=True) if t.is_sparse else torch.empty_like(t, dtype=dtype)
         for t, dtype in zip(tensors, dtypes, strict=True)
@@ -436,4 +438,6 @@ def products(
         ops.multiply_valid(mine, sources, to_device(device, factor))
         for device, (mine, sources) in group_by_device(made, list(tensors))
     ]
+    if all(map(_scalars.on_host, norms)) and not all(map(math.isfinite, norms)):
+        norms = [ops.total_norm(mine, norm_type=math.inf) for _, (mine,) in group_by_device(made)]
     return made, norms

@@ -58,7 +58,7 @@ def warn_of_skip(box: Box, proxy: Optimizer) -> None:
     if scale > 1.0:
         return
     names = named(last.nonfinite)
-    where = f"the gradient of {names}" if names else f"its sum, with a loss scale of {scale:g}"
+    where = f"the gradient of {names}" if names else f"its norm, with a loss scale of {scale:g}"
     box.warn_once(
         "skip",
         f"a window was skipped, for inf or NaN in {where}. This is said once; opt.last.skipped and "

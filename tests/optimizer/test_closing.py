@@ -1,8 +1,13 @@
 """A window is closed: norm, clip, and the gradient that the wrapped optimizer steps on."""
 
+import math
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support import optimizer_oracle as oracle
+from support.device import cpu_as_device
+from support.optimizer_oracle import OP
 from torch import nn
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
@@ -52,6 +57,71 @@ def test_a_norm_whose_powers_overflow_only_while_scaled(kind, max_norm):
     assert opt.last.total_norm.item() == pytest.approx(norm, rel=1e-6)
     expected = -grad * (1.0 if max_norm is None else max_norm / norm)
     torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=0)
+
+
+LARGE = {  # dtype, norm_type, and elements whose powers, or their sum, are beyond the dtype
+    "squares": (torch.float32, 2.0, 1e25),
+    "a sum of squares": (torch.float32, 2.0, 1.5e19),
+    "the norm": (torch.float32, 2.0, 1e38),
+    "a sum": (torch.float32, 1.0, 1e38),
+    "cubes": (torch.float32, 3.0, 1e13),
+    "squares in float64": (torch.float64, 2.0, 1e200),
+    "squares in bfloat16": (torch.bfloat16, 2.0, 1e25),
+}
+SIDES = {"host": nullcontext, "device": cpu_as_device}
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_finite_gradient_is_clipped_though_its_powers_overflow(kind, fused, window, side):
+    """On a device only a fused optimizer, whose step the host does not wait for, skips it."""
+    dtype, norm_type, value = LARGE[kind]
+    if fused and dtype.itemsize == 2:
+        pytest.skip("torch's fused SGD leaves parameters of half precision alone on a CPU")
+    parameter = nn.Parameter(torch.zeros(128, dtype=dtype))
+    options = {"window": window, "max_norm": 2.0, "norm_type": norm_type, "on_nonfinite": "raise"}
+    with SIDES[side]():
+        opt = AccumulatingOptimizer(oracle.sgd([parameter], fused=fused), **options)
+        for _ in range(window):
+            oracle.one_call(opt, (parameter * value).sum())
+    assert opt.stepped
+    assert opt.last.nonfinite == []
+    assert opt.last.skipped == (fused and side == "device")
+    if not opt.last.skipped:
+        expected = torch.full_like(parameter, -2.0 / 128 ** (1 / norm_type))
+        rounding = 0.01 if dtype == torch.bfloat16 else 1e-5  # of the factor, a subnormal number
+        torch.testing.assert_close(parameter.detach(), expected, rtol=rounding, atol=0)
+        norm = value * 128 ** (1 / norm_type)
+        assert float(opt.last.total_norm) == pytest.approx(norm, rel=rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_norm": math.inf}], ids=str)
+def test_without_a_clip_a_norm_that_overflows_skips_nothing(options, dtype):
+    parameter, opt = oracle.wrapped_zeros(2, 128, dtype, **options)
+    for _ in range(2):
+        oracle.one_call(opt, (parameter * 1e25).sum())
+    torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, -1e25))
+    assert opt.last.clip_coef == 1.0
+    assert float(opt.last.total_norm) == pytest.approx(1e25 * 128**0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("max_norm", [None, 2.0, math.inf])
+def test_raise_raises_where_only_the_sum_of_a_window_overflows(max_norm, side):
+    with SIDES[side]():
+        parameter, opt = oracle.wrapped_zeros(2, max_norm=max_norm, on_nonfinite="raise")
+        oracle.one_call(opt, parameter * 3e38)
+        opt.backward(parameter * 3e38)
+        text = f"{OP}.step: the window's sum must be finite, got inf or NaN in weight"
+        with pytest.raises(RuntimeError, match=oracle.says(text)):
+            opt.step()
+        opt.discard()
+        for _ in range(2):
+            oracle.one_call(opt, parameter * 1.0)
+    assert parameter.item() == -1.0
 
 
 @pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. one more micro-batch")

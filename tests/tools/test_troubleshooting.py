@@ -109,6 +109,16 @@ def end_inside_a_window(page: SimpleNamespace) -> None:
     opt.backward(next(losses(page)))
 
 
+def sum_beyond_float32(page: SimpleNamespace) -> None:
+    opt = accumext.AccumulatingOptimizer(page.optimizer, window=2, on_nonfinite="raise")
+    try:
+        for _ in range(2):
+            opt.backward(page.model.bias.sum() * 3e38)
+            opt.step()
+    finally:
+        opt.discard()
+
+
 FAULTS = [
     ("RuntimeError: Trying to backward", backward_at_each_token),
     ("RuntimeError: unscale_()", unscale_every_micro_batch),
@@ -118,6 +128,7 @@ FAULTS = [
     ("Detected call", schedule_before_optimizer),
     ("window=4 counts", step_of_a_loop_that_counts),
     ("ended with micro-batches", end_inside_a_window),
+    ("the window's sum", sum_beyond_float32),
 ]
 
 
