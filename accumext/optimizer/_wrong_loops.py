@@ -145,23 +145,20 @@ class Watch:
 
 
 def _is_divided(loss: Tensor, by: int) -> bool:
-    """Tell whether the last that was done to a loss is its division by a number.
+    """Tell whether a loss is a mean cross-entropy over the window.
 
-    Division of a sum makes a mean of it, and half of a loss is a loss of its own.
+    A number has no other meaning there. Halves are losses of their own, and so is any multiple of
+    another mean: a third may be that over three coordinates.
     """
     node: Any = loss.grad_fn
-    name = "" if node is None or by == 1 else node.name()
-    known = name == "DivBackward0" or (name == "MulBackward0" and by != 2)
-    number = saved_factor(node) if known else None
-    inner = None if number is None else node.next_functions[0][0]
-    if not isinstance(number, Tensor) or number.dim() or not _scalars.on_host(number) or not inner:
+    number = saved_factor(node) if by > 2 and node and node.name() == "DivBackward0" else None
+    if not isinstance(number, Tensor) or number.dim() or not _scalars.on_host(number):
         return False
-    if inner.name().startswith(("Add", "Sub", "Sum")):
-        return False
-    if getattr(inner, "_saved_reduction", _MEAN) != _MEAN:
+    inner = node.next_functions[0][0]
+    if inner is None or not inner.name().startswith("NllLoss") or inner._saved_reduction != _MEAN:
         return False
     with suppress(RuntimeError):  # a dispatch mode is on, in which numbers are no tensors
-        return float(number) == (by if name == "DivBackward0" else 1 / by)
+        return float(number) == by
     return False
 
 

@@ -97,6 +97,15 @@ def quotient(of):
     return lambda opt, model, x, *_: one_call(opt, of(model, x))
 
 
+def entropy(model, x, **options):
+    return functional.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long), **options)
+
+
+def entropy_2d(model, x):
+    logits = model(x).unsqueeze(0).transpose(1, 2).unsqueeze(-1)
+    return functional.cross_entropy(logits, torch.zeros(1, len(x), 1, dtype=torch.long))
+
+
 def nan(opt, model, x, number, scaler):
     one_call(opt, loss_of(model, x) * NAN)
 
@@ -116,8 +125,8 @@ WRONG = {
     "a scaler that unscales": (partial(scaler_around_every_window, unscales=True), {}, ONCE),
     "a clip, too": (partial(scaler_around_every_window, unscales=True, clips=True), {}, ONCE),
     "a clip of the window": (clip_of_the_window, {}, "pass max_norm to the optimizer"),
-    "a quotient": (quotient(lambda model, x: loss_of(model, x) / 4), {}, "Pass the loss itself"),
-    "a product": (quotient(lambda model, x: loss_of(model, x) * 0.25), {}, "Pass the loss itself"),
+    "a quotient": (quotient(lambda model, x: entropy(model, x) / 4), {}, "Pass the loss itself"),
+    "one of pixels": (quotient(lambda m, x: entropy_2d(m, x) / 4), {}, "Pass the loss itself"),
     "NaN": (nan, {}, SKIPPED),
     "NaN in a micro-batch": (nan, {"window": 1, "on_nonfinite": "skip_micro_batch"}, SKIPPED),
     "a scale that finds nothing": (nan, {"window": 1, "scaler": HALVING}, "a window was skipped"),
@@ -279,10 +288,11 @@ USUAL = [
 RIGHT = {
     **{backward.__name__: of_ones_own(backward) for backward in (*OWN, a_hook_doubles)},
     **{loop.__name__: usual(loop) for loop in USUAL},
-    "divided by another": quotient(lambda model, x: loss_of(model, x) / 3),
-    "the mean of two": quotient(lambda model, x: (loss_of(model, x) + loss_of(model, -x)) / 2),
     "half of a sum": quotient(lambda model, x: model(x).square().sum() / 2),
     "half of a summed loss": quotient(of_a_summed_loss),
+    "half of a mean": quotient(lambda model, x: loss_of(model, x) / 2),
+    "half of a squared error": quotient(lambda m, x: functional.mse_loss(m(x), -x[:, :2]) / 2),
+    "half of a cross-entropy": quotient(lambda model, x: entropy(model, x) / 2),
     "half": quotient(lambda model, x: 0.5 * loss_of(model, x)),
     "halves of a micro-batch": in_two_parts,
     "every other micro-batch": every_other_micro_batch,
@@ -294,6 +304,21 @@ RIGHT = {
 
 
 WITH_OPTIONS = {  # what is right for the optimizer that it is made with
+    **{
+        f"{name} over a window of {size}": (quotient(partial(of, by=size)), {"window": size})
+        for size in (3, 4)
+        for name, of in {
+            "a mean": lambda model, x, by: loss_of(model, x) / by,
+            "a squared error": lambda model, x, by: functional.mse_loss(model(x), -x[:, :2]) / by,
+            "a sum of losses": lambda model, x, by: (
+                sum(entropy(model, x + i) for i in range(by)) / by
+            ),
+            "a summed loss": lambda model, x, by: entropy(model, x, reduction="sum") / by,
+            "a share": lambda model, x, by: 1 / by * entropy(model, x),
+            "another number": lambda model, x, by: entropy(model, x) / (by + 1),
+            "a tensor": lambda model, x, by: entropy(model, x) / torch.tensor([by]),
+        }.items()
+    },
     "halves of losses that are summed": (
         quotient(lambda model, x: loss_of(model, x) / 2),
         {"reduction": "sum"},
@@ -397,12 +422,13 @@ def test_a_warning_that_is_an_error_leaves_the_window_closed():
 
 
 def test_a_warning_that_is_an_error_comes_before_anything_has_changed():
-    model = oracle.make_model()
-    opt = oracle.wrapped(model, window=2)
-    opt.backward(loss_of(model, oracle.make_batches(1)[0]) / 2)
+    model, batch = oracle.make_model(), oracle.make_batches(1)[0]
+    opt = oracle.wrapped(model, window=3)
+    for _ in range(2):
+        opt.backward(entropy(model, batch) / 3)
     before = [opt.main_grad(p) for p in model.parameters()]
-    loss = loss_of(model, oracle.make_batches(1)[0]) / 2
-    with warnings_as("error"), pytest.raises(UserWarning, match="was divided by 2"):
+    loss = entropy(model, batch) / 3
+    with warnings_as("error"), pytest.raises(UserWarning, match="was divided by 3"):
         opt.backward(loss)
     oracle.assert_equal([opt.main_grad(p) for p in model.parameters()], before)
     one_call(opt, loss)
