@@ -34,7 +34,7 @@ from accumext._torch_private import (
 )
 from accumext.masters import Rounding
 from accumext.optimizer._factors import Normaliser, WindowFactors, normaliser, window_factors
-from accumext.optimizer._grads import grad_of, grads_of, is_none, present
+from accumext.optimizer._grads import grad_of, grads_of, is_none, present, put
 from accumext.optimizer._report import Name, WindowReport, named
 from accumext.optimizer._scaler import update
 from accumext.optimizer._sums import multiply, products
@@ -331,7 +331,8 @@ class Closing:
             self._watch.write()
         used = state.used
         if window.in_grad:
-            used = used.after(grads_of(self._parameters), window.sums)
+            made = list(map(is_, self._before, window.sums))
+            used = used.after(grads_of(self._parameters), made)
         box.state = self._closed = state._replace(
             window=NO_WINDOW, used=used, last=self._report(), stepped=True, accumulated=False
         )
@@ -348,6 +349,7 @@ class Closing:
             self.finish()
             return
         self._take_back()
+        put(self._stepped_on, self._before)  # also what the step has taken away
         self._box.warned.add("full")  # which the window is, and another micro-batch may join it
         state, in_grad = self._box.state, self._window.in_grad
         if self._done:  # the same gradient, up to a rounding
@@ -367,8 +369,8 @@ class Closing:
         self._watch.end(optimizer)
         if self._lent is self._before:
             return
-        for parameter, mine, grad in zip(self._stepped_on, self._lent, self._before, strict=True):
-            if mine is not grad and parameter.grad is mine:
+        for parameter, grad in zip(self._stepped_on, self._before, strict=True):
+            if parameter.grad is not None:  # what was lent, or what the step has put in its place
                 parameter.grad = grad
 
     def _report(self) -> WindowReport:

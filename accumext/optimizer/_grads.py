@@ -64,11 +64,11 @@ class Used(NamedTuple):
     def after(
         self,
         grads: Sequence[Tensor | None],  # in `.grad` now
-        made: Sequence[Tensor | None] = (),  # those of them that the wrapper's backward has made
+        ours: Sequence[bool] = (),  # where the step was given what the wrapper's backward had made
     ) -> Used:
         """Record the present gradients as used; those that were used up before stay so."""
         gone = self.used_up(grads)
-        ours = list(map(is_, grads, made)) if made else [False] * len(grads)
+        ours = ours or [False] * len(grads)
         if any(gone):
             ours = [mine or old for mine, old in zip(ours, gone, strict=True)]
         weakly = [None if grad is None else ref(grad) for grad in grads]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -342,8 +343,9 @@ class _Evaluation:
         )
         names = box.names()
         report.name([names[parameters[i]] for i in culprits])
-        made = window.sums if window.in_grad else ()
-        used = box.state.used.after(grads_of(parameters), made)
+        grads = grads_of(parameters)
+        ours = list(map(is_, grads, window.sums)) if window.in_grad else ()
+        used = box.state.used.after(grads, ours)
         box.state = box.state._replace(
             window=NO_WINDOW, used=used, last=report, stepped=True, accumulated=False
         )

@@ -1,0 +1,147 @@
+"""Optimizers of other packages, each kind as the least class that does what they do."""
+
+from functools import partial
+
+import pytest
+import torch
+from support import optimizer_oracle as oracle
+
+import accumext
+from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+
+BATCHES = oracle.make_batches(6)
+
+
+def held_by(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+# Optimizers that put another tensor into `.grad` during their step
+
+
+class Copies(torch.optim.SGD):
+    """As bitsandbytes does where a gradient is not contiguous."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for p in held_by(self):
+            p.grad = None if p.grad is None else p.grad.clone()
+        return loss
+
+
+class Projects(torch.optim.SGD):
+    """As the 8-bit classes of GaLore and APOLLO: the gradient that is left has another shape."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for p in held_by(self):
+            if p.grad is not None:
+                whole, p.grad = p.data, None
+                p.data = whole.new_zeros(1)
+                p.grad = whole.new_ones(1)
+                p.data = whole
+        return loss
+
+
+class Clears(torch.optim.SGD):
+    """As heavyball."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
+
+
+REBINDING = {cls.__name__: partial(cls, lr=0.1, momentum=0.9) for cls in (Copies, Projects, Clears)}
+
+
+@pytest.mark.parametrize("kind", ["float64", "half", "masters", "a closure"])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("make", REBINDING.values(), ids=REBINDING)
+def test_what_a_step_leaves_in_grad_is_no_gradient(make, window, kind):
+    """No call of zero_grad clears it. By hand every step is given the gradient of its window."""
+    dtype = torch.float64 if kind in ("float64", "a closure") else torch.bfloat16
+    model = oracle.make_model(dtype)
+    masters = accumext.masters(model.parameters()) if kind == "masters" else None
+    opt = AccumulatingOptimizer(
+        make(masters or model.parameters()), window=window, max_norm=1.0, masters=masters
+    )
+    for batch in BATCHES:
+        loss = oracle.loss_of(model, batch.to(dtype))
+        if kind == "a closure":
+            opt.step(lambda loss=loss: opt.backward(loss))
+        else:
+            opt.backward(loss)
+            opt.step()
+        if opt.stepped and window > 1:
+            assert all(p.grad is None for p in (*model.parameters(), *held_by(opt)))
+    expected = oracle.train_by_hand(
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        [batch.to(dtype) for batch in BATCHES],
+        window,
+        max_norm=1.0,
+        dtype=dtype,
+        wide=torch.float32 if masters else None,
+    )
+    # Half precision is rounded where the norm, found in another order, has its last bit.
+    tolerance = {torch.float64: oracle.EXACT, torch.bfloat16: 1e-2}[dtype]
+    oracle.assert_close([p.detach() for p in held_by(opt)], expected, tolerance)
+
+
+def test_zeros_that_a_step_puts_beside_the_gradients_are_none():
+    """As muon gives them to parameters without a gradient."""
+
+    def fill(optimizer, *_):
+        for p in held_by(optimizer):
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+    parameters = [oracle.scalar(), oracle.scalar()]
+    opt = AccumulatingOptimizer(oracle.sgd(parameters), window=2)
+    opt.register_step_pre_hook(fill)
+    for _ in range(2):
+        opt.backward(parameters[0] * 1.0)
+        opt.step()
+    assert [p.grad for p in parameters] == [None, None]
+    assert [p.item() for p in parameters] == [-1.0, 0.0]
+
+
+def test_a_second_step_finds_that_what_was_left_is_used():
+    parameter = oracle.scalar()
+    opt = AccumulatingOptimizer(Copies([parameter], lr=1.0))
+    opt.backward(parameter * 2.0)
+    opt.step()
+    opt.step()
+    assert parameter.item() == -2.0
+
+
+class Fails(Copies):
+    """It has put another tensor there before it raises."""
+
+    fails = True
+
+    def step(self, closure=None):
+        for p in held_by(self):
+            p.grad = p.grad * 100.0
+        if self.fails:
+            raise ZeroDivisionError
+        for p in held_by(self):
+            p.grad = p.grad / 100.0
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_step_that_fails_leaves_the_gradient_that_it_was_given(window, max_norm):
+    parameter = oracle.scalar()
+    opt = AccumulatingOptimizer(Fails([parameter], lr=1.0), window=window, max_norm=max_norm)
+    for _ in range(window - 1):
+        opt.backward(parameter * 2.0)
+        opt.step()
+    opt.backward(parameter * 2.0)
+    with pytest.raises(ZeroDivisionError):
+        opt.step()
+    Fails.fails = False
+    opt.flush()
+    Fails.fails = True
+    assert opt.stepped
+    assert parameter.item() == pytest.approx(-2.0 if max_norm is None else -1.0, rel=1e-5)
