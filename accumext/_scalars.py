@@ -7,6 +7,7 @@ Arithmetic operators serve both alike, in float64; what they cannot express for 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -23,6 +24,17 @@ on_host = attrgetter("is_cpu")
 def to_host_if_free(number: Tensor) -> Scalar:
     """A 0-dim tensor's value, or the tensor in float64 where reading it would wait for a device."""
     return float(number) if on_host(number) else number.double()
+
+
+def known_number(value: object) -> float | None:
+    """The number that a value of somebody else's is, such as a learning rate; None where it is no
+    number, or where reading it would wait for a device."""
+    if isinstance(value, Tensor) and not on_host(value):
+        return None
+    with suppress(Exception):
+        number = float(value)  # type: ignore[arg-type]
+        return None if math.isnan(number) else number
+    return None
 
 
 def as_tensor(

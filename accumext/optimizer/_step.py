@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accumext import _checks
-from accumext._scalars import to_host_if_free
+from accumext._scalars import known_number, to_host_if_free
 from accumext._tensor_kinds import global_norm, nonfinite, zero_flag
 from accumext._torch_private import (
     not_compiled,
@@ -169,8 +169,7 @@ def _is_priming(optimizer: Optimizer) -> bool:
     """
     grads = []
     for group in optimizer.param_groups:
-        rate = group.get("lr", 0.0)
-        if (isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0:
+        if known_number(group.get("lr", 0.0)) != 0.0:
             return False
         grads += [p.grad for p in group["params"] if p.grad is not None]
     return bool(grads) and not any(bool(torch.any(grad != 0)) for grad in grads)

@@ -216,7 +216,10 @@ class Box:
         """Names of parameters and masters where the optimizer was given any, else indices."""
         names: list[Name] = []
         for group in self.optimizer.param_groups:
-            names += group.get("param_names", range(len(names), len(names) + len(group["params"])))
+            indices = range(len(names), len(names) + len(group["params"]))
+            given = group.get("param_names")
+            fits = isinstance(given, (list, tuple)) and len(given) == len(indices)
+            names += given if fits else indices
         target = self.target
         lists = target.parameters(), target.stepped_on()
         return {p: name for several in lists for p, name in zip(several, names, strict=True)}

@@ -73,7 +73,7 @@ class Watch:
         self._windows = 0  # that were full
         self._divided = 0  # losses in a row that were divided by the window
         self._without = 0  # calls of step in a row that found no gradient
-        self._rates: list[float] = []  # at the first call of step in a window
+        self._rates: list[float | None] = []  # at the first call of step in a window
         self._passes: _Passes | None = None  # since the last call of step
 
     def see_loss(self, box: Box, loss: Tensor) -> None:
@@ -131,12 +131,11 @@ class Watch:
             box.warn_once("nothing", text)
 
     def _see_rates(self, box: Box, first: bool) -> None:
-        groups = [group.get("lr", 0.0) for group in box.optimizer.param_groups]
-        known = [r if not isinstance(r, Tensor) or _scalars.on_host(r) else 0.0 for r in groups]
-        before, rates = self._rates, list(map(float, known))
+        groups = box.optimizer.param_groups
+        before, rates = self._rates, [_scalars.known_number(g.get("lr")) for g in groups]
         if first or not before:
             self._rates = rates
-        elif any(a != b for a, b in zip(before, rates)):  # groups may have been added
+        elif any(a != b for a, b in zip(before, rates) if a is not None and b is not None):
             box.warn_once(
                 "rates",
                 "the learning rate changed inside a window. Change it between two: if opt.stepped: "

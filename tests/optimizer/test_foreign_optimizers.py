@@ -145,3 +145,39 @@ def test_a_step_that_fails_leaves_the_gradient_that_it_was_given(window, max_nor
     Fails.fails = True
     assert opt.stepped
     assert parameter.item() == pytest.approx(-2.0 if max_norm is None else -1.0, rel=1e-5)
+
+
+# Groups whose entries are the optimizer's own affair
+
+
+class Own(torch.optim.Optimizer):
+    """A step of the gradient itself, whatever its groups hold."""
+
+    def __init__(self, params, **group):
+        super().__init__(params, group)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in held_by(self):
+            p.sub_(0 if p.grad is None else p.grad)
+
+
+ENTRIES = [
+    *({"lr": lr} for lr in (None, "auto", object(), float("nan"), 1j, [0.1], 10**400, len)),
+    *({"lr": torch.tensor(lr)} for lr in ([0.1, 0.2], [], 1j)),
+    {"lr": torch.tensor(0.1, device="meta")},
+    {},
+    *({"lr": 0.1, "param_names": names} for names in (None, 3, ["a", "b"], len)),
+]
+
+
+@pytest.mark.parametrize("entries", ENTRIES)
+def test_any_entry_of_a_group(entries):
+    """Rates that are no numbers are not compared, names that do not fit are not used."""
+    parameter = oracle.scalar()
+    opt = AccumulatingOptimizer(Own([parameter], **entries), window=2)
+    for factor in (1.0, 3.0, oracle.INF, 1.0):
+        opt.step(lambda factor=factor: opt.backward(parameter * factor))
+    assert parameter.item() == -2.0
+    assert opt.last.skipped
+    assert opt.last.nonfinite == [0]
