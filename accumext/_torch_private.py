@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -167,10 +166,9 @@ HOOK_ATTRIBUTES = (
     "_optimizer_load_state_dict_post_hooks",
 )
 
-# The hooks behind a step, by id, in the order in which they run.
-step_post_hooks: Callable[[Optimizer], OrderedDict[int, Any]] = attrgetter(
-    "_optimizer_step_post_hooks"
-)
+# The attribute that holds the hooks behind a step, by id, in the order in which they run. A class
+# that never calls `Optimizer.__init__`, such as PostLocalSGDOptimizer, has none, and runs none.
+STEP_POST_HOOKS = "_optimizer_step_post_hooks"
 
 # Where an optimizer says that its step multiplies with `grad_scale` and skips at `found_inf`:
 # GradScaler then always calls it, without unscaling.

@@ -27,9 +27,9 @@ from accumext._tensor_kinds import (
     zero_flag,
 )
 from accumext._torch_private import (
+    STEP_POST_HOOKS,
     TAKES_SCALE,
     not_compiled,
-    step_post_hooks,
     write_count,
 )
 from accumext.masters import Rounding
@@ -47,7 +47,8 @@ class StepWatch:
     """Tells, after an exception, whether an optimizer has written parameters.
 
     Their versions say so, but not after torch's fused kernels, which do not count, nor after writes
-    through `.data`. After those the first of the post-hooks does: the step itself had ended.
+    through `.data`. After those the first of the post-hooks does: the step itself had ended. Where
+    an optimizer runs no hooks, versions are all there is.
     """
 
     def __init__(self, parameters: list[Tensor], rounding: Rounding | None = None) -> None:
@@ -70,13 +71,16 @@ class StepWatch:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Hear of the end of the step, before any other hook does."""
-        hooks = step_post_hooks(optimizer)
-        hooks[id(self)] = self._end
-        hooks.move_to_end(id(self), last=False)
+        hooks = getattr(optimizer, STEP_POST_HOOKS, None)
+        if hooks is not None:
+            hooks[id(self)] = self._end
+            hooks.move_to_end(id(self), last=False)
 
     def end(self, optimizer: Optimizer) -> None:
         """Take the hook away."""
-        step_post_hooks(optimizer).pop(id(self), None)
+        hooks = getattr(optimizer, STEP_POST_HOOKS, None)
+        if hooks is not None:
+            hooks.pop(id(self), None)
 
     def _end(self, *args: object) -> None:
         self._ended = True
@@ -327,7 +331,7 @@ class Closing:
         """Close the window. May be called twice."""
         box, window, state = self._box, self._window, self._box.state
         self._take_back()
-        if self._watch.rounding is not None and self._watch.has_moved():
+        if self._watch.rounding is not None:
             self._watch.write()
         used = state.used
         if window.in_grad:

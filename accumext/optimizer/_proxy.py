@@ -1,17 +1,14 @@
-"""An optimizer around an optimizer that owns nothing an optimizer owns; and trainers around it."""
+"""An optimizer around an optimizer that owns nothing an optimizer owns."""
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
 from torch.optim import Optimizer
 
-from accumext import _checks
 from accumext._torch_private import HOOK_ATTRIBUTES
 
 # Attributes that GradScaler and learning-rate schedulers set on an optimizer; no part of a copy.
@@ -73,30 +70,3 @@ class OptimizerProxy(Optimizer, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-
-
-def refuse_second_accumulation(op: str, window: int) -> None:
-    """RuntimeError where Accelerate leaves out steps itself: the two windows would multiply.
-
-    Its state is one per process, and says nothing before Accelerate is imported. Other trainers
-    keep theirs to themselves: several backward passes before a step may be a micro-batch.
-    """
-    state = sys.modules.get("accelerate.state")
-    steps = 1 if window == 1 or state is None else state.GradientState().num_steps
-    if steps > 1:
-        got = f"window={window} and gradient_accumulation_steps={steps}"
-        advice = "Pass gradient_accumulation_steps=1 to Accelerator, or window=1 to the optimizer"
-        contract = "be 1 where Accelerate accumulates too"
-        raise RuntimeError(_checks.message(op, "window", contract, got, advice))
-
-
-def tell_of_a_skipped_step(optimizer: object) -> None:
-    """Have Accelerate know, under a GradScaler, that no step was taken: its schedules wait then.
-
-    It takes a call of `step` for a step taken, and wraps `step` for that while the scaler runs.
-    """
-    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
-    for cell in getattr(vars(optimizer).get("step"), "__closure__", None) or ():
-        with suppress(ValueError):  # a variable of the closure that is not set
-            if isinstance(cell.cell_contents, wrapper):
-                cell.cell_contents._accelerate_step_called = False

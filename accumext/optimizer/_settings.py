@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from accumext import _checks, _scalars
 from accumext._scalars import Scalar
 from accumext._tensor_kinds import Group, is_dtensor
+from accumext.optimizer._accelerate import refuse_prepared
+from accumext.optimizer._opacus import PER_SAMPLE, has_own_gradients
 
 OP = "AccumulatingOptimizer"
 
@@ -76,6 +78,7 @@ def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
     needs_closure = closure is not None and closure.default is inspect.Parameter.empty
     looks_first = given["on_nonfinite"] != "skip_window"
     settings = Settings(**given, needs_closure=needs_closure, looks_first=looks_first)
+    refuse_prepared(OP, optimizer)
     _refuse_conflicts(settings, optimizer)
     return settings
 
@@ -90,16 +93,17 @@ def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
         _checks.fail_value(OP, "on_nonfinite", contract, repr(policy))
     looks = f"on_nonfinite={policy!r}, which looks at whole micro-batches first"
     closure = f"{type(optimizer).__name__}, which needs a closure"
-    for applies, needed, reason in (
-        (settings.looks_first, _LOOKS_FIRST, looks),
-        (settings.synchronize == "window", _ONCE_PER_WINDOW, "synchronize='window'"),
-        (settings.needs_closure, _NEEDS_CLOSURE, closure),
+    for applies, needed, reason, advice in (
+        (settings.looks_first, _LOOKS_FIRST, looks, None),
+        (settings.synchronize == "window", _ONCE_PER_WINDOW, "synchronize='window'", None),
+        (settings.needs_closure, _NEEDS_CLOSURE, closure, None),
+        (has_own_gradients(optimizer), _WITHOUT_WINDOW, *PER_SAMPLE),
     ):
         for name, only in needed.items() if applies else ():
             value = getattr(settings, name)
             if value != only:
                 got = _checks.type_name(value) if only is None else repr(value)
-                _checks.fail_value(OP, name, f"be {only!r} for {reason}", got)
+                _checks.fail_value(OP, name, f"be {only!r} for {reason}", got, advice)
 
 
 def check_weight(op: str, weight: object) -> Scalar:

@@ -22,12 +22,12 @@ from accumext._torch_private import (
     takes_scale,
 )
 from accumext.masters import params_of
+from accumext.optimizer._accelerate import refuse_second_accumulation, tell_of_a_skipped_step
 from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._closing import Closing, StepWatch
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import fresh, grad_of, grads_of, is_none, present, put
 from accumext.optimizer._processes import sum_over_processes
-from accumext.optimizer._proxy import refuse_second_accumulation, tell_of_a_skipped_step
 from accumext.optimizer._report import WindowReport
 from accumext.optimizer._scaler import (
     OuterScale,

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -218,8 +218,8 @@ class Box:
         for group in self.optimizer.param_groups:
             indices = range(len(names), len(names) + len(group["params"]))
             given = group.get("param_names")
-            fits = isinstance(given, (list, tuple)) and len(given) == len(indices)
-            names += given if fits else indices
+            named = isinstance(given, (list, tuple)) and len(given) == len(indices)
+            names += cast(list[Name], given) if named else indices
         target = self.target
         lists = target.parameters(), target.stepped_on()
         return {p: name for several in lists for p, name in zip(several, names, strict=True)}

@@ -1,6 +1,8 @@
 """Optimizers of other packages, each kind as the least class that does what they do."""
 
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,3 +183,95 @@ def test_any_entry_of_a_group(entries):
     assert parameter.item() == -2.0
     assert opt.last.skipped
     assert opt.last.nonfinite == [0]
+
+
+# Optimizers around an optimizer that never call `Optimizer.__init__`, and so run no hooks
+
+
+class Around(torch.optim.Optimizer):
+    """As torch's PostLocalSGDOptimizer and AcceleratedOptimizer."""
+
+    def __init__(self, optimizer, scaler=None):
+        self.optimizer, self.scaler = optimizer, scaler
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self):
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [1, 3])
+def test_an_optimizer_without_hooks(window, dtype, fused):
+    """In half precision on masters, which a fused kernel writes without a sign of it."""
+    model = oracle.make_model(dtype)
+    masters = accumext.masters(model.parameters()) if dtype == torch.bfloat16 else None
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=fused)
+    around = Around(sgd(masters or model.parameters()))
+    opt = AccumulatingOptimizer(around, window=window, masters=masters)
+    batches = [batch.to(dtype) for batch in BATCHES]
+    oracle.run(opt, model, batches)
+    wide = torch.float32 if masters else None
+    expected = oracle.train_by_hand(sgd, batches, window, dtype=dtype, wide=wide)
+    # Where gradients are of half precision another order of float32 sums shows in the last bits.
+    oracle.assert_close([p.detach() for p in held_by(opt)], expected, 1e-4 if wide else 1e-12)
+    oracle.assert_equal(oracle.parameters_of(model), [p.detach().to(dtype) for p in held_by(opt)])
+
+
+def test_a_step_without_hooks_that_fails_leaves_the_window():
+    parameter = oracle.scalar()
+    inner = oracle.sgd([parameter])
+    opt = AccumulatingOptimizer(Around(inner), window=2)
+    fails = inner.register_step_pre_hook(lambda *_: 1 / 0)
+    opt.backward(parameter * 1.0)
+    opt.backward(parameter * 3.0)
+    with pytest.raises(ZeroDivisionError):
+        opt.step()
+    fails.remove()
+    opt.step()
+    assert parameter.item() == -2.0
+
+
+@pytest.mark.parametrize(
+    ("scaler", "steps", "reason"),
+    [
+        (torch.amp.GradScaler("cpu"), 1, "a GradScaler"),
+        (None, 4, "gradient_accumulation_steps=4"),
+        (None, 1, None),
+    ],
+)
+def test_an_optimizer_that_accelerate_has_prepared(scaler, steps, reason, monkeypatch):
+    state = SimpleNamespace(GradientState=lambda: SimpleNamespace(num_steps=steps))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    module = SimpleNamespace(AcceleratedOptimizer=Around)
+    monkeypatch.setitem(sys.modules, "accelerate.optimizer", module)
+    prepared = Around(oracle.sgd([oracle.scalar()]), scaler)
+    if reason is None:
+        assert AccumulatingOptimizer(prepared).optimizer is prepared
+        return
+    text = (
+        f"{oracle.OP}: optimizer must be wrapped before Accelerate prepares it, got "
+        f"AcceleratedOptimizer with {reason}. Wrap the inner one, then prepare that: "
+        f"accelerator.prepare({oracle.OP}(optimizer, ...))"
+    )
+    with pytest.raises(ValueError, match=oracle.says(text)):
+        AccumulatingOptimizer(prepared)
+
+
+@pytest.mark.parametrize(("name", "value", "got"), [("window", 2, "2"), ("max_norm", 1.0, "float")])
+def test_an_optimizer_of_opacus_takes_a_window_of_one(name, value, got, monkeypatch):
+    monkeypatch.setitem(sys.modules, "opacus.optimizers", SimpleNamespace(DPOptimizer=Around))
+    private = Around(oracle.sgd([oracle.scalar()]))
+    only = 1 if name == "window" else None
+    text = (
+        f"{oracle.OP}: {name} must be {only} for DPOptimizer, which steps on gradients of single "
+        f"samples, not on .grad, got {got}. Opacus accumulates by itself, in BatchMemoryManager"
+    )
+    with pytest.raises(ValueError, match=oracle.says(text)):
+        AccumulatingOptimizer(private, **{name: value})
+    opt = AccumulatingOptimizer(private)
+    with pytest.raises(ValueError, match=oracle.says(text)):
+        setattr(opt, name, value)

@@ -1,0 +1,61 @@
+"""What has to be known of Accelerate. It is never imported: what is not there cannot be in use."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+from torch.optim import Optimizer
+
+from accumext import _checks
+
+
+def _optimizer_class() -> Any:
+    """`AcceleratedOptimizer`, as `isinstance` takes it."""
+    return getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
+
+
+def _accumulation_steps() -> int:
+    """After how many backward passes Accelerate steps; one number per process."""
+    state = sys.modules.get("accelerate.state")
+    return 1 if state is None else state.GradientState().num_steps
+
+
+def refuse_prepared(op: str, optimizer: Optimizer) -> None:
+    """ValueError for an optimizer inside the wrapper that Accelerate has prepared, if it leaves out
+    steps: it would lose whole windows, and its scaler would not hear of those that are skipped.
+    """
+    if not isinstance(optimizer, _optimizer_class()):
+        return
+    steps = _accumulation_steps()
+    if optimizer.scaler is not None or steps > 1:
+        reason = f"gradient_accumulation_steps={steps}" if steps > 1 else "a GradScaler"
+        contract = "be wrapped before Accelerate prepares it"
+        advice = f"Wrap the inner one, then prepare that: accelerator.prepare({op}(optimizer, ...))"
+        _checks.fail_value(op, "optimizer", contract, f"AcceleratedOptimizer with {reason}", advice)
+
+
+def refuse_second_accumulation(op: str, window: int) -> None:
+    """RuntimeError where Accelerate leaves out steps itself: the two windows would multiply.
+
+    Other trainers keep their number to themselves: several backward passes before a step may be a
+    micro-batch.
+    """
+    steps = 1 if window == 1 else _accumulation_steps()
+    if steps > 1:
+        got = f"window={window} and gradient_accumulation_steps={steps}"
+        advice = "Pass gradient_accumulation_steps=1 to Accelerator, or window=1 to the optimizer"
+        contract = "be 1 where Accelerate accumulates too"
+        raise RuntimeError(_checks.message(op, "window", contract, got, advice))
+
+
+def tell_of_a_skipped_step(optimizer: object) -> None:
+    """Have Accelerate know, under a GradScaler, that no step was taken: its schedules wait then.
+
+    It takes a call of `step` for a step taken, and wraps `step` for that while the scaler runs.
+    """
+    for cell in getattr(vars(optimizer).get("step"), "__closure__", None) or ():
+        with suppress(ValueError):  # a variable of the closure that is not set
+            if isinstance(cell.cell_contents, _optimizer_class()):
+                cell.cell_contents._accelerate_step_called = False
