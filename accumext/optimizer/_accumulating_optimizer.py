@@ -27,7 +27,7 @@ from accumext.optimizer._backward import (
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import Used, fresh, grad_of, grads_of, is_none
 from accumext.optimizer._processes import collect_held
-from accumext.optimizer._proxy import OptimizerProxy
+from accumext.optimizer._proxy import OptimizerProxy, takes
 from accumext.optimizer._report import WindowReport
 from accumext.optimizer._scaler import create_scale, current_scale, refuse_unscaled
 from accumext.optimizer._settings import (
@@ -345,8 +345,9 @@ class AccumulatingOptimizer(OptimizerProxy):
         Between a `loss.backward()` of your own and `step` it clears the gradients of that pass.
 
         Args:
-            set_to_none: as in torch. Zeros that are left in `.grad` instead are a gradient to
-                `step`, as without the wrapper, but nothing new to `flush`.
+            set_to_none: as in torch, for a wrapped `zero_grad` that takes it. Zeros that are left
+                in `.grad` instead are a gradient to `step`, as without the wrapper, but nothing new
+                to `flush`.
 
         Example:
             >>> opt.zero_grad()
@@ -357,15 +358,19 @@ class AccumulatingOptimizer(OptimizerProxy):
         if box.state.last is not None:
             box.state.last.evidence = None
         empty = set_to_none and all(map(is_none, map(grad_of, parameters)))
-        if not empty or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
-            self.optimizer.zero_grad(set_to_none)
+        clear = self.optimizer.zero_grad
+        if getattr(clear, "__func__", None) is not Optimizer.zero_grad:
+            clear(**takes(clear, set_to_none=set_to_none))
+        elif not empty:
+            clear(set_to_none)
         theirs = [] if box.target.is_parameters else parameters  # it has cleared the masters'
         if not set_to_none:
             for parameter in theirs:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.detach().zero_()
         if box.state.used.seen or theirs or not set_to_none:
-            used = Used() if set_to_none else Used().after(grads_of(parameters))
+            left = [] if theirs and set_to_none else grads_of(parameters)
+            used = Used() if all(map(is_none, left)) else Used().after(left)
             box.commit(box.state._replace(used=used), theirs if set_to_none else ())
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -22,6 +23,16 @@ def _forwarded(name: str) -> Any:
         lambda self, value: setattr(self.optimizer, name, value),
         doc=f"`{name}` of the wrapped optimizer.",
     )
+
+
+def takes(method: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """The arguments if a method takes them by name, else none: `zero_grad` of apex and of fairscale
+    knows no `set_to_none`."""
+    try:
+        inspect.signature(method).bind(**arguments)
+    except (TypeError, ValueError):  # it does not; it has no signature
+        return {}
+    return arguments
 
 
 class OptimizerProxy(Optimizer, ABC):

@@ -275,3 +275,57 @@ def test_an_optimizer_of_opacus_takes_a_window_of_one(name, value, got, monkeypa
     opt = AccumulatingOptimizer(private)
     with pytest.raises(ValueError, match=oracle.says(text)):
         setattr(opt, name, value)
+
+
+# `zero_grad` with another signature, and what it leaves
+
+
+class Zeroing(torch.optim.SGD):
+    """As apex and fairscale: it takes nothing, and this one leaves zeros."""
+
+    def zero_grad(self):
+        super().zero_grad(set_to_none=False)
+
+
+class ByName(torch.optim.SGD):
+    def zero_grad(self, *, set_to_none=False):
+        super().zero_grad(set_to_none)
+
+
+class Anything(torch.optim.SGD):
+    def zero_grad(self, **kwargs):
+        super().zero_grad(**kwargs)
+
+
+class ByAnotherName(torch.optim.SGD):
+    def zero_grad(self, verbose=False):
+        assert not verbose
+        super().zero_grad()
+
+
+def replaced(parameters, **options):
+    optimizer = torch.optim.SGD(parameters, **options)
+    clear = optimizer.zero_grad
+    optimizer.zero_grad = lambda: clear(set_to_none=False)
+    return optimizer
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("make", [Zeroing, ByName, Anything, ByAnotherName, replaced])
+def test_zero_grad_of_any_signature(make, window):
+    """Zeros that it leaves are no gradient to `flush`, which would step on by the momentum."""
+    model = oracle.make_model()
+    make = partial(make, lr=0.1, momentum=0.9)
+    opt = AccumulatingOptimizer(make(model.parameters()), window=window)
+    oracle.run(opt, model, BATCHES, oracle.own_backward)
+    for batch in BATCHES:
+        opt.zero_grad()
+        oracle.one_call(opt, oracle.loss_of(model, batch))
+        opt.zero_grad()
+    opt.zero_grad(set_to_none=False)
+    opt.flush()
+    assert not opt.stepped
+    expected = oracle.train_by_hand(
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9), [*BATCHES, *BATCHES], window
+    )
+    oracle.assert_close(oracle.parameters_of(model), expected)
