@@ -346,12 +346,13 @@ class Closing:
             update(box.settings.scaler, self._begun, self._proxy, self._found_inf, self._device)
 
     @not_compiled
-    def recover(self) -> None:
-        """After an exception: finish if the step has been taken, else leave all as it was."""
+    def recover(self) -> bool:
+        """After an exception: finish if the step has been taken, else leave all as it was. Returns
+        whether it has."""
         closed = self._closed is not None and self._box.state is self._closed
         if closed or self._watch.has_moved():
             self.finish()
-            return
+            return True
         self._take_back()
         put(self._stepped_on, self._before)  # also what the step has taken away
         self._box.warned.add("full")  # which the window is, and another micro-batch may join it
@@ -364,6 +365,7 @@ class Closing:
                 self._box.state = state = state._replace(used=used)
         if in_grad and not self._window.sums:  # the user's own, as before
             self._box.state = state._replace(window=NO_WINDOW)
+        return False
 
     def _take_back(self) -> None:
         """Leave nothing on the optimizer, and what there was in `.grad`."""

@@ -83,7 +83,7 @@ def run_step(
             refuse_unscaled(op, settings.scaler, proxy, optimizer)
             take_pending(box, op, parameters, outer)
         if box.state.window.micro_batches >= settings.window:
-            result = close_window(box, proxy, op, parameters, kwargs)
+            result = close_window(box, proxy, op, parameters, kwargs, evaluated=closure is not None)
         elif settings.window == 1 and not pending and box.keeps_at_once:
             # The optimizer runs its hooks, as it would without the wrapper.
             result = box.target.followed(optimizer.step)(**kwargs)
@@ -182,6 +182,7 @@ def close_window(
     parameters: list[Tensor],  # that gradients are formed for
     kwargs: dict[str, Any],  # of the wrapped step
     flushing: bool = False,
+    evaluated: bool = False,  # whether there was a closure, which the wrapped step does not get
 ) -> Any:
     """Step on the open window, if there is anything in it, and start the next."""
     state, settings = box.state, box.settings
@@ -196,17 +197,45 @@ def close_window(
             return None
         device = parameters[0].device if parameters else torch.device("cpu")
         begun = begin_update(op, settings.scaler, proxy, box.optimizer, device)
+        summed = not box.state.window.in_grad
         closing, result = Closing(box, proxy, op, parameters, begun), None
         try:
             if closing.begin():
                 result = box.optimizer.step(**kwargs)
             closing.finish()
-        except BaseException:
-            closing.recover()
+        except BaseException as error:
+            if not closing.recover():
+                _refuse_what_it_misses(box, op, error, evaluated, summed)
             raise
     if not isinstance(closing.skip, Tensor) and closing.skip:
         warn_of_skip(box, proxy)
     return result
+
+
+def _refuse_what_it_misses(
+    box: Box, op: str, error: BaseException, evaluated: bool, summed: bool
+) -> None:
+    """RuntimeError in place of that of a step that has moved nothing, where it asked for a closure
+    that was given, or for the graph of gradients, which their sums do not have.
+
+    Whether an optimizer needs either is not to be known before: only its error tells.
+    """
+    said, kind = str(error).lower(), type(box.optimizer).__name__
+    if evaluated and ("closure" in said or "'nonetype' object is not callable" in said):
+        contract = "step without the closure, which was evaluated before"
+        advice = (
+            f"{kind} gets it with window=1, without max_norm, scaler, process_group and masters, "
+            "and with loss.backward(), not opt.backward, if there is a backward pass before"
+        )
+    elif summed and "grad_fn" in said:
+        contract = "step without the graph of .grad, which the sums of a window do not have"
+        advice = (
+            "Pass window=1, without masters, and add gradients up by hand: "
+            "(loss / n).backward(create_graph=True) n times, then opt.step()"
+        )
+    else:
+        return
+    raise RuntimeError(_checks.message(op, "the optimizer", contract, kind, advice)) from error
 
 
 # Optimizers that evaluate closures

@@ -329,3 +329,142 @@ def test_zero_grad_of_any_signature(make, window):
         partial(torch.optim.SGD, lr=0.1, momentum=0.9), [*BATCHES, *BATCHES], window
     )
     oracle.assert_close(oracle.parameters_of(model), expected)
+
+
+# Steps that need a closure although their signature has a default, or the graph of a gradient
+
+
+class Sharpness(torch.optim.SGD):
+    """As SAM: a second gradient, at other parameters."""
+
+    def step(self, closure=None):
+        if closure is None:
+            raise ValueError("SAM requires closure.")
+        with torch.no_grad():
+            for p in held_by(self):
+                p.add_(p.grad)
+                p.grad = None
+        closure()
+        return super().step()
+
+
+class Calling(torch.optim.SGD):
+    """As GSAM: it does not look whether there is one."""
+
+    def step(self, closure=None):
+        loss = closure()
+        super().step()
+        return loss
+
+
+class Second(torch.optim.SGD):
+    """As AdaHessian."""
+
+    def step(self, closure=None):
+        parameters = held_by(self)
+        ones = [torch.ones_like(p) for p in parameters]
+        second = torch.autograd.grad([p.grad for p in parameters], parameters, ones)
+        with torch.no_grad():
+            for p, curvature in zip(parameters, second, strict=True):
+                p.sub_(p.grad / (1 + curvature.abs()))
+
+
+CLOSURES = {  # settings, and whether an opt.backward comes before
+    "a window": ({"window": 2}, False),
+    "a clip": ({"max_norm": 1.0}, False),
+    "a scaler": ({"scaler": torch.amp.GradScaler("cpu")}, False),
+    "opt.backward": ({}, True),
+}
+
+
+@pytest.mark.parametrize("make", [Sharpness, Calling])
+@pytest.mark.parametrize("case", CLOSURES)
+def test_a_closure_that_the_step_itself_needs_is_refused_in_words(make, case):
+    options, before = CLOSURES[case]
+    model = oracle.make_model()
+    opt = AccumulatingOptimizer(make(model.parameters(), lr=0.1), **options)
+    started = [p.clone() for p in oracle.parameters_of(model)]
+
+    def closure():
+        loss = oracle.loss_of(model, BATCHES[0])
+        (loss if opt.scaler is None else opt.scaler.scale(loss)).backward()
+        return loss
+
+    text = (
+        f"{oracle.OP}.step: the optimizer must step without the closure, which was evaluated "
+        f"before, got {make.__name__}. {make.__name__} gets it with window=1"
+    )
+    if before:
+        opt.backward(oracle.loss_of(model, BATCHES[0]))
+    for _ in range(opt.window - 1):
+        opt.step(closure)
+    with pytest.raises(RuntimeError, match=oracle.says(text)) as raised:
+        opt.step(closure)
+    assert raised.value.__cause__ is not None
+    oracle.assert_equal(oracle.parameters_of(model), started)
+    opt.discard()
+
+
+@pytest.mark.parametrize("make", [Sharpness, Calling])
+def test_a_step_that_needs_its_closure_has_it_in_a_window_of_one(make):
+    def train(wrap):
+        model = oracle.make_model()
+        opt = wrap(make(model.parameters(), lr=0.1))
+        for batch in BATCHES:
+            oracle.loss_of(model, batch).backward()
+            opt.step(lambda batch=batch: oracle.loss_of(model, batch).backward())
+            opt.zero_grad()
+        return oracle.parameters_of(model)
+
+    oracle.assert_equal(train(AccumulatingOptimizer), train(lambda optimizer: optimizer))
+
+
+def test_an_error_of_a_closure_or_of_a_step_without_one_is_its_own():
+    parameter = oracle.scalar()
+    for make in (Sharpness, Calling):
+        opt = AccumulatingOptimizer(make([parameter], lr=1.0))
+        opt.backward(parameter * 1.0)
+        with pytest.raises((ValueError, TypeError)):
+            opt.step()
+        with pytest.raises(KeyError, match="closure"):
+            opt.step(lambda: {}["closure"])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_that_differentiates_gradients_has_their_graph_in_a_window_of_one(count):
+    def train(wrap):
+        model = oracle.make_model()
+        opt = wrap(Second(model.parameters()))
+        for number, batch in enumerate(BATCHES, 1):
+            (oracle.loss_of(model, batch) / count).backward(create_graph=True)
+            if number % count == 0:
+                opt.step()
+                opt.zero_grad()
+        return oracle.parameters_of(model)
+
+    oracle.assert_equal(train(AccumulatingOptimizer), train(lambda optimizer: optimizer))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("case", ["a window", "masters"])
+def test_a_step_that_differentiates_gradients_is_refused_their_sums(case):
+    dtype = torch.float64 if case == "a window" else torch.bfloat16
+    model = oracle.make_model(dtype)
+    masters = accumext.masters(model.parameters()) if case == "masters" else None
+    window = 2 if case == "a window" else 1
+    opt = AccumulatingOptimizer(
+        Second(masters or model.parameters()), window=window, masters=masters
+    )
+    text = (
+        f"{oracle.OP}.step: the optimizer must step without the graph of .grad, which the sums of "
+        "a window do not have, got Second. Pass window=1, without masters, and add gradients up by "
+        "hand: (loss / n).backward(create_graph=True) n times, then opt.step()"
+    )
+    for batch in BATCHES[: window - 1]:
+        oracle.loss_of(model, batch.to(dtype)).backward(create_graph=True)
+        opt.step()
+    oracle.loss_of(model, BATCHES[0].to(dtype)).backward(create_graph=True)
+    with pytest.raises(RuntimeError, match=oracle.says(text)):
+        opt.step()
+    opt.discard()
