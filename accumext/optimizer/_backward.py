@@ -22,6 +22,7 @@ from accumext._tensor_kinds import (
     HALF_DTYPES,
     fit_one_call,
     scale_,
+    versions,
 )
 from accumext._torch_private import record_function
 from accumext.masters import params_of
@@ -114,6 +115,8 @@ def run_backward(
     known = window.parameters
     if len(known) != len(parameters) or not all(map(is_, known, parameters)):
         take_out(box, parameters)
+    watch = box.watch if window.micro_batches == 0 and sharded is None else None
+    before = () if watch is None else versions(parameters)
     if inside is not None and inside.weight is not None:  # as the first part of the micro-batch
         apart = inside.part is not None
     else:
@@ -121,6 +124,8 @@ def run_backward(
         apart = settings.looks_first or (special and _cannot_carry(box, loss, weight))
     backward = _backward_apart if apart else _backward_into_sums
     backward(box, op, loss, weight, scale, parameters, pending)
+    if watch is not None:
+        watch.see_backward(box, parameters, before)
 
 
 def _let_go(box: Box, parameters: Sequence[Tensor], inside: bool) -> Sequence[Tensor | None]:

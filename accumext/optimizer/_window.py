@@ -21,7 +21,7 @@ from accumext._scalars import Scalar, as_tensor, to_host_if_free
 from accumext._tensor_kinds import HALF_DTYPES, Group, any_half, main_dtype, nonfinite
 from accumext._wgrad_fusion import MainGrads
 from accumext.masters import Target
-from accumext.optimizer._grads import Used, clear, grads_of
+from accumext.optimizer._grads import Used, clear, grads_of, is_none
 from accumext.optimizer._report import Name, WindowReport
 from accumext.optimizer._settings import OP, Settings
 from accumext.sharding import ShardedWindow
@@ -175,8 +175,9 @@ class Box:
 
     def warn_of_loss(self) -> None:
         """At the end of the optimizer or of the program: gradients that no step has used."""
-        lost = self.state.window.micro_batches
-        if lost > self.state.saved and not hasattr(sys, "last_type"):
+        window, lost = self.state.window, self.state.window.micro_batches
+        holds = window.in_grad or not all(map(is_none, window.sums))
+        if holds and lost > self.state.saved and not hasattr(sys, "last_type"):
             self.state = self.state._replace(saved=lost)
             text = (
                 f"{OP}: it ended with micro-batches in its window that no step has used, {lost}. "

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from accumext import _scalars
 from accumext._tensor_kinds import versions
-from accumext._torch_private import leaf_of, not_compiled, saved_factor
+from accumext._torch_private import gradient_hooks, leaf_of, not_compiled, saved_factor
 from accumext.optimizer._grads import grads_of, is_none
 from accumext.optimizer._report import named
 from accumext.optimizer._window import Box, others_of
@@ -66,6 +66,17 @@ def warn_of_skip(box: Box, proxy: Optimizer) -> None:
     )
 
 
+def warn_of_release(box: Box) -> None:
+    """Hooks of the parameters use gradients up while a backward pass runs."""
+    box.warn_once(
+        "nothing",  # for which this is the reason
+        "hooks of the parameters take gradients out of .grad in the backward pass, as an optimizer "
+        "does that steps there (gradient release, LOMO): it takes a step per backward pass, and "
+        "window, max_norm and scaler do nothing. Use it without the wrapper, or have it step in "
+        "opt.step()",
+    )
+
+
 class Watch:
     """Looks at the first windows of an optimizer, and leaves it."""
 
@@ -87,6 +98,14 @@ class Watch:
                 f"the loss was divided by {window}, and a window is the mean of its micro-batches "
                 "already. Pass the loss itself: opt.backward(loss)",
             )
+
+    def see_backward(
+        self, box: Box, parameters: Sequence[Tensor], before: Sequence[int | None]
+    ) -> None:
+        """After a first backward pass: whether it has written parameters in place of gradients."""
+        rows = zip(before, versions(parameters), box.state.window.of(parameters).sums)
+        if any(main is None and old != new for old, new, main in rows):
+            warn_of_release(box)
 
     @not_compiled
     def see_step(self, box: Box, parameters: Sequence[Tensor], pending: bool, scaled: bool) -> None:
@@ -121,6 +140,9 @@ class Watch:
         elif any(parameter.requires_grad for parameter in parameters):
             self._without += 1
         if self._without == calls:
+            if any(gradient_hooks(parameter)[1] for parameter in parameters):
+                warn_of_release(box)
+                return
             text = (
                 f"{calls} calls of step found no gradient of any parameter. Call zero_grad after "
                 "step, not before it, and make the optimizer of the parameters that the loss is "

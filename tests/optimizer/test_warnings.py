@@ -193,6 +193,65 @@ def test_a_second_wrapper_of_the_same_parameters_is_told_once_unless_it_has_loss
     )
 
 
+# Optimizers that step in the backward pass
+
+
+class Released(torch.optim.SGD):
+    """As optimi's with gradient release, and LOMO: hooks step, `step` does nothing."""
+
+    def __init__(self, parameters, **options):
+        super().__init__(parameters, **options)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.register_post_accumulate_grad_hook(self.release)
+
+    @torch.no_grad()
+    def release(self, parameter):
+        parameter.sub_(parameter.grad)
+        parameter.grad = None
+
+    def step(self, closure=None):
+        pass
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("loop", [one_call, oracle.own_backward])
+def test_a_step_in_the_backward_pass_is_told_once_with_its_cause(loop, window):
+    model = oracle.make_model()
+
+    def train():
+        opt = oracle.wrapped(model, Released, window=window, max_norm=1.0)
+        oracle.run(opt, model, oracle.make_batches(6), loop)
+
+    (said,) = warnings_of(train)
+    assert str(said.message).startswith(
+        f"{OP}: hooks of the parameters take gradients out of .grad"
+    )
+
+
+def test_a_released_part_is_told_at_the_first_backward_pass():
+    model = oracle.make_model()
+    Released(model[0].parameters(), lr=0.1)
+    opt = oracle.wrapped(model, window=2)
+    (said,) = warnings_of(lambda: opt.backward(loss_of(model, oracle.make_batches(1)[0])))
+    assert "a step per backward pass" in str(said.message)
+    opt.discard()
+
+
+def test_a_wrapper_of_each_parameter_may_step_in_a_hook():
+    """torch's recipe for less memory, with windows: nothing is told, and nothing is wrong."""
+    model, batches = oracle.make_model(), oracle.make_batches(6)
+    opts = {p: AccumulatingOptimizer(oracle.sgd([p]), window=3) for p in model.parameters()}
+
+    def step(parameter):
+        opts[parameter].step()
+        opts[parameter].zero_grad()
+
+    for parameter in opts:
+        parameter.register_post_accumulate_grad_hook(step)
+    assert warnings_of(lambda: [loss_of(model, batch).backward() for batch in batches]) == []
+    oracle.assert_close(oracle.parameters_of(model), oracle.train_by_hand(oracle.sgd, batches, 3))
+
+
 # Loops that are right
 
 
