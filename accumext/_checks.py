@@ -69,6 +69,12 @@ def instance(op: str, argument: str, value: Any, kind: type, contract: str) -> N
         fail_type(op, argument, contract, type_name(value))
 
 
+def bools(op: str, **named: Any) -> None:
+    """True or False, and nothing that merely counts as one of them."""
+    for argument, value in named.items():
+        instance(op, argument, value, bool, "be a bool")
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
@@ -369,7 +375,9 @@ def writable(op: str, argument: str, tensors: Any) -> None:
             raise RuntimeError(message(op, name, contract, "one", advice))
 
 
-def clip_limits(max_norm: Any, norm_type: Any, foreach: Any) -> tuple[float, float]:
+def clip_limits(
+    max_norm: Any, norm_type: Any, error_if_nonfinite: Any, foreach: Any
+) -> tuple[float, float]:
     """The contract of `accumext.clip_grad_norm_` but for the parameters.
 
     Returns:
@@ -377,6 +385,7 @@ def clip_limits(max_norm: Any, norm_type: Any, foreach: Any) -> tuple[float, flo
         than inf and -inf as the norm type.
     """
     op = "clip_grad_norm_"
+    bools(op, error_if_nonfinite=error_if_nonfinite)
     if not (foreach is None or isinstance(foreach, bool)):
         fail_type(op, "foreach", "be a bool or None", type_name(foreach))
     words = isinstance(norm_type, str) and norm_type in ("inf", "-inf")

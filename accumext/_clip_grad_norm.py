@@ -58,7 +58,8 @@ def clip_grad_norm_(
     Raises:
         ValueError: `norm_type` is NaN, `max_norm` has more elements than one, or a gradient
             overlaps itself.
-        TypeError: a gradient is not floating point, or `max_norm` or `norm_type` not a number.
+        TypeError: a gradient is not floating point, `max_norm` or `norm_type` not a number, or
+            `error_if_nonfinite` not a bool.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; nothing was scaled.
 
     Example:
@@ -79,7 +80,7 @@ def clip_grad_norm_(
         if not parameters:
             warnings.warn("`parameters` is an empty generator, nothing is clipped.", stacklevel=3)
     parameters = list(parameters)
-    p, limit = _checks.clip_limits(max_norm, norm_type, foreach)
+    p, limit = _checks.clip_limits(max_norm, norm_type, error_if_nonfinite, foreach)
     grads: list[Tensor] = []
     try:  # dense gradients on one device, a norm: if it is something else, the operator finds out
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]

@@ -185,7 +185,7 @@ def accumulate_(
 
     Raises:
         ValueError: lengths, shapes or devices differ, or a main gradient overlaps itself.
-        TypeError: an entry is not a dense floating-point tensor.
+        TypeError: an entry is not a dense floating-point tensor, or `overwrite` no bool.
 
     Example:
         >>> main_grads = [torch.zeros(3)]
@@ -195,6 +195,8 @@ def accumulate_(
 
     The pass is the one of `multi_tensor_axpby` in NVIDIA apex's former `amp`, with the norm added.
     """
+    if type(overwrite) is not bool:  # operators take what counts as one
+        _checks.bools("accumulate_", overwrite=overwrite)
     op = _ops.accumulate_.default if isinstance(inv_scale, Tensor) else _ops.accumulate_.scalar
     options = {"inv_scale": inv_scale, "found_inf": found_inf, "overwrite": overwrite}
     try:
@@ -315,7 +317,7 @@ def unscale_check_clip_accumulate_(
     Raises:
         ValueError: lengths, shapes or devices differ, a main gradient overlaps itself, `max_norm`
             is negative or NaN, or `norm_type` is 0 or NaN.
-        TypeError: an entry is not a dense floating-point tensor.
+        TypeError: an entry is not a dense floating-point tensor, or an option no bool.
 
     Example:
         >>> main_grads, grads = [torch.zeros(2)], [torch.tensor([3.0, 4.0])]
@@ -326,6 +328,9 @@ def unscale_check_clip_accumulate_(
 
     The clip is that of `torch.nn.utils.clip_grad_norm_`.
     """
+    if type(overwrite) is not bool or type(if_finite) is not bool:
+        name = "unscale_check_clip_accumulate_"
+        _checks.bools(name, overwrite=overwrite, if_finite=if_finite)
     overloads = _ops.unscale_check_clip_accumulate_
     op = overloads.default if isinstance(inv_scale, Tensor) else overloads.scalar
     options = {

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext._checks import DrawWord, FeedbackWord, TokenReduction, TruncationWord, explained
+from accumext._checks import (
+    DrawWord,
+    FeedbackWord,
+    TokenReduction,
+    TruncationWord,
+    bools,
+    explained,
+)
 from accumext._wgrad_fusion import may_fuse
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._memory import Call, predicted_peak
@@ -220,6 +227,8 @@ def decode_loss(
     (scheduled sampling); Rennie et al. 2017 (self-critical training); Hinton et al. 2015 (soft
     targets); the derivation is in docs/decoder_inside.md.
     """
+    if batch_first.__class__ is not bool or return_outputs.__class__ is not bool:
+        bools(OP, batch_first=batch_first, return_outputs=return_outputs)
     if batch_first:
         by_token = (targets, inputs, feedback, token_weight, resets)
         targets, inputs, feedback, token_weight, resets = map(_time_major, by_token)
@@ -378,6 +387,7 @@ def decode_memory(
         >>> peak = accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy")
     """
     call = dict(locals())  # by name, as the groups of arguments take them
+    bools(OP, batch_first=batch_first, return_outputs=return_outputs)
     device = embedding_table(OP, call["embedding"]).weight.device
     if isinstance(call["targets"], (tuple, list)):
         call["targets"] = torch.zeros(*call["targets"], dtype=torch.int64, device=device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accumext._checks import (
     SEARCHES,
     Search,
+    bools,
     check_vector,
     explained,
     fail_type,
@@ -136,6 +137,7 @@ def generate(
 
     Sources: Holtzman et al. 2020 (top_p); Fan et al. 2018 (top_k); Wu et al. 2016 (length penalty).
     """
+    bools(OP, batch_first=batch_first)
     with gathered_once(OP, cell, read=(embedding, cell, head)):
         model = Model.of(
             OP, embedding=embedding, cell=cell, head=head, context=context, batch_dim=batch_dim

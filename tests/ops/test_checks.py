@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -169,6 +170,47 @@ NO_NUMBERS = [True, np.True_, "2", torch.tensor(2), 1j]
 def test_what_is_no_number(check, contract, value):
     with pytest.raises(TypeError, match=f"op: x must be {contract}, got"):
         check("op", "x", value)
+
+
+# --- True or False ------------------------------------------------------------------------------
+
+X = torch.ones(4)
+PARTS = (nn.Embedding(7, 5), nn.GRUCell(5, 5), nn.Linear(5, 7))
+FLAGGED = {  # of every public function with such an argument, a call that is right but for it
+    accumext.accumulate_: partial(accumext.accumulate_, [X], [X.clone()]),
+    accumext.unscale_check_clip_accumulate_: partial(
+        accumext.unscale_check_clip_accumulate_, [X], [X.clone()], max_norm=9.0
+    ),
+    accumext.clip_grad_norm_: partial(accumext.clip_grad_norm_, [], 1.0),
+    accumext.masters: partial(accumext.masters, [nn.Parameter(X)]),
+    accumext.decode_loss: partial(
+        accumext.decode_loss, *PARTS, torch.zeros(4, 3, dtype=torch.int64), feedback="greedy"
+    ),
+    accumext.decode_memory: partial(accumext.decode_memory, *PARTS, (4, 3), feedback="greedy"),
+    accumext.generate: partial(accumext.generate, *PARTS, max_length=3),
+    accumext.AccumulatingOptimizer: partial(
+        accumext.AccumulatingOptimizer, torch.optim.SGD([nn.Parameter(X)])
+    ),
+}
+
+
+def flags_of(function):
+    """The arguments of a function that are True or False."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if isinstance(p.default, bool)]
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None, np.True_, torch.tensor(True)], ids=repr)
+def test_what_is_no_bool(value):
+    public = [getattr(accumext, name) for name in accumext.__all__]
+    results = {accumext.WindowReport}
+    assert {f for f in public if callable(f) and flags_of(f)} - results == FLAGGED.keys()
+    for function, call in FLAGGED.items():
+        for name in flags_of(function):
+            text = rf"^\w+: {name} must be a bool, got {_checks.type_name(value)}$"
+            with pytest.raises(TypeError, match=text):
+                call(**{name: value})
+    assert torch.equal(X, torch.ones(4))
 
 
 # --- calls whose arguments have other names, or are missing ---------------------------------------
