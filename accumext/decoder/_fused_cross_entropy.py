@@ -293,7 +293,8 @@ class FusedCrossEntropy:
         loss = hit * (lse - target_logit)
         if self._uniform > 0:
             rounded = hidden.to(self.weight.dtype).to(self.dtype)  # as for the logits
-            smooth = self._weight_sum * lse - (rounded @ self._colsum + self._bias_dot)
+            weighted_logits = self._product(rounded, self._colsum[:, None])[:, 0] + self._bias_dot
+            smooth = self._weight_sum * lse - weighted_logits
             loss = loss + self._uniform * smooth
         if self._z_loss > 0:
             loss = loss + self._z_loss * lse.square()
@@ -330,7 +331,7 @@ class FusedCrossEntropy:
             bias_dot = 0.0 if self.bias is None else self.bias.sum()
             colsum = self.weight.sum(0, dtype=self.dtype)
             return colsum, bias_dot, float(self.weight.shape[0])
-        bias_dot = 0.0 if self.bias is None else weights @ self.bias
+        bias_dot = 0.0 if self.bias is None else (weights * self.bias).sum()
         colsum = self._product(weights[None], self.weight)[0]
         return colsum, bias_dot, weights.sum()
 
@@ -364,7 +365,7 @@ class FusedCrossEntropy:
             gradients.weight.index_add_(0, y, h * t[:, None])
             self._weight_written = True
             if self._uniform > 0:
-                self._smoothed += q @ h
+                _operators.add_matmul(self._smoothed[None], q[None], h, False)
         if gradients.bias is not None:
             _operators.add_matmul(gradients.bias[:, None], exps, r[:, None], False)
             gradients.bias.index_add_(0, y, t)
