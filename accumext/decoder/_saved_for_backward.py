@@ -42,12 +42,15 @@ class SavedForBackward:
         self._write_counts = list(map(write_count, self._parameters))
 
     def check_unchanged(self) -> None:
-        """Raise, as autograd would, if a parameter was written or replaced since the forward."""
-        now, then = self._read_again(), self._parameters
-        same = len(now) == len(then) and all(map(operator.is_, now, then))
-        if not same or list(map(write_count, now)) != self._write_counts:
-            contract = "be those of the forward pass until the backward pass has run"
+        """Raise, as autograd would, if a parameter was written since the forward, or replaced where
+        the cell is called again. (The operators have the tensors, whatever the module has now.)"""
+        contract = "be those of the forward pass until the backward pass has run"
+        if list(map(write_count, self._parameters)) != self._write_counts:
             raise RuntimeError(message(OP, "parameters", contract, "changed ones"))
+        now = self._parameters if self.model.rnn is not None else self._read_again()
+        if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
+            advice = "Under functional_call run the backward pass inside of it, too"
+            raise RuntimeError(message(OP, "parameters", contract, "others", advice))
         for tensor in now:
             if tensor.untyped_storage().size() or not tensor.numel():
                 continue

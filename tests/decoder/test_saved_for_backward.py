@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.decode_oracle import make_decoder, relative_distance
+from support.decode_oracle import decode, make_decoder, relative_distance
 from support.decoding import BATCH, EXACT, STEPS, raises, run, targets_with_holes, wrapped
 from torch import Tensor, nn
 
@@ -33,22 +33,45 @@ def test_parameters_that_changed_before_the_backward_pass_are_an_error(kind, fro
             out.loss.backward()
 
 
-def test_parameters_that_were_replaced_are_an_error():
-    decoder = make_decoder("gru_cell")
+@pytest.mark.parametrize("kind", ["gru_cell", "lstm", "function", "module"])
+def test_parameters_of_functional_call_are_those_of_the_backward_pass_outside(kind):
+    """Its own, which the model has again by then, get no gradient, and are not read."""
+    decoder, targets = make_decoder("lstm" if kind == "lstm" else "gru_cell"), targets_with_holes()
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = decoder.cell
+
+        def forward(self, x: Tensor, state: Any) -> Any:
+            state = self.inner(x, state)
+            return state, state
 
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.cell = decoder.cell
+            self.embedding, self.head = decoder.embedding, decoder.head
+            self.cell = Own() if kind == "module" else decoder.cell
 
         def forward(self) -> Tensor:
-            return run(decoder).loss
+            cell = wrapped(decoder) if kind == "function" else self.cell
+            return run(decoder, cell, targets=targets).loss
 
-    parameters = decoder.cell.named_parameters()
-    others = {f"cell.{n}": p.detach().clone().requires_grad_() for n, p in parameters}
-    loss = torch.func.functional_call(Whole(), others, ())
-    with raises(RuntimeError, CHANGED):
-        loss.backward()
+    whole = Whole()
+    others = {n: (p.detach() * 1.1).requires_grad_() for n, p in whole.named_parameters()}
+    if kind == "module":  # it would be called again with its own
+        loss = torch.func.functional_call(whole, others, ())
+        with raises(RuntimeError, f"{CHANGED}, got others. Under functional_call run the backward"):
+            loss.backward()
+        return
+    found = torch.autograd.grad(torch.func.functional_call(whole, others, ()), [*others.values()])
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.mul_(1.1)
+    inputs = torch.cat([torch.zeros_like(targets[:1]), targets[:-1].clamp(min=0)])
+    losses, divisor, _ = decode(decoder, targets, inputs)
+    expected = torch.autograd.grad(losses.sum() / divisor, [*whole.parameters()])
+    assert relative_distance(list(found), list(expected)) < EXACT
 
 
 @pytest.mark.parametrize(
