@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ from accumext._checks import (
 from accumext.recurrence import (
     Feedback,
     Inputs,
+    NoBatchAsSequence,
+    ReadAsSequence,
     State,
     Truncation,
     batch_dim_of,
@@ -37,6 +40,7 @@ from accumext.recurrence import (
     detach,
     freeze,
     map_tensors,
+    may_be_unbatched,
     rng_state,
     set_rng_state,
     tensors,
@@ -256,8 +260,13 @@ class _Steps:
                 history.save(t, state)
             given = self._read_again(t, state, history)
             counts = write_counts(given)
+            looks = t == 0 and may_be_unbatched(state, len(self.inputs[t]))
             try:
-                result = self.step(self.inputs[t], state, *self.context)
+                with NoBatchAsSequence(len(self.inputs[t])) if looks else nullcontext():
+                    result = self.step(self.inputs[t], state, *self.context)
+            except ReadAsSequence as error:
+                text = message(OP, "step", "take tokens [B]", error, _SEQUENCES)
+                raise TypeError(text) from error
             except RuntimeError as error:
                 if "hx should also be" not in str(error):
                     raise

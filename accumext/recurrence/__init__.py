@@ -53,3 +53,6 @@ from accumext.recurrence._truncation import WHOLE as WHOLE
 from accumext.recurrence._truncation import StateGradientGate as StateGradientGate
 from accumext.recurrence._truncation import Truncation as Truncation
 from accumext.recurrence._truncation import windows as windows
+from accumext.recurrence._unbatched import NoBatchAsSequence as NoBatchAsSequence
+from accumext.recurrence._unbatched import ReadAsSequence as ReadAsSequence
+from accumext.recurrence._unbatched import may_be_unbatched as may_be_unbatched

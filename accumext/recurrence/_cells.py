@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accumext._checks import fail_type, fail_value, forward_of, message, type_name
 from accumext._torch_private import translated_from
 from accumext.recurrence._states import State, batch_dim_of, check_nesting, copy_nesting, tensors
+from accumext.recurrence._unbatched import NoBatchAsSequence, ReadAsSequence, may_be_unbatched
 
 Step = Callable[..., tuple[Tensor, State, State]]
 
@@ -110,10 +111,11 @@ def cell_of(op: str, cell: Any, batch_dim: Any = None) -> Cell:
         fail_type(op, "cell", "be a recurrent module or callable", type_name(cell), advice)
     _check_translation(op, cell)
     module = cell if isinstance(cell, nn.Module) else None
+    called = _StepsOfSequences(op, cell)
 
     def step(x: Tensor, state: State, *context: Tensor) -> tuple[Tensor, State, State]:
         try:
-            result = cell(x, copy_nesting(state), *context)
+            result = called(x, copy_nesting(state), *context)
         except (RuntimeError, TypeError) as error:
             for piece, cure in _CURES:
                 if piece in str(error):
@@ -132,6 +134,36 @@ def cell_of(op: str, cell: Any, batch_dim: Any = None) -> Cell:
         return output, state, extras
 
     return Cell(step, module, None, None, None, batch_dim_of(op, batch_dim), draws=True)
+
+
+class _StepsOfSequences:
+    """Calls a callable, with x as a sequence of one step if it hands x to nn.GRU, LSTM or RNN."""
+
+    def __init__(self, op: str, cell: Callable[..., Any]) -> None:
+        self._op, self._cell = op, cell
+        self._time_dim: int | None = None  # of the sequences that the cell reads, if it does
+        self._looks = True
+
+    def __call__(self, x: Tensor, state: State, *context: Tensor) -> Any:
+        looks, self._looks = self._looks, False
+        # A replay of the first step does what that has done.
+        if (looks or self._time_dim is not None) and may_be_unbatched(state, len(x)):
+            try:
+                with NoBatchAsSequence(len(x)):
+                    return self._cell(x, state, *context)
+            except ReadAsSequence as call:
+                self._time_dim = call.time_dim
+        if self._time_dim is None:
+            return self._cell(x, state, *context)
+        try:
+            output, *rest = self._cell(x.unsqueeze(self._time_dim), state, *context)
+            if output.shape[self._time_dim] != 1 or output.dim() != 3:
+                raise ValueError(f"an output of shape {list(output.shape)}")
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            got = "one that has nn.GRU, LSTM or RNN read x [B, E] as a sequence"
+            text = message(self._op, "cell", _STEP, got, _CURES[-1][1])
+            raise TypeError(text) from error
+        return output.squeeze(self._time_dim), *rest
 
 
 def _check_translation(op: str, cell: Any) -> None:
