@@ -38,7 +38,7 @@ from accumext.optimizer._settings import (
 from accumext.optimizer._step import flush, run_step
 from accumext.optimizer._sums import add_micro_batch, take_out
 from accumext.optimizer._window import Box, pack, unpack
-from accumext.optimizer._wrong_loops import Watch, warn_of_a_full_window
+from accumext.optimizer._wrong_loops import Watch, telling_of_another_step, warn_of_a_full_window
 
 
 def _setting(name: str, doc: str) -> Any:
@@ -75,8 +75,9 @@ class AccumulatingOptimizer(OptimizerProxy):
     the window, and the exception says so, unless `on_nonfinite` keeps micro-batches apart.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`. One whose `step` requires a closure (LBFGS) takes
-            `window=1`, and no `max_norm`, `scaler` or `process_group`.
+        optimizer: any `torch.optim.Optimizer`, also one around others: this one is outermost. One
+            whose `step` requires a closure (LBFGS) takes `window=1`, and no `max_norm`, `scaler` or
+            `process_group`.
         window: micro-batches per optimizer step.
         max_norm: global norm to clip the window's gradient to; None does not clip.
         norm_type: p of that norm, nonzero, or `inf`.
@@ -492,6 +493,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         value = super().__getattr__(name)
         if name.startswith("_") or not callable(value):
             return value
+        if name.endswith("step"):  # such as `first_step` of SAM
+            value = telling_of_another_step(self._box, name, value)
         return self._box.target.followed(value)  # such as `eval()` of schedule-free ones
 
     def state_dict(self) -> dict[str, Any]:

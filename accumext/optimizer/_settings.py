@@ -106,6 +106,12 @@ def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
                 _checks.fail_value(OP, name, f"be {only!r} for {reason}", got, advice)
 
 
+def unlike_bare(settings: Settings) -> dict[str, Any]:
+    """The settings for which a step is more than that of the bare optimizer."""
+    given = {name: getattr(settings, name) for name in _WITHOUT_WINDOW}
+    return {name: value for name, value in given.items() if value != _WITHOUT_WINDOW[name]}
+
+
 def check_weight(op: str, weight: object) -> Scalar:
     """A finite number of at least 0; a 0-dim tensor on a device stays there, in float64."""
     if isinstance(weight, Tensor):

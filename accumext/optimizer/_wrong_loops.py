@@ -7,9 +7,9 @@ windows alone, by a `Watch`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -24,9 +24,12 @@ from accumext._tensor_kinds import versions
 from accumext._torch_private import gradient_hooks, leaf_of, not_compiled, saved_factor
 from accumext.optimizer._grads import grads_of, is_none
 from accumext.optimizer._report import named
+from accumext.optimizer._settings import unlike_bare
 from accumext.optimizer._window import Box, others_of
 
 _WINDOWS = 2  # that are watched
+_LOOKED_AT = 8  # parameters, to see whether all were written
+_ROUNDING = 0.01  # of the logarithm of a factor
 _MEAN = 1  # what nodes of torch's losses save of `reduction`
 
 
@@ -77,6 +80,22 @@ def warn_of_release(box: Box) -> None:
     )
 
 
+def telling_of_another_step(box: Box, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of the wrapped optimizer's own: it finds what is in `.grad`, and no window there."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if ignored := " and ".join(unlike_bare(box.settings)):
+            box.warn_once(
+                "another step",
+                f"{name} steps at once on what is in .grad, without {ignored}. Call opt.step(), "
+                f"with a closure if the optimizer takes one; or leave {ignored} out",
+            )
+        return method(*args, **kwargs)
+
+    return call
+
+
 class Watch:
     """Looks at the first windows of an optimizer, and leaves it."""
 
@@ -84,7 +103,9 @@ class Watch:
         self._windows = 0  # that were full
         self._divided = 0  # losses in a row that were divided by the window
         self._without = 0  # calls of step in a row that found no gradient
-        self._rates: list[float | None] = []  # at the first call of step in a window
+        self._numbers: list[dict[str, float]] = []  # of each group, at the first call in a window
+        self._held: _Held | None = None  # since a call of step that did not step
+        self._factor: float | None = None  # of a scaler and a clip, in the last micro-batch
         self._passes: _Passes | None = None  # since the last call of step
 
     def see_loss(self, box: Box, loss: Tensor) -> None:
@@ -113,9 +134,12 @@ class Watch:
         window, size = box.state.window, box.settings.window
         self._see_gradients(box, parameters)
         if size > 1:
-            self._see_rates(box, first=window.micro_batches + pending <= 1)
+            self._see_groups(box, first=window.micro_batches + pending <= 1)
+            self._see_writes(box, parameters, stays=window.micro_batches + pending < size)
         if self._passes is not None:
             self._passes.end()
+            if size > 1 and pending and scaled:
+                self._see_factor(box, self._passes.factor(parameters))
             clips = not (scaled or (dist.is_available() and dist.is_initialized()))
             if size > 1 and pending and self._passes.sum_up(parameters, clips):
                 box.warn_once(
@@ -129,8 +153,9 @@ class Watch:
         if self._windows == _WINDOWS:
             box.watch = None
             return
-        watches = size > 1 and pending and not self._windows and box.sharded is None
-        self._passes = _Passes(parameters) if watches else None
+        watches = size > 1 and pending and box.sharded is None
+        goes_on = not self._windows or self._factor is not None  # which takes two to compare
+        self._passes = _Passes(parameters) if watches and goes_on else None
 
     def _see_gradients(self, box: Box, parameters: Sequence[Tensor]) -> None:
         window, calls = box.state.window, max(box.settings.window, 2)
@@ -152,17 +177,81 @@ class Watch:
                 text += ". Another AccumulatingOptimizer has taken gradients of them: use one"
             box.warn_once("nothing", text)
 
-    def _see_rates(self, box: Box, first: bool) -> None:
-        groups = box.optimizer.param_groups
-        before, rates = self._rates, [_scalars.known_number(g.get("lr")) for g in groups]
+    def _see_groups(self, box: Box, first: bool) -> None:
+        """What a schedule, or an optimizer around this one, counts in the parameter groups."""
+        before, numbers = self._numbers, list(map(_numbers_of, box.optimizer.param_groups))
         if first or not before:
-            self._rates = rates
-        elif any(a != b for a, b in zip(before, rates) if a is not None and b is not None):
+            self._numbers = numbers
+            return
+        pairs = list(zip(before, numbers))  # groups may have been added
+        changed = {k for old, new in pairs for k in old if k in new and old[k] != new[k]}
+        if "lr" in changed:
             box.warn_once(
                 "rates",
                 "the learning rate changed inside a window. Change it between two: if opt.stepped: "
                 "schedule.step()",
             )
+        elif changed:
+            _warn_of_one_around(box, f"{min(changed)!r} of a parameter group was")
+
+    def _see_writes(self, box: Box, parameters: Sequence[Tensor], stays: bool) -> None:
+        """Whether all parameters were written between two micro-batches of a window."""
+        held, self._held = self._held, None
+        if box.sharded is not None:  # whose sums would be collective
+            return
+        written = held is not None and held.report is box.state.last and held.all_written()
+        if written and not others_of(box):  # which may have losses, and steps, of their own
+            _warn_of_one_around(box, "the parameters were")
+        if stays:
+            sums = box.state.window.of(parameters).sums
+            reached = zip(parameters, grads_of(parameters), sums, strict=False)
+            self._held = _Held(box, [p for p, *grads in reached if not all(map(is_none, grads))])
+
+    def _see_factor(self, box: Box, factor: float | None) -> None:
+        """Whether more than a loss scale, which changes by powers of two, has multiplied."""
+        before, self._factor = self._factor, factor
+        if before and factor and factor / before > 0:
+            powers = math.log2(factor / before)
+            if abs(powers - round(powers)) > _ROUNDING:
+                box.warn_once(
+                    "unscaled clip",
+                    "a clip after scaler.unscale_ clips one micro-batch, not the window. Leave it "
+                    "to max_norm",
+                )
+
+
+def _numbers_of(group: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a parameter group that the host knows."""
+    known = {key: _scalars.known_number(value) for key, value in group.items()}
+    return {key: number for key, number in known.items() if number is not None}
+
+
+def _warn_of_one_around(box: Box, what: str) -> None:
+    """An optimizer around this one, or a schedule, acts at every call of step."""
+    box.warn_once(
+        "around",
+        f"{what} changed between two micro-batches of a window, by no step. An optimizer around "
+        "this one acts in every micro-batch: put AccumulatingOptimizer outermost, around that one, "
+        "or pass window=1; and call schedules only if opt.stepped",
+    )
+
+
+class _Held:
+    """Some parameters as they are when the window stays open."""
+
+    def __init__(self, box: Box, parameters: Sequence[Tensor]) -> None:
+        self.report = box.state.last  # another one after a step or flush
+        every = -(-len(parameters) // _LOOKED_AT) or 1
+        self._parameters = parameters[::-every]  # also of the head: others may train the trunk
+        self._versions = versions(self._parameters)
+        self._sums = [p.sum() for p in self._parameters]
+
+    def all_written(self) -> bool:
+        """Tell whether each of them has other values now."""
+        now = versions(self._parameters)
+        if not now or any(old is None or old == new for old, new in zip(self._versions, now)):
+            return False
+        return all(bool(p.sum() != old) for p, old in zip(self._parameters, self._sums))
 
 
 def _is_divided(loss: Tensor, by: int) -> bool:
@@ -217,6 +306,19 @@ class _Passes:
         """Look no longer."""
         for handle in self._handles:
             handle.remove()
+
+    def factor(self, parameters: Sequence[Tensor]) -> float | None:
+        """By what all gradients were multiplied since autograd made them, if somebody has written
+        them; a GradScaler's writes are not counted."""
+        known = [(p.grad, self._left[id(p)]) for p in parameters if id(p) in self._left]
+        grads = [grad for grad, left in known if grad is not None and left.tensor() is grad]
+        now = versions(grads)
+        if not known or len(grads) < len(known):
+            return None
+        if any(v == left.version or left.passes > 1 for v, (_, left) in zip(now, known)):
+            return None
+        before = sum(float(left.total) for _, left in known)
+        return sum(float(grad.sum()) for grad in grads) / before if before else None
 
     def sum_up(self, parameters: Sequence[Tensor], clips: bool) -> bool:
         """Tell whether all gradients that are there are of several passes, or were changed since.

@@ -93,6 +93,62 @@ def clip_of_the_window(opt, model, x, number, scaler):
     opt.step()
 
 
+class Around:
+    """An optimizer around another that acts at every call of its step, and counts the calls."""
+
+    def __init__(self, inner, counts):
+        self.inner, self.calls, self.counts = inner, 0, counts
+        self.slow = [p.detach().clone() for p in self.parameters()]
+
+    def parameters(self):
+        return [p for group in self.inner.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self):
+        self.inner.step()
+        self.calls += 1
+        if self.counts:
+            for group in self.inner.param_groups:
+                group["calls"] = self.calls
+        elif self.calls % 5 == 0:
+            torch._foreach_lerp_(self.slow, self.parameters(), 0.5)
+            torch._foreach_copy_(self.parameters(), self.slow)
+
+
+def around(opt, model, x, number, scaler, counts, loop=one_call):
+    outer = vars(opt).setdefault("_outer", Around(opt, counts))
+    (opt.backward if loop is one_call else torch.Tensor.backward)(loss_of(model, x))
+    outer.step()
+    opt.zero_grad()
+
+
+def unscaled_and_clipped(opt, model, x, number, scaler, max_norm=1e-3):
+    """As in timm's NativeScaler."""
+    scaler.scale(loss_of(model, x)).backward()
+    scaler.unscale_(opt)
+    clip_grad_norm_(model.parameters(), max_norm)
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+
+
+class TwoSteps(torch.optim.SGD):
+    """As SAM has them."""
+
+    def first_step(self):
+        pass
+
+    def second_step(self):
+        super().step()
+
+
+def by_its_own_steps(opt, model, x, number, scaler):
+    loss_of(model, x).backward()
+    opt.first_step()
+    opt.second_step()
+    opt.zero_grad()
+
+
 def quotient(of):
     return lambda opt, model, x, *_: one_call(opt, of(model, x))
 
@@ -127,6 +183,22 @@ WRONG = {
     "a clip of the window": (clip_of_the_window, {}, "pass max_norm to the optimizer"),
     "a quotient": (quotient(lambda model, x: entropy(model, x) / 4), {}, "Pass the loss itself"),
     "one of pixels": (quotient(lambda m, x: entropy_2d(m, x) / 4), {}, "Pass the loss itself"),
+    "a clip after a scaler": (unscaled_and_clipped, {}, "clips one micro-batch, not the window"),
+    "a clip after it, windows of 2": (unscaled_and_clipped, {"window": 2}, "Leave it to max_norm"),
+    **{
+        f"around that {'counts' if counts else 'writes'}, {loop.__name__}": (
+            partial(around, counts=counts, loop=loop),
+            {},
+            "put AccumulatingOptimizer outermost",
+        )
+        for counts in (True, False)
+        for loop in (one_call, oracle.own_backward)
+    },
+    "steps of its own": (
+        by_its_own_steps,
+        {"make": TwoSteps, "max_norm": 1.0},
+        "first_step steps at once on what is in .grad, without window and max_norm",
+    ),
     "NaN": (nan, {}, SKIPPED),
     "NaN in a micro-batch": (nan, {"window": 1, "on_nonfinite": "skip_micro_batch"}, SKIPPED),
     "a scale that finds nothing": (nan, {"window": 1, "scaler": HALVING}, "a window was skipped"),
@@ -335,6 +407,49 @@ def frozen(opt, model, x, number, scaler):
     opt.step()
 
 
+@torch.no_grad()
+def swapped(opt, model, x, number, scaler):
+    """Averaged weights are evaluated between two micro-batches, and weights clamped."""
+    one_call(opt, loss_of_x(model, x))
+    before = [p.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.mul_(0.5)
+    for p, mine in zip(model.parameters(), before):
+        p.copy_(mine).clamp_(-100.0, 100.0)
+
+
+@torch.enable_grad()
+def loss_of_x(model, x):
+    return loss_of(model, x)
+
+
+@torch.no_grad()
+def trunk_of_another(opt, model, x, number, scaler):
+    """Another loss and optimizer train a part of the model."""
+    one_call(opt, loss_of_x(model, x))
+    for p in model[0].parameters():
+        p.add_(0.1)
+
+
+def flushed(opt, model, x, number, scaler):
+    one_call(opt, loss_of(model, x))
+    opt.flush()
+
+
+def renormed(opt, model, x, number, scaler):
+    """An embedding writes the rows that it looks up."""
+    rows = vars(opt).setdefault("_rows", nn.Embedding(5, 3, max_norm=1.0, dtype=torch.float64))
+    if number == 0:
+        opt.add_param_group({"params": rows.weight})
+    one_call(opt, loss_of(model, x * rows(torch.tensor(number % 5))))
+
+
+def decayed(opt, model, x, number, scaler):
+    one_call(opt, loss_of(model, x))
+    if opt.stepped:
+        opt.param_groups[0]["weight_decay"] += 0.1
+
+
 OWN = [in_ddp, unrolled, norm_is_logged, zeros_are_left, another_loss_reaches_it, several_losses]
 USUAL = [
     one_call,
@@ -356,6 +471,8 @@ RIGHT = {
     "halves of a micro-batch": in_two_parts,
     "every other micro-batch": every_other_micro_batch,
     "frozen": frozen,
+    **{use.__name__: use for use in (swapped, trunk_of_another, flushed, renormed, decayed)},
+    "a norm that is logged after a scaler": partial(unscaled_and_clipped, max_norm=INF),
     "NaN that an outer scaler knows of": lambda opt, model, x, number, scaler: oracle.outer_scaler(
         opt, loss_of(model, x) * (INF if number < 2 else 1.0), scaler
     ),

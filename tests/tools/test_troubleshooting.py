@@ -119,6 +119,15 @@ def sum_beyond_float32(page: SimpleNamespace) -> None:
         opt.discard()
 
 
+def decay_of_every_micro_batch(page: SimpleNamespace) -> None:
+    opt = accumext.AccumulatingOptimizer(page.optimizer, window=4)
+    for loss in losses(page):
+        opt.backward(loss)
+        opt.step()
+        opt.param_groups[0]["weight_decay"] += 0.01
+    opt.discard()
+
+
 FAULTS = [
     ("RuntimeError: Trying to backward", backward_at_each_token),
     ("RuntimeError: unscale_()", unscale_every_micro_batch),
@@ -129,6 +138,7 @@ FAULTS = [
     ("window=4 counts", step_of_a_loop_that_counts),
     ("ended with micro-batches", end_inside_a_window),
     ("the window's sum", sum_beyond_float32),
+    ("put AccumulatingOptimizer", decay_of_every_micro_batch),
 ]
 
 
@@ -171,6 +181,7 @@ TRAINING = [
     ("NaN after some steps", 1, 2, None, True),
     ("window=4 counts", 0, 1, None, False),
     ("ended with micro-batches", 0, 2, None, False),
+    ("put AccumulatingOptimizer", 0, 2, None, False),  # the decay begins at 0
 ]
 
 
