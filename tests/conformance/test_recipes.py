@@ -102,6 +102,25 @@ def test_recipe(recipe, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_window_above_a_bound_is_dropped():
+    """The recipe that drops windows of a large norm trains as if their batches were not there"""
+    recipe = ROOT / "examples" / "recipes" / "skipping_large_norms.py"
+    names = runpy.run_path(str(recipe), run_name="__main__")
+    torch.manual_seed(0)
+    torch.randn(320, 8)  # the rows, drawn before the model is
+    plain = torch.nn.Linear(8, 4).double()
+    by_hand = oracle.ByHand(plain.parameters(), partial(torch.optim.AdamW, lr=0.1), max_norm=1.0)
+    for window in oracle.windows_of(names["batches"], 4):
+        if all(x.abs().max() < 100.0 for x, _ in window):
+            for x, y in window:
+                by_hand.add(torch.nn.functional.cross_entropy(plain(x.double()), y))
+            by_hand.step()
+    assert (names["taken"], names["dropped"]) == (4, 1)
+    # Four steps of 0.1 in float32, of gradients divided by their size.
+    trained = [p.double() for p in oracle.parameters_of(names["model"])]
+    oracle.assert_close(trained, oracle.parameters_of(plain), 1e-4)
+
+
 @pytest.mark.process
 def test_a_run_that_resumes_on_other_ranks_is_the_same_run(tmp_path):
     """torchrun elastic: 2 ranks for 3 windows, then 3 ranks, end as one rank does"""
