@@ -165,6 +165,7 @@ class Target:
             _checks.fail_type(op, "masters", contract, _checks.type_name(masters))
         self._optimizer = optimizer
         self.links = links_of(self.stepped_on())  # by master
+        self._known = len(self.stepped_on())  # tensors that were looked at
         self.is_parameters = not self.links  # whether it steps on the parameters themselves
         self.roundings = 0  # what seeds the next stochastic rounding: alike on all processes
         if not self.links.keys() <= set(known):
@@ -183,9 +184,12 @@ class Target:
 
     def parameters(self) -> list[Tensor]:
         """Return the tensors that gradients are formed for, in the same order."""
-        stepped_on, links = self.stepped_on(), self.links
+        stepped_on = self.stepped_on()
         if self.is_parameters:
             return stepped_on
+        if len(stepped_on) != self._known:  # somebody has added a group to the optimizer itself
+            self.know()
+        links = self.links
         return [links[p].parameter if p in links else p for p in stepped_on]
 
     def goes_to_host(self) -> list[bool]:
@@ -249,12 +253,19 @@ class Target:
             masters = list(self.links)
             before = versions(masters)
             try:
-                return method(*args, **kwargs)
-            finally:
-                pairs = zip(masters, before, versions(masters), strict=True)
-                Rounding(self, [master for master, old, new in pairs if old != new]).write()
+                value = method(*args, **kwargs)
+                self._round_written(masters, before)
+            except BaseException:
+                self._round_written(masters, before)
+                raise
+            return value
 
         return call
+
+    def _round_written(self, masters: list[Tensor], before: list[int | None]) -> None:
+        """Round those of these masters into their parameters that were written since."""
+        pairs = zip(masters, before, versions(masters), strict=True)
+        Rounding(self, [master for master, old, new in pairs if old != new]).write()
 
     def check_added(self, op: str, param_group: Any) -> None:
         """Raise where masters forbid a group; what else is wrong with it the optimizer says."""
@@ -276,7 +287,9 @@ class Target:
 
     def know(self) -> None:
         """Look again: parameters were added to the optimizer."""
-        self.links |= links_of(self.stepped_on())
+        stepped_on = self.stepped_on()
+        self.links |= links_of(stepped_on)
+        self._known = len(stepped_on)
 
     def state_dict(self, packed: State) -> State:
         """The optimizer's, with the masters by index and the count of roundings if it has any."""
@@ -286,16 +299,27 @@ class Target:
 
     def load_state_dict(self, op: str, packed: State, load: Callable[[State], None]) -> None:
         """Check, `load` into the optimizer, and round saved masters into their parameters; where
-        none were saved, masters become what their parameters are."""
+        none were saved, masters become what their parameters are. After an exception all of that
+        or nothing."""
         saved = None if self.is_parameters else packed.get("masters")
         mine = {i: p for i, p in enumerate(self.stepped_on()) if p in self.links}
         if saved is not None:
             _check_saved(op, saved, mine)
-        load(packed)
+        groups = self._optimizer.param_groups
+        try:
+            load(packed)
+            self._load_masters(mine, saved)
+        except BaseException:
+            if self._optimizer.param_groups is not groups:  # the optimizer has been loaded
+                self._load_masters(mine, saved)
+            raise
+
+    @torch.no_grad()
+    def _load_masters(self, mine: dict[int, Tensor], saved: Any) -> None:
         for index, master in mine.items():
             link = self.links[master]
             source = link.parameter if saved is None else saved["parameters"][index]
-            master.detach().copy_(source.detach())
+            master.copy_(source.detach())
             link.settle(master, write_master=False)
         if saved is not None:
             self.roundings = saved["roundings"]

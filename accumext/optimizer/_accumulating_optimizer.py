@@ -524,8 +524,12 @@ class AccumulatingOptimizer(OptimizerProxy):
                 on twice.
         """
         self._box.target.check_added(f"{OP}.add_param_group", param_group)
-        self.optimizer.add_param_group(param_group)
-        self._box.know_parameters()
+        try:
+            self.optimizer.add_param_group(param_group)
+            self._box.know_parameters()
+        except BaseException:  # the optimizer may hold the group
+            self._box.know_parameters()
+            raise
 
     def __repr__(self) -> str:
         names = ("window", "max_norm", "norm_type", "on_nonfinite", "reduction")

@@ -235,11 +235,13 @@ def test_zero_grad_and_main_grad_are_of_the_models_parameters():
     assert weight.grad is None
 
 
-def test_groups_added_later_may_hold_masters():
+@pytest.mark.parametrize("directly", [False, True])
+def test_groups_added_later_may_hold_masters(directly):
+    """Also where the group is added to the wrapped optimizer."""
     model = oracle.make_model(torch.bfloat16)
     masters = accumext.masters(model.parameters())
     opt = AccumulatingOptimizer(oracle.sgd(masters[:2], lr=0.1), masters=masters)
-    opt.add_param_group({"params": masters[2:], "lr": 0.2})
+    (opt.optimizer if directly else opt).add_param_group({"params": masters[2:], "lr": 0.2})
     train(opt, model)
     for parameter, master in zip(model.parameters(), masters, strict=True):
         oracle.assert_equal([parameter.detach()], rounded([master]))

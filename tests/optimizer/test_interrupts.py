@@ -8,6 +8,7 @@ them, with the exception raised there.
 """
 
 import contextlib
+import copy
 import gc
 import linecache
 import math
@@ -51,6 +52,7 @@ class Case:
     opt: AccumulatingOptimizer
     scaler: torch.amp.GradScaler | None = None
     packed: dict[str, Any] | None = None
+    late: Tensor | None = None  # a parameter that is added
 
     def loss(self, value: float) -> Tensor:
         """Gradients that are no multiples of each other from call to call."""
@@ -419,6 +421,62 @@ def test_a_step_that_does_not_begin_leaves_no_scale_to_the_next(variant):
         return [plain(c.parameters), c.opt.stats()]
 
     assert stepped(True) == stepped(False)
+
+
+def loaded(c: Case) -> dict[str, Any]:
+    """The state after a window, of parameters that are others by now."""
+    full(c)
+    c.opt.step()
+    state = copy.deepcopy(c.opt.state_dict())
+    almost_full_and_pending(c)
+    c.opt.step()
+    return state
+
+
+def add_group(c: Case, state: dict[str, Any]) -> None:
+    (late,) = accumext.masters([c.late])
+    c.opt.add_param_group({"params": [late]})
+
+
+OF_MASTERS: dict[str, Callable[[Case, dict[str, Any]], object]] = {
+    "add_param_group": add_group,
+    "load_state_dict": lambda c, state: c.opt.load_state_dict(state),
+    "load_state_dict without masters": lambda c, state: c.opt.load_state_dict(
+        {k: v for k, v in state.items() if k != "masters"}
+    ),
+    "a method of the optimizer": lambda c, state: c.opt.swap(),
+}
+
+
+class Swapping(torch.optim.SGD):
+    """Writes its parameters between steps, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.5)
+
+
+@pytest.mark.parametrize("name", OF_MASTERS)
+def test_an_exception_at_any_line_of_what_writes_masters(name):
+    def gone_on(calls: bool, stop_at: int | None = None) -> tuple[list[str], list[Any]]:
+        c = case(lambda ps: Swapping(ps, 0.5, momentum=0.5), torch.bfloat16, masters=True, window=2)
+        c.late = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        c.parameters.append(c.late)
+        state = loaded(c)
+        with contextlib.suppress(Stop), Lines(stop_at) as lines:
+            if calls:
+                OF_MASTERS[name](c, state)
+        first = plain(c.parameters, c.opt.state_dict())
+        for value in (1.0, 2.0, 3.0, 4.0):
+            c.backward(value)
+            c.opt.step()
+        return lines.places, [first, *plain(c.parameters, c.opt.state_dict())]
+
+    (_, before), (places, after) = gone_on(False), gone_on(True)
+    assert before != after
+    left = {f"{at}: {place}": gone_on(True, at)[1] for at, place in enumerate(places, 1)}
+    assert not [place for place, seen in left.items() if seen not in (before, after)]
 
 
 @pytest.mark.usefixtures("alone")
