@@ -98,10 +98,14 @@ def integer(op: str, argument: str, value: Any) -> int:
     fail_type(op, argument, "be an int", type_name(value))
 
 
-def token_tensor(op: str, argument: str, value: Any, contract: str) -> Tensor:
-    """Tokens of any integer dtype, in int64; of no other dtype, where they would be rounded."""
+def token_tensor(
+    op: str, argument: str, value: Any, contract: str, of_floats: str | None = None
+) -> Tensor:
+    """Tokens of any integer dtype, in int64; of no other dtype, where they would be rounded.
+    `of_floats` is advice on floating-point tensors."""
     if not isinstance(value, Tensor) or value.dtype not in INTEGER_DTYPES:
-        fail_type(op, argument, contract, type_name(value))
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        fail_type(op, argument, contract, type_name(value), of_floats if floats else None)
     return value.to(torch.int64)
 
 
@@ -109,7 +113,7 @@ def lengths_tensor(op: str, argument: str, value: Any, device: torch.device) -> 
     """Lengths in int64: from a tensor of any integer dtype, where it is, or a list of ints."""
     if isinstance(value, (tuple, list)):
         ints = [integer(op, f"{argument}[{i}]", number) for i, number in enumerate(value)]
-        return torch.tensor(ints, dtype=torch.int64).to(device, non_blocking=True)
+        return torch.tensor(ints, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
     return token_tensor(op, argument, value, "be an integer tensor [B] or a list of ints")
 
 

@@ -17,11 +17,13 @@ from accumext._checks import (
     bools,
     explained,
 )
+from accumext._torch_private import base_of
 from accumext._wgrad_fusion import may_fuse
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._memory import Call, predicted_peak
-from accumext.decoder._model import OP, Model, embedding_table
+from accumext.decoder._model import OP, Model, head_weights
 from accumext.decoder._objective import Objective
+from accumext.decoder._observations import rows_of
 from accumext.decoder._plan import Plan
 from accumext.decoder._rnn_path import decode_with_rnn
 from accumext.decoder._tokens import Tokens
@@ -46,7 +48,8 @@ class DecodeOutput(NamedTuple):
         loss: 0-dim, or [T, B] with `reduction="none"`; fp32, fp64 in double precision. Its backward
             pass brings parameters, state and context their gradients.
         tokens: int64 [T, B], predicted at each step, also where the target was fed.
-        inputs: int64 [T, B], the tokens really fed; replays the run with `feedback="teacher"`.
+        inputs: int64 [T, B], the tokens really fed; replays the run with `feedback="teacher"`. Of
+            observations those that were given.
         token_losses: [T, B], detached, 0 where ignored; fp32, fp64 in double precision.
         state: after the last step; detached where k2 cut it.
         lengths: int64 [B], steps until each row ended; replays a run that `eos` stopped.
@@ -76,7 +79,7 @@ _PER_TOKEN = ("loss", "tokens", "inputs", "token_losses", "outputs", "entropies"
 
 @explained
 def decode_loss(
-    embedding: nn.Embedding | Tensor,
+    embedding: nn.Embedding | Tensor | None,
     cell: nn.Module | Callable[..., Any],
     head: nn.Linear | tuple[Tensor, Tensor | None],
     targets: Tensor | None,  # [T, B]
@@ -84,7 +87,7 @@ def decode_loss(
     *,
     feedback: FeedbackWord | Tensor,
     start: int | Tensor = 0,
-    inputs: Tensor | None = None,  # [T, B]
+    inputs: Tensor | None = None,  # [T, B], or floating-point [T, B, E]
     teacher_forcing: float = 1.0,
     k1: int | None = None,
     k2: int | None = None,
@@ -128,7 +131,7 @@ def decode_loss(
     tokens.
 
     Args:
-        embedding: `nn.Embedding`, or a [V, E] tensor.
+        embedding: `nn.Embedding`, or a [V, E] tensor; None if `inputs` are observations.
         cell: `nn.GRUCell`, `LSTMCell` or `RNNCell`; `nn.GRU`, `LSTM` or `RNN` with one direction,
             any layers, dropout; or any callable `(x [B, E], state, *context) -> (output [B, H],
             state)`, which is called again in the backward pass, and writes neither into its state
@@ -146,7 +149,10 @@ def decode_loss(
             "sample" or "greedy".
         start: the first input token, an int or ints [B].
         inputs: ints [T, B], the tokens fed where a target would be; by default `start` followed by
-            `targets[:-1]`, with `embedding.padding_idx` (or 0) where that target is ignored.
+            `targets[:-1]`, with `embedding.padding_idx` (or 0) where that target is ignored. Or
+            observations, floating-point [T, B, E]: what the cell reads, with `embedding=None` and
+            `feedback="teacher"`. Gradients reach them, and those past a row's end are not read. One
+            of torch's cells has their dtype, or reads them under autocast.
         teacher_forcing: only for "scheduled": the probability of feeding the target.
         k1: steps between the ends of two windows of truncated BPTT; k2 if only that is given. Of no
             effect when k2 is None, which a warning says.
@@ -234,9 +240,16 @@ def decode_loss(
         targets, inputs, feedback, token_weight, resets = map(_time_major, by_token)
         if isinstance(soft_targets, (tuple, list)):
             soft_targets = tuple(map(_soft_time_major, soft_targets))
+    table: Any = embedding
+    observed = inputs if embedding is None else None
+    if embedding is None:
+        table, inputs = rows_of(
+            inputs=inputs, cell=cell, targets=targets, feedback=feedback, start=start,
+            lengths=lengths,
+        )  # fmt: skip
     with gathered_once(OP, cell, read=(embedding, cell, head)) as gathered:
         model = Model.of(
-            OP, embedding=embedding, cell=cell, head=head, context=context, batch_dim=batch_dim,
+            OP, embedding=table, cell=cell, head=head, context=context, batch_dim=batch_dim,
             embedding_dropout=embedding_dropout, output_dropout=output_dropout, feedback=feedback,
         )  # fmt: skip
         tokens = Tokens.of(
@@ -278,16 +291,18 @@ def decode_loss(
             others = tensors((found.state, outputs, found.extras))
             found = found._replace(loss=gathered.finish(found.loss, others))
     # The backward pass reads the inputs again: the caller, who may write, gets a copy.
+    fed = transcript.inputs.clone() if observed is None else observed.detach()
     out = DecodeOutput(
-        found.loss, transcript.predicted, transcript.inputs.clone(), transcript.losses, found.state,
+        found.loss, transcript.predicted, fed, transcript.losses, found.state,
         found.lengths, outputs, found.extras, transcript.entropies,
     )  # fmt: skip
     return _with_batch_first(out) if batch_first else out
 
 
 def _time_major(value: Any) -> Any:
-    """An argument [B, T] as [T, B]."""
-    return value.t() if isinstance(value, Tensor) and value.dim() == 2 else value
+    """An argument [B, T], or [B, T, E], as [T, B]."""
+    turned = isinstance(value, Tensor) and value.dim() in (2, 3)
+    return value.transpose(0, 1) if turned else value
 
 
 def _soft_time_major(value: Any) -> Any:
@@ -323,7 +338,7 @@ def _decode_nothing(transcript: Transcript, return_outputs: bool) -> Decoded:
 
 @explained
 def decode_memory(
-    embedding: nn.Embedding | Tensor,
+    embedding: nn.Embedding | Tensor | None,
     cell: nn.Module | Callable[..., Any],
     head: nn.Linear | tuple[Tensor, Tensor | None],
     targets: Tensor | tuple[int, int] | None,  # or their shape, (T, B)
@@ -331,7 +346,7 @@ def decode_memory(
     *,
     feedback: FeedbackWord | Tensor,
     start: int | Tensor = 0,
-    inputs: Tensor | None = None,  # [T, B]
+    inputs: Tensor | None = None,  # [T, B], or floating-point [T, B, E]
     teacher_forcing: float = 1.0,
     k1: int | None = None,
     k2: int | None = None,
@@ -388,7 +403,7 @@ def decode_memory(
     """
     call = dict(locals())  # by name, as the groups of arguments take them
     bools(OP, batch_first=batch_first, return_outputs=return_outputs)
-    device = embedding_table(OP, call["embedding"]).weight.device
+    device = head_weights(OP, head)[0].device
     if isinstance(call["targets"], (tuple, list)):
         call["targets"] = torch.zeros(*call["targets"], dtype=torch.int64, device=device)
 
@@ -408,6 +423,11 @@ def decode_memory(
             call[name] = _time_major(call[name])
         if call["soft_targets"] is not None:
             call["soft_targets"] = tuple(map(_soft_time_major, call["soft_targets"]))
+    copied = 0
+    if embedding is None:
+        table, rows = rows_of(**_named(rows_of, call))
+        copied = 0 if base_of(table.weight) is base_of(call["inputs"]) else table.weight.nbytes
+        call["embedding"], call["inputs"] = table, rows
     model = Model.of(OP, has_data=False, **_named(Model.of, call))
     tokens = Tokens.of(model, **_named(Tokens.of, call))
     weight, ends = model.head_weight, tokens.eos is not None
@@ -420,7 +440,7 @@ def decode_memory(
         device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
         gradients_in_forward=in_forward, rnn=model.rnn,
     )  # fmt: skip
-    asked = Call(model, tokens, objective, bounds, plan, return_outputs)
+    asked = Call(model, tokens, objective, bounds, plan, return_outputs, copied)
     return predicted_peak(asked, cell)
 
 

@@ -69,6 +69,7 @@ class Call(NamedTuple):
     truncation: Truncation
     plan: Plan
     return_outputs: bool
+    observations: int = 0  # bytes of a copy of them, if there is one
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -124,6 +125,7 @@ def predicted_peak(call: Call, cell: Any) -> int:
     # Outputs, and the weight's rows of the targets, before or after they are converted.
     passing += 2 * plan.rows * hidden * product.itemsize * (product.itemsize < size)
     token_buffers = count * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
+    token_buffers += call.observations
     d_table = rows * width * (table.requires_grad and not model.tied)
     final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad
     final += d_table * weight.element_size() * half

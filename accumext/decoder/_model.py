@@ -70,15 +70,16 @@ class Model:
         has_data: bool = True,
     ) -> Model:  # fmt: skip
         """The arguments of these names, checked."""
-        table, (weight, bias) = embedding_table(op, embedding), _head(op, head)
+        table, (weight, bias) = embedding_table(op, embedding), head_weights(op, head)
         device = weight.device
         if has_data:
-            _check_computable(op, {"embedding": table.weight, "head": weight})
+            _check_computable(op, {table.argument: table.weight, "head": weight})
         of_cell = list(cell.parameters()) if isinstance(cell, nn.Module) else []
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            _check_whole(op, {"embedding": [table.weight], "cell": of_cell, "head": [weight, bias]})
+            of_head = [weight, bias]
+            _check_whole(op, {table.argument: [table.weight], "cell": of_cell, "head": of_head})
         if table.weight.device != device:
-            same_device(op, "embedding", [table.weight], device)
+            same_device(op, table.argument, [table.weight], device)
         for parameter in of_cell:
             if parameter.device != device:
                 same_device(op, "cell", of_cell, device)
@@ -98,7 +99,7 @@ class Model:
             rnn = rnn_weights_of(given.module, table.weight.dtype, weight.dtype)
         sizes = (table.weight.shape[1], weight.shape[1])
         if rnn is None or (given.input_size, given.output_size) != sizes:
-            _check_fit(op, table.weight, given, of_cell, weight)
+            _check_fit(op, table, given, of_cell, weight)
         if context.__class__ is not tuple or len(context) > 0:
             context = _context(op, context, given, device)
         tied, draws = weight is table.weight, given.draws or max(dropouts) > 0
@@ -113,11 +114,13 @@ class Model:
         return [self.table.weight, self.head_weight, *bias, *parameter_tensors(self.cell)]
 
 
-def _check_fit(op: str, embedding: Tensor, cell: Cell, of_cell: list[Any], head: Tensor) -> None:
+def _check_fit(
+    op: str, table: EmbeddingTable, cell: Cell, of_cell: list[Any], head: Tensor
+) -> None:
     """Raise where a cell of torch does not fit between the embedding and the head."""
-    width = embedding.shape[1]
+    embedding, width = table.weight, table.weight.shape[1]
     if cell.input_size is not None and cell.input_size != width:
-        fail_value(op, "embedding", f"have the cell's input size, {cell.input_size}", width)
+        fail_value(op, table.argument, f"have the cell's input size, {cell.input_size}", width)
     for parameter in of_cell if cell.input_size is not None and not head.is_meta else ():
         if parameter.dtype != embedding.dtype:
             _check_casts(op, embedding, of_cell)
@@ -177,7 +180,9 @@ def _check_computable(op: str, weights: Mapping[str, Tensor]) -> None:
 
 
 def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
-    """The embedding argument: an `nn.Embedding` or a [V, E] tensor."""
+    """The embedding argument: an `nn.Embedding`, a [V, E] tensor, or the observations' table."""
+    if isinstance(embedding, EmbeddingTable):
+        return embedding
     if isinstance(embedding, nn.Embedding):
         _check_forward(op, "embedding", embedding, nn.Embedding, "the weight")
         if embedding.scale_grad_by_freq:
@@ -256,7 +261,7 @@ def _instead(op: str, name: str, given: Any) -> str | None:
     return whole
 
 
-def _head(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
+def head_weights(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
     """The head argument: weight [V, H] and bias [V] of an `nn.Linear`, or a pair of them."""
     if isinstance(head, nn.Linear):
         _check_forward(op, "head", head, nn.Linear, "(weight, bias)")

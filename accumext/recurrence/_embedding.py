@@ -26,6 +26,7 @@ class EmbeddingTable:
     max_norm: float | None = None
     norm_type: float = 2.0
     sparse: bool = False
+    argument: str = "embedding"  # of the call, which errors name
     renormalised: bool = False  # whether all rows that are looked up have been, to max_norm
     tied_gradient: Tensor | None = None  # [V, E]: the head's, where the head shares the weight
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens [n], dx [n, E])

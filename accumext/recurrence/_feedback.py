@@ -79,7 +79,8 @@ class Feedback:
             generator = own_generator(generator, device)
         mask, uniforms = self.mask, None
         if self.word == "scheduled":
-            mask = torch.rand(shape, device=device, generator=generator) < self.share
+            drawn = torch.rand(shape, dtype=torch.float32, device=device, generator=generator)
+            mask = drawn < self.share
         elif mask is None:
             mask = torch.zeros(shape, dtype=torch.bool, device=device)
         if self.samples:
@@ -175,7 +176,9 @@ def check_options(
 def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | None) -> Tensor:
     steps, batch = fed.shape
     if inputs is not None:
-        given = token_tensor(op, "inputs", inputs, "be an integer tensor [T, B]")
+        contract = "be an integer tensor [T, B]"
+        advice = "Observations [T, B, E] take embedding=None"
+        given = token_tensor(op, "inputs", inputs, contract, of_floats=advice)
         if given.shape != fed.shape:
             fail_value(op, "inputs", f"have shape {[steps, batch]}", list(given.shape))
         _check_tokens(op, "inputs", given, fed, rows)

@@ -1,0 +1,76 @@
+"""Observations: floating-point inputs [T, B, E] in place of tokens, as the rows of an embedding of
+which each is read once, in order. So whatever reads an embedding reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accumext._checks import FLOAT_DTYPES, dtype_name, fail_type, fail_value, type_name
+from accumext.decoder._model import OP
+from accumext.recurrence import EmbeddingTable, within_length_of
+
+
+def rows_of(
+    *, inputs: Any, cell: Any, targets: Any, feedback: Any, start: Any, lengths: Any
+) -> tuple[EmbeddingTable, Tensor]:
+    """The observations as a table [T B, E], and the row, int64 [T, B], that each step reads.
+
+    A row of the batch that has ended reads the first observation, which may itself be past an end:
+    in a table of its own all those are 0, so that no NaN of a padding reaches a product.
+    """
+    contract = "be an nn.Embedding or a floating-point tensor [V, E]"
+    if inputs is None:
+        advice = "None is for observations: pass them as floating-point inputs [T, B, E]"
+        fail_type(OP, "embedding", contract, "NoneType", advice)
+    if not isinstance(inputs, Tensor) or inputs.dtype not in FLOAT_DTYPES:
+        contract = "be a floating-point tensor [T, B, E] where embedding is None"
+        fail_type(OP, "inputs", contract, type_name(inputs))
+    observed = "where inputs are observations"
+    if not isinstance(feedback, str) or feedback != "teacher":
+        got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
+        fail_value(OP, "feedback", f"be 'teacher' {observed}, which are all that is fed", got)
+    if isinstance(start, Tensor) or start != 0:
+        got = type_name(start) if isinstance(start, Tensor) else start
+        fail_value(OP, "start", f"be left at 0 {observed}", got, "The first one is inputs[0]")
+    if targets is None:
+        fail_type(OP, "targets", f"be an integer tensor [T, B] {observed}", "NoneType")
+    _check_shape(inputs, targets)
+    observations = _as_read_by(cell, inputs)
+    steps, batch = observations.shape[:2]
+    if lengths is not None:
+        whose, device = "the device of inputs", inputs.device
+        within = within_length_of(OP, lengths, (steps, batch), device, whose)
+        observations = torch.where(within[:, :, None], observations, 0)
+    rows = torch.arange(steps * batch, device=inputs.device).view(steps, batch)
+    return EmbeddingTable(observations.flatten(0, 1), argument="inputs"), rows
+
+
+def _check_shape(inputs: Tensor, targets: Any) -> None:
+    """Raise unless there is a vector for every target."""
+    known = isinstance(targets, Tensor) and targets.dim() == 2  # if not, that is the error
+    shape = list(targets.shape) if known else list(inputs.shape[:2])
+    if inputs.dim() == 3 and list(inputs.shape[:2]) == shape:
+        return
+    advice = None
+    if inputs.dim() > 3:
+        advice = "Pass inputs.flatten(2), which a cell of yours may unflatten"
+    elif inputs.dim() == 3 and list(inputs.shape[1::-1]) == shape:
+        advice = "Did you mean inputs.transpose(0, 1)?"
+    size = ", ".join(map(str, shape)) if known else "T, B"
+    fail_value(OP, "inputs", f"have shape [{size}, E]", list(inputs.shape), advice)
+
+
+def _as_read_by(cell: Any, inputs: Tensor) -> Tensor:
+    """The inputs in the dtype of one of torch's cells, to which autocast would round them."""
+    if not isinstance(cell, (nn.RNNBase, nn.RNNCellBase)):
+        return inputs
+    dtype = next(cell.parameters()).dtype
+    if inputs.dtype != dtype and not torch.is_autocast_enabled(inputs.device.type):
+        name = dtype_name(dtype)
+        advice = f"Pass inputs.to(torch.{name}), or call it under torch.autocast"
+        contract = f"have the cell's dtype, {name}"
+        fail_type(OP, "inputs", contract, dtype_name(inputs.dtype), advice)
+    return inputs.to(dtype)
