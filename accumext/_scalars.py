@@ -40,10 +40,11 @@ def known_number(value: object) -> float | None:
 def as_tensor(
     number: Scalar | int, dtype: torch.dtype, device: torch.device | None = None
 ) -> Tensor:
-    """A 0-dim tensor of the number; on its own device where none is given."""
+    """A 0-dim tensor of the number; where it is, or on the CPU, if no device is given."""
     if isinstance(number, Tensor):
         return sent(number, device or number.device, dtype)
-    return torch.full((), number, dtype=dtype, device=device)  # torch.tensor would wait for a GPU
+    # torch.tensor would wait for a GPU
+    return torch.full((), number, dtype=dtype, device=device or "cpu")
 
 
 def sent(number: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -161,7 +161,7 @@ def count_nonzero(grads: Sequence[Tensor]) -> Tensor:  # []
         part = parts.setdefault((grad.device, _shard_groups(grad)), [])
         part.append((dense_storage(grad) != 0).any())
     dtype = reference.accumulation_dtype(*grads)
-    count = torch.zeros((), dtype=dtype, device=grads[0].device if grads else None)
+    count = torch.zeros((), dtype=dtype, device=grads[0].device if grads else "cpu")
     for (_, groups), flags in parts.items():
         nonzero = torch.stack(flags).to(dtype)
         for group in groups:

@@ -94,7 +94,7 @@ node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 def next_node_number() -> int:
     """The number of the first node that autograd makes from here on, or less."""
-    node = torch.zeros((), requires_grad=True).view(()).grad_fn
+    node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
     return 0 if node is None else node_number(node)
 
 

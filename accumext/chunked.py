@@ -233,7 +233,7 @@ def _watched_shares(
         if len(calls) > 1:
             fail_value(OP, "fn", contract, f"{min(calls)} to {max(calls)} calls", _ADVICE)
         table = torch.stack([torch.stack(part.divisors).double() for part in watched])
-        of_rows = torch.tensor(rows).to(table.device, non_blocking=True)[:, None]
+        of_rows = torch.tensor(rows, device="cpu").to(table.device, non_blocking=True)[:, None]
         alike = (table * rows[0] == table[0] * of_rows).all()
         _require(alike, "fn", contract, lambda: "others", _ADVICE)
     return [_Share(count / sum(rows)) for count in rows]

@@ -132,7 +132,7 @@ def window_factors(
 ) -> None:
     """`factor = unit / weight / scale * clip_coef`, and whether to step on `sums * factor`."""
     if norm is None:
-        overflow = torch.zeros((), device=numbers.device)
+        overflow = torch.zeros((), dtype=torch.float32, device=numbers.device)
         _mark_nonfinite(overflow, main_grads)
         norm = _norm(main_grads, 2.0)
     norm, one = norm.double(), torch.ones_like(numbers[0])
@@ -298,7 +298,7 @@ def _vector_norm(
 def _all_finite(tensors: Sequence[Tensor]) -> Tensor:  # [] bool
     """Tell whether every element is finite, still on the device."""
     if not tensors:
-        return torch.tensor(True)
+        return torch.tensor(True, device="cpu")
     return torch.stack([t.isfinite().all() for t in tensors]).all()
 
 

@@ -61,7 +61,7 @@ def _fit(record: Record, window: Window, of_ranks: list[tuple[int, Window]]) -> 
     if record.wrapped and any(isinstance(event, Pass) for event in since_clip):
         return None  # the wrapper has its sum elsewhere: it is not known what was clipped
     used = step.used / step.factor if step.factor else step.used
-    own = torch.zeros(len(used), 1, dtype=torch.bool)
+    own = torch.zeros(len(used), 1, dtype=torch.bool, device=used.device)
     own[list(record.audited)] = True
     columns = [
         torch.where(own, clips * one.gradient, 0.0)
@@ -113,7 +113,7 @@ def _made(
 
 def _clips_after(window: Window, parameters: int) -> list[Tensor]:
     """What clips multiplied each pass of a window with; at the end, what was there before it."""
-    factors, after = torch.ones(parameters, 1, dtype=torch.float64), []
+    factors, after = torch.ones(parameters, 1, dtype=torch.float64, device="cpu"), []
     for event in reversed(window.events):
         if isinstance(event, Pass):
             after.append(factors.clone())

@@ -25,7 +25,8 @@ _ROWS = 1024  # that are summed at once: copies in float32 stay small
 @lru_cache
 def _signs(device: torch.device) -> Tensor:
     """Entries 1 and -1, the same in every process; the generators of the loop are not asked."""
-    draws = torch.randint(2, (_STRIDE, SIZE), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(2, (_STRIDE, SIZE), generator=generator, device="cpu")
     return (2.0 * draws - 1.0).to(device, wide(device))
 
 

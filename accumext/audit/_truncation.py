@@ -62,7 +62,8 @@ def write_distance(
     state, context = detach(state), detach(tuple(context))
     k2 = k1 if k2 is None else k2
     if inputs is None:
-        first = torch.as_tensor(start).to(targets).expand_as(targets[0])
+        first = torch.as_tensor(start, dtype=targets.dtype, device=targets.device)
+        first = first.expand_as(targets[0])
         following = targets if targets.is_floating_point() else targets.clamp(min=0)
     else:
         first, following = inputs[0], inputs[1:]

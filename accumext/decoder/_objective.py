@@ -242,7 +242,8 @@ def _class_weight(op: str, value: Any, head_weight: Tensor) -> Tensor:
     contract = "be a floating-point tensor [V] or a list of numbers"
     if isinstance(value, (tuple, list)):
         numbers = [number(op, f"class_weight[{i}]", weight) for i, weight in enumerate(value)]
-        value = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+        value = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        value = value.to(device, non_blocking=True)
     check_vector(op, "class_weight", value, FLOAT_DTYPES, contract, size, device)
     weight: Tensor = value.detach().clone()  # the pass back may read it again
     return weight

@@ -184,7 +184,7 @@ class _Search:
             return layer.likeliest(hidden, count)
         rows = is_active.flatten().nonzero()[:, 0]
         log_probs = hidden.new_zeros(len(hidden), count, dtype=layer.dtype)
-        tokens = torch.zeros(log_probs.shape, dtype=torch.int64)
+        tokens = torch.zeros_like(log_probs, dtype=torch.int64)
         log_probs[rows], tokens[rows] = layer.likeliest(hidden[rows], count)
         return log_probs, tokens
 

@@ -173,7 +173,7 @@ class EndWatch:
                 return False
             if not answer.item():  # in the host's memory
                 return True
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
         answer.copy_(active.any(), non_blocking=True)
         event = torch.cuda.Event()
         event.record()

@@ -87,7 +87,7 @@ def _terms(box: Box) -> Tensor:
         sum(1 << i for i, dtype in enumerate(_DTYPES) if any(p.dtype == dtype for p in parameters)),
         crc32(repr(kinds).encode()),
     )
-    return torch.tensor(numbers, dtype=torch.float64)
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 class Agreement(NamedTuple):
@@ -114,7 +114,7 @@ def agree(op: str, box: Box, window: Window, group: Group | None, flushing: bool
     # The device that the groups serve; other parameters may be on the host.
     device = next(filter(is_dtensor, parameters), parameters[0]).device
     count, settings = window.micro_batches, box.settings
-    known, terms = box.agreed or (None, torch.empty(0))
+    known, terms = box.agreed or (None, torch.empty(0, device="cpu"))
     if known != settings:
         terms = sent(_terms(box), device)
     closing = torch.zeros(len(_ALIKE), world, dtype=torch.float64, device=device)

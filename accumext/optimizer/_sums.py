@@ -223,7 +223,7 @@ def _own_their_memory(grads: Sequence[Tensor]) -> bool:
 
 
 # Users of a storage that one tensor alone has: the tensor, and the storage object asked.
-_probe = torch.zeros(1)
+_probe = torch.zeros(1, device="cpu")
 (_ALONE,) = storage_users([_probe.untyped_storage()])
 del _probe
 

@@ -42,5 +42,5 @@ def own_generator(generator: torch.Generator | None, device: torch.device) -> to
     global_generators = (torch.default_generator, *torch.cuda.default_generators)
     if generator is not None and not any(generator is g for g in global_generators):
         return generator
-    seed = int(torch.randint(2**62, ()))
+    seed = int(torch.randint(2**62, (), device="cpu"))
     return torch.Generator(device).manual_seed(seed)

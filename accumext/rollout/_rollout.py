@@ -138,7 +138,8 @@ def rollout(
     )  # fmt: skip
     if steps == 0:
         return _no_steps(state, start)
-    gate = bounds.gate(steps, 1, torch.ones((), dtype=torch.float64))  # one for the whole batch
+    like = torch.empty((), dtype=torch.float64, device="cpu")
+    gate = bounds.gate(steps, 1, like)  # one for the whole batch
     builds_graph = torch.is_grad_enabled()
     spans = bounds.spans(steps) if builds_graph else [(0, 0, steps)]
 
