@@ -151,10 +151,14 @@ class ThroughTime:
         w_ih, w_hh, b_ih, b_hh = self._d_weights[4 * layer : 4 * layer + 4]
         _operators.add_matmul(w_ih, d_x.t().to(weights[0].dtype), x, False)
         _operators.add_matmul(w_hh, d_h.t().to(weights[1].dtype), before, False)
-        if b_ih.numel():
-            _add_rows(b_ih, d_x)
-        if b_hh.numel():
-            _add_rows(b_hh, d_h)
+        # On a CPU a product with ones would obey torch's precision of float32 products. On a GPU
+        # torch's sum can take as much memory as the rows, and a product by a vector does not obey.
+        for bias, rows in ((b_ih, d_x), (b_hh, d_h)):
+            if bias.numel():
+                if rows.is_cpu:
+                    bias += rows.sum(0)
+                else:
+                    bias.addmv_(rows.t(), rows.new_ones(rows.shape[0]))
         return d_x
 
     def _inputs(self, layer: int, span: slice) -> Tensor:
@@ -234,15 +238,3 @@ def _matmul(left: Tensor, right: Tensor) -> Tensor:
     sums = left.new_empty(left.shape[0], right.shape[1])
     _operators.add_matmul(sums, left.to(right.dtype), right, True)
     return sums
-
-
-def _add_rows(total: Tensor, rows: Tensor) -> None:
-    """Add the sum of rows to a total.
-
-    On a CPU a product with ones would obey torch's precision of float32 products. On a GPU torch's
-    sum can take as much memory as the rows, and a product by a vector is in float32 regardless.
-    """
-    if rows.is_cpu:
-        total += rows.sum(0)
-    else:
-        total.addmv_(rows.t(), rows.new_ones(rows.shape[0]))
