@@ -240,6 +240,24 @@ backward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
     "_backward_hooks", "_backward_pre_hooks"
 )
 
+# Those registered for all modules, as by `torch.nn.modules.module.register_module_forward_hook`.
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_backward_hooks,
+    nn.modules.module._global_backward_pre_hooks,
+)
+
+# The beginnings of the modules of hooks that need not run where the decoder computes from weights:
+# `fully_shard`'s and ours gather weights, which it does itself, and FlopCounterMode's only watch.
+_WATCHING = ("torch.distributed.fsdp.", "accumext.", "torch.utils.module_tracker")
+
+
+def only_watching(hooks: Iterable[dict[int, Any]]) -> bool:
+    """Tell whether a call computes the same without these hooks."""
+    modules = [str(getattr(hook, "__module__", "")) for found in hooks for hook in found.values()]
+    return all(name.startswith(_WATCHING) for name in modules)
+
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -376,13 +394,6 @@ def sums_gradients(root: nn.Module) -> bool:
     states = filter(None, map(sharded_state, root.modules()))
     groups = chain.from_iterable(map(_sharded_groups, states))
     return any(group.gradient_divide_factor == 1.0 for group in groups)
-
-
-def only_sharding(hooks: Iterable[dict[int, Any]]) -> bool:
-    """Tell whether all hooks only gather weights, `fully_shard`'s and ours: no others need to run
-    where the decoder gathers them itself."""
-    modules = [str(getattr(hook, "__module__", "")) for found in hooks for hook in found.values()]
-    return all(name.startswith(("torch.distributed.fsdp.", "accumext.")) for name in modules)
 
 
 # The phases of such a state, by name. In the third one FSDP's hooks around a forward only cast:

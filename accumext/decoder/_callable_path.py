@@ -10,8 +10,9 @@ from torch import Tensor
 
 from accumext._checks import check_first_order
 from accumext.decoder._callable_steps import CallableSteps, HeadOfSteps
+from accumext.decoder._called_head import BeginBackward, reduced
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
-from accumext.decoder._model import OP
+from accumext.decoder._model import OP, parameters_of
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.recurrence import join, no_grad_no_autocast, parameter_tensors, tensors
@@ -19,20 +20,17 @@ from accumext.recurrence import join, no_grad_no_autocast, parameter_tensors, te
 
 def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decoded:
     """Run a call whose cell is called."""
-    model, tokens, plan = transcript.model, transcript.tokens, transcript.plan
+    model, tokens = transcript.model, transcript.tokens
     grad_enabled, device = torch.is_grad_enabled(), transcript.losses.device
     reached = [model.table.weight, *tensors(tokens.state), *parameter_tensors(model.cell)]
+    reached += parameters_of(model.table.module)
     differentiable = model.cell.state_shapes is None or any(t.requires_grad for t in reached)
-    needs = None
-    if grad_enabled and plan.gradients_in_forward:
-        bias_grad = model.head_bias is not None and model.head_bias.requires_grad
-        needs = NeedsGrad(differentiable, model.head_weight.requires_grad, bias_grad)
-    with no_grad_no_autocast(device):
-        size = transcript.losses.numel()
-        head = FusedCrossEntropy(model, transcript.objective, plan, size, needs)
-    root = model.table.root()
+    differentiable = differentiable or model.called_head is not None
+    root, head, takes = model.table.root(), None, None
+    if model.called_head is None:
+        head = _fused_head(transcript, differentiable)
+        takes = HeadOfSteps(transcript, head)
     builds_graph = grad_enabled and differentiable
-    takes = HeadOfSteps(transcript, head)
     steps = CallableSteps(transcript, takes, root, builds_graph, return_outputs)
     del takes  # with its part of the workspace
     segments, last = steps.run()
@@ -41,15 +39,32 @@ def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decode
         outputs = torch.cat([s.hidden if s.outputs is None else s.outputs for s in segments])
     extras = join(OP, torch.cat, [s.extras for s in segments])
     with no_grad_no_autocast(device):
-        gradients = head.finish()
+        gradients = None if head is None else head.finish()
         value, inverse_divisor, lengths = transcript.finish()
     if not grad_enabled:
         return Decoded(value, last, lengths, outputs, extras)
     saved = SavedForBackward(transcript, inverse_divisor, gradients, steps.used)
-    loss: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
-        saved, value, model.head_weight, model.head_bias, root, *(s.hidden for s in segments)
-    )
+    loss: Tensor
+    if head is None:
+        losses = torch.cat([s.losses for s in segments if s.losses is not None])
+        value = reduced(transcript, losses, inverse_divisor)
+        loss = BeginBackward.apply(saved, value, root)  # type: ignore[no-untyped-call]
+    else:
+        loss = HeadLoss.apply(  # type: ignore[no-untyped-call]
+            saved, value, model.head_weight, model.head_bias, root, *(s.hidden for s in segments)
+        )
     return Decoded(loss, last, lengths, outputs, extras)
+
+
+def _fused_head(transcript: Transcript, differentiable: bool) -> FusedCrossEntropy:
+    """The head of the call, whose gradients are formed as early as they can be."""
+    model, plan, size = transcript.model, transcript.plan, transcript.losses.numel()
+    needs = None
+    if torch.is_grad_enabled() and plan.gradients_in_forward:
+        bias_grad = model.head_bias is not None and model.head_bias.requires_grad
+        needs = NeedsGrad(differentiable, model.head_weight.requires_grad, bias_grad)
+    with no_grad_no_autocast(transcript.losses.device):
+        return FusedCrossEntropy(model, transcript.objective, plan, size, needs)
 
 
 class HeadLoss(torch.autograd.Function):

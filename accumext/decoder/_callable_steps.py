@@ -3,7 +3,7 @@ the last steps, whose graph is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from accumext._checks import message
 from accumext._torch_private import base_of, leaves_since, next_node_number, write_count
 from accumext.decoder import _operators
+from accumext.decoder._called_head import called_head_losses
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._model import OP
 from accumext.decoder._plan import SEGMENT, keeps_graph
@@ -47,6 +48,7 @@ class Segment(NamedTuple):
     hidden: Tensor  # [n, B, H]: what the head reads
     outputs: Tensor | None  # [n, B, H] of the cell, if they are asked for and are others
     extras: State  # tensors [n, ...]
+    losses: Tensor | None = None  # [n, B], with a graph, of a head that is called
 
 
 def _silent(segment: Segment, steps: int) -> Segment:
@@ -56,7 +58,8 @@ def _silent(segment: Segment, steps: int) -> Segment:
         return leaf.new_zeros(steps, *leaf.shape[1:])
 
     outputs = None if segment.outputs is None else zeros(segment.outputs)
-    return Segment(zeros(segment.hidden), outputs, map_tensors(zeros, segment.extras))
+    losses = None if segment.losses is None else zeros(segment.losses)
+    return Segment(zeros(segment.hidden), outputs, map_tensors(zeros, segment.extras), losses)
 
 
 class HeadOfSteps:
@@ -127,7 +130,7 @@ class CallableSteps:
     """Runs steps of the cell, for their outputs, states and tokens."""
 
     transcript: Transcript
-    head: HeadOfSteps | None  # None where tokens are known
+    head: HeadOfSteps | None  # None where tokens are known, and where the head is called
     root: Tensor  # of the embedding's lookups
     builds_graph: bool
     returns_outputs: bool
@@ -159,7 +162,10 @@ class CallableSteps:
         measures = self.builds_graph and not plan.bounded
         graph = size = 0  # bytes of the first step's graph, and of the state after it
         period, active = self.transcript.truncation.period, self.transcript.active
-        for begin, end in segments(steps, period, 1 if measures else SEGMENT):
+        longest = SEGMENT
+        if self.transcript.model.called_head is not None:  # the graphs of segments hold logits
+            longest = max(1, min(SEGMENT, plan.rows // self.transcript.tokens.batch))
+        for begin, end in segments(steps, period, 1 if measures else longest, longest):
             given = (state, self.root, *context)
             if begin == 0 and measures:
                 with measured_graph(context) as sizes:
@@ -233,24 +239,25 @@ class CallableSteps:
         transcript, model, tokens = self.transcript, self.transcript.model, self.transcript.tokens
         batch_dim, returns = model.cell.batch_dim, self.returns_outputs
         graph = torch.is_grad_enabled()
-        hiddens, outputs, extras = [], [], []
+        hiddens, outputs, extras, losses = [], [], [], []
         returned: list[Tensor] = []
         counts: list[int] = []
         known = not tokens.free_running or end <= self.known
-        embedded = model.table.lookups(root, transcript.inputs[begin:end], known)
+        embedded: Iterable[Tensor | None] = [None] * (end - begin)
+        if model.table.module is None:
+            embedded = model.table.lookups(root, transcript.inputs[begin:end], known)
         changes = transcript.gate is not OPEN_GATE or tokens.resets is not None
         for step, x in enumerate(embedded, begin):
-            if not known:
+            if x is None:
+                x = model.table.call(transcript.inputs[step])
+            elif not known:
                 model.table.look_up(transcript.inputs[step], x)
             if model.embedding_dropout > 0:
                 x = F.dropout(x, model.embedding_dropout)
             state = self._before(step, state) if changes else state
             output, new_state, more = self._call(x, state, context)
             check_output(OP, output, tokens.batch, model.head_weight.shape[1])
-            if graph and not self._knows_graph:
-                self._knows_graph = True
-                leaves = leaves_since(self._first_node, [output, *tensors(new_state)])
-                self.used += [(leaf, write_count(leaf)) for leaf in leaves]
+            reached = [output, *tensors(new_state)]
             if not graph:  # a cell may return the same memory at every step
                 output, more = output.clone(), map_tensors(torch.clone, more)
             if transcript.active is not None:
@@ -260,6 +267,13 @@ class CallableSteps:
             state = new_state
             rate = model.output_dropout
             hidden = F.dropout(output, rate) if rate > 0 else output
+            if model.called_head is not None and step >= min(counting, self.known):
+                losses.append(self._call_head(step, hidden))
+                reached.append(losses[-1])
+            if graph and not self._knows_graph:
+                self._knows_graph = True
+                leaves = leaves_since(self._first_node, reached)
+                self.used += [(leaf, write_count(leaf)) for leaf in leaves]
             if step >= counting:
                 hiddens.append(hidden)
                 outputs.append(output)
@@ -275,7 +289,8 @@ class CallableSteps:
         if end > self.known:
             self._predict(begin, end, joined.flatten(0, 1))
         raw = torch.stack(outputs) if returns and model.output_dropout > 0 else None
-        return Segment(joined, raw, join(OP, torch.stack, extras)), state
+        of_head = torch.stack(losses[-len(hiddens) :]) if losses else None
+        return Segment(joined, raw, join(OP, torch.stack, extras), of_head), state
 
     def _before(self, step: int, state: State) -> State:
         """The state that a step reads: its rows reset, its gradient cut off, weighted, bounded."""
@@ -304,6 +319,16 @@ class CallableSteps:
         result = step(x, state, *context)
         check_unwritten(OP, "cell", "no tensor of its state or context", given, counts)
         return result
+
+    def _call_head(self, step: int, hidden: Tensor) -> Tensor:
+        """The losses [B] of a step. Its token is chosen the first time."""
+        known = step < self.known
+        losses = called_head_losses(self.transcript, step, hidden, known)
+        if not known:
+            self.known = step + 1
+            if self.transcript.tokens.free_running:
+                self.transcript.feed_back(step)
+        return losses
 
     def _predict(self, begin: int, end: int, hidden: Tensor) -> None:
         assert self.head is not None  # every token is known before the backward pass
@@ -338,14 +363,14 @@ def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
 
 
 def segments(
-    steps: int, period: int | None = None, first: int = SEGMENT
+    steps: int, period: int | None = None, first: int = SEGMENT, others: int = SEGMENT
 ) -> Iterator[tuple[int, int]]:
-    """[begin, end) over the steps, SEGMENT long at most and the first `first`, with an end at every
-    multiple of `period`: no segment is in two windows."""
+    """[begin, end) over the steps, `others` long at most and the first `first`, with an end at
+    every multiple of `period`: no segment is in two windows."""
     begin, longest = 0, first
     while begin < steps:
         end = min(begin + longest, steps)
         if period is not None:
             end = min(end, begin - begin % period + period)
         yield begin, end
-        begin, longest = end, SEGMENT
+        begin, longest = end, others

@@ -16,6 +16,8 @@ from accumext._checks import (
     TruncationWord,
     bools,
     explained,
+    fail_type,
+    type_name,
 )
 from accumext._torch_private import base_of
 from accumext._wgrad_fusion import may_fuse
@@ -32,6 +34,7 @@ from accumext.recurrence import (
     WHOLE,
     State,
     Truncation,
+    beyond_formula,
     map_leaves,
     map_tensors,
     tensors,
@@ -131,7 +134,9 @@ def decode_loss(
     tokens.
 
     Args:
-        embedding: `nn.Embedding`, or a [V, E] tensor; None if `inputs` are observations.
+        embedding: `nn.Embedding`, or a [V, E] tensor; None if `inputs` are observations. Embedding
+            and head are computed from their weights; one whose call does more (hooks, an adapter,
+            quantised weights) is called.
         cell: `nn.GRUCell`, `LSTMCell` or `RNNCell`; `nn.GRU`, `LSTM` or `RNN` with one direction,
             any layers, dropout; or any callable `(x [B, E], state, *context) -> (output [B, H],
             state)`, which is called again in the backward pass, and writes neither into its state
@@ -429,6 +434,10 @@ def decode_memory(
         copied = 0 if base_of(table.weight) is base_of(call["inputs"]) else table.weight.nbytes
         call["embedding"], call["inputs"] = table, rows
     model = Model.of(OP, has_data=False, **_named(Model.of, call))
+    for name, module in (("embedding", model.table.module), ("head", model.called_head)):
+        if module is not None:
+            contract = "be computed from its weight, for the memory of a call of it is not known"
+            fail_type(OP, name, contract, beyond_formula(module) or type_name(module))
     tokens = Tokens.of(model, **_named(Tokens.of, call))
     weight, ends = model.head_weight, tokens.eos is not None
     options = _named(Objective.of, call)

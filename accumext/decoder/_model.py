@@ -20,18 +20,14 @@ from accumext._checks import (
     same_device,
     type_name,
 )
-from accumext._torch_private import (
-    forward_hooks,
-    is_fake,
-    only_sharding,
-    sharded_state,
-    translated_from,
-)
+from accumext._peft import base_layer
+from accumext._torch_private import is_fake, sharded_state, translated_from
 from accumext.recurrence import (
     Cell,
     Dtypes,
     EmbeddingTable,
     RnnWeights,
+    beyond_formula,
     cell_of,
     dtypes_of,
     parameter_tensors,
@@ -52,6 +48,7 @@ class Model:
     rnn: RnnWeights | None  # None: the cell is called, and autograd differentiates it
     head_weight: Tensor  # [V, H]
     head_bias: Tensor | None  # [V]
+    called_head: nn.Module | None  # does more than the formula; the weight then is none, as above
     device: torch.device
     tied: bool  # the head shares the embedding's weight
     dtypes: Dtypes
@@ -70,14 +67,15 @@ class Model:
         has_data: bool = True,
     ) -> Model:  # fmt: skip
         """The arguments of these names, checked."""
-        table, (weight, bias) = embedding_table(op, embedding), head_weights(op, head)
+        table, (weight, bias, called_head) = embedding_table(op, embedding), head_weights(op, head)
         device = weight.device
         if has_data:
             _check_computable(op, {table.argument: table.weight, "head": weight})
         of_cell = list(cell.parameters()) if isinstance(cell, nn.Module) else []
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            of_head = [weight, bias]
-            _check_whole(op, {table.argument: [table.weight], "cell": of_cell, "head": of_head})
+            of_embedding = [table.weight, *parameters_of(table.module)]
+            of_head = [weight, bias, *parameters_of(called_head)]
+            _check_whole(op, {table.argument: of_embedding, "cell": of_cell, "head": of_head})
         if table.weight.device != device:
             same_device(op, table.argument, [table.weight], device)
         for parameter in of_cell:
@@ -95,7 +93,7 @@ class Model:
         # The operators look rows up without renormalising them to `max_norm`.
         by_operators = table.max_norm is None or not feeds_back
         rnn = None
-        if by_operators:
+        if by_operators and table.module is called_head is None:
             rnn = rnn_weights_of(given.module, table.weight.dtype, weight.dtype)
         sizes = (table.weight.shape[1], weight.shape[1])
         if rnn is None or (given.input_size, given.output_size) != sizes:
@@ -104,14 +102,20 @@ class Model:
             context = _context(op, context, given, device)
         tied, draws = weight is table.weight, given.draws or max(dropouts) > 0
         return Model(
-            table, given, rnn, weight, bias, device, tied, dtypes_of(weight), context, draws,
-            *dropouts,
+            table, given, rnn, weight, bias, called_head, device, tied, dtypes_of(weight), context,
+            draws, *dropouts,
         )  # fmt: skip
 
     def parameters(self) -> list[Tensor]:
         """The parameters that a call reads; of a callable's those that it is known to have."""
-        bias = [] if self.head_bias is None else [self.head_bias]
-        return [self.table.weight, self.head_weight, *bias, *parameter_tensors(self.cell)]
+        found = [self.table.weight, self.head_weight, *parameter_tensors(self.cell)]
+        found += [*parameters_of(self.table.module), *parameters_of(self.called_head)]
+        return found if self.head_bias is None else [*found, self.head_bias]
+
+
+def parameters_of(module: nn.Module | None) -> list[nn.Parameter]:
+    """The parameters of a module, if there is one."""
+    return [] if module is None else list(module.parameters())
 
 
 def _check_fit(
@@ -184,34 +188,50 @@ def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
     if isinstance(embedding, EmbeddingTable):
         return embedding
     if isinstance(embedding, nn.Embedding):
-        _check_forward(op, "embedding", embedding, nn.Embedding, "the weight")
+        weight, padding, limit = embedding.weight, embedding.padding_idx, embedding.max_norm
+        if beyond_formula(embedding, weight) is not None:
+            return _table_of_calls(op, embedding)
         if embedding.scale_grad_by_freq:
             fail_value(op, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
-        padding, limit = embedding.padding_idx, embedding.max_norm
         if limit is not None and sharded_state(embedding) is not None:
             contract = "have no max_norm where it is sharded, for what lookups write would be lost"
             fail_value(op, "embedding", contract, limit)
         token = 0 if padding is None else padding
         options = (token, padding, limit, embedding.norm_type, embedding.sparse)
-        return EmbeddingTable(embedding.weight, *options)
+        return EmbeddingTable(weight, *options)
     if not isinstance(embedding, Tensor) or embedding.dtype not in FLOAT_DTYPES:
-        contract = "be an nn.Embedding or a floating-point tensor [V, E]"
-        _fail_module(op, "embedding", contract, embedding)
+        return _table_of_calls(op, embedding)
     if embedding.dim() != 2:
         fail_value(op, "embedding", "have shape [V, E]", list(embedding.shape))
     return EmbeddingTable(embedding)
 
 
-def _check_forward(
-    op: str, name: str, module: nn.Module, kind: type[nn.Module], instead: str
-) -> None:
-    """Raise for a module whose forward does more than its weight says: it is not called here."""
-    hooks = forward_hooks(module)
-    hooked = any(hooks) and not only_sharding(hooks)
-    if type(module).forward is not kind.forward or hooked:
-        contract = f"compute as a plain nn.{kind.__name__}, for its forward is not called"
-        got = "forward hooks" if hooked else f"{type(module).__name__} with a forward of its own"
-        fail_type(op, name, contract, got, f"Pass {instead} to mean just that")
+def _table_of_calls(op: str, embedding: Any) -> EmbeddingTable:
+    """The table of a module that is called, or the error for what is no embedding."""
+    weight = _stand_in(embedding, "num_embeddings", "embedding_dim")
+    if weight is None:
+        contract = "be an nn.Embedding or a floating-point tensor [V, E]"
+        _fail_module(op, "embedding", contract, embedding)
+    padding = getattr(base_layer(embedding), "padding_idx", None)
+    return EmbeddingTable(weight, 0 if padding is None else padding, module=embedding)
+
+
+def _stand_in(module: Any, *sizes: str) -> Tensor | None:
+    """A tensor without memory that has the shape, dtype and device of the weight of a layer that is
+    to be called, such as an adapter or a quantised one. None for modules without such sizes."""
+    if not isinstance(module, nn.Module) or translated_from(module) is not None:
+        return None
+    layer = base_layer(module)
+    shape: list[Any] = [getattr(layer, size, None) for size in sizes]
+    if not all(isinstance(size, int) and size > 0 for size in shape):
+        return None
+    weight: Any = getattr(layer, "weight", None)
+    if type(weight) in (nn.Parameter, Tensor) and weight.dim() == 2 and weight.is_floating_point():
+        shape = list(weight.shape)  # the sizes may be those of another one before it
+    own = [weight, *module.parameters(), *module.buffers()]
+    floats = [t for t in own if isinstance(t, Tensor) and t.dtype in FLOAT_DTYPES]
+    like = floats[0] if floats else torch.empty((), device="cpu")
+    return torch.empty((), dtype=like.dtype, device=like.device).expand(shape)
 
 
 def _check_whole(op: str, parameters: Mapping[str, Iterable[Any]]) -> None:
@@ -238,6 +258,8 @@ def _instead(op: str, name: str, given: Any) -> str | None:
     if name == "head" and isinstance(given, (nn.Embedding, Tensor)):
         word = "embedding.weight" if isinstance(given, nn.Embedding) else "weight"
         return f"Pass ({word}, None)"
+    if isinstance(given, nn.Module) and any(map(nn.parameter.is_lazy, given.parameters())):
+        return "Call it once before: its weight is not initialised yet"
     if isinstance(given, nn.AdaptiveLogSoftmaxWithLoss):
         return "Its logits are no one matrix product: use tbptt, or chunked_loss"
     if isinstance(given, nn.Sequential):
@@ -261,15 +283,22 @@ def _instead(op: str, name: str, given: Any) -> str | None:
     return whole
 
 
-def head_weights(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
-    """The head argument: weight [V, H] and bias [V] of an `nn.Linear`, or a pair of them."""
+def head_weights(op: str, head: Any) -> tuple[Tensor, Tensor | None, nn.Module | None]:
+    """The head argument: weight [V, H] and bias [V] of an `nn.Linear`, or a pair of them; or a
+    module to be called, with a tensor that stands for its weight."""
+    weight = bias = None
     if isinstance(head, nn.Linear):
-        _check_forward(op, "head", head, nn.Linear, "(weight, bias)")
         weight, bias = head.weight, head.bias
-    elif isinstance(head, (tuple, list)) and len(head) == 2:
-        weight, bias = head
+        plain = beyond_formula(head, weight, bias) is None
     else:
-        _fail_module(op, "head", "be an nn.Linear or a pair (weight, bias)", head)
+        plain = isinstance(head, (tuple, list)) and len(head) == 2
+        if plain:
+            weight, bias = head
+    if not plain:
+        weight = _stand_in(head, "out_features", "in_features")
+        if weight is None:
+            _fail_module(op, "head", "be an nn.Linear or a pair (weight, bias)", head)
+        return weight, None, head
     if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_DTYPES:
         fail_type(op, "head weight", "be a floating-point tensor [V, H]", type_name(weight))
     if weight.dim() != 2 or weight.shape[0] == 0:
@@ -278,7 +307,7 @@ def head_weights(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
         isinstance(bias, Tensor) and bias.dtype == weight.dtype
         and bias.device == weight.device and bias.shape == weight.shape[:1]
     ):  # fmt: skip
-        return weight, bias
+        return weight, bias, None
     contract = "be a floating-point tensor [V] or None"
     check_vector(op, "head bias", bias, FLOAT_DTYPES, contract, len(weight), weight.device)
-    return weight, bias
+    return weight, bias, None

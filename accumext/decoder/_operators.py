@@ -35,7 +35,7 @@ def define_operator(reference: Callable[..., Any], schema: str) -> Any:
 
 
 def head_forward_reference(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None,
+    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor | None,
     uniforms: Tensor | None, temperature: float, exps: Tensor | None, logit_rows: int,
     tokens: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
@@ -66,8 +66,11 @@ head_forward = define_operator(
 )
 
 
-def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[m, V]: operands rounded to the weight's dtype, sums in that of hidden."""
+def logits_of(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """[m, V]: operands rounded to the weight's dtype, sums in that of hidden. Without a weight
+    `hidden` are the logits, of a head that is called."""
+    if weight is None:
+        return hidden.clone()
     h = hidden.t()
     if weight.dtype == hidden.dtype:
         z = torch.mm(weight, h) if bias is None else torch.addmm(bias[:, None], weight, h)

@@ -13,7 +13,7 @@ from accumext._checks import message
 from accumext._torch_private import write_count
 from accumext._wgrad_fusion import destination
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, HeadGradients, NeedsGrad
-from accumext.decoder._model import OP
+from accumext.decoder._model import OP, parameters_of
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import parameter_tensors
 
@@ -115,6 +115,7 @@ class SavedForBackward:
             found += model.cell.module.parameters()  # frozen or not, they are all read
         else:
             found += parameter_tensors(model.cell)
+            found += [*parameters_of(model.table.module), *parameters_of(model.called_head)]
         if not self._used:
             return found
         return [t for t in (*found, *self._used) if id(t) not in self._written]

@@ -208,7 +208,7 @@ def _stepper(model: Model, eos: Any, lengths: Any, batch: int, steps: int) -> St
     if rnn is not None and rnn.dropout > 0 and rnn.layers > 1:
         rnn = None  # the module drops what it drops in training mode
     ends = lengths is not None or eos is not None
-    layer = OutputLayer.of(model.head_weight, model.head_bias, model.dtypes, model.table)
+    layer = OutputLayer.of(model)
     return Stepper(model, layer, rnn, eos, limits, ends)
 
 

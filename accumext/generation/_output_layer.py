@@ -3,15 +3,26 @@ those in accumext/decoder/_operators.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from accumext._memory_overlap import share_memory
-from accumext.decoder import define_operator, head_forward, logits_of, rounded_head, softmax_stats
+from accumext.decoder import (
+    Model,
+    called_logits,
+    define_operator,
+    head_forward,
+    head_forward_reference,
+    logits_of,
+    rounded_head,
+    softmax_stats,
+)
 from accumext.generation._token_filters import TokenFilter, largest
-from accumext.recurrence import Dtypes, EmbeddingTable, no_grad_no_autocast
+from accumext.recurrence import no_grad_no_autocast
 
 # Rows of logits that exist at once.
 LOGIT_ROWS = 32
@@ -25,12 +36,15 @@ class OutputLayer:
     bias: Tensor | None  # [V], in the accumulation dtype
     dtype: torch.dtype  # of sums
     changing: Tensor | None = None  # what `weight` was rounded from, if lookups write into it
+    logits: Callable[[Tensor], Tensor] | None = None  # of a head that is called, by its outputs
 
     @staticmethod
-    def of(
-        weight: Tensor, bias: Tensor | None, dtypes: Dtypes, table: EmbeddingTable
-    ) -> OutputLayer:
+    def of(model: Model) -> OutputLayer:
         """The head with its weight rounded to the dtype of the products."""
+        weight, bias, dtypes, table = model.head_weight, model.head_bias, model.dtypes, model.table
+        if model.called_head is not None:
+            logits = partial(called_logits, "generate", model)
+            return OutputLayer(weight, None, dtypes.accumulation, None, logits)
         rounded, bias = rounded_head(weight, bias, dtypes)
         writes = table.max_norm is not None and share_memory(weight, table.weight)
         changing = weight.detach() if writes and rounded.data_ptr() != weight.data_ptr() else None
@@ -47,13 +61,11 @@ class OutputLayer:
         everything = top_k == len(self.weight) and top_p == 1
         with no_grad_no_autocast(hidden.device):
             if uniforms is None or everything:
-                head_forward(
-                    *operands, None, uniforms, temperature, None, LOGIT_ROWS, tokens, stats
-                )
+                forward = head_forward if self.logits is None else head_forward_reference
+                forward(*operands, None, uniforms, temperature, None, LOGIT_ROWS, tokens, stats)
             else:
-                head_sample(
-                    *operands, uniforms, temperature, top_k, top_p, LOGIT_ROWS, tokens, stats
-                )
+                choose = head_sample if self.logits is None else head_sample_reference
+                choose(*operands, uniforms, temperature, top_k, top_p, LOGIT_ROWS, tokens, stats)
         return tokens, log_probabilities(stats[2], stats)
 
     def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -63,10 +75,13 @@ class OutputLayer:
         stats = hidden.new_empty(2, len(hidden), dtype=self.dtype)
         operands = self._operands(hidden)
         with no_grad_no_autocast(hidden.device):
-            head_top(*operands, LOGIT_ROWS, found, tokens, stats)
+            top = head_top if self.logits is None else head_top_reference
+            top(*operands, LOGIT_ROWS, found, tokens, stats)
         return log_probabilities(found, stats[:, :, None]), tokens
 
-    def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self.logits is not None:
+            return self.logits(hidden), None, None
         if self.changing is not None:
             self.weight.copy_(self.changing)
         return hidden.to(self.dtype).contiguous(), self.weight, self.bias
@@ -78,7 +93,7 @@ def log_probabilities(logits: Tensor, stats: Tensor) -> Tensor:
 
 
 def head_top_reference(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_rows: int, logits: Tensor,
+    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, logit_rows: int, logits: Tensor,
     tokens: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
     for begin in range(0, len(hidden), logit_rows):
@@ -105,8 +120,8 @@ head_top = define_operator(
 
 
 def head_sample_reference(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, uniforms: Tensor, temperature: float,
-    top_k: int, top_p: float, logit_rows: int, tokens: Tensor, stats: Tensor,
+    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, uniforms: Tensor,
+    temperature: float, top_k: int, top_p: float, logit_rows: int, tokens: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
     token_filter = TokenFilter(temperature, top_k, top_p)
     for begin in range(0, len(hidden), logit_rows):

@@ -65,7 +65,10 @@ class Stepper:
         if self.by_operator is not None:
             return self.by_operator(tokens, state)
         table, model = self.model.table, self.model
-        x = F.embedding(tokens, table.weight, None, table.max_norm, table.norm_type)
+        if table.module is not None:
+            x = table.call(tokens)
+        else:
+            x = F.embedding(tokens, table.weight, None, table.max_norm, table.norm_type)
         output, state, _ = model.cell.step(x, state, *model.context)
         check_output(OP, output, len(tokens), self.layer.weight.shape[1])
         return output, state

@@ -64,6 +64,7 @@ class Cell:
 
 
 # Of errors that a callable raises a piece of what torch says, and what it comes from.
+_SEQUENCE = "A module of sequences reads one step of them: y, s = rnn(x[None], s); return y[0], s"
 _CURES = (
     (
         "argument #1 'indices'",
@@ -74,10 +75,8 @@ _CURES = (
         "argument 'hx' (position 2) must be tuple",
         "An LSTMCell returns (h, c): h, c = cell(x, s); return h, (h, c)",
     ),
-    (
-        "hx should also be",
-        "A module of sequences reads one step of them: y, s = rnn(x[None], s); return y[0], s",
-    ),
+    ("hx should also be", _SEQUENCE),
+    ("input must have 3 dimensions", _SEQUENCE),  # of quantised modules
 )
 _STEP = "take (x [B, E], state) and return (output [B, H], state)"
 _LAYERS = (
@@ -161,7 +160,7 @@ class _StepsOfSequences:
                 raise ValueError(f"an output of shape {list(output.shape)}")
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             got = "one that has nn.GRU, LSTM or RNN read x [B, E] as a sequence"
-            text = message(self._op, "cell", _STEP, got, _CURES[-1][1])
+            text = message(self._op, "cell", _STEP, got, _SEQUENCE)
             raise TypeError(text) from error
         return output.squeeze(self._time_dim), *rest
 

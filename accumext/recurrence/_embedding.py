@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accumext._checks import check_first_order
 
@@ -28,6 +28,7 @@ class EmbeddingTable:
     sparse: bool = False
     argument: str = "embedding"  # of the call, which errors name
     renormalised: bool = False  # whether all rows that are looked up have been, to max_norm
+    module: nn.Module | None = None  # to call; the weight then says shape, dtype and device alone
     tied_gradient: Tensor | None = None  # [V, E]: the head's, where the head shares the weight
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens [n], dx [n, E])
 
@@ -43,6 +44,12 @@ class EmbeddingTable:
             self, root, tokens, known
         )
         return found
+
+    def call(self, tokens: Tensor) -> Tensor:
+        """Embedded tokens [B] of a step, by the module that is called. They are written later."""
+        assert self.module is not None
+        x: Tensor = self.module(tokens.clone())
+        return x
 
     def look_up(self, tokens: Tensor, out: Tensor) -> None:
         """Fill a tensor of `lookups` with the rows of tokens [n], unseen by autograd."""

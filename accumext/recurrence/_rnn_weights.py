@@ -8,14 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from accumext._torch_private import backward_hooks, forward_hooks, only_sharding
+from accumext.recurrence._module_calls import beyond_formula
 from accumext.recurrence._precision import Dtypes
 
 KINDS = ("gru", "lstm", "rnn_tanh", "rnn_relu")  # in the order of csrc/math/gates.h: CellKind
 GRU, LSTM, RNN_TANH, RNN_RELU = range(4)
-
-_MODULES = (nn.GRUCell, nn.LSTMCell, nn.RNNCell, nn.GRU, nn.LSTM, nn.RNN)
-_FORWARDS = {kind.forward for kind in _MODULES}
 
 
 @dataclass(frozen=True)
@@ -36,15 +33,10 @@ class RnnWeights:
 def rnn_weights_of(module: nn.Module | None, *dtypes: torch.dtype) -> RnnWeights | None:
     """The weights of one of torch's recurrent modules, which the operators then run.
 
-    None for anything else: where the module does more than its weights say (hooks, a forward of its
-    own, projections), or where weights differ in dtype from each other or from `dtypes`.
+    None for anything else: where a call of the module does more than its formula, projections are
+    a part of that, or weights differ in dtype from each other or from `dtypes`.
     """
-    if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return None
-    hooks = forward_hooks(module)
-    hooked = (any(hooks) and not only_sharding(hooks)) or any(backward_hooks(module))
-    projected = getattr(module, "proj_size", 0) > 0
-    if type(module).forward not in _FORWARDS or hooked or projected:
+    if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)) or getattr(module, "proj_size", 0) > 0:
         return None
     stacked = isinstance(module, nn.RNNBase)
     layers = module.num_layers if isinstance(module, nn.RNNBase) else 1
@@ -59,7 +51,7 @@ def rnn_weights_of(module: nn.Module | None, *dtypes: torch.dtype) -> RnnWeights
             given.append(weight)
             if weight.dtype != dtypes[0]:
                 return None
-    if dtypes[0] != dtypes[-1]:
+    if dtypes[0] != dtypes[-1] or beyond_formula(module, *given) is not None:
         return None
     if isinstance(module, (nn.GRUCell, nn.GRU)):
         kind = GRU

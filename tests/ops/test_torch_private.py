@@ -202,9 +202,9 @@ def test_sharding(sharded):
     assert private.sharded_state(nn.Linear(1, 1)) is None
     assert sharded in private.sharded_modules()
     assert any(private.forward_hooks(sharded))
-    assert private.only_sharding(private.forward_hooks(sharded))
+    assert private.only_watching(private.forward_hooks(sharded))
     hook = sharded.register_forward_hook(lambda *_: None)
-    assert not private.only_sharding(private.forward_hooks(sharded))
+    assert not private.only_watching(private.forward_hooks(sharded))
     hook.remove()
     state = private.sharded_state(sharded)
     assert private.is_root(sharded) is None

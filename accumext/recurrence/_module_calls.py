@@ -1,0 +1,42 @@
+"""What a call of one of torch's modules does beyond the formula of its class. The kernels compute
+the formula from the weights; a module that does more is called."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from accumext._torch_private import (
+    GLOBAL_HOOKS,
+    backward_hooks,
+    forward_hooks,
+    is_fake,
+    only_watching,
+)
+
+_CELLS = (nn.GRUCell, nn.LSTMCell, nn.RNNCell, nn.GRU, nn.LSTM, nn.RNN)
+_CALL, _FORWARDS = nn.Module.__call__, {k.forward for k in (nn.Embedding, nn.Linear, *_CELLS)}
+_PLAIN = (nn.Parameter, Tensor)
+
+
+def beyond_formula(module: nn.Module, *weights: Tensor | None) -> str | None:
+    """What a call of this module with these weights would do beyond its formula, in words; None for
+    nothing. Parametrized weights and an in-place `module.compile()` are within it."""
+    kind = type(module)
+    if kind.__call__ is not _CALL:
+        return f"{kind.__name__} with a __call__ of its own"
+    if kind.forward not in _FORWARDS:
+        return f"{kind.__name__} with a forward of its own"
+    if "forward" in vars(module):
+        return f"{kind.__name__} with a forward that was replaced"
+    forward, backward = forward_hooks(module), backward_hooks(module)
+    if any(forward) and not only_watching(forward):
+        return f"{kind.__name__} with forward hooks"
+    if any(backward):
+        return f"{kind.__name__} with backward hooks"
+    if any(GLOBAL_HOOKS) and not only_watching(GLOBAL_HOOKS):
+        return "hooks of all modules"
+    for weight in weights:
+        if weight is None or weight.__class__ in _PLAIN or is_fake(weight):
+            continue
+        return f"{kind.__name__} with weights of class {type(weight).__name__}"
+    return None
