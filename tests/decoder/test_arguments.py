@@ -293,6 +293,12 @@ def made_in_inference_mode() -> nn.Embedding:
         return nn.Embedding(V, H)
 
 
+def unlike_torchs(x: torch.Tensor, state: Any) -> Any:
+    raise RuntimeError(
+        "input must have 3 dimensions, got 2"
+    )  # as quantised modules of sequences do
+
+
 WHOLE, LSTM, GRU, ZEROS = WholeModel(V, H), nn.LSTMCell(H, H), nn.GRU(H, H), torch.zeros(B, H)
 BATCH_FIRST = nn.GRU(H, H, batch_first=True)
 PARTS = "Pass the parts of the model, model.words, model.rnn, model.out, or use tbptt"
@@ -303,6 +309,7 @@ CURES: list[tuple[dict[str, Any], str]] = [  # what people pass, and what the er
     ({"cell": lambda x, s: WHOLE(x, s)}, "leave its nn.Embedding out, or use tbptt"),
     ({"cell": lambda x, s: LSTM(x, s), "state": (ZEROS, ZEROS)}, "h, c = cell(x, s); return h, (h, c)"),
     ({"cell": lambda x, s: GRU(x, s), "state": ZEROS[None]}, "y, s = rnn(x[None], s); return y[0], s"),
+    ({"cell": unlike_torchs}, "y, s = rnn(x[None], s); return y[0], s"),
     ({"cell": [WHOLE.rnn, WHOLE.rnn]}, "Pass nn.GRU, LSTM or RNN with num_layers, or one function"),
     ({"cell": nn.ModuleList([WHOLE.rnn])}, "Pass nn.GRU, LSTM or RNN with num_layers, or one function"),
     ({"cell": nn.Sequential(WHOLE.rnn)}, "Pass nn.GRU, LSTM or RNN with num_layers, or one function"),

@@ -170,12 +170,13 @@ def test_a_module_that_does_more_is_called(part, way):
 
 @pytest.mark.parametrize("call", CALLS, ids=" ".join)
 @pytest.mark.parametrize("kind", ["gru_cell", "lstm"])
+@pytest.mark.parametrize("parts", [("embedding",), ("head",), ("embedding", "head")], ids=" ".join)
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_option_where_embedding_and_head_are_called(tied, kind, call):
+def test_every_option_where_embedding_or_head_is_called(tied, parts, kind, call):
     decoder = make_decoder(kind, tied=tied, padding_idx=4)
     targets = targets_with_holes(hole=2 if "ignore_index" in call else -100)
-    replace_forward(decoder.head)
-    decoder.embedding.register_forward_hook(lambda m, a, y: y / 2)
+    for part in parts:
+        getattr(decoder, part).register_forward_hook(lambda m, a, y: y / 2)
     arguments = options(call)
     check(decoder, None if "steps" in arguments else targets, arguments, upstream=-0.3)
 
