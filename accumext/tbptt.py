@@ -30,6 +30,7 @@ from accumext.recurrence import (
     Inputs,
     NoBatchAsSequence,
     ReadAsSequence,
+    Resets,
     State,
     Truncation,
     batch_dim_of,
@@ -41,6 +42,7 @@ from accumext.recurrence import (
     freeze,
     map_tensors,
     may_be_unbatched,
+    resets_of,
     rng_state,
     set_rng_state,
     tensors,
@@ -88,6 +90,7 @@ def tbptt(
     feedback: FeedbackWord | Tensor = "greedy",
     start: float | Tensor = 0,
     inputs: Tensor | None = None,  # int64 [T, B], or floating-point [T, B, ...]
+    resets: Tensor | None = None,  # bool [T, B]
     k1: int = 1,
     k2: int | None = None,
     backward: Callable[[Tensor], Any] = torch.Tensor.backward,
@@ -112,16 +115,19 @@ def tbptt(
         step: `(token [B], state, *context) -> (logits [B, V], state)`; parameters get their
             gradients wherever `step` has them. With floating-point inputs or targets, `(input
             [B, ...], state, *context) -> (output [B, ...], state)`. It writes into none of its
-            arguments where windows overlap, and not into its state where there are `lengths`.
+            arguments if windows overlap, and not into its state if there are `lengths` or `resets`.
         targets: int64 [T, B]; or, for regression, floating-point [T, B, ...].
         state: initial state, any nesting of tuples, lists, dicts and dataclasses; gradients reach
-            it from the windows that start at step 0.
+            it from the windows that start at step 0, and from every reset.
         criterion: `(logits [B, V], target [B]) -> 0-dim loss` of one step, such as
             `F.cross_entropy`; its mean is NaN in a step that is ignored everywhere, a sum is not.
         feedback, start, inputs, teacher_forcing, temperature, generator: as in `decode_loss`, but
             for ignored targets: a negative one is fed as 0, any other as it is. With floating-point
             inputs or targets feedback is "teacher", and what is fed are the `inputs`, by default
             `start` followed by `targets[:-1]`; `accumext.rollout` feeds a model its own output.
+        resets: bool [T, B], best on the CPU: before step t the state of these rows is their initial
+            state again, whose gradient comes from there, too, whatever k1 and k2 are. Inputs are
+            not changed, and no tensor of the state may grow.
         k1: steps between the ends of two windows.
         k2: steps a gradient flows back from the end of a window, at least k1; None means k1.
         backward: called with each window's loss: `opt.backward`, or `lambda loss:
@@ -133,8 +139,9 @@ def tbptt(
             argument, bool [B]: the rows that count. A step past all lengths has loss 0.
         context: tensors handed to `step` at every step, such as attention memory. Gradients reach
             them from every window, in the last backward pass.
-        batch_dim: where the state's tensors have the batch, if there are `lengths`, as in
-            `decode_loss`; 0-dim tensors are everyone's, and others may grow in one dimension.
+        batch_dim: where the state's tensors have the batch, if there are `lengths` or `resets`, as
+            in `decode_loss`; 0-dim tensors are everyone's. With `lengths` alone others may grow in
+            one dimension.
 
     Returns:
         A `TBPTTResult`, whose loss is 0 where T or B is. Nothing in it is read from the device.
@@ -151,30 +158,30 @@ def tbptt(
 
     Source: Williams & Peng 1990.
     """
-    source, k1, k2, active = _check(
-        step, targets, state, criterion, feedback, start, inputs, k1, k2, backward, reduction,
-        teacher_forcing, temperature, generator, lengths, context, batch_dim,
+    source, k1, k2, active, reset = _check(
+        step, targets, state, criterion, feedback, start, inputs, resets, k1, k2, backward,
+        reduction, teacher_forcing, temperature, generator, lengths, context, batch_dim,
     )  # fmt: skip
     steps = targets.shape[0]
     loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
     rows = None if active is None else _Rows(active, batch_dim or 0)
-    running = _Steps(step, _Losses(criterion, targets, rows), source, rows)
+    running = _Steps(step, _Losses(criterion, targets, rows), source, rows, reset, batch_dim or 0)
     history = _StateHistory(k2, targets.device) if k1 < k2 else None
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
     # State and context may come from one graph, as those of an encoder do, which one backward pass
     # frees: then the last window of all takes the gradients of the state along.
     together = any(tensor.requires_grad for tensor in context)
     losses = []
-    for first, begin, end in windows(steps, k1, k2) if targets.shape[:2].numel() else []:
+    spans = windows(steps, k1, k2) if targets.shape[:2].numel() else []
+    last_from_initial = spans[-1] if together and spans else _last_from_initial(spans, reset)
+    for span in spans:
+        first, begin, end = span
         if history is not None:
             state = history.restore(first, state)
-        ends = end == steps
-        last_from_start = first == 0 and (ends or min(end + k1, steps) > k2)
-        reaches_initial = ends if together else last_from_start
+        ends, reaches_initial = end == steps, span == last_from_initial
+        running.initial = initial.tensors(last=reaches_initial)
         if first == 0:
-            state = initial.tensors(last=reaches_initial)
-        elif reaches_initial:
-            initial.tensors(last=True)  # for their tie alone
+            state = running.initial
         running.context = memory.tensors(last=ends)
         with gathered_once(OP, step, criterion) as gathered:
             loss, state = running.run(first, begin, end, state, history)
@@ -189,6 +196,15 @@ def tbptt(
     if not losses:  # no steps, or no rows, whose mean would be NaN
         return TBPTTResult(torch.zeros((), device=targets.device), targets.clone(), detach(state))
     return TBPTTResult(torch.stack(losses).sum(), torch.stack(running.outputs), detach(state))
+
+
+def _last_from_initial(
+    spans: list[tuple[int, int, int]], resets: Resets | None
+) -> tuple[int, int, int] | None:
+    """The last window of which a step may read the initial state."""
+    steps = {0} if resets is None else {0, *resets.steps}
+    from_initial = [span for span in spans if any(span[0] <= step < span[2] for step in steps)]
+    return from_initial[-1] if from_initial else None
 
 
 class _Rows:
@@ -239,9 +255,11 @@ class _Steps:
 
     def __init__(
         self, step: Callable[..., tuple[Tensor, State]], losses: _Losses, source: Inputs,
-        rows: _Rows | None,
+        rows: _Rows | None, resets: Resets | None, batch_dim: int,
     ) -> None:  # fmt: skip
         self.step, self.losses, self.source, self.rows = step, losses, source, rows
+        self.resets, self.batch_dim = resets, batch_dim
+        self.initial: State = None
         self.context: tuple[Tensor, ...] = ()
         self.count = len(losses.targets)
         self.predicts = not losses.targets.is_floating_point()
@@ -258,6 +276,9 @@ class _Steps:
         for t in range(first, end):
             if history is not None:
                 history.save(t, state)
+            if self.resets is not None:
+                active = None if self.rows is None else self.rows.active
+                state = self.resets.apply(OP, t, active, state, self.initial, self.batch_dim)
             given = self._read_again(t, state, history)
             counts = write_counts(given)
             looks = t == 0 and may_be_unbatched(state, len(self.inputs[t]))
@@ -290,9 +311,10 @@ class _Steps:
 
     def _read_again(self, t: int, state: State, history: _StateHistory | None) -> list[Tensor]:
         """Tensors that a step must not write into: its start, where windows overlap, and the state
-        that rows of other lengths stay in."""
+        that rows of other lengths stay in, or that rows are reset to."""
         if history is None:
-            return tensors(state) if self.rows is not None else []
+            by_row = self.rows is not None or self.resets is not None
+            return tensors(state) if by_row else []
         return tensors((self.inputs[t], state, self.context))
 
     @torch.no_grad()
@@ -393,9 +415,9 @@ class _SharedGraph:
 
 def _check(
     step: Any, targets: Any, state: Any, criterion: Any, feedback: Any, start: Any, inputs: Any,
-    k1: Any, k2: Any, backward: Any, reduction: Any, teacher_forcing: Any, temperature: Any,
-    generator: Any, lengths: Any, context: Any, batch_dim: Any,
-) -> tuple[Inputs, int, int, Tensor | None]:  # fmt: skip
+    resets: Any, k1: Any, k2: Any, backward: Any, reduction: Any, teacher_forcing: Any,
+    temperature: Any, generator: Any, lengths: Any, context: Any, batch_dim: Any,
+) -> tuple[Inputs, int, int, Tensor | None, Resets | None]:  # fmt: skip
     for name, function in (("step", step), ("criterion", criterion), ("backward", backward)):
         if not callable(function):
             fail_type(OP, name, "be callable", type_name(function))
@@ -421,19 +443,22 @@ def _check(
     active = None
     if lengths is not None:
         active = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
+    if resets is not None:
+        resets = resets_of(OP, resets, (steps, batch), state, targets.device, whose)
+    if lengths is not None or resets is not None:
         check_batch_dim(OP, state, batch, batch_dim)
     given_floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
     if targets.is_floating_point() or given_floats:
         source = Inputs(_known_inputs(targets, feedback, start, inputs))
         check_options(OP, "teacher", teacher_forcing, temperature, generator)
-        return source, k1, k2, active
+        return source, k1, k2, active, resets
     fed = targets.clamp(min=0)
     chosen = Feedback.of(
         OP, feedback, fed if active is None else torch.where(active, fed, 0), start=start,
         inputs=inputs, teacher_forcing=teacher_forcing, temperature=temperature,
         generator=generator, rows=None,
     )  # fmt: skip
-    return chosen.drawn(), k1, k2, active
+    return chosen.drawn(), k1, k2, active, resets
 
 
 def _check_targets(targets: Any, state: Any) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from accumext._checks import (
-    fail_type,
     fail_value,
     integer,
     same_device,
@@ -88,7 +87,7 @@ class Tokens:
             cell.check_state(OP, state, batch)
             same_device(OP, "state", tensors(state), device)
         if resets is not None:
-            resets = _resets(resets, shape, state, device)
+            resets = resets_of(OP, resets, shape, state, device, "the head's device")
         by_rows = resets is not None or lengths is not None or eos is not None
         by_rows = by_rows or truncation == "random"
         if cell.state_shapes is None and by_rows:
@@ -156,18 +155,6 @@ def batch_size(
         if leaf.dim() > cell.batch_dim:
             return leaf.shape[cell.batch_dim]
     return next((leaf.shape[0] for leaf in context if leaf.dim() > 0), 1)
-
-
-def _resets(value: Any, shape: tuple[int, int], state: State, device: torch.device) -> Resets:
-    if not isinstance(value, Tensor) or value.dtype != torch.bool:
-        fail_type(OP, "resets", "be a bool tensor [T, B]", type_name(value))
-    if value.shape != shape:
-        fail_value(OP, "resets", f"have shape {list(shape)}", list(value.shape))
-    if value.device.type != "cpu":
-        same_device(OP, "resets", [value], device)
-    if state is None:
-        fail_value(OP, "state", "be given where rows are reset to it", None)
-    return resets_of(value, device)
 
 
 def _check_range(targets: Tensor, words: int) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from accumext._checks import fail_value
-from accumext.recurrence._states import State, freeze, tensors
+from accumext._checks import fail_type, fail_value, type_name
+from accumext.recurrence._states import State, called, freeze, tensors
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Resets:
                 contract = "keep the shapes of its state where rows are reset"
                 advice = "Keep a cache as long as it gets, and how much of it each row has, [B]"
                 got = f"{list(now.shape)} after {list(first.shape)}"
-                fail_value(op, "cell", contract, got, advice)
+                fail_value(op, called(op), contract, got, advice)
         return freeze(op, ~self.at(step, active), state, initial, batch_dim)
 
     def spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -50,9 +51,23 @@ class Resets:
         return pairwise([begin, *inner, end])
 
 
-def resets_of(rows: Tensor, device: torch.device) -> Resets:
-    """Resets by a mask [T, B] on this device or on a CPU, where the host can read it; elsewhere it
-    does not wait for it, and before every step a row may begin anew."""
+def resets_of(
+    op: str, value: Any, shape: tuple[int, int], state: State, device: torch.device, whose: str
+) -> Resets:
+    """The argument `resets`, checked: a mask [T, B] on this device or on a CPU, where the host can
+    read it. Elsewhere it does not wait for it, and before every step a row may begin anew."""
+    if not isinstance(value, Tensor) or value.dtype != torch.bool:
+        fail_type(op, "resets", "be a bool tensor [T, B]", type_name(value))
+    if state is None:
+        fail_value(op, "state", "be given where rows are reset to it", None)
+    if value.shape != shape:
+        fail_value(op, "resets", f"have shape {list(shape)}", list(value.shape))
+    if value.device.type != "cpu" and value.device != device:
+        fail_value(op, "resets", f"be on {whose}, {device}, or on a CPU", value.device)
+    return _known(value, device)
+
+
+def _known(rows: Tensor, device: torch.device) -> Resets:
     known = rows[1:].any(1).tolist() if rows.device.type == "cpu" else [True] * (len(rows) - 1)
     steps = frozenset(step for step, any_row in enumerate(known, 1) if any_row)
     return Resets(rows.to(device, copy=True), steps)  # the pass back reads them again

@@ -120,6 +120,11 @@ def detach(state: State) -> State:
     return map_tensors(Tensor.detach, state)
 
 
+def called(op: str) -> str:
+    """The argument of an operation that it calls at every step."""
+    return "step" if op in ("tbptt", "rollout") else "cell"
+
+
 def freeze(op: str, active: Tensor, new: State, old: State, batch_dim: int) -> State:
     """`new` in the rows where `active` [B] is true, `old` in the others.
 
@@ -144,7 +149,7 @@ def freeze(op: str, active: Tensor, new: State, old: State, batch_dim: int) -> S
     if len(leaves(new)) != len(entries):
         contract = f"return a state with the {len(entries)} entries of the one before"
         advice = "Keep a cache in one tensor that grows: torch.cat([keys, key[:, None]], 1)"
-        fail_value(op, "cell", contract, len(leaves(new)), advice)
+        fail_value(op, called(op), contract, len(leaves(new)), advice)
     before = iter(entries)
     return map_leaves(choose, new)
 
@@ -156,7 +161,7 @@ def _grown(op: str, old: Tensor, new: Tensor, batch_dim: int) -> Tensor:
     longer = [now - was for was, now in zip(old.shape, new.shape, strict=False)]
     if old.dim() != new.dim() or longer[batch_dim] or any(sorted(longer)[:-1]):
         contract = "return a state of the shapes of the one before, or longer in one dimension"
-        fail_value(op, "cell", contract, f"{list(new.shape)} after {list(old.shape)}")
+        fail_value(op, called(op), contract, f"{list(new.shape)} after {list(old.shape)}")
     return F.pad(old, [size for by in reversed(longer) for size in (0, by)])
 
 

@@ -25,14 +25,20 @@ from accumext._checks import (
     zero_dim_loss,
 )
 from accumext.recurrence import (
+    Resets,
     State,
     StateGradientGate,
     Truncation,
+    batch_dim_of,
+    check_batch_dim,
     check_nesting,
+    check_unwritten,
     copy_nesting,
     detach,
+    resets_of,
     tensors,
     with_shapes,
+    write_counts,
     zero_gradient_tie,
 )
 from accumext.rollout._checkpoint_plan import Plan, Sizes, choose_plan, least_budget
@@ -68,12 +74,14 @@ def rollout(
     loss: Callable[[State, int], Tensor],
     start: State = None,
     feed: Callable[[State, int], State] | None = None,
+    resets: Tensor | None = None,  # bool [T, B]
     k1: int | None = None,
     k2: int | None = None,
     truncation: TruncationWord = "fixed",
     checkpoint: int | None = None,
     memory_budget: int | None = None,
     reduction: Reduction = "mean",
+    batch_dim: int | None = None,
 ) -> RolloutOutput:
     """Run a model on its own output for some steps, for a loss with exact gradients.
 
@@ -96,6 +104,9 @@ def rollout(
         loss: `(output, t) -> 0-dim loss` of step t = 0 .. T - 1.
         start: the input of step 0, of any nesting. Gradients reach it.
         feed: `(output, t) -> input of step t + 1`; by default the output itself.
+        resets: bool [T, B], best on the CPU: before step t the state of these rows is their initial
+            state again, whose gradient comes from there, too, whatever k1 and k2 are. What is fed
+            is not changed, and no tensor of the state may grow.
         k1: steps between the ends of two windows of truncated backpropagation; k2 if only that is
             given. Of no effect when k2 is None, which a warning says.
         k2: steps a gradient flows back from the end of a window (docs/decoder.md, "k1 and k2"); the
@@ -109,6 +120,8 @@ def rollout(
             checkpointing). None: twice the memory of the states of all steps, and the graph of
             sqrt(T) steps. With k1 < k2 the states at which windows begin are kept beside it.
         reduction: "mean" over the steps, or "sum".
+        batch_dim: where the state's tensors have the batch, if there are `resets`, as in
+            `decode_loss`; 0-dim tensors are everyone's.
 
     Returns:
         A `RolloutOutput`. Under `torch.no_grad` the steps just run.
@@ -134,8 +147,9 @@ def rollout(
     """
     steps, bounds = _check(
         step, state, steps, loss, start, feed, k1, k2, truncation, checkpoint, memory_budget,
-        reduction,
+        reduction, batch_dim,
     )  # fmt: skip
+    anew = None if resets is None else _Anew.of(resets, steps, state, batch_dim)
     if steps == 0:
         return _no_steps(state, start)
     like = torch.empty((), dtype=torch.float64, device="cpu")
@@ -153,7 +167,7 @@ def rollout(
     plan = Plan(steps, None) if not builds_graph else None
     if builds_graph and memory_budget is None and checkpoint is not None:
         plan = Plan(checkpoint, None)
-    one_step = _OneStep(step, loss, feed, steps, gate)
+    one_step = _OneStep(step, loss, feed, steps, gate, anew)
     starts = {begin for begin, _, _ in spans[1:]}
     running = RecomputedSteps(OP, one_step, steps, _device(state, start), plan, choose, starts)
     carry: State = None
@@ -175,6 +189,35 @@ def rollout(
 
 
 @dataclass(frozen=True)
+class _Anew:
+    """The state that rows are reset to, and which rows are."""
+
+    resets: Resets
+    initial: State
+    writes: list[int]  # into its tensors, so far
+    batch_dim: int
+
+    @staticmethod
+    def of(value: Any, steps: int, state: State, batch_dim: Any) -> _Anew:
+        """The argument `resets`, checked, which has the batch of the state."""
+        dim, given = batch_dim_of(OP, batch_dim), tensors(state)
+        batch = next((tensor.shape[dim] for tensor in given if tensor.dim() > dim), 0)
+        device = given[0].device if given else torch.device("cpu")
+        shape = (steps, batch)
+        resets = resets_of(OP, value, shape, state, device, "the device of the state")
+        check_batch_dim(OP, state, batch, batch_dim)
+        return _Anew(resets, copy_nesting(state), write_counts(given), dim)
+
+    def apply(self, t: int, state: State) -> State:
+        """The state before step t, with its rows reset."""
+        if t not in self.resets.steps:
+            return state
+        what = "no tensor of the initial state, to which rows are reset"
+        check_unwritten(OP, "step", what, tensors(self.initial), self.writes)
+        return self.resets.apply(OP, t, None, state, self.initial, self.batch_dim)
+
+
+@dataclass(frozen=True)
 class _OneStep:
     """A step, its loss and its feedback, from (input, state) to the (input, state) after it."""
 
@@ -183,14 +226,17 @@ class _OneStep:
     feed: Callable[[State, int], State] | None
     steps: int
     gate: StateGradientGate
+    anew: _Anew | None
 
     def __call__(self, t: int, carry: State, counted: bool) -> tuple[State, Tensor]:
         """Behind the last step its output stands in the place of an input."""
-        carry = self.gate.attach(t, self.gate.cut(t, carry))
+        given, state = self.gate.attach(t, self.gate.cut(t, carry))
+        if self.anew is not None:
+            state = self.anew.apply(t, state)
         try:
-            result = self.step(*carry)
+            result = self.step(given, state)
         except (AttributeError, TypeError) as error:
-            if t > 0 or carry[0] is not None or "NoneType" not in str(error):
+            if t > 0 or given is not None or "NoneType" not in str(error):
                 raise
             text = message(OP, "start", "be given, the input of step 0, if step reads it", None)
             raise TypeError(text) from error
@@ -230,7 +276,7 @@ def _no_steps(state: State, start: State) -> RolloutOutput:
 
 def _check(
     step: Any, state: Any, steps: Any, loss: Any, start: Any, feed: Any, k1: Any, k2: Any,
-    truncation: Any, checkpoint: Any, memory_budget: Any, reduction: Any,
+    truncation: Any, checkpoint: Any, memory_budget: Any, reduction: Any, batch_dim: Any,
 ) -> tuple[int, Truncation]:  # fmt: skip
     for name, function in (("step", step), ("loss", loss), ("feed", feed)):
         if not callable(function) and not (name == "feed" and function is None):
@@ -247,4 +293,5 @@ def _check(
     if memory_budget is not None:
         positive_int(OP, "memory_budget", memory_budget)
     one_of(OP, "reduction", reduction, REDUCTIONS)
+    batch_dim_of(OP, batch_dim)
     return steps, bounds

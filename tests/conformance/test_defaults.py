@@ -49,13 +49,17 @@ class Parts:
         state = self.cell(self.embedding(token), state)
         return self.head(state), state
 
+    def given(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, of which a function makes some from what is here."""
+        return {name: value(self) if callable(value) else value for name, value in call.items()}
+
     def gradients(self) -> list[Tensor | None]:
         return [p.grad for p in (*self.modules.parameters(), self.state, self.series)]
 
 
 def decode(parts: Parts, cell: str = "cell", **call: Any) -> Any:
     call = {"feedback": "greedy", "targets": parts.targets, "state": parts.state, **call}
-    call = {name: v(parts) if callable(v) else v for name, v in call.items()}
+    call = parts.given(call)
     embedding = None if "inputs" in call else parts.embedding
     out = accumext.decode_loss(embedding, getattr(parts, cell), parts.head, **call)
     out.loss.sum().backward()
@@ -73,7 +77,7 @@ def generate(parts: Parts, cell: str = "cell", **call: Any) -> Any:
 
 
 def tbptt(parts: Parts, **call: Any) -> Any:
-    call = {"feedback": "greedy", **call}
+    call = {"feedback": "greedy", **parts.given(call)}
     result = accumext.tbptt(
         parts.whole, parts.targets, parts.state, criterion=F.cross_entropy, k1=2, **call
     )
@@ -95,7 +99,9 @@ def rollout(parts: Parts, **call: Any) -> Any:
     def loss(output: Tensor, t: int) -> Tensor:
         return F.mse_loss(output, parts.series[t].detach())
 
-    out = accumext.rollout(parts.function, parts.state, T, loss=loss, start=parts.series[0], **call)
+    out = accumext.rollout(
+        parts.function, parts.state, T, loss=loss, start=parts.series[0], **parts.given(call)
+    )
     out.loss.backward()
     return out, parts.gradients()
 
@@ -203,10 +209,10 @@ CALLS: dict[str, Callable[[Parts], Any]] = {
     "beams": partial(generate, search="beam", length_penalty=0.7, lengths=[T, 2, 4]),
     "beams of a function": partial(generate, cell="function", search="beam", beams=2, start=2),
     "tbptt": tbptt,
-    "tbptt samples": partial(tbptt, feedback="sample", k2=3, lengths=[T, 2, 4]),
+    "tbptt samples": partial(tbptt, feedback="sample", k2=3, lengths=[T, 2, 4], resets=lambda p: p.flags),
     "tbptt of numbers": tbptt_of_numbers,
     "rollout": rollout,
-    "rollout, recomputed": partial(rollout, checkpoint=2, k1=1, k2=3),
+    "rollout, recomputed": partial(rollout, checkpoint=2, k1=1, k2=3, resets=lambda p: p.flags),
     "rollout, random cuts": partial(rollout, k2=2, truncation="random"),
     "chunked_loss": chunks,
     "window": window,

@@ -83,13 +83,20 @@ class World:
 
 
 def plain(
-    world: World, steps: int, k1: int | None = None, k2: int | None = None, reduction: str = "mean"
-) -> tuple[Tensor, Any]:
+    world: World, steps: int, k1: int | None = None, k2: int | None = None, reduction: str = "mean",
+    resets: Tensor | None = None,
+) -> tuple[Tensor, Any]:  # fmt: skip
     """The loop by its definition."""
+
+    def anew(rows: Tensor, state: Any) -> Any:
+        (h, (c, at)), (h_0, (c_0, _)) = state, world.state()
+        return torch.where(rows[:, None], h_0, h), [torch.where(rows[:, None], c_0, c), at]
 
     def run(begin: int, end: int, carry: Any) -> tuple[list[Any], Any]:
         found = []
         for t in range(begin, end):
+            if resets is not None and t > 0:
+                carry = carry[0], anew(resets[t], carry[1])
             output, state = world.step(*carry)
             found.append((world.loss(output, t), output))
             carry = (world.feed(output, t), state)
@@ -105,15 +112,18 @@ def plain(
 @given(
     st.integers(1, 12), st.sampled_from(["mean", "sum"]), st.none() | st.integers(1, 12),
     st.none() | st.integers(1, 6), st.integers(0, 6), st.sampled_from([None, "tight", "wide"]),
+    st.booleans(),
 )  # fmt: skip
-def test_any_rollout_is_the_plain_loop(steps, reduction, checkpoint, k1, more, budget):
+def test_any_rollout_is_the_plain_loop(steps, reduction, checkpoint, k1, more, budget, reset):
     world, k2 = World(), None if k1 is None else k1 + more
-    loss, (output, state) = plain(world, steps, k1, k2, reduction)
+    resets = torch.rand(steps, BATCH) < 0.3 if reset else None
+    loss, (output, state) = plain(world, steps, k1, k2, reduction, resets)
     expected = world.gradients(loss)
     bytes_ = {None: None, "tight": (checkpoint or 3) * 5000 + 30000, "wide": 10**7}[budget]
     out = world.rollout(
-        steps, k1=k1, k2=k2, reduction=reduction, checkpoint=checkpoint, memory_budget=bytes_
-    )
+        steps, k1=k1, k2=k2, reduction=reduction, checkpoint=checkpoint, memory_budget=bytes_,
+        resets=resets,
+    )  # fmt: skip
     torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(
         tensors((out.output, out.state)), tensors((output, state)), rtol=EXACT, atol=EXACT
@@ -170,17 +180,18 @@ def plain_gru(step: Any, h: Any, steps: int, call: dict[str, Any]) -> tuple[Tens
     return torch.stack(losses).mean(), h
 
 
-def test_the_expectation_over_all_cuts_is_the_exact_gradient(monkeypatch):
+@pytest.mark.parametrize("reset", [False, True], ids=["", "resets"])
+def test_the_expectation_over_all_cuts_is_the_exact_gradient(reset, monkeypatch):
     steps, mean = 5, 4
-    world = World()
-    exact = world.gradients(world.rollout(steps).loss)
+    world, resets = World(), torch.rand(5, BATCH) < 0.4 if reset else None
+    exact = world.gradients(world.rollout(steps, resets=resets).loss)
     expected = [torch.zeros_like(g) for g in exact]
     spread = 0.0
     for pattern in itertools.product([False, True], repeat=steps - 1):
         kept = [1.0, *(0.0 if coin else 4 / 3 for coin in pattern)]
         factors = torch.tensor(kept, dtype=torch.float64)[:, None]
         monkeypatch.setattr(_truncation, "random_cuts", lambda *_, f=factors: f)
-        out = world.rollout(steps, truncation="random", k2=mean, checkpoint=2)
+        out = world.rollout(steps, truncation="random", k2=mean, checkpoint=2, resets=resets)
         assert not any(t.requires_grad for t in tensors((out.state, out.output)))
         gradients = world.gradients(out.loss)
         chance = 0.25 ** sum(pattern) * 0.75 ** (steps - 1 - sum(pattern))
