@@ -195,14 +195,15 @@ class Watch:
             _warn_of_one_around(box, f"{min(changed)!r} of a parameter group was")
 
     def _see_writes(self, box: Box, parameters: Sequence[Tensor], stays: bool) -> None:
-        """Whether all parameters were written between two micro-batches of a window."""
+        """Whether all parameters were written between two micro-batches of the second window: in
+        the first it may be their first clamping to a range."""
         held, self._held = self._held, None
         if box.sharded is not None:  # whose sums would be collective
             return
         written = held is not None and held.report is box.state.last and held.all_written()
         if written and not others_of(box):  # which may have losses, and steps, of their own
             _warn_of_one_around(box, "the parameters were")
-        if stays:
+        if stays and self._windows:
             sums = box.state.window.of(parameters).sums
             reached = zip(parameters, grads_of(parameters), sums, strict=False)
             self._held = _Held(box, [p for p, *grads in reached if not all(map(is_none, grads))])

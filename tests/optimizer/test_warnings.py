@@ -424,6 +424,14 @@ def loss_of_x(model, x):
 
 
 @torch.no_grad()
+def clamped(opt, model, x, number, scaler):
+    """As the critic's weights of a Wasserstein GAN."""
+    one_call(opt, loss_of_x(model, x))
+    for p in model.parameters():
+        p.clamp_(-0.01, 0.01)
+
+
+@torch.no_grad()
 def trunk_of_another(opt, model, x, number, scaler):
     """Another loss and optimizer train a part of the model."""
     one_call(opt, loss_of_x(model, x))
@@ -471,7 +479,10 @@ RIGHT = {
     "halves of a micro-batch": in_two_parts,
     "every other micro-batch": every_other_micro_batch,
     "frozen": frozen,
-    **{use.__name__: use for use in (swapped, trunk_of_another, flushed, renormed, decayed)},
+    **{
+        use.__name__: use
+        for use in (swapped, clamped, trunk_of_another, flushed, renormed, decayed)
+    },
     "a norm that is logged after a scaler": partial(unscaled_and_clipped, max_norm=INF),
     "NaN that an outer scaler knows of": lambda opt, model, x, number, scaler: oracle.outer_scaler(
         opt, loss_of(model, x) * (INF if number < 2 else 1.0), scaler
