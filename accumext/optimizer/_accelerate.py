@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from accumext import _checks
 
 
-def _optimizer_class() -> Any:
-    """`AcceleratedOptimizer`, as `isinstance` takes it."""
-    return getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
+def is_accelerated(optimizer: object) -> bool:
+    """Tell whether an optimizer is Accelerate's, around another."""
+    kind: Any = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
+    return isinstance(optimizer, kind)
 
 
 def _accumulation_steps() -> int:
@@ -26,7 +27,7 @@ def refuse_prepared(op: str, optimizer: Optimizer) -> None:
     """ValueError for an optimizer inside the wrapper that Accelerate has prepared, if it leaves out
     steps: it would lose whole windows, and its scaler would not hear of those that are skipped.
     """
-    if not isinstance(optimizer, _optimizer_class()):
+    if not is_accelerated(optimizer):
         return
     steps = _accumulation_steps()
     if optimizer.scaler is not None or steps > 1:
@@ -57,5 +58,5 @@ def tell_of_a_skipped_step(optimizer: object) -> None:
     """
     for cell in getattr(vars(optimizer).get("step"), "__closure__", None) or ():
         with suppress(ValueError):  # a variable of the closure that is not set
-            if isinstance(cell.cell_contents, _optimizer_class()):
+            if is_accelerated(cell.cell_contents):
                 cell.cell_contents._accelerate_step_called = False

@@ -6,6 +6,7 @@ windows alone, by a `Watch`.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,13 +23,17 @@ from torch.optim import Optimizer
 from accumext import _scalars
 from accumext._tensor_kinds import versions
 from accumext._torch_private import gradient_hooks, leaf_of, not_compiled, saved_factor
+from accumext.optimizer._accelerate import is_accelerated
 from accumext.optimizer._grads import grads_of, is_none
+from accumext.optimizer._proxy import OptimizerProxy
 from accumext.optimizer._report import named
 from accumext.optimizer._settings import unlike_bare
 from accumext.optimizer._window import Box, others_of
 
 _WINDOWS = 2  # that are watched
 _LOOKED_AT = 8  # parameters, to see whether all were written
+_FRAMES = 8  # between an optimizer around and here: a scaler's and a schedule's may be among them
+_CHANGED = "changed between two micro-batches of a window, by no step"
 _ROUNDING = 0.01  # of the logarithm of a factor
 _MEAN = 1  # what nodes of torch's losses save of `reduction`
 
@@ -136,12 +141,15 @@ class Watch:
         if size > 1:
             self._see_groups(box, first=window.micro_batches + pending <= 1)
             self._see_writes(box, parameters, stays=window.micro_batches + pending < size)
+            if (caller := _optimizer_around()) is not None:
+                _warn_of_one_around(box, f"{type(caller).__name__} calls step in every micro-batch")
         if self._passes is not None:
             self._passes.end()
             if size > 1 and pending and scaled:
                 self._see_factor(box, self._passes.factor(parameters))
             clips = not (scaled or (dist.is_available() and dist.is_initialized()))
-            if size > 1 and pending and self._passes.sum_up(parameters, clips):
+            told = "around" in box.warned  # of what may have written them
+            if size > 1 and pending and not told and self._passes.sum_up(parameters, clips):
                 box.warn_once(
                     "sums",
                     "every gradient was added to, or changed, since autograd made it, and "
@@ -192,7 +200,7 @@ class Watch:
                 "schedule.step()",
             )
         elif changed:
-            _warn_of_one_around(box, f"{min(changed)!r} of a parameter group was")
+            _warn_of_one_around(box, f"{min(changed)!r} of a parameter group {_CHANGED}")
 
     def _see_writes(self, box: Box, parameters: Sequence[Tensor], stays: bool) -> None:
         """Whether all parameters were written between two micro-batches of the second window: in
@@ -202,7 +210,7 @@ class Watch:
             return
         written = held is not None and held.report is box.state.last and held.all_written()
         if written and not others_of(box):  # which may have losses, and steps, of their own
-            _warn_of_one_around(box, "the parameters were")
+            _warn_of_one_around(box, f"the parameters {_CHANGED}")
         if stays and self._windows:
             sums = box.state.window.of(parameters).sums
             reached = zip(parameters, grads_of(parameters), sums, strict=False)
@@ -231,10 +239,21 @@ def _warn_of_one_around(box: Box, what: str) -> None:
     """An optimizer around this one, or a schedule, acts at every call of step."""
     box.warn_once(
         "around",
-        f"{what} changed between two micro-batches of a window, by no step. An optimizer around "
-        "this one acts in every micro-batch: put AccumulatingOptimizer outermost, around that one, "
-        "or pass window=1; and call schedules only if opt.stepped",
+        f"{what}. An optimizer around this one acts in every micro-batch: put "
+        "AccumulatingOptimizer outermost, around that one, or pass window=1; and call schedules "
+        "only if opt.stepped",
     )
+
+
+def _optimizer_around() -> Optimizer | None:
+    """The optimizer whose method calls `step`, if it is no trainer's, which hands the call on."""
+    frame = inspect.currentframe()
+    for _ in range(_FRAMES):
+        frame = None if frame is None else frame.f_back
+        caller = None if frame is None else frame.f_locals.get("self")
+        if isinstance(caller, Optimizer) and not isinstance(caller, OptimizerProxy):
+            return None if is_accelerated(caller) else caller
+    return None
 
 
 class _Held:

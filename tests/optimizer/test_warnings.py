@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,36 @@ def around(opt, model, x, number, scaler, counts, loop=one_call):
     opt.zero_grad()
 
 
+class Outer(torch.optim.Optimizer):
+    """It would use the gradients, which lie in the window."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def step(self):
+        self.inner.step()
+
+
+class Accelerated(Outer):
+    """An optimizer that hands the step on, as Accelerate's does."""
+
+
+def inside_another(opt, model, x, number, scaler, kind=Outer):
+    outer = vars(opt).setdefault("_outer", kind(opt))
+    opt.backward(loss_of(model, x))
+    outer.step()
+
+
+def inside_a_trainers(opt, model, x, number, scaler):
+    module = SimpleNamespace(AcceleratedOptimizer=Accelerated)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "accelerate.optimizer", module)
+        inside_another(opt, model, x, number, scaler, Accelerated)
+
+
 def unscaled_and_clipped(opt, model, x, number, scaler, max_norm=1e-3):
     """As in timm's NativeScaler."""
     scaler.scale(loss_of(model, x)).backward()
@@ -194,6 +225,7 @@ WRONG = {
         for counts in (True, False)
         for loop in (one_call, oracle.own_backward)
     },
+    "in another": (inside_another, {}, "Outer calls step in every micro-batch"),
     "steps of its own": (
         by_its_own_steps,
         {"make": TwoSteps, "max_norm": 1.0},
@@ -483,6 +515,7 @@ RIGHT = {
         use.__name__: use
         for use in (swapped, clamped, trunk_of_another, flushed, renormed, decayed)
     },
+    "in a trainer's": inside_a_trainers,
     "a norm that is logged after a scaler": partial(unscaled_and_clipped, max_norm=INF),
     "NaN that an outer scaler knows of": lambda opt, model, x, number, scaler: oracle.outer_scaler(
         opt, loss_of(model, x) * (INF if number < 2 else 1.0), scaler
