@@ -352,6 +352,19 @@ def windows_in_full() -> Lines:
     return markdown(("`opt.backward` / own loop / Accelerate", *WINDOW_SHAPES.values()), *rows)
 
 
+def foreign_optimizers() -> Lines:
+    """Those of a package in one row if all was found alike."""
+    content = result("optimizers_cpu")
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for package, version, name, *found in content["optimizers"]:
+        alike.setdefault((f"{package} {version}", *found), []).append(name)
+    rows = ((key[0], ", ".join(names), *key[1:]) for key, names in alike.items())
+    columns = (f"`{name}`" if "=" in name else name for name in content["columns"])
+    packages = len({row[0] for row in content["optimizers"]})
+    sentence = f"{len(content['optimizers'])} optimizers of {packages} packages:"
+    return [sentence, "", *markdown(("package", "optimizers", *columns), *rows)]
+
+
 # --- by their names ----------------------------------------------------------------------------
 
 
@@ -466,6 +479,7 @@ TABLES = {
     "generate": Table("loops_cpu", "bench/loops.py generate", LOOPS),
     "rollout": Table("loops_cpu", "bench/loops.py rollout", rollout),
     "programs": Table("programs_cpu", "bench/programs.py", programs),
+    "optimizers": Table("optimizers_cpu", "bench/optimizers.py", foreign_optimizers),
     "large lists": Table("cpu", ACCUMULATE, partial(gradients, "cpu", *LARGE_LISTS)),
     "masters": Table("cpu", OF_ROUNDING, masters),
     "many tensors": Table("cpu", ACCUMULATE, partial(gradients, "cpu", *MANY_TENSORS)),

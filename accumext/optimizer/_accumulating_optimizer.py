@@ -165,6 +165,10 @@ class AccumulatingOptimizer(OptimizerProxy):
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AccumulatingOptimizer):
             contract = "be a torch.optim.Optimizer that is not wrapped already"
             _checks.fail_type(OP, "optimizer", contract, _checks.type_name(optimizer))
+        if not hasattr(optimizer, "param_groups"):
+            advice = "Wrap the optimizer that it holds"
+            got = _checks.type_name(optimizer)
+            _checks.fail_type(OP, "optimizer", "have param_groups", got, advice)
         settings = check_settings(
             optimizer,
             window=window,
@@ -343,6 +347,8 @@ class AccumulatingOptimizer(OptimizerProxy):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`. An open window keeps what it has: see `discard`.
 
+        A `zero_grad` of the wrapped optimizer's own is called between windows alone.
+
         Between a `loss.backward()` of your own and `step` it clears the gradients of that pass.
 
         Args:
@@ -358,21 +364,23 @@ class AccumulatingOptimizer(OptimizerProxy):
             take_out(box, parameters)
         if box.state.last is not None:
             box.state.last.evidence = None
-        empty = set_to_none and all(map(is_none, map(grad_of, parameters)))
+        ours = [] if box.target.is_parameters else parameters  # the wrapped one has only masters
         clear = self.optimizer.zero_grad
-        if getattr(clear, "__func__", None) is not Optimizer.zero_grad:
+        if getattr(clear, "__func__", None) is Optimizer.zero_grad:
+            if not (set_to_none and all(map(is_none, map(grad_of, parameters)))):
+                clear(set_to_none)
+        elif box.state.window.micro_batches:  # it may clear more, of the micro-batches before
+            ours = parameters
+        else:
             clear(**takes(clear, set_to_none=set_to_none))
-        elif not empty:
-            clear(set_to_none)
-        theirs = [] if box.target.is_parameters else parameters  # it has cleared the masters'
         if not set_to_none:
-            for parameter in theirs:
+            for parameter in ours:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.detach().zero_()
-        if box.state.used.seen or theirs or not set_to_none:
-            left = [] if theirs and set_to_none else grads_of(parameters)
+        if box.state.used.seen or ours or not set_to_none:
+            left = [] if ours and set_to_none else grads_of(parameters)
             used = Used() if all(map(is_none, left)) else Used().after(left)
-            box.commit(box.state._replace(used=used), theirs if set_to_none else ())
+            box.commit(box.state._replace(used=used), ours if set_to_none else ())
 
     @property
     def stepped(self) -> bool:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import optimizer_oracle as oracle
+from torch import nn
 
 import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
@@ -221,6 +222,13 @@ def test_an_optimizer_without_hooks(window, dtype, fused):
     oracle.assert_equal(oracle.parameters_of(model), [p.detach().to(dtype) for p in held_by(opt)])
 
 
+def test_an_optimizer_without_groups_is_refused():
+    """As SafeFP16Optimizer of pytorch-optimizer."""
+    text = f"{oracle.OP}: optimizer must have param_groups, got Optimizer. Wrap the optimizer that"
+    with pytest.raises(TypeError, match=oracle.says(text)):
+        AccumulatingOptimizer(torch.optim.Optimizer.__new__(torch.optim.Optimizer))
+
+
 def test_a_step_without_hooks_that_fails_leaves_the_window():
     parameter = oracle.scalar()
     inner = oracle.sgd([parameter])
@@ -329,6 +337,35 @@ def test_zero_grad_of_any_signature(make, window):
         partial(torch.optim.SGD, lr=0.1, momentum=0.9), [*BATCHES, *BATCHES], window
     )
     oracle.assert_close(oracle.parameters_of(model), expected)
+
+
+class Sums(torch.optim.SGD):
+    """As AdaScale, and Opacus: it keeps something of every backward pass until zero_grad."""
+
+    passes = 0
+
+    def zero_grad(self):
+        super().zero_grad()
+        self.passes = 0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_zero_grad_that_clears_more_is_called_between_windows_alone(masters, set_to_none):
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    copies = accumext.masters([parameter]) if masters else None
+    sums = Sums(copies or [parameter], lr=1.0)
+    opt = AccumulatingOptimizer(sums, window=3, masters=copies)
+    for passes in (1, 2, 3, 1, 2, 3):
+        sums.passes += 1
+        assert sums.passes == passes
+        parameter.sum().backward()
+        opt.step()
+        opt.zero_grad(set_to_none=set_to_none)
+        parameter.sum().backward()
+        opt.zero_grad(set_to_none=set_to_none)
+        assert parameter.grad is None or not parameter.grad.any()
+    assert parameter.tolist() == [-2.0, -2.0]
 
 
 # Steps that need a closure although their signature has a default, or the graph of a gradient
