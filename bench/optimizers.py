@@ -144,9 +144,6 @@ def wrapped(kind: Kind, job: Job) -> list[Tensor]:
         opt.discard()
 
 
-# --- verdicts ----------------------------------------------------------------------------------
-
-
 def times(factor: float, params: list[nn.Parameter], window: int = 0) -> None:
     for p in params:
         p.grad = p.grad * factor
