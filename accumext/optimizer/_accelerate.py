@@ -6,8 +6,6 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from torch.optim import Optimizer
-
 from accumext import _checks
 
 
@@ -23,7 +21,7 @@ def _accumulation_steps() -> int:
     return 1 if state is None else state.GradientState().num_steps
 
 
-def refuse_prepared(op: str, optimizer: Optimizer) -> None:
+def refuse_prepared(op: str, optimizer: Any) -> None:
     """ValueError for an optimizer inside the wrapper that Accelerate has prepared, if it leaves out
     steps: it would lose whole windows, and its scaler would not hear of those that are skipped.
     """
