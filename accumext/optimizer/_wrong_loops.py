@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -25,7 +26,6 @@ from accumext._tensor_kinds import versions
 from accumext._torch_private import gradient_hooks, leaf_of, not_compiled, saved_factor
 from accumext.optimizer._accelerate import is_accelerated
 from accumext.optimizer._grads import grads_of, is_none
-from accumext.optimizer._proxy import OptimizerProxy
 from accumext.optimizer._report import named
 from accumext.optimizer._settings import unlike_bare
 from accumext.optimizer._window import Box, others_of
@@ -246,14 +246,24 @@ def _warn_of_one_around(box: Box, what: str) -> None:
 
 
 def _optimizer_around() -> Optimizer | None:
-    """The optimizer whose method calls `step`, if it is no trainer's, which hands the call on."""
+    """The optimizer whose step calls this one, if it is no trainer's, which hands the call on.
+
+    Only frames of a `step` are asked for their variables: asked, a frame keeps alive what they hold
+    until it ends.
+    """
     frame = inspect.currentframe()
     for _ in range(_FRAMES):
         frame = None if frame is None else frame.f_back
-        caller = None if frame is None else frame.f_locals.get("self")
-        if isinstance(caller, Optimizer) and not isinstance(caller, OptimizerProxy):
+        if frame is None or frame.f_code.co_name != "step" or _is_ours(frame):
+            continue
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Optimizer):
             return None if is_accelerated(caller) else caller
     return None
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("accumext.")
 
 
 class _Held:

@@ -209,7 +209,9 @@ CALLS: dict[str, Callable[[Parts], Any]] = {
     "beams": partial(generate, search="beam", length_penalty=0.7, lengths=[T, 2, 4]),
     "beams of a function": partial(generate, cell="function", search="beam", beams=2, start=2),
     "tbptt": tbptt,
-    "tbptt samples": partial(tbptt, feedback="sample", k2=3, lengths=[T, 2, 4], resets=lambda p: p.flags),
+    "tbptt samples": partial(
+        tbptt, feedback="sample", k2=3, lengths=[T, 2, 4], resets=lambda p: p.flags
+    ),
     "tbptt of numbers": tbptt_of_numbers,
     "rollout": rollout,
     "rollout, recomputed": partial(rollout, checkpoint=2, k1=1, k2=3, resets=lambda p: p.flags),
