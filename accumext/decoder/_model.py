@@ -237,7 +237,7 @@ def _stand_in(module: Any, *sizes: str) -> Tensor | None:
 def _check_whole(op: str, parameters: Mapping[str, Iterable[Any]]) -> None:
     """Raise for arguments with parameters of which this process has a shard only."""
     for name, given in parameters.items():
-        if any(is_shard(parameter) for parameter in given):
+        if any(map(is_shard, given)):
             inside = "Call this inside the forward of the fully_shard module that it is a part of"
             advice = f"{inside}, or apply fully_shard to it as well"
             fail_type(op, name, "have whole weights", "shards (DTensor)", advice)
