@@ -218,28 +218,92 @@ def _is_ours(module: str) -> bool:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Names of arguments elsewhere.
-_ELSEWHERE = {
-    "accumulate_grad_batches": "window",
-    "accumulation_steps": "window",
-    "beam_size": "beams",
-    "bos_token_id": "start",
-    "clip_grad_norm": "max_norm",
-    "do_sample": "search",
-    "eos_token_id": "eos",
-    "grad_clip": "max_norm",
-    "grad_scaler": "scaler",
-    "gradient_accumulation_steps": "window",
-    "gradient_clip_val": "max_norm",
-    "hidden": "state",
-    "loss_fn": "criterion",
-    "max_grad_norm": "max_norm",
-    "max_len": "max_length",
-    "max_new_tokens": "max_length",
-    "mode": "feedback",
-    "num_beams": "beams",
-    "teacher_forcing_ratio": "teacher_forcing",
+_TYPO = 0.85  # the least share of letters that a misspelt name has in common with the right one
+# Names of arguments elsewhere, and what stands for them here: the first that a function has.
+_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "accum_steps": ("window",),
+    "accumulate_grad_batches": ("window",),
+    "accumulation_steps": ("window",),
+    "amp_scaler": ("scaler",),
+    "beam_size": ("beams",),
+    "beam_width": ("beams",),
+    "bos": ("start",),
+    "bos_id": ("start",),
+    "bos_token_id": ("start",),
+    "class_weights": ("class_weight",),
+    "clip_grad": ("max_norm",),
+    "clip_grad_norm": ("max_norm",),
+    "clip_norm": ("max_norm",),
+    "criterion": ("loss",),
+    "decoder_start_token_id": ("start",),
+    "do_sample": ("search",),
+    "encoder_outputs": ("context",),
+    "end_token": ("eos",),
+    "ent_coef": ("entropy_weight",),
+    "entropy_coef": ("entropy_weight",),
+    "eos_id": ("eos",),
+    "eos_token": ("eos",),
+    "eos_token_id": ("eos",),
+    "episode_starts": ("resets",),
+    "go": ("start",),
+    "grad_accum_steps": ("window",),
+    "grad_clip": ("max_norm",),
+    "grad_clip_norm": ("max_norm",),
+    "grad_norm_clip": ("max_norm",),
+    "grad_scaler": ("scaler",),
+    "gradient_accumulation_steps": ("window",),
+    "gradient_clip_val": ("max_norm",),
+    "h0": ("state",),
+    "h_0": ("state",),
+    "hidden": ("state",),
+    "hidden_state": ("state",),
+    "horizon": ("steps",),
+    "hx": ("state",),
+    "init_state": ("state",),
+    "initial_state": ("state",),
+    "input_dropout": ("embedding_dropout",),
+    "input_ids": ("prompt", "inputs"),
+    "is_first": ("resets",),
+    "is_init": ("resets",),
+    "labels": ("targets",),
+    "lens": ("lengths",),
+    "loss": ("criterion",),
+    "loss_fn": ("criterion", "loss"),
+    "loss_scaler": ("scaler",),
+    "max_grad_norm": ("max_norm",),
+    "max_len": ("max_length",),
+    "max_new_tokens": ("max_length",),
+    "memory": ("context",),
+    "mode": ("feedback",),
+    "n_beams": ("beams",),
+    "n_steps": ("steps",),
+    "num_beams": ("beams",),
+    "num_steps": ("steps",),
+    "obs": ("inputs",),
+    "observations": ("inputs",),
+    "opt": ("optimizer",),
+    "optim": ("optimizer",),
+    "reset": ("resets",),
+    "return_hidden": ("return_outputs",),
+    "rng": ("generator",),
+    "seq_lengths": ("lengths",),
+    "seq_lens": ("lengths",),
+    "sequence_lengths": ("lengths",),
+    "smoothing": ("label_smoothing",),
+    "soft_labels": ("soft_targets",),
+    "sos": ("start",),
+    "sos_id": ("start",),
+    "sos_token": ("start",),
+    "src_lengths": ("lengths",),
+    "start_token": ("start",),
+    "states": ("state",),
+    "teacher_forcing_prob": ("teacher_forcing",),
+    "teacher_forcing_ratio": ("teacher_forcing",),
+    "tgt": ("targets",),
+    "weight": ("class_weight", "weights"),
+    "y": ("targets",),
 }
+_EXPLAINED: list[Callable[..., Any]] = []  # the functions whose errors say what to type
 _PARTS = "It takes the parts of a model: model.embedding, model.cell, model.head; tbptt a whole one"
 _MISSING = {
     "feedback": f"One of {', '.join(map(repr, FEEDBACK_WORDS))}, or a bool mask [T, B]",
@@ -250,6 +314,7 @@ _MISSING = {
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
     """The same function, whose errors about names of arguments say what to type."""
+    _EXPLAINED.append(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -266,22 +331,27 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def _op_of(function: Callable[..., Any]) -> str:
+    return function.__qualname__.removesuffix(".__init__")
+
+
 def _what_to_type(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str | None:
     """The error of a call that does not bind; None if Python's own says all that is known."""
-    op = function.__qualname__.removesuffix(".__init__")
-    parameters = inspect.signature(function).parameters
+    op, parameters = _op_of(function), inspect.signature(function).parameters
     for name in kwargs:
         if name in parameters:
             continue
-        near = _ELSEWHERE.get(name)
-        if near not in parameters:
-            near = next(iter(get_close_matches(name, parameters, n=1)), None)
-        if near is None:
+        near = [known for known in _ELSEWHERE.get(name, ()) if known in parameters]
+        others = [_op_of(f) for f in _EXPLAINED if name in inspect.signature(f).parameters]
+        if not near and not others:  # a name of ours is no misspelt one
+            near = get_close_matches(name, parameters, n=1, cutoff=_TYPO)
+        if not near and not others:
             return None
-        contract = "have the names of its signature"
-        return message(op, "arguments", contract, name, f"Did you mean {near}?")
+        belongs = f"It is an argument of {', '.join(others)}"
+        sentence = f"Did you mean {near[0]}?" if near else belongs
+        return message(op, "arguments", "have the names of its signature", name, sentence)
     for name, parameter in [*parameters.items()][len(args) :]:
         if name in kwargs or parameter.default is not parameter.empty:
             continue
