@@ -180,6 +180,8 @@ def _check_computable(op: str, weights: Mapping[str, Tensor]) -> None:
         if weight.is_inference() and not torch.is_inference_mode_enabled():
             contract = "not be made in torch.inference_mode where it is to be used outside"
             advice = "Make the module outside, or copy.deepcopy(module) there"
+            if name == "inputs":
+                advice = "Pass inputs.clone()"
             raise RuntimeError(message(op, name, contract, "an inference tensor", advice))
 
 

@@ -64,11 +64,13 @@ def _check_shape(inputs: Tensor, targets: Any) -> None:
 
 
 def _as_read_by(cell: Any, inputs: Tensor) -> Tensor:
-    """The inputs in the dtype of one of torch's cells, to which autocast would round them."""
+    """The inputs in the dtype of one of torch's cells, to which autocast would round them. What is
+    on the meta device is for a prediction, with or without autocast."""
     if not isinstance(cell, (nn.RNNBase, nn.RNNCellBase)):
         return inputs
     dtype = next(cell.parameters()).dtype
-    if inputs.dtype != dtype and not torch.is_autocast_enabled(inputs.device.type):
+    converts = inputs.dtype == dtype or inputs.is_meta
+    if not converts and not torch.is_autocast_enabled(inputs.device.type):
         name = dtype_name(dtype)
         advice = f"Pass inputs.to(torch.{name}), or call it under torch.autocast"
         contract = f"have the cell's dtype, {name}"

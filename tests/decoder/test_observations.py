@@ -182,6 +182,8 @@ def test_predicted_peak(trained, lengths, turn):
     call = {"feedback": "teacher", "inputs": x, "lengths": lengths, "batch_first": turn}
     predicted = accumext.decode_memory(None, cell, head, shape, **call)
     of_meta = accumext.decode_memory(None, cell, head, shape, **{**call, "inputs": x.to("meta")})
+    parts = nn.GRU(width, units, device="meta"), nn.Linear(units, words, device="meta")
+    accumext.decode_memory(None, *parts, shape, **{**call, "inputs": x.detach().bfloat16()})
 
     def run() -> None:
         accumext.decode_loss(None, cell, head, targets, **call).loss.backward()
@@ -191,6 +193,8 @@ def test_predicted_peak(trained, lengths, turn):
 
 FEW = torch.zeros(4, 3, dtype=torch.int64)
 X = torch.zeros(4, 3, WIDTH)
+with torch.inference_mode():
+    INFERENCE = X.clone()
 WHERE = "where inputs are observations"
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inputs": None}, TypeError, "embedding must be an nn.Embedding or a floating-point tensor [V, E], got NoneType. "
@@ -210,6 +214,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "Pass inputs.to(torch.float32), or call it under torch.autocast"),
     ({"inputs": X.to("meta")}, TypeError,
      "inputs must hold numbers, got a meta tensor. accumext.decode_memory takes such tensors, for the memory of a call"),
+    ({"inputs": INFERENCE}, RuntimeError, "inputs must not be made in torch.inference_mode where it is to be used outside, "
+     "got an inference tensor. Pass inputs.clone()"),
     ({"targets": FEW[0]}, ValueError, "targets must have shape [T, B], got [3]"),
     ({"targets": None, "steps": 4}, TypeError, f"targets must be an integer tensor [T, B] {WHERE}, got NoneType"),
     ({"feedback": "greedy"}, ValueError, f"feedback must be 'teacher' {WHERE}, which are all that is fed, got 'greedy'"),
