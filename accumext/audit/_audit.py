@@ -102,7 +102,9 @@ class Audit:
         feedback: str = "greedy",
         start: int | Tensor = 0,
         inputs: Tensor | None = None,
+        resets: Tensor | None = None,
         context: Sequence[Tensor] = (),
+        batch_dim: int | None = None,
     ) -> float:
         """The distance of a truncated gradient from the exact one, for one batch.
 
@@ -127,6 +129,8 @@ class Audit:
             start,
             inputs,
             context,
+            resets,
+            batch_dim,
         )
 
 

@@ -27,8 +27,8 @@ def watch_tbptt(observer: Observer) -> None:
 
 def _measure_first(observer: Observer, original: Any, *args: Any) -> Any:
     checked = original(*args)
-    step, targets, state, criterion, feedback, start, inputs, k1, k2 = args[:9]
-    lengths, context = args[-3:-1]
+    step, targets, state, criterion, feedback, start, inputs, resets, k1, k2 = args[:10]
+    lengths, context, batch_dim = args[-3:]
     observer.settle()
     usual = lengths is None and feedback in ("greedy", "teacher") and targets.numel()
     alone = not (dist.is_available() and dist.is_initialized())  # no process waits for another
@@ -36,8 +36,9 @@ def _measure_first(observer: Observer, original: Any, *args: Any) -> Any:
     if usual and alone and new:
         try:
             write_distance(
-                observer, step, targets, state, criterion, k1, k2, feedback, start, inputs, context
-            )
+                observer, step, targets, state, criterion, k1, k2, feedback, start, inputs, context,
+                resets, batch_dim,
+            )  # fmt: skip
         except Exception as error:  # of a step that cannot be run again; the loop goes on
             words = f"audit: the truncated gradient was not measured: {error}"
             warnings.warn(words, stacklevel=2)
@@ -56,6 +57,8 @@ def write_distance(
     start: int | Tensor,
     inputs: Tensor | None,
     context: Sequence[Tensor],
+    resets: Tensor | None,
+    batch_dim: int | None,
 ) -> float:
     """Write down the distance for one batch, and return it; of the graph behind the state none."""
     observer.measured = True
@@ -76,7 +79,7 @@ def write_distance(
             out = rollout(
                 lambda token, state: step(token, state, *context),
                 state, len(targets), loss=lambda output, t: criterion(output, targets[t]),
-                start=first, feed=feed, k1=k1, k2=k2,
+                start=first, feed=feed, resets=resets, k1=k1, k2=k2, batch_dim=batch_dim,
             )  # fmt: skip
             trained = [t for t in observer.parameters.tensors if t.requires_grad]
             return torch.autograd.grad(out.loss, trained, allow_unused=True)

@@ -69,11 +69,13 @@ def test_the_loop_stays_as_it_was():
     assert torch.equal(rng, plain_rng)
 
 
-def test_distance_of_a_regression_with_context():
+@pytest.mark.parametrize("share", [0.0, 0.4], ids=["", "resets"])
+def test_distance_of_a_regression_with_context(share):
     one = nn.GRUCell(2, 2).double()
     before = copy.deepcopy(one.state_dict())
     x, y = torch.randn(2, STEPS, ROWS, 2, dtype=torch.float64)
     memory = torch.randn(ROWS, 2, dtype=torch.float64, requires_grad=True) * 1.0
+    resets = torch.rand(STEPS, ROWS) < share
 
     def step(value, state, memory):
         state = one(value + memory, state)
@@ -83,14 +85,15 @@ def test_distance_of_a_regression_with_context():
     with accumext.audit(one, optimizer) as audit:
         accumext.tbptt(
             step, y, torch.zeros(ROWS, 2, dtype=torch.float64), criterion=mse_loss, inputs=x,
-            feedback="teacher", k1=1, context=(memory,),
+            feedback="teacher", k1=1, context=(memory,), resets=resets if share else None,
         )  # fmt: skip
         optimizer.step()
 
     def gradient(cut):
         state, losses = torch.zeros(ROWS, 2, dtype=torch.float64), []
-        for value, target in zip(x, y, strict=True):
-            out, state = step(value, state.detach() if cut else state, memory.detach())
+        for value, target, anew in zip(x, y, resets, strict=True):
+            state = (state.detach() if cut else state).masked_fill(anew[:, None], 0)
+            out, state = step(value, state, memory.detach())
             losses.append(mse_loss(out, target))
         grads = torch.autograd.grad(torch.stack(losses).mean(), list(one.parameters()))
         return torch.cat([grad.flatten() for grad in grads])
