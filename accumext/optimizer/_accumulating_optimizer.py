@@ -305,8 +305,9 @@ class AccumulatingOptimizer(OptimizerProxy):
         Raises:
             RuntimeError: called through `scaler.step` although this optimizer has a scaler of its
                 own or has accumulated already, or inside `micro_batch()`, or where processes do not
-                close the same window; or, with `on_nonfinite="raise"`, the sum of a window
-                overflows.
+                close the same window; the wrapped `step` asks for the closure after it was
+                evaluated here, or for the graph of gradients that were summed; or, with
+                `on_nonfinite="raise"`, the sum of a window overflows.
 
         Example:
             >>> loss.backward()
