@@ -6,8 +6,8 @@ windows alone, by a `Watch`.
 
 from __future__ import annotations
 
-import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
@@ -32,7 +32,6 @@ from accumext.optimizer._window import Box, others_of
 
 _WINDOWS = 2  # that are watched
 _LOOKED_AT = 8  # parameters, to see whether all were written
-_FRAMES = 8  # between an optimizer around and here: a scaler's and a schedule's may be among them
 _CHANGED = "changed between two micro-batches of a window, by no step"
 _ROUNDING = 0.01  # of the logarithm of a factor
 _MEAN = 1  # what nodes of torch's losses save of `reduction`
@@ -246,24 +245,19 @@ def _warn_of_one_around(box: Box, what: str) -> None:
 
 
 def _optimizer_around() -> Optimizer | None:
-    """The optimizer whose step calls this one, if it is no trainer's, which hands the call on.
+    """The optimizer whose `step` calls this one's, if it is no trainer's, which hands the call on.
 
-    Only frames of a `step` are asked for their variables: asked, a frame keeps alive what they hold
-    until it ends.
+    Of no other frame may the variables be looked at: what they hold would be kept as long as it is.
     """
-    frame = inspect.currentframe()
-    for _ in range(_FRAMES):
-        frame = None if frame is None else frame.f_back
-        if frame is None or frame.f_code.co_name != "step" or _is_ours(frame):
-            continue
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, Optimizer):
-            return None if is_accelerated(caller) else caller
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+        if code.co_name == "step" and not module.startswith("accumext."):
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, Optimizer):
+                return None if is_accelerated(caller) else caller
+        frame = frame.f_back
     return None
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("accumext.")
 
 
 class _Held:
