@@ -2,7 +2,7 @@
 write.
 
     python bench/loops.py [--json FILE] [--device cpu|cuda] [--threads N] [--quick]
-                          [generate|rollout|teacher|function|known]...
+                          [generate|rollout|teacher|function|known|precision]...
 
 In every repetition each way of a job runs twice, in rotated order, and its second run is timed: a
 program repeats one way, and the first run after another pays for the memory that this has left
@@ -21,11 +21,14 @@ was before it, with the gradients that it leaves.
   vocabularies are small: what a step costs beside its arithmetic shows.
 - known: nn.LSTM with one layer and with two on known tokens at many sizes, minutes on a CPU: only
   where it is asked for.
+- precision: accumext alone, a GRU in half precision and under autocast beside itself in float32, by
+  the rows of a batch: only where it is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import gc
 import sys
@@ -252,6 +255,42 @@ def known_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
             yield job._replace(repetitions=repetitions)
 
 
+def precision_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
+    """The same calls in every precision."""
+    words, size, steps, rows = (997, 32, 4, (2, 8)) if quick else (8_000, 256, 20, PRECISION_ROWS)
+    float32 = nn.Embedding(words, size), nn.GRU(size, size), nn.Linear(size, words)
+    for batch in rows:
+        targets = torch.randint(words, (steps, batch), device=device)
+        for call in ("generate", "greedy", "teacher"):
+            ways = {}
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                for autocast in (False, True) if dtype != torch.float32 else (False,):
+                    name = str(dtype).removeprefix("torch.") + (", autocast" if autocast else "")
+                    parts = [copy.deepcopy(p).to(device) for p in float32]
+                    parts = [p if autocast else p.to(dtype) for p in parts]
+                    ways[name] = functools.partial(
+                        _in_precision, call, parts, targets, dtype if autocast else None
+                    )
+            yield Job(f"precision, {call}, {batch}", ways, same=False, repetitions=7)
+
+
+PRECISION_ROWS = (1, 2, 4, 6, 8, 16, 32, 64)
+
+
+def _in_precision(
+    call: str, modules: list[nn.Module], targets: Tensor, autocast: torch.dtype | None
+) -> Sequence[Tensor]:
+    """One call of accumext, with its backward pass if it has one."""
+    (steps, batch), embedding = targets.shape, modules[0].weight
+    state = embedding.new_zeros(1, batch, embedding.shape[1])
+    _forgetter(*modules)()
+    with torch.autocast(targets.device.type, autocast, enabled=autocast is not None):
+        if call == "generate":
+            return (accumext.generate(*modules, state, max_length=steps).scores,)
+        out = accumext.decode_loss(*modules, targets, state, feedback=call)
+    return _differentiated(out.loss, *modules)
+
+
 def module_job(
     name: str, embedding: nn.Module, module: nn.Module, head: nn.Linear, tokens: Tensor
 ) -> Job:
@@ -354,12 +393,14 @@ JOBS = {
     "teacher": teacher_jobs,
     "function": function_jobs,
     "known": known_jobs,
+    "precision": precision_jobs,
 }
+ASKED_FOR = ("known", "precision")  # take minutes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("jobs", nargs="*", choices=[[], *JOBS], help="which; else all but known")
+    parser.add_argument("jobs", nargs="*", choices=[[], *JOBS], help="which; else the shorter ones")
     parser.add_argument("--threads", type=int, metavar="N", help="of torch; as many as it chooses")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every sample, after every job")
     parser.add_argument(
@@ -377,7 +418,7 @@ def main() -> int:
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     jobs = []
-    for name in args.jobs or [name for name in JOBS if name != "known"]:
+    for name in args.jobs or [name for name in JOBS if name not in ASKED_FOR]:
         for job in JOBS[name](device, args.quick):
             repetitions = 2 if args.quick else job.repetitions
             result = measure(job, device, seconds_of, repetitions)

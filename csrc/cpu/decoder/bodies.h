@@ -206,6 +206,22 @@ template <typename T, typename F>
 }
 
 template <typename T>
+void round(Dtype dtype, T* x, int64_t size) {
+  constexpr int kSize = kRegister<T>;
+  with_dtype<T>(dtype, [&](auto type) {
+    using scalar_t = decltype(type);
+    if constexpr (!std::is_same_v<T, scalar_t>) {
+      for_each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+        const auto narrow = rounded<scalar_t, kSize, T>(load_some<T, kSize>(x + i, count));
+        scalar_t values[kSize];
+        std::memcpy(static_cast<void*>(values), &narrow, sizeof(narrow));
+        store<T, kSize>(x + i, load<T, kSize, scalar_t>(values), count);
+      });
+    }
+  });
+}
+
+template <typename T>
 void forward(CellKind kind, const Gates<T>& gates, T* h_out, T* c_out) {
   constexpr int kSize = kRegister<T>;
   using V = Vector<T, kSize>;
@@ -287,8 +303,8 @@ void backward(CellKind kind, const Gates<T>& gates, T* dh, T* dc, T* const* d_pr
 
 template <typename T>
 constexpr DecoderKernels<T> kDecoderKernels = {
-    kPanelTerms,     product<T>, pack<T>, pack_rows<T>,     multiply<T>, peaks<T>,
-    exponentials<T>, pick<T>,    sum<T>,  differentiate<T>, forward<T>,  backward<T>};
+    kPanelTerms, product<T>,      read<T>, round<T>, pack<T>,          pack_rows<T>, multiply<T>,
+    peaks<T>,    exponentials<T>, pick<T>, sum<T>,   differentiate<T>, forward<T>,   backward<T>};
 
 }  // namespace
 }  // namespace accumext::cpu

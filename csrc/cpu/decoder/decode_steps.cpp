@@ -5,6 +5,7 @@
 #include "common/decode_call.h"
 #include "cpu/decoder/head_forward.h"
 #include "cpu/decoder/known_steps.h"
+#include "cpu/decoder/look_up.h"
 #include "cpu/decoder/rnn_advance.h"
 
 namespace accumext::cpu {
@@ -22,7 +23,9 @@ class Decoding {
         width_(padded(batch_)),
         inputs_(integers(call.inputs)),
         active_(call.active ? booleans(*call.active) : nullptr),
-        x_(call.table.size(1) * width_) {
+        looked_up_(call),
+        row_(looked_up_.width),
+        x_(looked_up_.width * width_) {
     require(0 <= begin_ && begin_ < end_ && end_ <= steps_ && batch_ > 0);
     const size_t parts = call.kind == CellKind::kLstm ? 2 : 1;
     require(call.cell.size() % 4 == 0 && call.cell.size() * parts == call.states.size() * 4);
@@ -39,15 +42,11 @@ class Decoding {
       require(state.size(2) == layers_[0].units());
       states_.push_back(elements<T>(state));
     }
-    std::fill_n(x_.get(), call.table.size(1) * width_, T(0));
+    std::fill_n(x_.get(), looked_up_.width * width_, T(0));
     if (call.dropout_mask) {
       const auto masks = static_cast<int64_t>(layers_.size()) - 1;
       require(call.dropout_mask->numel() == steps_ * masks * batch_ * layers_[0].units());
       dropout_mask_ = booleans(*call.dropout_mask);
-    }
-    if (call.input_mask) {
-      require(call.input_mask->numel() == steps_ * batch_ * call.table.size(1));
-      input_mask_ = booleans(*call.input_mask);
     }
     if (call.output_mask) {
       require(call.output_mask->numel() == steps_ * batch_ * layers_[0].units());
@@ -143,25 +142,10 @@ class Decoding {
 
   // x [E, width] of this step's inputs.
   void embed(int64_t step) {
-    const int64_t width = call_.table.size(1);
-    const int64_t stride = call_.table.stride(0);
-    require(call_.table.stride(1) == 1 || width <= 1);
-    with_type(float_dtype(call_.table), [&](auto type) {
-      const auto* table = static_cast<const decltype(type)*>(call_.table.const_data_ptr());
-      for (int64_t b = 0; b < batch_; ++b) {
-        const int64_t token = inputs_[step * batch_ + b];
-        require(token >= 0 && token < call_.table.size(0));
-        const auto* row = table + token * stride;
-        for (int64_t k = 0; k < width; ++k) x_[k * width_ + b] = static_cast<T>(row[k]);
-        if (input_mask_ == nullptr) continue;
-        const bool* mask = input_mask_ + (step * batch_ + b) * width;
-        const T scale = static_cast<T>(call_.input_scale);
-        for (int64_t k = 0; k < width; ++k) {
-          T& x = x_[k * width_ + b];
-          x = mask[k] ? x * scale : T(0);
-        }
-      }
-    });
+    for (int64_t b = 0; b < batch_; ++b) {
+      looked_up_.read(step * batch_ + b, row_.get());
+      for (int64_t k = 0; k < looked_up_.width; ++k) x_[k * width_ + b] = row_[k];
+    }
   }
 
   // The input of `layer`: the state below it, with units dropped.
@@ -278,9 +262,10 @@ class Decoding {
   int64_t* inputs_;
   bool* active_;
   const bool* dropout_mask_ = nullptr;
-  const bool* input_mask_ = nullptr;
   const bool* output_mask_ = nullptr;
-  Buffer<T> x_;  // [E, width]
+  LookUp<T> looked_up_;
+  Buffer<T> row_;  // [E]
+  Buffer<T> x_;    // [E, width]
   std::optional<Buffer<T>> dropped_;
   std::vector<Layer<T>> layers_;
   std::vector<T*> states_;

@@ -129,6 +129,12 @@ struct DecoderKernels {
   // Rows [begin, end) of the product.
   void (*product)(const Product<T>& product, int64_t begin, int64_t end);
 
+  // Elements of any dtype as T.
+  void (*read)(Dtype dtype, const void* from, int64_t count, T* to);
+
+  // x as a product with a weight of this dtype sees it.
+  void (*round)(Dtype dtype, T* x, int64_t count);
+
   // Both operands of `multiply`, in an order of its own: depth * kPanelColumns elements of a panel,
   // and rows * depth.
   void (*pack)(const PanelSource& source, T* panels);

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "common/decode_call.h"
+#include "cpu/decoder/look_up.h"
 #include "cpu/decoder/packed_matmul.h"
 
 namespace accumext::cpu {
@@ -65,22 +66,12 @@ class KnownSteps {
 
   // The inputs of `count` steps, [count B, E], in the dtype of the weight.
   Tensor embedded(int64_t step, int64_t count) const {
-    const int64_t width = call_.table.size(1);
+    const LookUp<T> inputs(call_);
     const Tensor x =
-        torch::stable::new_empty(call_.states[0], {count * batch_, width}, kScalarType<T>);
-    T* to = elements<T>(x);
-    const int64_t first = step * batch_;
-    const int64_t* tokens = integers(call_.inputs) + first;
-    const bool* mask = call_.input_mask ? booleans(*call_.input_mask) + first * width : nullptr;
-    with_type(float_dtype(call_.table), [&](auto type) {
-      const auto* table = static_cast<const decltype(type)*>(call_.table.const_data_ptr());
-      for (int64_t i = 0; i < count * batch_; ++i, to += width) {
-        require(tokens[i] >= 0 && tokens[i] < call_.table.size(0));
-        const auto* row = table + tokens[i] * call_.table.stride(0);
-        std::transform(row, row + width, to, [](auto value) { return static_cast<T>(value); });
-        if (mask != nullptr) drop(to, mask + i * width, width, call_.input_scale);
-      }
-    });
+        torch::stable::new_empty(call_.states[0], {count * batch_, inputs.width}, kScalarType<T>);
+    for (int64_t i = 0; i < count * batch_; ++i) {
+      inputs.read(step * batch_ + i, elements<T>(x) + i * inputs.width);
+    }
     return converted(x, float_dtype(call_.cell[0]));
   }
 
@@ -95,14 +86,12 @@ class KnownSteps {
       const int64_t size = batch_ * units_;
       for (int64_t i = 0; i < count; ++i) {
         const bool* mask = booleans(*call_.dropout_mask) + ((step + i) * masks + layer - 1) * size;
-        drop(elements<T>(x) + i * size, mask, size, call_.dropout_scale);
+        T* of_step = elements<T>(x) + i * size;
+        const T scale = static_cast<T>(call_.dropout_scale);
+        for (int64_t j = 0; j < size; ++j) of_step[j] = mask[j] ? of_step[j] * scale : T(0);
       }
     }
     return converted(x, float_dtype(call_.cell[4 * layer]));
-  }
-
-  static void drop(T* x, const bool* mask, int64_t size, double scale) {
-    for (int64_t i = 0; i < size; ++i) x[i] = mask[i] ? x[i] * static_cast<T>(scale) : T(0);
   }
 
   // One step of a layer from the products of its inputs, which become pre-activations.

@@ -59,13 +59,6 @@ class PackedWeight {
       std::transform(rows, rows + count * depth, to, [](T x) { return static_cast<float>(x); });
       return;
     }
-    std::vector<T> rounded;
-    if (dtype_ != kDtypeOf<T>) {
-      rounded.resize(count * depth);
-      std::transform(rows, rows + count * depth, rounded.begin(),
-                     [this](T x) { return rounded_to(dtype_, x); });
-      rows = rounded.data();
-    }
     for (int64_t i = 0; i < blocks_; ++i) {
       const int64_t term = i * terms_;
       decoder_kernels<T>().pack_rows({.data = rows + term,
@@ -76,6 +69,7 @@ class PackedWeight {
                                       .depth_stride = 1},
                                      rows_.data() + count * term);
     }
+    decoder_kernels<T>().round(dtype_, rows_.data(), count * depth);
   }
 
   // Panels that one thread has at least.

@@ -60,19 +60,6 @@ class Buffer {
   std::unique_ptr<T[]> data_;
 };
 
-// x as the product sees it, rounded to the weight's dtype.
-template <typename T>
-T rounded_to(Dtype dtype, T x) {
-  switch (dtype) {
-    case Dtype::kHalf:
-      return static_cast<T>(static_cast<float>(torch::headeronly::Half(static_cast<float>(x))));
-    case Dtype::kBFloat16:
-      return static_cast<T>(static_cast<float>(torch::headeronly::BFloat16(static_cast<float>(x))));
-    default:
-      return x;
-  }
-}
-
 template <typename T>
 class Skinny {
  public:
@@ -82,7 +69,8 @@ class Skinny {
     require(weight.dim() == 2 && (weight.stride(1) == 1 || depth <= 1));
     require((kDtypeOf<T> == Dtype::kDouble) == (dtype_ == Dtype::kDouble));
     if constexpr (std::is_same_v<T, float>) {
-      if (dtype_ == Dtype::kBFloat16) paired_ = paired_kernels();
+      // Of fewer columns, most of a pair's register or tile would be padding.
+      if (dtype_ == Dtype::kBFloat16 && columns > kDotColumns) paired_ = paired_kernels();
     }
     product_ = {.weight = weight.const_data_ptr(),
                 .weight_dtype = dtype_,
@@ -112,13 +100,13 @@ class Skinny {
     T* panel = panel_->get();
     product_.panel = panel;
     for (int64_t i = 0; dots && i < count; ++i) {
-      for (int64_t k = 0; k < depth; ++k, ++panel)
-        *panel = rounded_to(dtype_, x[k * stride + column(i)]);
+      for (int64_t k = 0; k < depth; ++k, ++panel) *panel = x[k * stride + column(i)];
     }
     for (int64_t k = 0; !dots && k < depth; ++k, panel += width) {
-      for (int64_t i = 0; i < count; ++i) panel[i] = rounded_to(dtype_, x[k * stride + column(i)]);
+      for (int64_t i = 0; i < count; ++i) panel[i] = x[k * stride + column(i)];
       std::fill(panel + count, panel + width, T(0));
     }
+    decoder_kernels<T>().round(dtype_, panel_->get(), panel - panel_->get());
   }
 
   // Rows [begin, end) of the product, to out [rows, stride].

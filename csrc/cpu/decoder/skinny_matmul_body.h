@@ -1,12 +1,12 @@
-// A skinny product, weight [V, depth] times a panel of few columns: each weight is read once and
-// multiplied from memory, widened in a register if it is of half precision. Of more than a handful
-// of columns, blocks of rows by columns are held in registers over the whole depth, and the rows
-// that come next are asked for while these are worked on; of a handful, rows are read one after the
-// other, and their terms are multiplied side by side.
+// A skinny product, weight [V, depth] times a panel of few columns: each weight is read from memory
+// once. Of more than a handful of columns, blocks of rows by columns are held in registers over the
+// whole depth, and the rows that come next are asked for while these are worked on; of a handful,
+// rows are read one after the other, and their terms are multiplied side by side.
 #pragma once
 
 #include "cpu/decoder/kernels.h"
 #include "cpu/simd/elementary.h"
+#include "cpu/simd/types.h"
 
 namespace accumext::cpu {
 namespace {
@@ -44,6 +44,9 @@ class RowPointers {
     for (int g = 0; g < kGroups; ++g) group_[g] += elements;
   }
 
+  // Nothing to prepare: terms are read where they are.
+  [[gnu::always_inline]] void take(int64_t) {}
+
  private:
   static constexpr int kGroups = (kRows + 2) / 3;
 
@@ -51,28 +54,48 @@ class RowPointers {
   int64_t stride_;
 };
 
-// The weight w[k] in every element, for the k-th of kSteps steps. Two of bfloat16 are read at once.
-template <typename T, int kSize, int kSteps, typename scalar_t>
-[[gnu::always_inline]] inline Vector<T, kSize> spread(const scalar_t* w, int k) {
-  if constexpr (is_bfloat16<scalar_t> && kSteps > 1) {
-    const auto pair = splat<uint32_t, kSize>(raw<uint32_t>(w + (k & -2)));
-    return bits<Vector<float, kSize>>(k % 2 == 0 ? pair << 16 : pair & 0xffff0000);
-  } else if constexpr (is_bfloat16<scalar_t>) {
-    return bits<Vector<float, kSize>>(splat<uint32_t, kSize>(uint32_t{w[k].x} << 16));
-  } else if constexpr (is_half<scalar_t>) {
-    torch::headeronly::Half same[kSize];
-    std::fill_n(same, kSize, w[k]);
-    return load_half<kSize>(same);
-  } else {
-    return splat<T, kSize>(w[k]);
+// `count` elements as T.
+template <typename T, typename scalar_t>
+[[gnu::always_inline]] inline void widen(const scalar_t* from, int64_t count, T* to) {
+  constexpr int kSize = kRegister<T>;
+  int64_t k = 0;
+  for (; k + kSize <= count; k += kSize) {
+    store<T, kSize>(to + k, load<T, kSize, scalar_t>(from + k), kSize);
   }
+  for (; k < count; ++k) to[k] = load<T, 1, scalar_t>(from + k)[0];
 }
 
+// Rows of half precision: a cache line of each is widened at a time, for all columns of the block.
+template <typename T, int kRows, typename scalar_t>
+class WidenedRows {
+ public:
+  [[gnu::always_inline]] WidenedRows(const scalar_t* first, int64_t stride)
+      : from_(first), stride_(stride) {}
+
+  // The next `count` terms, at most a line.
+  [[gnu::always_inline]] void take(int64_t count) {
+    for (int r = 0; r < kRows; ++r) widen<T>(from_ + r * stride_, count, line_[r]);
+    from_ += count;
+    at_ = line_[0];
+  }
+
+  [[gnu::always_inline]] const T* operator[](int r) const { return at_ + r * kLine; }
+
+  [[gnu::always_inline]] void advance(int elements) { at_ += elements; }
+
+ private:
+  static constexpr int kLine = 64 / sizeof(scalar_t);
+
+  const scalar_t* from_;
+  int64_t stride_;
+  T line_[kRows][kLine];
+  const T* at_;
+};
+
 // sum[r][v] += w[r, k] * panel[k, v], for kSteps values of k.
-template <typename T, int kSize, int kVectors, int kRows, int kSteps, typename scalar_t>
-[[gnu::always_inline]] inline void advance(Vector<T, kSize> (&sum)[kRows][kVectors],
-                                           RowPointers<kRows, scalar_t>& w, const T*& panel,
-                                           int64_t ld) {
+template <typename T, int kSize, int kVectors, int kRows, int kSteps, typename Rows>
+[[gnu::always_inline]] inline void advance(Vector<T, kSize> (&sum)[kRows][kVectors], Rows& w,
+                                           const T*& panel, int64_t ld) {
 #pragma GCC unroll 4
   for (int k = 0; k < kSteps; ++k, panel += ld) {
     Vector<T, kSize> h[kVectors];
@@ -80,7 +103,7 @@ template <typename T, int kSize, int kVectors, int kRows, int kSteps, typename s
     for (int v = 0; v < kVectors; ++v) h[v] = raw<Vector<T, kSize>>(panel + v * kSize);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vector<T, kSize> weight = spread<T, kSize, kSteps>(w[r], k);
+      const Vector<T, kSize> weight = splat<T, kSize>(w[r][k]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         sum[r][v] = multiply_add<T, kSize>(weight, h[v], sum[r][v]);
@@ -107,16 +130,20 @@ template <typename T, int kSize, int kVectors, int kRows, typename scalar_t>
       sum[r][v] = splat<T, kSize>(p.bias != nullptr ? p.bias[row + r] : T(0));
     }
   }
-  RowPointers<kRows, scalar_t> rows(w, p.stride);
+  using Rows = std::conditional_t<std::is_same_v<T, scalar_t>, RowPointers<kRows, T>,
+                                  WidenedRows<T, kRows, scalar_t>>;
+  Rows rows(w, p.stride);
   RowPointers<kRows, scalar_t> ahead(w + 2 * kRows * p.stride, p.stride);
   int64_t k = 0;
   for (; k + kLine <= depth; k += kLine) {
     for (int r = 0; r < kRows; ++r) __builtin_prefetch(ahead[r]);
     ahead.advance(kLine);
+    rows.take(kLine);
     for (int i = 0; i < kLine; i += kSteps) {
       advance<T, kSize, kVectors, kRows, kSteps>(sum, rows, panel, ld);
     }
   }
+  rows.take(depth - k);
   for (; k < depth; ++k) advance<T, kSize, kVectors, kRows, 1>(sum, rows, panel, ld);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
@@ -194,7 +221,9 @@ void dot_rows(const Product<T>& p, int64_t begin, int64_t end) {
       V all = sum[i][0];
       for (int c = 1; c < kChains; ++c) all += sum[i][c];
       T total = sum_of<T>(all) + (p.bias != nullptr ? p.bias[row] : T(0));
-      for (int64_t j = k; j < p.depth; ++j) total += static_cast<T>(w[j]) * panel[i * p.depth + j];
+      for (int64_t j = k; j < p.depth; ++j) {
+        total += load<T, 1, scalar_t>(w + j)[0] * panel[i * p.depth + j];
+      }
       p.out[row * p.out_stride + i] = total;
     }
   }
@@ -219,6 +248,12 @@ void product_of(const Product<T>& p, int64_t begin, int64_t end) {
     product_rows<T, kBlockRows, scalar_t>(p, row);
   }
   for (; row < end; ++row) product_rows<T, 1, scalar_t>(p, row);
+}
+
+template <typename T>
+void read(Dtype dtype, const void* from, int64_t count, T* to) {
+  with_type(dtype,
+            [&](auto type) { widen<T>(static_cast<const decltype(type)*>(from), count, to); });
 }
 
 // f(a value of this dtype).

@@ -101,6 +101,8 @@ template <int kSize>
     return _mm256_cvtph_ps(raw<__m128i>(from));
   } else if constexpr (kSize == 4) {
     return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  } else if constexpr (kSize == 1) {
+    return Vector<float, 1>{_cvtsh_ss(from->x)};
   }
 #endif
   Vector<float, kSize> x;
