@@ -26,6 +26,7 @@ from accumext._tensor_kinds import versions
 from accumext._torch_private import gradient_hooks, leaf_of, not_compiled, saved_factor
 from accumext.optimizer._accelerate import is_accelerated
 from accumext.optimizer._grads import grads_of, is_none
+from accumext.optimizer._proxy import OptimizerProxy
 from accumext.optimizer._report import named
 from accumext.optimizer._settings import unlike_bare
 from accumext.optimizer._window import Box, others_of
@@ -248,13 +249,14 @@ def _optimizer_around() -> Optimizer | None:
     """The optimizer whose `step` calls this one's, if it is no trainer's, which hands the call on.
 
     Of no other frame may the variables be looked at: what they hold would be kept as long as it is.
+    Lightning's object is of a class that inherits ours.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code, module = frame.f_code, str(frame.f_globals.get("__name__"))
         if code.co_name == "step" and not module.startswith("accumext."):
             caller = frame.f_locals.get("self")
-            if isinstance(caller, Optimizer):
+            if isinstance(caller, Optimizer) and not isinstance(caller, OptimizerProxy):
                 return None if is_accelerated(caller) else caller
         frame = frame.f_back
     return None
