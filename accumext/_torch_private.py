@@ -49,6 +49,16 @@ def not_compiled(function: _F) -> _F:
     return cast(_F, _disable_dynamo(function))
 
 
+def saved_tensors_hooks(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> AbstractContextManager[Any]:
+    """`torch.autograd.graph.saved_tensors_hooks` with a `pack` that torch.compile leaves alone: it
+    would trace it where a compiled function runs in pieces, as one that calls `nn.GRU` does."""
+    if "torch._dynamo" in sys.modules:
+        pack = torch.compiler.disable(pack)
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
 # --- tensors --------------------------------------------------------------------------------------
 
 # The counter of in-place writes, with which autograd refuses a saved tensor that has changed. The
@@ -86,6 +96,9 @@ def backward_runs() -> bool:
     number: int = torch._C._current_graph_task_id()
     return number != -1
 
+
+# Whether the backward pass that runs now retains its graph.
+retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 # A number of a node of the graph: those made later in a thread have greater ones, and the nodes
 # that add to a leaf's `.grad` the greatest.
@@ -257,6 +270,10 @@ def only_watching(hooks: Iterable[dict[int, Any]]) -> bool:
     """Tell whether a call computes the same without these hooks."""
     modules = [str(getattr(hook, "__module__", "")) for found in hooks for hook in found.values()]
     return all(name.startswith(_WATCHING) for name in modules)
+
+
+# The buffers of a module itself, by name, in the dict in which it keeps them.
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
 
 @contextmanager

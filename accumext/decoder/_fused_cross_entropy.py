@@ -55,6 +55,13 @@ class HeadGradients:
             given.append(self.bias)
         torch.ops.accumext.scale_(given, factor)
 
+    def clone(self) -> HeadGradients:
+        """The same gradients in other memory."""
+        given = (self.hidden, self.weight, self.bias)
+        hidden, weight, bias = (None if g is None else g.clone() for g in given)
+        assert hidden is not None
+        return HeadGradients(hidden, weight, bias)
+
     def bias_like(self, parameter: Tensor | None) -> Tensor | None:
         """The bias's gradient in the dtype of its parameter."""
         return None if self.bias is None or parameter is None else self.bias.to(parameter.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accumext._checks import message
-from accumext._torch_private import write_count
+from accumext._torch_private import retains_graph, write_count
 from accumext._wgrad_fusion import destination
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, HeadGradients, NeedsGrad
 from accumext.decoder._model import OP, parameters_of
@@ -68,13 +68,16 @@ class SavedForBackward:
         """The gradients under an upstream gradient, and where the weight's went, if to a main
         gradient.
 
-        The first time they are those of the forward pass. They are formed again for
-        `reduction="none"`, whose upstream is per token, for a weight whose main gradient was not
-        there before, and in the second backward pass through a retained graph.
+        They are those of the forward pass, of which a copy is made while the graph is retained: a
+        second pass has the same bits. They are formed here for `reduction="none"`, whose upstream
+        is per token, and for a weight whose main gradient was not there before.
         """
-        gradients, self._gradients = self._gradients, None
-        factor = upstream.to(self.model.dtypes.accumulation)
+        gradients, factor = self._gradients, upstream.to(self.model.dtypes.accumulation)
         if gradients is not None:
+            if retains_graph():
+                gradients = gradients.clone()
+            else:
+                self._gradients = None
             divided = self.transcript.objective.known_inverse_divisor is not None
             gradients.scale(factor if divided else factor * self._inverse_divisor)
             return gradients, None

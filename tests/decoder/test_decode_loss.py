@@ -17,6 +17,7 @@ from support.decoding import (
     targets_with_holes,
     wrapped,
 )
+from support.optimizer_oracle import assert_equal
 from torch import Tensor
 
 import accumext
@@ -45,19 +46,49 @@ def test_every_option_alone(option):
             check(decoder, targets, call, wrapped(decoder) if called else None, upstream=-3.0)
 
 
-def test_gradcheck():
+@pytest.mark.parametrize(
+    ("steps", "call"),
+    [
+        (4, {"label_smoothing": 0.1, "z_loss": 0.1}),
+        (3, {"class_weight": torch.linspace(0.2, 2, 6).double(), "z_loss": 0.05}),
+        (3, {"reduction": "sum", "class_weight": torch.linspace(0.2, 2, 6).double()}),
+    ],
+    ids=["smoothing", "class weights", "sum"],
+)
+@pytest.mark.parametrize("called", [False, True])
+def test_gradcheck(called, steps, call):
+    """With its defaults, which ask a second backward pass for the same bits."""
     decoder = make_decoder("gru_cell", vocabulary=6, size=3, batch=2)
-    targets = torch.randint(6, (4, 2))
-    inputs = torch.randint(6, (4, 2))
+    targets, inputs = torch.randint(6, (2, steps, 2))
 
     def loss(state: Tensor, table: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        call = {"feedback": "teacher", "inputs": inputs, "label_smoothing": 0.1, "z_loss": 0.1}
-        return accumext.decode_loss(
-            table, decoder.cell, (weight, bias), targets, state, **call
-        ).loss
+        cell, head = decoder.step if called else decoder.cell, (weight, bias)
+        given = {"feedback": "teacher", "inputs": inputs, **call}
+        return accumext.decode_loss(table, cell, head, targets, state, **given).loss
 
     leaves = (decoder.state, decoder.embedding.weight, decoder.head.weight, decoder.head.bias)
     assert torch.autograd.gradcheck(loss, tuple(t.detach().requires_grad_() for t in leaves))
+
+
+@pytest.mark.parametrize("option", EVERY_OPTION)
+def test_a_second_backward_pass_has_the_same_bits(option):
+    """Under any factor, also in half precision and with a weight that is tied."""
+    for feedback, dtype, called in (
+        ("teacher", torch.float64, False), ("greedy", torch.float32, True),
+        ("sample", torch.bfloat16, True),
+    ):  # fmt: skip
+        call = options([option, feedback])
+        decoder = make_decoder("gru_cell", dtype=dtype, tied=called)
+        targets = targets_with_holes(hole=call.get("ignore_index", -100))
+        targets = targets.T if "batch_first" in call else targets
+        loss = run(decoder, wrapped(decoder) if called else None, targets=targets, **call).loss
+        factor = torch.full_like(loss, -0.7)
+        first, *others = (
+            torch.autograd.grad(loss, decoder.leaves, factor, retain_graph=retain)
+            for retain in (True, True, False)
+        )
+        for other in others:
+            assert_equal(other, first)
 
 
 def test_results_and_arguments_are_the_callers_to_write():
