@@ -28,9 +28,12 @@ from accumext._checks import (
 from accumext.recurrence import (
     Feedback,
     Inputs,
+    KeptState,
     NoBatchAsSequence,
     ReadAsSequence,
+    Replays,
     Resets,
+    Start,
     State,
     Truncation,
     batch_dim_of,
@@ -43,8 +46,6 @@ from accumext.recurrence import (
     map_tensors,
     may_be_unbatched,
     resets_of,
-    rng_state,
-    set_rng_state,
     tensors,
     windows,
     with_shapes,
@@ -149,9 +150,8 @@ def tbptt(
     Raises:
         ValueError: a value or shape is wrong, such as k2 < k1.
         TypeError: a type is wrong.
-        RuntimeError: `step` writes into arguments that are read again; from torch, "a second
-            time", if `step` uses a tensor with a graph of its own that is no `context`, and there
-            are several windows.
+        RuntimeError: `step` writes into arguments that are read again, or uses in several windows
+            a tensor with a graph of its own that is no `context`.
 
     Example:
         >>> result = accumext.tbptt(model, targets, hidden, criterion=F.cross_entropy, k1=1)
@@ -166,12 +166,14 @@ def tbptt(
     loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
     rows = None if active is None else _Rows(active, batch_dim or 0)
     running = _Steps(step, _Losses(criterion, targets, rows), source, rows, reset, batch_dim or 0)
-    history = _StateHistory(k2, targets.device) if k1 < k2 else None
+    history = None
+    if k1 < k2:
+        history = _StateHistory(k2, Replays(KeptState(OP, "step", step), targets.device))
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
     # State and context may come from one graph, as those of an encoder do, which one backward pass
     # frees: then the last window of all takes the gradients of the state along.
     together = any(tensor.requires_grad for tensor in context)
-    losses = []
+    losses: list[Tensor] = []
     spans = windows(steps, k1, k2) if targets.shape[:2].numel() else []
     last_from_initial = spans[-1] if together and spans else _last_from_initial(spans, reset)
     for span in spans:
@@ -190,8 +192,8 @@ def tbptt(
                 loss = loss if tie is None else loss + tie.to(loss.dtype)
             if gathered is not None:
                 loss = gathered.finish(loss)
+        _call_backward(backward, loss, bool(losses))
         losses.append(loss.detach())
-        backward(loss)
         state = detach(state)
     if not losses:  # no steps, or no rows, whose mean would be NaN
         return TBPTTResult(torch.zeros((), device=targets.device), targets.clone(), detach(state))
@@ -205,6 +207,19 @@ def _last_from_initial(
     steps = {0} if resets is None else {0, *resets.steps}
     from_initial = [span for span in spans if any(span[0] <= step < span[2] for step in steps)]
     return from_initial[-1] if from_initial else None
+
+
+def _call_backward(backward: Callable[[Tensor], Any], loss: Tensor, later: bool) -> None:
+    """Call it with the loss of a window, of the first one or a later one."""
+    try:
+        backward(loss)
+    except RuntimeError as error:
+        if not later or "backward through the graph a second time" not in str(error):
+            raise
+        contract = "keep no tensor with a graph from one window to the next"
+        got = "one whose graph the backward pass of an earlier window has freed"
+        advice = "Pass it as context, hand it on in the state, or detach it"
+        raise RuntimeError(message(OP, "step", contract, got, advice)) from error
 
 
 class _Rows:
@@ -345,14 +360,15 @@ class _SavedState(NamedTuple):
     step: int
     state: State  # detached
     write_counts: list[int]
-    rng: tuple[Tensor, ...]
+    start: Start
 
 
 class _StateHistory:
-    """The detached states and generators of the last k2 steps, where windows overlap."""
+    """The detached states of the last k2 steps and what else they began with, where windows
+    overlap."""
 
-    def __init__(self, k2: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, k2: int, replays: Replays) -> None:
+        self._replays = replays
         self._saved: deque[_SavedState] = deque(maxlen=k2)
 
     def save(self, step: int, state: State) -> None:
@@ -360,16 +376,16 @@ class _StateHistory:
         if not self._saved or self._saved[-1].step < step:
             state = detach(state)
             counts = write_counts(tensors(state))
-            self._saved.append(_SavedState(step, state, counts, rng_state(self._device)))
+            self._saved.append(_SavedState(step, state, counts, self._replays.start()))
 
     def restore(self, step: int, current: State) -> State:
-        """The state before `step`, with the generators put back so that dropout replays; `current`
-        if the step has not been run yet."""
+        """The state before `step`, with the generators put back so that dropout replays, and what
+        the step has kept; `current` if the step has not been run yet."""
         for saved in self._saved:
             if saved.step == step:
                 what = "no state of an earlier step"
                 check_unwritten(OP, "step", what, tensors(saved.state), saved.write_counts)
-                set_rng_state(saved.rng, self._device)
+                self._replays.go_back(saved.start)
                 return saved.state
         return current
 

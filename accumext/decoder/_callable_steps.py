@@ -12,10 +12,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from accumext._checks import message
-from accumext._torch_private import base_of, leaves_since, next_node_number, write_count
+from accumext._torch_private import (
+    base_of,
+    leaves_since,
+    next_node_number,
+    saved_tensors_hooks,
+    write_count,
+)
 from accumext.decoder import _operators
 from accumext.decoder._called_head import called_head_losses
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
@@ -24,7 +29,11 @@ from accumext.decoder._plan import SEGMENT, keeps_graph
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import (
     OPEN_GATE,
+    KeptState,
+    Replays,
+    Start,
     State,
+    changed,
     check_output,
     check_unwritten,
     detach,
@@ -34,8 +43,6 @@ from accumext.recurrence import (
     no_autocast,
     no_grad_no_autocast,
     parameter_tensors,
-    replay_rng,
-    rng_state,
     size_of,
     tensors,
     write_counts,
@@ -49,6 +56,15 @@ class Segment(NamedTuple):
     outputs: Tensor | None  # [n, B, H] of the cell, if they are asked for and are others
     extras: State  # tensors [n, ...]
     losses: Tensor | None = None  # [n, B], with a graph, of a head that is called
+
+
+class _Steps(NamedTuple):
+    """The results of some steps, of each one by one."""
+
+    hidden: list[Tensor]
+    outputs: list[Tensor]
+    extras: list[State]
+    losses: list[Tensor]  # with a graph, of a head that is called
 
 
 def _silent(segment: Segment, steps: int) -> Segment:
@@ -146,6 +162,10 @@ class CallableSteps:
     def run(self) -> tuple[list[Segment], State]:
         """Every step of the call, and the state after them."""
         tokens, truncation = self.transcript.tokens, self.transcript.truncation
+        if self.builds_graph:
+            model = self.transcript.model
+            kept = KeptState(OP, "cell", (model.cell.step, model.table.module, model.called_head))
+            self._replays = Replays(kept, model.device, model.draws)
         spans = truncation.spans(tokens.steps) if self.builds_graph else []
         found, last = self._overlapping(spans) if len(spans) > 1 else self._once(tokens.state)
         self.head = None
@@ -195,14 +215,13 @@ class CallableSteps:
         """
         transcript, tokens = self.transcript, self.transcript.tokens
         given = (self.root, *transcript.model.context)
-        device, draws = transcript.losses.device, transcript.model.draws
-        starts: dict[int, tuple[State, tuple[Tensor, ...] | None]] = {}
+        starts: dict[int, tuple[State, Start]] = {}
         last = tokens.state
         begins = [*sorted({begin for begin, _, _ in spans}), tokens.steps]
         with torch.no_grad():
             for first, following in pairwise(begins):
                 kept = map_tensors(torch.clone, last)  # a cell may write into its own later
-                starts[first] = (kept, rng_state(device) if draws else None)
+                starts[first] = (kept, self._replays.start())
                 for since, until in segments(following - first):
                     begin, end = first + since, first + until
                     _, last = self._run_segment(begin, begin, end, last, *given)
@@ -210,9 +229,11 @@ class CallableSteps:
         starts[0] = (tokens.state, starts[0][1])
         found = []
         for begin, counting, end in spans:
-            start, drawn = starts[begin]
-            with replay_rng(drawn, device):
-                segment, _ = self._run_segment(begin, counting, end, start, *given)
+            state, start = starts[begin]
+            with self._replays.from_start(start):
+                segment, _ = self._run_segment(begin, counting, end, state, *given)
+                if spans[-1][0] > 0:
+                    self._check_kept(start)
             found.append(segment)
         return found, last
 
@@ -226,20 +247,54 @@ class CallableSteps:
         given = (begin, counting, end, state, root, *context)
         if not (self.builds_graph and torch.is_grad_enabled()):
             return self.run_steps(*given)
-        draws = self.transcript.model.draws
-        found: tuple[Segment, State] = checkpoint(
-            self.run_steps, *given, use_reentrant=False, preserve_rng_state=draws
-        )
-        return found
+        start, read = self._replays.start(), [*tensors(state), *context]
+        counts = write_counts(read)
+        found: list[tuple[Segment, State]] = []
+
+        def run() -> State:
+            segment, last = self.run_steps(*given)
+            found.append((segment, last))
+            return segment.hidden[-1], last
+
+        def again() -> State:
+            if write_counts(read) != counts:
+                raise RuntimeError(changed(OP))
+            with self._replays.from_start(start):
+                steps, last = self._call_steps(*given)
+            return steps.hidden[-1], last
+
+        self._replays.record(run, again)
+        return found.pop()
+
+    def _check_kept(self, start: Start) -> None:
+        """Raise if the cell keeps a tensor with a graph from one window to the next: later ones
+        begin with what steps without a graph have kept."""
+        tensor = self._replays.kept.tensor_with_graph(start.kept)
+        if tensor is not None:
+            contract = "keep no tensor with a graph from one call to the next where k1 < k2"
+            got = f"one of shape {list(tensor.shape)}"
+            advice = "Hand it on in the state, pass it as context, or detach it"
+            raise RuntimeError(message(OP, "cell", contract, got, advice))
 
     def run_steps(
         self, begin: int, counting: int, end: int, state: State, root: Tensor, *context: Tensor
     ) -> tuple[Segment, State]:
         """As `_run_segment`, with a graph that keeps everything."""
+        steps, state = self._call_steps(begin, counting, end, state, root, *context)
+        joined = torch.stack(steps.hidden)
+        if end > self.known:
+            self._predict(begin, end, joined.flatten(0, 1))
+        returns = self.returns_outputs and self.transcript.model.output_dropout > 0
+        raw = torch.stack(steps.outputs) if returns else None
+        losses = torch.stack(steps.losses[-len(joined) :]) if steps.losses else None
+        return Segment(joined, raw, join(OP, torch.stack, steps.extras), losses), state
+
+    def _call_steps(
+        self, begin: int, counting: int, end: int, state: State, root: Tensor, *context: Tensor
+    ) -> tuple[_Steps, State]:
         transcript, model, tokens = self.transcript, self.transcript.model, self.transcript.tokens
-        batch_dim, returns = model.cell.batch_dim, self.returns_outputs
         graph = torch.is_grad_enabled()
-        hiddens, outputs, extras, losses = [], [], [], []
+        results = _Steps([], [], [], [])
         returned: list[Tensor] = []
         counts: list[int] = []
         known = not tokens.free_running or end <= self.known
@@ -263,21 +318,21 @@ class CallableSteps:
             if transcript.active is not None:
                 # later rows are written, and the graph keeps this
                 active = transcript.active[step].clone()
-                new_state = freeze(OP, active, new_state, state, batch_dim)
+                new_state = freeze(OP, active, new_state, state, model.cell.batch_dim)
             state = new_state
             rate = model.output_dropout
             hidden = F.dropout(output, rate) if rate > 0 else output
             if model.called_head is not None and step >= min(counting, self.known):
-                losses.append(self._call_head(step, hidden))
-                reached.append(losses[-1])
+                results.losses.append(self._call_head(step, hidden))
+                reached.append(results.losses[-1])
             if graph and not self._knows_graph:
                 self._knows_graph = True
                 leaves = leaves_since(self._first_node, reached)
                 self.used += [(leaf, write_count(leaf)) for leaf in leaves]
             if step >= counting:
-                hiddens.append(hidden)
-                outputs.append(output)
-                extras.append(more if returns else detach(more))
+                results.hidden.append(hidden)
+                results.outputs.append(output)
+                results.extras.append(more if self.returns_outputs else detach(more))
                 given = [output] if more is None else [output, *tensors(more)]
                 returned += given
                 counts += write_counts(given)
@@ -285,12 +340,7 @@ class CallableSteps:
                 self._predict(step, step + 1, hidden)
                 transcript.feed_back(step)
         check_unwritten(OP, "cell", "no output or extras of an earlier step", returned, counts)
-        joined = torch.stack(hiddens)
-        if end > self.known:
-            self._predict(begin, end, joined.flatten(0, 1))
-        raw = torch.stack(outputs) if returns and model.output_dropout > 0 else None
-        of_head = torch.stack(losses[-len(hiddens) :]) if losses else None
-        return Segment(joined, raw, join(OP, torch.stack, extras), of_head), state
+        return results, state
 
     def _before(self, step: int, state: State) -> State:
         """The state that a step reads: its rows reset, its gradient cut off, weighted, bounded."""
@@ -358,7 +408,7 @@ def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
             raise RuntimeError(message(OP, "tensors that the cell reads", contract, "changed ones"))
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with saved_tensors_hooks(pack, unpack):
         yield sizes
 
 

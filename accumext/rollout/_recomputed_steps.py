@@ -1,33 +1,25 @@
 """Steps of a recurrence under autograd whose graph keeps no tensors: the backward pass runs the
-steps again, a segment at a time, from states that were kept between segments.
-
-The graph is the one that the steps build. So gradients reach whatever they use, hooks run once, and
-DistributedDataParallel sends what one backward pass makes. Only the tensors that it would save are
-left out: each is a number, by which the tensor is found when the segment has been run again.
-"""
+steps again, a segment at a time, from states that were kept between segments."""
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from accumext._checks import message
 from accumext._torch_private import leaves_since, next_node_number, write_count
 from accumext.recurrence import (
+    KeptState,
+    Replays,
+    Start,
     State,
+    changed,
     copy_nesting,
     detach,
     map_tensors,
-    replay_rng,
-    rng_state,
-    set_rng_state,
     tensors,
     write_counts,
 )
@@ -43,7 +35,7 @@ class RecomputedSteps:
 
     def __init__(
         self,
-        op: str,
+        kept: KeptState,  # of what `step` calls
         step: Step,
         steps: int,
         device: torch.device,  # whose generator dropout draws from, beside the CPU's
@@ -51,16 +43,11 @@ class RecomputedSteps:
         choose: Choose,
         starts: Collection[int] = (),  # steps to which `rewind` will go back
     ) -> None:
-        self.op, self.steps = op, steps
+        self.steps = steps
         self._step, self._choose = step, choose
-        self._autocast = _autocast_now(device)
-        self._checkpoints = _Checkpoints(op, device, starts)
+        self._replays = Replays(kept, device)
+        self._checkpoints = _Checkpoints(self._replays, starts)
         self._grid: list[int] | None = None  # steps at which segments begin; None: not chosen yet
-        # The tensors of the segment that was run again last. It is known by its name, for a segment
-        # holds this object: without circles, all is freed with the graph.
-        self._found: dict[int, Tensor] = {}
-        self._found_of: object = None
-        self._lock = threading.RLock()  # each device has a thread of its own in a backward pass
         # The leaves of the graph of the first step, and their numbers of writes when steps ran
         # last: autograd saves no part of a sum, but the steps that run again read it.
         self._leaves: list[Tensor] | None = None
@@ -86,9 +73,10 @@ class RecomputedSteps:
         return carry, total
 
     def rewind(self, step: int) -> State:
-        """Go back before a step of `starts`, generators too. Return its carry, without a graph."""
+        """Go back before a step of `starts`, generators and kept state too. Return its carry,
+        without a graph."""
         checkpoint = self._checkpoints.at(step, self._pass_over)
-        set_rng_state(checkpoint.rng, self._checkpoints.device)
+        self._replays.go_back(checkpoint.start)
         return copy_nesting(checkpoint.carry)
 
     def _next_checkpoint(self, step: int) -> int:
@@ -117,19 +105,28 @@ class RecomputedSteps:
     ) -> tuple[State, Tensor | None]:  # fmt: skip
         self._checkpoints.save(begin, carry)
         sizes = _Measure() if measured else None
-        segment = _Segment(self, begin, counting, end, carry, sizes)
-        with saved_tensors_hooks(segment.pack, segment.unpack):
+        requires_grad = [tensor.requires_grad for tensor in tensors(carry)]
+
+        def run() -> State:
+            nonlocal carry, total
+            first = begin
             if sizes is not None:
                 carry, total = self._run_segment(begin, counting, end - 1, carry, total)
                 sizes.before_last = sizes.total()
-                begin = end - 1
-            carry, total = self._run_segment(begin, counting, end, carry, total)
+                first = end - 1
+            carry, total = self._run_segment(first, counting, end, carry, total)
+            return carry
+
+        def again() -> State:
+            return self._run_again(begin, counting, end, requires_grad)
+
+        self._replays.record(run, again, None if sizes is None else sizes.add)
         if sizes is not None:
-            segment.measure = None
-            checkpoint = [*tensors(carry), *rng_state(self._checkpoints.device)]
+            generators = self._replays.start().rng or ()
             state = tensors(carry[1])
             graph = sizes.total() - sizes.before_last
-            self._follow(self._choose(Sizes(memory(checkpoint), memory(state), graph)), end)
+            size = memory([*tensors(carry), *generators])
+            self._follow(self._choose(Sizes(size, memory(state), graph)), end)
         return carry, total
 
     def _follow(self, plan: Plan, begin: int) -> None:
@@ -140,67 +137,20 @@ class RecomputedSteps:
 
     def _pass_over(self, begin: int, end: int, carry: State) -> State:
         """The carry before step `end`, without a graph."""
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._replays.autocast():
             return self._run_segment(begin, end, end, copy_nesting(carry))[0]
 
-    def unpack(self, segment: _Segment, index: int) -> Tensor:
-        """A tensor that the graph of a segment would have saved. It is given away."""
-        with self._lock:
-            if self._found_of is not segment.name or index not in self._found:
-                self._found_of, self._found = None, {}  # one segment's at a time
-                self._found = self._replay(segment)
-                self._found_of = segment.name
-            return self._found.pop(index)
-
-    def _replay(self, segment: _Segment) -> dict[int, Tensor]:
-        """Run a segment again for the tensors that its graph would have saved."""
+    def _run_again(self, begin: int, counting: int, end: int, requires_grad: list[bool]) -> State:
+        """The carry after the steps of a segment, in the backward pass."""
         if write_counts(self._leaves or []) != self._writes:
-            raise RuntimeError(_changed(self.op))
-        checkpoint = self._checkpoints.at(segment.begin, self._pass_over)
-        requires = iter(segment.requires_grad)
+            raise RuntimeError(changed(self._replays.kept.op))
+        checkpoint = self._checkpoints.at(begin, self._pass_over)
+        requires = iter(requires_grad)
         carry = map_tensors(lambda t: t.detach().requires_grad_(next(requires)), checkpoint.carry)
-        found: list[tuple[Tensor, int]] = []
-
-        def pack(tensor: Tensor) -> None:
-            found.append((tensor.detach(), write_count(tensor)))
-
-        with (
-            replay_rng(checkpoint.rng, self._checkpoints.device),
-            torch.enable_grad(),
-            self._autocast(),
-            saved_tensors_hooks(pack, _never),
-        ):
-            self._run_segment(segment.begin, segment.counting, segment.end, carry)
+        with self._replays.from_start(checkpoint.start):
+            carry, _ = self._run_segment(begin, counting, end, carry)
         self._writes = write_counts(self._leaves or [])
-        if len(found) != len(segment.writes):
-            contract = f"save {len(segment.writes)} tensors for the backward pass in its replay too"
-            raise RuntimeError(message(self.op, "step", contract, len(found)))
-        if any(now != then for (_, now), then in zip(found, segment.writes, strict=True)):
-            raise RuntimeError(_changed(self.op))
-        return {index: tensor for index, (tensor, _) in enumerate(found)}
-
-
-class _Segment:
-    """Steps that run again in the backward pass, and the tensors that they save."""
-
-    def __init__(
-        self, owner: RecomputedSteps, begin: int, counting: int, end: int, carry: State,
-        measure: _Measure | None,
-    ) -> None:  # fmt: skip
-        self.owner, self.begin, self.counting, self.end = owner, begin, counting, end
-        self.measure = measure
-        self.requires_grad = [tensor.requires_grad for tensor in tensors(carry)]
-        self.writes: list[int] = []  # by which a tensor that has changed since is known
-        self.name = object()
-
-    def pack(self, tensor: Tensor) -> int:
-        if self.measure is not None:
-            self.measure.add(tensor)
-        self.writes.append(write_count(tensor))
-        return len(self.writes) - 1
-
-    def unpack(self, index: int) -> Tensor:
-        return self.owner.unpack(self, index)
+        return carry
 
 
 class _Measure:
@@ -232,19 +182,14 @@ class _Checkpoint(NamedTuple):
 
     carry: State  # without a graph
     writes: list[int]
-    rng: tuple[Tensor, ...]
+    start: Start
 
 
 class _Checkpoints:
     """Kept checkpoints, from the nearest of which any other is reached again."""
 
-    def __init__(
-        self,
-        op: str,
-        device: torch.device,
-        starts: Collection[int],
-    ) -> None:
-        self.op, self.device = op, device
+    def __init__(self, replays: Replays, starts: Collection[int]) -> None:
+        self._replays = replays
         self._starts = frozenset(starts)
         self._saved: dict[int, _Checkpoint] = {}
         self._grid: list[int] = [0]
@@ -270,7 +215,7 @@ class _Checkpoints:
     def _save(self, step: int, carry: State) -> _Checkpoint:
         carry = detach(carry)
         writes = [write_count(tensor) for tensor in tensors(carry)]
-        checkpoint = self._saved[step] = _Checkpoint(carry, writes, rng_state(self.device))
+        checkpoint = self._saved[step] = _Checkpoint(carry, writes, self._replays.start())
         return checkpoint
 
     def at(self, step: int, pass_over: Callable[[int, int, State], State]) -> _Checkpoint:
@@ -280,7 +225,7 @@ class _Checkpoints:
                 del self._saved[later]
         near = max(t for t in self._saved if t <= step)
         checkpoint = self._intact(near)
-        with replay_rng(checkpoint.rng, self.device):
+        with self._replays.from_start(checkpoint.start):
             while near < step:
                 between = self._grid[bisect_right(self._grid, near) : bisect_left(self._grid, step)]
                 room = max(0, (self._kept or 0) - len(self._droppable()))
@@ -299,34 +244,5 @@ class _Checkpoints:
     def _intact(self, step: int) -> _Checkpoint:
         checkpoint = self._saved[step]
         if [write_count(tensor) for tensor in tensors(checkpoint.carry)] != checkpoint.writes:
-            raise RuntimeError(_changed(self.op))
+            raise RuntimeError(changed(self._replays.kept.op))
         return checkpoint
-
-
-def _changed(op: str) -> str:
-    contract = "be those of the forward pass until the backward pass has run"
-    return message(op, "parameters, inputs and states", contract, "changed ones")
-
-
-def _never(_: None) -> Tensor:
-    raise AssertionError("the graph of a replay is dropped")
-
-
-def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """A context with the autocast modes of now."""
-    modes = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in sorted({"cpu", device.type})
-        if torch.amp.is_autocast_available(kind)
-    ]
-    cached = torch.is_autocast_cache_enabled()
-
-    @contextmanager
-    def autocast() -> Iterator[None]:
-        with ExitStack() as stack:
-            for kind, enabled, dtype in modes:
-                mode = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
-                stack.enter_context(mode)
-            yield
-
-    return autocast

@@ -25,6 +25,7 @@ from accumext._checks import (
     zero_dim_loss,
 )
 from accumext.recurrence import (
+    KeptState,
     Resets,
     State,
     StateGradientGate,
@@ -169,7 +170,8 @@ def rollout(
         plan = Plan(checkpoint, None)
     one_step = _OneStep(step, loss, feed, steps, gate, anew)
     starts = {begin for begin, _, _ in spans[1:]}
-    running = RecomputedSteps(OP, one_step, steps, _device(state, start), plan, choose, starts)
+    kept = KeptState(OP, "step", (step, loss, feed))
+    running = RecomputedSteps(kept, one_step, steps, _device(state, start), plan, choose, starts)
     carry: State = None
     total: Tensor | None = None
     with gathered_once(OP, step, loss, feed) as gathered:

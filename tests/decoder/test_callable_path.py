@@ -211,3 +211,17 @@ def test_an_output_must_keep_its_shape():
 
     with raises(ValueError, "cell must return an output of shape [3, 5], got [1, 5]"):
         run(decoder, shrinks)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_function_with_a_module_of_sequences(backend):
+    """torch.compile leaves `nn.GRU` out, and so runs such a function in pieces."""
+    decoder = make_decoder("gru")
+    compiled = torch.compile(decoder.step, backend=backend)
+    for options in ({}, {"memory_budget": 4000}):
+        given = {"feedback": "greedy", "batch_dim": 1, **options}
+        losses = [run(decoder, cell, **given).loss for cell in (compiled, decoder.step)]
+        assert relative_distance(*map(decoder.gradients, losses)) < EXACT

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from accumext.recurrence import KeptState
 from accumext.rollout._checkpoint_plan import Plan, Sizes, advances
 from accumext.rollout._recomputed_steps import RecomputedSteps, memory
 
 CPU = torch.device("cpu")
+NOTHING = KeptState("op", "step", None)
 
 
 def counted_steps(
@@ -29,7 +31,11 @@ def counted_steps(
         assert sizes.graph == 8  # the cosine's argument
         return Plan(4, None)
 
-    return RecomputedSteps("op", step, steps, CPU, plan, choose, **options), ran, weight
+    return (
+        RecomputedSteps(NOTHING, step, steps, CPU, plan, choose, **options),
+        ran,
+        weight,
+    )
 
 
 def gradient(steps: int) -> float:
@@ -74,7 +80,9 @@ def test_rewinding_puts_state_and_generators_back():
         drawn.append(torch.rand(()))
         return (carry[0] + 1, None), carry[0]
 
-    running = RecomputedSteps("op", step, 9, CPU, Plan(4, None), lambda sizes: Plan(1, None), {3})
+    running = RecomputedSteps(
+        NOTHING, step, 9, CPU, Plan(4, None), lambda sizes: Plan(1, None), {3}
+    )
     running.run(0, 0, 6, (torch.zeros(()), None), None)
     carry = running.rewind(3)
     assert carry[0] == 3

@@ -1,0 +1,524 @@
+"""Cells that keep state of their own, in every way there is, against plain autograd.
+
+Gradients, and what the cell has kept afterwards, are those of the plain loop, where steps run again
+in the backward pass, too.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.decode_oracle import relative_distance
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
+
+import accumext
+from accumext.decoder import _plan
+
+EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
+STEPS, BATCH, SIZE, VOCABULARY = 40, 3, 4, 7
+Cell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Mixes(nn.Module):
+    """A GRU cell that reads something from the call before, beside its input."""
+
+    made: ClassVar[list["Mixes"]] = []  # in this test
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made.append(self)
+        self.gru = nn.GRUCell(SIZE, SIZE, dtype=torch.float64)
+        self.mix = nn.Linear(SIZE, SIZE, dtype=torch.float64)
+
+    def step(self, x: Tensor, h: Tensor, before: Any) -> Tensor:
+        return self.gru(x if before is None else x + self.mix(before), h)
+
+
+class Attribute(Mixes):
+    """The last output, detached, as location-aware attention keeps its alignment."""
+
+    before = None
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.step(x, h, self.before)
+        self.before = h.detach()
+        return h, h
+
+
+class WithGraph(Attribute):
+    """The same with its graph: gradients flow through the attribute."""
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.before = self.step(x, h, self.before)
+        return h, h
+
+
+class CachesProjection(Mixes):
+    """Keys of a memory, which the first call projects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.keys = torch.linspace(-1, 1, 5 * SIZE).double().view(5, SIZE), None
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if self.keys is None:
+            self.keys = self.mix(self.memory)
+        h = self.gru(x + (h @ self.keys.T).softmax(-1) @ self.keys, h)
+        return h, h
+
+
+class Counts(Mixes):
+    calls = 0
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        h = self.step(x * 0.9**self.calls, h, None)
+        return h, h
+
+
+class Collects(Mixes):
+    """A list, a dict, a set and a bounded deque."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.by_name: dict[str, Tensor] = {}
+        self.last: deque[Tensor] = deque(maxlen=3)
+        self.lengths: set[int] = set()
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        before = sum([*self.seen[-2:], *self.by_name.values(), *self.last, 0.1 * len(self.lengths)])
+        h = self.step(x, h, before if isinstance(before, Tensor) else None)
+        self.seen.append(h.detach())
+        self.by_name["h" if len(self.seen) % 2 else "k"] = h.detach()
+        self.last.append(h.detach())
+        self.lengths.add(len(self.seen))
+        return h, h
+
+
+class Buffers(Mixes):
+    """One that is replaced, and one that calls write into, from call `since` on."""
+
+    def __init__(self, size: int = 9, since: int = 0) -> None:
+        super().__init__()
+        self.since = since
+        self.register_buffer("total", torch.zeros(SIZE, dtype=torch.float64))
+        self.register_buffer("ring", torch.zeros(size, SIZE, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.step(x, h, self.total + self.ring[:9].sum(0))
+        self.total = self.total + h.detach().mean(0) / STEPS
+        if self.calls >= self.since:
+            self.ring[int(self.calls) % 9] = h.detach().mean(0)
+        self.calls += 1
+        return h, h
+
+
+class Allocates(Mixes):
+    """A tensor that the first call makes, and all of them write into."""
+
+    at, trace = 0, None
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if self.trace is None:
+            self.trace = torch.zeros(2 * STEPS, BATCH, SIZE, dtype=torch.float64)
+        h = self.step(x, h, self.trace.sum(0))
+        self.trace[self.at] = h.detach()
+        self.at += 1
+        return h, h
+
+
+class Normalises(Mixes):
+    """Running statistics, which kernels write without counting it."""
+
+    def __init__(self, norm: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm(SIZE, dtype=torch.float64, track_running_stats=True)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.step(x, self.norm(torch.stack([h, x], -1)).sum(-1), None)
+        return h, h
+
+
+class Spectral(Mixes):
+    """Power iterations in every call."""
+
+    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.mix.weight.normal_()
+        self.mix = norm(self.mix)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.step(x, h, h)
+        return h, h
+
+
+class Inside(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"cell": inner})
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        return self.inner["cell"](x, h)
+
+
+class OfObject:
+    """The cell is a method of an object that is no module."""
+
+    def __init__(self) -> None:
+        self.inner, self.before = Mixes(), None
+
+    def __call__(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.inner.step(x, h, self.before)
+        self.before = h.detach()
+        return h, h
+
+
+def closure() -> Any:
+    """Variables of a closure: one that is assigned, an object, and a helper with its own."""
+    inner, before, seen = Mixes(), None, SimpleNamespace(last=0.0, calls=[])
+
+    def scale() -> float:
+        seen.calls.append(len(seen.calls))
+        return 0.9 ** len(seen.calls)
+
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal before
+        h = inner.step(x * scale(), h, None if before is None else before + seen.last)
+        before, seen.last = h.detach(), float(h.detach().mean())
+        cell.calls = getattr(cell, "calls", 0) + 1
+        return h, h
+
+    return cell
+
+
+_before: Any = None
+
+
+def global_variable() -> Any:
+    global _before
+    inner, _before = Mixes(), None
+
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        global _before
+        h = inner.step(x, h, _before)
+        _before = h.detach()
+        return h, h
+
+    return cell
+
+
+def in_partial() -> Any:
+    def cell(inner: OfObject, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return inner(x, h)
+
+    return partial(cell, OfObject())
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "attribute": Attribute,
+    "attribute with graph": WithGraph,
+    "cached projection": CachesProjection,
+    "counter": Counts,
+    "containers": Collects,
+    "buffers": Buffers,
+    "a buffer that is written later": partial(Buffers, since=20),
+    "allocates": Allocates,
+    "batch norm": partial(Normalises, nn.BatchNorm1d),
+    "instance norm": lambda: Normalises(nn.InstanceNorm1d),
+    "spectral norm": partial(Spectral, parametrizations.spectral_norm),
+    "spectral norm by hooks": partial(Spectral, spectral_norm),
+    "object": OfObject,
+    "method": lambda: Attribute().forward,
+    "closure": closure,
+    "global": global_variable,
+    "partial": in_partial,
+    "inside another": lambda: Inside(Attribute()),
+}
+
+
+class World:
+    """A cell of one kind, the same every time, and what is around it."""
+
+    def __init__(self, kind: str | Callable[[], Any]) -> None:
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, SIZE, dtype=torch.float64)
+        self.head = nn.Linear(SIZE, VOCABULARY, dtype=torch.float64)
+        self.targets = torch.randint(VOCABULARY, (STEPS, BATCH))
+        self.h = torch.randn(BATCH, SIZE, dtype=torch.float64, requires_grad=True)
+        Mixes.made.clear()
+        self.cell: Cell = (KINDS[kind] if isinstance(kind, str) else kind)()
+        (self.inner,) = Mixes.made
+        parts = (self.embedding, self.head, self.inner)
+        self.leaves = [self.h, *(p for part in parts for p in part.parameters())]
+
+    def plain(self) -> Tensor:
+        h, tokens, losses = self.h, torch.zeros(BATCH, dtype=torch.int64), []
+        for target in self.targets:
+            output, h = self.cell(self.embedding(tokens), h)
+            losses.append(F.cross_entropy(self.head(output), target))
+            tokens = target
+        return torch.stack(losses).mean()
+
+    def decoded(self, **options: Any) -> Tensor:
+        call = {"feedback": "teacher", **options}
+        parts = (self.embedding, self.cell, self.head, self.targets, self.h)
+        return accumext.decode_loss(*parts, **call).loss
+
+    def plain_rollout(self) -> Tensor:
+        x = h = self.h
+        losses = []
+        for _ in range(STEPS):
+            x, h = self.cell(x, h)
+            losses.append(x.square().mean())
+        return torch.stack(losses).mean()
+
+    def rollout(self, **options: Any) -> Tensor:
+        call = {"loss": lambda x, t: x.square().mean(), "start": self.h, **options}
+        return accumext.rollout(self.cell, self.h, STEPS, **call).loss
+
+    def after(self) -> list[Tensor]:
+        """What another call makes of what the cell has kept, and its buffers."""
+        with torch.no_grad():
+            x = torch.ones(BATCH, SIZE, dtype=torch.float64)
+            return [*self.cell(x, x), *self.inner.buffers()]
+
+    def gradients(self, loss: Tensor, **options: Any) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, self.leaves, materialize_grads=True, **options))
+
+
+@pytest.fixture(autouse=True)
+def few_steps_are_kept(monkeypatch):
+    """Small graphs are kept, and run once."""
+    monkeypatch.setattr(_plan, "KEPT_GRAPH", 2**14)
+
+
+DECODED: list[dict[str, Any]] = [{}, {"memory_budget": 4000}, {"lengths": [40, 40, 40]}]
+ROLLOUTS: list[dict[str, Any]] = [
+    {},
+    {"checkpoint": 1},
+    {"checkpoint": 7},
+    {"memory_budget": 60000},
+]
+WAYS = [("decoded", o) for o in DECODED] + [("rollout", o) for o in ROLLOUTS]
+ways = pytest.mark.parametrize(("way", "options"), WAYS, ids=str)
+
+
+def plain(kind: Any, way: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Loss, gradients, and what is kept afterwards."""
+    world = World(kind)
+    loss = world.plain() if way == "decoded" else world.plain_rollout()
+    return loss, world.gradients(loss), world.after()
+
+
+@ways
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cell_that_keeps_state(kind, way, options):
+    """Also in a second backward pass, with the same bits."""
+    loss, expected, after = plain(kind, way)
+    world = World(kind)
+    found = getattr(world, way)(**options)
+    torch.testing.assert_close(found, loss, rtol=EXACT, atol=EXACT)
+    first = world.gradients(found, retain_graph=True)
+    assert relative_distance(first, expected) < EXACT
+    assert relative_distance(world.gradients(found), first) == 0
+    torch.testing.assert_close(world.after(), after, rtol=EXACT, atol=EXACT)
+
+
+@ways
+def test_what_is_changed_between_the_passes_stays_changed(way, options):
+    """A module may be reset, or be in another mode, before the backward pass; a list of the user's
+    may grow while it runs."""
+    _, expected, _ = plain("containers", way)
+    world = World("containers")
+    cell: Any = world.cell
+    found = getattr(world, way)(**options)
+    cell.seen.clear()
+    cell.by_name, cell.last = {}, None
+    cell.eval()
+    world.h.register_hook(cell.seen.append)
+    assert relative_distance(world.gradients(found), expected) < EXACT
+    assert len(cell.seen) > 0
+    assert not cell.training
+    assert (cell.by_name, cell.last) == ({}, None)
+
+
+def test_a_backward_pass_that_fails_leaves_what_is_kept():
+    world = World("containers")
+    cell: Any = world.cell
+    loss = world.decoded(memory_budget=4000)
+    seen, fails = list(cell.seen), True
+
+    def stop(module: Any, given: Any, result: Any) -> None:
+        if fails:
+            raise ZeroDivisionError
+
+    cell.gru.register_forward_hook(stop)
+    with pytest.raises(ZeroDivisionError):
+        world.gradients(loss, retain_graph=True)
+    assert all(map(torch.equal, cell.seen, seen))
+    assert len(cell.seen) == len(seen) == STEPS
+    fails = False
+    assert relative_distance(world.gradients(loss), plain("containers", "decoded")[1]) < EXACT
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+def in_the_state(x: Tensor, state: Any, inner: Mixes) -> tuple[Tensor, Any]:
+    """`Attribute` with all that it keeps in its state."""
+    h, before = state
+    h = inner.step(x, h, before)
+    return h, (h, h.detach())
+
+
+@pytest.mark.parametrize("k1", [3, 16])
+@pytest.mark.parametrize("more", [0, 2, 20])
+@pytest.mark.parametrize("way", ["decoded", "rollout", "tbptt"])
+def test_windows_begin_with_what_was_kept_there(way, k1, more):
+    """As with the state, in which it could be handed on."""
+    found = []
+    for explicit in (False, True):
+        world = World("attribute")
+        periods = {"k1": k1, "k2": k1 + more}
+        cell: Any = world.cell
+        state: Any = world.h
+        if explicit:
+            world.cell(torch.zeros_like(world.h), world.h)  # makes nothing of the first step
+            cell = partial(in_the_state, inner=world.inner)
+            state = world.h, torch.zeros_like(world.h)
+        else:
+            cell.before = torch.zeros_like(world.h)
+        if way == "decoded":
+            parts = (world.embedding, cell, world.head, world.targets, state)
+            loss = accumext.decode_loss(*parts, feedback="greedy", **periods).loss
+        elif way == "rollout":
+            call = {"loss": lambda x, t: x.square().mean(), "start": world.h}
+            loss = accumext.rollout(cell, state, STEPS, **call, **periods).loss
+        else:
+
+            def step(token: Tensor, state: Any, cell: Any = cell, world: World = world) -> Any:
+                output, state = cell(world.embedding(token), state)
+                return world.head(output), state
+
+            accumext.tbptt(step, world.targets, state, criterion=F.cross_entropy, **periods)
+            found.append([torch.zeros_like(p) if p.grad is None else p.grad for p in world.leaves])
+            continue
+        found.append(world.gradients(loss))
+    assert relative_distance(found[0], found[1]) < EXACT
+
+
+def test_a_tensor_with_a_graph_cannot_be_kept_in_windows_that_overlap():
+    text = (
+        "decode_loss: cell must keep no tensor with a graph from one call to the next where k1 < "
+        r"k2, got one of shape \[\d, 4\]. Hand it on in the state, pass it as context, or detach it"
+    )
+    for kind in ("attribute with graph", "cached projection"):
+        with pytest.raises(RuntimeError, match=f"^{text}$"):
+            World(kind).decoded(k1=2, k2=5)
+        World(kind).decoded(k1=40, k2=45)  # one window
+
+
+@pytest.mark.parametrize("k2", [2, 5])
+@pytest.mark.parametrize("kind", ["attribute with graph", "cached projection"])
+def test_tbptt_says_that_a_graph_which_is_kept_has_been_freed(kind, k2):
+    world = World(kind)
+
+    def step(token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        output, h = world.cell(world.embedding(token), h)
+        return world.head(output), h
+
+    text = (
+        "tbptt: step must keep no tensor with a graph from one window to the next, got one whose "
+        "graph the backward pass of an earlier window has freed. Pass it as context, hand it on in "
+        "the state, or detach it"
+    )
+    with pytest.raises(RuntimeError, match=f"^{text}$"):
+        accumext.tbptt(step, world.targets, world.h, criterion=F.cross_entropy, k1=2, k2=k2)
+
+
+# --- what cannot be put back ----------------------------------------------------------------------
+
+LARGE = 10_000  # rows of a buffer of 320 kB
+
+
+@ways
+def test_a_large_buffer(way, options):
+    """It is copied as soon as a call has written it: in `decode_loss` the first step runs once."""
+    kind = partial(Buffers, LARGE)
+    world = World(kind)
+    if way == "decoded" and "memory_budget" not in options:
+        _, expected, after = plain(kind, way)
+        assert relative_distance(world.gradients(world.decoded(**options)), expected) < EXACT
+        torch.testing.assert_close(world.after(), after, rtol=EXACT, atol=EXACT)
+        return
+    op, name = ("decode_loss", "cell") if way == "decoded" else ("rollout", "step")
+    loss = getattr(world, way)(**options)
+    ring = world.inner.ring.clone()
+    text = (
+        f"{op}: {name} must write into no tensor of its own above 65536 bytes after steps that run "
+        r"again, got a write into one of shape \[10000, 4\]. Hand it on in the state: a new tensor "
+        "in place of a write"
+    )
+    with pytest.raises(RuntimeError, match=f"^{text}$"):
+        world.gradients(loss)
+    assert torch.equal(world.inner.ring, ring)
+
+
+class Unseen(Mixes):
+    """Counts its calls where nobody looks, in an iterator."""
+
+    def __init__(self, function: Callable[[Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        self.calls, self.function = itertools.count(), function
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.step(self.function(x, next(self.calls) >= STEPS), h, None)
+        return h, h
+
+
+@ways
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [
+        (lambda x, again: x + 0.01 * again, "another result"),
+        (lambda x, again: x.flip(0) if again else x * 1, "another result"),
+        (lambda x, again: x.exp().log() if again else x, r"\d+ tensors for it in place of \d+"),
+        (lambda x, again: x if again else x.exp().log(), r"\d+ tensors for it in place of \d+"),
+        (
+            lambda x, again: F.pad(x, (0, 1 + again)).exp().log()[:, :SIZE],
+            r"a tensor of shape \[3, 6\] in place of \[3, 5\]",
+        ),
+    ],
+    ids=["values", "order", "more", "fewer", "shape"],
+)
+def test_a_replay_that_does_something_else_is_an_error(function, got, way, options):
+    op, name = ("decode_loss", "cell") if way == "decoded" else ("rollout", "step")
+    text = (
+        f"{op}: {name} must do in its replay, for the backward pass, what it did in the forward "
+        f"pass, got {got}. Hand on what one call keeps for the next in the state"
+    )
+    world = World(partial(Unseen, function))
+    loss = getattr(world, way)(**options)
+    with pytest.raises(RuntimeError, match=f"^{text}$"):
+        world.gradients(loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rounding_is_no_other_result(dtype):
+    """A replay on a GPU may add in another order."""
+    rounds = lambda x, again: x * (1 + again * torch.finfo(dtype).eps)  # noqa: E731
+    world = World(partial(Unseen, rounds))
+    for part in (world.embedding, world.head, world.inner):
+        part.to(dtype)
+    world.h = world.h.detach().to(dtype)
+    world.decoded(memory_budget=4000).backward()
