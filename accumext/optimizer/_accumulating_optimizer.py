@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from accumext import _checks
@@ -20,6 +21,7 @@ from accumext.masters import Target
 from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._backward import (
     UNWEIGHTED,
+    BackwardPass,
     check_loss_and_weight,
     open_micro_batch,
     run_backward,
@@ -185,7 +187,15 @@ class AccumulatingOptimizer(OptimizerProxy):
         self.optimizer = optimizer
         self._box = Box(optimizer, settings, Target(OP, optimizer, masters), Watch())
 
-    def backward(self, loss: Tensor, weight: float | Tensor = UNWEIGHTED) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        weight: float | Tensor = UNWEIGHTED,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Tensor | GradientEdge | Iterable[Tensor | GradientEdge] | None = None,
+    ) -> None:
         """Scale the loss, run its backward pass and add the gradients as one micro-batch.
 
         Inside `micro_batch()` the gradients join that micro-batch instead.
@@ -195,19 +205,32 @@ class AccumulatingOptimizer(OptimizerProxy):
             weight: what the micro-batch counts, at least 0, for example its number of tokens if the
                 loss is a mean over them. A number, or a 0-dim tensor that stays on its device. It
                 need not be the same on every process.
+            retain_graph: keep the graph for another backward pass, as in torch.
+            create_graph: make gradients that can be differentiated, as in torch, if they stay in
+                `.grad`: with `window=1` and one backward pass per step.
+            inputs: tensors that alone get a gradient, as in torch: those that the optimizer does
+                not hold get it in `.grad`.
 
         Raises:
-            TypeError: `loss` is not a tensor, or `weight` neither a number nor a tensor.
-            ValueError: `loss` has several elements or no graph, or `weight` is negative or not
-                finite.
+            TypeError: `loss` is not a tensor, `weight` neither a number nor a tensor, or an option
+                is of the wrong type.
+            ValueError: `loss` has several elements or no graph, `weight` is negative or not finite,
+                `inputs` are empty or have no gradient, or `create_graph` is True where gradients
+                leave `.grad`.
             RuntimeError: with `on_nonfinite="raise"`, a gradient is not finite.
 
         Example:
             >>> opt.backward(F.cross_entropy(logits, targets), weight=targets.numel())
         """
         op = f"{OP}.backward"
-        count = check_loss_and_weight(op, loss, weight)
-        run_backward(self._box, self, op, loss, count)
+        call = BackwardPass(loss, check_loss_and_weight(op, loss, weight))
+        if retain_graph is not None or create_graph is not False or inputs is not None:
+            if isinstance(inputs, (Tensor, GradientEdge)):
+                inputs = (inputs,)
+            listed = None if inputs is None else tuple(inputs)
+            call = BackwardPass(loss, call.weight, retain_graph, create_graph, listed)
+            call.check_options(op)
+        run_backward(self._box, self, op, call)
 
     @torch.no_grad()
     def accumulate(self, weight: float | Tensor = 1.0) -> None:

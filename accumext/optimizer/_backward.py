@@ -6,14 +6,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from operator import is_
 from threading import Lock
-from typing import Final
+from types import NoneType
+from typing import Final, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from accumext._checks import fail_type, fail_value, message, type_name
@@ -75,14 +78,70 @@ def check_loss_and_weight(op: str, loss: object, weight: object) -> Scalar:
     return weight if weight is UNWEIGHTED else check_weight(op, weight)
 
 
+class BackwardPass(NamedTuple):
+    """A backward pass as the user asks for it: a loss that counts `weight`, and torch's options."""
+
+    loss: Tensor
+    weight: Scalar
+    retain_graph: bool | None = None
+    create_graph: bool = False
+    inputs: tuple[Tensor | GradientEdge, ...] | None = None  # which alone get a gradient
+
+    def check_options(self, op: str) -> None:
+        """Raise for options that autograd would refuse, before it has written any gradient."""
+        for name, kinds, contract in _OPTIONS:
+            if not isinstance(getattr(self, name), kinds):
+                fail_type(op, name, contract, type_name(getattr(self, name)))
+        if self.inputs == ():
+            fail_value(op, "inputs", "hold a tensor", "none", "Pass None for all of the graph")
+        for i, tensor in enumerate(self.inputs or ()):
+            if not isinstance(tensor, (Tensor, GradientEdge)):
+                fail_type(op, f"inputs[{i}]", "be a tensor", type_name(tensor))
+            if isinstance(tensor, Tensor) and not tensor.requires_grad:
+                got = "one with requires_grad=False"
+                fail_value(op, f"inputs[{i}]", "be a tensor that requires a gradient", got)
+
+    def run(
+        self, box: Box, factor: Scalar, lookup: Callable[[Tensor], Tensor | None] | None = None
+    ) -> None:
+        """Differentiate the loss times a factor, which needs no product in its graph. Operators may
+        add to the sums that `lookup` tells them of."""
+        loss, seed = self.loss, None
+        if isinstance(factor, Tensor):
+            seed = torch.ones_like(loss) * factor.to(loss.device, loss.dtype)
+        elif factor != 1.0:
+            seed = torch.full_like(loss, factor)
+        if self.inputs is not None and lookup is not None:
+            lookup = partial(self._look_up, lookup)
+        try:
+            box.main_grads.lookup = lookup
+            loss.backward(seed, self.retain_graph, self.create_graph, self.inputs)
+        finally:
+            box.main_grads.lookup = None
+
+    def _look_up(
+        self, lookup: Callable[[Tensor], Tensor | None], parameter: Tensor
+    ) -> Tensor | None:
+        """What `lookup` says, of the inputs alone."""
+        asked = any(tensor is parameter for tensor in self.inputs or ())
+        return lookup(parameter) if asked else None
+
+
+# Options of a backward pass of which the type alone is asked.
+_OPTIONS = (
+    ("retain_graph", (NoneType, bool), "be a bool or None"),
+    ("create_graph", bool, "be a bool"),
+)
+
+
 def run_backward(
     box: Box,
     proxy: Optimizer,  # the AccumulatingOptimizer, by which the user's scaler may know it
     op: str,
-    loss: Tensor,
-    weight: Scalar,
+    call: BackwardPass,
 ) -> None:
     """Scale the loss, run its backward pass and add its gradients to the open window."""
+    loss, weight = call.loss, call.weight
     settings, state, sharded = box.settings, box.state, box.sharded
     window, inside = state.window, state.micro_batch
     if settings.needs_closure or state.all_reduce is not None or window.world is not None:
@@ -97,6 +156,11 @@ def run_backward(
         sharded.idle = False
     if inside is not None:
         _check_weight_inside(op, inside, weight)
+    stays = settings.window == 1 and inside is None and box.keeps_in_grad
+    if call.create_graph and not stays:
+        contract = "be False unless gradients stay in `.grad`, with window=1 and one backward pass"
+        advice = "For a loss of gradients: torch.autograd.grad(loss, inputs, create_graph=True)"
+        fail_value(op, "create_graph", contract, True, advice)
     if box.watch is not None:
         box.watch.see_loss(box, loss)
     if window.micro_batches >= settings.window and (inside is None or inside.weight is None):
@@ -109,8 +173,8 @@ def run_backward(
     pending: Sequence[Tensor | None] = ()
     if not window.in_grad and not all(map(is_none, map(grad_of, parameters))):
         pending = _let_go(box, parameters, inside is not None)
-    if settings.window == 1 and inside is None and box.keeps_in_grad:
-        _backward_into_grad(box, op, loss, weight, scale, parameters, pending)
+    if stays:
+        _backward_into_grad(box, op, call, scale, parameters, pending)
         return
     known = window.parameters
     if len(known) != len(parameters) or not all(map(is_, known, parameters)):
@@ -123,7 +187,7 @@ def run_backward(
         special = loss.dtype in HALF_DTYPES or weight is not window.unit
         apart = settings.looks_first or (special and _cannot_carry(box, loss, weight))
     backward = _backward_apart if apart else _backward_into_sums
-    backward(box, op, loss, weight, scale, parameters, pending)
+    backward(box, op, call, scale, parameters, pending)
     if watch is not None:
         watch.see_backward(box, parameters, before)
 
@@ -166,27 +230,26 @@ def _cannot_carry(box: Box, loss: Tensor, weight: Scalar) -> bool:
 def _backward_into_grad(
     box: Box,
     op: str,
-    loss: Tensor,
-    weight: Scalar,
+    call: BackwardPass,
     scale: Scalar,
     parameters: list[Tensor],
     pending: Sequence[Tensor | None],
 ) -> None:
     """The only micro-batch of a window of one: autograd leaves its gradients in `.grad`."""
     fixed = None if box.sharded is None else box.sharded.unit
-    window, ratio = count_in(NO_WINDOW, weight, scale, fixed)
+    window, ratio = count_in(NO_WINDOW, call.weight, scale, fixed)
     nothing = not isinstance(ratio, Tensor) and ratio == 0.0
     policy = box.settings.on_nonfinite
     try:
         if pending and not nothing:
             scale_(present(pending), ratio)
-        _run(box, loss, scale if nothing else scale * ratio, _plain_grad)
+        call.run(box, scale if nothing else scale * ratio, _plain_grad)
         grads = list(map(grad_of, parameters))
         if nothing:  # also where they hold NaN
             grads = [None if g is None else torch.zeros_like(g).detach() for g in grads]
             put(parameters, grads)
         if policy == "raise":
-            raise_nonfinite(box, op, grads, weight)
+            raise_nonfinite(box, op, grads, call.weight)
         unchecked = policy == "skip_micro_batch"
         window = window._replace(in_grad=True, sums=grads, unchecked=unchecked)
         box.state = box.state._replace(window=window, accumulated=True, through_backward=True)
@@ -194,23 +257,6 @@ def _backward_into_grad(
         box.drop()
         clear(parameters)
         raise
-
-
-def _run(
-    box: Box, loss: Tensor, factor: Scalar, lookup: Callable[[Tensor], Tensor | None] | None = None
-) -> None:
-    """A backward pass of the loss times a factor, which needs no product in its graph. Operators
-    may add to the sums that `lookup` tells them of."""
-    seed = None
-    if isinstance(factor, Tensor):
-        seed = torch.ones_like(loss) * factor.to(loss.device, loss.dtype)
-    elif factor != 1.0:
-        seed = torch.full_like(loss, factor)
-    try:
-        box.main_grads.lookup = lookup
-        loss.backward(seed)
-    finally:
-        box.main_grads.lookup = None
 
 
 def _plain_grad(parameter: Tensor) -> Tensor | None:
@@ -229,14 +275,13 @@ def _is_plain(main: Tensor) -> bool:
 def _backward_into_sums(
     box: Box,
     op: str,
-    loss: Tensor,
-    weight: Scalar,
+    call: BackwardPass,
     scale: Scalar,
     parameters: list[Tensor],
     pending: Sequence[Tensor | None],
 ) -> None:
     """The loss carries weight and loss scale. A pass that fails drops the window, and says so."""
-    before, all_reduce = box.state, None
+    before, all_reduce, weight = box.state, None, call.weight
     window, inside = before.window, before.micro_batch
     if box.settings.reduce_in_backward:
         all_reduce = _overlapping_all_reduce(op, box, window, weight)
@@ -252,7 +297,7 @@ def _backward_into_sums(
             window, ratio = count_in(window, weight, carried, fixed)
             if inside is not None:
                 inside = inside._replace(weight=weight, ratio=ratio)
-        window = _run_pass(box, op, window, loss, ratio, pending, all_reduce)
+        window = _run_pass(box, op, window, call, ratio, pending, all_reduce)
         box.state = before._replace(
             window=window, micro_batch=inside, all_reduce=all_reduce, accumulated=True,
             through_backward=True,
@@ -271,7 +316,7 @@ def _run_pass(
     box: Box,
     op: str,
     window: Window,
-    loss: Tensor,
+    call: BackwardPass,
     ratio: Scalar,
     pending: Sequence[Tensor | None],  # of a backward pass of the user's: of this micro-batch
     all_reduce: WindowAllReduce | None = None,
@@ -285,10 +330,10 @@ def _run_pass(
         window = adding(window, here, factor).run([])._replace(norm=None)
     factor = ratio * window.scale
     if all_reduce is not None or window.mixed:
-        return _Adder(box, op, window, all_reduce).run(loss, factor)
+        return _Adder(box, op, window, all_reduce).run(call, factor)
     for parameter, main in zip(parameters, window.sums):
         parameter.grad = main
-    _run(box, loss, factor, _plain_grad)
+    call.run(box, factor, _plain_grad)
     grads = list(map(grad_of, parameters))
     if window.norm is not None or not all(map(is_, grads, window.sums)):
         window = adopt(window, grads)
@@ -327,13 +372,13 @@ class _Adder:
         self._parameters, self._all_reduce = window.parameters, all_reduce
         self._arriving: Callable[[], list[Tensor | None]] | None = None
 
-    def run(self, loss: Tensor, factor: Scalar) -> Window:
+    def run(self, call: BackwardPass, factor: Scalar) -> Window:
         """The window with what a backward pass makes of a loss times a factor."""
         pairs = list(zip(self._parameters, self._window.sums, strict=True))
         lent = [m if m is not None and m.dtype == p.dtype else None for p, m in pairs]
         put(self._parameters, lent)
         with GradCollector(self._op, self._parameters, self._take).watching(self._watched()):
-            _run(self._box, loss, factor, self._main_grad)
+            call.run(self._box, factor, self._main_grad)
         grads = grads_of(self._parameters)
         if self._all_reduce is not None:
             self._take([i for i, grad in enumerate(grads) if grad is not None])
@@ -476,8 +521,7 @@ class GradCollector:
 def _backward_apart(
     box: Box,
     op: str,
-    loss: Tensor,
-    weight: Scalar,
+    call: BackwardPass,
     scale: Scalar,
     parameters: list[Tensor],
     pending: Sequence[Tensor | None],
@@ -485,12 +529,13 @@ def _backward_apart(
     """Gradients that are looked at before they are added with their weight: in `.grad` alone, or,
     inside a micro-batch, in sums of its own."""
     carried, micro_batch, sharded = _ONE, box.state.micro_batch, box.sharded
+    weight = call.weight
     if sharded is not None:
         _, carried = count_in(box.state.window, weight, scale, sharded.unit)
     try:
         if micro_batch is None:
             scale_(present(pending), carried)
-            _run(box, loss, scale * carried)
+            call.run(box, scale * carried)
             grads = fresh(parameters, box.state.used)
             with torch.no_grad():
                 add_micro_batch(
@@ -499,7 +544,7 @@ def _backward_apart(
                 )  # fmt: skip
             return
         part = micro_batch.part or Window(scale=scale)
-        part = _run_pass(box, op, part.of(parameters), loss, carried, pending)
+        part = _run_pass(box, op, part.of(parameters), call, carried, pending)
         after = micro_batch._replace(weight=weight, part=part)
         box.state = box.state._replace(micro_batch=after)
     except BaseException:
