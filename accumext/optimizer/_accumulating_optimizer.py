@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ from accumext.optimizer._backward import (
 )
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import Used, fresh, grad_of, grads_of, is_none
+from accumext.optimizer._other_passes import scale_of_pending, take_other_pass
 from accumext.optimizer._processes import collect_held
 from accumext.optimizer._proxy import OptimizerProxy, takes
 from accumext.optimizer._report import WindowReport
-from accumext.optimizer._scaler import create_scale, current_scale, refuse_unscaled
+from accumext.optimizer._scaler import create_scale, refuse_unscaled
 from accumext.optimizer._settings import (
     OP,
     check_settings,
@@ -233,20 +235,23 @@ class AccumulatingOptimizer(OptimizerProxy):
         run_backward(self._box, self, op, call)
 
     @torch.no_grad()
-    def accumulate(self, weight: float | Tensor = 1.0) -> None:
+    def accumulate(self, weight: float | Tensor = UNWEIGHTED) -> None:
         """Add the gradients in `.grad` as one micro-batch, and leave `.grad` empty.
 
-        With a scaler they are unscaled with the loss scale in force now.
+        With a scaler they are unscaled with the loss scale in force now. If there are none, those
+        that the latest `backward` of another AccumulatingOptimizer made of these parameters are
+        added, without that one's loss scale and weight: one loss of two optimizers.
 
         Args:
-            weight: what the micro-batch counts, as in `backward`.
+            weight: what the micro-batch counts, as in `backward`; by default 1, or what it counted
+                in the other optimizer.
 
         Raises:
             TypeError: `weight` is neither a number nor a tensor.
             ValueError: `weight` is negative or not finite.
             RuntimeError: `.grad` holds nothing, or only what is consumed, the scaler has not scaled
-                any loss yet, this is inside `micro_batch()`, or, with `on_nonfinite="raise"`, a
-                gradient is not finite.
+                any loss yet, this is inside `micro_batch()`, other optimizers have made several
+                backward passes, or, with `on_nonfinite="raise"`, a gradient is not finite.
 
         Example:
             >>> scaler.scale(loss).backward()
@@ -255,11 +260,13 @@ class AccumulatingOptimizer(OptimizerProxy):
         op, box = f"{OP}.accumulate", self._box
         box.refuse_backward(op)
         box.refuse_inside_micro_batch(op)
-        count = check_weight(op, weight)
+        count = None if weight is UNWEIGHTED else check_weight(op, weight)
+        box.thread = get_ident()
         refuse_unscaled(op, box.settings.scaler, self, self.optimizer)
         parameters = box.target.parameters()
         grads = [] if box.state.window.in_grad else fresh(parameters, box.state.used)
-        if all(map(is_none, grads)):
+        made = box.state.other_pass
+        if made is None and all(map(is_none, grads)):
             advice = "Run a backward pass first; backward() has accumulated already"
             contract = "hold new gradients"
             raise RuntimeError(_checks.message(op, ".grad", contract, "none", advice))
@@ -268,7 +275,10 @@ class AccumulatingOptimizer(OptimizerProxy):
             warn_of_a_full_window(box)
         if box.state.last is not None:
             box.state.last.evidence = None
-        scale = current_scale(op, box.settings.scaler)
+        if made is not None and all(map(is_none, grads)):
+            take_other_pass(op, box, made, count)
+            return
+        scale, count = scale_of_pending(op, box), 1.0 if count is None else count
         add_micro_batch(box, op, parameters, grads, count, scale, accumulated=True)
 
     @contextmanager
@@ -328,7 +338,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         Raises:
             RuntimeError: called through `scaler.step` although this optimizer has a scaler of its
                 own or has accumulated already, or inside `micro_batch()`, or where processes do not
-                close the same window; the wrapped `step` asks for the closure after it was
+                close the same window; the only backward pass since the last step was that of another
+                AccumulatingOptimizer; the wrapped `step` asks for the closure after it was
                 evaluated here, or for the graph of gradients that were summed; or, with
                 `on_nonfinite="raise"`, the sum of a window overflows.
 
@@ -388,6 +399,8 @@ class AccumulatingOptimizer(OptimizerProxy):
             take_out(box, parameters)
         if box.state.last is not None:
             box.state.last.evidence = None
+        if box.state.other_pass is not None:
+            box.state = box.state._replace(other_pass=None)
         ours = [] if box.target.is_parameters else parameters  # the wrapped one has only masters
         clear = self.optimizer.zero_grad
         if getattr(clear, "__func__", None) is Optimizer.zero_grad:

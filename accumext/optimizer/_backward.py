@@ -41,6 +41,7 @@ from accumext.optimizer._grads import (
     present,
     put,
 )
+from accumext.optimizer._other_passes import forget_parts, run_beside_others, scale_of_pending
 from accumext.optimizer._processes import WindowAllReduce, hold_back
 from accumext.optimizer._scaler import current_scale, scale_for
 from accumext.optimizer._settings import OP, check_weight
@@ -54,7 +55,14 @@ from accumext.optimizer._sums import (
     raise_nonfinite,
     take_out,
 )
-from accumext.optimizer._window import NO_WINDOW, Box, OpenMicroBatch, Window, explain
+from accumext.optimizer._window import (
+    ALIVE,
+    NO_WINDOW,
+    Box,
+    OpenMicroBatch,
+    Window,
+    explain,
+)
 from accumext.optimizer._wrong_loops import warn_of_a_full_window
 
 # Bytes of gradients that one call adds. A GPU moves them, and the sums, in about the time that a
@@ -113,9 +121,13 @@ class BackwardPass(NamedTuple):
             seed = torch.full_like(loss, factor)
         if self.inputs is not None and lookup is not None:
             lookup = partial(self._look_up, lookup)
+        options = seed, self.retain_graph, self.create_graph, self.inputs
         try:
             box.main_grads.lookup = lookup
-            loss.backward(seed, self.retain_graph, self.create_graph, self.inputs)
+            if len(ALIVE) == 1:
+                loss.backward(*options)
+            else:
+                run_beside_others(box, loss, self.weight, factor, lambda: loss.backward(*options))
         finally:
             box.main_grads.lookup = None
 
@@ -167,12 +179,16 @@ def run_backward(
         warn_of_a_full_window(box)
     if state.last is not None:
         state.last.evidence = None
+    if state.other_pass is not None:
+        box.state = state._replace(other_pass=None)
     parameters = list(chain.from_iterable(map(params_of, box.optimizer.param_groups)))
     if not box.target.is_parameters:
         parameters = box.target.parameters()
     pending: Sequence[Tensor | None] = ()
     if not window.in_grad and not all(map(is_none, map(grad_of, parameters))):
         pending = _let_go(box, parameters, inside is not None)
+        if box.state.earlier_scale is not None:
+            scale_of_pending(op, box)
     if stays:
         _backward_into_grad(box, op, call, scale, parameters, pending)
         return
@@ -570,13 +586,14 @@ def open_micro_batch(op: str, box: Box, model: nn.Module | None) -> Iterator[Non
         take_out(box, parameters)
         before = box.state.window
         try:
-            opened = OpenMicroBatch(base=before.micro_batches)
+            opened = OpenMicroBatch(base=before.micro_batches, key=object())
             box.state = box.state._replace(micro_batch=opened)
             with held:
                 yield
             _close_micro_batch(op, box, held_back=model is not None)
         except BaseException as error:
             clear(parameters)
+            forget_parts(opened.key)
             state, mine = box.state, box.state.micro_batch
             added = mine is not None and state.window.micro_batches != mine.base
             if added and state.all_reduce is None:
@@ -603,7 +620,7 @@ def _close_micro_batch(op: str, box: Box, held_back: bool) -> None:
     if left or part is not None:
         box.refuse_while_reducing(op)
     if left:
-        scale = current_scale(op, box.settings.scaler)
+        scale = scale_of_pending(op, box)
     window = box.state.window if part is None else part.of(parameters)
     if left and weight is not None:
         factor = micro_batch.ratio * divide(window.scale, scale)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
 from operator import is_
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -27,19 +28,19 @@ from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._closing import Closing, StepWatch
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import fresh, grad_of, grads_of, is_none, present, put
+from accumext.optimizer._other_passes import note_scale, pass_over, scale_of_pending
 from accumext.optimizer._processes import sum_over_processes
 from accumext.optimizer._report import WindowReport
 from accumext.optimizer._scaler import (
     OuterScale,
     begin_update,
-    current_scale,
     forget_scale,
     outer_scale,
     refuse_outer_scale,
     refuse_unscaled,
 )
 from accumext.optimizer._sums import add_micro_batch, count_in, raise_nonfinite
-from accumext.optimizer._window import NO_WINDOW, Box
+from accumext.optimizer._window import ALIVE, NO_WINDOW, Box
 from accumext.optimizer._wrong_loops import warn_of_skip, warn_of_unscaled
 
 
@@ -75,6 +76,9 @@ def run_step(
         if not box.target.is_parameters:
             parameters = box.target.parameters()
         pending = not (window.in_grad or all(map(is_none, map(grad_of, parameters))))
+        if box.state.other_pass is not None:
+            full = window.micro_batches >= settings.window
+            pass_over(op, box, own=pending or full or box.state.accumulated)
         if pending and closure is None and not optimizer.state and _is_priming(optimizer):
             return optimizer.step(**kwargs)
         if box.watch is not None:
@@ -104,7 +108,7 @@ def run_step(
 def flush(box: Box, proxy: Optimizer, op: str) -> None:
     """Take what is pending, and step on the window if any process has something in it."""
     box.refuse_inside_micro_batch(op)
-    box.state = box.state._replace(stepped=False, accumulated=False)
+    box.state = box.state._replace(stepped=False, accumulated=False, other_pass=None)
     if box.settings.needs_closure:
         return
     refuse_unscaled(op, box.settings.scaler, proxy, box.optimizer)
@@ -123,7 +127,7 @@ def take_pending(
     Args:
         new: only what no step has used.
     """
-    state, settings = box.state, box.settings
+    state, settings, box.thread = box.state, box.settings, get_ident()
     pending = fresh(parameters, state.used, new=new)
     if all(map(is_none, pending)):
         return
@@ -140,7 +144,7 @@ def take_pending(
     agree_on_shards(op, box)
     if settings.window > 1 and state.window.micro_batches == 0:
         refuse_second_accumulation(op, settings.window)
-    scale, found_inf = (current_scale(op, settings.scaler), 0.0) if outer is None else outer
+    scale, found_inf = (scale_of_pending(op, box), 0.0) if outer is None else outer
     if not box.keeps_in_grad:
         add_micro_batch(box, op, parameters, pending, 1.0, scale, found_inf=found_inf)
         return
@@ -196,6 +200,8 @@ def close_window(
         elif state.window.micro_batches == 0:
             return None
         device = parameters[0].device if parameters else torch.device("cpu")
+        if settings.scaler is not None and len(ALIVE) > 1:
+            note_scale(op, box)
         begun = begin_update(op, settings.scaler, proxy, box.optimizer, device)
         summed = not box.state.window.in_grad
         closing, result = Closing(box, proxy, op, parameters, begun), None
@@ -342,6 +348,8 @@ class _Evaluation:
             put(parameters, fresh(parameters, box.state.used))
         grads = grads_of(parameters)
         there = [i for i, grad in enumerate(grads) if grad is not None]
+        if box.state.other_pass is not None:
+            pass_over(self._op, box, own=bool(there))
         found_inf = zero_flag(parameters[0].device)
         norm = global_norm(present(grads), norm_type=settings.norm_type, found_inf=found_inf)
         self._seen.append(norm)

@@ -378,7 +378,10 @@ def _commit(
 
     def rest() -> None:
         after = before._replace(
-            window=run(norms), accumulated=accumulated or before.accumulated, micro_batch=None
+            window=run(norms),
+            accumulated=accumulated or before.accumulated,
+            micro_batch=None,
+            other_pass=None,
         )
         box.commit(after, parameters)
 

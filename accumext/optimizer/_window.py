@@ -8,8 +8,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from operator import is_
+from threading import get_ident
 from typing import Any, NamedTuple, cast
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,24 @@ class OpenMicroBatch(NamedTuple):
     part: Window | None = None  # its gradients, where they are looked at before they are added
     failed: bool = False  # a backward pass did not come to its end
     base: int = 0  # micro-batches that the window held before it
+    key: object = None  # the same for all parts of one micro-batch
+
+
+class OtherPass(NamedTuple):
+    """The gradients of this optimizer's parameters that a backward pass of another wrapper made.
+
+    They are kept out of `.grad`, since this one would take them for its own: `accumulate` takes
+    them, and whatever else brings it a gradient goes on without them.
+    """
+
+    parameters: Sequence[Tensor]
+    grads: Sequence[Tensor | None]  # of the loss times `factor`
+    weight: Scalar  # of the loss
+    factor: Scalar  # of the loss: its loss scale, and its weight as far as that was carried
+    loss_scale: Scalar
+    group: Group | None  # over which the other one sums its window: these are not synchronised
+    key: object  # of the micro-batch that the pass is a part of; None if it is all of one
+    several: bool  # it followed another one, which was not taken either
 
 
 class State(NamedTuple):
@@ -104,9 +123,16 @@ class State(NamedTuple):
     accumulated: bool = False  # since the last step: too late for an outer GradScaler
     through_backward: bool = False  # the latest micro-batch came through `backward`
     saved: int = 0  # micro-batches of the window that are in a checkpoint, or another's
+    other_pass: OtherPass | None = None  # that this optimizer has not taken
+    earlier_scale: tuple[Used, Scalar] | None = None  # of what lies in `.grad`, see `note_scale`
 
 
-_alive: WeakSet[Box] = WeakSet()
+ALIVE: WeakValueDictionary[int, Box] = WeakValueDictionary()  # by id
+
+
+def boxes_alive() -> list[Box]:
+    """Those of all optimizers, also while other threads make some."""
+    return [box for reference in ALIVE.valuerefs() if (box := reference()) is not None]
 
 
 def others_of(box: Box) -> list[Box]:
@@ -114,7 +140,7 @@ def others_of(box: Box) -> list[Box]:
     mine = set(map(id, box.target.parameters()))
     return [
         other
-        for other in _alive
+        for other in boxes_alive()
         if other is not box
         and (other.state.window.micro_batches or other.state.last)
         and not mine.isdisjoint(map(id, other.target.parameters()))
@@ -123,7 +149,7 @@ def others_of(box: Box) -> list[Box]:
 
 @atexit.register
 def _warn_at_exit() -> None:
-    for box in list(_alive):
+    for box in boxes_alive():
         box.warn_of_loss()
 
 
@@ -143,7 +169,8 @@ class Box:
         self.main_grads = MainGrads(self, target.parameters())
         # Settings that all processes are known to have, and what they were compared by.
         self.agreed: tuple[Settings, Tensor] | None = None
-        _alive.add(self)
+        self.thread = get_ident()  # that made it, or used it last
+        ALIVE[id(self)] = self
 
     def __getstate__(self) -> dict[str, Any]:
         self.refuse_while_reducing(f"{OP}.__getstate__")
@@ -171,7 +198,8 @@ class Box:
         if self.settings.process_group is not None:  # that of the process that unpickles
             self.settings = self.settings._replace(process_group=dist.group.WORLD)
         self.main_grads = MainGrads(self, self.target.parameters())
-        _alive.add(self)
+        self.thread = get_ident()
+        ALIVE[id(self)] = self
 
     def warn_of_loss(self) -> None:
         """At the end of the optimizer or of the program: gradients that no step has used."""
@@ -265,7 +293,7 @@ class Box:
         """Start another window. An all-reduce of the old one ends first, as other ranks expect."""
         state = self.state
         after = state._replace(
-            window=successor, micro_batch=None, all_reduce=None, accumulated=False
+            window=successor, micro_batch=None, all_reduce=None, accumulated=False, other_pass=None
         )
         emptied = self.target.parameters() if state.window.in_grad else ()
         self.commit(after, emptied, self.sharded)

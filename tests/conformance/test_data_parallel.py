@@ -320,6 +320,22 @@ def test_flush_steps_on_a_partial_window_of_all_ranks(rank, world):
     return as_expected(model, opt, by_hand(world, 0, 3, 2))
 
 
+@across(2, cases={"ddp": {"grouped": False}, "group": {"grouped": True}})
+def test_one_loss_of_two_optimizers(rank, world, grouped):
+    """One loss of two wrappers: what `accumulate` takes for the second is summed over ranks, too"""
+    module = make_model()
+    model = module if grouped else DistributedDataParallel(module)
+    options = {"max_norm": None} | ({} if grouped else {"process_group": None})
+    opts = [in_group(layer, **options) for layer in (module[0], module[2])]
+    for batch, weight in own_share(rank, world):
+        with opts[0].micro_batch(model):
+            opts[0].backward(loss_of(model, batch), weight)
+        opts[1].accumulate()
+        for opt in opts:
+            opt.step()
+    return as_expected(module, opts[1], by_hand(world, max_norm=None))
+
+
 @across(2)
 def test_copies_do_not_forget_that_a_window_is_to_be_summed(rank, world):
     """A copy, pickle or saved window of `micro_batch(ddp)` refuses to step on its own share"""

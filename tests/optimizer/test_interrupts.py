@@ -405,6 +405,36 @@ def test_an_exception_at_any_line(variant, before, name, window):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("name", ["backward", "accumulate"])
+def test_an_exception_at_any_line_beside_another_wrapper(name, window):
+    """The pass of one reaches a parameter of the other, which holds a gradient of its own, or takes
+    what the pass made of it."""
+
+    def interrupted(stop_at: int | None = None) -> tuple[list[str], float]:
+        torch.set_grad_enabled(True)
+        parameters = [nn.Parameter(torch.zeros(())) for _ in range(2)]
+        opts = [AccumulatingOptimizer(MOMENTUM([p]), window=window) for p in parameters]
+        if name == "backward":
+            opts[1].backward(parameters[1] * 3.0)
+        else:
+            opts[0].backward(parameters[1] * 5.0)
+        with contextlib.suppress(Stop), Lines(stop_at) as lines:
+            if name == "backward":
+                opts[0].backward(parameters[0] + parameters[1] * 7.0)
+            else:
+                opts[1].accumulate()
+        if opts[1].main_grad(parameters[1]) is None:  # not taken yet
+            opts[1].accumulate()
+        opts[1].flush()
+        opts[0].discard()
+        return lines.places, parameters[1].item()
+
+    places, expected = interrupted()
+    left = {place: interrupted(at)[1] for at, place in enumerate(places, 1)}
+    assert not {place: value for place, value in left.items() if value != expected}
+
+
 @pytest.mark.parametrize("variant", ["scaler-around", "scaler-around-fused"])
 def test_a_step_that_does_not_begin_leaves_no_scale_to_the_next(variant):
     """GradScaler multiplies what it finds on an optimizer into the scale of its step."""

@@ -1,0 +1,183 @@
+"""Two wrappers over one graph: what a backward pass of one leaves for the other.
+
+The generator's loss reaches the discriminator, whose optimizer must not step on it; one loss may be
+that of two optimizers, each of which has to. The pass looks the same, so the gradients of another
+wrapper's parameters are kept out of `.grad`, and that wrapper is told of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, starmap
+from operator import is_
+from threading import get_ident
+
+import torch
+from torch import Tensor
+
+from accumext._checks import message
+from accumext._scalars import Scalar, divide
+from accumext._tensor_kinds import scale_
+from accumext._torch_private import leaves_since, not_compiled
+from accumext.optimizer._grads import Used, fresh, grads_of, is_none, put
+from accumext.optimizer._scaler import current_scale
+from accumext.optimizer._settings import OP
+from accumext.optimizer._sums import add_micro_batch
+from accumext.optimizer._window import Box, OtherPass, boxes_alive
+
+
+def run_beside_others(
+    box: Box, loss: Tensor, weight: Scalar, factor: Scalar, run: Callable[[], None]
+) -> None:
+    """Run a backward pass of `loss * factor`, and tell other wrappers what it made of theirs."""
+    known, theirs = set(map(id, box.target.parameters())), list[tuple[Box, list[Tensor]]]()
+    for other in _others(box, loss):
+        parameters = other.target.parameters()
+        if not known.isdisjoint(map(id, parameters)):
+            parameters = [p for p in parameters if id(p) not in known]
+        known.update(map(id, parameters))
+        theirs.append((other, parameters))
+    parameters = list(chain.from_iterable(several for _, several in theirs))
+    before = grads_of(parameters)
+    begin = list(chain.from_iterable(starmap(partial(_earlier_parts, box), theirs)))
+
+    def put_back() -> None:
+        if not all(map(is_, grads_of(parameters), before)):
+            put(parameters, before)
+
+    try:
+        if not all(map(is_, before, begin)):
+            put(parameters, begin)
+        run()
+        for other, several in theirs:
+            if not all(map(is_none, grads := grads_of(several))):
+                _tell(box, other, several, grads, weight, factor)
+        put_back()
+    except BaseException:
+        put_back()
+        raise
+
+
+def _others(box: Box, loss: Tensor) -> list[Box]:
+    """Other wrappers that are used in this thread: what another thread does in the meantime is not
+    to be taken for this pass. Those that may have come here from another count if it reaches them.
+    """
+    thread, found = get_ident(), list[Box]()
+    came, box.thread = box.thread != thread, thread
+    for other in reversed(boxes_alive()):  # the latest of several that hold a parameter is in use
+        unused = other.state.last is None and not other.state.window.micro_batches
+        if other is not box and other.thread != thread and (came or unused):
+            reached = set(map(id, leaves_since(0, [loss])))
+            if not reached.isdisjoint(map(id, other.target.parameters())):
+                other.thread = thread
+        if other is not box and other.thread == thread:
+            found.append(other)
+    return found
+
+
+def _earlier_parts(box: Box, other: Box, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """What earlier parts of this micro-batch made of these parameters; autograd adds to it."""
+    made, micro_batch = other.state.other_pass, box.state.micro_batch
+    if made is None or micro_batch is None or made.key is not micro_batch.key:
+        return [None] * len(parameters)
+    known = dict(zip(map(id, made.parameters), made.grads))
+    return [known.get(id(p)) for p in parameters]
+
+
+def _tell(
+    box: Box,
+    other: Box,
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weight: Scalar,
+    factor: Scalar,
+) -> None:
+    """Let another wrapper know what a pass of this one made of its parameters."""
+    if isinstance(factor, Tensor):  # a weight of zero on a device, which cannot be divided by
+        factor = torch.where(factor == 0, 1.0, factor)
+    micro_batch, old = box.state.micro_batch, other.state.other_pass
+    key = None if micro_batch is None else micro_batch.key
+    several = old is not None and (old.several or key is None or old.key is not key)
+    scale = current_scale(OP, box.settings.scaler)
+    made = OtherPass(parameters, grads, weight, factor, scale, box.group, key, several)
+    other.state = other.state._replace(other_pass=made)
+
+
+def forget_parts(key: object) -> None:
+    """Drop what a micro-batch that has failed made of other wrappers' parameters."""
+    for other in boxes_alive():
+        if other.state.other_pass is not None and other.state.other_pass.key is key:
+            other.state = other.state._replace(other_pass=None)
+
+
+def take_other_pass(op: str, box: Box, made: OtherPass, weight: Scalar | None) -> None:
+    """Take what another wrapper's pass made as a micro-batch. In no_grad.
+
+    Args:
+        weight: what it counts; None: what it counts there.
+    """
+    if made.several or box.sharded is not None:
+        contract, got = "hold new gradients", "those of another AccumulatingOptimizer's backward"
+        advice = "Run loss.backward() for both, and accumulate(weight) of each"
+        if made.several:
+            got += " calls, more than one"
+            advice = "Call accumulate() after each of them, or zero_grad() before one that counts"
+        raise RuntimeError(message(op, ".grad", contract, got, advice))
+    known = dict(zip(map(id, made.parameters), made.grads))
+    parameters = box.target.parameters()
+    grads = [known.get(id(p)) for p in parameters]
+    if made.group is not None:
+        window = box.state.window._replace(held_back=True)
+        box.state = box.state._replace(window=window, model_group=made.group)
+    count = made.weight if weight is None else weight
+    add_micro_batch(box, op, parameters, grads, count, made.factor, accumulated=True)
+    window = box.state.window._replace(loss_scale=made.loss_scale)
+    box.state = box.state._replace(window=window, other_pass=None)
+
+
+def pass_over(op: str, box: Box, own: bool) -> None:
+    """Drop what another wrapper's pass made, at a step on gradients of its own. Raise if there are
+    none: nobody can tell whether this one is to step on those of the other."""
+    if own:
+        box.state = box.state._replace(other_pass=None)
+        return
+    contract = "hold a gradient of this optimizer's own backward pass"
+    got = "only that of another AccumulatingOptimizer's backward"
+    advice = (
+        "Call accumulate() after that backward if it counts here, too, as one loss of two "
+        "optimizers does, or zero_grad() if not"
+    )
+    raise RuntimeError(message(op, ".grad", contract, got, advice))
+
+
+# One scaler in several wrappers
+
+
+@not_compiled
+def note_scale(op: str, box: Box) -> None:
+    """Before a step that updates its scaler: let other wrappers with that scaler know the scale of
+    the gradients that they have not taken yet."""
+    scaler = box.settings.scaler
+    for other in boxes_alive():
+        if other is box or other.settings.scaler is not scaler or other.state.window.in_grad:
+            continue
+        grads, noted = fresh(other.target.parameters(), other.state.used, new=True), [False]
+        if other.state.earlier_scale is not None:  # a step before this one has told them
+            noted = other.state.earlier_scale[0].unchanged(grads)
+        if not all(map(is_none, grads)) and not any(noted):
+            earlier = Used().after(grads), current_scale(op, scaler)
+            other.state = other.state._replace(earlier_scale=earlier)
+
+
+def scale_of_pending(op: str, box: Box) -> Scalar:
+    """The loss scale of what a backward pass of the user left in `.grad`: that in force, to which
+    gradients from before another wrapper's update of the scaler are brought."""
+    scale, earlier = current_scale(op, box.settings.scaler), box.state.earlier_scale
+    if earlier is not None:
+        grads = grads_of(box.target.parameters())
+        same = [g for g, same in zip(grads, earlier[0].unchanged(grads)) if g is not None and same]
+        box.state = box.state._replace(earlier_scale=None)
+        with torch.no_grad():
+            scale_(same, divide(scale, earlier[1]))
+    return scale
