@@ -35,6 +35,7 @@ def load(name: str) -> Any:
 build, cache = load("_build"), load("_cache")
 build.check_settings()
 mode = build.setting("ACCUMEXT_BUILD")
+compiler = shlex.join(build.cxx())
 record: dict[str, Any] = {
     "sources": build.sources_key(),
     "torch": None,
@@ -121,7 +122,7 @@ class Wheel(bdist_wheel):
         return "py3", "none", platform
 
 
-def build_kernels(torch: Any, cpp_extension: Any) -> type:
+def build_kernels(keys: dict[str, str], cpp_extension: Any) -> type:
     """The build_ext command of this torch: each library is compiled, or fails, alone."""
 
     class BuildKernels(cpp_extension.BuildExtension):
@@ -141,7 +142,7 @@ def build_kernels(torch: Any, cpp_extension: Any) -> type:
             """Copy a library that is kept, or compile and keep it; tell whether it is there."""
             library = extension.name.rpartition("_")[2]
             path = Path(self.get_ext_fullpath(extension.name))
-            key = build.cache_key(library, torch)
+            key = keys[library]
             if not copy_kept(library, key, path):
                 begin = time.monotonic()
                 say(f"compiling the {library} library, which takes {build.TAKES[library]}")
@@ -155,7 +156,7 @@ def build_kernels(torch: Any, cpp_extension: Any) -> type:
                             extension.extra_link_args += build.torch_cuda_flags(Path(stubs))
                         super().build_extensions()
                 except Exception as error:
-                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                    reason = f"{compiler} failed: {error}".splitlines()[0]
                     missing(library, reason, "pip install -v . shows the compiler's words")
                     return False
                 say(f"compiled the {library} library in {time.monotonic() - begin:.0f} s")
@@ -209,8 +210,10 @@ def usable_torch() -> Any | None:
 commands: dict[str, type] = {"build_py": BuildModules, "bdist_wheel": Wheel}
 modules: list[Extension] = []
 if COMPILING_COMMANDS & set(sys.argv[1:]) and (torch := usable_torch()) is not None:
-    os.environ.update(build.environment())
     cpp_extension = build.cpp_extension()
-    commands["build_ext"] = build_kernels(torch, cpp_extension)
     modules = extensions(torch, cpp_extension)
-setup(ext_modules=modules, cmdclass=commands)
+    libraries = [module.name.rpartition("_")[2] for module in modules]
+    keys = {library: build.cache_key(library, torch) for library in libraries}
+    commands["build_ext"] = build_kernels(keys, cpp_extension)
+with tempfile.TemporaryDirectory() as folder, build.environment(Path(folder)):
+    setup(ext_modules=modules, cmdclass=commands)

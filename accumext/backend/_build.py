@@ -6,6 +6,7 @@ library is imported here; functions that need torch get it as an argument.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +74,11 @@ def sources(library: str) -> list[str]:
     """The files of library "cpu", "cuda" or "bind", in a fixed order."""
     pattern = {"cpu": "cpu/**/*.cpp", "cuda": "cuda/**/*.cu", "bind": "module.cpp"}[library]
     return sorted(str(path) for path in csrc().glob(pattern))
+
+
+def has_sources() -> bool:
+    """Tell whether there are any: an archive that Python imports from has none to compile."""
+    return bool(sources("cpu"))
 
 
 def registered_ops(library: str) -> list[str]:
@@ -190,6 +197,9 @@ def torch_is_too_old(torch: Any) -> bool:
 
 # --- the compiler ---------------------------------------------------------------------------
 
+NO_SOURCES_FIX = (
+    "Install accumext by pip, not into an archive; with PyInstaller: --collect-all accumext"
+)
 ON_FIRST_USE = "The kernels are compiled on first use"
 NO_TORCH_FIX = (
     f"{ON_FIRST_USE}; to compile them now: pip install torch, then "
@@ -197,16 +207,48 @@ NO_TORCH_FIX = (
 )
 
 
+def cxx() -> list[str]:
+    """Return the command of the C++ compiler: CXX, a program with or without arguments, or c++."""
+    return _command("CXX", "c++")
+
+
+def _command(variable: str, default: str) -> list[str]:
+    """The words of a variable that names a program, which compilers find from any folder."""
+    value = os.environ.get(variable, "").strip() or default
+    words = [value]  # of a path that contains spaces
+    if shutil.which(value) is None:
+        with contextlib.suppress(ValueError):  # quotation marks that do not close
+            words = shlex.split(value)
+    if os.sep in words[0]:
+        words[0] = os.path.abspath(words[0])
+    return words
+
+
 def obstacle(torch: Any) -> tuple[str, str] | None:
     """Return the obstacle to compiling any library, and the remedy; None if there is none."""
+    if not has_sources():
+        return f"{_PACKAGE} is not a folder with the sources", NO_SOURCES_FIX
     if torch_is_too_old(torch):
         minimum = ".".join(map(str, TORCH_MINIMUM))
         reason = f"torch {torch.__version__} is older than {minimum}"
         return reason, f'pip install "torch>={minimum}"'
-    command = (os.environ.get("CXX") or "c++").split()[0]
-    if shutil.which(command) is None:
-        return f"no C++ compiler ({command}) was found", "Install g++, or set CXX"
+    command, fix = cxx(), "Install g++, or set CXX"
+    if shutil.which(command[0]) is None:
+        return f"no C++ compiler ({command[0]}) was found", fix
+    if failure := _failure([*command, "--version"]):
+        return f"the C++ compiler does not work: {shlex.join(command)} --version {failure}", fix
     return None
+
+
+def _failure(command: list[str]) -> str:
+    """How a command failed; "" if it succeeded."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"cannot be run: {error}"
+    said = (done.stderr + done.stdout).strip().partition("\n")[0]
+    status = f"exited with status {done.returncode}"
+    return f"{status} and said {said or 'nothing'}" if done.returncode else ""
 
 
 # --- CUDA --------------------------------------------------------------------------------------
@@ -259,16 +301,17 @@ def _home_of_nvcc_on_path() -> str | None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return None
-    match = re.search(r"TOP=(\S+)", _output([nvcc, "--dryrun", "-x", "cu", "/dev/null"]))
+    match = re.search(r"TOP=(\S+)", output([nvcc, "--dryrun", "-x", "cu", "/dev/null"]))
     return os.path.realpath(match[1]) if match else None
 
 
 def _nvcc_version(home: str) -> str | None:
-    match = re.search(r"release (\d+\.\d+)", _output([f"{home}/bin/nvcc", "--version"]))
+    match = re.search(r"release (\d+\.\d+)", output([f"{home}/bin/nvcc", "--version"]))
     return match[1] if match else None
 
 
-def _output(command: list[str]) -> str:
+def output(command: list[str]) -> str:
+    """Return what a command writes; "" if it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -316,7 +359,7 @@ def torch_cuda_flags(folder: Path) -> list[str]:
     without CUDA has none, and what torch has loaded for itself is found by name only.
     """
     stub = folder / "libtorch_cuda.so"
-    command = [*shlex.split(os.environ.get("CXX") or "c++"), "-shared", "-x", "c++", os.devnull]
+    command = [*cxx(), "-shared", "-x", "c++", os.devnull]
     subprocess.run([*command, "-o", str(stub), f"-Wl,-soname,{stub.name}"], check=True, timeout=60)
     return [f"-L{folder}", "-Wl,--push-state,--no-as-needed", "-ltorch_cuda", "-Wl,--pop-state"]
 
@@ -324,7 +367,37 @@ def torch_cuda_flags(folder: Path) -> list[str]:
 # --- the compile -------------------------------------------------------------------------------
 
 
-def environment() -> dict[str, str]:
+@contextlib.contextmanager
+def environment(folder: Path) -> Iterator[None]:
+    """Environment variables for the length of a compile that has a folder of its own."""
+    variables = _ninja_variables()
+    for variable, name in (("CXX", "c++"), ("CC", "cc")):
+        variables |= _one_program(folder, variable, name)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _one_program(folder: Path, variable: str, name: str) -> dict[str, str]:
+    """The compiler in a variable as one word, which is all that torch takes: of more, a script."""
+    command = _command(variable, name)
+    plain = len(command) == 1 and shlex.quote(command[0]) == os.environ.get(variable)
+    if variable not in os.environ or plain:
+        return {}
+    script = folder / name  # not named as a compiler that torch knows, so it asks which it is
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
+    script.chmod(0o700)
+    return {variable: str(script)}
+
+
+def _ninja_variables() -> dict[str, str]:
     """Variables for a compile: ninja of this Python on PATH, and jobs that fit into memory."""
     variables = {}
     try:
@@ -394,11 +467,11 @@ _COMPILER_VARIABLES = (
 def _compilers(library: str, torch: Any) -> list[str]:
     """Return the compilers that a build runs, and the environment that they obey."""
     facts = [f"{name}={os.environ.get(name, '')}" for name in _COMPILER_VARIABLES]
-    command = shlex.split(os.environ.get("CXX") or "c++")
-    facts += [str(shutil.which(command[0])), _output([*command, "--version"])]
+    command = cxx()
+    facts += [str(shutil.which(command[0])), output([*command, "--version"])]
     if library == "cuda":
         home = cuda(torch).home
-        facts += [str(home), _output([f"{home}/bin/nvcc", "--version"])]
+        facts += [str(home), output([f"{home}/bin/nvcc", "--version"])]
     return facts
 
 
@@ -441,6 +514,6 @@ def _record_in(folder: Path) -> dict[str, Any]:
     """The record in a folder; empty if there is none, or a damaged one."""
     try:
         record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}

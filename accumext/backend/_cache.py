@@ -22,6 +22,8 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from io import FileIO
 from pathlib import Path
 
 _log = logging.getLogger("accumext")
@@ -30,6 +32,8 @@ _WAIT_S = 600.0  # several times the longest compile: beyond it the other proces
 _STALE_S = 24 * 3600.0  # no compile takes as long: a folder of this age was left by a killed one
 _LINKS = 40  # as many symbolic links as Linux follows
 _ADVICE = "set TORCH_EXTENSIONS_DIR to a folder of your own"
+_HELD = "another process has held %s for %.0f s: not waited for"
+_IN_SILENCE = contextlib.nullcontext()
 _KINDS = {"folder": stat.S_IFDIR, "file": stat.S_IFREG}
 
 
@@ -178,30 +182,37 @@ def sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def turn(lock: Path) -> Iterator[None]:
-    """Wait for a process that compiles the same, so that the work is done once.
+def turn(lock: Path, waiting: AbstractContextManager[None] = _IN_SILENCE) -> Iterator[None]:
+    """Wait, if need be in a context, for a process that compiles the same: so it is done once.
 
     Nothing depends on it: where a lock cannot be had, the same library is compiled twice, each time
     in a folder of its own. A lock ends with its process, however that ends.
     """
+    with lock.open("a+b", buffering=0) as file:  # not to be written alone: a FIFO would wait
+        try:
+            if not _locked(file, 0.0):
+                with waiting:
+                    if not _locked(file, _WAIT_S):
+                        _log.warning(_HELD, lock, _WAIT_S)
+        except OSError as error:  # file systems of other machines may know no locks
+            _log.info("%s cannot be locked: %s", lock, error)
+        yield
+
+
+def _locked(file: FileIO, seconds: float) -> bool:
+    """Tell whether a lock could be had within this time."""
     import fcntl
 
-    with lock.open("a+b", buffering=0) as file:  # not to be written alone: a FIFO would wait
-        give_up = time.monotonic() + _WAIT_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < give_up:
-                    time.sleep(0.1)
-                    continue
-                _log.warning(
-                    "another process has held %s for %.0f s: not waited for", lock, _WAIT_S
-                )
-            except OSError as error:  # file systems of other machines may know no locks
-                _log.info("%s cannot be locked: %s", lock, error)
-            break
-        yield
+    give_up = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                return False
+            time.sleep(0.1)
+        else:
+            return True
 
 
 @contextlib.contextmanager

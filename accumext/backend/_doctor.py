@@ -7,8 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import subprocess
 from typing import Any
 
 import torch
@@ -89,7 +87,7 @@ def _versions() -> dict[str, str | None]:
         "torch's CUDA": torch.version.cuda,
         "GPU": gpu,
         "instruction set": torch.backends.cpu.get_cpu_capability(),  # the kernels follow torch
-        "compiler": _first_line(os.environ.get("CXX") or "c++", "--version"),
+        "compiler": _build.output([*_build.cxx(), "--version"]).partition("\n")[0] or None,
         "nvcc": f"{cuda.version} in {cuda.home}" if cuda.home else f"not used: {cuda.reason}",
         "ninja": _distribution("ninja"),
     }
@@ -100,13 +98,6 @@ def _distribution(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _first_line(*command: str) -> str | None:
-    if shutil.which(command[0]) is None:
-        return None
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return (done.stdout or done.stderr).partition("\n")[0]
 
 
 def _outcomes() -> dict[str, str]:
@@ -145,5 +136,8 @@ def _installation_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
     compiled = ", ".join(record["compiled"]) or "nothing"
     rows = [("installation", f"compiled {compiled}, with torch {record['torch']}")]
     for library, why in record["missing"].items():
-        rows.append((f"no {library} library", f"{why['reason']}. {why['fix']}"))
+        # What was in the way then may be gone: the remedy is that of today.
+        now = _build.jit_obstacle(library, torch)
+        fix = now[1] if now is not None else f"{_build.ON_FIRST_USE}, or {_libraries.REINSTALL}"
+        rows.append((f"no {library} library", f"at installation: {why['reason']}. {fix}"))
     return rows

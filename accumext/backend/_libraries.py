@@ -16,6 +16,7 @@ import os
 import struct
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ from accumext.backend import _build
 _log = logging.getLogger("accumext")
 _log.addHandler(logging.NullHandler())
 
-_REINSTALL = "in the accumext sources: pip install --force-reinstall --no-deps ."
+REINSTALL = "in the accumext sources: pip install --force-reinstall --no-deps ."
 _MORE_ROOM = "set TORCH_EXTENSIONS_DIR and TMPDIR to folders with more room"
 
 
@@ -62,6 +63,12 @@ class _Library:
         """Load the installed library, or arrange for what happens on first use."""
         if mode == "reference":
             self.reason = "ACCUMEXT_BACKEND=reference"
+            return
+        if not _build.has_sources():  # nor the names of the operators in them
+            self.reason = ". ".join(_build.obstacle(torch) or ())
+            if mode in ("native", "jit"):
+                refusal = f"ACCUMEXT_BACKEND={mode} needs {self.label} kernels: {self.reason}"
+                raise RuntimeError(f"accumext: {refusal}")
             return
         if self.name == "cuda" and torch.version.cuda is None:
             self.reason = f"torch {torch.__version__} has no CUDA"
@@ -113,7 +120,7 @@ class _Library:
     def _native_refusal(self, absence: str) -> str:
         return (
             f"accumext: ACCUMEXT_BACKEND=native needs installed {self.label} kernels: {absence}. "
-            f"To compile them, {_REINSTALL}"
+            f"To compile them, {REINSTALL}"
         )
 
     def _load_installed(self) -> None:
@@ -125,7 +132,7 @@ class _Library:
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
                 f"accumext: the installed {self.label} kernels do not load: {error}. "
-                f"To compile them again, {_REINSTALL}; to do without: ACCUMEXT_BACKEND=reference"
+                f"To compile them again, {REINSTALL}; to do without: ACCUMEXT_BACKEND=reference"
             ) from error
         self._accept(f"compiled at installation, with torch {record.get('torch', 'unknown')}")
 
@@ -244,7 +251,8 @@ class _Library:
                 raise RuntimeError(". ".join(obstacle))
             if not passing:
                 root, passing = _cache.writable_cache(root)
-            with _cache.turn(root / f"{key}.lock"):
+            words = f"waiting for a process that compiles the {self.label} kernels"
+            with _cache.turn(root / f"{key}.lock", _told(words)):
                 folder = self._load_kept(root, key)
                 if folder is None:
                     folder = root / key
@@ -273,9 +281,9 @@ class _Library:
         from accumext.backend import _cache
 
         with _cache.workshop(folder) as workshop:
-            takes = _build.TAKES[self.name]
-            _tell(f"compiling the {self.label} kernels on first use, which takes {takes}")
-            self._run_compiler(workshop)
+            words = f"compiling the {self.label} kernels on first use"
+            with _told(words, f", which takes {_build.TAKES[self.name]}"):
+                self._run_compiler(workshop)
             library = workshop / f"_C_{self.name}.so"
             self._open(library)
             try:
@@ -293,7 +301,7 @@ class _Library:
             assert home is not None  # or there would have been an obstacle
             cpp_extension.CUDA_HOME = home
             arguments["extra_ldflags"] = _build.cudart_flags(home, folder)
-        with _environment(_build.environment()):
+        with _build.environment(folder):
             cpp_extension.load(**arguments, build_directory=str(folder))
 
 
@@ -321,34 +329,53 @@ def _check_length(path: Path) -> None:
 
 
 def _tell(words: str) -> None:
-    """Tell who sits at a terminal why the first call takes so long."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(f"accumext: {words}", file=sys.stderr, flush=True)
+    """Tell a terminal, a notebook or a log why the first call takes so long."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            print(f"accumext: {words}", file=sys.stderr, flush=True)
+
+
+_REMINDER_S = 10.0
+
+
+@contextlib.contextmanager
+def _told(words: str, more: str = "") -> Iterator[None]:
+    """Tell what is being done, every ten seconds that it still is, and that it failed."""
+    begin, over = time.monotonic(), threading.Event()
+
+    def remind() -> None:
+        while not over.wait(_REMINDER_S):
+            _tell(f"still {words}, after {time.monotonic() - begin:.0f} s")
+
+    _tell(words + more)
+    reminder = threading.Thread(target=remind, daemon=True)
+    reminder.start()
+    try:
+        yield
+    except Exception as error:
+        _tell(f"{words} failed: {_telling_line(error)}")
+        raise
+    finally:
+        over.set()
+        reminder.join()
 
 
 def _telling_line(error: Exception) -> str:
-    """The line of a compiler's output that says what is wrong."""
+    """The line of a compiler's output that says what is wrong; its command if it said nothing."""
     lines = str(error).splitlines() or [type(error).__name__]
-    return next((line for line in lines if " error: " in line), lines[0]).strip()
+    for line in lines:
+        if " error: " in line:
+            return line.strip()
+    failed = [number for number, line in enumerate(lines) if line.startswith("FAILED: ")]
+    if not failed:
+        return lines[0].strip()
+    command, *said = lines[failed[0] + 1 :]  # as ninja prints them
+    said = [line for line in said if line.strip() and not line.startswith(("[", "ninja: "))]
+    return said[0].strip() if said else f"a command failed and said nothing: {command}"
 
 
 def _major(version: str) -> str:
     return version.split(".")[0]
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the length of a compile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 _CPU, _CUDA = _Library("cpu", tested=False), _Library("cuda", tested=True)
