@@ -271,7 +271,7 @@ def precision_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
                     ways[name] = functools.partial(
                         _in_precision, call, parts, targets, dtype if autocast else None
                     )
-            yield Job(f"precision, {call}, {batch}", ways, same=False, repetitions=7)
+            yield Job(f"precision, {call}, {batch}", ways, same=False, repetitions=15)
 
 
 PRECISION_ROWS = (1, 2, 4, 6, 8, 16, 32, 64)

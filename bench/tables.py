@@ -35,6 +35,7 @@ MASTERS = ("cpu", *(f"masters_cpu_{run}" for run in range(1, 6)))  # further run
 ROLES = ("small", "wide", "many rows")
 # Two threads with the C library as it comes; one and two where it is told to keep freed memory.
 AVX2, AVX2_KEPT = "decoder_avx2_2", ("decoder_avx2_1_kept", "decoder_avx2_2_kept")
+PRECISION = ("precision_avx512_1_kept", "precision_avx2_1_kept")
 AVX512, AVX512_KEPT = "decoder_avx512_2", "decoder_avx512_2_kept"
 
 
@@ -189,6 +190,30 @@ def known() -> Lines:
     }
     rows = [(shape, *(row.get(column, "") for column in columns)) for shape, row in found.items()]
     return markdown(("T, B, H, V", *columns.values()), *rows)
+
+
+def precision() -> Lines:
+    """The time over that of float32, of modules or under autocast, whichever is more."""
+    calls = {
+        "generate": "`generate`",
+        "greedy": "`decode_loss`, greedy",
+        "teacher": "`decode_loss`, known tokens",
+    }
+    dtypes = ("float16", "bfloat16")
+
+    def over_float32(call: str, rows: int, dtype: str, run: str) -> float:
+        job = one(result(run)["jobs"], job=f"precision, {call}, {rows}")
+        found = (ratio(job["seconds"], "float32", f"{dtype}{how}") for how in ("", ", autocast"))
+        return max(times.median for times in found if times is not None)
+
+    def cell(call: str, rows: int, dtype: str) -> str:
+        return " / ".join(f"{over_float32(call, rows, dtype, run):.2f}" for run in PRECISION)
+
+    body = [
+        (str(rows), *(cell(call, rows, dtype) for call in calls for dtype in dtypes))
+        for rows in (1, 2, 4, 6, 8, 16, 32, 64)
+    ]
+    return markdown(("rows", *(f"{of}, {d}" for of in calls.values() for d in dtypes)), *body)
 
 
 def loops(source: str, usual: str, ours: str, rows: dict[str, str]) -> Lines:
@@ -476,6 +501,7 @@ TABLES = {
     "decoder by shape": Table(AVX2, f"{DECODER} --shape ...", decoder_by_shape),
     "known": Table("known_avx2_2", "bench/loops.py known", known),
     "decoder times": Table(AVX512, f"{DECODER} --shape ...", decoder_times),
+    "precision": Table(PRECISION[0], "bench/loops.py precision --threads 1", precision),
     "generate": Table("loops_cpu", "bench/loops.py generate", LOOPS),
     "rollout": Table("loops_cpu", "bench/loops.py rollout", rollout),
     "programs": Table("programs_cpu", "bench/programs.py", programs),
