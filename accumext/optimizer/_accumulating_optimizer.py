@@ -338,8 +338,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         Raises:
             RuntimeError: called through `scaler.step` although this optimizer has a scaler of its
                 own or has accumulated already, or inside `micro_batch()`, or where processes do not
-                close the same window; the only backward pass since the last step was that of
-                another AccumulatingOptimizer; the wrapped `step` asks for the closure after it was
+                close the same window; the only backward pass since the last step was another
+                AccumulatingOptimizer's; the wrapped `step` asks for the closure after it was
                 evaluated here, or for the graph of gradients that were summed; or, with
                 `on_nonfinite="raise"`, the sum of a window overflows.
 

@@ -11,7 +11,6 @@ import pytest
 from support import ROOT
 
 import accumext
-from accumext.optimizer._window import ALIVE
 
 PACKAGE = Path(accumext.__file__).parent
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_csrc" not in path.parts)
@@ -126,13 +125,11 @@ def test_the_core_names_no_framework():
 
 
 @pytest.mark.skipif(accumext.backend() == "reference", reason="operators are Python there")
-def test_a_step_and_a_decode_are_short_ways(monkeypatch):
+def test_a_step_and_a_decode_are_short_ways(monkeypatch, no_other_wrappers):
     """The calls are counted by bench/calls.py: so many that a reader can follow them."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     gc.collect()  # sharded modules of other tests, for whose sake any module would be looked at
     calls = importlib.import_module("calls")
-    for key in list(ALIVE):  # wrappers that other tests have left: a pass would look at them
-        monkeypatch.delitem(ALIVE, key)
     assert 0 < len(calls.window_step().calls) <= 30
     forward, backward = calls.decoder_passes()
     assert 0 < len(forward.calls) + len(backward.calls) <= 80
