@@ -15,6 +15,7 @@ import torch
 from support import optimizer_oracle as oracle
 from support.optimizer_oracle import INF, OP, ByHand, assert_close, sgd
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import accumext
 from accumext import AccumulatingOptimizer
@@ -328,6 +329,32 @@ def test_passes_of_several_micro_batches_are_not_taken_as_one():
     opts[1].accumulate()
     for opt in opts:
         opt.discard()
+
+
+@pytest.mark.usefixtures("alone")
+def test_sharded_parameters():
+    """Each loss counts in its optimizer; what one pass made for both has weights of other ranks."""
+    sides, losses, order = Sides(), ("through_both", "of_the_second"), ORDERS["steps-behind"]
+    for net in sides.nets:
+        fully_shard(net, reshard_after_forward=True)  # else it may compute with what was stepped on
+    opts = wrappers(sides, (4, 1))
+    for number, weight in enumerate(WEIGHTS):
+        for i in (0, 1):
+            opts[i].backward(getattr(sides, losses[i])(number), weight)
+        for opt in opts:
+            opt.step()
+    held = [p for opt in opts for p in opt.param_groups[0]["params"]]
+    whole = [p.detach().full_tensor() for p in held]
+    assert_close(whole, train_by_hand(order, losses, (4, 1), WEIGHTS))
+    opts[0].backward(sides.through_both(0))
+    with pytest.raises(RuntimeError) as error:
+        opts[1].accumulate()
+    assert str(error.value) == (
+        f"{OP}.accumulate: .grad must hold new gradients, got those of another "
+        "AccumulatingOptimizer's backward. Run loss.backward() for both, and accumulate(weight) of "
+        "each"
+    )
+    opts[0].discard()
 
 
 def test_a_micro_batch_that_fails_takes_its_parts_back():
