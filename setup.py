@@ -156,7 +156,8 @@ def build_kernels(keys: dict[str, str], cpp_extension: Any) -> type:
                             extension.extra_link_args += build.torch_cuda_flags(Path(stubs))
                         super().build_extensions()
                 except Exception as error:
-                    reason = f"{compiler} failed: {error}".splitlines()[0]
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                    reason = f"{reason}, with {compiler}"
                     missing(library, reason, "pip install -v . shows the compiler's words")
                     return False
                 say(f"compiled the {library} library in {time.monotonic() - begin:.0f} s")
