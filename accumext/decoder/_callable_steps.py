@@ -18,7 +18,7 @@ from accumext._torch_private import (
     base_of,
     leaves_since,
     next_node_number,
-    saved_tensors_hooks,
+    not_traced,
     write_count,
 )
 from accumext.decoder import _operators
@@ -408,7 +408,8 @@ def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
             raise RuntimeError(message(OP, "tensors that the cell reads", contract, "changed ones"))
         return tensor
 
-    with saved_tensors_hooks(pack, unpack):
+    not_traced(pack, base_of)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield sizes
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import operator
+import random
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from accumext.recurrence._states import write_counts
 
 SMALL = 2**16  # bytes of a tensor that is copied before the first call, which may write into it
 LONGEST = 1000  # entries of a list or dict that is looked into
+DEEPEST = 3  # objects in objects that are looked into
 MOST = 5000  # values that are looked at; those next to the function come first
 
 _CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict)
@@ -41,6 +43,21 @@ class _Globals(NamedTuple):
 
     variables: dict[str, Any]
     names: list[str]
+
+
+class _Draws:
+    """A generator of random numbers, by its state."""
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self._get, self.put = get, put
+        self._last = get()
+
+    def state(self) -> Any:
+        """The state; the same object as long as nothing is drawn."""
+        now = self._get()
+        if not (torch.equal(now, self._last) if isinstance(now, Tensor) else now == self._last):
+            self._last = now
+        return self._last
 
 
 class _Copy:
@@ -91,7 +108,7 @@ class KeptState:
     """The places in which a function may keep something, found by looking at what it refers to.
 
     A module and its submodules are looked at, and so are objects that a closure, a method or an
-    attribute of a module names, and lists, dicts, deques and sets in any of them.
+    attribute names, lists, dicts, deques and sets in any of them, and generators.
     """
 
     def __init__(self, op: str, name: str, function: object) -> None:
@@ -100,7 +117,7 @@ class KeptState:
         self._contents: list[list[Any]] = []  # of each place when it was looked at last
         self._tensors: list[_Watched] = []
         self._seen: dict[int, object] = {}  # by id, kept alive
-        self._find([(function, True)], first=True)
+        self._find([function], first=True)
 
     def save(self) -> Snapshot:
         """Look at all places."""
@@ -108,7 +125,7 @@ class KeptState:
             now = _read(place)
             if not _same(now, self._contents[index]):
                 self._contents[index] = now
-                self._find([(value, True) for value in now], first=False)
+                self._find(now, first=False)
         return Snapshot(self._contents.copy(), [watched.look() for watched in self._tensors])
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -147,25 +164,26 @@ class KeptState:
                 return value
         return None
 
-    def _find(self, given: Iterable[tuple[object, bool]], first: bool) -> None:
-        """Add the places that values refer to. An object is looked into if it is named."""
-        waiting = deque(given)
+    def _find(self, given: Iterable[object], first: bool) -> None:
+        """Add the places that values refer to."""
+        waiting = deque((value, DEEPEST) for value in given)
         while waiting and len(self._seen) < MOST:
-            value, named = waiting.popleft()
-            if isinstance(value, _PLAIN) or id(value) in self._seen:
+            value, depth = waiting.popleft()  # of the objects that may be in it
+            if (isinstance(value, _PLAIN) and value is not random) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
             if isinstance(value, Tensor):
                 self._watch(value, [value], first)
-            elif isinstance(value, nn.Module):
-                waiting += [(inner, True) for inner in self._of_module(value, first)]
-            elif type(value) is tuple:
-                waiting += [(inner, named) for inner in value]
-            elif type(value) in _CONTAINERS:
-                if len(value) <= LONGEST:  # type: ignore[arg-type]
-                    waiting += [(inner, named) for inner in self._add(value)]
+                continue
+            if isinstance(value, nn.Module):
+                inside, depth = self._of_module(value, first), DEEPEST
+            elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                inside, depth = self._of_function(value), DEEPEST
+            elif isinstance(value, Sized) and type(value) in _CONTAINERS:
+                inside = self._add(value) if len(value) <= LONGEST else []
             else:
-                waiting += self._of_object(value, named)
+                inside, depth = self._of_object(value, depth), depth - 1
+            waiting += ((inner, depth) for inner in inside)
 
     def _of_module(self, module: nn.Module, first: bool) -> list[object]:
         found: list[object] = list(module.children())
@@ -183,22 +201,26 @@ class KeptState:
                     self._watch(buffer, [buffer, module.num_batches_tracked], first)
         return found + buffers
 
-    def _of_object(self, value: Any, named: bool) -> list[tuple[object, bool]]:
+    def _of_object(self, value: Any, depth: int) -> list[object]:
+        if isinstance(value, tuple):
+            return list(value)
         if isinstance(value, types.CellType):
-            return [(inner, True) for inner in self._add(value)]
-        if isinstance(value, types.MethodType):
-            return [(value.__self__, True), (value.__func__, True)]
-        if isinstance(value, functools.partial):
-            return [(inner, True) for inner in (value.func, *value.args, *value.keywords.values())]
-        if isinstance(value, types.FunctionType):
-            return [(inner, True) for inner in self._of_function(value)]
-        if not named or not hasattr(value, "__dict__"):
+            return self._add(value)
+        if isinstance(value, torch.Generator):
+            return self._add(_Draws(value.get_state, value.set_state))
+        if value is random or isinstance(value, random.Random):
+            return self._add(_Draws(value.getstate, value.setstate))
+        if depth == 0 or not hasattr(value, "__dict__"):
             return []
         if _is_of_library(type(value)) and not isinstance(value, types.SimpleNamespace):
             return []
-        return [(inner, False) for inner in (*self._add(vars(value)), type(value).__call__)]
+        return [*self._add(vars(value)), type(value).__call__]
 
-    def _of_function(self, function: types.FunctionType) -> list[object]:
+    def _of_function(self, function: Any) -> list[object]:
+        if isinstance(function, types.MethodType):
+            return [function.__self__, function.__func__]
+        if isinstance(function, functools.partial):
+            return [function.func, *function.args, *function.keywords.values()]
         found: list[object] = [function.__defaults__, function.__kwdefaults__]
         if function.__globals__.get("__name__", "").partition(".")[0] != "torch":
             found += function.__closure__ or ()
@@ -250,6 +272,8 @@ def _read(place: Any) -> list[Any]:
             return [place.cell_contents]
         except ValueError:  # nothing yet
             return []
+    if isinstance(place, _Draws):
+        return [place.state()]
     if isinstance(place, _Globals):
         return [place.variables.get(name) for name in place.names]
     return list(place)
@@ -261,6 +285,8 @@ def _write(place: Any, contents: list[Any]) -> None:
             place.cell_contents = contents[0]
         else:
             del place.cell_contents
+    elif isinstance(place, _Draws):
+        place.put(contents[0])
     elif isinstance(place, _Globals):
         place.variables.update(zip(place.names, contents, strict=True))
     elif isinstance(place, dict):

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from accumext._checks import message
-from accumext._torch_private import assert_on_device, saved_tensors_hooks, write_count
+from accumext._torch_private import assert_on_device, not_traced, write_count
 from accumext.recurrence._generators import replay_rng, rng_state, set_rng_state
 from accumext.recurrence._kept_state import KeptState, Snapshot
 from accumext.recurrence._states import State, tensors
@@ -65,6 +66,7 @@ class Replays:
         """Call `run`, with a graph that keeps no tensors; each is given to `measure`. `again` does
         the same in the backward pass, `from_start` of it, and returns the same."""
         part = _Part(self, again, measure)
+        not_traced(part.pack, *([] if measure is None else [measure]))
         with saved_tensors_hooks(part.pack, part.unpack):
             result = run()
         part.measure = None
@@ -86,6 +88,7 @@ class Replays:
         def pack(tensor: Tensor) -> None:
             found.append((tensor.detach(), write_count(tensor)))
 
+        not_traced(pack)
         with torch.enable_grad(), self.autocast(), saved_tensors_hooks(pack, _never):
             result = part.again()
         if len(found) != len(part.saved):
@@ -101,7 +104,10 @@ class Replays:
     def _check_same(self, results: State, known: list[Tensor]) -> None:
         """Raise unless a replay has come to the results of the forward pass, but for rounding: half
         of the digits of a dtype."""
-        for tensor, now, then in zip(_plain(results), _fingerprints(results), known, strict=True):
+        fingerprints = _fingerprints(results)
+        if len(fingerprints) != len(known):
+            self._fail("another result")
+        for tensor, now, then in zip(_dense(results), fingerprints, known, strict=True):
             if now.device.type == "cpu" and torch.equal(now, then):  # as a rule
                 continue
             difference = (now - then).abs()
@@ -142,19 +148,20 @@ class _Part:
         return self.owner.unpack(self, index)
 
 
-def _plain(results: State) -> list[Tensor]:
+def _dense(results: State) -> list[Tensor]:
     return [t for t in tensors(results) if type(t) is Tensor and t.layout == torch.strided]
 
 
 def _fingerprints(results: State) -> list[Tensor]:
     """Of every tensor its product with a ramp, which also tells exchanged elements."""
     found = []
-    for tensor in _plain(results):
-        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        values = values.detach().reshape(-1)
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
+    for tensor in _dense(results):
+        values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        if values.dtype not in (torch.float32, torch.float64):
+            values = values.float()
+        values = values.reshape(-1)
         ramp = torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)
-        found.append((values * ramp).sum())
+        found.append(values.dot(ramp))
     return found
 
 

@@ -1,5 +1,7 @@
 """Decoders of `fully_shard` modules after errors and misuse, 2 processes."""
 
+import threading
+
 import decoders
 import pytest
 from decoders import STEPS, assert_gradients, gradients, is_resharded, make, micro_batches, sharded
@@ -72,11 +74,11 @@ def test_an_exception_leaves_modules_sharded(rank, world, call, kind):
 @across(2)
 def test_an_exception_in_a_backward_pass(rank, world):
     """After a backward pass that raised, the next call asks for FSDP's `reset_iter_state()`"""
-    model, fails = sharded("function"), [False]
+    model, fails = sharded("function"), threading.Event()  # which a replay does not put back
     features, targets = next(micro_batches())
 
     def cell(x, state):
-        if fails[0]:
+        if fails.is_set():
             raise ZeroDivisionError("in the cell")
         state = model.cell(x, state)
         return state, state
@@ -84,7 +86,7 @@ def test_an_exception_in_a_backward_pass(rank, world):
     parts = model.embedding, cell, model.head
     options = {"feedback": "greedy", "memory_budget": decoders.VOCABULARY * 8}  # no graph is kept
     loss = accumext.decode_loss(*parts, targets, model.state(features), **options).loss
-    fails[0] = True
+    fails.set()
     assert error_of(loss.backward) == "ZeroDivisionError: in the cell"
     assert error_of(model, features, targets, "greedy") == (
         "RuntimeError: decode_loss: modules must be where an earlier backward pass has succeeded, "

@@ -5,8 +5,10 @@ in the backward pass, too.
 """
 
 import itertools
+import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -162,6 +164,55 @@ class Spectral(Mixes):
         return h, h
 
 
+class Draws(Mixes):
+    """From generators that are not torch's global one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random.seed(0)
+        self.generator, self.own = torch.Generator().manual_seed(1), random.Random(1)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+        h = self.step(x * random.random() * self.own.random(), h, None)
+        return h, h
+
+
+class Layers(Mixes):
+    """Keys of all steps, in an object in a list in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = OfLayers()
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.cache.layers[0]
+        layer.keys = h[:, None] if layer.keys is None else torch.cat([layer.keys, h[:, None]], 1)
+        read = F.scaled_dot_product_attention(h[:, None], layer.keys, layer.keys)
+        h = self.step(x, h, read[:, 0])
+        return h, h
+
+
+class OfLayer:
+    keys = None
+
+
+class OfLayers:
+    def __init__(self) -> None:
+        self.layers = [OfLayer()]
+
+
+class Deletes(Mixes):
+    """An attribute, in every other call."""
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        before = vars(self).pop("before", None)
+        h = self.step(x, h, before)
+        if before is None:
+            self.before = h.detach()
+        return h, h
+
+
 class Inside(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -224,6 +275,11 @@ def in_partial() -> Any:
     return partial(cell, OfObject())
 
 
+def of_default() -> Any:
+    inner = OfObject()
+    return lambda x, h, inner=inner: inner(x, h)
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "attribute": Attribute,
     "attribute with graph": WithGraph,
@@ -240,7 +296,11 @@ KINDS: dict[str, Callable[[], Any]] = {
     "object": OfObject,
     "method": lambda: Attribute().forward,
     "closure": closure,
+    "default": of_default,
     "global": global_variable,
+    "generators": Draws,
+    "objects in objects": Layers,
+    "deletes": Deletes,
     "partial": in_partial,
     "inside another": lambda: Inside(Attribute()),
 }
@@ -510,6 +570,41 @@ def test_a_replay_that_does_something_else_is_an_error(function, got, way, optio
     world = World(partial(Unseen, function))
     loss = getattr(world, way)(**options)
     with pytest.raises(RuntimeError, match=f"^{text}$"):
+        world.gradients(loss)
+
+
+class OfClass(Mixes):
+    calls = 0
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        OfClass.calls += 1
+        h = self.step(x * 0.9**OfClass.calls, h, None)
+        return h, h
+
+
+@dataclass(slots=True)
+class Slots:
+    before: Tensor | None = None
+
+
+class InSlots(Mixes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Slots()
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.step(x, h, self.kept.before)
+        self.kept.before = h.detach()
+        return h, h
+
+
+@pytest.mark.parametrize("kind", [OfClass, InSlots])
+@ways
+def test_places_that_are_not_looked_at_are_no_silent_mistake(kind, way, options):
+    OfClass.calls = 0
+    world = World(kind)
+    loss = getattr(world, way)(**options)
+    with pytest.raises(RuntimeError, match="must do in its replay"):
         world.gradients(loss)
 
 
