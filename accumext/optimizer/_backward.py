@@ -585,8 +585,8 @@ def open_micro_batch(op: str, box: Box, model: nn.Module | None) -> Iterator[Non
             _let_go(box, parameters, inside=False)
         take_out(box, parameters)
         before = box.state.window
+        opened = OpenMicroBatch(base=before.micro_batches, key=object())
         try:
-            opened = OpenMicroBatch(base=before.micro_batches, key=object())
             box.state = box.state._replace(micro_batch=opened)
             with held:
                 yield
