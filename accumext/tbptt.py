@@ -376,7 +376,8 @@ class _StateHistory:
         if not self._saved or self._saved[-1].step < step:
             state = detach(state)
             counts = write_counts(tensors(state))
-            self._saved.append(_SavedState(step, state, counts, self._replays.start()))
+            start = self._replays.start(graphs=True)
+            self._saved.append(_SavedState(step, state, counts, start))
 
     def restore(self, step: int, current: State) -> State:
         """The state before `step`, with the generators put back so that dropout replays, and what

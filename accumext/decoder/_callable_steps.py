@@ -232,8 +232,8 @@ class CallableSteps:
             state, start = starts[begin]
             with self._replays.from_start(start):
                 segment, _ = self._run_segment(begin, counting, end, state, *given)
-                if spans[-1][0] > 0:
-                    self._check_kept(start)
+                if spans[-1][0] > 0:  # later windows begin with what steps without a graph kept
+                    self._replays.kept.check_no_graph()
             found.append(segment)
         return found, last
 
@@ -265,16 +265,6 @@ class CallableSteps:
 
         self._replays.record(run, again)
         return found.pop()
-
-    def _check_kept(self, start: Start) -> None:
-        """Raise if the cell keeps a tensor with a graph from one window to the next: later ones
-        begin with what steps without a graph have kept."""
-        tensor = self._replays.kept.tensor_with_graph(start.kept)
-        if tensor is not None:
-            contract = "keep no tensor with a graph from one call to the next where k1 < k2"
-            got = f"one of shape {list(tensor.shape)}"
-            advice = "Hand it on in the state, pass it as context, or detach it"
-            raise RuntimeError(message(OP, "cell", contract, got, advice))
 
     def run_steps(
         self, begin: int, counting: int, end: int, state: State, root: Tensor, *context: Tensor

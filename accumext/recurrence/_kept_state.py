@@ -12,6 +12,7 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -73,26 +74,29 @@ class _Watched:
     """A tensor that calls may write into, and a copy of what it holds now."""
 
     def __init__(self, tensor: Tensor, counting: list[Tensor], first: bool) -> None:
-        self.tensor = tensor
-        self._counting = counting  # the tensors whose numbers of writes tell that it was written
+        self.tensor = weakref.ref(tensor)  # for its graph may hold this
+        # The tensors whose numbers of writes tell that it was written.
+        self._counting = [weakref.ref(other) for other in counting]
         self._writes = write_counts(counting)
         copied = tensor.nbytes <= SMALL or not (first or self._writes[0] == 0)
         self._copy = _Copy(tensor.detach().clone() if copied else None)
 
     def look(self) -> _Copy:
         """The copy of what the tensor holds now."""
-        writes = write_counts(self._counting)
-        if writes != self._writes:
-            self._writes, self._copy = writes, _Copy(self.tensor.detach().clone())
+        tensor = self.tensor()
+        writes = write_counts([t for t in (ref() for ref in self._counting) if t is not None])
+        if tensor is not None and writes != self._writes:
+            self._writes, self._copy = writes, _Copy(tensor.detach().clone())
         return self._copy
 
     def put(self, copy: _Copy) -> bool:
         """Write a copy back, and tell whether that was possible. The number of writes stays, for
         autograd would take the tensor for a changed one."""
-        if self.look() is not copy:
+        tensor = self.tensor()
+        if tensor is not None and self.look() is not copy:
             if copy.content is None:
                 return False
-            self.tensor.data.copy_(copy.content)
+            tensor.data.copy_(copy.content)
             self._copy = copy
         return True
 
@@ -100,7 +104,7 @@ class _Watched:
 class Snapshot(NamedTuple):
     """What a function kept at one moment."""
 
-    contents: list[list[Any]]  # of each place that was known
+    contents: list[tuple[Any, list[Any]]]  # places, and what was in each
     copies: list[_Copy]  # of each tensor
 
 
@@ -109,149 +113,198 @@ class KeptState:
 
     A module and its submodules are looked at, and so are objects that a closure, a method or an
     attribute names, lists, dicts, deques and sets in any of them, and generators.
+
+    A graph holds what its replays need, so nothing here holds a graph: it would never be freed.
     """
 
     def __init__(self, op: str, name: str, function: object) -> None:
         self.op, self.name = op, name
-        self._places: list[Any] = []
-        self._contents: list[list[Any]] = []  # of each place when it was looked at last
         self._tensors: list[_Watched] = []
+        self._by_id: dict[int, _Watched] = {}
+        self._places: list[tuple[Any, list[Any]]] = []
         self._seen: dict[int, object] = {}  # by id, kept alive
-        self._find([function], first=True)
+        # Those that are there before the first call, and what is in them.
+        places = self._find([function], first=True)
+        values = [value for _, contents in places for value in contents]
+        self._graphs = [weakref.ref(v) for v in values if isinstance(v, Tensor) and _has_graph(v)]
+        self._places = [
+            (place, [None if _has_graph(v) else v for v in contents]) for place, contents in places
+        ]
 
-    def save(self) -> Snapshot:
-        """Look at all places."""
-        for index, place in enumerate(self._places):
-            now = _read(place)
-            if not _same(now, self._contents[index]):
-                self._contents[index] = now
-                self._find(now, first=False)
-        return Snapshot(self._contents.copy(), [watched.look() for watched in self._tensors])
+    def save(self, graphs: bool = False) -> Snapshot:
+        """Look at all places, and note tensors without their graphs or, if asked, with them."""
+        contents, copies = self._look()
+        known = len(self._places)
+        for index, (place, values) in enumerate(contents):
+            if not graphs and (index >= known or values is not self._places[index][1]):
+                contents[index] = place, list(map(_without_graph, values))
+        return Snapshot(contents, copies)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put everything back to what it was."""
-        for index, saved in enumerate(snapshot.contents):
-            if not _same(_read(self._places[index]), saved):
-                _write(self._places[index], saved)
-                self._contents[index] = saved
+        for place, saved in snapshot.contents:
+            if not _same(_read(place), saved):
+                _write(place, saved)
         with torch.no_grad():
             for watched, copy in zip(self._tensors, snapshot.copies, strict=False):
                 if not watched.put(copy):
-                    self._fail(watched.tensor)
+                    self._fail(watched.tensor())
 
     @contextmanager
     def replaying(self, snapshot: Snapshot) -> Iterator[None]:
         """Calls in this context find what there was then, and leave what there is now."""
-        now = self.save()
+        now = self._look()
         try:
             self.restore(snapshot)
             yield
         finally:
-            self.save()  # what the calls have made may be in places of its own
             self.restore(now)
 
     def holds(self, tensor: Tensor) -> bool:
         """Tell whether a tensor lies in the memory of one that is put back."""
         storage = tensor.untyped_storage().data_ptr()
-        return any(w.tensor.untyped_storage().data_ptr() == storage for w in self._tensors)
+        kept = (watched.tensor() for watched in self._tensors)
+        return any(t is not None and t.untyped_storage().data_ptr() == storage for t in kept)
 
-    def tensor_with_graph(self, since: Snapshot) -> Tensor | None:
-        """A tensor with a graph that has come into one of the places, if there is any."""
-        self.save()
-        before = {id(value) for contents in since.contents for value in contents}
-        for value in chain.from_iterable(self._contents):
-            if isinstance(value, Tensor) and value.grad_fn is not None and id(value) not in before:
-                return value
-        return None
-
-    def _find(self, given: Iterable[object], first: bool) -> None:
-        """Add the places that values refer to."""
-        waiting = deque((value, DEEPEST) for value in given)
-        while waiting and len(self._seen) < MOST:
-            value, depth = waiting.popleft()  # of the objects that may be in it
-            if (isinstance(value, _PLAIN) and value is not random) or id(value) in self._seen:
+    def check_no_graph(self) -> None:
+        """Raise if calls have put a tensor with a graph into one of the places."""
+        before = [graph() for graph in self._graphs]
+        for value in chain.from_iterable(contents for _, contents in self._look().contents):
+            if not _has_graph(value) or any(value is other for other in before):
                 continue
-            self._seen[id(value)] = value
+            contract = "keep no tensor with a graph from one call to the next where k1 < k2"
+            got = f"one of shape {list(value.shape)}" if isinstance(value, Tensor) else "a tuple"
+            advice = "Hand it on in the state, pass it as context, or detach it"
+            raise RuntimeError(message(self.op, self.name, contract, got, advice))
+
+    def _look(self) -> Snapshot:
+        contents, changed = [], []
+        for place, then in self._places:
+            now = _read(place)
+            if _same(now, then):
+                now = then
+            else:
+                changed += now
+            contents.append((place, now))
+        if changed:
+            contents += self._find(changed, first=False)
+        return Snapshot(contents, [watched.look() for watched in self._tensors])
+
+    def _find(self, given: Iterable[object], first: bool) -> list[tuple[Any, list[Any]]]:
+        """The places that values refer to, but for those that are known, and what is in them."""
+        found: list[tuple[Any, list[Any]]] = []
+        seen = self._seen if first else dict(self._seen)
+        waiting = deque((value, DEEPEST) for value in given)
+        while waiting and len(seen) < MOST:
+            value, depth = waiting.popleft()  # of the objects that may be in it
+            if (isinstance(value, _PLAIN) and value is not random) or id(value) in seen:
+                continue
             if isinstance(value, Tensor):
                 self._watch(value, [value], first)
                 continue
+            if not first or not isinstance(value, tuple):
+                seen[id(value)] = value
             if isinstance(value, nn.Module):
-                inside, depth = self._of_module(value, first), DEEPEST
+                places, inside = self._of_module(value, first)
+                depth = DEEPEST
             elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                inside, depth = self._of_function(value), DEEPEST
+                places, inside = _of_function(value)
+                depth = DEEPEST
             elif isinstance(value, Sized) and type(value) in _CONTAINERS:
-                inside = self._add(value) if len(value) <= LONGEST else []
+                places, inside = [value] if len(value) <= LONGEST else [], []
             else:
-                inside, depth = self._of_object(value, depth), depth - 1
+                places, inside = _of_object(value, depth)
+                depth -= 1
+            for place in places:
+                contents = _read(place)
+                found.append((place, contents))
+                if not isinstance(value, nn.Module) or place is not vars(value):
+                    inside += contents
             waiting += ((inner, depth) for inner in inside)
+        return found
 
-    def _of_module(self, module: nn.Module, first: bool) -> list[object]:
-        found: list[object] = list(module.children())
+    def _of_module(self, module: nn.Module, first: bool) -> tuple[list[Any], list[Any]]:
+        buffers = own_buffers(module)
+        places: list[Any] = [buffers]
+        inside: list[Any] = list(module.children())
         forward: Any = getattr(type(module), "forward", None)
         if not _is_of_library(forward):  # torch's own modules keep what they keep in buffers
             values = vars(module)
-            self._add(values)
-            found += [values[name] for name in values.keys() - _OF_EVERY_MODULE]
-            found.append(forward)
-        buffers = self._add(own_buffers(module))
+            places.append(values)
+            inside += [forward, *(values[name] for name in values.keys() - _OF_EVERY_MODULE)]
         if isinstance(module, _BATCH_NORMS) and module.num_batches_tracked is not None:
             # Kernels write the running statistics uncounted.
-            for buffer in buffers:
-                if isinstance(buffer, Tensor):
+            for buffer in buffers.values():
+                if buffer is not None:
                     self._watch(buffer, [buffer, module.num_batches_tracked], first)
-        return found + buffers
-
-    def _of_object(self, value: Any, depth: int) -> list[object]:
-        if isinstance(value, tuple):
-            return list(value)
-        if isinstance(value, types.CellType):
-            return self._add(value)
-        if isinstance(value, torch.Generator):
-            return self._add(_Draws(value.get_state, value.set_state))
-        if value is random or isinstance(value, random.Random):
-            return self._add(_Draws(value.getstate, value.setstate))
-        if depth == 0 or not hasattr(value, "__dict__"):
-            return []
-        if _is_of_library(type(value)) and not isinstance(value, types.SimpleNamespace):
-            return []
-        return [*self._add(vars(value)), type(value).__call__]
-
-    def _of_function(self, function: Any) -> list[object]:
-        if isinstance(function, types.MethodType):
-            return [function.__self__, function.__func__]
-        if isinstance(function, functools.partial):
-            return [function.func, *function.args, *function.keywords.values()]
-        found: list[object] = [function.__defaults__, function.__kwdefaults__]
-        if function.__globals__.get("__name__", "").partition(".")[0] != "torch":
-            found += function.__closure__ or ()
-        if function.__dict__:  # also what a wrapper, such as torch.compile's, wraps
-            found += self._add(function.__dict__)
-        if not _is_of_library(function):
-            variables = function.__globals__
-            names = [name for name in function.__code__.co_names if name in variables]
-            if names:
-                found += self._add(_Globals(variables, names))
-        return found
-
-    def _add(self, place: Any) -> list[Any]:
-        """Add a place, and return what is in it."""
-        contents = _read(place)
-        self._places.append(place)
-        self._contents.append(contents)
-        return contents
+        return places, inside
 
     def _watch(self, tensor: Tensor, counting: list[Tensor], first: bool) -> None:
-        self._seen[id(tensor)] = tensor
+        known = self._by_id.get(id(tensor))
+        if known is not None and known.tensor() is tensor:
+            return
         parameter = isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
         plain = type(tensor) is Tensor and tensor.layout == torch.strided
         if plain and not parameter and not tensor.is_inference():
-            self._tensors.append(_Watched(tensor, counting, first))
+            self._by_id[id(tensor)] = watched = _Watched(tensor, counting, first)
+            self._tensors.append(watched)
 
-    def _fail(self, tensor: Tensor) -> None:
+    def _fail(self, tensor: Tensor | None) -> None:
         contract = f"write into no tensor of its own above {SMALL} bytes after steps that run again"
-        got = f"a write into one of shape {list(tensor.shape)}"
+        got = f"a write into one of shape {[] if tensor is None else list(tensor.shape)}"
         advice = "Hand it on in the state: a new tensor in place of a write"
         raise RuntimeError(message(self.op, self.name, contract, got, advice))
+
+
+def _of_object(value: Any, depth: int) -> tuple[list[Any], list[Any]]:
+    """Places in a value that is neither a module nor a function, and other values to look at."""
+    if isinstance(value, tuple):
+        return [], list(value)
+    if isinstance(value, types.CellType):
+        return [value], []
+    if isinstance(value, torch.Generator):
+        return [_Draws(value.get_state, value.set_state)], []
+    if value is random or isinstance(value, random.Random):
+        return [_Draws(value.getstate, value.setstate)], []
+    if depth == 0 or not hasattr(value, "__dict__"):
+        return [], []
+    if _is_of_library(type(value)) and not isinstance(value, types.SimpleNamespace):
+        return [], []
+    return [vars(value)], [type(value).__call__]
+
+
+def _of_function(function: Any) -> tuple[list[Any], list[Any]]:
+    """Places that a function names, and other values to look at."""
+    if isinstance(function, types.MethodType):
+        return [], [function.__self__, function.__func__]
+    if isinstance(function, functools.partial):
+        return [], [function.func, *function.args, *function.keywords.values()]
+    inside: list[Any] = [function.__defaults__, function.__kwdefaults__]
+    if function.__globals__.get("__name__", "").partition(".")[0] != "torch":
+        inside += function.__closure__ or ()
+    places: list[Any] = [function.__dict__]  # also what a wrapper, as torch.compile's, wraps
+    if not _is_of_library(function):
+        variables = function.__globals__
+        places.append(
+            _Globals(variables, [n for n in function.__code__.co_names if n in variables])
+        )
+    return places, inside
+
+
+def _has_graph(value: object) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_has_graph, value))
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+def _without_graph(value: Any) -> Any:
+    """A tensor, or a tuple of them, that computes the same but has no graph; others as they are."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    if not _has_graph(value):
+        return value
+    parts = map(_without_graph, value)
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
 def _is_of_library(definition: Any) -> bool:

@@ -43,9 +43,9 @@ class Replays:
         self._found_of: object = None
         self._lock = threading.RLock()  # each device has a thread of its own in a backward pass
 
-    def start(self) -> Start:
-        """What steps from here on find."""
-        return Start(rng_state(self.device) if self.draws else None, self.kept.save())
+    def start(self, graphs: bool = False) -> Start:
+        """What steps from here on find: tensors that were kept have graphs if steps go back."""
+        return Start(rng_state(self.device) if self.draws else None, self.kept.save(graphs))
 
     @contextmanager
     def from_start(self, start: Start) -> Iterator[None]:

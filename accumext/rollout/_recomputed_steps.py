@@ -69,6 +69,8 @@ class RecomputedSteps:
             else:
                 carry, total = self._run_recorded(begin, counting, stop, carry, total, measured)
             begin = stop
+        if end == self.steps:
+            self._checkpoints.windows.clear()  # they may hold graphs
         self._writes = write_counts(self._leaves or [])
         return carry, total
 
@@ -76,7 +78,7 @@ class RecomputedSteps:
         """Go back before a step of `starts`, generators and kept state too. Return its carry,
         without a graph."""
         checkpoint = self._checkpoints.at(step, self._pass_over)
-        self._replays.go_back(checkpoint.start)
+        self._replays.go_back(self._checkpoints.windows[step])
         return copy_nesting(checkpoint.carry)
 
     def _next_checkpoint(self, step: int) -> int:
@@ -192,6 +194,8 @@ class _Checkpoints:
         self._replays = replays
         self._starts = frozenset(starts)
         self._saved: dict[int, _Checkpoint] = {}
+        self._ahead = set(starts)  # that have not been reached
+        self.windows: dict[int, Start] = {}  # of `starts`, while `rewind` may go back there
         self._grid: list[int] = [0]
         self._kept: int | None = None  # how many there may be beside `starts`; None: all
         self._first: set[int] = set()  # those of the grid that the first pass keeps
@@ -203,8 +207,11 @@ class _Checkpoints:
 
     def save_start(self, step: int, carry: State) -> None:
         """Keep a checkpoint to which `rewind` will go back."""
-        if step in self._starts and step not in self._saved:
-            self._save(step, carry)
+        if step in self._ahead:
+            self._ahead.remove(step)
+            self.windows[step] = self._replays.start(graphs=True)
+            if step not in self._saved:
+                self._save(step, carry)
 
     def save(self, step: int, carry: State) -> None:
         """Keep a checkpoint of the grid, if there is room for it."""

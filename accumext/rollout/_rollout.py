@@ -97,9 +97,10 @@ def rollout(
     Args:
         step: `(input, state) -> (output, state)`; each a tensor or any nesting of tuples, lists,
             dicts and dataclasses. It is called again in the backward pass, with the same random
-            numbers and under the same autocast. All that it hands on goes through its state, it
-            writes into no tensor that it is given, and what it, `loss` and `feed` read from
-            elsewhere stays as it is until the backward pass has run.
+            numbers and under the same autocast. It writes into no tensor that it is given. What it,
+            `loss` and `feed` keep from one call to the next is put back (docs/decoder.md, "Cells
+            that keep state of their own"); what else they read stays as it is until the backward
+            pass has run.
         state: the initial state. Gradients reach it.
         steps: how many there are, T.
         loss: `(output, t) -> 0-dim loss` of step t = 0 .. T - 1.

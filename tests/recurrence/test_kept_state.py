@@ -6,6 +6,7 @@ in the backward pass, too.
 
 import itertools
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -477,33 +478,78 @@ def test_windows_begin_with_what_was_kept_there(way, k1, more):
     assert relative_distance(found[0], found[1]) < EXACT
 
 
-def test_a_tensor_with_a_graph_cannot_be_kept_in_windows_that_overlap():
-    text = (
-        "decode_loss: cell must keep no tensor with a graph from one call to the next where k1 < "
-        r"k2, got one of shape \[\d, 4\]. Hand it on in the state, pass it as context, or detach it"
-    )
-    for kind in ("attribute with graph", "cached projection"):
-        with pytest.raises(RuntimeError, match=f"^{text}$"):
-            World(kind).decoded(k1=2, k2=5)
-        World(kind).decoded(k1=40, k2=45)  # one window
+class Logs(Attribute):
+    """Also its outputs with their graphs, which nothing reads, in an attribute and a tuple."""
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h, _ = super().forward(x, h)
+        self.output, self.pair = h, (h, x)
+        return h, h
 
 
-@pytest.mark.parametrize("k2", [2, 5])
-@pytest.mark.parametrize("kind", ["attribute with graph", "cached projection"])
-def test_tbptt_says_that_a_graph_which_is_kept_has_been_freed(kind, k2):
-    world = World(kind)
+def in_windows(world: World, way: str, k1: int, k2: int) -> list[Tensor]:
+    if way != "tbptt":
+        return world.gradients(getattr(world, way)(k1=k1, k2=k2))
 
     def step(token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         output, h = world.cell(world.embedding(token), h)
         return world.head(output), h
 
-    text = (
-        "tbptt: step must keep no tensor with a graph from one window to the next, got one whose "
-        "graph the backward pass of an earlier window has freed. Pass it as context, hand it on in "
-        "the state, or detach it"
-    )
-    with pytest.raises(RuntimeError, match=f"^{text}$"):
-        accumext.tbptt(step, world.targets, world.h, criterion=F.cross_entropy, k1=2, k2=k2)
+    periods = {"k1": k1, "k2": k2}
+    accumext.tbptt(step, world.targets, world.h, criterion=F.cross_entropy, **periods)
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in world.leaves]
+
+
+KEEPS_GRAPH = (
+    "must keep no tensor with a graph from one call to the next where k1 < k2, got one of shape "
+    r"\[\d, 4\]. Hand it on in the state, pass it as context, or detach it$"
+)
+FREED = (
+    "tbptt: step must keep no tensor with a graph from one window to the next, got one whose "
+    "graph the backward pass of an earlier window has freed. Pass it as context, hand it on in the "
+    "state, or detach it"
+)
+
+
+@pytest.mark.parametrize("kind", ["attribute with graph", "cached projection"])
+def test_a_tensor_with_a_graph_that_is_kept_where_windows_overlap(kind):
+    """The first pass of `decode_loss` has no graph. That of `rollout` has, and the projection may
+    as well be made before."""
+    with pytest.raises(RuntimeError, match=f"^decode_loss: cell {KEEPS_GRAPH}"):
+        in_windows(World(kind), "decoded", 2, 5)
+    found = in_windows(World(kind), "decoded", 40, 45)  # one window
+    assert relative_distance(found, plain(kind, "decoded")[1]) < EXACT
+    if kind == "cached projection":
+        for k1, k2 in ((2, 5), (7, 20)):
+            world = World(kind)
+            cell: Any = world.cell
+            cell.keys = cell.mix(cell.memory)
+            expected = in_windows(world, "rollout", k1, k2)
+            assert relative_distance(in_windows(World(kind), "rollout", k1, k2), expected) < EXACT
+
+
+@pytest.mark.parametrize("way", ["rollout", "tbptt"])
+def test_a_tensor_with_a_graph_that_nothing_reads_may_be_kept(way):
+    expected = in_windows(World("attribute"), way, 2, 5)
+    assert relative_distance(in_windows(World(Logs), way, 2, 5), expected) < EXACT
+
+
+@pytest.mark.parametrize("k2", [2, 5])
+@pytest.mark.parametrize("kind", ["attribute with graph", "cached projection"])
+def test_tbptt_says_that_a_graph_which_is_kept_has_been_freed(kind, k2):
+    with pytest.raises(RuntimeError, match=f"^{FREED}$"):
+        in_windows(World(kind), "tbptt", 2, k2)
+
+
+@pytest.mark.parametrize(("way", "options"), [*WAYS, ("rollout", {"k1": 2, "k2": 5})], ids=str)
+def test_a_graph_without_a_backward_pass_is_freed(way, options):
+    """Although it holds what its replays need, of which some has that graph."""
+    world, outputs = World(Logs), []
+    for _ in range(3):
+        out = getattr(world, way)(**options)
+        outputs.append(weakref.ref(world.inner.output))
+    del out
+    assert [output() is not None for output in outputs] == [False, False, True]
 
 
 # --- what cannot be put back ----------------------------------------------------------------------
