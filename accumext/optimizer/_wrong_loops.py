@@ -230,9 +230,9 @@ class Watch:
 
 
 def _numbers_of(group: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a parameter group that the host knows."""
-    known = {key: _scalars.known_number(value) for key, value in group.items()}
-    return {key: number for key, number in known.items() if number is not None}
+    """The numbers of a parameter group that the host knows, and no switches (`train_mode`)."""
+    numbers = {k: _scalars.known_number(v) for k, v in group.items() if not isinstance(v, bool)}
+    return {key: number for key, number in numbers.items() if number is not None}
 
 
 def _warn_of_one_around(box: Box, what: str) -> None:
