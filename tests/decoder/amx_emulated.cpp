@@ -11,6 +11,7 @@ struct Tile {
   uint8_t bytes[16][64];
 };
 inline Tile tiles[8];
+inline int rows[8];  // of each tile, as they are set
 inline bool configured = false;
 
 inline void require(bool condition, const char* what) {
@@ -29,19 +30,20 @@ inline void configure(const void* shapes) {
   require(bytes[0] == 1, "palette");
   for (int t = 0; t < 8; ++t) {
     require(bytes[16 + 2 * t] == 64 && bytes[17 + 2 * t] == 0, "bytes of a row");
-    require(bytes[48 + t] == 16, "rows");
+    rows[t] = bytes[48 + t];
+    require(1 <= rows[t] && rows[t] <= 16, "rows");
   }
   configured = true;
 }
 
 inline void load(int index, const void* from, int64_t stride) {
-  for (int r = 0; r < 16; ++r) {
+  for (int r = 0; r < rows[index]; ++r) {
     std::memcpy(tile(index).bytes[r], static_cast<const char*>(from) + r * stride, 64);
   }
 }
 
 inline void store(int index, void* to, int64_t stride) {
-  for (int r = 0; r < 16; ++r) {
+  for (int r = 0; r < rows[index]; ++r) {
     std::memcpy(static_cast<char*>(to) + r * stride, tile(index).bytes[r], 64);
   }
 }
@@ -55,7 +57,8 @@ inline void multiply(int sums, int left, int right) {
     std::memcpy(&value, &wide, sizeof(value));
     return value;
   };
-  for (int m = 0; m < 16; ++m) {
+  require(rows[sums] == rows[left] && rows[right] == 16, "shapes of a product");
+  for (int m = 0; m < rows[sums]; ++m) {
     for (int n = 0; n < 16; ++n) {
       float sum;
       std::memcpy(&sum, tile(sums).bytes[m] + 4 * n, sizeof(sum));
@@ -90,20 +93,29 @@ using namespace accumext::cpu;
 constexpr uint16_t kNan = 0x7fc0;  // whatever is read beside an operand
 constexpr float kUntouched = 7.0f;
 
-// Multiples of 1/8 up to 2 in magnitude: sums of them are exact in any order.
-uint16_t some(int64_t i) {
-  const float x = static_cast<float>((i * 2654435761u >> 7) % 33) / 8.0f - 2.0f;
+uint16_t top_half(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
   return bits >> 16;
 }
 
+// Multiples of 1/8 up to 2 in magnitude: sums of them are exact in any order.
+uint16_t some(int64_t i) {
+  return top_half(static_cast<float>((i * 2654435761u >> 7) % 33) / 8.0f - 2.0f);
+}
+
+// Up to 1 in magnitude: sums of them are rounded, in each order otherwise.
+uint16_t rounded(int64_t i) {
+  return top_half(static_cast<float>((i * 2654435761u >> 7) % 1009) / 504.0f - 1.0f);
+}
+
 double value(uint16_t x) { return bits<float>(uint32_t{x} << 16); }
 
 struct Matrix {  // [rows, columns] of bfloat16 in rows that are longer, NaN behind them
-  Matrix(int64_t rows, int64_t columns) : stride(columns + 5), data(rows * stride + 64, kNan) {
+  Matrix(int64_t rows, int64_t columns, uint16_t (*element)(int64_t) = some)
+      : stride(columns + 5), data(rows * stride + 64, kNan) {
     for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < columns; ++c) data[r * stride + c] = some(r * columns + c + 1);
+      for (int64_t c = 0; c < columns; ++c) data[r * stride + c] = element(r * columns + c + 1);
     }
   }
   int64_t stride;
@@ -125,8 +137,8 @@ double product_of(const Matrix& left, const Matrix& right, int64_t r, int64_t c,
   return sum;
 }
 
-void check_block(int64_t rows, int64_t depth, int64_t columns, bool add) {
-  const Matrix left(rows, depth), right(depth, columns);
+// A panel of pairs, as `pack` leaves it.
+std::vector<uint32_t> panel_of(const Matrix& right, int64_t depth, int64_t columns) {
   std::vector<uint32_t> panel(up_to(2 * kTile, depth) / 2 * kPanelColumns<float>, 0x7fc07fc0);
   kPairedAmx.pack({.data = right.data.data(),
                    .dtype = accumext::Dtype::kBFloat16,
@@ -135,17 +147,28 @@ void check_block(int64_t rows, int64_t depth, int64_t columns, bool add) {
                    .depth_stride = right.stride,
                    .column_stride = 1},
                   panel.data());
-  const int64_t stride = columns + 3;
-  std::vector<float> out(rows * stride, kUntouched);
-  kPairedAmx.multiply({.left = left.data.data(),
+  return panel;
+}
+
+// Rows [begin, end) of a block to `out` [rows, stride].
+void multiply(const Matrix& left, const std::vector<uint32_t>& panel, int64_t begin, int64_t end,
+              int64_t depth, int64_t columns, float* out, int64_t stride, bool add) {
+  kPairedAmx.multiply({.left = left.data.data() + begin * left.stride,
                        .row_stride = left.stride,
                        .panel = panel.data(),
-                       .rows = rows,
+                       .rows = end - begin,
                        .depth = depth,
                        .columns = columns,
-                       .out = out.data(),
+                       .out = out + begin * stride,
                        .out_stride = stride,
                        .add = add});
+}
+
+void check_block(int64_t rows, int64_t depth, int64_t columns, bool add) {
+  const Matrix left(rows, depth), right(depth, columns);
+  const int64_t stride = columns + 3;
+  std::vector<float> out(rows * stride, kUntouched);
+  multiply(left, panel_of(right, depth, columns), 0, rows, depth, columns, out.data(), stride, add);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = 0; c < stride; ++c) {
       const double sum = c < columns ? product_of(left, right, r, c, depth) : 0.0;
@@ -168,8 +191,7 @@ void check_transpose(int64_t depth, int64_t rows) {
   }
 }
 
-void check_skinny(int64_t rows, int64_t depth, int64_t columns) {
-  const Matrix weight(rows, depth), right(depth, columns);
+std::vector<uint16_t> skinny_panel_of(const Matrix& right, int64_t depth, int64_t columns) {
   const int64_t width = up_to(kTile, columns);
   std::vector<uint16_t> panel(up_to(2 * kTile, depth) * width, 0);
   for (int64_t k = 0; k < depth; ++k) {
@@ -177,7 +199,13 @@ void check_skinny(int64_t rows, int64_t depth, int64_t columns) {
       panel[(k / 2 * width + c) * 2 + k % 2] = right.data[k * right.stride + c];
     }
   }
-  std::vector<float> bias(rows, 0.5f), out(rows * columns, kUntouched);
+  return panel;
+}
+
+// Rows [begin, end) of a skinny product plus 0.5 to `out` [rows, columns].
+void multiply_skinny(const Matrix& weight, const std::vector<uint16_t>& panel, int64_t begin,
+                     int64_t end, int64_t depth, int64_t columns, float* out) {
+  const std::vector<float> bias(end, 0.5f);
   kPairedAmx.product({.weight = weight.data.data(),
                       .weight_dtype = accumext::Dtype::kBFloat16,
                       .depth = depth,
@@ -186,15 +214,39 @@ void check_skinny(int64_t rows, int64_t depth, int64_t columns) {
                       .paired = true,
                       .columns = columns,
                       .bias = bias.data(),
-                      .out = out.data(),
+                      .out = out,
                       .out_stride = columns},
-                     0, rows);
+                     begin, end);
+}
+
+void check_skinny(int64_t rows, int64_t depth, int64_t columns) {
+  const Matrix weight(rows, depth), right(depth, columns);
+  std::vector<float> out(rows * columns, kUntouched);
+  multiply_skinny(weight, skinny_panel_of(right, depth, columns), 0, rows, depth, columns,
+                  out.data());
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = 0; c < columns; ++c) {
       expect(out[r * columns + c], product_of(weight, right, r, c, depth) + 0.5, "a skinny product",
              rows, depth, columns);
     }
   }
+}
+
+// Threads cut rows anywhere: a row has the same bits in every group of rows.
+void check_groups(int64_t depth, int64_t columns) {
+  constexpr int64_t kRows = 70;
+  const Matrix left(kRows, depth, rounded), right(depth, columns, rounded);
+  const auto panel = panel_of(right, depth, columns);
+  const auto skinny_panel = skinny_panel_of(right, depth, columns);
+  std::vector<float> whole(2 * kRows * columns), grouped(2 * kRows * columns);
+  const auto run = [&](int64_t begin, int64_t end, float* out) {
+    multiply(left, panel, begin, end, depth, columns, out, columns, false);
+    multiply_skinny(left, skinny_panel, begin, end, depth, columns, out + kRows * columns);
+  };
+  run(0, kRows, whole.data());
+  const int64_t cuts[] = {0, 1, 8, 24, 41, kRows};
+  for (int i = 0; i < 5; ++i) run(cuts[i], cuts[i + 1], grouped.data());
+  emulated::require(whole == grouped, "a row depends on the rows that it is computed with");
 }
 
 }  // namespace
@@ -209,5 +261,7 @@ int main() {
       check_transpose(depth, rows);
     }
   }
+  check_groups(97, 32);
+  check_groups(64, 16);
   emulated::require(!emulated::configured, "the tiles were not released");
 }
