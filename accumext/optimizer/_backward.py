@@ -309,8 +309,7 @@ def _backward_into_sums(
             fixed = None if box.sharded is None else box.sharded.unit
             if weight is not window.unit and fixed is None:
                 window = enlarge_unit(window, weight)
-            carried = scale if window.unit is None else window.scale
-            window, ratio = count_in(window, weight, carried, fixed)
+            window, ratio = count_in(window, weight, scale, fixed)
             if inside is not None:
                 inside = inside._replace(weight=weight, ratio=ratio)
         window = _run_pass(box, op, window, call, ratio, pending, all_reduce)

@@ -375,8 +375,9 @@ class Closing:
         self._watch.end(optimizer)
         if self._lent is self._before:
             return
-        for parameter, grad in zip(self._stepped_on, self._before, strict=True):
-            if parameter.grad is not None:  # what was lent, or what the step has put in its place
+        for parameter, lent, grad in zip(self._stepped_on, self._lent, self._before, strict=True):
+            # What was lent, or what the step has put in its place; but not where it has cleared it.
+            if lent is None or parameter.grad is not None:
                 parameter.grad = grad
 
     def _report(self) -> WindowReport:

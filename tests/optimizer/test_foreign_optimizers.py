@@ -108,6 +108,19 @@ def test_zeros_that_a_step_puts_beside_the_gradients_are_none():
     assert [p.item() for p in parameters] == [-1.0, 0.0]
 
 
+def test_what_lies_beside_the_gradients_of_a_window_stays():
+    """Zeros that `zero_grad` left, of a parameter that has no gradient in the window."""
+    parameters = [oracle.scalar(), oracle.scalar()]
+    opt = AccumulatingOptimizer(oracle.sgd(parameters))
+    with opt.micro_batch():
+        (parameters[0] * 1.0).backward()
+    parameters[1].grad = zeros = torch.zeros_like(parameters[1])
+    opt.zero_grad(set_to_none=False)
+    opt.flush()
+    assert parameters[1].grad is zeros
+    assert [p.item() for p in parameters] == [-1.0, 0.0]
+
+
 def test_a_second_step_finds_that_what_was_left_is_used():
     parameter = oracle.scalar()
     opt = AccumulatingOptimizer(Copies([parameter], lr=1.0))

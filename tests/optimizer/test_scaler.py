@@ -73,3 +73,14 @@ def test_scaling_what_the_optimizer_scales(then):
     opt.backward(then(parameter * other))  # a factor that only equals the scale
     opt.step()
     assert parameter.item() == -then(other).item()
+
+
+def test_the_scale_of_a_scaler_around_a_step_is_that_of_its_micro_batch():
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    parameter, opt = oracle.wrapped_zeros(2)
+    scaler.scale(parameter * 1).backward()
+    scaler.step(opt)
+    opt.backward(parameter * 3)
+    opt.step()
+    assert opt.last.loss_scale == 1.0
+    assert parameter.item() == -2.0
