@@ -150,7 +150,7 @@ class Observer:
         self._clip_of_window: list[Callable[[], float]] = []  # the wrapper's, once it is known
         self._drafts: list[Callable[[], Event]] = []
         self._passes = Passes(self.parameters)
-        self._trained: dict[int, list[Tensor]] = {}  # by optimizers that have stepped
+        self._trained: dict[int, list[dict[str, Any]]] = {}  # groups of what has stepped
         self._through_scaler, self._scheduling, self._closures = False, False, 0
         self._used: Used | None = None  # by the last step, until it is written
         self._stack = ExitStack()  # of what is put back when the block ends
@@ -194,6 +194,7 @@ class Observer:
 
     def close(self) -> None:
         """Put everything back."""
+        self._stops = False  # the loop has ended
         try:
             self.settle()
         finally:
@@ -221,7 +222,7 @@ class Observer:
     def record(self) -> Record:
         """What was seen, read from the device."""
         known = self.parameters
-        owners = Counter(known.number(t) for tensors in self._trained.values() for t in tensors)
+        owners = Counter(map(known.number, self._stepped_on()))
         return Record(
             events=tuple(draft() for draft in self._drafts),
             names=known.names,
@@ -239,6 +240,12 @@ class Observer:
     def _own(self) -> list[Tensor]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return [tensor for group in groups for tensor in group["params"]]
+
+    def _stepped_on(self) -> list[Tensor]:
+        """The parameters of all groups that were stepped on. An optimizer around others has theirs,
+        which are the same groups."""
+        groups = {id(group): group for some in self._trained.values() for group in some}
+        return [tensor for group in groups.values() for tensor in group["params"]]
 
     def _know(self) -> None:
         for tensor in self._own():
@@ -336,7 +343,7 @@ class Observer:
         known = self.parameters
 
         def untrained() -> int:
-            every = [*self._own(), *(t for some in self._trained.values() for t in some)]
+            every = [*self._own(), *self._stepped_on()]
             return len({id(t) for t in tensors} - {id(stands_for(t)) for t in every})
 
         self.write(
@@ -397,7 +404,7 @@ class Observer:
     def _before_step(self, stepping: Any, args: Any, kwargs: Any) -> Any:
         if not self.left or isinstance(stepping, AccumulatingOptimizer):
             return None
-        self._trained[id(stepping)] = [p for g in stepping.param_groups for p in g["params"]]
+        self._trained[id(stepping)] = list(stepping.param_groups)
         if stepping is not self._optimizer:
             return None
         self.settle()

@@ -253,6 +253,27 @@ def fused(watch):
     return train(watch, model, optimizer, clear=lambda: optimizer.zero_grad(set_to_none=False))
 
 
+class Both(torch.optim.Optimizer):
+    """Several optimizers that step together, on the groups of each."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+        super().__init__([group for o in optimizers for group in o.param_groups], {})
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@right
+def two_optimizers_in_one(watch):
+    """Matrices and the rest have an optimizer each."""
+    model = network()
+    kinds = [[p for p in model.parameters() if (p.ndim == 2) == matrix] for matrix in (True, False)]
+    optimizer = Both(torch.optim.SGD(kinds[0], lr=0.1), torch.optim.AdamW(kinds[1]))
+    return train(watch, model, optimizer)
+
+
 @right
 def sparse_gradients(watch):
     """An embedding whose gradients are sparse."""

@@ -86,6 +86,16 @@ def test_a_right_script_stops_after_so_many_windows(windows, script, capsys):
     assert not err
 
 
+def test_a_wrapper_whose_last_window_is_the_last_observed_one(script, capsys):
+    path = script("import accumext", steps=4)
+    text = path.read_text()
+    path.write_text(
+        text.replace("for step", "optimizer = accumext.AccumulatingOptimizer(optimizer)\nfor step")
+    )
+    assert audit(path) == 0
+    assert "no findings in 4 windows of 8 backward passes" in capsys.readouterr().out
+
+
 def test_it_stops_through_what_the_script_catches(tmp_path, script, capsys):
     body = textwrap.indent(script().read_text(), "    ")
     ends = "except Exception:\n    print('caught')\nfinally:\n    print('cleaned up')\n"
