@@ -168,7 +168,9 @@ class AccumulatingOptimizer(OptimizerProxy):
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AccumulatingOptimizer):
             contract = "be a torch.optim.Optimizer that is not wrapped already"
-            _checks.fail_type(OP, "optimizer", contract, _checks.type_name(optimizer))
+            wrapped = isinstance(optimizer, Optimizer)
+            advice = None if wrapped else "Pass one such as torch.optim.AdamW(model.parameters())"
+            _checks.fail_type(OP, "optimizer", contract, _checks.type_name(optimizer), advice)
         if not hasattr(optimizer, "param_groups"):
             advice = "Wrap the optimizer that it holds"
             got = _checks.type_name(optimizer)
@@ -402,7 +404,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         if box.state.other_pass is not None:
             box.state = box.state._replace(other_pass=None)
         ours = [] if box.target.is_parameters else parameters  # the wrapped one has only masters
-        clear = self.optimizer.zero_grad
+        clear, may_leave = self.optimizer.zero_grad, not set_to_none
         if getattr(clear, "__func__", None) is Optimizer.zero_grad:
             if not (set_to_none and all(map(is_none, map(grad_of, parameters)))):
                 clear(set_to_none)
@@ -410,11 +412,12 @@ class AccumulatingOptimizer(OptimizerProxy):
             ours = parameters
         else:
             clear(**takes(clear, set_to_none=set_to_none))
+            may_leave = True
         if not set_to_none:
             for parameter in ours:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.detach().zero_()
-        if box.state.used.seen or ours or not set_to_none:
+        if box.state.used.seen or ours or may_leave:
             left = [] if ours and set_to_none else grads_of(parameters)
             used = Used() if all(map(is_none, left)) else Used().after(left)
             box.commit(box.state._replace(used=used), ours if set_to_none else ())

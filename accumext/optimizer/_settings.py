@@ -66,9 +66,10 @@ def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
     _checks.one_of(OP, "synchronize", given["synchronize"], _checks.SYNCHRONIZE)
     given["window"] = _checks.positive_int(OP, "window", given["window"])
     if given["max_norm"] is not None:
-        given["max_norm"] = _checks.number(OP, "max_norm", given["max_norm"], 0.0)
-        if given["max_norm"] == 0.0:  # what trainers call "off", and nothing would move
-            _checks.fail_value(OP, "max_norm", "be positive", 0.0, "Pass None not to clip")
+        given["max_norm"] = _checks.number(OP, "max_norm", given["max_norm"])
+        if given["max_norm"] <= 0.0:  # 0 is what trainers call "off", and nothing would move
+            advice = "Pass None not to clip"
+            _checks.fail_value(OP, "max_norm", "be positive", given["max_norm"], advice)
     if _checks.number(OP, "norm_type", given["norm_type"]) == 0.0:
         _checks.fail_value(OP, "norm_type", "be nonzero", given["norm_type"])
     given["norm_type"] = float(given["norm_type"])

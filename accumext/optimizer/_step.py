@@ -58,6 +58,9 @@ def run_step(
         state, settings, optimizer = box.state, box.settings, box.optimizer
         if state.micro_batch is not None:
             box.refuse_inside_micro_batch(op)
+        if closure is not None and not callable(closure):
+            kind, advice = _checks.type_name(closure), "For a loss: opt.backward(loss), opt.step()"
+            _checks.fail_type(op, "closure", "be a function or None", kind, advice)
         if state.stepped:
             box.state = state = state._replace(stepped=False)
         if settings.needs_closure or (closure is not None and _may_hand_through(box, proxy)):

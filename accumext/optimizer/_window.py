@@ -391,7 +391,9 @@ def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
     if not isinstance(packed, dict):
         fail_type(op, "state_dict", "be a dict", type_name(packed))
     if set(packed) != _KEYS:
-        fail_value(op, "state_dict", f"have the keys {sorted(_KEYS)}", sorted(map(str, packed)))
+        advice = "Pass what accumulation_state_dict() returned; state_dict() has no open window"
+        keys = sorted(map(str, packed))
+        fail_value(op, "state_dict", f"have the keys {sorted(_KEYS)}", keys, advice)
     count, held_back = packed["micro_batches"], packed["held_back"]
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         fail_value(op, "state_dict['micro_batches']", "be an int of at least 0", repr(count))

@@ -338,6 +338,11 @@ def test_zero_grad_of_any_signature(make, window):
     model = oracle.make_model()
     make = partial(make, lr=0.1, momentum=0.9)
     opt = AccumulatingOptimizer(make(model.parameters()), window=window)
+    oracle.loss_of(model, BATCHES[0]).backward()
+    opt.zero_grad()
+    opt.flush()
+    assert not opt.stepped
+    model.zero_grad()
     oracle.run(opt, model, BATCHES, oracle.own_backward)
     for batch in BATCHES:
         opt.zero_grad()

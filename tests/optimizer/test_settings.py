@@ -11,7 +11,8 @@ POLICIES = "one of 'skip_window', 'skip_micro_batch', 'raise'"
 SETTINGS = [
     ("window", 0, ValueError, "at least 1, got 0"),
     ("window", 2.0, TypeError, "an int, got float"),
-    ("max_norm", NAN, ValueError, "at least 0, got nan"),
+    ("max_norm", NAN, ValueError, "not be NaN, got nan"),
+    ("max_norm", -1, ValueError, "positive, got -1.0. Pass None not to clip"),
     ("max_norm", 0, ValueError, "positive, got 0.0. Pass None not to clip"),
     ("max_norm", "1", TypeError, "a number, got str"),
     ("norm_type", 0, ValueError, "nonzero, got 0"),
@@ -106,8 +107,10 @@ def test_bad_micro_batches_are_dropped_on_one_device_only():
 @pytest.mark.parametrize("wrong", [None, 3, make_model(), wrapped_zeros()[1]], ids=str)
 def test_constructor_wants_an_unwrapped_optimizer(wrong):
     text = f"{OP}: optimizer must be a torch.optim.Optimizer that is not wrapped already, got"
-    with pytest.raises(TypeError, match=says(text)):
+    with pytest.raises(TypeError, match=says(text)) as raised:
         AccumulatingOptimizer(wrong)
+    is_one = isinstance(wrong, torch.optim.Optimizer)
+    assert is_one != str(raised.value).endswith("such as torch.optim.AdamW(model.parameters())")
 
 
 class HoldsBack(nn.Module):
@@ -159,6 +162,7 @@ CALLS = [
     (LOAD, None, TypeError, "state_dict must be a dict, got NoneType"),
     (LOAD, {}, ValueError, "state_dict must have the keys"),
     (LOAD, {"more": 1}, ValueError, "state_dict must have the keys"),
+    ("step", torch.tensor(1.0), TypeError, "closure must be a function or None, got a float32"),
     *((LOAD, {k: v}, e, f"state_dict['{k}'] must be {text}") for k, v, e, text in SAVED),
     *(
         (LOAD, {"main_grads": {i: v}}, e, f"state_dict['main_grads'][{i}] must {text}")
