@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +49,8 @@ class Audit:
     ) -> None:
         observer, self._observer, self._open = self._observer, None, False
         assert observer is not None
-        observer.close()
+        with suppress(Done):  # the window that it completes may be the last one
+            observer.close()
         record = replace(observer.record(), before=self._before)
         if observer.joined is not None and kind in (None, Done):
             ranks: list[Any] = [None] * dist.get_world_size()

@@ -133,6 +133,13 @@ class Used:
         return None if self.skipped() else self.left.on_host(size) / scale
 
 
+def _parameters_of(trained: dict[int, list[dict[str, Any]]]) -> list[Tensor]:
+    """The parameters of the groups that optimizers have stepped on. An optimizer made of others has
+    theirs, which are the same groups."""
+    groups = {id(group): group for some in trained.values() for group in some}
+    return [tensor for group in groups.values() for tensor in group["params"]]
+
+
 class Observer:
     """The events of a loop, until so many windows are closed; `stops`: then `Done` is raised."""
 
@@ -194,7 +201,6 @@ class Observer:
 
     def close(self) -> None:
         """Put everything back."""
-        self._stops = False  # the loop has ended
         try:
             self.settle()
         finally:
@@ -222,7 +228,7 @@ class Observer:
     def record(self) -> Record:
         """What was seen, read from the device."""
         known = self.parameters
-        owners = Counter(map(known.number, self._stepped_on()))
+        owners = Counter(map(known.number, _parameters_of(self._trained)))
         return Record(
             events=tuple(draft() for draft in self._drafts),
             names=known.names,
@@ -240,12 +246,6 @@ class Observer:
     def _own(self) -> list[Tensor]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return [tensor for group in groups for tensor in group["params"]]
-
-    def _stepped_on(self) -> list[Tensor]:
-        """The parameters of all groups that were stepped on. An optimizer around others has theirs,
-        which are the same groups."""
-        groups = {id(group): group for some in self._trained.values() for group in some}
-        return [tensor for group in groups.values() for tensor in group["params"]]
 
     def _know(self) -> None:
         for tensor in self._own():
@@ -343,7 +343,7 @@ class Observer:
         known = self.parameters
 
         def untrained() -> int:
-            every = [*self._own(), *self._stepped_on()]
+            every = [*self._own(), *_parameters_of(self._trained)]
             return len({id(t) for t in tensors} - {id(stands_for(t)) for t in every})
 
         self.write(

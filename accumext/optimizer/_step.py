@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from itertools import chain
 from operator import is_
 from threading import get_ident
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -58,11 +58,10 @@ def run_step(
         state, settings, optimizer = box.state, box.settings, box.optimizer
         if state.micro_batch is not None:
             box.refuse_inside_micro_batch(op)
-        if closure is not None and not callable(closure):
-            kind, advice = _checks.type_name(closure), "For a loss: opt.backward(loss), opt.step()"
-            _checks.fail_type(op, "closure", "be a function or None", kind, advice)
         if state.stepped:
             box.state = state = state._replace(stepped=False)
+        if closure is not None and not callable(closure):
+            _refuse_closure(op, closure)
         if settings.needs_closure or (closure is not None and _may_hand_through(box, proxy)):
             refuse_unscaled(op, settings.scaler, proxy, optimizer)
             return _step_with_closure(box, proxy, op, closure, kwargs)
@@ -248,6 +247,12 @@ def _refuse_what_it_misses(
 
 
 # Optimizers that evaluate closures
+
+
+def _refuse_closure(op: str, closure: object) -> NoReturn:
+    """TypeError for what cannot be called."""
+    advice = "For a loss: opt.backward(loss), then opt.step()"
+    _checks.fail_type(op, "closure", "be a function or None", _checks.type_name(closure), advice)
 
 
 def _may_hand_through(box: Box, proxy: Optimizer) -> bool:
