@@ -9,7 +9,7 @@ generator = nn.Linear(2, 3)
 discriminator = nn.Linear(3, 1)
 batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(4)]
 model = nn.Linear(3, 2)
-batches_of_one = torch.randn(4, 5, 3)
+loader = torch.randn(4, 5, 3)
 
 
 def verdict(rows, truth):
