@@ -356,7 +356,6 @@ class AccumulatingOptimizer(OptimizerProxy):
     # GradScaler asks for it in every step, and what is there need not be found again.
     setattr(step, "__signature__", inspect.signature(step))  # noqa: B010
 
-    @torch.no_grad()
     def flush(self) -> None:
         """Step on what the window holds so far, normalised by just that; nothing if it is empty.
 

@@ -89,7 +89,8 @@ def run_step(
             refuse_unscaled(op, settings.scaler, proxy, optimizer)
             take_pending(box, op, parameters, outer)
         if box.state.window.micro_batches >= settings.window:
-            result = close_window(box, proxy, op, parameters, kwargs, evaluated=closure is not None)
+            evaluated = closure is not None
+            result = close_window(box, proxy, op, parameters, kwargs, enabled, evaluated=evaluated)
         elif settings.window == 1 and not pending and box.keeps_at_once:
             # The optimizer runs its hooks, as it would without the wrapper.
             result = box.target.followed(optimizer.step)(**kwargs)
@@ -114,10 +115,11 @@ def flush(box: Box, proxy: Optimizer, op: str) -> None:
     if box.settings.needs_closure:
         return
     refuse_unscaled(op, box.settings.scaler, proxy, box.optimizer)
-    parameters = box.target.parameters()
-    if not box.state.window.in_grad:
-        take_pending(box, op, parameters, None, new=True)
-    close_window(box, proxy, op, parameters, {}, flushing=True)
+    parameters, enabled = box.target.parameters(), torch.is_grad_enabled()
+    with torch.no_grad():
+        if not box.state.window.in_grad:
+            take_pending(box, op, parameters, None, new=True)
+        close_window(box, proxy, op, parameters, {}, enabled, flushing=True)
 
 
 @not_compiled  # torch.compile cannot trace it, and is after the wrapped step alone
@@ -187,6 +189,7 @@ def close_window(
     op: str,
     parameters: list[Tensor],  # that gradients are formed for
     kwargs: dict[str, Any],  # of the wrapped step
+    records: bool = False,  # what the wrapped step does, as its caller does
     flushing: bool = False,
     evaluated: bool = False,  # whether there was a closure, which the wrapped step does not get
 ) -> Any:
@@ -209,9 +212,12 @@ def close_window(
         closing, result = Closing(box, proxy, op, parameters, begun), None
         try:
             if closing.begin():
+                set_grad_enabled(records)
                 result = box.optimizer.step(**kwargs)
+                set_grad_enabled(False)
             closing.finish()
         except BaseException as error:
+            set_grad_enabled(False)
             if not closing.recover():
                 _refuse_what_it_misses(box, op, error, evaluated, summed)
             raise

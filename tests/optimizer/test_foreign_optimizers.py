@@ -417,8 +417,8 @@ class Second(torch.optim.SGD):
 
     def step(self, closure=None):
         parameters = held_by(self)
-        ones = [torch.ones_like(p) for p in parameters]
-        second = torch.autograd.grad([p.grad for p in parameters], parameters, ones)
+        total = torch.stack([p.grad.sum() for p in parameters]).sum()
+        second = torch.autograd.grad(total, parameters)
         with torch.no_grad():
             for p, curvature in zip(parameters, second, strict=True):
                 p.sub_(p.grad / (1 + curvature.abs()))

@@ -355,7 +355,7 @@ class Oracle:
             coef = min(1.0, settings.max_norm / (norm + 1e-6))
         dropping = settings.policy == "skip_micro_batch"
         skip = window.kept == 0 if dropping else window.bad
-        if not skip and fails == "pre":
+        if settings.policy == "raise" if skip else fails == "pre":
             if in_grad is not None and not in_grad.made:  # the user's own, as before the step
                 self.drop()
             return False
