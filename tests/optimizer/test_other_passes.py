@@ -13,6 +13,7 @@ from threading import Event
 import pytest
 import torch
 from support import optimizer_oracle as oracle
+from support.budget import combinations
 from support.optimizer_oracle import INF, OP, ByHand, assert_close, sgd
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -23,10 +24,8 @@ from accumext import AccumulatingOptimizer
 COUNT = 8
 ONES = [1.0] * COUNT
 WEIGHTS = [2.0, 3.0, 1.0, 4.0, 4.0, 1.0, 0.0, 2.0]
-EACH_WEIGHT = pytest.mark.parametrize("weights", [ONES, WEIGHTS], ids=["ones", "weights"])
-EACH_WINDOW = pytest.mark.parametrize("windows", [(1, 1), (4, 4), (1, 4), (4, 1)], ids=str)
-EACH_SCALER = pytest.mark.parametrize("scaled", ["none", "each", "shared", "first", "second"])
-EACH_POLICY = pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
+EACH_WEIGHT = {"ones": ONES, "weights": WEIGHTS}
+WINDOWS = [(1, 1), (4, 4), (1, 4), (4, 1)]
 
 NO_GRADIENT = (
     f"{OP}.step: .grad must hold a gradient of this optimizer's own backward pass, got only that "
@@ -106,19 +105,23 @@ ORDERS = {
     "steps-crossed": (B2, B1, S2, S1),
 }
 PASSES = {"one-pass": AccumulatingOptimizer.backward, "parts": in_parts}
+OPTIONS = (
+    PASSES,
+    WINDOWS,
+    EACH_WEIGHT,
+    ["none", "each", "shared", "first", "second"],
+    ["skip_window", "skip_micro_batch"],
+)
+NAMES = ("order", "passes", "windows", "weights", "scaled", "policy")
 
 
-@EACH_POLICY
-@EACH_SCALER
-@EACH_WEIGHT
-@EACH_WINDOW
-@pytest.mark.parametrize("backward", PASSES.values(), ids=PASSES)
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize(NAMES, combinations(ORDERS, *OPTIONS), ids=str)
 def test_a_backward_pass_counts_in_its_own_optimizer_alone(
-    order, backward, windows, weights, scaled, policy
+    order, passes, windows, weights, scaled, policy
 ):
     """Nothing is frozen, and nobody calls `zero_grad`."""
     sides, losses = Sides(), ("through_both", "of_the_second")
+    order, backward, weights = ORDERS[order], PASSES[passes], EACH_WEIGHT[weights]
     opts = wrappers(sides, windows, scaled, on_nonfinite=policy)
     for number, weight in enumerate(weights):
         for what, i in order:
@@ -197,17 +200,13 @@ TAKEN = {
 }
 
 
-@EACH_POLICY
-@EACH_SCALER
-@EACH_WEIGHT
-@EACH_WINDOW
-@pytest.mark.parametrize("backward", PASSES.values(), ids=PASSES)
-@pytest.mark.parametrize("order", TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize(NAMES, combinations(TAKEN, *OPTIONS), ids=str)
 def test_accumulate_takes_what_the_others_pass_made(
-    order, backward, windows, weights, scaled, policy
+    order, passes, windows, weights, scaled, policy
 ):
     """Without the other's loss scale, and with the weight that the loss had."""
     sides = Sides()
+    order, backward, weights = TAKEN[order], PASSES[passes], EACH_WEIGHT[weights]
     opts = wrappers(sides, windows, scaled, on_nonfinite=policy)
     for number, weight in enumerate(weights):
         backward(opts[0], sides.through_both(number), weight)
@@ -390,7 +389,7 @@ def test_copies_come_without(copied):
 # One scaler
 
 
-@EACH_WINDOW
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_one_scaled_pass_for_two_wrappers_with_that_scaler(accumulates, windows):
     """The step of the first updates the scale under the gradients of the second."""
