@@ -126,9 +126,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scaler-around": {"outer": True},
     "scaler-around-fused": {"outer": True, **FUSED},
 }
-NIGHTLY = pytest.mark.skipif(
-    settings.get_current_profile_name() != "nightly", reason="long: --hypothesis-profile=nightly"
-)
+NIGHTLY = settings.get_current_profile_name() == "nightly"
 
 
 def almost_full(c: Case, micro_batch: Callable[[Case], object]) -> None:
@@ -220,21 +218,25 @@ BEFORE = {  # by what is interrupted, what is done before
 }
 
 
-def marks(variant: str, call: str, before: Callable[[Case], None], window: int) -> Any:
-    """Some run by default, more in CI, and all at night."""
-    if variant != "plain" and (call != "accumulate" or variant not in ("half", "skip-micro-batch")):
-        return NIGHTLY
+def runs(variant: str, call: str) -> bool:
+    """All run at night."""
+    varies = call == "accumulate" and variant in ("half", "skip-micro-batch")
+    return variant == "plain" or varies or NIGHTLY
+
+
+def marks(call: str, before: Callable[[Case], None], window: int) -> Any:
+    """Some run by default, more in CI."""
     quick = (window == 2 or before is used_up) and call not in ("flush", "micro_batch")
     return () if quick else pytest.mark.full
 
 
 CASES = [
-    pytest.param(v, b, c, w, id=f"{v}-{b.__name__}-{c}-{w}", marks=marks(v, c, b, w))
+    pytest.param(v, b, c, w, id=f"{v}-{b.__name__}-{c}-{w}", marks=marks(c, b, w))
     for w in (1, 2)
     for v, variant in VARIANTS.items()
     for c, befores in BEFORE.items()
     for b in befores
-    if (c == "scaler.step") == variant.get("outer", False)
+    if (c == "scaler.step") == variant.get("outer", False) and runs(v, c)
 ]
 
 
