@@ -23,7 +23,7 @@ from accumext import AccumulatingOptimizer
 
 COUNT = 8
 ONES = [1.0] * COUNT
-WEIGHTS = [2.0, 3.0, 1.0, 4.0, 4.0, 1.0, 0.0, 2.0]
+WEIGHTS = [2.0, 3.0, 1.0, 4.0, torch.tensor(4.0), 1.0, torch.tensor(0.0), 2.0]
 EACH_WEIGHT = {"ones": ONES, "weights": WEIGHTS}
 WINDOWS = [(1, 1), (4, 4), (1, 4), (4, 1)]
 
