@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def window_of(monkeypatch, no_other_wrappers):
+def window_of(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
     return importlib.import_module("calls").window_of
 

@@ -32,10 +32,7 @@ from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 PACKAGE = str(Path(accumext.__file__).parent)
 OPERATORS = str(Path(PACKAGE, "reference.py"))  # in place of kernels, which nothing interrupts
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:AccumulatingOptimizer"),
-    pytest.mark.usefixtures("no_other_wrappers"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:AccumulatingOptimizer")
 
 # After torch's fused kernels, which count no versions, a hook of ours is the first to know that the
 # parameters have moved; before its own first line nothing does. Attributes that GradScaler sets

@@ -125,7 +125,7 @@ def test_the_core_names_no_framework():
 
 
 @pytest.mark.skipif(accumext.backend() == "reference", reason="operators are Python there")
-def test_a_step_and_a_decode_are_short_ways(monkeypatch, no_other_wrappers):
+def test_a_step_and_a_decode_are_short_ways(monkeypatch):
     """The calls are counted by bench/calls.py: so many that a reader can follow them."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     gc.collect()  # sharded modules of other tests, for whose sake any module would be looked at
