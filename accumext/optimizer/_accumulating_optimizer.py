@@ -29,7 +29,12 @@ from accumext.optimizer._backward import (
 )
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import Used, fresh, grad_of, grads_of, is_none
-from accumext.optimizer._other_passes import scale_of_pending, take_other_pass
+from accumext.optimizer._other_passes import (
+    part_from_others,
+    scale_of_pending,
+    take_other_pass,
+    take_others_out,
+)
 from accumext.optimizer._processes import collect_held
 from accumext.optimizer._proxy import OptimizerProxy, takes
 from accumext.optimizer._report import WindowReport
@@ -41,7 +46,7 @@ from accumext.optimizer._settings import (
 )
 from accumext.optimizer._step import flush, run_step
 from accumext.optimizer._sums import add_micro_batch, take_out
-from accumext.optimizer._window import Box, pack, unpack
+from accumext.optimizer._window import ALIVE, Box, pack, unpack
 from accumext.optimizer._wrong_loops import Watch, telling_of_another_step, warn_of_a_full_window
 
 
@@ -266,7 +271,10 @@ class AccumulatingOptimizer(OptimizerProxy):
         box.thread = get_ident()
         refuse_unscaled(op, box.settings.scaler, self, self.optimizer)
         parameters = box.target.parameters()
-        grads = [] if box.state.window.in_grad else fresh(parameters, box.state.used)
+        grads: list[Tensor | None] = []
+        if not box.state.window.in_grad:
+            part_from_others(op, box, parameters)
+            grads = fresh(parameters, box.state.used)
         made = box.state.other_pass
         if made is None and all(map(is_none, grads)):
             advice = "Run a backward pass first; backward() has accumulated already"
@@ -398,6 +406,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         box, parameters = self._box, self._box.target.parameters()
         if box.state.window.in_grad:
             take_out(box, parameters)
+        if len(ALIVE) > 1:
+            take_others_out(box, parameters)
         if box.state.last is not None:
             box.state.last.evidence = None
         if box.state.other_pass is not None:

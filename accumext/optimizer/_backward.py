@@ -41,7 +41,12 @@ from accumext.optimizer._grads import (
     present,
     put,
 )
-from accumext.optimizer._other_passes import forget_parts, run_beside_others, scale_of_pending
+from accumext.optimizer._other_passes import (
+    forget_parts,
+    part_from_others,
+    run_beside_others,
+    scale_of_pending,
+)
 from accumext.optimizer._processes import WindowAllReduce, hold_back
 from accumext.optimizer._scaler import current_scale, scale_for
 from accumext.optimizer._settings import OP, check_weight
@@ -57,6 +62,7 @@ from accumext.optimizer._sums import (
 )
 from accumext.optimizer._window import (
     ALIVE,
+    GONE,
     NO_WINDOW,
     Box,
     OpenMicroBatch,
@@ -184,6 +190,8 @@ def run_backward(
     parameters = list(chain.from_iterable(map(params_of, box.optimizer.param_groups)))
     if not box.target.is_parameters:
         parameters = box.target.parameters()
+    if (len(ALIVE) > 1 or GONE) and not window.in_grad:
+        part_from_others(op, box, parameters)
     pending: Sequence[Tensor | None] = ()
     if not window.in_grad and not all(map(is_none, map(grad_of, parameters))):
         pending = _let_go(box, parameters, inside is not None)
@@ -581,6 +589,7 @@ def open_micro_batch(op: str, box: Box, model: nn.Module | None) -> Iterator[Non
     with _holding_shards(op, box, model):
         parameters = box.target.parameters()
         if not box.state.window.in_grad:
+            part_from_others(op, box, parameters)
             _let_go(box, parameters, inside=False)
         take_out(box, parameters)
         before = box.state.window
@@ -613,6 +622,7 @@ def _close_micro_batch(op: str, box: Box, held_back: bool) -> None:
         raise RuntimeError(message(op, "a backward pass", "come to its end", got, advice))
     if held_back and box.group is not None:
         box.state = box.state._replace(window=box.state.window._replace(held_back=True))
+    part_from_others(op, box, parameters)
     weight, part = micro_batch.weight, micro_batch.part
     grads = fresh(parameters, box.state.used)  # of passes that were not the wrapper's
     left, scale = not all(map(is_none, grads)), _ONE

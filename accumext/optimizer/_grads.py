@@ -12,6 +12,7 @@ from operator import attrgetter, is_
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor
 
 from accumext._tensor_kinds import versions
@@ -60,6 +61,9 @@ class Used(NamedTuple):
     seen: Sequence[ReferenceType[Tensor] | None] = ()  # weakly: the memory is the user's to free
     versions: Sequence[int | None] = ()  # a gradient that was written since counts as new
     ours: Sequence[bool] = ()
+    views: Sequence[Tensor | None] = ()  # the same where any is a view, as of a bucket of
+    # DistributedDataParallel: a forward pass may copy it into another bucket, to which it sets
+    # `.grad`, so that only the values tell
 
     def after(
         self,
@@ -72,7 +76,8 @@ class Used(NamedTuple):
         if any(gone):
             ours = [mine or old for mine, old in zip(ours, gone, strict=True)]
         weakly = [None if grad is None else ref(grad) for grad in grads]
-        return Used(weakly, versions(grads), ours)
+        views = grads if any(map(Tensor._is_view, present(grads))) else ()
+        return Used(weakly, versions(grads), ours, views)
 
     def after_writes(self, grads: Sequence[Tensor | None], between: Sequence[int | None]) -> Used:
         """The same where these were written twice since, alike, and hold what they did: their
@@ -93,6 +98,8 @@ class Used(NamedTuple):
             grad is not None and seen is not None and seen() is grad and before == now
             for seen, before, grad, now in rows
         ]
+        if self.views and not all(flags):
+            flags = list(map(_unchanged_or_moved, flags, self.views, grads))
         return flags + [False] * (len(grads) - len(flags))
 
     def used_up(self, grads: Sequence[Tensor | None]) -> list[bool]:
@@ -102,8 +109,34 @@ class Used(NamedTuple):
         ours = [*self.ours, *[False] * (len(grads) - len(self.ours))]
         return [mine and same for mine, same in zip(ours, self.unchanged(grads))]
 
+    @property
+    def is_left(self) -> bool:
+        """Tell whether any of these is still there."""
+        return any(seen is not None and seen() is not None for seen in self.seen)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Used, ()  # copies come without `.grad`
+
+
+def _unchanged_or_moved(unchanged: bool, view: Tensor | None, grad: Tensor | None) -> bool:
+    """Tell whether a gradient is what it was, if need be in another place."""
+    if unchanged or view is None or grad is None or view is grad:
+        return unchanged
+    if (view.shape, view.dtype, view.device) != (grad.shape, grad.dtype, grad.device):
+        return False
+    with torch.no_grad():
+        return torch.allclose(view, grad, 0.0, 0.0, equal_nan=True)
+
+
+def used_up_by(several: Iterable[Used], grads: Sequence[Tensor | None]) -> list[bool]:
+    """Tell which of these the wrapper's own `backward` made, and a step of any has used."""
+    known = dict[int, int | None]()
+    for used in several:
+        for seen, version, mine in zip(used.seen, used.versions, used.ours):
+            if mine and seen is not None and (grad := seen()) is not None:
+                known[id(grad)] = version
+    now = zip(grads, versions(grads), strict=True)
+    return [id(grad) in known and known[id(grad)] == version for grad, version in now]
 
 
 def fresh(parameters: Sequence[Tensor], used: Used, *, new: bool = False) -> list[Tensor | None]:

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain, starmap
 from operator import is_
 from threading import get_ident
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -20,11 +21,11 @@ from accumext._checks import message
 from accumext._scalars import Scalar, divide
 from accumext._tensor_kinds import scale_
 from accumext._torch_private import leaves_since, not_compiled
-from accumext.optimizer._grads import Used, fresh, grads_of, is_none, put
+from accumext.optimizer._grads import Used, fresh, grads_of, is_none, put, used_up_by
 from accumext.optimizer._scaler import current_scale
 from accumext.optimizer._settings import OP
-from accumext.optimizer._sums import add_micro_batch
-from accumext.optimizer._window import Box, OtherPass, boxes_alive
+from accumext.optimizer._sums import add_micro_batch, own_their_memory, take_out
+from accumext.optimizer._window import GONE, Box, OtherPass, boxes_alive
 
 
 def run_beside_others(
@@ -32,10 +33,13 @@ def run_beside_others(
 ) -> None:
     """Run a backward pass of `loss * factor`, and tell other wrappers what it made of theirs."""
     known, theirs = set(map(id, box.target.parameters())), list[tuple[Box, list[Tensor]]]()
+    parted = set[int]()
     for other in _others(box, loss):
         parameters = other.target.parameters()
         if not known.isdisjoint(map(id, parameters)):
             parameters = [p for p in parameters if id(p) not in known]
+            parted.add(id(other))
+        _out_of_buckets(other, parameters)
         known.update(map(id, parameters))
         theirs.append((other, parameters))
     parameters = list(chain.from_iterable(several for _, several in theirs))
@@ -52,7 +56,7 @@ def run_beside_others(
         run()
         for other, several in theirs:
             if not all(map(is_none, grads := grads_of(several))):
-                _tell(box, other, several, grads, weight, factor)
+                _tell(box, other, several, grads, weight, factor, id(other) in parted)
         put_back()
     except BaseException:
         put_back()
@@ -76,6 +80,79 @@ def _others(box: Box, loss: Tensor) -> list[Box]:
     return found
 
 
+# Parameters that several wrappers hold
+
+
+@not_compiled
+def part_from_others(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
+    """Leave nothing in `.grad` of what `backward` of other wrappers made of parameters that both
+    hold. Tells whether there was anything.
+
+    Raises:
+        RuntimeError: there is more, of a pass of the user's, which may be meant for both.
+    """
+    holders = _with_windows_in(box, parameters)
+    grads = fresh(parameters, box.state.used, new=True)
+    old = used_up_by([*(b.state.used for b in boxes_alive() if b is not box), *GONE], grads)
+    theirs = {id(p) for holder in holders for p in holder.target.parameters()}
+    rows = zip(parameters, grads, old, strict=True)
+    if holders and any(not (g is None or used or id(p) in theirs) for p, g, used in rows):
+        got = "also one of a backward pass of your own"
+        raise RuntimeError(message(op, ".grad", _OWN, got, _ONE_FOR_EACH))
+    take_others_out(box, parameters)
+    for parameter, used in zip(parameters, old):
+        if used:
+            parameter.grad = None
+    GONE[:] = [used for used in GONE if used.is_left]
+    return bool(holders) or any(old)
+
+
+def take_others_out(box: Box, parameters: Sequence[Tensor]) -> None:
+    """Take the windows of other wrappers out of `.grad` of parameters that both hold."""
+    for holder in _with_windows_in(box, parameters):
+        take_out(holder, holder.target.parameters())
+
+
+def _with_windows_in(box: Box, parameters: Sequence[Tensor]) -> list[Box]:
+    """Other wrappers whose windows lie in `.grad` of some of these parameters."""
+    mine = set(map(id, parameters))
+    return [
+        other
+        for other in boxes_alive()
+        if other is not box
+        and other.state.window.in_grad
+        and not mine.isdisjoint(map(id, other.target.parameters()))
+    ]
+
+
+def refuse_nothing_but_theirs(op: str) -> NoReturn:
+    """Raise for a step that has found no more than what `part_from_others` took away."""
+    got = "only that of another one that holds the parameters, too"
+    raise RuntimeError(message(op, ".grad", _OWN, got, _ONE_FOR_EACH))
+
+
+_OWN = "hold a gradient of this AccumulatingOptimizer's own backward pass"
+_ONE_FOR_EACH = (
+    "Call backward of each optimizer that holds the parameters, or only passes of your own: "
+    "loss.backward(), step and zero_grad of each"
+)
+
+
+def _out_of_buckets(other: Box, parameters: Sequence[Tensor]) -> None:
+    """Take out of `.grad` what a pass would write over that finds it empty: DistributedDataParallel
+    does so in its buckets, of which gradients may be views."""
+    grads = grads_of(parameters)
+    dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
+    if own_their_memory(dense):
+        return
+    if other.state.window.in_grad:
+        take_out(other, other.target.parameters())
+        return
+    used = used_up_by([other.state.used], grads)
+    for parameter, grad, gone in zip(parameters, grads, used):
+        parameter.grad = None if gone or grad is None else grad.clone()
+
+
 def _earlier_parts(box: Box, other: Box, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """What earlier parts of this micro-batch made of these parameters; autograd adds to it."""
     made, micro_batch = other.state.other_pass, box.state.micro_batch
@@ -92,6 +169,7 @@ def _tell(
     grads: Sequence[Tensor | None],
     weight: Scalar,
     factor: Scalar,
+    partly: bool,
 ) -> None:
     """Let another wrapper know what a pass of this one made of its parameters."""
     if isinstance(factor, Tensor):  # a weight of zero on a device, which cannot be divided by
@@ -100,7 +178,7 @@ def _tell(
     key = None if micro_batch is None else micro_batch.key
     several = old is not None and (old.several or key is None or old.key is not key)
     scale = current_scale(OP, box.settings.scaler)
-    made = OtherPass(parameters, grads, weight, factor, scale, box.group, key, several)
+    made = OtherPass(parameters, grads, weight, factor, scale, box.group, key, several, partly)
     other.state = other.state._replace(other_pass=made)
 
 
@@ -117,7 +195,7 @@ def take_other_pass(op: str, box: Box, made: OtherPass, weight: Scalar | None) -
     Args:
         weight: what it counts; None: what it counts there.
     """
-    if made.several or box.sharded is not None:
+    if made.several or made.partly or box.sharded is not None:
         contract, got = "hold new gradients", "those of another AccumulatingOptimizer's backward"
         advice = "Run loss.backward() for both, and accumulate(weight) of each"
         if made.several:

@@ -28,7 +28,13 @@ from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._closing import Closing, StepWatch
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import fresh, grad_of, grads_of, is_none, present, put
-from accumext.optimizer._other_passes import note_scale, pass_over, scale_of_pending
+from accumext.optimizer._other_passes import (
+    note_scale,
+    part_from_others,
+    pass_over,
+    refuse_nothing_but_theirs,
+    scale_of_pending,
+)
 from accumext.optimizer._processes import sum_over_processes
 from accumext.optimizer._report import WindowReport
 from accumext.optimizer._scaler import (
@@ -40,7 +46,7 @@ from accumext.optimizer._scaler import (
     refuse_unscaled,
 )
 from accumext.optimizer._sums import add_micro_batch, count_in, raise_nonfinite
-from accumext.optimizer._window import ALIVE, NO_WINDOW, Box
+from accumext.optimizer._window import ALIVE, GONE, NO_WINDOW, Box
 from accumext.optimizer._wrong_loops import warn_of_skip, warn_of_unscaled
 
 
@@ -78,6 +84,10 @@ def run_step(
         if not box.target.is_parameters:
             parameters = box.target.parameters()
         pending = not (window.in_grad or all(map(is_none, map(grad_of, parameters))))
+        if pending and (len(ALIVE) > 1 or GONE) and part_from_others(op, box, parameters):
+            pending = not all(map(is_none, map(grad_of, parameters)))
+            if not (pending or window.micro_batches or box.state.accumulated):
+                refuse_nothing_but_theirs(op)
         if box.state.other_pass is not None:
             full = window.micro_batches >= settings.window
             pass_over(op, box, own=pending or full or box.state.accumulated)
@@ -118,6 +128,7 @@ def flush(box: Box, proxy: Optimizer, op: str) -> None:
     parameters, enabled = box.target.parameters(), torch.is_grad_enabled()
     with torch.no_grad():
         if not box.state.window.in_grad:
+            part_from_others(op, box, parameters)
             take_pending(box, op, parameters, None, new=True)
         close_window(box, proxy, op, parameters, {}, enabled, flushing=True)
 

@@ -180,7 +180,7 @@ def _take(
     of the sums' dtype and the factor is 1. Returns the norm of all if one call has found it."""
     one = not isinstance(factor, Tensor) and factor == 1.0
     dtypes = main_dtypes([parameters[i] for i in indices])
-    if one and dtypes == list(map(dtype_of, grads)) and _own_their_memory(grads):
+    if one and dtypes == list(map(dtype_of, grads)) and own_their_memory(grads):
         for i, grad in zip(indices, grads, strict=True):
             sums[i] = grad
         return None
@@ -189,7 +189,7 @@ def _take(
         if grad.is_sparse:
             sums[i] = grad.detach().to(dtype) if one else grad.detach().to(dtype) * factor
         elif one and grad.dtype == dtype:
-            mine = _own_their_memory([grad]) and not any(grad is other for other in sums)
+            mine = own_their_memory([grad]) and not any(grad is other for other in sums)
             sums[i] = grad if mine else grad.detach().resolve_conj().clone()
         else:
             sources.append(grad.detach().resolve_conj())
@@ -204,7 +204,7 @@ def _take(
 
 
 @not_compiled  # which cannot trace what storages tell
-def _own_their_memory(grads: Sequence[Tensor]) -> bool:
+def own_their_memory(grads: Sequence[Tensor]) -> bool:
     """Tell whether nothing but these can be seen in their memory, nor two of them in one place: no
     view, such as of a DDP bucket, no expanded tensor, no part of a buffer."""
     parts = local_tensors(grads)

@@ -108,6 +108,9 @@ class OtherPass(NamedTuple):
     group: Group | None  # over which the other one sums its window: these are not synchronised
     key: object  # of the micro-batch that the pass is a part of; None if it is all of one
     several: bool  # it followed another one, which was not taken either
+    partly: (
+        bool  # the other one holds more of this optimizer's parameters, and took their gradients
+    )
 
 
 class State(NamedTuple):
@@ -145,6 +148,9 @@ def others_of(box: Box) -> list[Box]:
         and (other.state.window.micro_batches or other.state.last)
         and not mine.isdisjoint(map(id, other.target.parameters()))
     ]
+
+
+GONE = list[Used]()  # of optimizers that ended: what their steps have used and left in `.grad`
 
 
 @atexit.register
@@ -216,6 +222,8 @@ class Box:
     def __del__(self) -> None:
         if not sys.is_finalizing() and "state" in vars(self):
             self.warn_of_loss()
+            if any(self.state.used.ours):
+                GONE[:] = [used for used in (*GONE, self.state.used) if used.is_left]
 
     def expects_sum(self, parameter: Tensor) -> bool:
         """Tell whether the next backward pass adds to a sum of this parameter that is there."""

@@ -54,8 +54,20 @@ class Sides:
         made = first(self.batches[number]).detach()
         return (second(self.batches[number]) - second(made)).square().mean()
 
+    def held(self):
+        """The parameters of each optimizer."""
+        return [list(net.parameters()) for net in self.nets]
+
     def parameters(self):
         return [p.detach() for net in self.nets for p in net.parameters()]
+
+
+class Overlapping(Sides):
+    """The first optimizer holds both networks, as that of an encoder and a head, or of InfoGAN."""
+
+    def held(self):
+        first, second = super().held()
+        return [first + second, second]
 
 
 def wrappers(sides, windows, scaled="none", make=sgd, **options):
@@ -69,16 +81,16 @@ def wrappers(sides, windows, scaled="none", make=sgd, **options):
         "second": (None, one),
     }[scaled]
     return [
-        AccumulatingOptimizer(make(net.parameters()), window=window, scaler=scaler, **options)
-        for net, window, scaler in zip(sides.nets, windows, scalers)
+        AccumulatingOptimizer(make(held), window=window, scaler=scaler, **options)
+        for held, window, scaler in zip(sides.held(), windows, scalers)
     ]
 
 
-def train_by_hand(order, losses, windows, weights, make=sgd):
+def train_by_hand(order, losses, windows, weights, make=sgd, kind=Sides):
     """What each network becomes that steps on its own loss: a word is what is done, and for
     which."""
-    sides = Sides()
-    hands = [ByHand(net.parameters(), make) for net in sides.nets]
+    sides = kind()
+    hands = [ByHand(held, make) for held in sides.held()]
     for number, weight in enumerate(weights):
         for what, i in order:
             if what == "backward":
@@ -189,6 +201,93 @@ def test_frozen_parameters_and_wrappers_that_are_gone():
     opts[0].backward(sides.through_both(0))
     assert all(p.grad is not None for p in sides.nets[1].parameters())
     opts[0].step()
+
+
+# Parameters that both hold
+
+TWO_HOLD = f"{OP}.%s: .grad must hold a gradient of this {OP}'s own backward pass, got %s"
+EACH = ". Call backward of each optimizer that holds the parameters, or only passes of your own"
+
+
+@EACH_POLICY
+@EACH_SCALER
+@EACH_WEIGHT
+@EACH_WINDOW
+@pytest.mark.parametrize("clears", [False, True], ids=["", "zero_grad"])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_parameters_that_both_hold_step_on_the_losses_of_each(
+    order, clears, windows, weights, scaled, policy
+):
+    """Nothing of a backward pass enters the window of the other, nor of a step that has used it."""
+    sides, losses = Overlapping(), ("through_both", "of_the_second")
+    opts = wrappers(sides, windows, scaled, on_nonfinite=policy)
+    for number, weight in enumerate(weights):
+        for what, i in order:
+            if what == "backward":
+                if clears:
+                    opts[i].zero_grad()
+                opts[i].backward(getattr(sides, losses[i])(number), weight)
+            else:
+                opts[i].step()
+    by_hand = train_by_hand(order, losses, windows, weights, kind=Overlapping)
+    assert_close(sides.parameters(), by_hand)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_wrapper_begins_without_what_another_has_used(gone, window):
+    """A second phase of training: `.grad` holds what the last step of the first was given."""
+    parameter, first = oracle.wrapped_zeros()
+    first.backward(parameter * 2.0)
+    first.step()
+    assert parameter.grad.item() == 2.0
+    if gone:
+        del first
+    second = AccumulatingOptimizer(sgd([parameter]), window=window)
+    for _ in range(window):
+        second.backward(parameter * 3.0)
+        second.step()
+    assert parameter.item() == -5.0
+
+
+def test_a_pass_of_ones_own_beside_that_of_another_holder():
+    """Nobody can tell for whom it is."""
+    sides = Overlapping()
+    opts = wrappers(sides, (1, 1))
+    opts[1].backward(sides.of_the_second(0))
+    sides.through_both(0).backward()
+    held = [p.grad.clone() for p in sides.held()[0]]
+    text = TWO_HOLD % ("step", "also one of a backward pass of your own") + EACH
+    with pytest.raises(RuntimeError, match=oracle.says(text)):
+        opts[0].step()
+    oracle.assert_equal([p.grad for p in sides.held()[0]], held)
+    opts[1].step()
+    assert opts[1].stepped
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_step_on_nothing_but_what_another_holder_made(stepped):
+    sides = Overlapping()
+    opts = wrappers(sides, (1, 1))
+    opts[0].backward(sides.through_both(0))
+    if stepped:
+        opts[0].step()
+    text = TWO_HOLD % ("step", "only that of another one that holds the parameters, too") + EACH
+    with pytest.raises(RuntimeError, match=oracle.says(text)):
+        opts[1].step()
+    opts[0].discard()
+
+
+def test_what_another_holder_took_cannot_be_accumulated():
+    """The second network's gradients are in sums of that one."""
+    sides = Overlapping()
+    opts = wrappers(sides, (4, 4))
+    opts[1].backward(sides.through_both(0))
+    with pytest.raises(
+        RuntimeError, match=r"Run loss.backward\(\) for both, and accumulate\(weight"
+    ):
+        opts[0].accumulate()
+    opts[1].discard()
 
 
 # One loss of two optimizers: Muon and AdamW

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -136,6 +137,56 @@ def test_a_forward_pass_outside_synchronises_nothing_inside(loop, options, neste
     for _ in range(3):  # and DDP goes on as before, with buckets that it makes anew
         model(batches[0]).sum().backward()
     assert len(reduced) == 3
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("factor", [2.0, math.nan, math.inf])
+def test_a_gradient_that_ddp_copies_into_another_bucket_is_used_once(factor):
+    """It does so, and sets `.grad` to the copy, in the forward pass after its first backward."""
+    module = nn.Linear(2, 1)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    opt = oracle.wrapped(module)
+    with nullcontext() if math.isfinite(factor) else pytest.warns(match="skipped"):
+        opt.backward(model(torch.ones(1, 2)).sum() * factor)
+        opt.step()
+    used, before = module.weight.grad, module.weight.detach().clone()
+    loss = model(torch.ones(1, 2)).sum()
+    assert module.weight.grad is not used
+    opt.flush()
+    assert not opt.stepped
+    opt.backward(loss)
+    opt.step()
+    oracle.assert_equal([module.weight.detach()], [before - 1.0])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("late", [False, True], ids=["step-each", "steps-behind"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_gradients_in_buckets_of_ddp_beside_another_wrapper(order, late, window):
+    """Of which a backward pass of that one, which finds `.grad` empty, fills the same buckets."""
+    nets = [nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 1, dtype=torch.float64)]
+    plain = copy.deepcopy(nets)
+    replicas = [DistributedDataParallel(n, gradient_as_bucket_view=True) for n in nets]
+    opts = [oracle.wrapped(net, window=window) for net in nets]
+    hands = [oracle.ByHand(net.parameters(), oracle.sgd) for net in plain]
+
+    def loss_of(i, first, second, batch):
+        return second(first(batch) if i == 0 else batch).square().mean()
+
+    for number in range(8):
+        batch = torch.full((2, 3), 0.1 * number, dtype=torch.float64)
+        steps = []
+        for i in order:
+            opts[i].backward(loss_of(i, *replicas, batch))
+            hands[i].add(loss_of(i, *plain, batch))
+            steps += [opts[i].step, *([hands[i].step] if (number + 1) % window == 0 else [])]
+            while steps and (i == order[-1] or not late):
+                steps.pop(0)()
+    made, expected = (
+        [p for n in several for p in oracle.parameters_of(n)] for several in (nets, plain)
+    )
+    oracle.assert_close(made, expected)
 
 
 @pytest.mark.usefixtures("alone")
