@@ -46,7 +46,7 @@ from accumext.optimizer._settings import (
 )
 from accumext.optimizer._step import flush, run_step
 from accumext.optimizer._sums import add_micro_batch, take_out
-from accumext.optimizer._window import ALIVE, Box, pack, unpack
+from accumext.optimizer._window import LEAVING, Box, pack, unpack
 from accumext.optimizer._wrong_loops import Watch, telling_of_another_step, warn_of_a_full_window
 
 
@@ -406,7 +406,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         box, parameters = self._box, self._box.target.parameters()
         if box.state.window.in_grad:
             take_out(box, parameters)
-        if len(ALIVE) > 1:
+        if len(LEAVING) > box.leaves:
             take_others_out(box, parameters)
         if box.state.last is not None:
             box.state.last.evidence = None

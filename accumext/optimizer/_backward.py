@@ -63,6 +63,7 @@ from accumext.optimizer._sums import (
 from accumext.optimizer._window import (
     ALIVE,
     GONE,
+    LEAVING,
     NO_WINDOW,
     Box,
     OpenMicroBatch,
@@ -190,7 +191,7 @@ def run_backward(
     parameters = list(chain.from_iterable(map(params_of, box.optimizer.param_groups)))
     if not box.target.is_parameters:
         parameters = box.target.parameters()
-    if (len(ALIVE) > 1 or GONE) and not window.in_grad:
+    if (GONE or len(LEAVING) > box.leaves) and not window.in_grad:
         part_from_others(op, box, parameters)
     pending: Sequence[Tensor | None] = ()
     if not window.in_grad and not all(map(is_none, map(grad_of, parameters))):
@@ -276,6 +277,8 @@ def _backward_into_grad(
             raise_nonfinite(box, op, grads, call.weight)
         unchecked = policy == "skip_micro_batch"
         window = window._replace(in_grad=True, sums=grads, unchecked=unchecked)
+        if not box.leaves:
+            LEAVING[id(box)], box.leaves = box, True
         box.state = box.state._replace(window=window, accumulated=True, through_backward=True)
     except BaseException:
         box.drop()

@@ -25,7 +25,7 @@ from accumext.optimizer._grads import Used, fresh, grads_of, is_none, put, used_
 from accumext.optimizer._scaler import current_scale
 from accumext.optimizer._settings import OP
 from accumext.optimizer._sums import add_micro_batch, own_their_memory, take_out
-from accumext.optimizer._window import GONE, Box, OtherPass, boxes_alive
+from accumext.optimizer._window import GONE, LEAVING, Box, OtherPass, boxes_alive
 
 
 def run_beside_others(
@@ -93,7 +93,7 @@ def part_from_others(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
     """
     holders = _with_windows_in(box, parameters)
     grads = fresh(parameters, box.state.used, new=True)
-    old = used_up_by([*(b.state.used for b in boxes_alive() if b is not box), *GONE], grads)
+    old = used_up_by([*(b.state.used for b in boxes_alive(LEAVING) if b is not box), *GONE], grads)
     theirs = {id(p) for holder in holders for p in holder.target.parameters()}
     rows = zip(parameters, grads, old, strict=True)
     if holders and any(not (g is None or used or id(p) in theirs) for p, g, used in rows):
@@ -118,7 +118,7 @@ def _with_windows_in(box: Box, parameters: Sequence[Tensor]) -> list[Box]:
     mine = set(map(id, parameters))
     return [
         other
-        for other in boxes_alive()
+        for other in boxes_alive(LEAVING)
         if other is not box
         and other.state.window.in_grad
         and not mine.isdisjoint(map(id, other.target.parameters()))

@@ -46,7 +46,7 @@ from accumext.optimizer._scaler import (
     refuse_unscaled,
 )
 from accumext.optimizer._sums import add_micro_batch, count_in, raise_nonfinite
-from accumext.optimizer._window import ALIVE, GONE, NO_WINDOW, Box
+from accumext.optimizer._window import ALIVE, GONE, LEAVING, NO_WINDOW, Box
 from accumext.optimizer._wrong_loops import warn_of_skip, warn_of_unscaled
 
 
@@ -84,7 +84,11 @@ def run_step(
         if not box.target.is_parameters:
             parameters = box.target.parameters()
         pending = not (window.in_grad or all(map(is_none, map(grad_of, parameters))))
-        if pending and (len(ALIVE) > 1 or GONE) and part_from_others(op, box, parameters):
+        if (
+            pending
+            and (GONE or len(LEAVING) > box.leaves)
+            and part_from_others(op, box, parameters)
+        ):
             pending = not all(map(is_none, map(grad_of, parameters)))
             if not (pending or window.micro_batches or box.state.accumulated):
                 refuse_nothing_but_theirs(op)

@@ -133,9 +133,14 @@ class State(NamedTuple):
 ALIVE: WeakValueDictionary[int, Box] = WeakValueDictionary()  # by id
 
 
-def boxes_alive() -> list[Box]:
+# Those whose `backward` has left gradients in `.grad`, where others that hold the parameters look.
+LEAVING: WeakValueDictionary[int, Box] = WeakValueDictionary()
+GONE = list[Used]()  # of optimizers that ended: what their steps have used and left in `.grad`
+
+
+def boxes_alive(among: WeakValueDictionary[int, Box] = ALIVE) -> list[Box]:
     """Those of all optimizers, also while other threads make some."""
-    return [box for reference in ALIVE.valuerefs() if (box := reference()) is not None]
+    return [box for reference in among.valuerefs() if (box := reference()) is not None]
 
 
 def others_of(box: Box) -> list[Box]:
@@ -148,9 +153,6 @@ def others_of(box: Box) -> list[Box]:
         and (other.state.window.micro_batches or other.state.last)
         and not mine.isdisjoint(map(id, other.target.parameters()))
     ]
-
-
-GONE = list[Used]()  # of optimizers that ended: what their steps have used and left in `.grad`
 
 
 @atexit.register
@@ -176,6 +178,7 @@ class Box:
         # Settings that all processes are known to have, and what they were compared by.
         self.agreed: tuple[Settings, Tensor] | None = None
         self.thread = get_ident()  # that made it, or used it last
+        self.leaves = False  # whether it is one of LEAVING
         ALIVE[id(self)] = self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -204,7 +207,7 @@ class Box:
         if self.settings.process_group is not None:  # that of the process that unpickles
             self.settings = self.settings._replace(process_group=dist.group.WORLD)
         self.main_grads = MainGrads(self, self.target.parameters())
-        self.thread = get_ident()
+        self.thread, self.leaves = get_ident(), False
         ALIVE[id(self)] = self
 
     def warn_of_loss(self) -> None:
@@ -223,7 +226,8 @@ class Box:
         if not sys.is_finalizing() and "state" in vars(self):
             self.warn_of_loss()
             if any(self.state.used.ours):
-                GONE[:] = [used for used in (*GONE, self.state.used) if used.is_left]
+                left = self.state.used._replace(views=())
+                GONE[:] = [used for used in (*GONE, left) if used.is_left]
 
     def expects_sum(self, parameter: Tensor) -> bool:
         """Tell whether the next backward pass adds to a sum of this parameter that is there."""
