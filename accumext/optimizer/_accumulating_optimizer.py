@@ -58,7 +58,8 @@ def _setting(name: str, doc: str) -> Any:
 
     def assign(self: Any, value: Any) -> None:
         arguments = {**self._box.settings._asdict(), name: value}
-        del arguments["needs_closure"], arguments["looks_first"]
+        for found in ("needs_closure", "names_closure", "looks_first"):
+            del arguments[found]
         self._box.settings = check_settings(self.optimizer, **arguments)
 
     return property(get, assign, doc=doc)

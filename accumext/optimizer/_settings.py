@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     reduce_in_backward: bool
     synchronize: _checks.Synchronize
     needs_closure: bool  # whether the wrapped `step` cannot be called without one
+    names_closure: bool  # whether it takes one by name alone
     looks_first: bool  # whether a micro-batch is kept apart until it is known to be finite
 
 
@@ -77,8 +78,12 @@ def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
         given["scaler"] = None
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-    looks_first = given["on_nonfinite"] != "skip_window"
-    settings = Settings(**given, needs_closure=needs_closure, looks_first=looks_first)
+    settings = Settings(
+        **given,
+        needs_closure=needs_closure,
+        names_closure=closure is not None and closure.kind is closure.KEYWORD_ONLY,
+        looks_first=given["on_nonfinite"] != "skip_window",
+    )
     refuse_prepared(OP, optimizer)
     _refuse_conflicts(settings, optimizer)
     return settings

@@ -320,7 +320,10 @@ def _step_with_closure(
     try:
         watch.begin(box.optimizer)
         try:
-            value = box.optimizer.step(evaluation.run, **kwargs)
+            if box.settings.names_closure:
+                value = box.optimizer.step(closure=evaluation.run, **kwargs)
+            else:
+                value = box.optimizer.step(evaluation.run, **kwargs)
         finally:
             watch.end(box.optimizer)
         evaluation.conclude([])

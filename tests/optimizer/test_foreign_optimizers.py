@@ -412,6 +412,13 @@ class Calling(torch.optim.SGD):
         return loss
 
 
+class Named(Sharpness):
+    """It takes the closure by name alone."""
+
+    def step(self, *, closure=None):
+        return super().step(closure)
+
+
 class Second(torch.optim.SGD):
     """As AdaHessian."""
 
@@ -460,14 +467,14 @@ def test_a_closure_that_the_step_itself_needs_is_refused_in_words(make, case):
     opt.discard()
 
 
-@pytest.mark.parametrize("make", [Sharpness, Calling])
+@pytest.mark.parametrize("make", [Sharpness, Calling, Named])
 def test_a_step_that_needs_its_closure_has_it_in_a_window_of_one(make):
     def train(wrap):
         model = oracle.make_model()
         opt = wrap(make(model.parameters(), lr=0.1))
         for batch in BATCHES:
             oracle.loss_of(model, batch).backward()
-            opt.step(lambda batch=batch: oracle.loss_of(model, batch).backward())
+            opt.step(closure=lambda batch=batch: oracle.loss_of(model, batch).backward())
             opt.zero_grad()
         return oracle.parameters_of(model)
 
