@@ -195,9 +195,7 @@ def run_backward(
         part_from_others(op, box, parameters)
     pending: Sequence[Tensor | None] = ()
     if not window.in_grad and not all(map(is_none, map(grad_of, parameters))):
-        pending = _let_go(box, parameters, inside is not None)
-        if box.state.earlier_scale is not None:
-            scale_of_pending(op, box)
+        pending = _let_go(op, box, parameters, inside is not None)
     if stays:
         _backward_into_grad(box, op, call, scale, parameters, pending)
         return
@@ -217,7 +215,9 @@ def run_backward(
         watch.see_backward(box, parameters, before)
 
 
-def _let_go(box: Box, parameters: Sequence[Tensor], inside: bool) -> Sequence[Tensor | None]:
+def _let_go(
+    op: str, box: Box, parameters: Sequence[Tensor], inside: bool
+) -> Sequence[Tensor | None]:
     """Empty `.grad` of what steps have used, but inside a micro-batch; what stays counts as part of
     the micro-batch to come, since autograd adds to it."""
     grads = grads_of(parameters)
@@ -226,6 +226,8 @@ def _let_go(box: Box, parameters: Sequence[Tensor], inside: bool) -> Sequence[Te
         for parameter, grad, mine in zip(parameters, grads, pending, strict=True):
             if mine is not grad:
                 parameter.grad = None
+    if box.state.earlier_scale is not None:
+        scale_of_pending(op, box)
     return () if all(map(is_none, pending)) else pending
 
 
@@ -593,7 +595,7 @@ def open_micro_batch(op: str, box: Box, model: nn.Module | None) -> Iterator[Non
         parameters = box.target.parameters()
         if not box.state.window.in_grad:
             part_from_others(op, box, parameters)
-            _let_go(box, parameters, inside=False)
+            _let_go(op, box, parameters, inside=False)
         take_out(box, parameters)
         before = box.state.window
         opened = OpenMicroBatch(base=before.micro_batches, key=object())

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import chain, starmap
 from operator import is_
 from threading import get_ident
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -125,10 +124,18 @@ def _with_windows_in(box: Box, parameters: Sequence[Tensor]) -> list[Box]:
     ]
 
 
-def refuse_nothing_but_theirs(op: str) -> NoReturn:
-    """Raise for a step that has found no more than what `part_from_others` took away."""
-    got = "only that of another one that holds the parameters, too"
-    raise RuntimeError(message(op, ".grad", _OWN, got, _ONE_FOR_EACH))
+def own_is_pending(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
+    """Tell whether anything lies in `.grad` beside what others have made.
+
+    Raises:
+        RuntimeError: nothing does, and the window is empty.
+    """
+    parted = part_from_others(op, box, parameters)
+    pending = not all(map(is_none, grads_of(parameters)))
+    if parted and not (pending or box.state.window.micro_batches or box.state.accumulated):
+        got = "only that of another one that holds the parameters, too"
+        raise RuntimeError(message(op, ".grad", _OWN, got, _ONE_FOR_EACH))
+    return pending
 
 
 _OWN = "hold a gradient of this AccumulatingOptimizer's own backward pass"

@@ -30,9 +30,9 @@ from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import fresh, grad_of, grads_of, is_none, present, put
 from accumext.optimizer._other_passes import (
     note_scale,
+    own_is_pending,
     part_from_others,
     pass_over,
-    refuse_nothing_but_theirs,
     scale_of_pending,
 )
 from accumext.optimizer._processes import sum_over_processes
@@ -84,14 +84,8 @@ def run_step(
         if not box.target.is_parameters:
             parameters = box.target.parameters()
         pending = not (window.in_grad or all(map(is_none, map(grad_of, parameters))))
-        if (
-            pending
-            and (GONE or len(LEAVING) > box.leaves)
-            and part_from_others(op, box, parameters)
-        ):
-            pending = not all(map(is_none, map(grad_of, parameters)))
-            if not (pending or window.micro_batches or box.state.accumulated):
-                refuse_nothing_but_theirs(op)
+        if pending and (GONE or len(LEAVING) > box.leaves):
+            pending = own_is_pending(op, box, parameters)
         if box.state.other_pass is not None:
             full = window.micro_batches >= settings.window
             pass_over(op, box, own=pending or full or box.state.accumulated)
