@@ -42,6 +42,7 @@ from accumext.recurrence import (
     check_options,
     check_unwritten,
     detach,
+    fingerprints_of,
     freeze,
     map_tensors,
     may_be_unbatched,
@@ -318,6 +319,8 @@ class _Steps:
             if t == 0:
                 _check_order(output, state, new_state)
             state = new_state if self.rows is None else self.rows.freeze(t, new_state, state)
+            if history is not None and t + 1 in (begin, end):
+                history.check(t, output, state)
             if t < begin:
                 continue  # replayed for its graph; its loss belonged to an earlier window
             losses.append(self.losses.of(t, output))
@@ -370,6 +373,8 @@ class _StateHistory:
     def __init__(self, k2: int, replays: Replays) -> None:
         self._replays = replays
         self._saved: deque[_SavedState] = deque(maxlen=k2)
+        self._last = -1  # the last step of the window before
+        self._results: list[Tensor] = []  # of that step, their fingerprints
 
     def save(self, step: int, state: State) -> None:
         """Save the state before `step`, once."""
@@ -378,6 +383,13 @@ class _StateHistory:
             counts = write_counts(tensors(state))
             start = self._replays.start(graphs=True)
             self._saved.append(_SavedState(step, state, counts, start))
+
+    def check(self, step: int, output: Tensor, state: State) -> None:
+        """Raise if a window that goes back before the end of the window before comes to other
+        results there."""
+        if step == self._last:
+            self._replays.check_same((output, state), self._results)
+        self._last, self._results = step, fingerprints_of((output, state))
 
     def restore(self, step: int, current: State) -> State:
         """The state before `step`, with the generators put back so that dropout replays, and what

@@ -37,6 +37,7 @@ from accumext.recurrence import (
     check_output,
     check_unwritten,
     detach,
+    fingerprints_of,
     freeze,
     join,
     map_tensors,
@@ -216,6 +217,7 @@ class CallableSteps:
         transcript, tokens = self.transcript, self.transcript.tokens
         given = (self.root, *transcript.model.context)
         starts: dict[int, tuple[State, Start]] = {}
+        known: list[Tensor] = []  # the fingerprint of every step
         last = tokens.state
         begins = [*sorted({begin for begin, _, _ in spans}), tokens.steps]
         with torch.no_grad():
@@ -224,7 +226,8 @@ class CallableSteps:
                 starts[first] = (kept, self._replays.start())
                 for since, until in segments(following - first):
                     begin, end = first + since, first + until
-                    _, last = self._run_segment(begin, begin, end, last, *given)
+                    segment, last = self._run_segment(begin, begin, end, last, *given)
+                    known += fingerprints_of([*segment.hidden])
         # with its graph: windows from step 0 reach the encoder
         starts[0] = (tokens.state, starts[0][1])
         found = []
@@ -232,6 +235,10 @@ class CallableSteps:
             state, start = starts[begin]
             with self._replays.from_start(start):
                 segment, _ = self._run_segment(begin, counting, end, state, *given)
+                self._replays.check_same([*segment.hidden], known[counting:end])
+                if segment.losses is not None:
+                    losses = fingerprints_of(transcript.losses[counting:end])
+                    self._replays.check_same(segment.losses, losses)
                 if spans[-1][0] > 0:  # later windows begin with what steps without a graph kept
                     self._replays.kept.check_no_graph()
             found.append(segment)
@@ -254,14 +261,16 @@ class CallableSteps:
         def run() -> State:
             segment, last = self.run_steps(*given)
             found.append((segment, last))
-            return segment.hidden[-1], last
+            return segment.hidden, segment.losses, last
 
         def again() -> State:
             if write_counts(read) != counts:
                 raise RuntimeError(changed(OP))
             with self._replays.from_start(start):
                 steps, last = self._call_steps(*given)
-            return steps.hidden[-1], last
+            with torch.no_grad():
+                losses = torch.stack(steps.losses) if steps.losses else None
+                return torch.stack(steps.hidden), losses, last
 
         self._replays.record(run, again)
         return found.pop()

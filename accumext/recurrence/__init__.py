@@ -23,6 +23,7 @@ from accumext.recurrence._precision import no_grad_no_autocast as no_grad_no_aut
 from accumext.recurrence._replays import Replays as Replays
 from accumext.recurrence._replays import Start as Start
 from accumext.recurrence._replays import changed as changed
+from accumext.recurrence._replays import fingerprints_of as fingerprints_of
 from accumext.recurrence._resets import Resets as Resets
 from accumext.recurrence._resets import resets_of as resets_of
 from accumext.recurrence._rnn_weights import GRU as GRU

@@ -96,7 +96,10 @@ class _Watched:
         if tensor is not None and self.look() is not copy:
             if copy.content is None:
                 return False
-            tensor.data.copy_(copy.content)
+            if tensor.shape == copy.content.shape:
+                tensor.data.copy_(copy.content)
+            else:  # of resize_
+                tensor.data = copy.content.clone()
             self._copy = copy
         return True
 

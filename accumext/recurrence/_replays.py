@@ -70,7 +70,7 @@ class Replays:
         with saved_tensors_hooks(part.pack, part.unpack):
             result = run()
         part.measure = None
-        part.results = _fingerprints(result)
+        part.results = fingerprints_of(result)
 
     def unpack(self, part: _Part, index: int) -> Tensor:
         """A tensor that the graph of a part would have saved. It is given away."""
@@ -98,13 +98,13 @@ class Replays:
                 self._fail(f"a tensor of shape {list(tensor.shape)} in place of {list(shape)}")
             if writes != count and not self.kept.holds(tensor):
                 raise RuntimeError(changed(self.kept.op))
-        self._check_same(result, part.results)
+        self.check_same(result, part.results)
         return {index: tensor for index, (tensor, _) in enumerate(found)}
 
-    def _check_same(self, results: State, known: list[Tensor]) -> None:
-        """Raise unless a replay has come to the results of the forward pass, but for rounding: half
-        of the digits of a dtype."""
-        fingerprints = _fingerprints(results)
+    def check_same(self, results: State, known: list[Tensor]) -> None:
+        """Raise unless a replay has come to the results of the forward pass, whose fingerprints are
+        known, but for rounding: half of the digits of a dtype."""
+        fingerprints = fingerprints_of(results)
         if len(fingerprints) != len(known):
             self._fail("another result")
         for tensor, now, then in zip(_dense(results), fingerprints, known, strict=True):
@@ -152,7 +152,7 @@ def _dense(results: State) -> list[Tensor]:
     return [t for t in tensors(results) if type(t) is Tensor and t.layout == torch.strided]
 
 
-def _fingerprints(results: State) -> list[Tensor]:
+def fingerprints_of(results: State) -> list[Tensor]:
     """Of every tensor its product with a ramp, which also tells exchanged elements."""
     found = []
     for tensor in _dense(results):

@@ -19,6 +19,7 @@ from accumext.recurrence import (
     changed,
     copy_nesting,
     detach,
+    fingerprints_of,
     map_tensors,
     tensors,
     write_counts,
@@ -53,6 +54,9 @@ class RecomputedSteps:
         self._leaves: list[Tensor] | None = None
         self._writes: list[int] = []
         self._first_node = next_node_number()
+        # Where the window before ended, and the fingerprints of its carry, until they are reached.
+        self._border: int | None = None
+        self._at_border: list[Tensor] = []
         if plan is not None:
             self._follow(plan, 0)
 
@@ -71,6 +75,8 @@ class RecomputedSteps:
             begin = stop
         if end == self.steps:
             self._checkpoints.windows.clear()  # they may hold graphs
+        else:
+            self._border, self._at_border = end, fingerprints_of(carry)
         self._writes = write_counts(self._leaves or [])
         return carry, total
 
@@ -94,6 +100,9 @@ class RecomputedSteps:
         memory of what they are a mean of."""
         for t in range(begin, end):
             self._checkpoints.save_start(t, carry)
+            if t == self._border:
+                self._replays.check_same(carry, self._at_border)
+                self._border = None
             carry, loss = self._step(t, carry, t >= counting)
             if self._leaves is None and torch.is_grad_enabled():
                 self._leaves = leaves_since(self._first_node, [loss, *tensors(carry)])

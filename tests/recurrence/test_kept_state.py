@@ -139,6 +139,19 @@ class Allocates(Mixes):
         return h, h
 
 
+class Resizes(Mixes):
+    """A buffer that calls make longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(1, SIZE, dtype=torch.float64))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.step(x, h, self.rows.mean(0))
+        self.rows.resize_(len(self.rows) + 1, SIZE)[-1] = h.detach().mean(0)
+        return h, h
+
+
 class Normalises(Mixes):
     """Running statistics, which kernels write without counting it."""
 
@@ -290,6 +303,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "buffers": Buffers,
     "a buffer that is written later": partial(Buffers, since=STEPS // 2),
     "allocates": Allocates,
+    "a buffer that is resized": Resizes,
     "batch norm": partial(Normalises, nn.BatchNorm1d),
     "instance norm": lambda: Normalises(nn.InstanceNorm1d),
     "spectral norm": partial(Spectral, parametrizations.spectral_norm),
@@ -657,6 +671,64 @@ def test_places_that_are_not_looked_at_are_no_silent_mistake(kind, way, options)
     loss = getattr(world, way)(**options)
     with pytest.raises(RuntimeError, match="must do in its replay"):
         world.gradients(loss)
+
+
+class Begins(InSlots):
+    """The first call alone does more."""
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kept.before is None:
+            self.kept.before = h.detach()
+            x = x * 3
+        return (self.step(x, h, h),) * 2
+
+
+@pytest.mark.parametrize("kind", [OfClass, InSlots, Begins])
+@pytest.mark.parametrize("way", ["decoded", "rollout", "tbptt"])
+def test_nor_are_they_where_windows_overlap(kind, way):
+    """A window that goes back behind the end of another one comes to the same results there."""
+    OfClass.calls = 0
+    with pytest.raises(RuntimeError, match="must do in its replay"):
+        in_windows(World(kind), way, 7, 40)
+
+
+def test_nor_are_they_in_the_last_window_of_a_rollout():
+    """Whose graph is kept, so that nothing runs again."""
+    world = World(partial(Unseen, lambda x, again: x))
+    calls = itertools.count(1)
+    world.inner.function = lambda x, again: x * 3 if next(calls) == STEPS else x
+    with pytest.raises(RuntimeError, match="must do in its replay"):
+        world.rollout(k1=STEPS - 1, k2=STEPS, checkpoint=STEPS)
+
+
+class Scales(nn.Linear):
+    """A head by the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE, VOCABULARY, dtype=torch.float64)
+        self.calls = itertools.count(1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h) * 0.9 ** next(self.calls)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 4000}, {"k1": 7, "k2": 40}], ids=str)
+def test_nor_in_a_head_that_is_called(options):
+    world = World("attribute")
+    world.head = Scales()
+    with pytest.raises(RuntimeError, match="must do in its replay"):
+        world.decoded(**options).backward()
+
+
+def test_a_first_call_that_does_more_is_seen_long_after():
+    """Although the state has forgotten it at the end of the segment."""
+
+    class Forgets(Begins):
+        def step(self, x: Tensor, h: Tensor, before: Any) -> Tensor:
+            return 1e-4 * super().step(x, h, before)
+
+    with pytest.raises(RuntimeError, match="must do in its replay"):
+        World(Forgets).decoded(memory_budget=4000).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
