@@ -271,8 +271,9 @@ def only_watching(hooks: Iterable[dict[int, Any]]) -> bool:
     return all(name.startswith(_WATCHING) for name in modules)
 
 
-# The buffers of a module itself, by name, in the dict in which it keeps them.
+# The buffers and children of a module itself, by name, in the dicts in which it keeps them.
 own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from accumext.recurrence import (
     detach,
     fingerprints_of,
     freeze,
+    hook_beyond,
     map_tensors,
     may_be_unbatched,
     resets_of,
@@ -433,7 +434,7 @@ class _SharedGraph:
         if leaf is None or leaf.grad is None:
             return value
         earlier, hooked = leaf.grad, value.view_as(value)
-        hooked.register_hook(lambda gradient: gradient + earlier)
+        hook_beyond(hooked, lambda gradient: gradient + earlier)
         self._hooked[id(value)] = hooked
         return hooked
 

@@ -22,7 +22,7 @@ from accumext._torch_private import (
     write_count,
 )
 from accumext.decoder import _operators
-from accumext.decoder._called_head import called_head_losses
+from accumext.decoder._called_head import called_head_losses, called_logits
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._model import OP
 from accumext.decoder._plan import SEGMENT, keeps_graph
@@ -44,6 +44,7 @@ from accumext.recurrence import (
     no_autocast,
     no_grad_no_autocast,
     parameter_tensors,
+    saving_by,
     size_of,
     tensors,
     write_counts,
@@ -324,6 +325,9 @@ class CallableSteps:
             if model.called_head is not None and step >= min(counting, self.known):
                 results.losses.append(self._call_head(step, hidden))
                 reached.append(results.losses[-1])
+            elif model.called_head is not None:  # for what it keeps and draws
+                with torch.no_grad():
+                    called_logits(OP, model, hidden)
             if graph and not self._knows_graph:
                 self._knows_graph = True
                 leaves = leaves_since(self._first_node, reached)
@@ -408,7 +412,7 @@ def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
         return tensor
 
     not_traced(pack, base_of)
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with saving_by(OP, "cell", pack, unpack):
         yield sizes
 
 

@@ -24,6 +24,7 @@ from accumext.recurrence._replays import Replays as Replays
 from accumext.recurrence._replays import Start as Start
 from accumext.recurrence._replays import changed as changed
 from accumext.recurrence._replays import fingerprints_of as fingerprints_of
+from accumext.recurrence._replays import saving_by as saving_by
 from accumext.recurrence._resets import Resets as Resets
 from accumext.recurrence._resets import resets_of as resets_of
 from accumext.recurrence._rnn_weights import GRU as GRU
@@ -44,6 +45,7 @@ from accumext.recurrence._states import check_unwritten as check_unwritten
 from accumext.recurrence._states import copy_nesting as copy_nesting
 from accumext.recurrence._states import detach as detach
 from accumext.recurrence._states import freeze as freeze
+from accumext.recurrence._states import hook_beyond as hook_beyond
 from accumext.recurrence._states import join as join
 from accumext.recurrence._states import leaves as leaves
 from accumext.recurrence._states import map_leaves as map_leaves

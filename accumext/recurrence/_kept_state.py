@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from accumext._checks import message
-from accumext._torch_private import own_buffers
+from accumext._torch_private import own_buffers, own_children
 from accumext.recurrence._states import write_counts
 
 SMALL = 2**16  # bytes of a tensor that is copied before the first call, which may write into it
@@ -36,7 +36,6 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "accumext"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
 # Hooks and the like. Parameters are no state of a recurrence, and `fully_shard` exchanges them.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class _Globals(NamedTuple):
@@ -227,20 +226,28 @@ class KeptState:
         return found
 
     def _of_module(self, module: nn.Module, first: bool) -> tuple[list[Any], list[Any]]:
-        buffers = own_buffers(module)
-        places: list[Any] = [buffers]
-        inside: list[Any] = list(module.children())
+        if isinstance(module, torch.jit.ScriptModule):  # keeps its attributes in C++
+            buffers: Any = dict(module.named_buffers(recurse=False))
+            self._watch_counted(buffers, first)
+            return [], [*buffers.values(), *module.children()]
+        buffers, children = own_buffers(module), own_children(module)
+        self._watch_counted(buffers, first)
+        places: list[Any] = [buffers, children] if children else [buffers]
+        inside: list[Any] = []
         forward: Any = getattr(type(module), "forward", None)
         if not _is_of_library(forward):  # torch's own modules keep what they keep in buffers
             values = vars(module)
             places.append(values)
             inside += [forward, *(values[name] for name in values.keys() - _OF_EVERY_MODULE)]
-        if isinstance(module, _BATCH_NORMS) and module.num_batches_tracked is not None:
-            # Kernels write the running statistics uncounted.
+        return places, inside
+
+    def _watch_counted(self, buffers: dict[str, Tensor | None], first: bool) -> None:
+        """Watch running statistics, which the kernels of batch norms write uncounted."""
+        count = buffers.get("num_batches_tracked")
+        if count is not None:
             for buffer in buffers.values():
                 if buffer is not None:
-                    self._watch(buffer, [buffer, module.num_batches_tracked], first)
-        return places, inside
+                    self._watch(buffer, [buffer, count], first)
 
     def _watch(self, tensor: Tensor, counting: list[Tensor], first: bool) -> None:
         known = self._by_id.get(id(tensor))

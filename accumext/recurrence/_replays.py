@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,13 +67,15 @@ class Replays:
         the same in the backward pass, `from_start` of it, and returns the same."""
         part = _Part(self, again, measure)
         not_traced(part.pack, *([] if measure is None else [measure]))
-        with saved_tensors_hooks(part.pack, part.unpack):
+        with saving_by(self.kept.op, self.kept.name, part.pack, part.unpack):
             result = run()
-        part.measure = None
+        part.measure, part.recorded = None, True
         part.results = fingerprints_of(result)
 
     def unpack(self, part: _Part, index: int) -> Tensor:
         """A tensor that the graph of a part would have saved. It is given away."""
+        if not part.recorded:
+            raise RuntimeError(_differentiates(self.kept.op, self.kept.name))
         with self._lock:
             if self._found_of is not part.name or index not in self._found:
                 self._found_of, self._found = None, {}  # one part's at a time
@@ -96,7 +98,8 @@ class Replays:
         for (tensor, writes), (shape, count) in zip(found, part.saved, strict=True):
             if tensor.shape != shape:
                 self._fail(f"a tensor of shape {list(tensor.shape)} in place of {list(shape)}")
-            if writes != count and not self.kept.holds(tensor):
+            written = write_count(tensor) != writes  # after it was saved
+            if written or (writes != count and not self.kept.holds(tensor)):
                 raise RuntimeError(changed(self.kept.op))
         self.check_same(result, part.results)
         return {index: tensor for index, (tensor, _) in enumerate(found)}
@@ -136,6 +139,7 @@ class _Part:
         self.owner, self.again, self.measure = owner, again, measure
         self.saved: list[tuple[torch.Size, int]] = []  # shapes and numbers of writes
         self.results: list[Tensor] = []
+        self.recorded = False
         self.name = object()
 
     def pack(self, tensor: Tensor) -> int:
@@ -169,6 +173,27 @@ def changed(op: str) -> str:
     """The error for tensors that are read again, but have been written since."""
     contract = "be those of the forward pass until the backward pass has run"
     return message(op, "parameters, inputs and states", contract, "changed ones")
+
+
+@contextmanager
+def saving_by(
+    op: str, name: str, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Iterator[None]:
+    """Hooks for saved tensors. The functions of torch.func refuse them."""
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" in str(error):
+            raise RuntimeError(_differentiates(op, name)) from error
+        raise
+
+
+def _differentiates(op: str, name: str) -> str:
+    contract = "take no gradients inside of itself where steps run again"
+    got = "torch.autograd.grad, backward or torch.func"
+    keeps = "Pass checkpoint=steps, which keeps the graph"
+    return message(op, name, contract, got, keeps if op == "rollout" else "tbptt takes such a step")
 
 
 def _never(_: None) -> Tensor:

@@ -248,6 +248,17 @@ def join(op: str, function: Callable[[list[Tensor]], Tensor], parts: list[State]
     return map_leaves(joined, first)
 
 
+def hook_beyond(view: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+    """Apply a function to the gradient that a view passes on. That of the view itself, which a step
+    may ask torch.autograd.grad for, is left alone, unlike by a hook of the tensor."""
+
+    def beyond(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else function(g) for g in gradients)
+
+    assert view.grad_fn is not None
+    view.grad_fn.register_hook(beyond)
+
+
 def zero_gradient_tie(given: list[Tensor]) -> Tensor | None:
     """A 0 that depends on every given tensor, whose backward gives each a zero gradient."""
     ties = [t.reshape(-1)[:0].sum().real for t in given if t.requires_grad]

@@ -14,7 +14,7 @@ from torch import Tensor
 from accumext._checks import TRUNCATIONS, fail_value, number, one_of, positive_int, users_level
 from accumext.recurrence._generators import own_generator
 from accumext.recurrence._resets import Resets
-from accumext.recurrence._states import State, detach, map_tensors
+from accumext.recurrence._states import State, detach, hook_beyond, map_tensors
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class StateGradientGate:
             return state
 
         def attach(leaf: Tensor) -> Tensor:
-            view = leaf.view_as(leaf) if leaf.requires_grad else leaf
-            if not view.requires_grad:
+            view = leaf.view_as(leaf)
+            if view.grad_fn is None:  # no gradient passes
                 return leaf
             of_rows = factor
             if isinstance(factor, Tensor):
                 of_rows = factor.view([-1 if d == batch_dim else 1 for d in range(leaf.dim())])
-            view.register_hook(partial(self._pass, of_rows))
+            hook_beyond(view, partial(self._pass, of_rows))
             return view
 
         return map_tensors(attach, state)

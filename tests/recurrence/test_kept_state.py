@@ -6,6 +6,7 @@ in the backward pass, too.
 
 import itertools
 import random
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -236,6 +237,23 @@ class Inside(nn.Module):
         return self.inner["cell"](x, h)
 
 
+class Swaps(Mixes):
+    """Two of its modules, in every call; and calls a scripted one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(SIZE, SIZE, dtype=torch.float64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            inner = nn.Sequential(nn.BatchNorm1d(SIZE), nn.Tanh())
+            self.scripted = torch.jit.script(inner.double())
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        self.mix, self.other = self.other, self.mix
+        h = self.step(x, h, self.scripted(h))
+        return h, h
+
+
 class OfObject:
     """The cell is a method of an object that is no module."""
 
@@ -308,6 +326,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "instance norm": lambda: Normalises(nn.InstanceNorm1d),
     "spectral norm": partial(Spectral, parametrizations.spectral_norm),
     "spectral norm by hooks": partial(Spectral, spectral_norm),
+    "modules": Swaps,
     "object": OfObject,
     "method": lambda: Attribute().forward,
     "closure": closure,
@@ -342,6 +361,15 @@ class World:
             output, h = self.cell(self.embedding(tokens), h)
             losses.append(F.cross_entropy(self.head(output), target))
             tokens = target
+        return torch.stack(losses).mean()
+
+    def plain_greedy(self) -> Tensor:
+        h, tokens, losses = self.h, torch.zeros(BATCH, dtype=torch.int64), []
+        for target in self.targets:
+            output, h = self.cell(self.embedding(tokens), h)
+            logits = self.head(output)
+            losses.append(F.cross_entropy(logits, target))
+            tokens = logits.argmax(1)
         return torch.stack(losses).mean()
 
     def decoded(self, **options: Any) -> Tensor:
@@ -718,6 +746,86 @@ def test_nor_in_a_head_that_is_called(options):
     world.head = Scales()
     with pytest.raises(RuntimeError, match="must do in its replay"):
         world.decoded(**options).backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 4000}, {"k1": 7, "k2": 40}], ids=str)
+def test_a_head_that_is_called_keeps_and_draws(options):
+    """Also at steps that only lead to those whose losses count: here every window begins at 0."""
+    found = []
+    for way in (World.plain, partial(World.decoded, **options)):
+        world = World("generators")
+        world.head = Counted()
+        world.leaves = [world.h, *world.inner.parameters(), *world.head.parameters()]
+        found.append((world, way(world)))
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=EXACT, atol=EXACT)
+    expected, gradients = (world.gradients(loss) for world, loss in found)
+    assert relative_distance(gradients, expected) < EXACT
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(SIZE, VOCABULARY, dtype=torch.float64)
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(F.dropout(h, 0.3)) * 0.9**self.calls
+
+
+class Differentiates(Mixes):
+    """Descends an energy."""
+
+    def __init__(self, how: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.step(x, h - 0.1 * self.how(lambda z: self.mix(z).tanh().square().sum(), h), None)
+        return h, h
+
+
+def by_autograd(energy: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+    with torch.enable_grad():
+        z = h if h.requires_grad else h.detach().requires_grad_()
+        return torch.autograd.grad(energy(z), z, create_graph=True)[0]
+
+
+def by_func(energy: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+    result: Tensor = torch.func.grad(energy)(h)
+    return result
+
+
+@ways
+@pytest.mark.parametrize("how", [by_autograd, by_func])
+def test_a_step_that_takes_gradients_inside_of_itself(how, way, options):
+    op, name = ("decode_loss", "cell") if way == "decoded" else ("rollout", "step")
+    text = f"^{op}: {name} must take no gradients inside of itself where steps run again, got "
+    with pytest.raises(RuntimeError, match=text):
+        getattr(World(partial(Differentiates, how)), way)(**options)
+    kind = partial(Differentiates, how)
+    found = World(kind)
+    gradients = found.gradients(found.rollout(checkpoint=STEPS))
+    assert relative_distance(gradients, plain(kind, "rollout")[1]) < EXACT
+    expected = World(kind)
+    for k2 in (STEPS, 7):  # one window; then several, which all begin with the first step
+        world = World(kind)
+        _, *gradients = in_windows(world, "tbptt", k2, STEPS)
+        _, *exact = expected.gradients(expected.plain_greedy())
+        assert relative_distance(gradients, exact) < EXACT
+
+
+def test_a_saved_tensor_that_the_cell_writes_later_is_an_error():
+    """As in plain autograd."""
+
+    class Writes(Mixes):
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.mix(h).tanh()
+            h = self.step(x, y, None)
+            return h + y.add_(x), h
+
+    with pytest.raises(RuntimeError, match="must be those of the forward pass until the backward"):
+        World(Writes).decoded(memory_budget=4000).backward()
 
 
 def test_a_first_call_that_does_more_is_seen_long_after():

@@ -193,3 +193,17 @@ def test_complex_states_are_pairs_of_numbers(call):
         loss = run(decoder, cell, state, generator=torch.Generator().manual_seed(3), **call).loss
         found.append([torch.view_as_real(torch.autograd.grad(loss, rotation)[0])])
     assert relative_distance(*found) < EXACT
+
+
+def test_a_gate_leaves_the_gradient_alone_that_a_step_asks_for():
+    """Of its own state, as one that descends an energy does: only what passes is cut."""
+    truncation = _truncation.Truncation.of("rollout", None, 2, "random")
+    gate = truncation.gate(64, 1, torch.empty((), dtype=torch.float64))
+    state = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    step = next(t for t in range(64) if gate.factors is not None and gate.factors[t] == 2)
+    inner = gate.attach(step, state)
+    (gradient,) = torch.autograd.grad(inner.square().sum(), inner, create_graph=True)
+    assert gradient.tolist() == [2.0] * 3
+    gradient.sum().backward()
+    assert state.grad is not None
+    assert state.grad.tolist() == [4.0] * 3
