@@ -241,6 +241,8 @@ class _Checkpoints:
                 del self._saved[later]
         near = max(t for t in self._saved if t <= step)
         checkpoint = self._intact(near)
+        if near == step:
+            return checkpoint
         with self._replays.from_start(checkpoint.start):
             while near < step:
                 between = self._grid[bisect_right(self._grid, near) : bisect_left(self._grid, step)]
