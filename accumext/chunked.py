@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from accumext import _scalars
 from accumext._checks import (
@@ -38,6 +40,7 @@ from accumext._torch_private import (
     sparse_indices,
     sparse_values,
 )
+from accumext.recurrence import KeptState, Replays, fingerprints_of
 from accumext.sharding import gathered_once
 
 OP = "chunked_loss"
@@ -82,7 +85,8 @@ def chunked_loss(
 
     Args:
         fn: `(inputs_slice, *args_slices) -> 0-dim loss`, over any parameters. Called twice per
-            slice, with the same random numbers.
+            slice, with the same random numbers. What it keeps from one call to the next is put back
+            (docs/decoder.md, "Cells that keep state of their own").
         inputs: [N, ...], sliced along dimension 0.
         args: tensors of N rows are sliced likewise; anything that is no tensor is handed on as it
             is.
@@ -100,8 +104,9 @@ def chunked_loss(
         A 0-dim loss.
 
     Raises:
-        RuntimeError: with weights of rows or classes, `fn` uses a part of the graph of an earlier
-            slice, such as a tensor that it computed once and kept.
+        RuntimeError: `fn` does something else when it is called again; or, with weights of rows or
+            classes, it uses a part of the graph of an earlier slice, such as a tensor that it
+            computed once and kept.
         ValueError: a value or shape is wrong; not exactly one of `chunks` and `chunk_size` is
             given; or `weights` are missing under "mean": `fn` has several cross entropies that do
             not count all rows alike, or a sum of one that leaves targets out; or it has none, and
@@ -121,17 +126,16 @@ def chunked_loss(
     watched: list[_CrossEntropies] = []
     losses: list[Tensor] = []
     stopped: list[range] = []  # numbers of nodes of slices that may weigh nothing
+    replays = None
+    if torch.is_grad_enabled():
+        replays = Replays(KeptState(OP, "fn", fn), inputs.device)
     with gathered_once(OP, fn) as gathered:
         for index, (begin, end) in enumerate(borders):
             slices = [a[begin:end] if isinstance(a, Tensor) else a for a in (inputs, *args)]
             first, part = next_node_number(), fn
             if shares is None:
                 watched.append(part := _CrossEntropies(fn))
-            loss = (
-                checkpoint(part, *slices, use_reentrant=False)
-                if torch.is_grad_enabled()
-                else part(*slices)
-            )
+            loss = part(*slices) if replays is None else _run_again(replays, part, slices)
             loss = zero_dim_loss(OP, "fn", loss, _LOSS)
             if stopped:
                 _check_apart(loss, stopped)
@@ -147,6 +151,26 @@ def chunked_loss(
             return total if gathered is None else gathered.finish(total)
     rows = inputs if inputs.is_floating_point() else inputs.float()
     return rows.sum()  # of no rows: 0, with a zero gradient
+
+
+def _run_again(replays: Replays, part: Callable[..., Tensor], slices: list[Any]) -> Tensor:
+    """The loss of a slice, whose graph keeps no tensors: the backward pass runs it again."""
+    snapshot, calls = replays.kept.save(), itertools.count()
+    known: list[Tensor] | None = None
+
+    def run(*slices: Any) -> Tensor:
+        nonlocal known
+        with replays.kept.replaying(snapshot) if next(calls) else nullcontext():
+            loss = part(*slices)
+        if known is not None:
+            replays.check_same(loss, known)
+        else:
+            known = fingerprints_of(loss)
+        return loss
+
+    with set_checkpoint_early_stop(False):  # the loss is compared
+        result: Tensor = checkpoint(run, *slices, use_reentrant=False)
+    return result
 
 
 class _CrossEntropies(TorchFunctionMode):

@@ -1,5 +1,6 @@
 """chunked_loss against the same loss over the whole batch."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from support.budget import examples
 from support.decode_oracle import relative_distance
 from support.device import DeviceReads, cpu_as_device
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import accumext
 from accumext.demo.memory import peak_memory
@@ -398,6 +400,50 @@ def test_backward_again_on_a_retained_graph():
     second = torch.autograd.grad(loss, list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+class Keeps(nn.Module):
+    """A head that keeps something from one call to the next, in several ways."""
+
+    def __init__(self, calls: Any) -> None:
+        super().__init__()
+        self.calls, self.number = calls, 0
+        self.norm = nn.BatchNorm1d(5, dtype=torch.float64)
+        self.head = spectral_norm(nn.Linear(5, 7, dtype=torch.float64))
+
+    def forward(self, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.number += 1
+        scale = 0.9**self.number if self.calls is None else 0.9 ** next(self.calls)
+        return F.cross_entropy(self.head(self.norm(h)) * scale, y)
+
+
+def test_what_fn_keeps_is_put_back_before_it_is_called_again():
+    """Also where the graph is retained, and afterwards."""
+    found = []
+    h, y = torch.randn(10, 5, dtype=torch.float64, requires_grad=True), torch.randint(7, (10,))
+    for chunked in (False, True):
+        torch.manual_seed(0)
+        fn = Keeps(None)
+        leaves = [h, *fn.parameters()]
+        slices = [*zip(h.split(5), y.split(5), strict=True)]
+        if chunked:
+            loss = accumext.chunked_loss(fn, h, y, chunks=2)
+        else:
+            loss = (fn(*slices[0]) + fn(*slices[1])) / 2
+        gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
+        again = torch.autograd.grad(loss, leaves)
+        assert all(map(torch.equal, gradients, again))
+        found.append([loss.detach(), *gradients, *(b.double() for b in fn.buffers())])
+        assert fn.number == 2
+    assert relative_distance(found[1], found[0]) < EXACT
+
+
+def test_what_cannot_be_put_back_is_an_error():
+    h, y = torch.randn(10, 5, dtype=torch.float64, requires_grad=True), torch.randint(7, (10,))
+    loss = accumext.chunked_loss(Keeps(itertools.count()), h, y, chunks=2)
+    text = "^chunked_loss: fn must do in its replay, for the backward pass, what it did in the "
+    with pytest.raises(RuntimeError, match=text):
         loss.backward()
 
 
