@@ -97,8 +97,7 @@ def run_step(
             refuse_unscaled(op, settings.scaler, proxy, optimizer)
             take_pending(box, op, parameters, outer)
         if box.state.window.micro_batches >= settings.window:
-            evaluated = closure is not None
-            result = close_window(box, proxy, op, parameters, kwargs, enabled, evaluated=evaluated)
+            result = close_window(box, proxy, op, parameters, kwargs, enabled, closure)
         elif settings.window == 1 and not pending and box.keeps_at_once:
             # The optimizer runs its hooks, as it would without the wrapper.
             result = box.target.followed(optimizer.step)(**kwargs)
@@ -199,8 +198,8 @@ def close_window(
     parameters: list[Tensor],  # that gradients are formed for
     kwargs: dict[str, Any],  # of the wrapped step
     records: bool = False,  # what the wrapped step does, as its caller does
+    closure: object = None,  # that was evaluated, and that the wrapped step does not get
     flushing: bool = False,
-    evaluated: bool = False,  # whether there was a closure, which the wrapped step does not get
 ) -> Any:
     """Step on the open window, if there is anything in it, and start the next."""
     state, settings = box.state, box.settings
@@ -228,7 +227,7 @@ def close_window(
         except BaseException as error:
             set_grad_enabled(False)
             if not closing.recover():
-                _refuse_what_it_misses(box, op, error, evaluated, summed)
+                _refuse_what_it_misses(box, op, error, closure, summed)
             raise
     if not isinstance(closing.skip, Tensor) and closing.skip:
         warn_of_skip(box, proxy)
@@ -236,7 +235,7 @@ def close_window(
 
 
 def _refuse_what_it_misses(
-    box: Box, op: str, error: BaseException, evaluated: bool, summed: bool
+    box: Box, op: str, error: BaseException, closure: object, summed: bool
 ) -> None:
     """RuntimeError in place of that of a step that has moved nothing, where it asked for a closure
     that was given, or for the graph of gradients, which their sums do not have.
@@ -244,7 +243,7 @@ def _refuse_what_it_misses(
     Whether an optimizer needs either is not to be known before: only its error tells.
     """
     said, kind = str(error).lower(), type(box.optimizer).__name__
-    if evaluated and ("closure" in said or "'nonetype' object is not callable" in said):
+    if closure is not None and ("closure" in said or "'nonetype' object is not callable" in said):
         contract = "step without the closure, which was evaluated before"
         advice = (
             f"{kind} gets it with window=1, without max_norm, scaler, process_group and masters, "

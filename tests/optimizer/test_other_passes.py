@@ -209,17 +209,15 @@ TWO_HOLD = f"{OP}.%s: .grad must hold a gradient of this {OP}'s own backward pas
 EACH = ". Call backward of each optimizer that holds the parameters, or only passes of your own"
 
 
-@EACH_POLICY
-@EACH_SCALER
-@EACH_WEIGHT
-@EACH_WINDOW
-@pytest.mark.parametrize("clears", [False, True], ids=["", "zero_grad"])
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize(
+    ("order", "clears", *NAMES[2:]), combinations(ORDERS, [False, True], *OPTIONS[1:]), ids=str
+)
 def test_parameters_that_both_hold_step_on_the_losses_of_each(
     order, clears, windows, weights, scaled, policy
 ):
     """Nothing of a backward pass enters the window of the other, nor of a step that has used it."""
     sides, losses = Overlapping(), ("through_both", "of_the_second")
+    order, weights = ORDERS[order], EACH_WEIGHT[weights]
     opts = wrappers(sides, windows, scaled, on_nonfinite=policy)
     for number, weight in enumerate(weights):
         for what, i in order:
