@@ -222,9 +222,10 @@ def take_other_pass(op: str, box: Box, made: OtherPass, weight: Scalar | None) -
 
 
 def pass_over(op: str, box: Box, own: bool) -> None:
-    """Drop what another wrapper's pass made, at a step on gradients of its own. Raise if there are
-    none: nobody can tell whether this one is to step on those of the other."""
-    if own:
+    """Drop what another wrapper's pass made, at a step on gradients of its own, in `.grad` or in
+    the window. Raise if there are none: nobody can tell whether to step on those of the other."""
+    full = box.state.window.micro_batches >= box.settings.window
+    if own or full or box.state.accumulated:
         box.state = box.state._replace(other_pass=None)
         return
     contract = "hold a gradient of this optimizer's own backward pass"

@@ -79,16 +79,14 @@ def run_step(
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        window = box.state.window
         parameters = list(chain.from_iterable(map(params_of, optimizer.param_groups)))
         if not box.target.is_parameters:
             parameters = box.target.parameters()
-        pending = not (window.in_grad or all(map(is_none, map(grad_of, parameters))))
+        pending = not (box.state.window.in_grad or all(map(is_none, map(grad_of, parameters))))
         if pending and (GONE or len(LEAVING) > box.leaves):
             pending = own_is_pending(op, box, parameters)
         if box.state.other_pass is not None:
-            full = window.micro_batches >= settings.window
-            pass_over(op, box, own=pending or full or box.state.accumulated)
+            pass_over(op, box, own=pending)
         if pending and closure is None and not optimizer.state and _is_priming(optimizer):
             return optimizer.step(**kwargs)
         if box.watch is not None:
