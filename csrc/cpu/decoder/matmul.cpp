@@ -12,6 +12,10 @@ namespace {
 
 constexpr int64_t kRowSpan = 240;  // rows of the left operand in the second cache
 
+// Bytes of panels of the whole depth that are packed at once: the sums of a span of rows stay in
+// the second cache while all of them are multiplied, and go to memory once.
+constexpr int64_t kPackedBytes = 1 << 21;
+
 // A product of so few columns and so many rows is bound by reading the left operand.
 constexpr int64_t kFewColumns = 32;
 constexpr int64_t kManyRows = 2 * kSpan;
@@ -77,32 +81,47 @@ class Matmul {
   // These rows times these panels.
   void part(const Range& rows, const Range& panels) const {
     const int64_t panel_size = depth_block_ * kPanelColumns<T>;
-    const Buffer<T> packed((panels.end - panels.begin) * panel_size);
+    const int64_t block_size = (panels.end - panels.begin) * panel_size;
+    const int64_t blocks = (depth_ + depth_block_ - 1) / depth_block_;
+    const int64_t bytes = blocks * block_size * static_cast<int64_t>(sizeof(T));
+    const int64_t at_once = bytes <= kPackedBytes ? blocks : 1;
+    const Buffer<T> packed(at_once * block_size);
     const bool transposes = paired_ != nullptr && left_.column_stride != 1;
     const Buffer<uint16_t> transposed(transposes ? kRowSpan * depth_block_ : 0);
     const Buffer<T> packed_rows(paired_ == nullptr ? std::min(kRowSpan, rows_) * depth_block_ : 0);
-    for (int64_t depth = 0; depth < depth_; depth += depth_block_) {
-      Block<T> block{};
-      block.depth = std::min(depth_block_, depth_ - depth);
-      block.add = depth > 0 || !overwrite_;
-      pack(depth, block.depth, panels, panel_size, packed.get());
+    for (int64_t first = 0; first < blocks; first += at_once) {
+      const int64_t last = std::min(first + at_once, blocks);
+      for (int64_t i = first; i < last; ++i) {
+        pack(i * depth_block_, depth_of(i), panels, panel_size, &packed[(i - first) * block_size]);
+      }
       for (int64_t row = rows.begin; row < rows.end; row += kRowSpan) {
-        block.rows = std::min(kRowSpan, rows.end - row);
-        if (paired_ != nullptr) {
-          take_pairs(row, depth, block, transposed.get());
-        } else {
-          pack_rows(row, depth, block, packed_rows.get());
-        }
-        for (int64_t p = panels.begin; p < panels.end; ++p) {
-          const int64_t column = p * kPanelColumns<T>;
-          block.panel = &packed[(p - panels.begin) * panel_size];
-          block.columns = std::min(kPanelColumns<T>, columns_ - column);
-          block.out = out_ + row * out_stride_ + column;
-          block.out_stride = out_stride_;
-          multiply(block);
+        for (int64_t i = first; i < last; ++i) {
+          Block<T> block{};
+          block.rows = std::min(kRowSpan, rows.end - row);
+          block.depth = depth_of(i);
+          block.add = i > 0 || !overwrite_;
+          if (paired_ != nullptr) {
+            take_pairs(row, i * depth_block_, block, transposed.get());
+          } else {
+            pack_rows(row, i * depth_block_, block, packed_rows.get());
+          }
+          const T* panel = &packed[(i - first) * block_size];
+          for (int64_t p = panels.begin; p < panels.end; ++p, panel += panel_size) {
+            const int64_t column = p * kPanelColumns<T>;
+            block.panel = panel;
+            block.columns = std::min(kPanelColumns<T>, columns_ - column);
+            block.out = out_ + row * out_stride_ + column;
+            block.out_stride = out_stride_;
+            multiply(block);
+          }
         }
       }
     }
+  }
+
+  // Terms of a block.
+  int64_t depth_of(int64_t block) const {
+    return std::min(depth_block_, depth_ - block * depth_block_);
   }
 
   void pack(int64_t row, int64_t depth, const Range& panels, int64_t panel_size, T* to) const {
