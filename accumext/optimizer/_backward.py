@@ -32,6 +32,7 @@ from accumext.masters import params_of
 from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import (
+    GONE,
     clear,
     clear_these,
     fresh,
@@ -62,7 +63,6 @@ from accumext.optimizer._sums import (
 )
 from accumext.optimizer._window import (
     ALIVE,
-    GONE,
     LEAVING,
     NO_WINDOW,
     Box,

@@ -109,11 +109,6 @@ class Used(NamedTuple):
         ours = [*self.ours, *[False] * (len(grads) - len(self.ours))]
         return [mine and same for mine, same in zip(ours, self.unchanged(grads))]
 
-    @property
-    def is_left(self) -> bool:
-        """Tell whether any of these is still there."""
-        return any(seen is not None and seen() is not None for seen in self.seen)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Used, ()  # copies come without `.grad`
 
@@ -128,9 +123,27 @@ def _unchanged_or_moved(unchanged: bool, view: Tensor | None, grad: Tensor | Non
         return torch.allclose(view, grad, 0.0, 0.0, equal_nan=True)
 
 
+# Of optimizers that have ended: what they had used up and left in `.grad`, by id, while it exists.
+GONE = dict[int, tuple[ReferenceType[Tensor], int | None]]()
+
+
+def note_gone(used: Used) -> None:
+    """Remember what an optimizer leaves that ends."""
+    for seen, version, mine in zip(used.seen, used.versions, used.ours):
+        grad = seen() if mine and seen is not None else None
+        if grad is not None:
+            forget = partial(_forget, id(grad))
+            GONE[id(grad)] = ref(grad, forget), version
+
+
+def _forget(key: int, _: object) -> None:
+    GONE.pop(key, None)
+
+
 def used_up_by(several: Iterable[Used], grads: Sequence[Tensor | None]) -> list[bool]:
-    """Tell which of these the wrapper's own `backward` made, and a step of any has used."""
-    known = dict[int, int | None]()
+    """Tell which of these the wrapper's own `backward` made, and a step of any, or of one that has
+    ended, has used."""
+    known = {key: version for key, (_, version) in GONE.items()}
     for used in several:
         for seen, version, mine in zip(used.seen, used.versions, used.ours):
             if mine and seen is not None and (grad := seen()) is not None:

@@ -20,11 +20,20 @@ from accumext._checks import message
 from accumext._scalars import Scalar, divide
 from accumext._tensor_kinds import scale_
 from accumext._torch_private import leaves_since, not_compiled
-from accumext.optimizer._grads import Used, fresh, grads_of, is_none, put, used_up_by
+from accumext.optimizer._grads import (
+    GONE,
+    Used,
+    fresh,
+    grad_of,
+    grads_of,
+    is_none,
+    put,
+    used_up_by,
+)
 from accumext.optimizer._scaler import current_scale
 from accumext.optimizer._settings import OP
 from accumext.optimizer._sums import add_micro_batch, own_their_memory, take_out
-from accumext.optimizer._window import GONE, LEAVING, Box, OtherPass, boxes_alive
+from accumext.optimizer._window import LEAVING, Box, OtherPass, boxes_alive
 
 
 def run_beside_others(
@@ -90,9 +99,12 @@ def part_from_others(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
     Raises:
         RuntimeError: there is more, of a pass of the user's, which may be meant for both.
     """
-    holders = _with_windows_in(box, parameters)
+    sharing = _sharing(box, parameters)
+    if not sharing and GONE.keys().isdisjoint(map(id, map(grad_of, parameters))):
+        return False
+    holders = [other for other in sharing if other.state.window.in_grad]
     grads = fresh(parameters, box.state.used, new=True)
-    old = used_up_by([*(b.state.used for b in boxes_alive(LEAVING) if b is not box), *GONE], grads)
+    old = used_up_by([other.state.used for other in sharing], grads)
     theirs = {id(p) for holder in holders for p in holder.target.parameters()}
     rows = zip(parameters, grads, old, strict=True)
     if holders and any(not (g is None or used or id(p) in theirs) for p, g, used in rows):
@@ -102,25 +114,23 @@ def part_from_others(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
     for parameter, used in zip(parameters, old):
         if used:
             parameter.grad = None
-    GONE[:] = [used for used in GONE if used.is_left]
     return bool(holders) or any(old)
 
 
 def take_others_out(box: Box, parameters: Sequence[Tensor]) -> None:
     """Take the windows of other wrappers out of `.grad` of parameters that both hold."""
-    for holder in _with_windows_in(box, parameters):
-        take_out(holder, holder.target.parameters())
+    for other in _sharing(box, parameters):
+        if other.state.window.in_grad:
+            take_out(other, other.target.parameters())
 
 
-def _with_windows_in(box: Box, parameters: Sequence[Tensor]) -> list[Box]:
-    """Other wrappers whose windows lie in `.grad` of some of these parameters."""
+def _sharing(box: Box, parameters: Sequence[Tensor]) -> list[Box]:
+    """Other wrappers that hold some of these parameters, and have left gradients in `.grad`."""
     mine = set(map(id, parameters))
     return [
         other
         for other in boxes_alive(LEAVING)
-        if other is not box
-        and other.state.window.in_grad
-        and not mine.isdisjoint(map(id, other.target.parameters()))
+        if other is not box and not mine.isdisjoint(map(id, other.target.parameters()))
     ]
 
 

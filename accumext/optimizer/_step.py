@@ -27,7 +27,7 @@ from accumext.optimizer._accelerate import refuse_second_accumulation, tell_of_a
 from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._closing import Closing, StepWatch
 from accumext.optimizer._factors import normaliser
-from accumext.optimizer._grads import fresh, grad_of, grads_of, is_none, present, put
+from accumext.optimizer._grads import GONE, fresh, grad_of, grads_of, is_none, present, put
 from accumext.optimizer._other_passes import (
     note_scale,
     own_is_pending,
@@ -46,7 +46,7 @@ from accumext.optimizer._scaler import (
     refuse_unscaled,
 )
 from accumext.optimizer._sums import add_micro_batch, count_in, raise_nonfinite
-from accumext.optimizer._window import ALIVE, GONE, LEAVING, NO_WINDOW, Box
+from accumext.optimizer._window import ALIVE, LEAVING, NO_WINDOW, Box
 from accumext.optimizer._wrong_loops import warn_of_skip, warn_of_unscaled
 
 

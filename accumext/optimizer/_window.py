@@ -22,7 +22,7 @@ from accumext._scalars import Scalar, as_tensor, to_host_if_free
 from accumext._tensor_kinds import HALF_DTYPES, Group, any_half, main_dtype, nonfinite
 from accumext._wgrad_fusion import MainGrads
 from accumext.masters import Target
-from accumext.optimizer._grads import Used, clear, grads_of, is_none
+from accumext.optimizer._grads import Used, clear, grads_of, is_none, note_gone
 from accumext.optimizer._report import Name, WindowReport
 from accumext.optimizer._settings import OP, Settings
 from accumext.sharding import ShardedWindow
@@ -135,7 +135,6 @@ ALIVE: WeakValueDictionary[int, Box] = WeakValueDictionary()  # by id
 
 # Those whose `backward` has left gradients in `.grad`, where others that hold the parameters look.
 LEAVING: WeakValueDictionary[int, Box] = WeakValueDictionary()
-GONE = list[Used]()  # of optimizers that ended: what their steps have used and left in `.grad`
 
 
 def boxes_alive(among: WeakValueDictionary[int, Box] = ALIVE) -> list[Box]:
@@ -226,8 +225,7 @@ class Box:
         if not sys.is_finalizing() and "state" in vars(self):
             self.warn_of_loss()
             if any(self.state.used.ours):
-                left = self.state.used._replace(views=())
-                GONE[:] = [used for used in (*GONE, left) if used.is_left]
+                note_gone(self.state.used)
 
     def expects_sum(self, parameter: Tensor) -> bool:
         """Tell whether the next backward pass adds to a sum of this parameter that is there."""

@@ -6,6 +6,7 @@ are made of.
 
 import copy
 import importlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,14 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def window_of(monkeypatch):
+def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
-    return importlib.import_module("calls").window_of
+    return importlib.import_module("calls")
+
+
+@pytest.fixture
+def window_of(bench):
+    return bench.window_of
 
 
 def through_backward(opt, loss):
@@ -86,3 +92,26 @@ def test_a_window_of_one_is_short(window_of):
     for settings in ({"max_norm": 1.0}, {}):
         (calls,) = window_of(300, through_backward, **settings)
         assert 0 < calls <= 65
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_parameters_of_other_wrappers_cost_no_calls(bench, ends):
+    """Of one that has left its gradients in `.grad`, and may have ended; so may they."""
+
+    def beside(count):
+        theirs = [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
+        other = accumext.AccumulatingOptimizer(torch.optim.SGD(theirs))
+        through_backward(other, torch.stack(list(map(torch.sum, theirs))).sum())
+        mine = torch.nn.Parameter(torch.ones(2))
+        opt = accumext.AccumulatingOptimizer(torch.optim.SGD([mine]))
+        found = []
+        for _ in range(6):
+            loss = mine.sum()
+            found.append(len(bench.traced(partial(through_backward, opt, loss)).calls))
+            if ends:
+                other = None
+            if len(found) == 4:
+                theirs.clear()
+        return found
+
+    assert beside(300) == beside(4)
