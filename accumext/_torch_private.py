@@ -38,6 +38,10 @@ record_function = _RecordFunctionFast
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
+# Tell whether a tensor is a view, as torch's own documentation has it.
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+
+
 def base_of(tensor: Tensor) -> Tensor:
     """The tensor that this one is a view of, or itself."""
     base: Tensor | None = tensor._base

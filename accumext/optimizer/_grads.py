@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from accumext._tensor_kinds import versions
+from accumext._torch_private import is_view
 
 grad_of = attrgetter("grad")
 is_none = partial(is_, None)
@@ -76,7 +77,7 @@ class Used(NamedTuple):
         if any(gone):
             ours = [mine or old for mine, old in zip(ours, gone, strict=True)]
         weakly = [None if grad is None else ref(grad) for grad in grads]
-        views = grads if any(map(Tensor._is_view, present(grads))) else ()
+        views = grads if any(map(is_view, present(grads))) else ()
         return Used(weakly, versions(grads), ours, views)
 
     def after_writes(self, grads: Sequence[Tensor | None], between: Sequence[int | None]) -> Used:
