@@ -9,6 +9,7 @@ import accumext
 from accumext.backend import _build, _libraries
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("mode", ["auto", "jit", "reference"])
 def test_import_prints_nothing_compiles_nothing_and_initialises_nothing(tree, mode):
     code = """

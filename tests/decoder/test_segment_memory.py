@@ -163,7 +163,12 @@ def test_a_large_embedding():
 
 
 @pytest.mark.parametrize(
-    ("steps", "call"), [(112, {}), (16, {"memory_budget": None}), (112, {"lengths": [112, 3] * 8})]
+    ("steps", "call"),
+    [
+        pytest.param(112, {}, marks=pytest.mark.slow),
+        (16, {"memory_budget": None}),
+        (112, {"lengths": [112, 3] * 8}),
+    ],
 )
 def test_a_state_that_grows(steps, call):
     """The graph of the last steps, where it is longest, is the largest."""

@@ -27,7 +27,10 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {  # a function, and options that
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "long-run")) for name in WRONG],
+)
 def test_an_extreme_passes_and_a_wrong_result_is_a_difference(extremes, monkeypatch, name):
     row = extremes.examine(name, quick=True)
     assert row["difference"] is None

@@ -199,10 +199,11 @@ def nothing(c: Case) -> None:
 
 
 pending = Case.plain_backward
+TAKEN_IN = (almost_full_and_pending, full_of_plain_passes)  # by a step, which is then a long one
 BEFORE = {  # by what is interrupted, what is done before
     "backward": [nothing, one, pending, used_up],
     "accumulate": [pending, one_and_pending],
-    "step": [full, almost_full_and_pending, full_of_plain_passes, used_up, nothing],
+    "step": [full, *TAKEN_IN, used_up, nothing],
     "step with a closure": [full, pending],
     "flush": [one, one_and_pending, pending],
     "discard": [one_and_pending],
@@ -224,7 +225,8 @@ def runs(variant: str, call: str) -> bool:
 def marks(call: str, before: Callable[[Case], None], window: int) -> Any:
     """Some run by default, more in CI."""
     quick = (window == 2 or before is used_up) and call not in ("flush", "micro_batch")
-    return () if quick else pytest.mark.full
+    takes_in = call.startswith("step") and before in (*TAKEN_IN, pending)
+    return () if quick and not takes_in else pytest.mark.full
 
 
 CASES = [

@@ -621,6 +621,7 @@ opt.backward(p * 1)
 """
 
 
+@pytest.mark.process
 def test_the_end_of_a_program_says_it_too():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True

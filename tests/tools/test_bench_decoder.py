@@ -177,6 +177,7 @@ def test_turns_rotate_and_end_with_the_seconds():
     assert host == {"a": [0.5, 0.5, None, None], "b": [0.5] * 4, "c": [0.5, 0.5, None, None]}
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_or_does_not_fit_is_left_out(monkeypatch):
     ticks = iter(range(0, 10**6, 10))  # seconds; every run takes ten
     monkeypatch.setattr(decoding, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))

@@ -22,6 +22,7 @@ def measured(job: Any, repetitions: int = 3) -> Any:
     return loops.measure(job, torch.device("cpu"), seconds_of, repetitions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["generate", "rollout", "teacher", "function", "precision"])
 def test_all_ways_of_a_job_do_the_same(name):
     for job in loops.JOBS[name](torch.device("cpu"), True):

@@ -251,6 +251,7 @@ def test_tiny_run_from_end_to_end(tmp_path, capfd, monkeypatch):
     assert memory.get_ylim()[0] == 0  # so that lengths on the axis compare
 
 
+@pytest.mark.slow
 def test_interrupt_keeps_what_was_done(tmp_path, capsys, monkeypatch):
     """A picture of a run that has nothing yet is drawn without a warning"""
     calls = []
