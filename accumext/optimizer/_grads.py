@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from accumext._tensor_kinds import versions
@@ -62,9 +63,9 @@ class Used(NamedTuple):
     seen: Sequence[ReferenceType[Tensor] | None] = ()  # weakly: the memory is the user's to free
     versions: Sequence[int | None] = ()  # a gradient that was written since counts as new
     ours: Sequence[bool] = ()
-    views: Sequence[Tensor | None] = ()  # the same where any is a view, as of a bucket of
-    # DistributedDataParallel: a forward pass may copy it into another bucket, to which it sets
-    # `.grad`, so that only the values tell
+    # Those of ours that may lie in buckets of DistributedDataParallel. Its forward pass may copy
+    # them into other buckets, to which it sets `.grad`: only the values tell them then.
+    in_buckets: Sequence[Tensor | None] = ()
 
     def after(
         self,
@@ -77,8 +78,11 @@ class Used(NamedTuple):
         if any(gone):
             ours = [mine or old for mine, old in zip(ours, gone, strict=True)]
         weakly = [None if grad is None else ref(grad) for grad in grads]
-        views = grads if any(map(is_view, present(grads))) else ()
-        return Used(weakly, versions(grads), ours, views)
+        known = [grad if mine else None for grad, mine in zip(grads, ours)]
+        buckets = (
+            dist.is_available() and dist.is_initialized() and any(map(is_view, present(known)))
+        )
+        return Used(weakly, versions(grads), ours, known if buckets else ())
 
     def after_writes(self, grads: Sequence[Tensor | None], between: Sequence[int | None]) -> Used:
         """The same where these were written twice since, alike, and hold what they did: their
@@ -99,8 +103,8 @@ class Used(NamedTuple):
             grad is not None and seen is not None and seen() is grad and before == now
             for seen, before, grad, now in rows
         ]
-        if self.views and not all(flags):
-            flags = list(map(_unchanged_or_moved, flags, self.views, grads))
+        if self.in_buckets and not all(flags):
+            flags = list(map(_unchanged_or_moved, flags, self.in_buckets, grads))
         return flags + [False] * (len(grads) - len(flags))
 
     def used_up(self, grads: Sequence[Tensor | None]) -> list[bool]:
@@ -114,14 +118,14 @@ class Used(NamedTuple):
         return Used, ()  # copies come without `.grad`
 
 
-def _unchanged_or_moved(unchanged: bool, view: Tensor | None, grad: Tensor | None) -> bool:
-    """Tell whether a gradient is what it was, if need be in another place."""
-    if unchanged or view is None or grad is None or view is grad:
+def _unchanged_or_moved(unchanged: bool, known: Tensor | None, grad: Tensor | None) -> bool:
+    """Tell whether a gradient is what it was, if need be in another bucket."""
+    if unchanged or known is None or grad is None or known is grad or not is_view(grad):
         return unchanged
-    if (view.shape, view.dtype, view.device) != (grad.shape, grad.dtype, grad.device):
+    if (known.shape, known.dtype, known.device) != (grad.shape, grad.dtype, grad.device):
         return False
     with torch.no_grad():
-        return torch.allclose(view, grad, 0.0, 0.0, equal_nan=True)
+        return torch.allclose(known, grad, 0.0, 0.0, equal_nan=True)
 
 
 # Of optimizers that have ended: what they had used up and left in `.grad`, by id, while it exists.

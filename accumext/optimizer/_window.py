@@ -108,9 +108,7 @@ class OtherPass(NamedTuple):
     group: Group | None  # over which the other one sums its window: these are not synchronised
     key: object  # of the micro-batch that the pass is a part of; None if it is all of one
     several: bool  # it followed another one, which was not taken either
-    partly: (
-        bool  # the other one holds more of this optimizer's parameters, and took their gradients
-    )
+    partly: bool  # the other one holds more of these parameters, and took their gradients
 
 
 class State(NamedTuple):

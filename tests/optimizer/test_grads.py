@@ -102,3 +102,11 @@ def test_gradients_of_the_last_step_are_not_kept_alive():
         opt.flush()
         assert opt.stepped
     oracle.assert_equal([parameter.detach()], [torch.full((1000,), -40.0)])
+
+
+def test_a_view_with_the_values_of_the_last_gradient_is_a_new_one():
+    parameter, opt = oracle.wrapped_zeros()
+    for _ in range(2):
+        parameter.grad = torch.ones(2)[0]
+        opt.flush()
+    assert parameter.item() == -2.0
