@@ -119,8 +119,8 @@ class Used(NamedTuple):
 
 
 def _unchanged_or_moved(unchanged: bool, known: Tensor | None, grad: Tensor | None) -> bool:
-    """Tell whether a gradient is what it was, if need be in another bucket."""
-    if unchanged or known is None or grad is None or known is grad or not is_view(grad):
+    """Tell whether a gradient is what it was, if need be in other memory."""
+    if unchanged or known is None or grad is None or known is grad:
         return unchanged
     if (known.shape, known.dtype, known.device) != (grad.shape, grad.dtype, grad.device):
         return False
