@@ -128,33 +128,37 @@ def _unchanged_or_moved(unchanged: bool, known: Tensor | None, grad: Tensor | No
         return torch.allclose(known, grad, 0.0, 0.0, equal_nan=True)
 
 
-# Of optimizers that have ended: what they had used up and left in `.grad`, by id, while it exists.
-GONE = dict[int, tuple[ReferenceType[Tensor], int | None]]()
+# Of optimizers that have ended: what they had used up and left in `.grad` of a parameter, by the id
+# of that, while it exists.
+GONE = dict[int, tuple[ReferenceType[Tensor], ReferenceType[Tensor], int | None]]()
 
 
-def note_gone(used: Used) -> None:
-    """Remember what an optimizer leaves that ends."""
-    for seen, version, mine in zip(used.seen, used.versions, used.ours):
-        grad = seen() if mine and seen is not None else None
-        if grad is not None:
-            forget = partial(_forget, id(grad))
-            GONE[id(grad)] = ref(grad, forget), version
+def note_gone(used: Used, parameters: Sequence[Tensor]) -> None:
+    """Remember what an optimizer of these parameters leaves that ends."""
+    for parameter, seen, version, mine in zip(parameters, used.seen, used.versions, used.ours):
+        if mine and seen is not None and seen() is not None:
+            key = id(parameter)
+            GONE[key] = ref(parameter, partial(_forget, key)), seen, version
 
 
 def _forget(key: int, _: object) -> None:
     GONE.pop(key, None)
 
 
-def used_up_by(several: Iterable[Used], grads: Sequence[Tensor | None]) -> list[bool]:
+def used_up_by(
+    several: Iterable[tuple[Used, Sequence[Tensor]]],  # with the parameters of each
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor | None],  # of these
+) -> list[bool]:
     """Tell which of these the wrapper's own `backward` made, and a step of any, or of one that has
     ended, has used."""
-    known = {key: version for key, (_, version) in GONE.items()}
-    for used in several:
-        for seen, version, mine in zip(used.seen, used.versions, used.ours):
-            if mine and seen is not None and (grad := seen()) is not None:
-                known[id(grad)] = version
-    now = zip(grads, versions(grads), strict=True)
-    return [id(grad) in known and known[id(grad)] == version for grad, version in now]
+    known = {(key, id(seen())): version for key, (_, seen, version) in GONE.items()}
+    for used, held in several:
+        for p, seen, version, mine in zip(held, used.seen, used.versions, used.ours):
+            if mine and seen is not None:
+                known[id(p), id(seen())] = version
+    rows = zip(zip(map(id, parameters), map(id, grads)), grads, versions(grads), strict=True)
+    return [g is not None and key in known and known[key] == now for key, g, now in rows]
 
 
 def fresh(parameters: Sequence[Tensor], used: Used, *, new: bool = False) -> list[Tensor | None]:

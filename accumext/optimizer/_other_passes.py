@@ -24,7 +24,6 @@ from accumext.optimizer._grads import (
     GONE,
     Used,
     fresh,
-    grad_of,
     grads_of,
     is_none,
     put,
@@ -100,11 +99,13 @@ def part_from_others(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
         RuntimeError: there is more, of a pass of the user's, which may be meant for both.
     """
     sharing = _sharing(box, parameters)
-    if not sharing and GONE.keys().isdisjoint(map(id, map(grad_of, parameters))):
+    gone = not GONE.keys().isdisjoint(map(id, parameters))
+    if not (sharing or gone):
         return False
     holders = [other for other in sharing if other.state.window.in_grad]
     grads = fresh(parameters, box.state.used, new=True)
-    old = used_up_by([other.state.used for other in sharing], grads)
+    several = [(other.state.used, other.target.parameters()) for other in sharing]
+    old = used_up_by(several, parameters, grads)
     theirs = {id(p) for holder in holders for p in holder.target.parameters()}
     rows = zip(parameters, grads, old, strict=True)
     if holders and any(not (g is None or used or id(p) in theirs) for p, g, used in rows):
@@ -114,6 +115,8 @@ def part_from_others(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
     for parameter, used in zip(parameters, old):
         if used:
             parameter.grad = None
+        if gone:
+            GONE.pop(id(parameter), None)
     return bool(holders) or any(old)
 
 
@@ -165,7 +168,7 @@ def _out_of_buckets(other: Box, parameters: Sequence[Tensor]) -> None:
     if other.state.window.in_grad:
         take_out(other, other.target.parameters())
         return
-    used = used_up_by([other.state.used], grads)
+    used = used_up_by([(other.state.used, other.target.parameters())], parameters, grads)
     for parameter, grad, gone in zip(parameters, grads, used):
         parameter.grad = None if gone or grad is None else grad.clone()
 

@@ -223,7 +223,7 @@ class Box:
         if not sys.is_finalizing() and "state" in vars(self):
             self.warn_of_loss()
             if any(self.state.used.ours):
-                note_gone(self.state.used)
+                note_gone(self.state.used, self.target.parameters())
 
     def expects_sum(self, parameter: Tensor) -> bool:
         """Tell whether the next backward pass adds to a sum of this parameter that is there."""

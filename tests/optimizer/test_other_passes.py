@@ -248,6 +248,18 @@ def test_a_wrapper_begins_without_what_another_has_used(gone, window):
     assert parameter.item() == -5.0
 
 
+def test_a_gradient_that_an_ended_wrapper_has_used_is_a_new_one_of_another_parameter():
+    parameter, first = oracle.wrapped_zeros()
+    parameter.grad = grad = torch.ones(())
+    first.backward(parameter * 2.0)  # added in place
+    first.step()
+    other, second = oracle.wrapped_zeros()
+    del first
+    other.grad = grad
+    second.step()
+    assert other.item() == -3.0
+
+
 def test_a_pass_of_ones_own_beside_that_of_another_holder():
     """Nobody can tell for whom it is."""
     sides = Overlapping()
