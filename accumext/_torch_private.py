@@ -89,6 +89,20 @@ gradient_hooks: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
 )
 
 
+@contextmanager
+def unhooked(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Call no hooks that see gradients of these tensors."""
+    found = [hooks for hooks, _ in map(gradient_hooks, tensors) if hooks]
+    before = [hooks.copy() for hooks in found]
+    try:
+        for hooks in found:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, several in zip(found, before):
+            hooks.update(several)
+
+
 def storage_users(storages: Iterable[torch.UntypedStorage]) -> list[int]:
     """The number of tensors that use each storage."""
     return list(map(torch._C._storage_Use_Count, map(attrgetter("_cdata"), storages)))

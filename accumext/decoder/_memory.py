@@ -22,12 +22,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from accumext._torch_private import (
     Allocations,
     fake_tensors,
-    gradient_hooks,
     is_since,
     leaf_of,
     next_node_number,
     nodes_since,
     unchanged,
+    unhooked,
 )
 from accumext.decoder._callable_steps import CallableSteps, segments
 from accumext.decoder._model import Model
@@ -90,7 +90,6 @@ class SegmentMemory:
     """Bytes of the steps of a callable cell whose graph exists at once."""
 
     alone: int  # their graph and backward pass, with the gradients of parameters and context
-    after_others: int  # the same, where the gradients of other segments are there before
     gradients: int  # of parameters and context, that are left
     state: int  # between two segments
     graph: int  # of a step
@@ -144,7 +143,7 @@ def predicted_peak(call: Call, cell: Any) -> int:
         kept, before = segment.graph * segment.kept, segment.graph * (segment.kept > 0)
         first = kept - segment.graph * steps if segment.kept > 1 else kept
         first = states - outputs + segment.alone + max(0, first)
-        cell = max(first, others + segment.after_others + before) - states
+        cell = max(first, others + segment.alone + before) - states
         embedding = segment.gradients + d_table + 2 * lookups * looked_up - d_hidden - states
     else:
         states, temporaries, left = _rnn_path(call, model.rnn, size)
@@ -232,14 +231,14 @@ def segment_memory(call: Call, cell: Any) -> SegmentMemory:
             warnings.simplefilter("ignore")  # the call itself will warn
             state = _grown(call, fake, ahead)
             late = call._replace(tokens=replace(call.tokens, state=state))
-            alone = _measured(late, fake, False)
-            after_others = _measured(late, fake, True)[0] if ahead > 0 else alone[0]
+            # Two at least: the second adds to what the gradients of the first are.
+            steps = max(call.longest_segment, min(2, call.tokens.steps))
+            alone = _measured(late, fake, steps)
             first = alone
             if state is not call.tokens.state:
-                first = _measured(call, fake, False, 1)
+                first = _measured(call, fake, 1)
     except Exception:  # whatever a cell raises that asks for values
         alone = first = _like_gru(call)
-        after_others = alone[0]
     finally:
         call.model.table.discard_gradients()
     peak, gradients, size, graph = alone
@@ -249,7 +248,7 @@ def segment_memory(call: Call, cell: Any) -> SegmentMemory:
     read = call.tokens.batch * table.shape[1] * table.element_size()
     kept = _kept_steps(call, first[3] - read, (size - first[2]) // max(1, steps - 1))
     graph -= (graph - first[3]) * kept // max(1, 2 * steps)  # of those on average
-    return SegmentMemory(peak, after_others, gradients, (first[2] + size) // 2, graph, kept)
+    return SegmentMemory(peak, gradients, (first[2] + size) // 2, graph, kept)
 
 
 def _kept_steps(call: Call, graph: int, growth: int) -> int:
@@ -277,15 +276,9 @@ def _like_gru(call: Call) -> tuple[int, int, int, int]:
     return peak, weights, batch * hidden * size, graph
 
 
-def _measured(
-    call: Call, fake: Any, after_others: bool, steps: int | None = None
-) -> tuple[int, int, int, int]:
+def _measured(call: Call, fake: Any, steps: int) -> tuple[int, int, int, int]:
     """Bytes of a segment's graph and backward pass, of the gradients that are left, of a state, and
-    of a step's graph.
-
-    After other segments' passes the gradients that these leave are there already.
-    """
-    steps = call.longest_segment if steps is None else steps
+    of a step's graph."""
     state = map_tensors(partial(_copy, requires_grad=True), call.tokens.state)
     run, root, context = _without_data(call, steps)
     d_hidden = root.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
@@ -299,21 +292,16 @@ def _measured(
         if not hidden.requires_grad:
             return memory.peak, 0, size, 0
         kept = [root, *tensors(state)]
-        edges, weights, hooked = _leaves(hidden, first, kept)
+        edges, weights = _leaves(hidden, first, kept)
         differentiable = [t for t in tensors(last) if t.requires_grad]
         roots = [get_gradient_edge(t) for t in (hidden, *differentiable)]
         del hidden  # the backward pass, which runs the segment again, does not stack its outputs
         graph = memory.now // steps
         gradients = [d_hidden, *map(torch.empty_like, differentiable)]
-        for weight in weights if after_others else ():
-            # Autograd makes the sum of these two, and adds to it.
-            roots += [get_gradient_edge(weight)] * 2
-            gradients += [weight.new_empty(()).expand(weight.shape)] * 2
         del last, differentiable
-        torch.autograd.grad(roots, edges, gradients, allow_unused=True)
-    unseen = sum(weight.nbytes for weight in hooked)
-    left = sum(weight.nbytes for weight in weights) + unseen
-    return memory.peak + unseen, left, size, graph
+        with unhooked(weights):
+            torch.autograd.grad(roots, edges, gradients, allow_unused=True)
+    return memory.peak, sum(weight.nbytes for weight in weights), size, graph
 
 
 def _without_data(call: Call, steps: int) -> tuple[CallableSteps, Tensor, list[Tensor]]:
@@ -361,14 +349,11 @@ def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 def _leaves(
     output: Tensor, first: int, kept: list[Tensor]
-) -> tuple[list[GradientEdge], list[Tensor], list[Tensor]]:
+) -> tuple[list[GradientEdge], list[Tensor]]:
     """The edges by which gradients leave the graph, towards leaves and nodes from before `first`;
-    the leaves but for `kept`, of which every segment has its own; and apart from both, leaves with
-    hooks, which would be called.
-    """
+    and the leaves but for `kept`, of which every segment has its own."""
     edges: list[GradientEdge] = []
     leaves: list[Tensor] = []
-    hooked: list[Tensor] = []
     outward = {
         (node, index)
         for inner in nodes_since(first, [output])
@@ -377,13 +362,10 @@ def _leaves(
     }
     for node, index in outward:
         leaf = leaf_of(node)
-        if leaf is not None and gradient_hooks(leaf)[0]:
-            hooked.append(leaf)
-            continue
         edges.append(GradientEdge(node, index))
         if leaf is not None and not any(leaf is tensor for tensor in kept):
             leaves.append(leaf)
-    return edges, leaves, hooked
+    return edges, leaves
 
 
 def _modules(cell: Any) -> list[nn.Module]:

@@ -158,6 +158,11 @@ def test_cells_without_context(make, steps):
     compare(make(), steps, torch.zeros(2, BATCH, SIZE) if make is gru_of_two_layers else START)
 
 
+def test_windows_of_one_step():
+    """Each adds its gradients to those of the others."""
+    compare(Perceptron(), 8, k1=1, k2=1)
+
+
 def test_a_large_embedding():
     compare(gru_cell(), 3, rows=20_000)
 
@@ -291,12 +296,13 @@ def test_cells_that_torch_has_compiled_or_traced_work_afterwards():
 
 def test_hooks_of_weights_are_not_called():
     """Those of a parameter see its gradient; others, such as an optimizer's, run behind it."""
-    cell, seen, context = Attention(), [], (torch.randn(BATCH, 20, SIZE),)
-    cell.gru.weight_hh.register_hook(seen.append)
-    cell.score.weight.register_post_accumulate_grad_hook(seen.append)
-    predicted(cell, 8, context=context)
+    cell, seen = Perceptron(), []
+    expected = predicted(cell, 8, memory_budget=2**17)
+    cell.net[0].weight.register_hook(seen.append)
+    cell.net[4].weight.register_post_accumulate_grad_hook(seen.append)
+    assert predicted(cell, 8, memory_budget=2**17) == expected
     assert not seen
-    compare(cell, 8, context=context)
+    (cell.net[0].weight.sum() + cell.net[4].weight.sum()).backward()
     assert len(seen) == 2
 
 
