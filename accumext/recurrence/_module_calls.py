@@ -28,12 +28,11 @@ def beyond_formula(module: nn.Module, *weights: Tensor | None) -> str | None:
         return f"{kind.__name__} with a forward of its own"
     if "forward" in vars(module):
         return f"{kind.__name__} with a forward that was replaced"
-    forward, backward = forward_hooks(module), backward_hooks(module)
-    if any(forward) and not only_watching(forward):
+    if not only_watching(forward_hooks(module)):
         return f"{kind.__name__} with forward hooks"
-    if any(backward):
+    if any(backward_hooks(module)):
         return f"{kind.__name__} with backward hooks"
-    if any(GLOBAL_HOOKS) and not only_watching(GLOBAL_HOOKS):
+    if not only_watching(GLOBAL_HOOKS):
         return "hooks of all modules"
     for weight in weights:
         if weight is None or weight.__class__ in _PLAIN or is_fake(weight):

@@ -244,8 +244,11 @@ def test_generate_calls_it_too(search, part):
 
 
 def test_hooks_that_only_watch_cost_nothing():
-    """FLOPs of modules are counted by hooks of all modules."""
+    """FLOPs of modules are counted by hooks of all modules; `fully_shard`'s gather weights."""
     head = nn.Linear(2, 3)
+    gather: Any = lambda *_: None  # noqa: E731
+    gather.__module__ = "torch.distributed.fsdp.of_a_test"
+    head.register_forward_hook(gather)
     with FlopCounterMode(display=False):
         assert any(private.GLOBAL_HOOKS)
         assert beyond_formula(head, head.weight, head.bias) is None

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.decoding import TARGETS, raises
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accumext
 from accumext.decoder import _memory, _plan
@@ -110,7 +111,8 @@ def test_peak_does_not_grow_with_steps_beyond_the_states():
 
 
 def test_the_meta_device_predicts_for_a_cpu():
-    """From targets, a state and modules without data, or from the shape of the targets alone."""
+    """From targets, a state and modules without data, or from the shape of the targets alone. So do
+    fake tensors."""
     parts = nn.Embedding(50, 64), nn.LSTM(64, 64, 3), nn.Linear(64, 50)
     targets, state = torch.zeros(20, 4, dtype=torch.int64), torch.zeros(3, 4, 64)
     expected = accumext.decode_memory(*parts, targets, (state, state), feedback="sample")
@@ -119,6 +121,9 @@ def test_the_meta_device_predicts_for_a_cpu():
     for shape in ((20, 4), targets.to("meta")):
         for start in (None, (state.to("meta"),) * 2):
             assert accumext.decode_memory(*meta, shape, start, feedback="sample") == expected
+    with FakeTensorMode():
+        fake = nn.Embedding(50, 64), nn.LSTM(64, 64, 3), nn.Linear(64, 50)
+    assert accumext.decode_memory(*fake, (20, 4), feedback="sample") == expected
 
 
 def test_decode_memory_takes_what_decode_loss_takes():
