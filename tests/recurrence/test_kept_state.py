@@ -24,6 +24,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 import accumext
 from accumext.decoder import _plan
+from accumext.recurrence import KeptState
 
 EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
 STEPS, BATCH, SIZE, VOCABULARY = 20, 3, 4, 7
@@ -276,9 +277,10 @@ def closure() -> Any:
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal before
-        h = inner.step(x * scale(), h, None if before is None else before + seen.last)
-        before, seen.last = h.detach(), float(h.detach().mean())
         cell.calls = getattr(cell, "calls", 0) + 1
+        x = x * scale() * 0.9**cell.calls
+        h = inner.step(x, h, None if before is None else before + seen.last)
+        before, seen.last = h.detach(), float(h.detach().mean())
         return h, h
 
     return cell
@@ -625,6 +627,26 @@ def test_a_large_buffer(way, options):
     with pytest.raises(RuntimeError, match=f"^{text}$"):
         world.gradients(loss)
     assert torch.equal(world.inner.ring, ring)
+
+
+def test_large_tensors_that_calls_only_read_are_not_copied():
+    """One that was filled before, one that a call makes; one that it has written into is."""
+
+    class Reads(nn.Module):
+        keys = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.empty(LARGE, SIZE).normal_())
+
+        def forward(self) -> None:
+            self.keys = self.table + 1
+            self.trace = torch.zeros(LARGE, SIZE).add_(1)
+
+    cell = Reads()
+    kept = KeptState("rollout", "step", cell)
+    cell()
+    assert [copy.content is None for copy in kept.save().copies] == [True, True, False]
 
 
 class Unseen(Mixes):
