@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from accumext._checks import message
-from accumext._torch_private import own_buffers, own_children
+from accumext._torch_private import not_compiled, own_buffers, own_children
 from accumext.recurrence._states import write_counts
 
 SMALL = 2**16  # bytes of a tensor that is copied before the first call, which may write into it
@@ -192,6 +192,7 @@ class KeptState:
             contents += self._find(changed, first=False)
         return Snapshot(contents, [watched.look() for watched in self._tensors])
 
+    @not_compiled  # it goes by the ids of what it finds
     def _find(self, given: Iterable[object], first: bool) -> list[tuple[Any, list[Any]]]:
         """The places that values refer to, but for those that are known, and what is in them."""
         found: list[tuple[Any, list[Any]]] = []

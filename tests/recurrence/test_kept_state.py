@@ -870,3 +870,22 @@ def test_rounding_is_no_other_result(dtype):
         part.to(dtype)
     world.h = world.h.detach().to(dtype)
     world.decoded(memory_budget=4000).backward()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+@pytest.mark.parametrize("call", ["decode_loss", "chunked_loss"])
+def test_a_function_made_inside_of_a_compiled_one(call):
+    """The graph breaks at the call, which looks at the function as it is."""
+    rnn, head = nn.GRUCell(SIZE, SIZE), nn.Linear(SIZE, VOCABULARY)
+    parts = nn.Embedding(VOCABULARY, SIZE), lambda x, h: (rnn(x, h),) * 2, head
+    targets, h = torch.zeros(STEPS, BATCH, dtype=torch.long), torch.zeros(BATCH, SIZE)
+
+    def loss() -> Tensor:
+        if call == "decode_loss":
+            return accumext.decode_loss(*parts, targets, h, feedback="greedy").loss
+        x = partial(torch.ones, BATCH, SIZE, requires_grad=True)
+        return accumext.chunked_loss(lambda x: head(x).sum(), x(), chunks=2)
+
+    torch.testing.assert_close(torch.compile(loss, backend="eager")(), loss())
