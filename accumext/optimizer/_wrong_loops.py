@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
+from operator import is_
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -29,7 +30,7 @@ from accumext.optimizer._grads import grads_of, is_none
 from accumext.optimizer._proxy import OptimizerProxy
 from accumext.optimizer._report import named
 from accumext.optimizer._settings import unlike_bare
-from accumext.optimizer._window import Box, others_of
+from accumext.optimizer._window import NO_WINDOW, Box, others_of
 
 _WINDOWS = 2  # that are watched
 _LOOKED_AT = 8  # parameters, to see whether all were written
@@ -96,7 +97,15 @@ def telling_of_another_step(box: Box, name: str, method: Callable[..., Any]) -> 
                 f"{name} steps at once on what is in .grad, without {ignored}. Call opt.step(), "
                 f"with a closure if the optimizer takes one; or leave {ignored} out",
             )
-        return method(*args, **kwargs)
+        parameters = box.target.parameters()
+        before, grads = versions(parameters), grads_of(parameters)
+        value = method(*args, **kwargs)
+        state = box.state
+        if state.window.in_grad and versions(parameters) != before:  # the window has been used
+            made = list(map(is_, grads, state.window.sums))
+            used = state.used.after(grads_of(parameters), made)
+            box.state = state._replace(window=NO_WINDOW, used=used, accumulated=False)
+        return value
 
     return call
 

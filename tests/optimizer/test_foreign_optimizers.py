@@ -481,6 +481,40 @@ def test_a_step_that_needs_its_closure_has_it_in_a_window_of_one(make):
     oracle.assert_equal(train(AccumulatingOptimizer), train(lambda optimizer: optimizer))
 
 
+class TwoSteps(Sharpness):
+    """As SAM without a closure."""
+
+    def first_step(self):
+        with torch.no_grad():
+            for p in held_by(self):
+                p.add_(p.grad)
+
+    def second_step(self):
+        torch.optim.SGD.step(self)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("cleared", ["by the wrapper", "by the optimizer", "not"])
+def test_a_step_of_another_name_uses_the_gradient_of_backward_up(cleared):
+    def train(wrap):
+        model = oracle.make_model()
+        bare = TwoSteps(model.parameters(), lr=0.1)
+        opt = wrap(bare)
+        for batch in BATCHES:
+            for step in (opt.first_step, opt.second_step):
+                if wrap is AccumulatingOptimizer:
+                    opt.backward(oracle.loss_of(model, batch))
+                else:
+                    opt.zero_grad()
+                    oracle.loss_of(model, batch).backward()
+                step()
+                if cleared != "not":
+                    (opt if cleared == "by the wrapper" else bare).zero_grad()
+        return oracle.parameters_of(model)
+
+    oracle.assert_equal(train(AccumulatingOptimizer), train(lambda optimizer: optimizer))
+
+
 def test_an_error_of_a_closure_or_of_a_step_without_one_is_its_own():
     parameter = oracle.scalar()
     for make in (Sharpness, Calling):
