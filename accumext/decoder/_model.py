@@ -101,6 +101,7 @@ class Model:
         if context.__class__ is not tuple or len(context) > 0:
             context = _context(op, context, given, device)
         tied, draws = weight is table.weight, given.draws or max(dropouts) > 0
+        draws = draws or rnn is None  # what is called does more than its formula
         return Model(
             table, given, rnn, weight, bias, called_head, device, tied, dtypes_of(weight), context,
             draws, *dropouts,

@@ -23,7 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from accumext._checks import message
-from accumext._torch_private import not_compiled, own_buffers, own_children
+from accumext._torch_private import (
+    GLOBAL_HOOKS,
+    forward_hooks,
+    not_compiled,
+    own_buffers,
+    own_children,
+)
 from accumext.recurrence._states import write_counts
 
 SMALL = 2**16  # bytes of a tensor that is copied before the first call, which may write into it
@@ -113,8 +119,8 @@ class Snapshot(NamedTuple):
 class KeptState:
     """The places in which a function may keep something, found by looking at what it refers to.
 
-    A module and its submodules are looked at, and so are objects that a closure, a method or an
-    attribute names, lists, dicts, deques and sets in any of them, and generators.
+    A module and its submodules are looked at, and so are objects that a closure, a method, an
+    attribute or a hook names, lists, dicts, deques and sets in any of them, and generators.
 
     A graph holds what its replays need, so nothing here holds a graph: it would never be freed.
     """
@@ -126,7 +132,8 @@ class KeptState:
         self._places: list[tuple[Any, list[Any]]] = []
         self._seen: dict[int, object] = {}  # by id, kept alive
         # Those that are there before the first call, and what is in them.
-        places = self._find([function], first=True)
+        of_all = chain.from_iterable(hooks.values() for hooks in GLOBAL_HOOKS)
+        places = self._find([function, *of_all], first=True)
         values = [value for _, contents in places for value in contents]
         self._graphs = [weakref.ref(v) for v in values if isinstance(v, Tensor) and _has_graph(v)]
         self._places = [
@@ -235,11 +242,15 @@ class KeptState:
         self._watch_counted(buffers, first)
         places: list[Any] = [buffers, children] if children else [buffers]
         inside: list[Any] = []
-        forward: Any = getattr(type(module), "forward", None)
-        if not _is_of_library(forward):  # torch's own modules keep what they keep in buffers
-            values = vars(module)
+        for hooks in forward_hooks(module):
+            inside += hooks.values()
+        kind, values = type(module), vars(module)
+        functions: list[Any] = [getattr(kind, "forward", None), kind.__call__]
+        if "forward" in values or not all(map(_is_of_library, (kind, *functions))):
+            # torch's own modules keep what they keep in buffers
             places.append(values)
-            inside += [forward, *(values[name] for name in values.keys() - _OF_EVERY_MODULE)]
+            inside += functions
+            inside += (values[name] for name in values.keys() - _OF_EVERY_MODULE)
         return places, inside
 
     def _watch_counted(self, buffers: dict[str, Tensor | None], first: bool) -> None:

@@ -1,6 +1,7 @@
 """Embedding, cell and head whose call does more than their formula: they are called, and all that
 comes out is the plain loop's, which calls them, too."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -255,14 +256,21 @@ def test_hooks_that_only_watch_cost_nothing():
 
 
 def test_a_head_runs_once_a_step_and_once_more_where_its_step_does():
-    decoder, seen = make_decoder("gru_cell"), []
-    decoder.head.register_forward_hook(lambda m, a, y: seen.append(list(a[0].shape)))
+    """A replay puts back what a hook keeps, so that it is that of the plain loop, but an iterator."""
+    decoder, seen, calls = make_decoder("gru_cell"), [], itertools.count()
+
+    def hook(module: nn.Module, given: tuple[Tensor], logits: Tensor) -> None:
+        next(calls)
+        seen.append(list(given[0].shape))
+
+    decoder.head.register_forward_hook(hook)
     loss = run(decoder, feedback="greedy").loss
     assert seen == [[BATCH, 5]] * 6
     loss.backward()
-    assert len(seen) == 6  # the graph of a few small steps is kept
+    assert next(calls) == 6  # the graph of a few small steps is kept
     run(decoder, feedback="greedy", memory_budget=VOCABULARY * 8).loss.backward()
-    assert len(seen) == 6 + 12
+    assert next(calls) == 7 + 12
+    assert seen == [[BATCH, 5]] * 12
 
 
 def test_parameters_of_a_called_head_must_not_change_before_the_backward_pass():

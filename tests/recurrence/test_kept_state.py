@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from support.decode_oracle import relative_distance
 from torch import Tensor, nn
+from torch.nn.modules import module as of_all
 from torch.nn.utils import parametrizations, spectral_norm
 
 import accumext
@@ -267,6 +268,66 @@ class OfObject:
         return h, h
 
 
+class OwnMethod(Mixes):
+    """The cell is a method of a module that is not called itself."""
+
+    before = None
+
+    def walk(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.step(x, h, self.before)
+        self.before = h.detach()
+        return h, h
+
+
+class Counting(nn.Linear):
+    """One of torch's modules, whose __call__ does more."""
+
+    calls = 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return 0.9**self.calls * super().__call__(*args)
+
+
+def around_linear(change: Callable[[nn.Module], Any]) -> Callable[[], Any]:
+    """One of torch's modules in the cell is changed."""
+
+    def make() -> Any:
+        inner = Mixes()
+        change(inner.mix)
+        return lambda x, h: (inner.step(x, h, h),) * 2
+
+    return make
+
+
+def own_call(module: nn.Module) -> None:
+    module.__class__ = Counting
+
+
+def replaced_forward(module: nn.Module) -> None:
+    forward, seen = module.forward, SimpleNamespace(calls=0)
+
+    def counting(*args: Any) -> Any:
+        seen.calls += 1
+        return 0.9**seen.calls * forward(*args)
+
+    module.forward = counting
+
+
+def hooked(module: Any, register: str = "register_forward_pre_hook") -> tuple[Any, nn.Module]:
+    """By a module that only the hook knows, and by random numbers."""
+    norm, calls = nn.BatchNorm1d(SIZE, dtype=torch.float64), []
+
+    def hook(module: nn.Module, *given: Any) -> Any:
+        tensor = given[0][0] if register == "register_forward_pre_hook" else given[-1]
+        if module is norm or tensor.shape[-1] != SIZE:
+            return None
+        calls.append(len(calls))
+        return F.dropout(norm(tensor), 0.3) * 0.9 ** len(calls)
+
+    return getattr(module, register)(hook), norm
+
+
 def closure() -> Any:
     """Variables of a closure: one that is assigned, an object, and a helper with its own."""
     inner, before, seen = Mixes(), None, SimpleNamespace(last=0.0, calls=[])
@@ -331,6 +392,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "modules": Swaps,
     "object": OfObject,
     "method": lambda: Attribute().forward,
+    "method of its own": lambda: OwnMethod().walk,
+    "own call": around_linear(own_call),
+    "replaced forward": around_linear(replaced_forward),
+    "hook": around_linear(hooked),
     "closure": closure,
     "default": of_default,
     "global": global_variable,
@@ -782,6 +847,35 @@ def test_a_head_that_is_called_keeps_and_draws(options):
     torch.testing.assert_close(found[1][1], found[0][1], rtol=EXACT, atol=EXACT)
     expected, gradients = (world.gradients(loss) for world, loss in found)
     assert relative_distance(gradients, expected) < EXACT
+
+
+HOOKED = {
+    "head": lambda world: hooked(world.head),
+    "embedding": lambda world: hooked(world.embedding, "register_forward_hook"),
+    "cell": lambda world: hooked(world.inner.gru, "register_forward_hook"),
+    "all modules": lambda world: hooked(of_all, "register_module_forward_hook"),
+}
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": 4000}, {"k1": 7, "k2": 40}], ids=str)
+@pytest.mark.parametrize("part", HOOKED)
+def test_hooks_of_torchs_modules_keep_and_draw(part, options):
+    """The cell draws nothing itself: it is nn.GRUCell."""
+    found = []
+    for way in (World.plain, partial(World.decoded, **options)):
+        world = World("counter")
+        world.cell = world.inner.gru if way is not World.plain else twice(world.inner.gru)
+        handle, norm = HOOKED[part](world)
+        loss = way(world)
+        found.append((loss, world.gradients(loss), list(norm.buffers())))
+        handle.remove()
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=EXACT, atol=EXACT)
+    assert relative_distance(found[1][1], found[0][1]) < EXACT
+    torch.testing.assert_close(found[1][2], found[0][2], rtol=EXACT, atol=EXACT)
+
+
+def twice(cell: nn.GRUCell) -> Cell:
+    return lambda x, h: (cell(x, h),) * 2
 
 
 class Counted(nn.Linear):
