@@ -22,6 +22,8 @@ from torch._compile import _disable_dynamo
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState as OptState
 from torch.optim import Optimizer
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -287,6 +289,31 @@ def only_watching(hooks: Iterable[dict[int, Any]]) -> bool:
     """Tell whether a call computes the same without these hooks."""
     modules = [str(getattr(hook, "__module__", "")) for found in hooks for hook in found.values()]
     return all(name.startswith(_WATCHING) for name in modules)
+
+
+# The active TorchFunctionModes, the outermost first; the default device is one.
+function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+
+
+def changes_functions() -> bool:
+    """Tell whether a TorchFunctionMode is active that may change what functions return; one that
+    only says where tensors are made is no such."""
+    return any(not isinstance(mode, DeviceContext) for mode in function_modes())
+
+
+@contextmanager
+def under_function_modes(modes: list[Any]) -> Iterator[None]:
+    """These modes are active, and no others: a backward pass begins under none."""
+    now = [_pop_mode() for _ in function_modes()]
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in function_modes():
+            _pop_mode()
+        for mode in reversed(now):
+            _push_mode(mode)
 
 
 # The buffers and children of a module itself, by name, in the dicts in which it keeps them.

@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -160,7 +160,10 @@ def _run_again(replays: Replays, part: Callable[..., Tensor], slices: list[Any])
 
     def run(*slices: Any) -> Tensor:
         nonlocal known
-        with replays.kept.replaying(snapshot) if next(calls) else nullcontext():
+        with ExitStack() as stack:
+            if next(calls):
+                stack.enter_context(replays.modes())
+                stack.enter_context(replays.kept.replaying(snapshot))
             loss = part(*slices)
         if known is not None:
             replays.check_same(loss, known)

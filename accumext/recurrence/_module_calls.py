@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from accumext._torch_private import (
     GLOBAL_HOOKS,
     backward_hooks,
+    changes_functions,
     forward_hooks,
     is_fake,
     only_watching,
@@ -34,6 +35,8 @@ def beyond_formula(module: nn.Module, *weights: Tensor | None) -> str | None:
         return f"{kind.__name__} with backward hooks"
     if not only_watching(GLOBAL_HOOKS):
         return "hooks of all modules"
+    if changes_functions():
+        return "a TorchFunctionMode around it"
     for weight in weights:
         if weight is None or weight.__class__ in _PLAIN or is_fake(weight):
             continue

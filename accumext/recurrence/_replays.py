@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from accumext._checks import message
-from accumext._torch_private import assert_on_device, not_traced, write_count
+from accumext._torch_private import (
+    assert_on_device,
+    function_modes,
+    not_traced,
+    under_function_modes,
+    write_count,
+)
 from accumext.recurrence._generators import replay_rng, rng_state, set_rng_state
 from accumext.recurrence._kept_state import KeptState, Snapshot
 from accumext.recurrence._states import State, tensors
@@ -36,7 +42,7 @@ class Replays:
 
     def __init__(self, kept: KeptState, device: torch.device, draws: bool = True) -> None:
         self.kept, self.device, self.draws = kept, device, draws
-        self.autocast = _autocast_now(device)  # a context with the modes of the forward pass
+        self.modes = _modes_now(device)  # a context with those of the forward pass
         # The tensors of the part that was run again last. It is known by its name, for a part holds
         # this object: without circles, all is freed with the graph.
         self._found: dict[int, Tensor] = {}
@@ -91,7 +97,10 @@ class Replays:
             found.append((tensor.detach(), write_count(tensor)))
 
         not_traced(pack)
-        with torch.enable_grad(), self.autocast(), saved_tensors_hooks(pack, _never):
+        with (
+            torch.inference_mode(False), torch.enable_grad(), self.modes(),
+            saved_tensors_hooks(pack, _never),
+        ):  # fmt: skip
             result = part.again()
         if len(found) != len(part.saved):
             self._fail(f"{len(found)} tensors for it in place of {len(part.saved)}")
@@ -200,8 +209,9 @@ def _never(_: None) -> Tensor:
     raise AssertionError("the graph of a replay is dropped")
 
 
-def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """A context with the autocast modes of now."""
+def _modes_now(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """A context with the modes of now: autocast, and those of functions, as the default device."""
+    of_functions = function_modes()
     modes = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in sorted({"cpu", device.type})
@@ -210,11 +220,11 @@ def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[N
     cached = torch.is_autocast_cache_enabled()
 
     @contextmanager
-    def autocast() -> Iterator[None]:
-        with ExitStack() as stack:
+    def as_now() -> Iterator[None]:
+        with under_function_modes(of_functions), ExitStack() as stack:
             for kind, enabled, dtype in modes:
                 mode = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
                 stack.enter_context(mode)
             yield
 
-    return autocast
+    return as_now

@@ -148,7 +148,7 @@ class RecomputedSteps:
 
     def _pass_over(self, begin: int, end: int, carry: State) -> State:
         """The carry before step `end`, without a graph."""
-        with torch.no_grad(), self._replays.autocast():
+        with torch.no_grad(), self._replays.modes():
             return self._run_segment(begin, end, end, copy_nesting(carry))[0]
 
     def _run_again(self, begin: int, counting: int, end: int, requires_grad: list[bool]) -> State:

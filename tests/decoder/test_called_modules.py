@@ -256,7 +256,7 @@ def test_hooks_that_only_watch_cost_nothing():
 
 
 def test_a_head_runs_once_a_step_and_once_more_where_its_step_does():
-    """A replay puts back what a hook keeps, so that it is that of the plain loop, but an iterator."""
+    """What a hook keeps is put back, but for an iterator."""
     decoder, seen, calls = make_decoder("gru_cell"), [], itertools.count()
 
     def hook(module: nn.Module, given: tuple[Tensor], logits: Tensor) -> None:

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from support.decode_oracle import relative_distance
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 from torch.nn.utils import parametrizations, spectral_norm
+from torch.overrides import TorchFunctionMode
 
 import accumext
 from accumext.decoder import _plan
@@ -423,7 +425,7 @@ class World:
         self.leaves = [self.h, *(p for part in parts for p in part.parameters())]
 
     def plain(self) -> Tensor:
-        h, tokens, losses = self.h, torch.zeros(BATCH, dtype=torch.int64), []
+        h, tokens, losses = self.h, torch.zeros_like(self.targets[0]), []
         for target in self.targets:
             output, h = self.cell(self.embedding(tokens), h)
             losses.append(F.cross_entropy(self.head(output), target))
@@ -525,6 +527,42 @@ def test_what_is_changed_between_the_passes_stays_changed(way, options):
     assert len(cell.seen) > 0
     assert not cell.training
     assert (cell.by_name, cell.last) == ({}, None)
+
+
+class Scales(TorchFunctionMode):
+    """What torch's linear layers return."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return 0.5 * found if func is F.linear else found
+
+
+@ways
+@pytest.mark.parametrize(
+    "mode", [Scales, partial(torch.device, "meta")], ids=["functions", "device"]
+)
+@pytest.mark.parametrize("backward", [nullcontext, torch.inference_mode])
+def test_steps_run_again_under_the_modes_of_the_forward_pass(mode, backward, way, options):
+    """The default device is one of them. The head is called, too, where functions change."""
+
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = world.inner.mix(world.inner.gru(x, h))
+        h = h if torch.empty(()).is_meta else 2 * h
+        return h, h
+
+    found = []
+    for run in (
+        World.plain if way == "decoded" else World.plain_rollout,
+        partial(getattr(World, way), **options),
+    ):
+        world = World("counter")
+        world.cell = cell
+        with mode():
+            loss = run(world)
+        with backward():
+            found += [[loss.detach()], world.gradients(loss)]
+    assert relative_distance(found[2], found[0]) < EXACT
+    assert relative_distance(found[3], found[1]) < EXACT
 
 
 def test_a_backward_pass_that_fails_leaves_what_is_kept():
@@ -816,7 +854,7 @@ def test_nor_are_they_in_the_last_window_of_a_rollout():
         world.rollout(k1=STEPS - 1, k2=STEPS, checkpoint=STEPS)
 
 
-class Scales(nn.Linear):
+class ScaledHead(nn.Linear):
     """A head by the number of its calls."""
 
     def __init__(self) -> None:
@@ -830,7 +868,7 @@ class Scales(nn.Linear):
 @pytest.mark.parametrize("options", [{}, {"memory_budget": 4000}, {"k1": 7, "k2": 40}], ids=str)
 def test_nor_in_a_head_that_is_called(options):
     world = World("attribute")
-    world.head = Scales()
+    world.head = ScaledHead()
     with pytest.raises(RuntimeError, match="must do in its replay"):
         world.decoded(**options).backward()
 
