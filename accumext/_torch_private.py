@@ -293,6 +293,7 @@ def only_watching(hooks: Iterable[dict[int, Any]]) -> bool:
 
 # The active TorchFunctionModes, the outermost first; the default device is one.
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+number_of_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def changes_functions() -> bool:
@@ -303,12 +304,14 @@ def changes_functions() -> bool:
 
 @contextmanager
 def under_function_modes(modes: list[Any]) -> Iterator[None]:
-    """These modes are active, and no others: a backward pass begins under none."""
+    """These modes are active, and no others, and so are the functions of tensor subclasses: a
+    backward pass begins without them."""
     now = [_pop_mode() for _ in function_modes()]
     for mode in modes:
         _push_mode(mode)
     try:
-        yield
+        with torch._C._EnableTorchFunction():
+            yield
     finally:
         for _ in function_modes():
             _pop_mode()

@@ -11,6 +11,7 @@ from accumext._torch_private import (
     changes_functions,
     forward_hooks,
     is_fake,
+    number_of_function_modes,
     only_watching,
 )
 
@@ -35,7 +36,7 @@ def beyond_formula(module: nn.Module, *weights: Tensor | None) -> str | None:
         return f"{kind.__name__} with backward hooks"
     if not only_watching(GLOBAL_HOOKS):
         return "hooks of all modules"
-    if changes_functions():
+    if number_of_function_modes() > 0 and changes_functions():
         return "a TorchFunctionMode around it"
     for weight in weights:
         if weight is None or weight.__class__ in _PLAIN or is_fake(weight):

@@ -565,6 +565,36 @@ def test_steps_run_again_under_the_modes_of_the_forward_pass(mode, backward, way
     assert relative_distance(found[3], found[1]) < EXACT
 
 
+class Halves(Tensor):
+    """Half of what torch's linear layers return; the loss is such a tensor, too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return 0.5 * found if func is F.linear else found
+
+
+def linear() -> Any:
+    inner = Mixes()
+    return lambda x, h: (inner.step(x, h, h),) * 2
+
+
+@ways
+def test_steps_run_again_with_the_functions_of_a_subclass(way, options):
+    found = []
+    plainly = World.plain if way == "decoded" else World.plain_rollout
+    for run in (plainly, partial(getattr(World, way), **options)):
+        world = World(linear)
+        for layer in (world.head, world.inner.mix):
+            layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Halves))
+        world.leaves = [world.h, *world.inner.parameters(), *world.embedding.parameters()]
+        loss = run(world)
+        found.append((loss, world.gradients(loss)))
+    assert isinstance(found[0][0], Halves)
+    assert relative_distance([found[1][0].detach()], [found[0][0].detach()]) < EXACT
+    assert relative_distance(found[1][1], found[0][1]) < EXACT
+
+
 def test_a_backward_pass_that_fails_leaves_what_is_kept():
     world = World("containers")
     cell: Any = world.cell
