@@ -21,6 +21,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch._compile import _disable_dynamo
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState as OptState
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
@@ -290,6 +291,9 @@ def only_watching(hooks: Iterable[dict[int, Any]]) -> bool:
     modules = [str(getattr(hook, "__module__", "")) for found in hooks for hook in found.values()]
     return all(name.startswith(_WATCHING) for name in modules)
 
+
+# What `parametrize.cached()` keeps of parametrized weights, as global variables.
+PARAMETRIZED = vars(parametrize), ["_cache", "_cache_enabled"]
 
 # The active TorchFunctionModes, the outermost first; the default device is one.
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack

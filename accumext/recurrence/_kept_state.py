@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from accumext._checks import message
 from accumext._torch_private import (
     GLOBAL_HOOKS,
+    PARAMETRIZED,
     forward_hooks,
     not_compiled,
     own_buffers,
@@ -127,13 +128,16 @@ class KeptState:
 
     def __init__(self, op: str, name: str, function: object) -> None:
         self.op, self.name = op, name
+        self.keeps_graphs = False  # as far as it is known
         self._tensors: list[_Watched] = []
         self._by_id: dict[int, _Watched] = {}
         self._places: list[tuple[Any, list[Any]]] = []
         self._seen: dict[int, object] = {}  # by id, kept alive
         # Those that are there before the first call, and what is in them.
         of_all = chain.from_iterable(hooks.values() for hooks in GLOBAL_HOOKS)
-        places = self._find([function, *of_all], first=True)
+        parametrized = _Globals(*PARAMETRIZED)
+        places: list[tuple[Any, list[Any]]] = [(parametrized, _read(parametrized))]
+        places += self._find([function, *of_all, *places[0][1]], first=True)
         values = [value for _, contents in places for value in contents]
         self._graphs = [weakref.ref(v) for v in values if isinstance(v, Tensor) and _has_graph(v)]
         self._places = [
@@ -146,6 +150,7 @@ class KeptState:
         known = len(self._places)
         for index, (place, values) in enumerate(contents):
             if not graphs and (index >= known or values is not self._places[index][1]):
+                self.keeps_graphs = self.keeps_graphs or any(map(_has_graph, values))
                 contents[index] = place, list(map(_without_graph, values))
         return Snapshot(contents, copies)
 

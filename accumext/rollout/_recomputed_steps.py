@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from accumext._torch_private import leaves_since, next_node_number, write_count
+from accumext._torch_private import leaves_since, next_node_number, not_traced, write_count
 from accumext.recurrence import (
     KeptState,
     Replays,
@@ -147,8 +148,13 @@ class RecomputedSteps:
         self._checkpoints.follow(self._grid[:-1], plan.kept)  # the last segment does not run again
 
     def _pass_over(self, begin: int, end: int, carry: State) -> State:
-        """The carry before step `end`, without a graph."""
-        with torch.no_grad(), self._replays.modes():
+        """The carry before step `end`, without a graph. Tensors that the steps keep with graphs
+        require gradients as in the forward pass."""
+        not_traced(_save_nothing)
+        with (
+            torch.set_grad_enabled(self._replays.kept.keeps_graphs), self._replays.modes(),
+            saved_tensors_hooks(_save_nothing, _save_nothing),
+        ):  # fmt: skip
             return self._run_segment(begin, end, end, copy_nesting(carry))[0]
 
     def _run_again(self, begin: int, counting: int, end: int, requires_grad: list[bool]) -> State:
@@ -264,3 +270,7 @@ class _Checkpoints:
         if [write_count(tensor) for tensor in tensors(checkpoint.carry)] != checkpoint.writes:
             raise RuntimeError(changed(self._replays.kept.op))
         return checkpoint
+
+
+def _save_nothing(_: Any) -> Any:
+    """For a graph through which no gradient flows."""

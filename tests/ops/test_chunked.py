@@ -17,7 +17,8 @@ from support.budget import examples
 from support.decode_oracle import relative_distance
 from support.device import DeviceReads, cpu_as_device
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm
+from torch.nn.utils.parametrize import cached
 
 import accumext
 from accumext.demo.memory import peak_memory
@@ -437,6 +438,25 @@ def test_what_fn_keeps_is_put_back_before_it_is_called_again():
         found.append([loss.detach(), *gradients, *(b.double() for b in fn.buffers())])
         assert fn.number == 2
     assert relative_distance(found[1], found[0]) < EXACT
+
+
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_weights_that_parametrize_caches(backward_inside):
+    found = []
+    for chunked in (False, True):
+        torch.manual_seed(0)
+        layer = orthogonal(nn.Linear(4, 4, dtype=torch.float64))
+        x = torch.randn(9, 4, dtype=torch.float64)
+        given = list(layer.parameters())
+
+        def fn(x: torch.Tensor, layer: nn.Module = layer) -> torch.Tensor:
+            return layer(x).square().mean()
+
+        with cached():
+            loss = accumext.chunked_loss(fn, x, chunks=3) if chunked else fn(x)
+            gradients = torch.autograd.grad(loss, given) if backward_inside else ()
+        found.append(gradients or torch.autograd.grad(loss, given))
+    assert relative_distance(found[1], found[0]) < 1e-12
 
 
 def test_what_cannot_be_put_back_is_an_error():

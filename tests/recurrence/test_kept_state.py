@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from support.decode_oracle import relative_distance
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
-from torch.nn.utils import parametrizations, spectral_norm
+from torch.nn.utils import parametrizations, parametrize, spectral_norm
 from torch.overrides import TorchFunctionMode
 
 import accumext
@@ -563,6 +563,32 @@ def test_steps_run_again_under_the_modes_of_the_forward_pass(mode, backward, way
             found += [[loss.detach()], world.gradients(loss)]
     assert relative_distance(found[2], found[0]) < EXACT
     assert relative_distance(found[3], found[1]) < EXACT
+
+
+BUDGETS = [{}, {"checkpoint": 4}, {"memory_budget": 14000}]
+
+
+@pytest.mark.parametrize("backward_inside", [True, False])
+@pytest.mark.parametrize(
+    ("way", "options"), [*(("decoded", o) for o in DECODED), *(("rollout", o) for o in BUDGETS)]
+)
+@pytest.mark.parametrize("kind", ["parametrized", "cached projection"])
+def test_weights_that_parametrize_caches(kind, way, options, backward_inside):
+    """`with parametrize.cached():` keeps tensors with graphs, as a cell may; rollouts pass over
+    steps, too."""
+    found = []
+    plainly = World.plain if way == "decoded" else World.plain_rollout
+    for run in (plainly, partial(getattr(World, way), **options)):
+        world = World("counter" if kind == "parametrized" else kind)
+        if kind == "parametrized":
+            parametrizations.weight_norm(world.inner.gru, "weight_hh")
+        world.leaves = [world.h, *world.inner.parameters()]
+        with parametrize.cached():
+            loss = run(world)
+            gradients = world.gradients(loss) if backward_inside else []
+        found.append((loss, gradients or world.gradients(loss)))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=EXACT, atol=EXACT)
+    assert relative_distance(found[1][1], found[0][1]) < EXACT
 
 
 class Halves(Tensor):
