@@ -30,6 +30,7 @@ from accumext.optimizer._backward import (
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import Used, fresh, grad_of, grads_of, is_none
 from accumext.optimizer._other_passes import (
+    ONE_FOR_EACH,
     part_from_others,
     scale_of_pending,
     take_other_pass,
@@ -46,7 +47,7 @@ from accumext.optimizer._settings import (
 )
 from accumext.optimizer._step import flush, run_step
 from accumext.optimizer._sums import add_micro_batch, take_out
-from accumext.optimizer._window import LEAVING, Box, pack, unpack
+from accumext.optimizer._window import LEAVING, Box, others_of, pack, unpack
 from accumext.optimizer._wrong_loops import Watch, telling_of_another_step, warn_of_a_full_window
 
 
@@ -279,6 +280,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         made = box.state.other_pass
         if made is None and all(map(is_none, grads)):
             advice = "Run a backward pass first; backward() has accumulated already"
+            if others_of(box):
+                advice += f". {ONE_FOR_EACH}"
             contract = "hold new gradients"
             raise RuntimeError(_checks.message(op, ".grad", contract, "none", advice))
         agree_on_shards(op, box)

@@ -110,7 +110,7 @@ def part_from_others(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
     rows = zip(parameters, grads, old, strict=True)
     if holders and any(not (g is None or used or id(p) in theirs) for p, g, used in rows):
         got = "also one of a backward pass of your own"
-        raise RuntimeError(message(op, ".grad", _OWN, got, _ONE_FOR_EACH))
+        raise RuntimeError(message(op, ".grad", _OWN, got, ONE_FOR_EACH))
     take_others_out(box, parameters)
     for parameter, used in zip(parameters, old):
         if used:
@@ -147,14 +147,14 @@ def own_is_pending(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
     pending = not all(map(is_none, grads_of(parameters)))
     if parted and not (pending or box.state.window.micro_batches or box.state.accumulated):
         got = "only that of another one that holds the parameters, too"
-        raise RuntimeError(message(op, ".grad", _OWN, got, _ONE_FOR_EACH))
+        raise RuntimeError(message(op, ".grad", _OWN, got, ONE_FOR_EACH))
     return pending
 
 
 _OWN = "hold a gradient of this AccumulatingOptimizer's own backward pass"
-_ONE_FOR_EACH = (
-    "Call backward of each optimizer that holds the parameters, or only passes of your own: "
-    "loss.backward(), step and zero_grad of each"
+ONE_FOR_EACH = (
+    "Call backward of each optimizer that holds the parameters, with retain_graph=True in all but "
+    "the last if it is one loss"
 )
 
 
@@ -218,7 +218,9 @@ def take_other_pass(op: str, box: Box, made: OtherPass, weight: Scalar | None) -
     if made.several or made.partly or box.sharded is not None:
         contract, got = "hold new gradients", "those of another AccumulatingOptimizer's backward"
         advice = "Run loss.backward() for both, and accumulate(weight) of each"
-        if made.several:
+        if made.partly:
+            advice = ONE_FOR_EACH
+        elif made.several:
             got += " calls, more than one"
             advice = "Call accumulate() after each of them, or zero_grad() before one that counts"
         raise RuntimeError(message(op, ".grad", contract, got, advice))

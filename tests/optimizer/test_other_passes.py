@@ -206,7 +206,7 @@ def test_frozen_parameters_and_wrappers_that_are_gone():
 # Parameters that both hold
 
 TWO_HOLD = f"{OP}.%s: .grad must hold a gradient of this {OP}'s own backward pass, got %s"
-EACH = ". Call backward of each optimizer that holds the parameters, or only passes of your own"
+EACH = ". Call backward of each optimizer that holds the parameters, with retain_graph=True"
 
 
 @pytest.mark.parametrize(
@@ -288,16 +288,28 @@ def test_a_step_on_nothing_but_what_another_holder_made(stepped):
     opts[0].discard()
 
 
-def test_what_another_holder_took_cannot_be_accumulated():
-    """The second network's gradients are in sums of that one."""
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("windows", [(1, 1), (4, 4), (4, 1)])
+def test_what_another_holder_took_cannot_be_accumulated(windows, first):
+    """The second network's gradients are in sums of that one, as those of a pass of one's own are
+    that it has taken. What the error says to type is right."""
     sides = Overlapping()
-    opts = wrappers(sides, (4, 4))
-    opts[1].backward(sides.through_both(0))
-    with pytest.raises(
-        RuntimeError, match=r"Run loss.backward\(\) for both, and accumulate\(weight"
-    ):
-        opts[0].accumulate()
-    opts[1].discard()
+    opts = wrappers(sides, windows)
+    opts[first].backward(sides.through_both(0))
+    text = f"{OP}.accumulate: .grad must hold new gradients, got"
+    with pytest.raises(RuntimeError, match=f"{oracle.says(text)}.*{EACH}"):
+        opts[1 - first].accumulate()
+    for opt in opts:
+        opt.discard()
+    for number, weight in enumerate(WEIGHTS):
+        loss = sides.through_both(number)
+        opts[first].backward(loss, weight, retain_graph=True)
+        opts[1 - first].backward(loss, weight)
+        for opt in opts:
+            opt.step()
+    losses = ("through_both",) * 2
+    by_hand = train_by_hand([B1, B2, S1, S2], losses, windows, WEIGHTS, kind=Overlapping)
+    assert_close(sides.parameters(), by_hand)
 
 
 # One loss of two optimizers: Muon and AdamW
