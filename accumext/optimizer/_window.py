@@ -220,7 +220,7 @@ class Box:
             warnings.warn(text, stacklevel=2)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and "state" in vars(self):
+        if sys is not None and not sys.is_finalizing() and "state" in vars(self):
             self.warn_of_loss()
             if any(self.state.used.ours):
                 note_gone(self.state.used, self.target.parameters())

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import accumext
+from accumext.optimizer import _window
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 
@@ -627,6 +628,13 @@ def test_the_end_of_a_program_says_it_too():
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
     assert "that no step has used" in done.stderr
+
+
+def test_an_optimizer_that_outlives_its_module_ends_in_silence(monkeypatch):
+    """As one that a compiled function holds does at the end of a program."""
+    _, opt = oracle.wrapped_zeros()
+    monkeypatch.setattr(_window, "sys", None)
+    opt._box.__del__()
 
 
 # Warnings that are errors, and what watching costs
