@@ -211,9 +211,9 @@ def close_window(
         elif state.window.micro_batches == 0:
             return None
         device = parameters[0].device if parameters else torch.device("cpu")
+        begun = begin_update(op, settings.scaler, proxy, box.optimizer, device)
         if settings.scaler is not None and len(ALIVE) > 1:
             note_scale(op, box)
-        begun = begin_update(op, settings.scaler, proxy, box.optimizer, device)
         summed = not box.state.window.in_grad
         closing, result = Closing(box, proxy, op, parameters, begun), None
         try:

@@ -528,6 +528,22 @@ def test_one_scaled_pass_for_two_wrappers_with_that_scaler(accumulates, windows)
     assert_close(sides.parameters(), train_by_hand(order, losses, windows, ONES))
 
 
+def test_one_scaler_that_has_not_scaled_yet_and_a_holder_of_what_another_used():
+    shared, own = oracle.scalar(2.0), oracle.scalar(3.0)
+    scaler = torch.amp.GradScaler("cpu")
+    first = AccumulatingOptimizer(sgd([shared], lr=1.0))
+    holder = AccumulatingOptimizer(sgd([shared], lr=1.0), scaler=scaler)
+    second = AccumulatingOptimizer(sgd([own], lr=1.0), scaler=scaler)
+    first.backward(shared * own)
+    second.accumulate()
+    for opt in (first, second):
+        opt.step()
+    assert (shared.item(), own.item()) == (-1.0, 1.0)
+    holder.backward(shared * 2.0)
+    holder.step()
+    assert shared.item() == -3.0
+
+
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_pass_of_its_own_joins_one_from_before_the_update(window):
     parameters = [oracle.scalar() for _ in range(2)]
