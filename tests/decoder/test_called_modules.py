@@ -246,7 +246,7 @@ def test_generate_calls_it_too(search, part):
 
 def test_hooks_that_only_watch_cost_nothing():
     """FLOPs of modules are counted by hooks of all modules; `fully_shard`'s gather weights."""
-    head = nn.Linear(2, 3)
+    head = nn.Linear(2, 3, bias=False)
     gather: Any = lambda *_: None  # noqa: E731
     gather.__module__ = "torch.distributed.fsdp.of_a_test"
     head.register_forward_hook(gather)
