@@ -62,7 +62,7 @@ class Used(NamedTuple):
 
     seen: Sequence[ReferenceType[Tensor] | None] = ()  # weakly: the memory is the user's to free
     versions: Sequence[int | None] = ()  # a gradient that was written since counts as new
-    ours: Sequence[bool] = ()
+    ours: Sequence[bool] = ()  # none: all False
     # Those of ours that may lie in buckets of DistributedDataParallel. Its forward pass may copy
     # them into other buckets, to which it sets `.grad`: only the values tell them then.
     in_buckets: Sequence[Tensor | None] = ()
@@ -72,11 +72,7 @@ class Used(NamedTuple):
         grads: Sequence[Tensor | None],  # in `.grad` now
         ours: Sequence[bool] = (),  # where the step was given what the wrapper's backward had made
     ) -> Used:
-        """Record the present gradients as used; those that were used up before stay so."""
-        gone = self.used_up(grads)
-        ours = ours or [False] * len(grads)
-        if any(gone):
-            ours = [mine or old for mine, old in zip(ours, gone, strict=True)]
+        """Record the present gradients as used. None was used up before: steps clear those."""
         weakly = [None if grad is None else ref(grad) for grad in grads]
         known = [grad if mine else None for grad, mine in zip(grads, ours)]
         buckets = (

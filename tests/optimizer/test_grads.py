@@ -104,9 +104,26 @@ def test_gradients_of_the_last_step_are_not_kept_alive():
     oracle.assert_equal([parameter.detach()], [torch.full((1000,), -40.0)])
 
 
+@pytest.mark.usefixtures("alone")
+def test_nor_are_they_among_processes_but_for_views():
+    """Which may lie in buckets of DistributedDataParallel."""
+    parameter, opt = oracle.wrapped_zeros(shape=2)
+    opt.backward(parameter.sum())
+    opt.step()
+    gone = weakref.ref(parameter.grad)
+    parameter.grad = None
+    assert gone() is None
+
+
 def test_a_view_with_the_values_of_the_last_gradient_is_a_new_one():
     parameter, opt = oracle.wrapped_zeros()
     for _ in range(2):
         parameter.grad = torch.ones(2)[0]
         opt.flush()
     assert parameter.item() == -2.0
+    parameter.grad = torch.zeros(2)[0]
+    opt.backward(parameter)  # which adds to the view
+    opt.step()
+    parameter.grad = torch.ones(2)[0]
+    opt.step()
+    assert parameter.item() == -4.0
