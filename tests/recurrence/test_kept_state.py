@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ class Mixes(nn.Module):
 class Attribute(Mixes):
     """The last output, detached, as location-aware attention keeps its alignment."""
 
-    before = None
+    before: Any = None
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = self.step(x, h, self.before)
@@ -65,6 +65,22 @@ class WithGraph(Attribute):
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         h = self.before = self.step(x, h, self.before)
+        return h, h
+
+
+class Pair(NamedTuple):
+    h: Tensor
+    others: tuple[Tensor, ...]
+
+
+class InTuples(Attribute):
+    """The same in a tuple in a named tuple."""
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if self.before is not None:
+            x = x + self.before.h * self.before.others[0].mean()
+        h = self.step(x, h, None)
+        self.before = Pair(h, (h * 1,))
         return h, h
 
 
@@ -406,6 +422,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "deletes": Deletes,
     "partial": in_partial,
     "inside another": lambda: Inside(Attribute()),
+    "tuples with graphs": InTuples,
 }
 
 
