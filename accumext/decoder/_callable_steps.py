@@ -190,7 +190,8 @@ class CallableSteps:
         for begin, end in segments(steps, period, 1 if measures else longest, longest):
             given = (state, self.root, *context)
             if begin == 0 and measures:
-                with measured_graph(context) as sizes:
+                strided = tuple(t for t in context if t.layout == torch.strided)
+                with measured_graph(strided) as sizes:
                     segment, state = self.run_steps(0, 0, end, *given)
                 graph, size = sum(sizes.values()), size_of(state)
             elif measures and keeps_graph(steps - begin, graph, size_of(state) - size):
@@ -397,9 +398,10 @@ def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
     known = {tensor.untyped_storage().data_ptr() for tensor in shared}
 
     def pack(tensor: Tensor) -> tuple[Tensor, int]:
-        storage = tensor.untyped_storage()
-        if not base_of(tensor).is_leaf and storage.data_ptr() not in known:
-            sizes[storage.data_ptr()] = storage.nbytes()
+        if tensor.layout == torch.strided and not base_of(tensor).is_leaf:  # others have none
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                sizes[storage.data_ptr()] = storage.nbytes()
         # An output that its own node keeps would keep itself.
         return tensor.detach(), write_count(tensor)
 

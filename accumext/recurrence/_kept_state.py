@@ -272,7 +272,7 @@ class KeptState:
             return
         parameter = isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
         plain = type(tensor) is Tensor and tensor.layout == torch.strided
-        if plain and not parameter and not tensor.is_inference():
+        if plain and not parameter:
             self._by_id[id(tensor)] = watched = _Watched(tensor, counting, first)
             self._tensors.append(watched)
 

@@ -182,7 +182,8 @@ class _Measure:
         self.before_last = 0
 
     def add(self, tensor: Tensor) -> None:
-        self._held.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        if tensor.layout == torch.strided:  # others have no storage
+            self._held.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
     def total(self) -> int:
         return memory(self._held.values())

@@ -160,6 +160,29 @@ class Allocates(Mixes):
         return h, h
 
 
+class AllocatesAgain(Allocates):
+    """Such a tensor every third call, so that one may have the address of an earlier one."""
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if self.at % 3 == 0:
+            self.trace = None
+        return super().forward(x, h)
+
+
+class Holds(Mixes):
+    """A sparse tensor, which is not watched, and one made in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = torch.eye(SIZE, dtype=torch.float64).roll(1, 0).to_sparse()
+        with torch.inference_mode():
+            self.shift = torch.ones(SIZE, dtype=torch.float64)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.step((self.graph @ x.T).T + self.shift, h, None)
+        return h, h
+
+
 class Resizes(Mixes):
     """A buffer that calls make longer."""
 
@@ -368,6 +391,25 @@ def closure() -> Any:
 _before: Any = None
 
 
+def unbound() -> Any:
+    """A variable of a closure that only the first call gives a value."""
+    inner = Mixes()
+
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal before
+        try:
+            x = x + before
+        except NameError:
+            x = x * 2
+        h = inner.step(x, h, None)
+        before = h.detach()
+        return h, h
+
+    before: Any = None
+    del before
+    return cell
+
+
 def global_variable() -> Any:
     global _before
     inner, _before = Mixes(), None
@@ -423,6 +465,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "partial": in_partial,
     "inside another": lambda: Inside(Attribute()),
     "tuples with graphs": InTuples,
+    "a variable without a value": unbound,
+    "other tensors": Holds,
 }
 
 
@@ -734,6 +778,11 @@ def test_windows_of_tbptt_that_all_begin_with_the_first_step(kind, k1):
     exact = expected.gradients(expected.plain_greedy())
     assert relative_distance(found[:1], exact[:1]) < EXACT
     assert relative_distance(found, exact) < EXACT
+
+
+def test_a_tensor_that_lies_where_an_earlier_one_did():
+    """It is watched, too: else a window would find in it what later steps have written."""
+    in_windows(World(AllocatesAgain), "tbptt", 1, 4)
 
 
 KEEPS_GRAPH = (
