@@ -30,11 +30,12 @@ def beyond_formula(module: nn.Module, *weights: Tensor | None) -> str | None:
         return f"{kind.__name__} with a forward of its own"
     if "forward" in vars(module):
         return f"{kind.__name__} with a forward that was replaced"
-    if not only_watching(forward_hooks(module)):
+    forward, backward = forward_hooks(module), backward_hooks(module)
+    if any(forward) and not only_watching(forward):
         return f"{kind.__name__} with forward hooks"
-    if any(backward_hooks(module)):
+    if any(backward):
         return f"{kind.__name__} with backward hooks"
-    if not only_watching(GLOBAL_HOOKS):
+    if any(GLOBAL_HOOKS) and not only_watching(GLOBAL_HOOKS):
         return "hooks of all modules"
     if number_of_function_modes() > 0 and changes_functions():
         return "a TorchFunctionMode around it"

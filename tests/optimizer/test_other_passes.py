@@ -601,3 +601,43 @@ def test_wrappers_that_another_thread_trains(window):
         with ThreadPoolExecutor(1) as thread:
             thread.submit(train, numbers).result()
     assert_close(sides.parameters(), train_by_hand(order, losses, (window, window), ONES))
+
+
+def in_a_thread(function):
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_wrapper_in_use_in_another_thread_is_not_told(window):
+    """It has a step behind it, or an open window: its parameters get what autograd makes."""
+    (p, opt), (q, other) = oracle.wrapped_zeros(), oracle.wrapped_zeros(window)
+
+    def use():
+        other.backward(q * 1)
+        other.step()
+
+    in_a_thread(use)
+    q.grad = None
+    opt.backward(p + q)
+    assert q.grad is not None
+
+
+def test_wrappers_that_come_from_another_thread_are_told():
+    """One that was made there, and all of those that were used there together."""
+    p, opt = oracle.wrapped_zeros()
+    q, made_there = in_a_thread(oracle.wrapped_zeros)
+    opt.backward(p + q)
+    opt.step()
+    assert q.grad is None
+    made_there.zero_grad()
+
+    def use():
+        for loss, wrapper in ((p, opt), (q, made_there)):
+            wrapper.backward(loss * 1)
+            wrapper.step()
+
+    in_a_thread(use)
+    q.grad = None
+    opt.backward(p + q)
+    assert q.grad is None
