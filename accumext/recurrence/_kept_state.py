@@ -46,7 +46,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Globals(NamedTuple):
-    """Global variables that a function names."""
+    """Global variables that a function names, or some attributes of an object."""
 
     variables: dict[str, Any]
     names: list[str]
@@ -251,8 +251,10 @@ class KeptState:
             inside += hooks.values()
         kind, values = type(module), vars(module)
         functions: list[Any] = [getattr(kind, "forward", None), kind.__call__]
-        if "forward" in values or not all(map(_is_of_library, (kind, *functions))):
-            # torch's own modules keep what they keep in buffers
+        if "forward" not in values and all(map(_is_of_library, (kind, *functions))):
+            # torch's own modules keep what they keep in buffers, and read their mode
+            places.append(_Globals(values, ["training"]))
+        else:
             places.append(values)
             inside += functions
             inside += (values[name] for name in values.keys() - _OF_EVERY_MODULE)

@@ -626,6 +626,19 @@ def test_steps_run_again_under_the_modes_of_the_forward_pass(mode, backward, way
     assert relative_distance(found[3], found[1]) < EXACT
 
 
+@ways
+@pytest.mark.parametrize("kind", ["batch norm", "spectral norm"])
+def test_the_mode_of_torchs_modules_is_that_of_the_forward_pass(kind, way, options):
+    _, expected, after = plain(kind, way)
+    world = World(kind)
+    found = getattr(world, way)(**options)
+    world.inner.eval()
+    assert relative_distance(world.gradients(found), expected) < EXACT
+    assert not any(module.training for module in world.inner.modules())
+    world.inner.train()
+    torch.testing.assert_close(world.after(), after, rtol=EXACT, atol=EXACT)
+
+
 BUDGETS = [{}, {"checkpoint": 4}, {"memory_budget": 14000}]
 
 
