@@ -9,6 +9,7 @@ import math
 import numbers
 import operator
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, get_args
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from accumext import _memory_overlap
-from accumext._torch_private import local_part, sparse_values
+from accumext._torch_private import local_part, not_compiled, sparse_values
 
 # Words that arguments choose from: a type for type checkers, and the same words for the checks.
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -313,15 +314,20 @@ _MISSING = {
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, whose errors about names of arguments say what to type."""
+    """The same function, whose errors about names of arguments say what to type. torch.compile does
+    not trace it: traced for one module, it would be used for others, whose hooks it does not see.
+    """
     _EXPLAINED.append(function)
+    not_traced = not_compiled(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return function(*args, **kwargs)
+            # without a compiler, whose import takes seconds, nothing traces
+            return (not_traced if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
         except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            frames = traceback.walk_tb(error.__traceback__)
+            if any(frame.f_code is function.__code__ for frame, _ in frames):
                 raise  # from inside of the function
             sentence = _what_to_type(function, args, kwargs)
             if sentence is None:

@@ -4,6 +4,7 @@ comes out is the plain loop's, which calls them, too."""
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -242,6 +243,24 @@ def test_generate_calls_it_too(search, part):
     assert torch.equal(found.tokens, plain.tokens)
     torch.testing.assert_close(found.scores, plain.scores, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(found.log_probs, plain.log_probs, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile asks it
+@pytest.mark.parametrize("cell", [None, lambda x, h: (h + x.mean(), h)], ids=["gru", "function"])
+def test_a_call_that_is_compiled_with_what_is_around_it(cell):
+    """One module after another, with hooks that torch.compile takes for granted to be the same."""
+    torch.compiler.reset()
+
+    @partial(torch.compile, backend="eager")
+    def compiled(decoder: Decoder) -> Tensor:
+        return 2 * run(decoder, cell or decoder.cell, feedback="greedy").loss
+
+    for factor in (1, 2, 3):
+        decoder = make_decoder("gru_cell")
+        if factor > 1:
+            decoder.head.register_forward_hook(lambda m, given, y, factor=factor: factor * y)
+        loss = 2 * run(decoder, cell or decoder.cell, feedback="greedy").loss
+        torch.testing.assert_close(compiled(decoder), loss, rtol=EXACT, atol=EXACT)
 
 
 def test_hooks_that_only_watch_cost_nothing():
