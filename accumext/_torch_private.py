@@ -295,9 +295,14 @@ def only_watching(hooks: Iterable[dict[int, Any]]) -> bool:
 # What `parametrize.cached()` keeps of parametrized weights, as global variables.
 PARAMETRIZED = vars(parametrize), ["_cache", "_cache_enabled"]
 
-# The active TorchFunctionModes, the outermost first; the default device is one.
-function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 number_of_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def function_modes() -> list[Any]:
+    """The active TorchFunctionModes, the outermost first, but for ours; the default device is
+    one."""
+    found = _get_current_function_mode_stack()
+    return [mode for mode in found if not type(mode).__module__.startswith("accumext.")]
 
 
 def changes_functions() -> bool:
@@ -310,14 +315,14 @@ def changes_functions() -> bool:
 def under_function_modes(modes: list[Any]) -> Iterator[None]:
     """These modes are active, and no others, and so are the functions of tensor subclasses: a
     backward pass begins without them."""
-    now = [_pop_mode() for _ in function_modes()]
+    now = [_pop_mode() for _ in range(number_of_function_modes())]
     for mode in modes:
         _push_mode(mode)
     try:
         with torch._C._EnableTorchFunction():
             yield
     finally:
-        for _ in function_modes():
+        for _ in range(number_of_function_modes()):
             _pop_mode()
         for mode in reversed(now):
             _push_mode(mode)

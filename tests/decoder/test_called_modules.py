@@ -263,6 +263,19 @@ def test_a_call_that_is_compiled_with_what_is_around_it(cell):
         torch.testing.assert_close(compiled(decoder), loss, rtol=EXACT, atol=EXACT)
 
 
+def test_modes_of_functions_that_change_nothing_cost_nothing():
+    """The default device, and what `chunked_loss` watches its function by."""
+    decoder, seen = make_decoder("gru_cell"), []
+
+    def loss(x: Tensor) -> Tensor:
+        seen.append(beyond_formula(decoder.head, decoder.head.weight))
+        return x.sum()
+
+    with torch.device("cpu"):
+        accumext.chunked_loss(loss, torch.ones(2, 3), chunks=1)
+    assert seen == [None]
+
+
 def test_hooks_that_only_watch_cost_nothing():
     """FLOPs of modules are counted by hooks of all modules; `fully_shard`'s gather weights."""
     head = nn.Linear(2, 3, bias=False)
