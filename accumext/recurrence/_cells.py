@@ -100,6 +100,8 @@ def parts_of(model: Any) -> str | None:
 def cell_of(op: str, cell: Any, batch_dim: Any = None) -> Cell:
     """The cell argument: one of torch's recurrent modules (one direction), or any callable, whose
     states have the batch in `batch_dim`."""
+    if batch_dim is not None:
+        batch_dim_of(op, batch_dim)
     if isinstance(cell, nn.RNNCellBase):
         return _from_rnn_cell(cell)
     if isinstance(cell, nn.RNNBase):

@@ -144,6 +144,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"entropy_weight": "0.1"}, TypeError, "entropy_weight must be a number, got str"),
     ({"teacher_forcing": 0.5}, ValueError, "teacher_forcing must be left at 1.0 unless feedback is 'scheduled', got 0.5"),
     ({"feedback": "scheduled", "temperature": 2.0}, ValueError, "temperature must be left at 1.0 unless samples are drawn, got 2.0"),
+    ({"batch_dim": "0"}, TypeError, "batch_dim must be an int, got str"),
     ({"cell": lambda x, s: (x, s), "batch_dim": -1}, ValueError, "batch_dim must be at least 0, got -1"),
     ({"cell": lambda x, s: (x, s), "resets": MASK}, ValueError, "state must be given where rows are reset to it, got None"),
 ]  # fmt: skip
