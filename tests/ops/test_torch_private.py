@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+from torch.overrides import TorchFunctionMode
 
 import accumext
 from accumext import _torch_private as private
@@ -228,12 +231,42 @@ def test_sharding(sharded):
     assert private.sharding_phase(state) == private.IDLE_PHASE
 
 
+class SomeMode(TorchFunctionMode):
+    pass
+
+
+def test_function_modes():
+    """The default device is one; they can be exchanged, and are as they were afterwards."""
+    with torch.device("meta"), SomeMode() as mode:
+        outer, inner = private.function_modes()
+        assert inner is mode
+        assert private.changes_functions()
+        with private.under_function_modes([outer]):
+            assert private.function_modes() == [outer]
+            assert not private.changes_functions()
+            assert torch.empty(()).is_meta
+        assert private.function_modes() == [outer, inner]
+    assert private.number_of_function_modes() == 0
+
+
+def test_what_parametrize_caches():
+    layer = weight_norm(nn.Linear(2, 2))
+    variables, names = private.PARAMETRIZED
+    with parametrize.cached():
+        weight = layer.weight
+        cache, enabled = (variables[name] for name in names)
+        assert enabled == 1
+        assert any(value is weight for value in cache.values())
+    assert [variables[name] for name in names] == [{}, 0]
+
+
 def test_every_name_has_a_reader():
     names = {name for name in vars(private) if not name.startswith("_")}
     borrowed = {"annotations", "torch", "functools", "nn", "Tensor", "GradScaler", "Optimizer"}
     borrowed |= {"Any", "Callable", "OrderedDict", "TypeVar", "cast", "attrgetter", "methodcaller"}
     borrowed |= {"AbstractContextManager", "Iterable", "Iterator", "TorchDispatchMode", "chain"}
     borrowed |= {"NamedTuple", "Gathered", "contextmanager", "sys", "weakref"}
+    borrowed |= {"DeviceContext", "parametrize"}
     read = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
