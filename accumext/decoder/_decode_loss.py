@@ -34,7 +34,7 @@ from accumext.recurrence import (
     WHOLE,
     State,
     Truncation,
-    beyond_formula,
+    formula_weights,
     map_leaves,
     map_tensors,
     tensors,
@@ -437,7 +437,7 @@ def decode_memory(
     for name, module in (("embedding", model.table.module), ("head", model.called_head)):
         if module is not None:
             contract = "be computed from its weight, for the memory of a call of it is not known"
-            fail_type(OP, name, contract, beyond_formula(module) or type_name(module))
+            fail_type(OP, name, contract, formula_weights(module) or type_name(module))
     tokens = Tokens.of(model, **_named(Tokens.of, call))
     weight, ends = model.head_weight, tokens.eos is not None
     options = _named(Objective.of, call)

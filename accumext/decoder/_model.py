@@ -27,9 +27,10 @@ from accumext.recurrence import (
     Dtypes,
     EmbeddingTable,
     RnnWeights,
-    beyond_formula,
     cell_of,
     dtypes_of,
+    forms_weights_anew,
+    formula_weights,
     parameter_tensors,
     parts_of,
     rnn_weights_of,
@@ -191,9 +192,10 @@ def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
     if isinstance(embedding, EmbeddingTable):
         return embedding
     if isinstance(embedding, nn.Embedding):
-        weight, padding, limit = embedding.weight, embedding.padding_idx, embedding.max_norm
-        if beyond_formula(embedding, weight) is not None:
+        weights = formula_weights(embedding, "weight")
+        if isinstance(weights, str):
             return _table_of_calls(op, embedding)
+        weight, padding, limit = weights[0], embedding.padding_idx, embedding.max_norm
         if embedding.scale_grad_by_freq:
             fail_value(op, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
         if limit is not None and sharded_state(embedding) is not None:
@@ -228,7 +230,7 @@ def _stand_in(module: Any, *sizes: str) -> Tensor | None:
     shape: list[Any] = [getattr(layer, size, None) for size in sizes]
     if not all(isinstance(size, int) and size > 0 for size in shape):
         return None
-    weight: Any = getattr(layer, "weight", None)
+    weight: Any = None if forms_weights_anew(layer) else getattr(layer, "weight", None)
     if type(weight) in (nn.Parameter, Tensor) and weight.dim() == 2 and weight.is_floating_point():
         shape = list(weight.shape)  # the sizes may be those of another one before it
     own = [weight, *module.parameters(), *module.buffers()]
@@ -289,19 +291,15 @@ def _instead(op: str, name: str, given: Any) -> str | None:
 def head_weights(op: str, head: Any) -> tuple[Tensor, Tensor | None, nn.Module | None]:
     """The head argument: weight [V, H] and bias [V] of an `nn.Linear`, or a pair of them; or a
     module to be called, with a tensor that stands for its weight."""
-    weight = bias = None
+    weights = head
     if isinstance(head, nn.Linear):
-        weight, bias = head.weight, head.bias
-        plain = beyond_formula(head, weight, bias) is None
-    else:
-        plain = isinstance(head, (tuple, list)) and len(head) == 2
-        if plain:
-            weight, bias = head
-    if not plain:
+        weights = formula_weights(head, "weight", "bias")
+    if not isinstance(weights, (tuple, list)) or len(weights) != 2:
         weight = _stand_in(head, "out_features", "in_features")
         if weight is None:
             _fail_module(op, "head", "be an nn.Linear or a pair (weight, bias)", head)
         return weight, None, head
+    weight, bias = weights
     if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_DTYPES:
         fail_type(op, "head weight", "be a floating-point tensor [V, H]", type_name(weight))
     if weight.dim() != 2 or weight.shape[0] == 0:

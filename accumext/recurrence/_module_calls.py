@@ -3,6 +3,8 @@ the formula from the weights; a module that does more is called."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from accumext._torch_private import (
@@ -13,6 +15,7 @@ from accumext._torch_private import (
     is_fake,
     number_of_function_modes,
     only_watching,
+    own_children,
 )
 
 _CELLS = (nn.GRUCell, nn.LSTMCell, nn.RNNCell, nn.GRU, nn.LSTM, nn.RNN)
@@ -20,9 +23,19 @@ _CALL, _FORWARDS = nn.Module.__call__, {k.forward for k in (nn.Embedding, nn.Lin
 _PLAIN = (nn.Parameter, Tensor)
 
 
-def beyond_formula(module: nn.Module, *weights: Tensor | None) -> str | None:
-    """What a call of this module with these weights would do beyond its formula, in words; None for
-    nothing. Parametrized weights and an in-place `module.compile()` are within it."""
+def forms_weights_anew(module: nn.Module) -> bool:
+    """Tell whether each call goes on from the weights of the one before, by buffers of a
+    parametrization, as `parametrizations.spectral_norm` does in training. So does to read them."""
+    several = own_children(module).get("parametrizations")
+    if several is None:
+        return False
+    return any(p.training and next(p.buffers(), None) is not None for p in several.children())
+
+
+def formula_weights(module: nn.Module, *names: str) -> list[Any] | str:
+    """The weights of these names, None for those that there are not, of which a call of the module
+    computes its formula; or what a call does beyond it, in words. Parametrized weights and an
+    in-place `module.compile()` are within it."""
     kind = type(module)
     if kind.__call__ is not _CALL:
         return f"{kind.__name__} with a __call__ of its own"
@@ -39,8 +52,12 @@ def beyond_formula(module: nn.Module, *weights: Tensor | None) -> str | None:
         return "hooks of all modules"
     if number_of_function_modes() > 0 and changes_functions():
         return "a TorchFunctionMode around it"
-    for weight in weights:
-        if weight is None or weight.__class__ in _PLAIN or is_fake(weight):
-            continue
-        return f"{kind.__name__} with weights of class {type(weight).__name__}"
-    return None
+    if "parametrizations" in own_children(module) and forms_weights_anew(module):
+        return f"{kind.__name__} with weights that each call forms anew"
+    weights = []
+    for name in names:
+        weight: Any = getattr(module, name, None)
+        if not (weight is None or weight.__class__ in _PLAIN or is_fake(weight)):
+            return f"{kind.__name__} with weights of class {type(weight).__name__}"
+        weights.append(weight)
+    return weights

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from accumext.recurrence._module_calls import beyond_formula
+from accumext.recurrence._module_calls import formula_weights
 from accumext.recurrence._precision import Dtypes
 
 KINDS = ("gru", "lstm", "rnn_tanh", "rnn_relu")  # in the order of csrc/math/gates.h: CellKind
@@ -40,19 +40,18 @@ def rnn_weights_of(module: nn.Module | None, *dtypes: torch.dtype) -> RnnWeights
         return None
     stacked = isinstance(module, nn.RNNBase)
     layers = module.num_layers if isinstance(module, nn.RNNBase) else 1
-    weights: list[Tensor | None] = []
-    given: list[Tensor] = []
+    names: list[str] = []
     for layer in range(layers):
         for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
-            weight = getattr(module, f"{name}_l{layer}" if stacked else name, None)
-            weights.append(weight)
-            if weight is None:
-                continue
+            names.append(f"{name}_l{layer}" if stacked else name)
+    weights, given = formula_weights(module, *names), list[Tensor]()
+    if isinstance(weights, str) or dtypes[0] != dtypes[-1]:
+        return None
+    for weight in weights:
+        if weight is not None:
             given.append(weight)
             if weight.dtype != dtypes[0]:
                 return None
-    if dtypes[0] != dtypes[-1] or beyond_formula(module, *given) is not None:
-        return None
     if isinstance(module, (nn.GRUCell, nn.GRU)):
         kind = GRU
     elif isinstance(module, (nn.LSTMCell, nn.LSTM)):

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import accumext
 from accumext import _torch_private as private
-from accumext.recurrence import beyond_formula
+from accumext.recurrence import formula_weights
 
 Part = Callable[[nn.Module], Any]
 
@@ -160,12 +160,11 @@ def leaves_of(decoder: Decoder) -> list[Tensor]:
 def test_a_module_that_does_more_is_called(part, way):
     decoder = make_decoder("gru_cell")
     module, (change, words) = getattr(decoder, part), WAYS[way]
-    weights = [module.weight] if part != "cell" else [module.weight_ih]
-    assert beyond_formula(module, *weights) is None
+    name = "weight_ih" if part == "cell" else "weight"
+    assert formula_weights(module, name)[0] is getattr(module, name)
     with changed(change, module):
         decoder.leaves = leaves_of(decoder)
-        weights = [getattr(module, "weight", None), getattr(module, "weight_ih", None)]
-        assert words in str(beyond_formula(module, *weights))
+        assert words in str(formula_weights(module, name))
         for names in CALLS[:2]:
             check(decoder, targets_with_holes(), options(names), twice=True)
 
@@ -268,12 +267,12 @@ def test_modes_of_functions_that_change_nothing_cost_nothing():
     decoder, seen = make_decoder("gru_cell"), []
 
     def loss(x: Tensor) -> Tensor:
-        seen.append(beyond_formula(decoder.head, decoder.head.weight))
+        seen.append(formula_weights(decoder.head))
         return x.sum()
 
     with torch.device("cpu"):
         accumext.chunked_loss(loss, torch.ones(2, 3), chunks=1)
-    assert seen == [None]
+    assert seen == [[]]
 
 
 def test_hooks_that_only_watch_cost_nothing():
@@ -284,7 +283,7 @@ def test_hooks_that_only_watch_cost_nothing():
     head.register_forward_hook(gather)
     with FlopCounterMode(display=False):
         assert any(private.GLOBAL_HOOKS)
-        assert beyond_formula(head, head.weight, head.bias) is None
+        assert formula_weights(head, "bias") == [None]
 
 
 def test_a_head_runs_once_a_step_and_once_more_where_its_step_does():

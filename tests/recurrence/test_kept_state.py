@@ -1058,6 +1058,30 @@ def test_hooks_of_torchs_modules_keep_and_draw(part, options):
     torch.testing.assert_close(found[1][2], found[0][2], rtol=EXACT, atol=EXACT)
 
 
+NORMED: dict[str, tuple[Callable[[World], nn.Module], str]] = {
+    "head": (lambda world: world.head, "weight"),
+    "embedding": (lambda world: world.embedding, "weight"),
+    "cell": (lambda world: world.inner.gru, "weight_hh"),
+}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 4000}], ids=str)
+@pytest.mark.parametrize("part", NORMED)
+def test_weights_that_every_call_forms_anew(part, options, trains):
+    """A step of the power iteration per call, and none by reading the weight."""
+    found = []
+    for way in (World.plain, partial(World.decoded, **options)):
+        world = World("counter")
+        world.cell = world.inner.gru if way is not World.plain else twice(world.inner.gru)
+        of, name = NORMED[part]
+        module = parametrizations.spectral_norm(of(world), name).train(trains)
+        loss = way(world)
+        found.append(([loss.detach()], world.gradients(loss), list(module.buffers())))
+    for here, expected in zip(found[1], found[0], strict=True):
+        assert relative_distance(here, expected) < EXACT
+
+
 def twice(cell: nn.GRUCell) -> Cell:
     return lambda x, h: (cell(x, h),) * 2
 
