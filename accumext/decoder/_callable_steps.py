@@ -190,8 +190,7 @@ class CallableSteps:
         for begin, end in segments(steps, period, 1 if measures else longest, longest):
             given = (state, self.root, *context)
             if begin == 0 and measures:
-                strided = tuple(t for t in context if t.layout == torch.strided)
-                with measured_graph(strided) as sizes:
+                with measured_graph(context) as sizes:
                     segment, state = self.run_steps(0, 0, end, *given)
                 graph, size = sum(sizes.values()), size_of(state)
             elif measures and keeps_graph(steps - begin, graph, size_of(state) - size):
@@ -395,10 +394,11 @@ def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
     """The bytes of each storage kept by a graph made in this context, but for those of leaves, of
     views of them, and of `shared` tensors."""
     sizes: dict[int, int] = {}
-    known = {tensor.untyped_storage().data_ptr() for tensor in shared}
+    strided = [t for t in shared if t.layout == torch.strided]  # others have no storage
+    known = {tensor.untyped_storage().data_ptr() for tensor in strided}
 
     def pack(tensor: Tensor) -> tuple[Tensor, int]:
-        if tensor.layout == torch.strided and not base_of(tensor).is_leaf:  # others have none
+        if tensor.layout == torch.strided and not base_of(tensor).is_leaf:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
                 sizes[storage.data_ptr()] = storage.nbytes()

@@ -231,7 +231,7 @@ def segment_memory(call: Call, cell: Any) -> SegmentMemory:
             warnings.simplefilter("ignore")  # the call itself will warn
             state = _grown(call, fake, ahead)
             late = call._replace(tokens=replace(call.tokens, state=state))
-            # Two at least: the second adds to what the gradients of the first are.
+            # Two steps at least, of which the second adds to the gradients of the first.
             steps = max(call.longest_segment, min(2, call.tokens.steps))
             alone = _measured(late, fake, steps)
             first = alone

@@ -28,8 +28,8 @@ from accumext.recurrence import (
     EmbeddingTable,
     RnnWeights,
     cell_of,
+    changes_when_read,
     dtypes_of,
-    forms_weights_anew,
     formula_weights,
     parameter_tensors,
     parts_of,
@@ -102,7 +102,7 @@ class Model:
         if context.__class__ is not tuple or len(context) > 0:
             context = _context(op, context, given, device)
         tied, draws = weight is table.weight, given.draws or max(dropouts) > 0
-        draws = draws or rnn is None  # what is called does more than its formula
+        draws = draws or rnn is None  # a module that is called may draw, too
         return Model(
             table, given, rnn, weight, bias, called_head, device, tied, dtypes_of(weight), context,
             draws, *dropouts,
@@ -230,7 +230,7 @@ def _stand_in(module: Any, *sizes: str) -> Tensor | None:
     shape: list[Any] = [getattr(layer, size, None) for size in sizes]
     if not all(isinstance(size, int) and size > 0 for size in shape):
         return None
-    weight: Any = None if forms_weights_anew(layer) else getattr(layer, "weight", None)
+    weight: Any = None if changes_when_read(layer) else getattr(layer, "weight", None)
     if type(weight) in (nn.Parameter, Tensor) and weight.dim() == 2 and weight.is_floating_point():
         shape = list(weight.shape)  # the sizes may be those of another one before it
     own = [weight, *module.parameters(), *module.buffers()]

@@ -45,10 +45,10 @@ from accumext.optimizer._settings import (
     check_settings,
     check_weight,
 )
-from accumext.optimizer._step import flush, run_step
+from accumext.optimizer._step import flush, run_step, stepping_at_once
 from accumext.optimizer._sums import add_micro_batch, take_out
 from accumext.optimizer._window import LEAVING, Box, others_of, pack, unpack
-from accumext.optimizer._wrong_loops import Watch, telling_of_another_step, warn_of_a_full_window
+from accumext.optimizer._wrong_loops import Watch, warn_of_a_full_window
 
 
 def _setting(name: str, doc: str) -> Any:
@@ -555,7 +555,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         if name.startswith("_") or not callable(value):
             return value
         if name.endswith("step"):  # such as `first_step` of SAM
-            value = telling_of_another_step(self._box, name, value)
+            value = stepping_at_once(self._box, name, value)
         return self._box.target.followed(value)  # such as `eval()` of schedule-free ones
 
     def state_dict(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Used(NamedTuple):
 
     seen: Sequence[ReferenceType[Tensor] | None] = ()  # weakly: the memory is the user's to free
     versions: Sequence[int | None] = ()  # a gradient that was written since counts as new
-    ours: Sequence[bool] = ()  # none: all False
+    ours: Sequence[bool] = ()  # empty: all False
     # Those of ours that may lie in buckets of DistributedDataParallel. Its forward pass may copy
     # them into other buckets, to which it sets `.grad`: only the values tell them then.
     in_buckets: Sequence[Tensor | None] = ()

@@ -1,9 +1,11 @@
-"""`AccumulatingOptimizer.step` and `flush`: take what is pending, and close a full window."""
+"""`AccumulatingOptimizer.step` and `flush`: take what is pending, and close a full window. Steps of
+the wrapped optimizer's own, such as SAM's `first_step`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from itertools import chain
 from operator import is_
 from threading import get_ident
@@ -15,7 +17,7 @@ from torch.optim import Optimizer
 
 from accumext import _checks
 from accumext._scalars import known_number, to_host_if_free
-from accumext._tensor_kinds import global_norm, nonfinite, zero_flag
+from accumext._tensor_kinds import global_norm, nonfinite, versions, zero_flag
 from accumext._torch_private import (
     not_compiled,
     record_function,
@@ -47,7 +49,11 @@ from accumext.optimizer._scaler import (
 )
 from accumext.optimizer._sums import add_micro_batch, count_in, raise_nonfinite
 from accumext.optimizer._window import ALIVE, LEAVING, NO_WINDOW, Box
-from accumext.optimizer._wrong_loops import warn_of_skip, warn_of_unscaled
+from accumext.optimizer._wrong_loops import (
+    warn_of_another_step,
+    warn_of_skip,
+    warn_of_unscaled,
+)
 
 
 def run_step(
@@ -408,3 +414,22 @@ class _Evaluation:
         box.state = box.state._replace(
             window=NO_WINDOW, used=used, last=report, stepped=True, accumulated=False
         )
+
+
+def stepping_at_once(box: Box, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of another name, which uses up the gradient that `backward` has left in `.grad`."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        warn_of_another_step(box, name)
+        parameters = box.target.parameters()
+        before, grads = versions(parameters), grads_of(parameters)
+        value = method(*args, **kwargs)
+        state = box.state
+        if state.window.in_grad and versions(parameters) != before:  # it has stepped
+            made = list(map(is_, grads, state.window.sums))
+            used = state.used.after(grads_of(parameters), made)
+            box.state = state._replace(window=NO_WINDOW, used=used, accumulated=False)
+        return value
+
+    return call

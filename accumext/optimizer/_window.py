@@ -220,6 +220,7 @@ class Box:
             warnings.warn(text, stacklevel=2)
 
     def __del__(self) -> None:
+        # At the end of a program this module may be gone before its objects.
         if sys is not None and not sys.is_finalizing() and "state" in vars(self):
             self.warn_of_loss()
             if any(self.state.used.ours):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial, wraps
-from operator import is_
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -30,7 +29,7 @@ from accumext.optimizer._grads import grads_of, is_none
 from accumext.optimizer._proxy import OptimizerProxy
 from accumext.optimizer._report import named
 from accumext.optimizer._settings import unlike_bare
-from accumext.optimizer._window import NO_WINDOW, Box, others_of
+from accumext.optimizer._window import Box, others_of
 
 _WINDOWS = 2  # that are watched
 _LOOKED_AT = 8  # parameters, to see whether all were written
@@ -86,28 +85,14 @@ def warn_of_release(box: Box) -> None:
     )
 
 
-def telling_of_another_step(box: Box, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A step of the wrapped optimizer's own: it finds what is in `.grad`, and no window there."""
-
-    @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if ignored := " and ".join(unlike_bare(box.settings)):
-            box.warn_once(
-                "another step",
-                f"{name} steps at once on what is in .grad, without {ignored}. Call opt.step(), "
-                f"with a closure if the optimizer takes one; or leave {ignored} out",
-            )
-        parameters = box.target.parameters()
-        before, grads = versions(parameters), grads_of(parameters)
-        value = method(*args, **kwargs)
-        state = box.state
-        if state.window.in_grad and versions(parameters) != before:  # the window has been used
-            made = list(map(is_, grads, state.window.sums))
-            used = state.used.after(grads_of(parameters), made)
-            box.state = state._replace(window=NO_WINDOW, used=used, accumulated=False)
-        return value
-
-    return call
+def warn_of_another_step(box: Box, name: str) -> None:
+    """A step of the wrapped optimizer's own finds what is in `.grad`, and no window there."""
+    if ignored := " and ".join(unlike_bare(box.settings)):
+        box.warn_once(
+            "another step",
+            f"{name} steps at once on what is in .grad, without {ignored}. Call opt.step(), "
+            f"with a closure if the optimizer takes one; or leave {ignored} out",
+        )
 
 
 class Watch:

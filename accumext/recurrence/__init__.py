@@ -15,7 +15,7 @@ from accumext.recurrence._generators import replay_rng as replay_rng
 from accumext.recurrence._generators import rng_state as rng_state
 from accumext.recurrence._generators import set_rng_state as set_rng_state
 from accumext.recurrence._kept_state import KeptState as KeptState
-from accumext.recurrence._module_calls import forms_weights_anew as forms_weights_anew
+from accumext.recurrence._module_calls import changes_when_read as changes_when_read
 from accumext.recurrence._module_calls import formula_weights as formula_weights
 from accumext.recurrence._precision import Dtypes as Dtypes
 from accumext.recurrence._precision import dtypes_of as dtypes_of

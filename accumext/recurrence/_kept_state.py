@@ -27,7 +27,6 @@ from accumext._torch_private import (
     GLOBAL_HOOKS,
     PARAMETRIZED,
     forward_hooks,
-    not_compiled,
     own_buffers,
     own_children,
 )
@@ -45,8 +44,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleT
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-class _Globals(NamedTuple):
-    """Global variables that a function names, or some attributes of an object."""
+class _Variables(NamedTuple):
+    """Some variables of a namespace: globals that a function names, or attributes."""
 
     variables: dict[str, Any]
     names: list[str]
@@ -128,14 +127,14 @@ class KeptState:
 
     def __init__(self, op: str, name: str, function: object) -> None:
         self.op, self.name = op, name
-        self.keeps_graphs = False  # as far as it is known
+        self.keeps_graphs = False  # whether `save` has met a tensor with a graph
         self._tensors: list[_Watched] = []
         self._by_id: dict[int, _Watched] = {}
         self._places: list[tuple[Any, list[Any]]] = []
         self._seen: dict[int, object] = {}  # by id, kept alive
         # Those that are there before the first call, and what is in them.
         of_all = chain.from_iterable(hooks.values() for hooks in GLOBAL_HOOKS)
-        parametrized = _Globals(*PARAMETRIZED)
+        parametrized = _Variables(*PARAMETRIZED)
         places: list[tuple[Any, list[Any]]] = [(parametrized, _read(parametrized))]
         places += self._find([function, *of_all, *places[0][1]], first=True)
         values = [value for _, contents in places for value in contents]
@@ -204,7 +203,6 @@ class KeptState:
             contents += self._find(changed, first=False)
         return Snapshot(contents, [watched.look() for watched in self._tensors])
 
-    @not_compiled  # it goes by the ids of what it finds
     def _find(self, given: Iterable[object], first: bool) -> list[tuple[Any, list[Any]]]:
         """The places that values refer to, but for those that are known, and what is in them."""
         found: list[tuple[Any, list[Any]]] = []
@@ -253,7 +251,7 @@ class KeptState:
         functions: list[Any] = [getattr(kind, "forward", None), kind.__call__]
         if "forward" not in values and all(map(_is_of_library, (kind, *functions))):
             # torch's own modules keep what they keep in buffers, and read their mode
-            places.append(_Globals(values, ["training"]))
+            places.append(_Variables(values, ["training"]))
         else:
             places.append(values)
             inside += functions
@@ -315,7 +313,7 @@ def _of_function(function: Any) -> tuple[list[Any], list[Any]]:
     if not _is_of_library(function):
         variables = function.__globals__
         places.append(
-            _Globals(variables, [n for n in function.__code__.co_names if n in variables])
+            _Variables(variables, [n for n in function.__code__.co_names if n in variables])
         )
     return places, inside
 
@@ -356,7 +354,7 @@ def _read(place: Any) -> list[Any]:
             return []
     if isinstance(place, _Draws):
         return [place.state()]
-    if isinstance(place, _Globals):
+    if isinstance(place, _Variables):
         return [place.variables.get(name) for name in place.names]
     return list(place)
 
@@ -369,7 +367,7 @@ def _write(place: Any, contents: list[Any]) -> None:
             del place.cell_contents
     elif isinstance(place, _Draws):
         place.put(contents[0])
-    elif isinstance(place, _Globals):
+    elif isinstance(place, _Variables):
         place.variables.update(zip(place.names, contents, strict=True))
     elif isinstance(place, dict):
         keys, values = contents[: len(contents) // 2], contents[len(contents) // 2 :]

@@ -23,9 +23,9 @@ _CALL, _FORWARDS = nn.Module.__call__, {k.forward for k in (nn.Embedding, nn.Lin
 _PLAIN = (nn.Parameter, Tensor)
 
 
-def forms_weights_anew(module: nn.Module) -> bool:
-    """Tell whether each call goes on from the weights of the one before, by buffers of a
-    parametrization, as `parametrizations.spectral_norm` does in training. So does to read them."""
+def changes_when_read(module: nn.Module) -> bool:
+    """Tell whether to read a weight changes what is read next, as with a parametrization that has
+    buffers in training: `parametrizations.spectral_norm` takes a step of its power iteration."""
     several = own_children(module).get("parametrizations")
     if several is None:
         return False
@@ -33,9 +33,9 @@ def forms_weights_anew(module: nn.Module) -> bool:
 
 
 def formula_weights(module: nn.Module, *names: str) -> list[Any] | str:
-    """The weights of these names, None for those that there are not, of which a call of the module
-    computes its formula; or what a call does beyond it, in words. Parametrized weights and an
-    in-place `module.compile()` are within it."""
+    """The weights of these names (None where there is none), from which a call of the module
+    computes its formula; or, if a call does more, what that is, in words. Other parametrizations
+    and an in-place `module.compile()` are no more than the formula."""
     kind = type(module)
     if kind.__call__ is not _CALL:
         return f"{kind.__name__} with a __call__ of its own"
@@ -52,8 +52,8 @@ def formula_weights(module: nn.Module, *names: str) -> list[Any] | str:
         return "hooks of all modules"
     if number_of_function_modes() > 0 and changes_functions():
         return "a TorchFunctionMode around it"
-    if "parametrizations" in own_children(module) and forms_weights_anew(module):
-        return f"{kind.__name__} with weights that each call forms anew"
+    if "parametrizations" in own_children(module) and changes_when_read(module):
+        return f"{kind.__name__} with weights that change when they are read"
     weights = []
     for name in names:
         weight: Any = getattr(module, name, None)

@@ -404,6 +404,19 @@ def test_backward_again_on_a_retained_graph():
         loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+def test_a_function_made_inside_of_a_compiled_one():
+    """The graph breaks at the call, which looks at the function as it is."""
+    head = nn.Linear(4, 7)
+
+    def loss() -> torch.Tensor:
+        x = partial(torch.ones, 3, 4, requires_grad=True)
+        return accumext.chunked_loss(lambda x: head(x).sum(), x(), chunks=2)
+
+    torch.testing.assert_close(torch.compile(loss, backend="eager")(), loss())
+
+
 class Keeps(nn.Module):
     """A head that keeps something from one call to the next, in several ways."""
 
