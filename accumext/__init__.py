@@ -1,8 +1,10 @@
 """Gradient accumulation and truncated backpropagation through time, without the memory traffic."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from accumext import ops
 from accumext._clip_grad_norm import clip_grad_norm_
-from accumext.audit import Audit, Finding, audit
 from accumext.backend import _libraries, backend, backend_reason
 from accumext.chunked import chunked_loss
 from accumext.decoder import DecodeOutput, decode_loss, decode_memory
@@ -19,6 +21,9 @@ from accumext.optimizer import AccumulatingOptimizer, WindowReport
 from accumext.rollout import RolloutOutput, rollout
 from accumext.sharding import window_memory
 from accumext.tbptt import TBPTTResult, tbptt
+
+if TYPE_CHECKING:
+    from accumext.auditing import Audit, Finding, audit
 
 __version__ = "0.1.0"
 
@@ -50,6 +55,13 @@ __all__ = [
     "unscale_check_clip_accumulate_",
     "window_memory",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The auditor, which is imported when it is asked for."""
+    if name in ("Audit", "Finding", "audit"):
+        return getattr(import_module("accumext.auditing"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 import accumext
 from accumext import demo
-from accumext.audit import cli as audit
+from accumext.auditing import cli as audit
 from accumext.backend import _doctor
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # exit codes after SIGINT and SIGPIPE, as shells have them

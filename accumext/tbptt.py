@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accumext import observing
 from accumext._checks import (
     FLOAT_DTYPES,
     REDUCTIONS,
@@ -160,6 +161,8 @@ def tbptt(
 
     Source: Williams & Peng 1990.
     """
+    if observing.observers:
+        observing.tell(tbptt, locals())
     source, k1, k2, active, reset = _check(
         step, targets, state, criterion, feedback, start, inputs, resets, k1, k2, backward,
         reduction, teacher_forcing, temperature, generator, lengths, context, batch_dim,

@@ -15,11 +15,12 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import _trainers
 from _report import interval
 from _timing import Spread, spread
 
@@ -85,9 +86,11 @@ def provenance(name: str, command: str) -> str:
     """Return the command, versions and machine of a measurement."""
     content = result(name)
     facts = content["machine"]
-    words = [f"torch {facts['torch']}", f"Python {facts['python']}"]
-    if "accumext" in facts:
-        words.append(f"accumext {facts['accumext']}")
+    words = [
+        f"{name} {facts[name.lower()]}"
+        for name in ("torch", "Python", "accumext")
+        if name.lower() in facts
+    ]
     if "cpu" in facts:
         machine = f"{facts['cpu']} ({facts['instruction set']}), {facts['threads']} threads"
         words.insert(0, facts.get("gpu", machine))
@@ -390,6 +393,43 @@ def foreign_optimizers() -> Lines:
     return [sentence, "", *markdown(("package", "optimizers", *columns), *rows)]
 
 
+def trainers(columns: Mapping[str, Callable[[_trainers.Row], str]]) -> Lines:
+    """A row for each loop of a trainer of which one of the columns says something."""
+    found = [
+        (row.name, *cells)
+        for row in _trainers.rows(result("trainers_cpu"))
+        if not _trainers.notes(row) and any(cells := [of(row) for of in columns.values()])
+    ]
+    return markdown(("loop", *columns), *found)
+
+
+def trainers_others() -> Lines:
+    """What is no step with factors, the programs that failed, and versions."""
+    content = result("trainers_cpu")
+    found = [
+        f"{row.name}: {said}" for row in _trainers.rows(content) if (said := _trainers.notes(row))
+    ]
+    found += [f"Not run: {text}" for text in _trainers.not_run(content)]
+    texts = [*(f"- {text}." for text in found), f"- Versions: {_trainers.versions(content)}."]
+    return [
+        line
+        for text in texts
+        for line in textwrap.wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False)
+    ]
+
+
+def trainers_audited() -> Lines:
+    said = result("trainers_audit_cpu")["trainers"]
+    reports = {
+        name: runs for program in said.values() for name, runs in program.get("rows", {}).items()
+    }
+    columns = {
+        "audit says": lambda row: _trainers.audited(reports.get(row.name, {})),
+        "right with": _trainers.cures,
+    }
+    return trainers(columns)
+
+
 # --- by their names ----------------------------------------------------------------------------
 
 
@@ -493,6 +533,17 @@ LISTS_ON_A_GPU = (
 )
 LOOPS = partial(loops, "loops_cpu", "the loop", "`generate`", GENERATE)
 LOOPS_ON_A_GPU = partial(loops, "loops_h100", "by hand", OURS, ON_A_GPU)
+TRAINERS_STEPS = {
+    "a window of 4": _trainers.full_window,
+    "the last 2 of an epoch": _trainers.epoch_end,
+    "never used": _trainers.training_end,
+    "unequal targets": _trainers.unequal,
+}
+TRAINERS_MORE = {
+    "clip": _trainers.clip,
+    "schedule": _trainers.schedule,
+    "resumed inside a window": _trainers.resumed,
+}
 OF_ROUNDING = f"{ACCUMULATE} --jobs round accumulate --shape 1e8/200"
 TABLES = {
     "decoder": Table(AVX2, DECODER, partial(decoder_ratios, IN_README)),
@@ -506,6 +557,10 @@ TABLES = {
     "rollout": Table("loops_cpu", "bench/loops.py rollout", rollout),
     "programs": Table("programs_cpu", "bench/programs.py", programs),
     "optimizers": Table("optimizers_cpu", "bench/optimizers.py", foreign_optimizers),
+    "trainers": Table("trainers_cpu", "bench/trainers", partial(trainers, TRAINERS_STEPS)),
+    "trainers, others": Table("trainers_cpu", "bench/trainers", trainers_others),
+    "trainers, more": Table("trainers_cpu", "bench/trainers", partial(trainers, TRAINERS_MORE)),
+    "trainers audited": Table("trainers_audit_cpu", "bench/trainers --audit", trainers_audited),
     "large lists": Table("cpu", ACCUMULATE, partial(gradients, "cpu", *LARGE_LISTS)),
     "masters": Table("cpu", OF_ROUNDING, masters),
     "many tensors": Table("cpu", ACCUMULATE, partial(gradients, "cpu", *MANY_TENSORS)),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from accumext import observing
 from accumext._checks import (
     DrawWord,
     FeedbackWord,
@@ -238,6 +239,8 @@ def decode_loss(
     (scheduled sampling); Rennie et al. 2017 (self-critical training); Hinton et al. 2015 (soft
     targets); the derivation is in docs/decoder_inside.md.
     """
+    if observing.observers:
+        observing.tell(decode_loss, locals())
     if batch_first.__class__ is not bool or return_outputs.__class__ is not bool:
         bools(OP, batch_first=batch_first, return_outputs=return_outputs)
     if batch_first:

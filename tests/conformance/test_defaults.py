@@ -173,7 +173,7 @@ def audited(parts: Parts) -> Any:
             torch.nn.utils.clip_grad_norm_(parts.modules.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
-    return [[finding.name, finding.evidence] for finding in audit.findings]
+    return [[found.id, found.evidence] for found in (*audit.findings, *audit.questions)]
 
 
 CALLS: dict[str, Callable[[Parts], Any]] = {

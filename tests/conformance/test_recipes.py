@@ -17,9 +17,15 @@ from your_loops import frameworks
 
 pytestmark = frameworks
 
-RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.py"))
+NO_EXTRA_OF_OURS = {  # tests/tools/test_other_frameworks.py runs these where they are installed
+    *("with_composer", "with_darts", "with_deepspeed", "with_fastai", "with_neuralforecast"),
+    *("with_skorch", "with_speechbrain", "with_stable_baselines3", "with_timm"),
+}
+FOUND = sorted((ROOT / "examples" / "recipes").glob("*.py"))
+RECIPES = [path for path in FOUND if path.stem not in NO_EXTRA_OF_OURS]
 NEEDS = {  # by a word in the name of a recipe: what it imports beside torch
     **{name: name for name in ("accelerate", "ignite", "lightning", "tensorboard")},
+    "fabric": "lightning",
     "trainer": "transformers",
 }
 GROUPS = {"with_ddp", "with_torchrun_elastic"}  # end the process, or a group of processes
@@ -89,7 +95,7 @@ def script(*arguments, cwd):
 @pytest.mark.process
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe(recipe, tmp_path, monkeypatch, capsys):
-    """Each recipe in `examples/recipes` runs as it is, writes no file, and prints its window"""
+    """Each recipe for plain PyTorch or an extra runs as it is, writes no file, prints its window"""
     for word in NEEDS.keys() & set(recipe.stem.split("_")):
         pytest.importorskip(NEEDS[word])
     if recipe.stem in GROUPS:

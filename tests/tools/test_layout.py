@@ -4,6 +4,7 @@ import ast
 import gc
 import importlib
 import inspect
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def dotted(path: Path) -> str:
 
 
 MODULES = {dotted(path): path for path in SOURCES}
+COMMANDS = ("accumext.__main__", "accumext.backend._doctor")  # above accumext itself
 PACKAGES = sorted({path.parent.name for path in SOURCES if path.parent != PACKAGE} - {"backend"})
 
 
@@ -33,10 +35,14 @@ def imported(path: Path, checking: bool) -> set[str]:
     for node in ast.walk(TREES[path]):  # a block before what is in it
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not checking:
             ignored |= set(ast.walk(node))
-        ours = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accumext")
-        if ours and node not in ignored:
+        if node in ignored:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names} & MODULES.keys()
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accumext"):
             below = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= below & MODULES.keys() or {node.module}
+            names |= below & MODULES.keys()
+            names |= {node.module} if below - MODULES.keys() else set()
     return names - {dotted(path)}
 
 
@@ -59,14 +65,28 @@ def place(module: str) -> str:
 
 
 def test_no_circle_on_top():
-    graph = {
-        place(name): set() for name in MODULES if name not in ("accumext", "accumext.__main__")
-    }
+    """`accumext` itself is a place: who imports a public name from it is above all the others."""
+    graph = {place(name): set() for name in MODULES if name not in COMMANDS}
     for path in SOURCES:
         own = place(dotted(path))
-        if own in graph:
+        if own in graph and dotted(path) not in COMMANDS:
             graph[own] |= {place(n) for n in imported(path, False)} & graph.keys() - {own}
-    assert layers(graph) <= 9
+    assert layers(graph) <= 11
+
+
+def test_the_auditor_stands_outside():
+    """It knows the public names alone, and nothing but the command line knows it."""
+    for path in SOURCES:
+        inside, own = imported(path, checking=False), place(dotted(path)) == "accumext.auditing"
+        if own:
+            assert inside <= {n for n in MODULES if n.startswith("accumext.auditing")} | {
+                "accumext",
+                "accumext.observing",
+            }, path
+        elif path.name != "__main__.py":
+            assert "accumext.auditing" not in {place(name) for name in inside}, path
+    program = "import accumext, sys; sys.exit('accumext.auditing' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(

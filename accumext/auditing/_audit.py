@@ -1,0 +1,209 @@
+"""`accumext.audit`: observe a loop, and say what it does wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accumext.auditing import _report
+from accumext.auditing._events import Finding, Record
+from accumext.auditing._judge import Judgement, judge
+from accumext.auditing._observe import Observer
+from accumext.auditing._steps import Done
+from accumext.auditing._truncation import of_tbptt, watch_truncation
+
+Ignored: TypeAlias = str | Path | Iterable[str]
+
+
+def accepted(findings: Iterable[Finding], ignore: Ignored) -> tuple[Finding, ...]:
+    """Those whose id, or its first word, is among those given, or in a file: one per line."""
+    if isinstance(ignore, (str, Path)):
+        ignore = Path(ignore).read_text(encoding="utf-8").splitlines()
+    ids = {line.partition("#")[0].strip() for line in ignore}
+    return tuple(f for f in findings if ids & {f.id, f.id.partition(".")[0]})
+
+
+class Audit:
+    """A loop under observation; see `accumext.audit`."""
+
+    def __init__(self, observer: Observer, before: Record | None) -> None:
+        self._observer: Observer | None = observer
+        self._before = before
+        self._record: Record | None = None
+        self._open = False
+
+    def __enter__(self) -> Audit:
+        if self._open or self._observer is None:
+            raise RuntimeError("audit: a block must be entered once, got a second time")
+        self._observer.open()
+        self._observer.enter(watch_truncation(self._observer))
+        self._open = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        observer, self._observer, self._open = self._observer, None, False
+        assert observer is not None
+        with suppress(Done):  # the window that it completes may be the last one
+            observer.steps.settle()
+        ended = observer.watching and kind is None
+        observer.close()
+        record = replace(observer.record(ended), before=self._before)
+        if observer.joined is not None and kind in (None, Done):
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, replace(record, before=None))
+            record = replace(record, ranks=tuple(ranks), rank=dist.get_rank())
+        self._record = record
+
+    @property
+    def record(self) -> Record:
+        """What was seen; for tests of rules, and for `against`."""
+        if self._record is None:
+            raise RuntimeError("audit: the block must be closed, got an open one")
+        return self._record
+
+    @cached_property
+    def judgement(self) -> Judgement:
+        """All that follows from the record."""
+        return judge(self.record)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What no one can mean, the worst first; empty for a right loop."""
+        return self.judgement.findings
+
+    @property
+    def questions(self) -> tuple[Finding, ...]:
+        """What may be meant, each with "right if ..." as its cure."""
+        return self.judgement.questions
+
+    def check(self, ignore: Ignored = ()) -> None:
+        """Raise RuntimeError, with the report, if there is a finding, or if nothing was seen.
+
+        Args:
+            ignore: ids of findings that are accepted, or the path of a file with an id per line.
+                "clip" stands for all that begin with "clip.".
+
+        Example:
+            >>> audit.check(ignore=["accumulation.partial"])
+        """
+        if not self.judgement.seen or accepted(self.findings, ignore) != self.findings:
+            raise RuntimeError(str(self))
+
+    def __str__(self) -> str:
+        if self._record is None:
+            return "accumext audit: open"
+        return _report.text(self.record, self.judgement)
+
+    def to_json(self) -> dict[str, Any]:
+        """Findings, questions, what was judged and windows as plain lists, numbers and strings."""
+        return _report.as_json(self.record, self.judgement)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The time line of the windows, and the bytes of each pass's graph, as a matplotlib figure.
+
+        Args:
+            path: where to write it as well; its ending gives the format.
+        """
+        return _report.plot(self.record, path)
+
+    def measure_truncation(
+        self,
+        step: Callable[..., tuple[Tensor, Any]],
+        targets: Tensor,
+        state: Any,
+        *,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        k1: int,
+        k2: int | None = None,
+        feedback: str = "greedy",
+        start: int | Tensor = 0,
+        inputs: Tensor | None = None,
+        resets: Tensor | None = None,
+        context: Sequence[Tensor] = (),
+        batch_dim: int | None = None,
+    ) -> float:
+        """The distance of a truncated gradient from the exact one, for one batch.
+
+        Inside the block, with the arguments of `accumext.tbptt`. Gradients, buffers and generators
+        stay as they are; both gradients are made in segments of steps that are computed again, so
+        that only the states of all steps are kept.
+
+        Returns:
+            `|truncated - exact| / |exact|`, over the parameters of model and optimizer.
+        """
+        given = locals()
+        if self._observer is None or not self._open:
+            raise RuntimeError("audit: measure_truncation must be called inside the block")
+        return of_tbptt(self._observer, given)
+
+
+def audit(
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    *,
+    windows: int = 4,
+    against: Audit | None = None,
+) -> Audit:
+    """Run any training loop under observation, and read what it does wrongly.
+
+    Nothing that the loop computes changes. While the block is open, backward passes, steps,
+    `zero_grad`, `clip_grad_norm_`, GradScaler, schedulers and averages of the model are observed:
+    passes' gradients as eight numbers per parameter, the factors of the losses, the tensors that
+    graphs keep. After so many windows the loop runs free. A pass that DistributedDataParallel
+    reduces is compared with those of the other processes, which communicate once when the block
+    closes: open it on all.
+
+    Args:
+        model: names the parameters, and says which of them no optimizer has. None: the modules that
+            have the parameters which passes reach.
+        optimizer: of torch or accumext, bare or as Accelerate or Lightning wrap it. None: every
+            optimizer of torch that steps inside the block.
+        windows: steps of the optimizer that are observed; of several, until each has as many, or
+            one four times as many.
+        against: an audit of the same loop, closed; gradients that differ are a finding.
+
+    Returns:
+        An `Audit`, with `findings`, `questions`, `check()`, `plot()` and `to_json()`, which prints
+        as a report of at most 30 lines.
+
+    Raises:
+        ValueError: `windows` is below 1.
+        TypeError: a type is wrong.
+        RuntimeError: the block is entered twice, or its results are asked for before it closes.
+
+    Example:
+        >>> with accumext.audit(model, optimizer) as audit:
+        ...     train(steps=8)
+        >>> print(audit)
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        _fail_type("model", "be an nn.Module or None", model)
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        _fail_type("optimizer", "be an optimizer or None", optimizer)
+    if isinstance(windows, bool) or not isinstance(windows, int):
+        _fail_type("windows", "be an int", windows)
+    if windows < 1:
+        raise ValueError(f"audit: windows must be at least 1, got {windows}")
+    if against is not None and not isinstance(against, Audit):
+        _fail_type("against", "be an audit or None", against)
+    before = None if against is None else replace(against.record, before=None)
+    return Audit(Observer(model, optimizer, windows), before)
+
+
+def _fail_type(argument: str, contract: str, got: object) -> NoReturn:
+    kind = f"a {str(got.dtype)[6:]} tensor" if isinstance(got, Tensor) else type(got).__name__
+    raise TypeError(f"audit: {argument} must {contract}, got {kind}")

@@ -1,0 +1,268 @@
+"""What an audit records of a loop: one frozen event for each thing that happened.
+
+Each has its line, such as "train.py:31", and its time in seconds. Numbers are plain Python, read
+from the device when the audit closes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from torch import Tensor
+
+Sketch: TypeAlias = Tensor  # float64 [parameters, SIZE] on the host, linear in the gradient
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss in the graph of a backward pass, as near to its root as autograd names it."""
+
+    node: int  # its number in the graph, the same in every pass that goes through it
+    known: bool  # one of torch's losses
+    reduction: str | None  # "mean", "sum", or not known
+    count: float | None  # of the targets that it counts
+    coefficient: float  # derivative of the pass's root by it
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What autograd keeps for a backward pass, when that begins."""
+
+    bytes: int  # of saved tensors, without parameters
+    calls: int  # uses of the parameter that is used most often
+    bytes_per_call: float
+    class_bytes: int  # of tensors with an element for every class
+    losses: int = 1  # that are torch's own, or means
+    separate: bool = False  # these have graphs of their own
+    held: int = 0  # passes before whose tensors are still there
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number that a loss was multiplied with on its way to the root of a pass."""
+
+    value: float
+    divided: bool  # by its inverse
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A backward pass that reached a parameter."""
+
+    where: str
+    time: float
+    start: float
+    gradient: Sketch  # this pass's own
+    order: tuple[int, ...]  # parameters, as their gradients came
+    losses: tuple[Loss, ...]
+    constants: tuple[Constant, ...]  # from the root to the losses, without the loss scale
+    coefficient: float  # derivative of its root by its loss, by all of these and the loss scale
+    scalar: bool  # its root is one number, which flowed back as it was
+    scale: float  # of the GradScaler that scaled it, else 1
+    value: float  # of the loss, unscaled
+    graph: Graph
+    sent: int  # bytes that DistributedDataParallel reduced in it
+    without_sync: bool  # `no_sync` was on when it began
+    weights: tuple[float, ...]  # a sample of the parameters, when it began
+    eval_norms: tuple[str, ...]  # batch norms in eval that it reached
+
+    @property
+    def reached(self) -> frozenset[int]:
+        return frozenset(self.order)
+
+
+@dataclass(frozen=True)
+class Call:
+    """`zero_grad`, `unscale_`, `update` of a GradScaler; "schedule": a schedule's `step`;
+    "average": an average of the parameters was written; "step": of an optimizer beside."""
+
+    where: str
+    time: float
+    name: str
+    parameters: frozenset[int] = frozenset()  # that it is about
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """`clip_grad_norm_`, by torch or by accumext."""
+
+    where: str
+    time: float
+    norm: float
+    max_norm: float
+    parameters: frozenset[int]
+    others: int  # parameters that are neither the optimizer's nor of another that steps
+    filled: bool = False  # whether any of them had a gradient
+
+    @property
+    def factor(self) -> float:
+        return min(1.0, self.max_norm / (self.norm + 1e-6))
+
+
+@dataclass(frozen=True)
+class HalfSum:
+    """The sum of a window's gradients in half precision, beside that in float32, S."""
+
+    factor: float  # of S in the sum, which is factor * (S + rest), with the rest at right angles
+    rest: float  # square of the rest, relative to that of S
+    square: float  # of S
+    once: float  # square of what rounding S once changes
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A step of an optimizer, or one that a scaler or the wrapper skipped."""
+
+    where: str
+    time: float
+    optimizer: int  # its number in the record
+    used: Sketch | None  # the gradient, after all factors; None if the step was skipped
+    left: Sketch | None  # what was in `.grad`
+    present: frozenset[int]  # parameters that had a gradient
+    factor: float  # the wrapper's clip
+    skipped: bool
+    through_scaler: bool
+    closure_calls: int
+    half_sums: tuple[HalfSum, ...]
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """A truncated gradient, measured beside the exact one."""
+
+    where: str
+    time: float
+    k1: int | None
+    k2: int | None
+    steps: int
+    distance: float  # relative to the exact gradient
+
+
+Event: TypeAlias = Pass | Call | Clipped | Stepped | Truncated
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """An optimizer whose steps were observed."""
+
+    name: str  # of its class
+    parameters: frozenset[int]
+    wrapped: bool = False  # in an AccumulatingOptimizer, which weights and unscales by itself
+    sums: bool = False  # the wrapper's reduction is "sum"
+    decayed: tuple[int, ...] = ()  # vectors that decay by the rate of matrices
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """All of an audit."""
+
+    events: tuple[Event, ...]
+    names: tuple[str, ...]  # of the parameters
+    bytes: int  # of the parameters
+    optimizers: tuple[Optimized, ...]
+    trained: frozenset[int]  # parameters that an optimizer which stepped has
+    half: frozenset[int]  # parameters of half precision
+    passes: int = 0  # backward passes of all kinds
+    steps: tuple[tuple[str, int], ...] = ()  # optimizers that stepped, and how often
+    ended: bool = True  # the loop, before all windows were seen
+    asked: str = ""  # the optimizer that the audit was told to follow
+    rank: int = 0
+    ranks: tuple[Record, ...] = ()  # those of all processes, where they reduce gradients
+    before: Record | None = None  # of the same loop, run earlier
+
+    @property
+    def windows(self) -> int:
+        """How many were closed."""
+        return sum(isinstance(event, Stepped) for event in self.events)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a loop does wrongly, or that may be meant.
+
+    Attributes:
+        name: what it is, such as "rest of an epoch in the next window".
+        evidence: what was seen, with numbers.
+        cure: what to write instead; of a question it begins with "right if".
+        value: the number of the evidence, in the unit that it says.
+        where: the line of the loop, "train.py:31".
+        id: the same in every release, such as "accumulation.leftover".
+    """
+
+    name: str
+    evidence: str
+    cure: str
+    value: float = math.nan
+    where: str = ""
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The events up to a step, and what came before."""
+
+    index: int
+    events: tuple[Event, ...]
+    step: Stepped
+    previous: Stepped | None
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return tuple(event for event in self.events if isinstance(event, Pass))
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A record as one of its optimizers sees it: its windows, and what came after the last."""
+
+    record: Record
+    optimizer: Optimized
+    windows: tuple[Window, ...]
+    rest: tuple[Event, ...]
+    ranks: tuple[View, ...] = ()
+
+    @property
+    def passes(self) -> list[Pass]:
+        every = [*(e for window in self.windows for e in window.events), *self.rest]
+        return [event for event in every if isinstance(event, Pass)]
+
+
+def views_of(record: Record) -> list[View]:
+    """Those of the optimizers that have stepped."""
+    views = [view_of(record, number) for number in range(len(record.optimizers))]
+    return [view for view in views if view.windows]
+
+
+def view_of(record: Record, number: int) -> View:
+    """Without what is about parameters of other optimizers; their steps are calls."""
+    own = record.optimizers[number]
+    windows: list[Window] = []
+    since: list[Event] = []
+    of_passes = frozenset[int]().union(*(e.reached for e in record.events if isinstance(e, Pass)))
+    for event in record.events:
+        seen = event
+        if isinstance(event, Stepped) and event.optimizer != number:
+            others = record.optimizers[event.optimizer].parameters
+            seen = Call(event.where, event.time, "step", others & of_passes)
+        elif isinstance(event, Pass | Clipped | Call) and not _is_about(event, own.parameters):
+            continue
+        since.append(seen)
+        if seen is event and isinstance(event, Stepped):
+            previous = windows[-1].step if windows else None
+            windows.append(Window(len(windows), tuple(since), event, previous))
+            since = []
+    ranks = tuple(view_of(replace(rank, ranks=()), number) for rank in record.ranks)
+    return View(record, own, tuple(windows), tuple(since), ranks)
+
+
+def _is_about(event: Pass | Clipped | Call, parameters: frozenset[int]) -> bool:
+    touched = event.reached if isinstance(event, Pass) else event.parameters
+    of_all = isinstance(event, Call) and event.name in ("step", "average", "update")
+    in_vain = isinstance(event, Clipped) and event.others > 0
+    return of_all or in_vain or bool(touched & parameters)
+
+
+def is_call(event: Event, name: str) -> bool:
+    return isinstance(event, Call) and event.name == name

@@ -1,0 +1,294 @@
+"""The graph of a backward pass: its losses, and the tensors that autograd has saved for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accumext.auditing._events import Constant, Graph, Loss
+from accumext.auditing._torch_private import (
+    is_dtensor,
+    leaf_of,
+    local_part,
+    order_of,
+    packed_by,
+    saved_by,
+    write_count,
+)
+
+# Nodes that scale a loss, and those that also join losses: behind them are the losses themselves.
+_SCALES = ("Mul", "Div", "Neg", "ToCopy", "Clone", "View", "Reshape", "Squeeze", "Unsqueeze",
+           "Expand", "Alias", "Select", "NanToNum", "_DDPSink")  # fmt: skip
+_JOINS = (*_SCALES, "Add", "Sub", "Stack", "Cat")
+_LISTS = ("Stack", "Cat")  # of losses, where a mean or a sum follows
+_CASTS = ("ToCopy", "T", "Transpose", "Permute", "View")
+SCALED = "accumext.audit.scaled"  # of the node of a scaled loss: its scale, and the loss itself
+_NUMBERS = count()
+_NLL = ("NllLoss", "NllLoss2D")
+_REDUCTIONS = {1: "mean", 2: "sum"}  # as torch's losses save them
+
+
+class Losses:
+    """The losses at the root of a graph; the pass that follows tells their coefficients."""
+
+    def __init__(self, root: Any) -> None:
+        chain = [root]  # of nodes that scale the loss, down to the loss or what joins several
+        while len(inner := _inner(chain[-1])) == 1 and _scales(chain[-1]):
+            chain.append(inner[0])
+        passed: list[Any] = []
+        found = list(_losses(root, passed))
+        self._kinds = [(node_number(node), *_kind(node)) for node in found]
+        logits = [_saved(node, "self") for node in found if _is(node, _NLL)]
+        # Of the cross-entropy with most classes; 0 without one.
+        self.classes = max((t.shape[1] for t in logits if t is not None and t.dim() > 1), default=0)
+        mains = [n for n, (_, known, _, _) in zip(found, self._kinds, strict=True) if known]
+        means = [n for n, kind in zip(found, self._kinds, strict=True) if kind[2] == "mean"]
+        main = mains or means
+        self.number, self.separate = max(len(main), 1), len(main) > 1 and _are_separate(main)
+        self._seen: dict[int, Tensor] = {}
+        self._chain = [(node_number(node), node.name()[:3]) for node in chain]
+        self.scaled = next((n.metadata[SCALED] for n in passed if SCALED in n.metadata), None)
+        nodes = {node_number(node): node for node in (*chain, *found)}
+        self._handles = [
+            node.register_prehook(self._saver(number)) for number, node in nodes.items()
+        ]
+
+    def _saver(self, number: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+        def save(grads: tuple[Tensor | None, ...]) -> None:
+            if grads[0] is not None:
+                self._seen[number] = grads[0].detach().clone()
+
+        return save
+
+    def end(self) -> Callable[[], tuple[tuple[Loss, ...], float, tuple[Constant, ...]]]:
+        """After the pass: what returns the losses, the coefficient of all of them together, and the
+        constants of which that is the product."""
+        for handle in self._handles:
+            handle.remove()
+        chain, seen, kinds = self._chain, self._seen, self._kinds
+
+        def read() -> tuple[tuple[Loss, ...], float, tuple[Constant, ...]]:
+            factors = {number: float(grad.double().sum()) for number, grad in seen.items()}
+            losses = tuple(
+                Loss(number, known, reduction, None if n is None else float(n), factors[number])
+                for number, known, reduction, n in kinds
+                if number in factors
+            )
+            along = [(factors.get(number, 0.0), name) for number, name in chain]
+            constants = tuple(
+                Constant(abs(after / before), name == "Div")
+                for (before, name), (after, _) in pairwise(along)
+                if before and name in ("Mul", "Div")
+            )
+            return losses, along[-1][0], constants
+
+        return read
+
+
+def _are_separate(losses: list[Any]) -> bool:
+    """Whether no node but leaves is behind two of them."""
+    seen: set[Any] = set()
+    for loss in sorted(losses, key=order_of):
+        waiting, own = [loss], {loss}
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                return False
+            new = [n for n in _inner(node) if n not in own and leaf_of(n) is None]
+            own.update(new)
+            waiting += new
+        seen |= own
+    return True
+
+
+def leaves(root: Any) -> list[Tensor]:
+    """The leaves that a graph uses."""
+    waiting, seen, found = [root], {root}, []
+    while waiting:
+        node = waiting.pop()
+        if (leaf := leaf_of(node)) is not None:
+            found.append(leaf)
+        new = [inner for inner in _inner(node) if inner not in seen]
+        seen.update(new)
+        waiting += new
+    return found
+
+
+def _inner(node: Any) -> list[Any]:
+    return [inner for inner, _ in node.next_functions if inner is not None]
+
+
+def _scales(node: Any) -> bool:
+    """Whether a node scales one number, such as the mean or the sum of a loss that is one."""
+    one = saved_by(node, "self_sym_numel") == 1 or saved_by(node, "self_sym_sizes") in ((), (1,))
+    return _is(node, _SCALES) or (_is(node, ("Mean", "Sum")) and one)
+
+
+def _is(node: Any, names: tuple[str, ...]) -> bool:
+    return node.name().partition("Backward")[0] in names
+
+
+def node_number(node: Any) -> int:
+    """The number of a node, the same for as long as it lives; torch's own are those of a thread."""
+    number: int = node.metadata.setdefault("accumext.audit", next(_NUMBERS))
+    return number
+
+
+def _losses(root: Any, passed: list[Any]) -> Iterator[Any]:
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        passed.append(node)
+        inner = _inner(node)
+        of_list = _is(node, ("Mean", "Sum")) and any(_is(n, _LISTS) for n in inner)
+        if inner and (of_list or _scales(node) or _is(node, _JOINS)):
+            waiting += inner
+        elif leaf_of(node) is None:
+            yield node
+
+
+def _kind(node: Any) -> tuple[bool, str | None, Tensor | float | None]:
+    """Whether a node is one of torch's losses, its reduction, and how many targets it counts."""
+    reduction = saved_by(node, "reduction")
+    if reduction is not None:
+        if _is(node, _NLL):
+            return True, _REDUCTIONS.get(reduction), _saved(node, "total_weight")
+        read = _saved(node, "self")  # a loss of numbers counts them all
+        numbers = float(read.numel()) if read is not None and reduction in _REDUCTIONS else None
+        return True, _REDUCTIONS.get(reduction), numbers
+    if node.name() in ("MeanBackward0", "SumBackward0"):
+        mean = node.name() == "MeanBackward0"
+        return False, "mean" if mean else "sum", saved_by(node, "self_sym_numel") if mean else None
+    return False, None, None
+
+
+def _saved(node: Any, name: str) -> Any:
+    """What a node has saved; None where a checkpoint would compute it again."""
+    packed = packed_by(node, name)
+    if isinstance(packed, Tensor):  # the audit was not yet open
+        return saved_by(node, name)
+    return packed.tensor if isinstance(packed, Held) else None
+
+
+class Held:
+    """A saved tensor, while a graph holds it."""
+
+    __slots__ = ("key", "parameter", "size", "tensor", "tracker", "version")
+
+    def __init__(
+        self, tensor: Tensor, key: int, size: int, parameter: int | None, tracker: SavedTensors
+    ) -> None:
+        # Detached: a node that saves its own output would hold itself.
+        self.tensor, self.version = tensor.detach(), write_count(tensor)
+        self.key, self.size, self.parameter, self.tracker = key, size, parameter, tracker
+        tracker.count(self, 1)
+
+    def __del__(self) -> None:
+        self.tracker.count(self, -1)
+
+    def unpack(self) -> Tensor:
+        """The tensor, unless it was written: autograd leaves this check to those with hooks."""
+        version = write_count(self.tensor)
+        if version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{self.tensor.type()} {list(self.tensor.shape)}] is at "
+                f"version {version}; expected version {self.version} instead."
+            )
+        return self.tensor
+
+
+@dataclass
+class _Memory:
+    """A storage that graphs hold."""
+
+    users: int
+    bytes: int
+    width: int  # of its last dimension
+    born: int  # the number of passes before it
+
+
+class SavedTensors:
+    """Bytes that the living graphs hold, each storage once, without parameters."""
+
+    def __init__(self) -> None:
+        self.watching = True
+        self._parameters: dict[int, int] = {}  # by the address of a storage
+        self._leaves: dict[int, int] = {}  # by id
+        self._held: dict[int, _Memory] = {}  # by the address of a storage
+        self._bytes, self._by_width = 0, Counter[int]()
+        self._uses = Counter[int]()  # of parameters
+        self._passes, self._born = 0, Counter[int]()  # storages by the number of passes before them
+        self._at: dict[int, tuple[int, int]] = {}  # bytes at the first and the last of these
+
+    def know(self, parameters: list[Tensor]) -> None:
+        """Which storages are parameters'."""
+        inner = [local_part(t) if is_dtensor(t) else t for t in parameters]
+        self._parameters = {t.untyped_storage().data_ptr(): n for n, t in enumerate(inner)}
+        self._leaves = {id(t): n for n, t in enumerate(parameters)}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count what is saved inside."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, Held.unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Held:
+        inner = local_part(tensor) if is_dtensor(tensor) else tensor
+        try:
+            storage = inner.untyped_storage()
+            key, size = storage.data_ptr(), storage.nbytes()
+        except RuntimeError:  # no memory of its own
+            key, size = 0, 0
+        own = self._parameters.get(key) if self.watching else None
+        counted = self.watching and own is None
+        parameter = self._leaf(tensor) if counted else own
+        return Held(tensor, key if counted else 0, size, parameter, self)
+
+    def _leaf(self, tensor: Tensor) -> int | None:
+        """The parameter that a tensor is a cast of, as under autocast, or a view of that."""
+        node: Any = tensor.grad_fn
+        for _ in range(3):
+            if node is None or (leaf := leaf_of(node)) is not None:
+                break
+            node = _inner(node)[0] if _is(node, _CASTS) else None
+        return None if node is None else self._leaves.get(id(leaf))
+
+    def count(self, held: Held, by: int) -> None:
+        """One user more or less of a storage, and of a parameter."""
+        if held.key:
+            width = held.tensor.shape[-1] if held.tensor.dim() else 0
+            memory = self._held.setdefault(held.key, _Memory(0, held.size, width, self._passes))
+            memory.users += by
+            if memory.users == max(by, 0):
+                self._bytes += by * memory.bytes
+                self._by_width[memory.width] += by * memory.bytes
+                self._born[memory.born] += by
+            if not memory.users:
+                del self._held[held.key]
+        if held.parameter is not None:
+            self._uses[held.parameter] += by
+            first = self._at[held.parameter][0] if self._uses[held.parameter] > 1 else self._bytes
+            self._at[held.parameter] = first, self._bytes
+
+    def graph(self, losses: Losses) -> Graph:
+        """What is saved now, when a pass begins."""
+        parameter = max(self._uses, key=self._uses.__getitem__, default=None)
+        calls, (first, last) = 0, (0, 0)
+        if parameter is not None:
+            calls, (first, last) = self._uses[parameter], self._at[parameter]
+        held = sum(number > 0 for born, number in self._born.items() if born < self._passes)
+        self._passes += 1
+        per_call = (last - first) / max(calls - 1, 1)
+        classes = self._by_width[losses.classes]
+        return Graph(self._bytes, calls, per_call, classes, losses.number, losses.separate, held)

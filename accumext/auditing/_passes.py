@@ -1,0 +1,201 @@
+"""The backward passes of a loop: their gradients as sketches, their losses, and what they keep."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from accumext.auditing._events import Constant, Sketch
+from accumext.auditing._graph import Losses, SavedTensors
+from accumext.auditing._sketch import SIZE, dense, sample, sketch, wide
+from accumext.auditing._torch_private import is_dtensor, is_half
+
+UNNAMED = "parameter"  # and its number: one that is in no module
+_PART = 2**20  # elements that are converted to float32 at once
+
+
+def stands_for(tensor: Tensor) -> Tensor:
+    """The half-precision parameter of a master; else the parameter itself."""
+    link = getattr(tensor, "master_of", None)
+    return tensor if link is None else link.parameter
+
+
+class Parameters:
+    """The parameters that an audit knows, by number: the optimizer's, then the model's others."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.numbers: dict[int, int] = {}  # by id
+        self.trainable: set[int] = set()  # that have required a gradient
+        self._names: dict[int, str] = {}
+
+    def add(self, tensor: Tensor, name: str | None = None) -> None:
+        number = self.numbers.setdefault(id(stands_for(tensor)), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(stands_for(tensor))
+        if stands_for(tensor).requires_grad:
+            self.trainable.add(number)
+        if name is not None:
+            self._names[number] = name.removeprefix("module.")
+
+    def number(self, tensor: Tensor) -> int | None:
+        return self.numbers.get(id(stands_for(tensor)))
+
+    def among(self, tensors: Iterable[Tensor]) -> frozenset[int]:
+        """The numbers of those of these that are known."""
+        return frozenset(n for t in tensors if (n := self.number(t)) is not None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._names.get(i, f"{UNNAMED} {i}") for i in range(len(self.tensors)))
+
+    def take(self, tensors: Iterable[Tensor]) -> Sketches:
+        """The gradients that these have in `.grad`."""
+        found = Sketches(self.tensors)
+        for tensor in tensors:
+            if tensor.grad is not None and (number := self.number(tensor)) is not None:
+                found.add(number, tensor.grad)
+        return found
+
+
+class Sketches:
+    """The sketches of gradients of known parameters, in one tensor on their device."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self.values = torch.zeros(len(parameters), SIZE, dtype=wide(device), device=device)
+        self.present: dict[int, None] = {}  # in the order in which they came
+
+    def add(self, number: int, grad: Tensor) -> None:
+        self.values[number] += sketch(grad).to(self.values)
+        self.present[number] = None
+
+    def on_host(self, size: int) -> Sketch:
+        """With rows for parameters that became known later."""
+        return nn.functional.pad(self.values.cpu().double(), (0, 0, 0, size - len(self.values)))
+
+
+class Passes:
+    """What backward passes do while they run."""
+
+    def __init__(self, known: Parameters) -> None:
+        self.saved = SavedTensors()
+        self._known = known
+        self._nodes: dict[int, Any] = {}  # kept: a leaf makes its node anew once nobody holds it
+        self._hooks = ExitStack()
+        self.running: Sketches | None = None
+        self._sums: dict[int, Tensor] | None = {}  # of half-precision gradients, in float32
+
+    def sum_nothing(self) -> None:
+        """Leave half-precision gradients to a wrapper, which sums them in float32."""
+        self._sums = None
+
+    def close(self) -> None:
+        self.saved.watching, self._sums = False, None
+        self._hooks.close()
+        self._nodes.clear()
+
+    @contextmanager
+    def watch(self, root: Tensor, norms: dict[str, nn.Module]) -> Iterator[dict[str, Any]]:
+        """A pass; afterwards the fields of its event, or none if it reached no known parameter.
+        `norms`: batch norms in eval."""
+        known, start, fields = self._known, perf_counter(), dict[str, Any]()
+        before_it = sample([t for t in known.tensors if t.requires_grad])
+        self._hook()
+        losses = Losses(root.grad_fn)
+        scale, unscaled = losses.scaled or (None, None)
+        graph = self.saved.graph(losses)
+        shards = [t for t in known.tensors if is_dtensor(t)]  # summed before they reach `.grad`
+        before = known.take(shards)
+        running = self.running = Sketches(known.tensors)
+        try:
+            yield fields
+        finally:
+            self.running = None
+            read = losses.end()
+        if shards:
+            after = known.take(shards)
+            running.present.update(after.present)
+            running.values += after.values - before.values
+        value = root.detach().sum().clone() if unscaled is None else unscaled
+
+        def of_scaler() -> float:
+            return 1.0 if scale is None else float(scale)
+
+        if running.present:
+            fields.update(
+                start=start,
+                gradient=lambda: running.on_host(len(known.tensors)),
+                order=tuple(running.present),
+                losses=lambda: read()[0],
+                coefficient=lambda: read()[1],
+                constants=lambda: _without_scale(read()[2], of_scaler()),
+                scale=of_scaler,
+                value=lambda: float(value),
+                graph=graph,
+                weights=lambda: tuple(before_it.tolist()),
+                eval_norms=tuple(n for n, norm in norms.items() if self._reaches(norm, running)),
+            )
+
+    def _reaches(self, module: nn.Module, running: Sketches) -> bool:
+        numbers = map(self._known.number, module.parameters(recurse=False))
+        return any(number in running.present for number in numbers)
+
+    def _hook(self) -> None:
+        """See every gradient that is about to be added to a `.grad`."""
+        for number, tensor in enumerate(self._known.tensors):
+            if tensor.requires_grad and number not in self._nodes and not is_dtensor(tensor):
+                node = self._nodes[number] = get_gradient_edge(tensor).node
+                handle = node.register_prehook(functools.partial(self._see, number))
+                self._hooks.callback(handle.remove)
+
+    @torch.no_grad()
+    def _see(self, number: int, grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[0]
+        if self.running is None or grad is None:
+            return
+        self.running.add(number, grad)
+        if self._sums is not None and is_half(grad):
+            flat = dense(grad).reshape(-1)
+            known = self._sums.get(number)
+            if known is None:
+                self._sums[number] = flat.float()
+            else:  # in parts: a sum of two dtypes makes a copy
+                for total, part in zip(known.split(_PART), flat.split(_PART), strict=True):
+                    total += part
+
+    @torch.no_grad()
+    def half_sums(self) -> list[tuple[Tensor, ...]]:
+        """The fields of a `HalfSum` for each sum in half precision; the sums begin anew."""
+        rows: list[tuple[Tensor, ...]] = []
+        for number, total in (self._sums or {}).items():
+            grad = self._known.tensors[number].grad
+            if grad is not None and is_half(grad):
+                rows.append(_half_sum(dense(grad).reshape(-1), total))
+        if self._sums is not None:
+            self._sums.clear()
+        return rows
+
+
+def _without_scale(constants: tuple[Constant, ...], scale: float) -> tuple[Constant, ...]:
+    """The factors of a loss without that of the GradScaler, which came last."""
+    first = constants[0].value if constants and scale != 1.0 else 0.0
+    return constants[1:] if math.isclose(first, scale, rel_tol=1e-6) else constants
+
+
+def _half_sum(summed: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+    """The fields of a `HalfSum`, without copies of the gradients in float32."""
+    parts = list(zip(summed.split(_PART), total.split(_PART), strict=True))
+    square = torch.stack([t.square().sum() for _, t in parts]).sum()
+    factor = torch.stack([s.float() @ t for s, t in parts]).sum() / square
+    once = torch.stack([(t.to(s.dtype).float() - t).square().sum() for s, t in parts]).sum()
+    rest = torch.stack([(s.float() / factor - t).square().sum() for s, t in parts]).sum()
+    return factor, rest / square, square, once

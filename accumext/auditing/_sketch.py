@@ -1,0 +1,66 @@
+"""Gradients in eight numbers per parameter, by which sums of gradients are told apart.
+
+A sketch is linear, so that the factors with which passes are in a sum of gradients follow from
+their sketches alone, and it needs none of the memory of a second set of gradients. Elements are
+summed at a stride, in one read, and the sums are multiplied with fixed random signs. Source: Alon,
+Matias & Szegedy 1996.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from accumext.auditing._torch_private import is_dtensor, is_half, local_part
+
+SIZE = 8  # numbers of a sketch
+_STRIDE = 1021  # a prime, no usual width: over the rows of a matrix gradients may sum up to zero
+
+_SAMPLED = 16  # tensors
+_ROWS = 1024  # that are summed at once: copies in float32 stay small
+
+
+def sample(tensors: Sequence[Tensor]) -> Tensor:
+    """A few elements of some of these, by which it shows that they were written."""
+    few = tensors[:: max(len(tensors) // _SAMPLED, 1)]
+    parts = [dense(t).reshape(-1)[:SIZE].to(few[0].device, wide(few[0].device)) for t in few]
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+@lru_cache
+def _signs(device: torch.device) -> Tensor:
+    """Entries 1 and -1, the same in every process; the generators of the loop are not asked."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(2, (_STRIDE, SIZE), generator=generator, device="cpu")
+    return (2.0 * draws - 1.0).to(device, wide(device))
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """float64, where a device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def dense(grad: Tensor) -> Tensor:
+    """The elements of a gradient on this process, zeros of sparse ones included."""
+    grad = local_part(grad) if is_dtensor(grad) else grad
+    grad = grad.detach()
+    grad = grad.to_dense() if grad.layout is not torch.strided else grad
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+
+
+@torch.no_grad()
+def sketch(grad: Tensor) -> Tensor:
+    """float64 [SIZE] on the gradient's device, if it has that; small gradients are their own."""
+    flat = dense(grad).reshape(-1)
+    if flat.numel() <= SIZE:
+        return torch.nn.functional.pad(flat.to(wide(flat.device)), (0, SIZE - flat.numel()))
+    sums = torch.zeros(_STRIDE, dtype=wide(flat.device), device=flat.device)
+    for part in flat.split(_STRIDE * _ROWS):
+        part = part.float() if is_half(part) else part
+        rows, rest = divmod(part.numel(), _STRIDE)
+        sums += part[: rows * _STRIDE].view(rows, _STRIDE).sum(0)
+        sums[:rest] += part[rows * _STRIDE :]
+    return sums @ _signs(flat.device)

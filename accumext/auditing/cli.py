@@ -1,0 +1,90 @@
+"""`python -m accumext audit train.py [arguments]`: the audit of a script's first windows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from accumext.auditing._audit import Audit, accepted
+from accumext.auditing._lines import is_own
+from accumext.auditing._observe import Observer
+from accumext.auditing._steps import Done
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--windows", type=int, default=4, help="steps to observe (default: 4)")
+    parser.add_argument(
+        "--optimizer", type=int, metavar="N", help="only the N-th that steps (default: all)"
+    )
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="ID|FILE", help="accept findings, by id"
+    )
+    parser.add_argument("--twice", action="store_true", help="run it again, and compare")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write findings and windows")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the windows' time line")
+    parser.add_argument("script", type=Path, help="a training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the script until its windows are complete; 1 if there is a finding."""
+    if not args.script.is_file():
+        print(f"accumext audit: no such file: {args.script}", file=sys.stderr)
+        return 2
+    for name, number in (("windows", args.windows), ("optimizer", args.optimizer)):
+        if number is not None and number < 1:
+            print(f"accumext audit: --{name} must be at least 1, got {number}", file=sys.stderr)
+            return 2
+    with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=args.twice):
+        seen = _run(args, None)
+    if args.twice:
+        seen = _run(args, seen)
+    print(seen, file=None if seen.judgement.seen else sys.stderr)
+    if not seen.judgement.seen:
+        return 2
+    if args.json is not None:
+        args.json.write_text(json.dumps(seen.to_json(), indent=2) + "\n")
+    if args.plot is not None:
+        seen.plot(args.plot)
+    ignored = [one for i in args.ignore for one in accepted(seen.findings, _of_argument(i))]
+    return 1 if set(seen.findings) - set(ignored) else 0
+
+
+def _of_argument(ignore: str) -> Path | list[str]:
+    return Path(ignore) if Path(ignore).is_file() else [ignore]
+
+
+def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
+    """The audit of the script, which sees what Python shows it when it runs it."""
+    # torch imports more with the first optimizer, and then looks at all modules, lazy ones as well.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    script = args.script.resolve()
+    argv, path, modules = sys.argv, sys.path.copy(), sys.modules.copy()
+    sys.argv = [str(args.script), *args.arguments]
+    sys.path.insert(0, str(script.parent))
+    program = sys.modules["__main__"] = ModuleType("__main__")
+    program.__file__ = str(script)
+    before = None if against is None else against.record
+    number = None if args.optimizer is None else args.optimizer - 1
+    seen = Audit(Observer(None, None, args.windows, True, number), before)
+    try:
+        with suppress(Done), seen:
+            try:
+                exec(compile(script.read_bytes(), script, "exec", dont_inherit=True), vars(program))
+            except SystemExit as end:
+                if end.code not in (None, 0):
+                    raise
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        sys.modules["__main__"] = modules["__main__"]
+        for name in sys.modules.keys() - modules:  # a second run makes the script's own ones anew
+            file = vars(sys.modules[name]).get("__file__")  # a lazy module may raise if it is asked
+            if file is not None and is_own(file):
+                del sys.modules[name]
+    return seen

@@ -1,0 +1,54 @@
+"""neuralforecast: LSTM with `accumulate_grad_batches=4`, and few series."""
+
+from functools import partial
+
+import numpy
+import pandas
+import torch
+from _factors import BATCHES, LR, MAX_NORM, WINDOW, Seen, main
+from _lightning_steps import watched
+from neuralforecast import NeuralForecast
+from neuralforecast.models import LSTM
+
+
+def train(seen: Seen, series=BATCHES, **options):
+    """A batch holds 2 series; with no more than that, an epoch is one batch."""
+    values = numpy.random.default_rng(0).standard_normal((series, 60))
+    frame = pandas.concat(
+        pandas.DataFrame(
+            {"unique_id": str(k), "ds": pandas.date_range("2020-01-01", periods=60), "y": row}
+        )
+        for k, row in enumerate(values)
+    )
+    model = LSTM(
+        h=4,
+        input_size=8,
+        encoder_hidden_size=4,
+        decoder_hidden_size=4,
+        max_steps=5,
+        batch_size=1 if series == BATCHES else 2,
+        optimizer=torch.optim.SGD,
+        learning_rate=LR,
+        num_lr_decays=-1,
+        scaler_type="identity",
+        accelerator="cpu",
+        accumulate_grad_batches=WINDOW,
+        enable_progress_bar=False,
+        logger=False,
+        **options,
+    )
+    seen.facts["max_norm"] = options.get("gradient_clip_val")
+    seen.facts["epoch"] = 1 if series == 2 else BATCHES
+    with watched(seen, LSTM):
+        NeuralForecast(models=[model], freq="D").fit(frame)
+
+
+if __name__ == "__main__":
+    rows = {
+        "neuralforecast LSTM": {
+            "plain": train,
+            "clip": partial(train, gradient_clip_val=MAX_NORM / 10),
+        },
+        "neuralforecast LSTM, epochs of one batch": {"plain": partial(train, series=2)},
+    }
+    main("neuralforecast", rows)

@@ -1,0 +1,201 @@
+"""Loops of several processes, as in wrong_loops.py: each takes what stands around it."""
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from audited import IGNORED, Batch, N, Watch, network, of_labels, of_rows, rows, sgd, tagged, train
+from by_definition import Plain
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import accumext
+from accumext.auditing._audit import Audit
+from accumext.auditing._observe import Observer
+from accumext.auditing._steps import Done
+
+WINDOWS = 3
+COUNTS = (12, 3)  # labels of every micro-batch of a rank
+
+
+def share(rank: int, world: int) -> list[Batch]:
+    """A rank's micro-batches."""
+    return rows(WINDOWS * N * world)[rank::world]
+
+
+def tagged_share(rank: int) -> list[Batch]:
+    """Of which each rank has another number of labels."""
+    return tagged(WINDOWS * N, [COUNTS[rank]], seed=5 + rank)
+
+
+def synchronised(watch: Watch, held_back: Any, batches: list[Batch], loss_of: Any = of_rows) -> Any:
+    """A loop of DistributedDataParallel; `held_back(i)`: no_sync() for the i-th micro-batch."""
+    ddp = DistributedDataParallel(network())
+    optimizer = sgd(ddp)
+    with watch(ddp, optimizer) as audit:
+        for i, (x, y) in enumerate(batches):
+            with ddp.no_sync() if held_back(i) else contextlib.nullcontext():
+                (loss_of(ddp, x, y) / N).backward()
+            if (i + 1) % N == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return audit
+
+
+def but_the_last(i: int) -> bool:
+    return (i + 1) % N != 0
+
+
+def right(rank: int, world: int, watch: Watch) -> Any:
+    """no_sync() around all but the last micro-batch of a window."""
+    return synchronised(watch, but_the_last, share(rank, world))
+
+
+def every_time(rank: int, world: int, watch: Watch) -> Any:
+    """No no_sync() at all."""
+    return synchronised(watch, lambda i: False, share(rank, world))
+
+
+def backward_alone(rank: int, world: int, watch: Watch) -> Any:
+    """no_sync() around backward alone, when the forward pass has prepared the reduction."""
+    ddp = DistributedDataParallel(network())
+    optimizer = sgd(ddp)
+    with watch(ddp, optimizer) as audit:
+        for i, (x, y) in enumerate(share(rank, world)):
+            loss = of_rows(ddp, x, y) / N
+            with ddp.no_sync() if but_the_last(i) else contextlib.nullcontext():
+                loss.backward()
+            if (i + 1) % N == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return audit
+
+
+def never(rank: int, world: int, watch: Watch) -> Any:
+    """no_sync() around everything."""
+    return synchronised(watch, lambda i: True, share(rank, world))
+
+
+def mean_of_each_rank(rank: int, world: int, watch: Watch) -> Any:
+    """The mean over the labels of a rank, whose numbers differ, and the mean over the ranks."""
+    return synchronised(watch, but_the_last, tagged_share(rank), of_labels)
+
+
+def mean_of_all_labels(rank: int, world: int, watch: Watch) -> Any:
+    """Sums over labels, divided by those of all ranks; the factor undoes what DDP divides by."""
+    counts = torch.tensor(float(N * COUNTS[rank]))  # of a window
+    dist.all_reduce(counts)
+    factor = N * world / counts  # N: the loop divides by it
+    return synchronised(
+        watch, but_the_last, tagged_share(rank), lambda *of: of_labels(*of, "sum") * factor
+    )
+
+
+def reduced_by_hand(rank: int, world: int, watch: Watch) -> Any:
+    """No DistributedDataParallel: gradients are all-reduced before the step."""
+    model = network()
+
+    def reduce():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world
+
+    return train(watch, model, sgd(model), share(rank, world), before=reduce)
+
+
+def wrapper(rank: int, world: int, watch: Watch) -> Any:
+    """AccumulatingOptimizer and its micro_batch, weighted by labels."""
+    ddp = DistributedDataParallel(network())
+    optimizer = accumext.AccumulatingOptimizer(sgd(ddp), window=N, max_norm=0.1)
+    with watch(ddp, optimizer) as audit:
+        for x, y in tagged_share(rank):
+            with optimizer.micro_batch(ddp):
+                optimizer.backward(of_labels(ddp, x, y), weight=(y != IGNORED).sum())
+            optimizer.step()
+    return audit
+
+
+def seen(audit: Audit, watched: list[Any], plain: list[Any], **more: Any) -> dict[str, Any]:
+    """What is said, and the parameters with the audit and without."""
+    said = {
+        kind: [(f.id, float(f.value), f.where) for f in found]
+        for kind, found in (("findings", audit.findings), ("questions", audit.questions))
+    }
+    return {
+        **said, "windows": audit.record.windows, "watched": watched, "plain": plain, **more,
+    }  # fmt: skip
+
+
+def scenario(rank: int, world: int, loop: Any, given: str) -> dict[str, Any]:
+    """`given`: what the audit is told, which is the DDP module, what is in it, or nothing."""
+    models = []
+
+    def watch(model, optimizer):
+        models.append(model)
+        told = {"ddp": model, "inside": getattr(model, "module", model), "none": None}
+        return accumext.audit(told[given], optimizer)
+
+    audit, plain = loop(rank, world, watch), loop(rank, world, Plain)
+    watched, alone = ([p.detach() for p in m.parameters()] for m in (*models, plain.model))
+    return seen(audit, watched, alone, gradient=plain.steps[0].gradient)
+
+
+def sharded(rank: int, world: int, divisor: int) -> dict[str, Any]:
+    """fully_shard, every pass reduced, each loss divided; with the audit and without."""
+    results = []
+    for watch in (accumext.audit, Plain):
+        model = network()
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+        around = watch if watch is accumext.audit else lambda *_: contextlib.nullcontext()
+        audit = train(
+            around, model, sgd(model), share(rank, world), divisor=divisor,
+            before=lambda of=model: torch.nn.utils.clip_grad_norm_(of.parameters(), 0.1),
+        )  # fmt: skip
+        results.append((audit, [p.detach().full_tensor() for p in model.parameters()]))
+    (audit, watched), (_, plain) = results
+    return seen(audit, watched, plain)
+
+
+def stopped(rank: int, world: int) -> list[tuple[str, float]]:
+    """As the command does it: the loop is ended when two windows are complete."""
+    audits = []
+
+    def watch(model, optimizer):
+        audits.append(Audit(Observer(model, optimizer, 2, stops=True), None))
+        return audits[0]
+
+    with contextlib.suppress(Done):
+        synchronised(watch, lambda i: True, share(rank, world))
+    return [(f.id, float(f.value)) for f in audits[0].findings]
+
+
+# What the audit is told decides whether it finds DDP; what it makes of that, does not.
+GIVEN = ("ddp", "inside", "none")
+RIGHT = ("right", "mean_of_all_labels", "reduced_by_hand", "wrapper", "sharded")
+SCENARIOS = {
+    "right": partial(scenario, loop=right, given="none"),
+    "mean_of_all_labels": partial(scenario, loop=mean_of_all_labels, given="inside"),
+    "reduced_by_hand": partial(scenario, loop=reduced_by_hand, given="none"),
+    "wrapper": partial(scenario, loop=wrapper, given="ddp"),
+    "sharded": partial(sharded, divisor=N),
+    "sharded, undivided": partial(sharded, divisor=1),
+    "mean_of_each_rank": partial(scenario, loop=mean_of_each_rank, given="ddp"),
+    "backward_alone": partial(scenario, loop=backward_alone, given="ddp"),
+    **{f"every_time-{given}": partial(scenario, loop=every_time, given=given) for given in GIVEN},
+    **{f"never-{given}": partial(scenario, loop=never, given=given) for given in GIVEN},
+}
+ALL = {**SCENARIOS, "stopped": stopped}
+
+# Of one process, in float32: as many bytes as its gradients have, for all passes but the last.
+IN_VAIN = (N - 1) * 4 * sum(parameter.numel() for parameter in network().parameters())
+# Scenario -> the id of its mistake, how large that is, and whether it is a question.
+WRONG_PROCESSES = {
+    "backward_alone": ("processes.reduced_each", IN_VAIN, False),
+    "mean_of_each_rank": ("processes.unequal_counts", COUNTS[0] / COUNTS[1], True),
+    "sharded, undivided": ("accumulation.divisor_missing", N, True),
+    **{f"every_time-{given}": ("processes.reduced_each", IN_VAIN, True) for given in GIVEN},
+    **{f"never-{given}": ("processes.not_reduced", 4, False) for given in GIVEN},
+}

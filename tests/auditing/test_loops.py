@@ -1,0 +1,153 @@
+"""Wrong loops, whose mistake the audit names and measures; right ones, of which it says nothing.
+
+Of either not one bit changes.
+"""
+
+import linecache
+import random
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import odd_loops
+import odd_windows
+import pytest
+import right_loops
+import torch
+from audited import Looping, N, Watch, network, of_rows, rows, run, sgd, train
+from by_definition import Plain
+from odd_loops import ODD
+from odd_windows import ODD_WINDOWS
+from right_loops import RIGHT
+from torch import Tensor, nn
+from wrong_loops import WRONG
+from wrong_windows import WRONG_WINDOWS
+
+import accumext
+from accumext.auditing._events import view_of
+
+pytestmark = [  # what is said of three of these loops without an audit
+    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning"),
+    pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. the loss was divided:UserWarning"),
+]
+
+
+def end_of(loop: Looping, watch: Watch) -> tuple[Any, list[Tensor]]:
+    """What looked on; then parameters, buffers, gradients, the optimizer's state, generators."""
+    seen: list[tuple[nn.Module, Any]] = []
+
+    def watching(model, optimizer, **options):
+        seen.append((model, optimizer))
+        return watch(model, optimizer, **options)
+
+    random.seed(0)
+    torch.manual_seed(0)
+    result = run(loop, watching)
+    model, optimizer = seen[-1]
+    tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return result, [*tensors, torch.get_rng_state(), torch.tensor(random.getstate()[1])]
+
+
+def both(loop: Looping) -> tuple[Plain, accumext.Audit]:
+    """A loop by itself, and the same with an audit: equal bit by bit, NaN as well."""
+    (plain, expected), (audit, found) = end_of(loop, Plain), end_of(loop, accumext.audit)
+    for a, b in zip(expected, found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            a, b = (t.detach().to_dense().contiguous().view(-1) for t in (a, b))
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return plain, audit
+
+
+def ids(found: Iterable[accumext.Finding]) -> set[str]:
+    """Without the decay of biases, of which most loops are asked."""
+    return {one.id for one in found} - {"optimizer.decay"}
+
+
+@pytest.mark.parametrize("case", [*WRONG, *WRONG_WINDOWS], ids=lambda case: case.loop.__name__)
+def test_the_audit_names_a_mistake(case):
+    """Its id, its size to 1 %, its line, and nothing else; a question where the table says so"""
+    plain, audit = both(case.loop)
+    right = case.size(plain) if callable(case.size) else case.size
+    assert right > 0
+    assert ids([*audit.findings, *audit.questions]) == {case.id, *case.also}, str(audit)
+    (found,) = [f for f in (audit.questions if case.asks else audit.findings) if f.id == case.id]
+    assert found.value == pytest.approx(right, rel=0.01)
+    assert case.told in found.evidence
+    assert found.cure.startswith("right if ") == case.asks
+    file, line = re.fullmatch(r"(\w+\.py):(\d+)", found.where).groups()
+    assert case.at in linecache.getline(str(Path(__file__).with_name(file)), int(line))
+
+
+LOOPS = [*RIGHT, *ODD, *ODD_WINDOWS]
+ASKED = {**right_loops.ASKED, **odd_loops.ASKED, **odd_windows.ASKED}
+every_right_loop = pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+
+
+@every_right_loop
+def test_a_right_loop(loop):
+    """No finding, and no new question; as many windows as there are steps, or were asked for"""
+    plain, audit = both(loop)
+    assert plain.steps
+    assert audit.findings == (), str(audit)
+    assert ids(audit.questions) == ASKED.get(loop, set()), str(audit)
+    steps = max(len(plain.steps), plain.scaler_steps)  # also those that were skipped
+    assert len(audit.to_json()["windows"]) == min(steps, plain.windows)
+
+
+@every_right_loop
+def test_a_right_loop_all_of_whose_optimizers_are_followed(loop):
+    audit, _ = end_of(loop, lambda model, optimizer, **options: accumext.audit(**options))
+    assert audit.findings == (), str(audit)
+
+
+def test_a_step_of_a_right_loop_is_skipped():
+    """Or nothing would be said of skipped steps"""
+    plain, audit = both(right_loops.amp_with_an_overflow)
+    assert (plain.scaler_steps, len(plain.steps)) == (6, 5)
+    assert [window.step.skipped for window in view_of(audit.record, 0).windows] == [True] + 3 * [
+        False
+    ]
+
+
+MAKERS = {
+    "torch": sgd,
+    "wrapper": lambda model: accumext.AccumulatingOptimizer(sgd(model)),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_nothing_is_named(name):
+    """`audit()` follows every optimizer that steps inside the block"""
+
+    def unwatched(divisor):
+        model = network()
+        optimizer = MAKERS[name](model)
+        for i, (x, y) in enumerate(rows()):
+            (of_rows(model, x, y) / divisor).backward()
+            if (i + 1) % N == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with accumext.audit() as audit:
+        unwatched(N)
+    assert audit.findings == (), str(audit)
+    assert len(audit.to_json()["windows"]) == 4
+    with accumext.audit(windows=2) as audit:
+        unwatched(1)
+    assert [(f.id, f.value) for f in audit.questions] == [
+        ("accumulation.divisor_missing", pytest.approx(N))
+    ]
+    assert len(audit.to_json()["windows"]) == 2
+
+
+def test_the_same_run_twice():
+    """`against` an equal run: nothing differs, bit by bit"""
+    first = None
+    for _ in range(2):
+        model = network()
+        first = train(accumext.audit, model, sgd(model), against=first)
+        assert first.findings == (), str(first)
