@@ -251,7 +251,7 @@ def scaled_between(view: View) -> Found:
 
 def lost(view: View) -> Found:
     """Micro-batches whose gradients the step did not see."""
-    cases: list[tuple[bool, int, int, Part | Pass, str]] = []
+    cases: list[tuple[bool, int, int, str, str]] = []
     whole = [fit for fit in fits(view) if not list(_gone(fit, list(fit.parts)))]
     usual_sizes = {one.size for one in sums_of(view) if one.fit in whole}
     for fit in fits(view):
@@ -262,23 +262,23 @@ def lost(view: View) -> Found:
             of_all = Sum(fit, "", tuple(as_kept)).readings().values()
             counted = not usual and any(same(c, 1.0) for c in of_all)  # by the divisor
             meant = not counted or len(kept) in usual_sizes
-            cases.append((meant, len(gone), len(gone) + len(kept), gone[0], "the gradient"))
+            number, where = len(gone) + len(kept), gone[0].of.where
+            cases.append((meant, len(gone), number, where, "the gradient"))
     for window in view.windows:
         passes = window.passes
         used = window.step.used
         nothing = used is not None and not used.any() and any(e.gradient.any() for e in passes)
         if passes and (nothing or not (window.step.present or window.step.skipped)):
-            cases.append((False, len(passes), len(passes), passes[0], "any gradient"))
-    for meant in (False, True):
-        of = [case for case in cases if case[0] == meant]
-        for _, gone_count, n, first, what in [max(of, key=lambda case: case[1])] if of else []:
-            where = first.of.where if isinstance(first, Part) else first.where
-            yield Said(
-                "accumulation.dropped" if meant else "accumulation.lost", gone_count, where,
-                f"{gone_count} of the {n} micro-batches of a window are not in {what} that the "
-                "step used: .grad was cleared, or replaced, between them",
-                asks=meant,
-            )  # fmt: skip
+            number = len(passes)
+            cases.append((False, number, number, passes[0].where, "any gradient"))
+    if cases:  # what is lost, else what is dropped: the most of a window
+        meant, gone_count, n, where, what = max(cases, key=lambda case: (not case[0], case[1]))
+        yield Said(
+            "accumulation.dropped" if meant else "accumulation.lost", gone_count, where,
+            f"{gone_count} of the {n} micro-batches of a window are not in {what} that the "
+            "step used: .grad was cleared, or replaced, between them",
+            asks=meant,
+        )  # fmt: skip
 
 
 def _gone(fit: Fit, parts: list[Part]) -> Iterator[tuple[list[Part], list[Part]]]:
