@@ -165,8 +165,8 @@ def sums_of(view: View) -> tuple[Sum, ...]:
     """Those of all windows that can be compared."""
     kinds, found = _kinds(view), []
     others = {
-        part.of.where for fit in fits(view) for part in fit.there
-        if id(part.of) in strangers(view, fit)
+        part.of.where for fit in fits(view) for ids in [strangers(view, fit)] for part in fit.there
+        if id(part.of) in ids
     }  # fmt: skip
     for fit in fits(view):
         if fit.by_hand or fit.earlier or view.optimizer.sums:
