@@ -169,17 +169,6 @@ def saved_factor(node: Any) -> object:
     return getattr(node, "_saved_other", None)
 
 
-def saved_by(node: Any, name: str) -> Any:
-    """What a node of the graph has saved under a name, unpacked; None if nothing."""
-    return getattr(node, f"_saved_{name}", None)
-
-
-def packed_by(node: Any, name: str) -> Any:
-    """The same as a hook on saved tensors made it."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    return None if raw is None else raw.data
-
-
 # --- optimizers -----------------------------------------------------------------------------------
 
 # `torch.amp.GradScaler`: the scale on its device, None before the first loss, where the public
@@ -207,22 +196,11 @@ STEP_POST_HOOKS = "_optimizer_step_post_hooks"
 # GradScaler then always calls it, without unscaling.
 TAKES_SCALE = "_step_supports_amp_scaling"
 
-# The functions that clip by a norm that is known, through which `clip_grad_norm_` goes, too.
-CLIPS: tuple[tuple[Any, str], ...] = (
-    (nn.utils.clip_grad, "_clip_grads_with_norm_"),
-    (nn.utils, "clip_grads_with_norm_"),
-)
-
 # Set on the optimizer for a learning-rate scheduler, which asks whether it has stepped.
 HAS_STEPPED = "_opt_called"
 
 # An attribute of `step` without which `Optimizer.__init__` of a subclass wraps it with hooks.
 STEP_IS_WRAPPED = "hooked"
-
-
-def is_being_made(schedule: Any) -> bool:
-    """Tell whether the constructor of a learning-rate scheduler, which takes a step, still runs."""
-    return getattr(schedule, "_step_count", 1) == 0
 
 
 def takes_scale(optimizer: Optimizer) -> bool:

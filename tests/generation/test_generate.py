@@ -1,6 +1,6 @@
 """The tokens of a decoder, against plain loops over log_softmax and lists of hypotheses."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -104,12 +104,26 @@ def test_greedy_and_samples_are_the_plain_loops(
     assert not log_probs.requires_grad
 
 
+@cache
+def lstm_runs_in_autocast() -> bool:
+    """Whether torch itself can: on a processor without AVX-512 it raises, where cells do not."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.nn.LSTM(2, 2)(torch.ones(1, 1, 2))
+    except RuntimeError as error:
+        if "primitive descriptor" not in str(error):
+            raise
+        return False
+    return True
+
+
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast", "autocast, callable"])
 def test_the_same_as_decode_loss_says(precision, search):
     """Bit for bit, over several chunks of steps, in half precision and autocast, too."""
     rounds = "autocast" in precision
-    for kind in ("gru_cell", "lstm"):
+    called = precision == "autocast, callable"
+    for kind in ("gru_cell", "lstm_cell" if called and not lstm_runs_in_autocast() else "lstm"):
         decoder = make_decoder(
             kind, 301, 24, dtype=torch.bfloat16 if precision == "bfloat16" else torch.float32
         )
