@@ -149,7 +149,9 @@ def test_a_question_is_no_failure(script, capsys):
     out = capsys.readouterr().out
     assert "accumext audit: no findings, 1 question in 4 windows of 8 backward passes" in out
     assert "? divisor missing  (train.py:13)  accumulation.divisor_missing" in out
-    assert "is it  right if the sum of the losses is meant, as of the terms of one loss; else" in out
+    assert (
+        "is it  right if the sum of the losses is meant, as of the terms of one loss; else" in out
+    )
 
 
 IGNORED = {  # by what follows --ignore: the exit code
