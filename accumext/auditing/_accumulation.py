@@ -45,8 +45,8 @@ def _has_divisor(sums: Sequence[Sum]) -> bool:
     """Whether all losses were divided by the number of micro-batches that most windows hold."""
     full = Counter(one.size for one in sums).most_common(1)[0][0]
     chains = [[c.value for c in part.of.constants] for one in sums for part in one.parts]
-    alike = len(set(map(len, chains))) == 1
-    return alike and any(
+    one_form = len(set(map(len, chains))) == 1
+    return one_form and any(
         all(same(value, 1 / full) for value in column) for column in zip(*chains, strict=True)
     )
 

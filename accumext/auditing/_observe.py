@@ -181,7 +181,8 @@ class Observer:
             return
         given = set() if self._given is None else {id(p) for p in self._given.parameters()}
         joins = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if joins or any(id(tensor) not in given for tensor in tensors):
+        more = len(tensors) != self._state[0]
+        if more and (joins or any(id(tensor) not in given for tensor in tensors)):
             self._found = modules_of(tensors)
             replicas = [m for m in self._found if isinstance(m, DistributedDataParallel)]
             self.joined = replicas[0] if joins and replicas else None
