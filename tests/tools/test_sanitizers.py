@@ -57,9 +57,13 @@ def test_a_fault_is_seen(kind, fault, words, built):
 
 @pytest.mark.parametrize(
     ("kind", "isa"),
-    [("address", "default"), ("address", "avx2"), ("address", "avx512"), ("thread", "avx512")],
+    [("address", "default"), ("address", "avx2"), ("address", None), ("thread", None)],
 )
 def test_operators(kind, isa, built):
-    """`isa`: the widest instruction set that may be used, emulated where need be."""
-    done = sanitized.run(kind, built(kind), "operators", ATEN_CPU_CAPABILITY=isa)
+    """`isa`: the widest instruction set that may be used; None: AVX-512, emulated where need be.
+
+    To name AVX-512 makes torch use it even where the processor has none.
+    """
+    at_most = {} if isa is None else {"ATEN_CPU_CAPABILITY": isa}
+    done = sanitized.run(kind, built(kind), "operators", **at_most)
     assert done.returncode == 0, done.stdout + done.stderr
