@@ -62,7 +62,7 @@ def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Averages:
-    """Copies of what is trained that no optimizer has, such as a teacher or a moving average."""
+    """Copies of what is trained, such as a teacher or a moving average."""
 
     def __init__(self, models: Sequence[nn.Module], trained: Sequence[Tensor]) -> None:
         own = set(map(id, trained))
@@ -76,9 +76,7 @@ class Averages:
             others = [m for m in gc.get_referrers(type(model)) if type(m) is type(model)]
             shapes = _shapes(self._model)
             copies = [c for m in others if not _ids(c := parameters_in(m)) & own]
-            copies = [c for c in copies if _shapes(c) == shapes]
-            taken = set(map(id, optimized())) if copies else set()
-            self._copies = [copy for copy in copies if not _ids(copy) & taken]
+            self._copies = [c for c in copies if _shapes(c) == shapes]
         self._last = self._samples()
 
     def since(self, before: Averages | None) -> Averages:
@@ -92,11 +90,14 @@ class Averages:
     def _samples(self) -> list[Tensor]:
         return [sample(copy) for copy in self._copies]
 
-    def look(self) -> Callable[[], bool]:
-        """What tells whether a copy has moved towards the model since the last look."""
+    def look(self) -> Callable[[frozenset[int]], bool]:
+        """What tells whether a copy has moved towards the model since the last look; not of one
+        that an optimizer has, by the ids of what optimizers have."""
         model, before, self._last = sample(self._model), self._last, self._samples()
-        pairs = list(zip(before, self._last, strict=True))
-        return lambda: any(_has_moved(old, new, model) for old, new in pairs)
+        each = list(zip(self._copies, before, self._last, strict=True))
+        return lambda optimized: any(
+            _has_moved(old, new, model) for copy, old, new in each if not _ids(copy) & optimized
+        )
 
 
 def _ids(module: Any) -> set[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -165,6 +166,11 @@ class Observer:
             self.parameters.add(tensor)
         self._know()
 
+    @cached_property
+    def _optimized(self) -> frozenset[int]:
+        """The ids of what optimizers have, of those that have stepped or are alive at the end."""
+        return frozenset(id(stands_for(t)) for t in (*self.steps.trained.values(), *optimized()))
+
     def buffers(self) -> Iterable[Tensor]:
         """Those of the models that are known."""
         return [buffer for model in self._models() for buffer in model.buffers()]
@@ -259,7 +265,7 @@ class Observer:
         def untrained() -> int:
             """Parameters that no optimizer has; those without a gradient count if all are such."""
             ids = {id(t) for t in tensors}
-            left = ids - {id(stands_for(t)) for t in optimized()}
+            left = ids - self._optimized
             return len(left if left == ids else left & filled)
 
         self.journal.write(
@@ -285,7 +291,8 @@ class Observer:
     def _look_at_averages(self) -> None:
         """Write down that one was written, at the first line that shows it."""
         if self._averages is not None and self.watching:
-            self.journal.write(Call, only_if=self._averages.look(), name="average")
+            moved = self._averages.look()
+            self.journal.write(Call, only_if=lambda: moved(self._optimized), name="average")
 
     def _scaler_scale(self, original: Any, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         scaled = original(scaler, *args, **kwargs)
