@@ -20,16 +20,31 @@ from accumext.auditing._judge import Judgement, judge
 from accumext.auditing._observe import Observer
 from accumext.auditing._steps import Done
 from accumext.auditing._truncation import of_tbptt, watch_truncation
+from accumext.auditing._words import KINDS, some
 
 Ignored: TypeAlias = str | Path | Iterable[str]
 
 
-def accepted(findings: Iterable[Finding], ignore: Ignored) -> tuple[Finding, ...]:
-    """Those whose id, or its first word, is among those given, or in a file: one per line."""
+def ids_of(ignore: Ignored) -> frozenset[str]:
+    """The ids among those given, or in a file: one per line, with remarks behind #."""
     if isinstance(ignore, (str, Path)):
         ignore = Path(ignore).read_text(encoding="utf-8").splitlines()
-    ids = {line.partition("#")[0].strip() for line in ignore}
-    return tuple(f for f in findings if ids & {f.id, f.id.partition(".")[0]})
+    ids = frozenset(line.partition("#")[0].strip() for line in ignore) - {""}
+    if unknown := ids - {name for id in KINDS for name in names_of(id)}:
+        raise ValueError(f"audit: ignore must hold ids of findings, got {some(sorted(unknown))}")
+    return ids
+
+
+def names_of(id: str) -> set[str]:
+    """What stands for a finding: its id, or the first word of that."""
+    return {id, id.partition(".")[0]}
+
+
+def verdict(audit: Audit, ignored: Iterable[str]) -> tuple[bool, str]:
+    """Whether all is right but for findings that are accepted, and the report, which names them."""
+    accepted = [one.id for one in audit.findings if names_of(one.id) & set(ignored)]
+    words = f"{audit}\n\naccepted: {', '.join(dict.fromkeys(accepted))}" if accepted else str(audit)
+    return audit.judgement.seen and len(accepted) == len(audit.findings), words
 
 
 class Audit:
@@ -72,7 +87,8 @@ class Audit:
     def record(self) -> Record:
         """What was seen; for tests of rules, and for `against`."""
         if self._record is None:
-            raise RuntimeError("audit: the block must be closed, got an open one")
+            state = "an open one" if self._open else "one that was not entered"
+            raise RuntimeError(f"audit: the block must be closed, got {state}")
         return self._record
 
     @cached_property
@@ -91,21 +107,26 @@ class Audit:
         return self.judgement.questions
 
     def check(self, ignore: Ignored = ()) -> None:
-        """Raise RuntimeError, with the report, if there is a finding, or if nothing was seen.
+        """Raise the report if there is a finding, or if nothing was seen.
 
         Args:
             ignore: ids of findings that are accepted, or the path of a file with an id per line.
                 "clip" stands for all that begin with "clip.".
 
+        Raises:
+            RuntimeError: there is a finding that is not accepted, or nothing was seen.
+            ValueError: `ignore` holds what is no id.
+
         Example:
             >>> audit.check(ignore=["accumulation.partial"])
         """
-        if not self.judgement.seen or accepted(self.findings, ignore) != self.findings:
-            raise RuntimeError(str(self))
+        right, words = verdict(self, ids_of(ignore))
+        if not right:
+            raise RuntimeError(words)
 
     def __str__(self) -> str:
         if self._record is None:
-            return "accumext audit: open"
+            return "accumext audit: open" if self._open else "accumext audit: not entered"
         return _report.text(self.record, self.judgement)
 
     def to_json(self) -> dict[str, Any]:

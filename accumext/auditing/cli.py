@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from accumext.auditing._audit import Audit, accepted
+from accumext.auditing._audit import Audit, ids_of, verdict
 from accumext.auditing._lines import is_own
 from accumext.auditing._observe import Observer
 from accumext.auditing._steps import Done
@@ -23,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer", type=int, metavar="N", help="only the N-th that steps (default: all)"
     )
     parser.add_argument(
-        "--ignore", action="append", default=[], metavar="ID|FILE", help="accept findings, by id"
-    )
+        "--ignore", type=_ids, action="extend", default=[], metavar="ID|FILE",
+        help="accept findings, by id",
+    )  # fmt: skip
     parser.add_argument("--twice", action="store_true", help="run it again, and compare")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write findings and windows")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the windows' time line")
@@ -34,30 +37,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the script until its windows are complete; 1 if there is a finding."""
-    if not args.script.is_file():
-        print(f"accumext audit: no such file: {args.script}", file=sys.stderr)
+    for words in _refused(args):
+        print(f"accumext audit: {words}", file=sys.stderr)
         return 2
-    for name, number in (("windows", args.windows), ("optimizer", args.optimizer)):
-        if number is not None and number < 1:
-            print(f"accumext audit: --{name} must be at least 1, got {number}", file=sys.stderr)
-            return 2
     with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=args.twice):
         seen = _run(args, None)
     if args.twice:
         seen = _run(args, seen)
-    print(seen, file=None if seen.judgement.seen else sys.stderr)
+    right, words = verdict(seen, args.ignore)
+    print(words, file=None if seen.judgement.seen else sys.stderr)
     if not seen.judgement.seen:
         return 2
     if args.json is not None:
         args.json.write_text(json.dumps(seen.to_json(), indent=2) + "\n")
     if args.plot is not None:
         seen.plot(args.plot)
-    ignored = [one for i in args.ignore for one in accepted(seen.findings, _of_argument(i))]
-    return 1 if set(seen.findings) - set(ignored) else 0
+    return 0 if right else 1
 
 
-def _of_argument(ignore: str) -> Path | list[str]:
-    return Path(ignore) if Path(ignore).is_file() else [ignore]
+def _refused(args: argparse.Namespace) -> Iterator[str]:
+    """What is wrong with the arguments, before the script runs, which may take long."""
+    if not args.script.is_file():
+        yield f"no such file: {args.script}"
+    for name, number in (("windows", args.windows), ("optimizer", args.optimizer)):
+        if number is not None and number < 1:
+            yield f"--{name} must be at least 1, got {number}"
+    for path in (args.json, args.plot):
+        if path is not None and not path.parent.is_dir():
+            yield f"no such folder: {path.parent}"
+    if args.plot is not None and find_spec("matplotlib") is None:
+        yield "--plot needs matplotlib: pip install 'accumext[demo]'"
+
+
+def _ids(ignore: str) -> Iterable[str]:
+    try:
+        return ids_of(Path(ignore) if Path(ignore).is_file() else [ignore])
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no id, and no file of ids: {ignore}") from error
 
 
 def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
@@ -80,6 +96,10 @@ def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
+    except BaseException:
+        if seen.judgement.seen:
+            print(seen)
+        raise
     finally:
         sys.argv, sys.path[:] = argv, path
         sys.modules["__main__"] = modules["__main__"]

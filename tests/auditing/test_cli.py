@@ -117,6 +117,8 @@ REFUSED = {
     "--windows=0 train.py": "--windows must be at least 1, got 0",
     "--windows -2 train.py": "--windows must be at least 1, got -2",
     "--optimizer=0 train.py": "--optimizer must be at least 1, got 0",
+    "--json=none/audit.json train.py": "no such folder: none",
+    "--plot=none/audit.png train.py": "no such folder: none",
 }
 
 
@@ -160,7 +162,6 @@ IGNORED = {  # by what follows --ignore: the exit code
     "accepted.txt": 0,
     "clip": 1,
     "accumulation.lost": 1,
-    "counted_again": 1,
     "others.txt": 1,
 }
 
@@ -175,7 +176,21 @@ def test_findings_that_are_accepted(ignore, script, capsys, monkeypatch):
     Path("others.txt").write_text("clip\n#accumulation\n")
     assert audit("--ignore", ignore, path) == IGNORED[ignore]
     assert audit("--ignore=clip", "--ignore", ignore, path) == IGNORED[ignore]
-    assert capsys.readouterr().out.count("1 finding in 4 windows") == 2
+    out = capsys.readouterr().out
+    assert out.count("1 finding in 4 windows") == 2
+    assert out.count("\n\naccepted: accumulation.counted_again\n") == 2 * (not IGNORED[ignore])
+
+
+@pytest.mark.parametrize("ignore", ["counted_again", "accepted.txt", "mine.txt"])
+def test_what_is_no_id_is_refused(ignore, script, capsys, monkeypatch):
+    path = script()
+    monkeypatch.chdir(path.parent)
+    Path("mine.txt").write_text("accumulation.lots\n")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        audit("--ignore", ignore, path)
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.endswith(f"argument --ignore: no id, and no file of ids: {ignore}\n")
 
 
 # --- which optimizers -----------------------------------------------------------------------------
@@ -379,16 +394,19 @@ ENDS = {
 
 @pytest.mark.parametrize(("end", "kind", "words"), ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("twice", [[], ["--twice"]], ids=["once", "twice"])
-def test_an_error_of_the_script_comes_out(end, kind, words, twice, script):
+def test_an_error_of_the_script_comes_out(end, kind, words, twice, script, capsys):
+    """After what was seen until then"""
     path = script("sys.path.insert(0, 'x')\nsys.argv = ['x']", steps=2, end=end)
     with pytest.raises(kind) as caught:
         audit(*twice, path)
     assert str(caught.value) == words
+    assert "no findings in 2 windows of 4 backward passes" in capsys.readouterr().out
 
 
-def test_an_error_in_a_backward_pass_comes_out(script):
+def test_an_error_in_a_backward_pass_comes_out(script, capsys):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         audit(script(x="torch.randn(8, 4 + step)"))
+    assert "no findings in 1 window of 2 backward passes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "raise SystemExit"])
