@@ -172,7 +172,7 @@ def test_a_large_embedding():
     [
         pytest.param(112, {}, marks=pytest.mark.slow),
         (16, {"memory_budget": None}),
-        (112, {"lengths": [112, 3] * 8}),
+        pytest.param(112, {"lengths": [112, 3] * 8}, marks=pytest.mark.slow),
     ],
 )
 def test_a_state_that_grows(steps, call):

@@ -13,6 +13,7 @@ CASES = _self_test.cases()
 NOT_TRACED = {"decode_steps"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name):
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]

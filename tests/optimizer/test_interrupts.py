@@ -222,15 +222,16 @@ def runs(variant: str, call: str) -> bool:
     return variant == "plain" or varies or NIGHTLY
 
 
-def marks(call: str, before: Callable[[Case], None], window: int) -> Any:
-    """Some run by default, more in CI."""
-    quick = (window == 2 or before is used_up) and call not in ("flush", "micro_batch")
-    takes_in = call.startswith("step") and before in (*TAKEN_IN, pending)
-    return () if quick and not takes_in else pytest.mark.full
+def marks(variant: str, call: str, before: Callable[[Case], None], window: int) -> Any:
+    """Few run by default, more in CI."""
+    short = call not in ("flush", "micro_batch", "step with a closure")
+    takes_in = call == "step" and before in TAKEN_IN
+    quick = variant == "plain" and window == 2 and short and not takes_in
+    return () if quick else pytest.mark.full
 
 
 CASES = [
-    pytest.param(v, b, c, w, id=f"{v}-{b.__name__}-{c}-{w}", marks=marks(c, b, w))
+    pytest.param(v, b, c, w, id=f"{v}-{b.__name__}-{c}-{w}", marks=marks(v, c, b, w))
     for w in (1, 2)
     for v, variant in VARIANTS.items()
     for c, befores in BEFORE.items()

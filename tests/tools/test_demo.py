@@ -216,6 +216,7 @@ def test_after_two_minutes_nothing_is_repeated(text):
 # --- the command -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tiny_run_from_end_to_end(tmp_path, capfd, monkeypatch):
     """What is printed, written and drawn is the same"""
     figure = pytest.importorskip("matplotlib.figure")
@@ -284,7 +285,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("option", REFUSED)
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param(option, marks=pytest.mark.slow if option.startswith("--vocab") else ())
+        for option in REFUSED  # the first reads what the words are learned from
+    ],
+)
 def test_what_cannot_be_done_is_said_before_the_run(option, tmp_path, capsys, monkeypatch):
     """An output file stays as it was"""
     pytest.importorskip("matplotlib")
