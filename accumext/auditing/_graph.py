@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from accumext.auditing._events import Constant, Graph, Loss
 from accumext.auditing._torch_private import (
-    is_dtensor,
     leaf_of,
     local_part,
     order_of,
@@ -42,30 +42,27 @@ class Losses:
         chain = [root]  # of nodes that scale the loss, down to the loss or what joins several
         while len(inner := _inner(chain[-1])) == 1 and _scales(chain[-1]):
             chain.append(inner[0])
-        passed: list[Any] = []
-        found = list(_losses(root, passed))
-        self._kinds = [(node_number(node), *_kind(node)) for node in found]
+        passed = list(_nodes(root, _leads_to_losses))
+        found = [node for node in passed if not _leads_to_losses(node) and leaf_of(node) is None]
+        kinds = {node: _kind(node) for node in found}
+        self._kinds = {node_number(node): kind for node, kind in kinds.items()}
         logits = [_saved(node, "self") for node in found if _is(node, _NLL)]
         # Of the cross-entropy with most classes; 0 without one.
         self.classes = max((t.shape[1] for t in logits if t is not None and t.dim() > 1), default=0)
-        mains = [n for n, (_, known, _, _) in zip(found, self._kinds, strict=True) if known]
-        means = [n for n, kind in zip(found, self._kinds, strict=True) if kind[2] == "mean"]
-        main = mains or means
-        self.number, self.separate = max(len(main), 1), len(main) > 1 and _are_separate(main)
+        mains = [node for node, (known, _, _) in kinds.items() if known]
+        mains = mains or [node for node, (_, reduction, _) in kinds.items() if reduction == "mean"]
+        self.number, self.separate = max(len(mains), 1), len(mains) > 1 and _are_separate(mains)
         self._seen: dict[int, Tensor] = {}
         self._chain = [(node_number(node), node.name()[:3]) for node in chain]
         self.scaled = next((n.metadata[SCALED] for n in passed if SCALED in n.metadata), None)
-        nodes = {node_number(node): node for node in (*chain, *found)}
         self._handles = [
-            node.register_prehook(self._saver(number)) for number, node in nodes.items()
+            node.register_prehook(functools.partial(self._see, node_number(node)))
+            for node in dict.fromkeys((*chain, *found))
         ]
 
-    def _saver(self, number: int) -> Callable[[tuple[Tensor | None, ...]], None]:
-        def save(grads: tuple[Tensor | None, ...]) -> None:
-            if grads[0] is not None:
-                self._seen[number] = grads[0].detach().clone()
-
-        return save
+    def _see(self, number: int, grads: tuple[Tensor | None, ...]) -> None:
+        if grads[0] is not None:
+            self._seen[number] = grads[0].detach().clone()
 
     def end(self) -> Callable[[], tuple[tuple[Loss, ...], float, tuple[Constant, ...]]]:
         """After the pass: what returns the losses, the coefficient of all of them together, and the
@@ -78,7 +75,7 @@ class Losses:
             factors = {number: float(grad.double().sum()) for number, grad in seen.items()}
             losses = tuple(
                 Loss(number, known, reduction, None if n is None else float(n), factors[number])
-                for number, known, reduction, n in kinds
+                for number, (known, reduction, n) in kinds.items()
                 if number in factors
             )
             along = [(factors.get(number, 0.0), name) for number, name in chain]
@@ -92,37 +89,39 @@ class Losses:
         return read
 
 
-def _are_separate(losses: list[Any]) -> bool:
-    """Whether no node but leaves is behind two of them."""
-    seen: set[Any] = set()
-    for loss in sorted(losses, key=order_of):
-        waiting, own = [loss], {loss}
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                return False
-            new = [n for n in _inner(node) if n not in own and leaf_of(n) is None]
-            own.update(new)
-            waiting += new
-        seen |= own
-    return True
+def _inner(node: Any) -> list[Any]:
+    return [inner for inner, _ in node.next_functions if inner is not None]
+
+
+def _nodes(root: Any, goes_on: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    """Those of a graph, each once; not what is behind a node alone where it does not go on."""
+    waiting, seen = [root], {root}
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for inner in _inner(node) if goes_on(node) else []:
+            if inner not in seen:
+                seen.add(inner)
+                waiting.append(inner)
 
 
 def leaves(root: Any) -> list[Tensor]:
     """The leaves that a graph uses."""
-    waiting, seen, found = [root], {root}, []
-    while waiting:
-        node = waiting.pop()
-        if (leaf := leaf_of(node)) is not None:
-            found.append(leaf)
-        new = [inner for inner in _inner(node) if inner not in seen]
-        seen.update(new)
-        waiting += new
-    return found
+    return [leaf for node in _nodes(root) if (leaf := leaf_of(node)) is not None]
 
 
-def _inner(node: Any) -> list[Any]:
-    return [inner for inner, _ in node.next_functions if inner is not None]
+def _are_separate(losses: list[Any]) -> bool:
+    """Whether no node but leaves is behind two of them."""
+    seen: set[Any] = set()
+    for loss in sorted(losses, key=order_of):
+        own = set()
+        for node in _nodes(loss):
+            if node in seen:
+                return False
+            if leaf_of(node) is None:
+                own.add(node)
+        seen |= own
+    return True
 
 
 def _scales(node: Any) -> bool:
@@ -141,20 +140,11 @@ def node_number(node: Any) -> int:
     return number
 
 
-def _losses(root: Any, passed: list[Any]) -> Iterator[Any]:
-    waiting, seen = [root], set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        passed.append(node)
-        inner = _inner(node)
-        of_list = _is(node, ("Mean", "Sum")) and any(_is(n, _LISTS) for n in inner)
-        if inner and (of_list or _scales(node) or _is(node, _JOINS)):
-            waiting += inner
-        elif leaf_of(node) is None:
-            yield node
+def _leads_to_losses(node: Any) -> bool:
+    """Whether losses are behind a node, which scales one or joins several; else it is one."""
+    inner = _inner(node)
+    of_list = _is(node, ("Mean", "Sum")) and any(_is(n, _LISTS) for n in inner)
+    return bool(inner) and (of_list or _scales(node) or _is(node, _JOINS))
 
 
 def _kind(node: Any) -> tuple[bool, str | None, Tensor | float | None]:
@@ -212,10 +202,10 @@ class Held:
 class _Memory:
     """A storage that graphs hold."""
 
-    users: int
     bytes: int
     width: int  # of its last dimension
     born: int  # the number of passes before it
+    users: int = 0
 
 
 class SavedTensors:
@@ -226,15 +216,14 @@ class SavedTensors:
         self._parameters: dict[int, int] = {}  # by the address of a storage
         self._leaves: dict[int, int] = {}  # by id
         self._held: dict[int, _Memory] = {}  # by the address of a storage
-        self._bytes, self._by_width = 0, Counter[int]()
+        self._bytes, self._passes = 0, 0
         self._uses = Counter[int]()  # of parameters
-        self._passes, self._born = 0, Counter[int]()  # storages by the number of passes before them
         self._at: dict[int, tuple[int, int]] = {}  # bytes at the first and the last of these
 
     def know(self, parameters: list[Tensor]) -> None:
         """Which storages are parameters'."""
-        inner = [local_part(t) if is_dtensor(t) else t for t in parameters]
-        self._parameters = {t.untyped_storage().data_ptr(): n for n, t in enumerate(inner)}
+        storages = [local_part(t).untyped_storage() for t in parameters]
+        self._parameters = {storage.data_ptr(): n for n, storage in enumerate(storages)}
         self._leaves = {id(t): n for n, t in enumerate(parameters)}
 
     @contextmanager
@@ -244,9 +233,8 @@ class SavedTensors:
             yield
 
     def _pack(self, tensor: Tensor) -> Held:
-        inner = local_part(tensor) if is_dtensor(tensor) else tensor
         try:
-            storage = inner.untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             key, size = storage.data_ptr(), storage.nbytes()
         except RuntimeError:  # no memory of its own
             key, size = 0, 0
@@ -268,12 +256,10 @@ class SavedTensors:
         """One user more or less of a storage, and of a parameter."""
         if held.key:
             width = held.tensor.shape[-1] if held.tensor.dim() else 0
-            memory = self._held.setdefault(held.key, _Memory(0, held.size, width, self._passes))
+            memory = self._held.setdefault(held.key, _Memory(held.size, width, self._passes))
             memory.users += by
-            if memory.users == max(by, 0):
+            if memory.users == max(by, 0):  # the first came, or the last went
                 self._bytes += by * memory.bytes
-                self._by_width[memory.width] += by * memory.bytes
-                self._born[memory.born] += by
             if not memory.users:
                 del self._held[held.key]
         if held.parameter is not None:
@@ -287,8 +273,9 @@ class SavedTensors:
         calls, (first, last) = 0, (0, 0)
         if parameter is not None:
             calls, (first, last) = self._uses[parameter], self._at[parameter]
-        held = sum(number > 0 for born, number in self._born.items() if born < self._passes)
+        memories = list(self._held.values())
+        classes = sum(memory.bytes for memory in memories if memory.width == losses.classes)
+        held = len({memory.born for memory in memories} - {self._passes})
         self._passes += 1
         per_call = (last - first) / max(calls - 1, 1)
-        classes = self._by_width[losses.classes]
         return Graph(self._bytes, calls, per_call, classes, losses.number, losses.separate, held)

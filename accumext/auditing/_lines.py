@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import traceback
 from types import FrameType
 
 import torch
@@ -23,24 +24,13 @@ def is_own(path: str) -> bool:
 
 def line() -> str:
     """The line of the loop that is running: the user's own if it is in a library's loop."""
-    frame: FrameType | None = sys._getframe(1)
-    innermost = ""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(_OURS):
-            place = f"{os.path.basename(path)}:{frame.f_lineno}"
-            if is_own(path):
-                return place
-            innermost = innermost or place
-        frame = frame.f_back
-    return innermost
+    outside = [call for call in calls() if not call.f_code.co_filename.startswith(_OURS)]
+    own = [call for call in outside if is_own(call.f_code.co_filename)]
+    for call in (own or outside)[:1]:
+        return f"{os.path.basename(call.f_code.co_filename)}:{call.f_lineno}"
+    return ""
 
 
 def calls() -> list[FrameType]:
     """All calls that have not returned, the innermost first: that of who asks."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+    return [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]

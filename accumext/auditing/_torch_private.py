@@ -11,16 +11,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
-
 # How often a tensor was written, also through views and under no_grad; not through `.data`.
 write_count: Callable[[Any], int] = attrgetter("_version")
 
 # Of nodes that one thread has made, these rise.
 order_of: Callable[[Any], int] = methodcaller("_sequence_nr")
-
-# The part of a DTensor on this process in the same memory: `to_local()` waits for collectives.
-local_part: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
 # The scale on its device, where the public `get_scale` waits for that; None before the first loss.
 scale_tensor: Callable[[GradScaler], Tensor | None] = methodcaller("_get_scale_async")
@@ -33,12 +28,18 @@ CLIPS: tuple[tuple[Any, str], ...] = (
 
 
 def is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in HALF_DTYPES
+    return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Tell whether the tensor is one process's view of a distributed one."""
     return hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Any) -> Tensor:
+    """What a process has of a DTensor, in the same memory: `to_local()` waits for collectives."""
+    part: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return part
 
 
 def leaf_of(node: Any) -> Tensor | None:
