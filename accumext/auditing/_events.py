@@ -122,10 +122,13 @@ class Stepped:
     left: Sketch | None  # what was in `.grad`
     present: frozenset[int]  # parameters that had a gradient
     factor: float  # the wrapper's clip
-    skipped: bool
     through_scaler: bool
     closure_calls: int
     half_sums: tuple[HalfSum, ...]
+
+    @property
+    def skipped(self) -> bool:
+        return self.used is None
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from accumext import AccumulatingOptimizer
 from accumext.auditing._events import Optimized, Sketch
-from accumext.auditing._passes import Parameters, Sketches
+from accumext.auditing._passes import Parameters
+from accumext.auditing._sketch import Sketches
 
 
 def shells(wrapper: Any) -> Iterator[Any]:
@@ -32,7 +33,9 @@ def ours_in(wrapper: Any) -> AccumulatingOptimizer | None:
     return next(ours, None)
 
 
-def parameters_of(groups: list[dict[str, Any]]) -> list[Tensor]:
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Those that it steps on; none of an optimizer that is not complete."""
+    groups = getattr(optimizer, "param_groups", [])
     return [tensor for group in groups for tensor in group["params"]]
 
 
@@ -44,51 +47,43 @@ class Used:
         values = (getattr(stepping, name, None) for name in ("grad_scale", "found_inf"))
         self._scale, self._skip = (v.clone() if isinstance(v, Tensor) else v for v in values)
 
-    def skipped(self) -> bool:
-        return self._skip is not None and float(self._skip) > 0
-
     def gradient(self, size: int) -> Sketch | None:
-        """With rows for so many parameters; None if it was not used."""
+        """With rows for so many parameters; None if the step was skipped."""
+        skipped = self._skip is not None and float(self._skip) > 0
         scale = 1.0 if self._scale is None else float(self._scale)
-        return None if self.skipped() else self.left.on_host(size) / scale
+        return None if skipped else self.left.on_host(size) / scale
 
 
 class Followed:
     """An optimizer whose steps are observed, in wrappers or not."""
 
-    def __init__(self, wrapper: Any, number: int) -> None:
-        self.optimizer, self.number = unwrapped(wrapper), number
+    def __init__(self, optimizer: Any, number: int) -> None:
+        self.optimizer, self.number = optimizer, number
         self.wrapper: AccumulatingOptimizer | None = None
         self.windows, self.closures = 0, 0
         self.filled = False  # whether a pass has left gradients since they were cleared
-        self.used: Used | None = None  # by the last step, until it is written
-        self._report: Any = None
-        self._clip: list[Callable[[], float]] = []  # of the window, once the wrapper knows it
-        self.wrap(ours_in(wrapper))
+        self.used: Used | None = None  # by the last step, until its window is complete
+        self._reports: dict[int, Any] = {}  # of the wrapper, by window
+        self._last: Any = None  # of these, or of a window before the audit
 
     def wrap(self, wrapper: AccumulatingOptimizer | None) -> None:
         """The wrapper is known, too."""
         if wrapper is not None and self.wrapper is None:
-            self.wrapper, self._report = wrapper, wrapper.last
+            self.wrapper, self._last = wrapper, wrapper.last
 
     def tensors(self) -> list[Tensor]:
-        return parameters_of(self.optimizer.param_groups)
+        return parameters_of(self.optimizer)
 
-    def reported(self) -> bool:
-        """Whether the wrapper has completed a window since `take_report`."""
-        return self.wrapper is not None and self.wrapper.last not in (None, self._report)
+    def take_report(self) -> bool:
+        """Whether the wrapper has completed the window, and says how it was clipped."""
+        if self.wrapper is None or self.wrapper.last in (None, self._last):
+            return False
+        self._last = self._reports[self.windows] = self.wrapper.last
+        return True
 
-    def take_report(self) -> None:
-        """Its clip is that of the window."""
-        assert self.wrapper is not None
-        report = self._report = self.wrapper.last
-        assert report is not None
-        self._clip.append(lambda: float(report.clip_coef))
-
-    def begin(self) -> Callable[[], float]:
-        """A window: what returns its clip in the end."""
-        clip = self._clip = []
-        return lambda: clip[0]() if clip else 1.0
+    def clip_of(self, window: int) -> float:
+        """What the wrapper has multiplied the sum of a window with."""
+        return float(self._reports[window].clip_coef) if window in self._reports else 1.0
 
     def facts(self, known: Parameters) -> Optimized:
         decayed = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,15 +48,14 @@ def optimized() -> Iterator[Tensor]:
     """The parameters of all optimizers that are alive."""
     for one in gc.get_objects():
         if issubclass(type(one), Optimizer):
-            yield from parameters_of(getattr(one, "param_groups", []))
+            yield from parameters_of(one)
 
 
 def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
     """By name; those that count in training."""
-    every = dict(model.named_modules())
     return {
         name: module
-        for name, module in every.items()
+        for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and module.track_running_stats
     }
 
@@ -64,43 +63,40 @@ def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
 class Averages:
     """Copies of what is trained, such as a teacher or a moving average."""
 
-    def __init__(self, models: Sequence[nn.Module], trained: Sequence[Tensor]) -> None:
-        own = set(map(id, trained))
-        inside = [(m, ids) for model in models for m in model.modules() if (ids := _ids(m)) & own]
+    def __init__(self) -> None:
         self._model: list[Tensor] = []
-        self._copies: list[list[Tensor]] = []
-        if inside:  # the smallest module with all of them
-            best = max(inside[::-1], key=lambda case: (len(case[1] & own), -len(case[1])))
-            model = best[0]
+        self._copies: list[tuple[list[Tensor], Tensor]] = []  # and samples, of the last look
+
+    def find(self, models: Iterable[nn.Module], trained: Iterable[Tensor]) -> None:
+        """Look for the smallest module with all that is trained, and for others like it."""
+        own, known = set(map(id, trained)), {id(copy[0]): old for copy, old in self._copies}
+        inside = [(m, ids) for model in models for m in model.modules() if (ids := _ids(m)) & own]
+        self._model, self._copies = [], []
+        if inside:
+            model, _ = max(inside[::-1], key=lambda case: (len(case[1] & own), -len(case[1])))
             self._model = parameters_in(model)
-            others = [m for m in gc.get_referrers(type(model)) if type(m) is type(model)]
             shapes = _shapes(self._model)
-            copies = [c for m in others if not _ids(c := parameters_in(m)) & own]
-            self._copies = [c for c in copies if _shapes(c) == shapes]
-        self._last = self._samples()
+            others = [m for m in gc.get_referrers(type(model)) if type(m) is type(model)]
+            for copy in map(parameters_in, others):
+                if not _ids(copy) & own and _shapes(copy) == shapes:
+                    last = known[id(copy[0])] if id(copy[0]) in known else sample(copy)
+                    self._copies.append((copy, last))
 
-    def since(self, before: Averages | None) -> Averages:
-        """Of copies that are the same as before, what they were when they were looked at last."""
-        if before is not None:
-            known = {id(copy[0]): old for copy, old in zip(before._copies, before._last) if copy}
-            pairs = zip(self._copies, self._last, strict=True)
-            self._last = [known.get(id(copy[0]), new) for copy, new in pairs]
-        return self
-
-    def _samples(self) -> list[Tensor]:
-        return [sample(copy) for copy in self._copies]
-
-    def look(self) -> Callable[[frozenset[int]], bool]:
+    def look(self) -> Callable[[frozenset[int]], bool] | None:
         """What tells whether a copy has moved towards the model since the last look; not of one
-        that an optimizer has, by the ids of what optimizers have."""
-        model, before, self._last = sample(self._model), self._last, self._samples()
-        each = list(zip(self._copies, before, self._last, strict=True))
+        that an optimizer has, by the ids of what optimizers have. None without copies."""
+        if not self._copies:
+            return None
+        model, before = sample(self._model), self._copies
+        after = self._copies = [(copy, sample(copy)) for copy, _ in before]
         return lambda optimized: any(
-            _has_moved(old, new, model) for copy, old, new in each if not _ids(copy) & optimized
+            _has_moved(old, new, model)
+            for (copy, old), (_, new) in zip(before, after, strict=True)
+            if not _ids(copy) & optimized
         )
 
 
-def _ids(module: Any) -> set[int]:
+def _ids(module: nn.Module | list[Tensor]) -> set[int]:
     return {id(p) for p in (module if isinstance(module, list) else parameters_in(module))}
 
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 import accumext
-from accumext.auditing._events import Call, Clipped, Pass, Record
+from accumext.auditing._events import Call, Clipped, Record
 from accumext.auditing._followed import parameters_of
 from accumext.auditing._graph import SCALED, leaves
 from accumext.auditing._modules import Averages, batch_norms, modules_of, optimized
@@ -38,13 +38,16 @@ from accumext.auditing._torch_private import (
 
 
 @contextmanager
-def replaced(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    """`call(original, *args)` in place of a function, and the original again afterwards."""
+def replaced(
+    owner: Any, name: str, call: Callable[..., Any], watching: Callable[[], bool]
+) -> Iterator[None]:
+    """`call(original, *args)` in place of a function, as long as the audit is watching when it is
+    called; and the original again afterwards."""
     original = vars(owner)[name]
 
     @functools.wraps(original)
     def instead(*args: Any, **kwargs: Any) -> Any:
-        return call(original, *args, **kwargs)
+        return call(original, *args, **kwargs) if watching() else original(*args, **kwargs)
 
     setattr(owner, name, instead)
     try:
@@ -67,14 +70,11 @@ class Observer:
     """
 
     def __init__(
-        self,
-        model: nn.Module | None,
-        wrapper: Any,
-        windows: int,
-        stops: bool = False,
+        self, model: nn.Module | None, wrapper: Any, windows: int, stops: bool = False,
         number: int | None = None,
-    ) -> None:
-        self.parameters, self.journal = Parameters(), Journal()
+    ) -> None:  # fmt: skip
+        self.parameters = Parameters()
+        self.journal = Journal(self.parameters)
         self._passes = Passes(self.parameters)
         self.steps = Steps(
             self.journal, self.parameters, self._passes, wrapper, windows, stops, number
@@ -83,7 +83,7 @@ class Observer:
         self.joined: DistributedDataParallel | None = None  # by which processes are
         self._given, self._found = model, list[nn.Module]()
         self._state = (-1, -1)  # parameters and steps when modules were looked for
-        self._averages: Averages | None = None
+        self._averages = Averages()
         self._norms: dict[str, nn.Module] = {}
         self._backwards, self._scheduling = 0, False
         self._stack = ExitStack()  # of what is put back when the block ends
@@ -97,9 +97,14 @@ class Observer:
 
     def open(self) -> None:
         """Watch from here on."""
+
+        def watching() -> bool:
+            self.steps.settle()
+            return self.watching
+
         with ExitStack() as stack:
             for owner, name, call in self._patches():
-                stack.enter_context(replaced(owner, name, call))
+                stack.enter_context(replaced(owner, name, call, watching))
             stack.enter_context(self._passes.saved.watch())
             self.steps.open(stack)
             self._stack = stack.pop_all()
@@ -137,12 +142,12 @@ class Observer:
         return Record(
             events=self.journal.events(),
             names=known.names,
-            bytes=sum(t.numel() * t.element_size() for t in known.tensors),
+            bytes=known.bytes_of(range(len(known.tensors))),
             optimizers=tuple(one.facts(known) for one in steps.followed),
             trained=known.among(steps.trained.values()),
             half=frozenset(n for n, t in enumerate(known.tensors) if is_half(t)),
             passes=self._backwards,
-            steps=tuple((name, times) for (_, name), times in steps.taken.items()),
+            steps=tuple((type(steps.met[id]).__name__, n) for id, n in steps.taken.items()),
             ended=ended,
             asked="" if steps.chosen is None else type(steps.chosen.optimizer).__name__,
         )
@@ -162,7 +167,7 @@ class Observer:
 
     def _made(self, original: Any, made: Any, *args: Any, **kwargs: Any) -> None:
         original(made, *args, **kwargs)
-        for tensor in parameters_of(made.param_groups) if self.watching else []:
+        for tensor in parameters_of(made):
             self.parameters.add(tensor)
         self._know()
 
@@ -182,7 +187,8 @@ class Observer:
                 if isinstance(leaf, nn.Parameter):
                     self.parameters.add(leaf)
         self._know()
-        tensors, state = self.parameters.tensors, (len(self.parameters.tensors), self.steps.number)
+        tensors = self.parameters.tensors
+        state = len(tensors), self.steps.taken.total()
         if state == self._state:
             return
         given = set() if self._given is None else {id(p) for p in self._given.parameters()}
@@ -195,18 +201,16 @@ class Observer:
             self._know()
         models, self._state = self._models(), state
         self._norms = {k: v for model in models for k, v in batch_norms(model).items()}
-        new = Averages(models, [t for one in self.steps.followed for t in one.tensors()])
-        self._averages = new.since(self._averages)
+        self._averages.find(models, [t for one in self.steps.followed for t in one.tensors()])
 
     # --- backward passes --------------------------------------------------------------------------
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         roots = tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        own = self._passes.running is None and bool(roots) and isinstance(roots[0], Tensor)
-        if self.watching:
-            self.steps.settle()
-        if not (self.watching and own and roots[0].grad_fn is not None):
-            return original(tensors, *args, **kwargs)
+        backward = functools.partial(original, tensors, *args, **kwargs)
+        inside = self._passes.running is not None
+        if inside or not roots or not isinstance(roots[0], Tensor) or roots[0].grad_fn is None:
+            return backward()
         self._backwards += 1
         self._find_modules(roots[0])
         self._look_at_averages()
@@ -214,35 +218,22 @@ class Observer:
         given = args[0] if args else kwargs.get("grad_tensors")
         asleep = {name: norm for name, norm in self._norms.items() if not norm.training}
         alone = self.joined is not None and not self.joined.require_backward_grad_sync
-        with self._passes.watch(roots[0], asleep) as fields:
-            result = original(tensors, *args, **kwargs)
-        if fields:
+        result, event = self._passes.run(backward, roots[0], asleep)
+        if event is not None:
             self.steps.fill()
             one = len(roots) == 1 and roots[0].numel() == 1
             of_one = not isinstance(given, (list, tuple)) or given[0] is None
-            self.journal.write(
-                Pass, **fields, scalar=one and of_one, sent=self._sent(fields["order"]),
-                without_sync=alone,
-            )  # fmt: skip
+            # As the replica's last forward pass has prepared it.
+            reduced = self.joined is not None and self.joined.require_forward_param_sync
+            self.journal.write(event, scalar=one and of_one, reduced=reduced, without_sync=alone)
         return result
-
-    def _sent(self, reached: Iterable[int]) -> int:
-        """Bytes that were reduced, as the replica's last forward pass has prepared it."""
-        if self.joined is None or not self.joined.require_forward_param_sync:
-            return 0
-        grads = [self.parameters.tensors[n] for n in reached]
-        return sum(t.numel() * t.element_size() for t in grads)
 
     # --- what is done to gradients ----------------------------------------------------------------
 
-    def _write_call(self, name: str, tensors: Iterable[Tensor]) -> None:
-        known, about = self.parameters, list(tensors)
-        self.journal.write(Call, name=name, parameters=lambda: known.among(about))
-
     def _zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
-        self.steps.settle()
-        groups = getattr(owner, "param_groups", None)
-        self._write_call("zero_grad", parameters_of(groups) if groups else owner.parameters())
+        of_module = isinstance(owner, nn.Module)
+        about = owner.parameters() if of_module else parameters_of(owner)
+        self.journal.write_call("zero_grad", about)
         original(owner, *args, **kwargs)
         self.steps.notice_clears(told=True)
 
@@ -253,50 +244,46 @@ class Observer:
         norm = result = original(tensors, max_norm, *args, **kwargs)
         if result is None:
             norm = args[0] if args else kwargs["total_norm"]
-        if self.watching:
-            self._write_clip(tensors, max_norm, norm)
-        return result
-
-    def _write_clip(self, tensors: list[Tensor], max_norm: Any, norm: Any) -> None:
         norm = norm.full_tensor() if is_dtensor(norm) else norm.detach().clone()
         most = max_norm.clone() if isinstance(max_norm, Tensor) else max_norm
-        known, filled = self.parameters, {id(t) for t in tensors if t.grad is not None}
+        ids, filled = {id(t) for t in tensors}, {id(t) for t in tensors if t.grad is not None}
 
-        def untrained() -> int:
-            """Parameters that no optimizer has; those without a gradient count if all are such."""
-            ids = {id(t) for t in tensors}
+        def clipped(where: str, time: float) -> Clipped:
             left = ids - self._optimized
-            return len(left if left == ids else left & filled)
+            return Clipped(
+                where,
+                time,
+                norm=float(norm),
+                max_norm=float(most),
+                parameters=self.parameters.among(tensors),
+                # Those without a gradient count if no optimizer has any.
+                others=len(left if left == ids else left & filled),
+                filled=bool(filled),
+            )
 
-        self.journal.write(
-            Clipped,
-            norm=lambda: float(norm),
-            max_norm=lambda: float(most),
-            parameters=lambda: known.among(tensors),
-            others=untrained,
-            filled=bool(filled),
-        )
+        self.journal.write(clipped)
+        return result
 
     # --- averages, scalers, schedules -------------------------------------------------------------
 
     def _averaged(self, original: Any, average: Any, *args: Any, **kwargs: Any) -> Any:
         self._look_at_averages()
         result = original(average, *args, **kwargs)
-        self.steps.settle()
-        if self._averages is not None:
-            self._averages.look()
-        self.journal.write(Call, name="average")
+        self._averages.look()
+        self.journal.write_call("average")
         return result
 
     def _look_at_averages(self) -> None:
         """Write down that one was written, at the first line that shows it."""
-        if self._averages is not None and self.watching:
-            moved = self._averages.look()
-            self.journal.write(Call, only_if=lambda: moved(self._optimized), name="average")
+        moved = self._averages.look()
+        if moved is not None:
+            self.journal.write(
+                lambda where, time: Call(where, time, "average") if moved(self._optimized) else None
+            )
 
     def _scaler_scale(self, original: Any, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         scaled = original(scaler, *args, **kwargs)
-        scale = scale_tensor(scaler) if self.watching and scaler.is_enabled() else None
+        scale = scale_tensor(scaler) if scaler.is_enabled() else None
         loss = args[0] if args else kwargs.get("outputs")
         if scale is not None and isinstance(loss, Tensor) and scaled.grad_fn is not None:
             noted = scale.detach().clone(), loss.detach().sum().clone()
@@ -308,13 +295,12 @@ class Observer:
     ) -> None:
         original(scaler, *args, **kwargs)
         if scaler.is_enabled() and not self.steps.through_scaler:
-            stepping = [*args, *kwargs.values()][0] if name == "unscale_" else None
-            about = [] if stepping is None else parameters_of(stepping.param_groups)
-            self._write_call(name, about)
+            about = parameters_of([*args, *kwargs.values()][0]) if name == "unscale_" else []
+            self.journal.write_call(name, about)
 
     def _scaler_step(self, original: Any, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         steps, stepping = self.steps, args[0] if args else kwargs["optimizer"]
-        one = steps.follow(stepping) if self.watching and scaler.is_enabled() else None
+        one = steps.find(stepping) if scaler.is_enabled() else None
         if one is None or one.wrapper is not None:
             return original(scaler, *args, **kwargs)
         windows, steps.through_scaler = one.windows, True
@@ -327,14 +313,13 @@ class Observer:
         return result
 
     def _schedule(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        inner, self._scheduling = self._scheduling, True
-        made = not is_being_made(scheduler)
+        inner = self._scheduling or is_being_made(scheduler)
+        before, self._scheduling = self._scheduling, True
         try:
             result = original(scheduler, *args, **kwargs)
         finally:
-            self._scheduling = inner
-        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
-        if made and not inner:
-            self.steps.settle()
-            self._write_call("schedule", parameters_of(groups))
+            self._scheduling = before
+        if not inner:
+            stepping = getattr(scheduler, "optimizer", None)
+            self.journal.write_call("schedule", parameters_of(stepping))
         return result

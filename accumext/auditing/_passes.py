@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from accumext.auditing._events import Constant, Sketch
+from accumext.auditing._events import Constant, Pass
 from accumext.auditing._graph import Losses, SavedTensors
-from accumext.auditing._sketch import SIZE, dense, sample, sketch, wide
+from accumext.auditing._sketch import Sketches, dense, sample
 from accumext.auditing._torch_private import is_dtensor, is_half
 
 UNNAMED = "parameter"  # and its number: one that is in no module
@@ -53,6 +53,9 @@ class Parameters:
         """The numbers of those of these that are known."""
         return frozenset(n for t in tensors if (n := self.number(t)) is not None)
 
+    def bytes_of(self, numbers: Iterable[int]) -> int:
+        return sum(self.tensors[n].numel() * self.tensors[n].element_size() for n in numbers)
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._names.get(i, f"{UNNAMED} {i}") for i in range(len(self.tensors)))
@@ -64,23 +67,6 @@ class Parameters:
             if tensor.grad is not None and (number := self.number(tensor)) is not None:
                 found.add(number, tensor.grad)
         return found
-
-
-class Sketches:
-    """The sketches of gradients of known parameters, in one tensor on their device."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        device = parameters[0].device if parameters else torch.device("cpu")
-        self.values = torch.zeros(len(parameters), SIZE, dtype=wide(device), device=device)
-        self.present: dict[int, None] = {}  # in the order in which they came
-
-    def add(self, number: int, grad: Tensor) -> None:
-        self.values[number] += sketch(grad).to(self.values)
-        self.present[number] = None
-
-    def on_host(self, size: int) -> Sketch:
-        """With rows for parameters that became known later."""
-        return nn.functional.pad(self.values.cpu().double(), (0, 0, 0, size - len(self.values)))
 
 
 class Passes:
@@ -103,21 +89,22 @@ class Passes:
         self._hooks.close()
         self._nodes.clear()
 
-    @contextmanager
-    def watch(self, root: Tensor, norms: dict[str, nn.Module]) -> Iterator[dict[str, Any]]:
-        """A pass; afterwards the fields of its event, or none if it reached no known parameter.
+    def run(
+        self, backward: Callable[[], Any], root: Tensor, norms: dict[str, nn.Module]
+    ) -> tuple[Any, Callable[..., Pass] | None]:
+        """A pass: what it returns, and what makes its event; None if it reached no known parameter.
         `norms`: batch norms in eval."""
-        known, start, fields = self._known, perf_counter(), dict[str, Any]()
+        known, start = self._known, perf_counter()
         before_it = sample([t for t in known.tensors if t.requires_grad])
         self._hook()
         losses = Losses(root.grad_fn)
-        scale, unscaled = losses.scaled or (None, None)
+        scale, unscaled = losses.scaled or (None, root.detach().sum().clone())
         graph = self.saved.graph(losses)
         shards = [t for t in known.tensors if is_dtensor(t)]  # summed before they reach `.grad`
         before = known.take(shards)
         running = self.running = Sketches(known.tensors)
         try:
-            yield fields
+            result = backward()
         finally:
             self.running = None
             read = losses.end()
@@ -125,29 +112,33 @@ class Passes:
             after = known.take(shards)
             running.present.update(after.present)
             running.values += after.values - before.values
-        value = root.detach().sum().clone() if unscaled is None else unscaled
+        asleep = tuple(
+            name for name, norm in norms.items()
+            if known.among(norm.parameters(recurse=False)) & running.present.keys()
+        )  # fmt: skip
 
-        def of_scaler() -> float:
-            return 1.0 if scale is None else float(scale)
-
-        if running.present:
-            fields.update(
-                start=start,
-                gradient=lambda: running.on_host(len(known.tensors)),
+        def event(where: str, time: float, *, reduced: bool, **fields: Any) -> Pass:
+            of_losses, coefficient, constants = read()
+            factor = 1.0 if scale is None else float(scale)
+            return Pass(
+                where,
+                time,
+                start,
+                gradient=running.on_host(len(known.tensors)),
                 order=tuple(running.present),
-                losses=lambda: read()[0],
-                coefficient=lambda: read()[1],
-                constants=lambda: _without_scale(read()[2], of_scaler()),
-                scale=of_scaler,
-                value=lambda: float(value),
+                losses=of_losses,
+                constants=_without_scale(constants, factor),
+                coefficient=coefficient,
+                scale=factor,
+                value=float(unscaled),
                 graph=graph,
-                weights=lambda: tuple(before_it.tolist()),
-                eval_norms=tuple(n for n, norm in norms.items() if self._reaches(norm, running)),
+                sent=known.bytes_of(running.present) if reduced else 0,
+                weights=tuple(before_it.tolist()),
+                eval_norms=asleep,
+                **fields,
             )
 
-    def _reaches(self, module: nn.Module, running: Sketches) -> bool:
-        numbers = map(self._known.number, module.parameters(recurse=False))
-        return any(number in running.present for number in numbers)
+        return result, event if running.present else None
 
     def _hook(self) -> None:
         """See every gradient that is about to be added to a `.grad`."""

@@ -13,8 +13,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from accumext.auditing._torch_private import is_dtensor, is_half, local_part
+from accumext.auditing._events import Sketch
+from accumext.auditing._torch_private import is_half, local_part
 
 SIZE = 8  # numbers of a sketch
 _STRIDE = 1021  # a prime, no usual width: over the rows of a matrix gradients may sum up to zero
@@ -45,8 +47,7 @@ def wide(device: torch.device) -> torch.dtype:
 
 def dense(grad: Tensor) -> Tensor:
     """The elements of a gradient on this process, zeros of sparse ones included."""
-    grad = local_part(grad) if is_dtensor(grad) else grad
-    grad = grad.detach()
+    grad = local_part(grad).detach()
     grad = grad.to_dense() if grad.layout is not torch.strided else grad
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
@@ -56,7 +57,7 @@ def sketch(grad: Tensor) -> Tensor:
     """float64 [SIZE] on the gradient's device, if it has that; small gradients are their own."""
     flat = dense(grad).reshape(-1)
     if flat.numel() <= SIZE:
-        return torch.nn.functional.pad(flat.to(wide(flat.device)), (0, SIZE - flat.numel()))
+        return pad(flat.to(wide(flat.device)), (0, SIZE - flat.numel()))
     sums = torch.zeros(_STRIDE, dtype=wide(flat.device), device=flat.device)
     for part in flat.split(_STRIDE * _ROWS):
         part = part.float() if is_half(part) else part
@@ -64,3 +65,20 @@ def sketch(grad: Tensor) -> Tensor:
         sums += part[: rows * _STRIDE].view(rows, _STRIDE).sum(0)
         sums[:rest] += part[rows * _STRIDE :]
     return sums @ _signs(flat.device)
+
+
+class Sketches:
+    """The sketches of gradients of known parameters, in one tensor on their device."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self.values = torch.zeros(len(parameters), SIZE, dtype=wide(device), device=device)
+        self.present: dict[int, None] = {}  # in the order in which they came
+
+    def add(self, number: int, grad: Tensor) -> None:
+        self.values[number] += sketch(grad).to(self.values)
+        self.present[number] = None
+
+    def on_host(self, size: int) -> Sketch:
+        """With rows for parameters that became known later."""
+        return pad(self.values.cpu().double(), (0, 0, 0, size - len(self.values)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from time import perf_counter
 from types import FrameType
@@ -14,7 +15,7 @@ from torch.optim import optimizer
 
 from accumext import AccumulatingOptimizer
 from accumext.auditing._events import Call, Event, HalfSum, Stepped
-from accumext.auditing._followed import Followed, Used, parameters_of, unwrapped
+from accumext.auditing._followed import Followed, Used, ours_in, parameters_of, unwrapped
 from accumext.auditing._lines import calls, line
 from accumext.auditing._passes import Parameters, Passes
 from accumext.auditing._torch_private import runs_hooks
@@ -28,25 +29,23 @@ class Done(BaseException):
 
 
 class Journal:
-    """The events, until enough windows are closed."""
+    """The events, until enough windows are closed. Each is made when the audit closes, so that
+    nothing is read from a device before."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Parameters) -> None:
         self.watching = True
+        self._known = known
         self._drafts: list[Callable[[], Event | None]] = []
 
-    def write(
-        self, event: type[Event], only_if: Callable[[], bool] | None = None, **fields: Any
-    ) -> None:
-        """Keep an event; what is a function is asked when the audit closes."""
-        where, time = line(), perf_counter()
-
-        def draft() -> Event | None:
-            if only_if is not None and not only_if():
-                return None
-            return event(where, time, **{k: v() if callable(v) else v for k, v in fields.items()})
-
+    def write(self, event: Callable[..., Event | None], **fields: Any) -> None:
+        """Keep what makes an event of its line, its time, and what is known of it yet."""
         if self.watching:
-            self._drafts.append(draft)
+            self._drafts.append(functools.partial(event, line(), perf_counter(), **fields))
+
+    def write_call(self, name: str, about: Iterable[Tensor] = ()) -> None:
+        """Keep a call; its parameters may become known later."""
+        tensors = list(about)
+        self.write(lambda where, time: Call(where, time, name, self._known.among(tensors)))
 
     def events(self) -> tuple[Event, ...]:
         return tuple(event for draft in self._drafts if (event := draft()) is not None)
@@ -61,16 +60,13 @@ class Steps:
     ) -> None:  # fmt: skip
         self._journal, self._known, self._passes = journal, known, passes
         self._windows, self._stops, self._number = windows, stops, number
-        self._by_id: dict[int, Followed] = {}  # of the innermost optimizer
-        self._met: dict[int, tuple[int, Any]] = {}  # by id, in the order in which they stepped
-        self.chosen = None if wrapper is None else Followed(wrapper, 0)
-        self.taken = Counter[tuple[int, str]]()  # steps of all optimizers
+        self.followed: list[Followed] = []
+        self.met: dict[int, Any] = {}  # optimizers by id, in the order in which they stepped
+        self.taken = Counter[int]()  # their steps
         self.trained: dict[int, Tensor] = {}  # by id, the parameters of all that have stepped
         self.through_scaler = False
         self._running: list[FrameType] = []  # calls of `step`
-        if self.chosen is not None:
-            self._by_id[id(self.chosen.optimizer)] = self.chosen
-            self._leave_sums(self.chosen)
+        self.chosen = None if wrapper is None else self._follow(wrapper)
 
     def open(self, stack: ExitStack) -> None:
         """Watch, until the stack is closed."""
@@ -82,15 +78,6 @@ class Steps:
         self._passes.close()
         self._running.clear()
 
-    @property
-    def followed(self) -> list[Followed]:
-        return sorted(self._by_id.values(), key=lambda one: one.number)
-
-    @property
-    def number(self) -> int:
-        """Of all steps so far."""
-        return sum(self.taken.values())
-
     def fill(self) -> None:
         """A pass has left gradients."""
         for one in self.followed:
@@ -98,14 +85,11 @@ class Steps:
 
     def notice_clears(self, told: bool = False) -> None:
         """Write down that gradients have gone, however that was done; `told`: by `zero_grad`."""
-        for one in self.followed if self._journal.watching else []:
+        for one in self.followed:
             if one.filled and all(tensor.grad is None for tensor in one.tensors()):
-                one.filled, about = False, one.tensors()
+                one.filled = False
                 if not told:
-                    self._write_call("zero_grad", about)
-
-    def _write_call(self, name: str, about: list[Tensor]) -> None:
-        self._journal.write(Call, name=name, parameters=lambda: self._known.among(about))
+                    self._journal.write_call("zero_grad", one.tensors())
 
     def know(self) -> None:
         """Number the parameters of those followed, which may have become more."""
@@ -113,41 +97,45 @@ class Steps:
             for tensor in one.tensors():
                 self._known.add(tensor)
 
-    def follow(self, wrapper: Any) -> Followed | None:
+    def find(self, wrapper: Any) -> Followed | None:
         """What is known of an optimizer, in a wrapper or not; None if it is not followed."""
-        found, chosen = self._by_id.get(id(unwrapped(wrapper))), self.chosen
-        if found is None and chosen is not None and not runs_hooks(chosen.optimizer):
-            own = {id(t) for t in chosen.tensors()}
-            return chosen if own == {id(t) for t in parameters_of(wrapper.param_groups)} else None
-        if found is None and chosen is None and self._is_wanted(unwrapped(wrapper)):
-            found = Followed(wrapper, len(self._by_id))
-            self._by_id[id(found.optimizer)] = found
-            self._leave_sums(found)
-        return found
+        stepping, chosen = unwrapped(wrapper), self.chosen
+        self.met.setdefault(id(stepping), stepping)
+        found = next((one for one in self.followed if one.optimizer is stepping), None)
+        if found is not None:
+            return found
+        if chosen is None:
+            wanted = self._number in (None, list(self.met).index(id(stepping)))
+            return self._follow(wrapper) if wanted else None
+        if runs_hooks(chosen.optimizer):
+            return None
+        same = {id(t) for t in chosen.tensors()} == {id(t) for t in parameters_of(wrapper)}
+        return chosen if same else None  # what steps for it
 
-    def _is_wanted(self, stepping: Any) -> bool:
-        place, _ = self._met.setdefault(id(stepping), (len(self._met), stepping))
-        return self._number in (None, place)
+    def _follow(self, wrapper: Any) -> Followed:
+        one = Followed(unwrapped(wrapper), len(self.followed))
+        self._wrap(one, ours_in(wrapper))
+        self.followed.append(one)
+        return one
 
-    def _leave_sums(self, one: Followed) -> None:
+    def _wrap(self, one: Followed, wrapper: AccumulatingOptimizer | None) -> None:
+        one.wrap(wrapper)
         if one.wrapper is not None:
             self._passes.sum_nothing()
 
     def settle(self) -> None:
         """Complete the last window of a wrapper, which tells its clip, or that it skipped."""
         for one in self.followed:
-            if self._journal.watching and one.reported():
+            if self._journal.watching and one.take_report():
                 if one.used is None:
                     self.write(one, None)
-                one.take_report()
                 one.used = None
                 self._count(one)
 
     def _count(self, one: Followed) -> None:
         one.windows += 1
-        counts = {one.number: one.windows for one in self.followed if one.windows}
-        most = max(counts.values()) >= _FOR_OTHERS * self._windows
-        if most or min(counts.values()) >= self._windows:
+        counts = [one.windows for one in self.followed if one.windows]
+        if max(counts) >= _FOR_OTHERS * self._windows or min(counts) >= self._windows:
             self.close()
             if self._stops:
                 raise Done
@@ -157,19 +145,17 @@ class Steps:
             return None
         running = calls()
         self._running = [call for call in self._running if call in running]
-        inside = bool(self._running)
         self._running.append(running[1])
-        if inside:  # an optimizer steps another, of the same parameters
+        if len(self._running) > 1:  # an optimizer steps another, of the same parameters
             return None
-        self.taken[id(stepping), type(stepping).__name__] += 1
-        for tensor in parameters_of(stepping.param_groups):
+        one = self.find(stepping)
+        self.taken[id(stepping)] += 1
+        for tensor in parameters_of(stepping):
             self.trained[id(tensor)] = tensor
             self._known.add(tensor)
-        one = self.follow(stepping)
         if one is None:
             return None
-        one.wrap(_around(stepping, running))
-        self._leave_sums(one)
+        self._wrap(one, _around(stepping, running))
         return self._before_own_step(one, args, kwargs)
 
     def _before_own_step(self, one: Followed, args: Any, kwargs: Any) -> Any:
@@ -200,31 +186,38 @@ class Steps:
         del self._running[self._running.index(running[1]) :]
         if self._running:
             return
-        one = self.follow(stepping)
+        one = self.find(stepping)
         if one is None:
-            self._write_call("step", parameters_of(stepping.param_groups))
+            self._journal.write_call("step", parameters_of(stepping))
         elif one.used is not None:
             self.write(one, one.used)
-            if one.wrapper is None:
-                one.used = None
 
     def write(self, one: Followed, used: Used | None) -> None:
-        """A step that used gradients, or that was skipped."""
-        known = self._known
-        sums = [] if used is None else self._passes.half_sums()
+        """A step that used gradients, or that was skipped; of a wrapper the clip comes later."""
+        known, window = self._known, one.windows
+        sums = self._passes.half_sums() if used else []
+
+        def stepped(where: str, time: float, **fields: Any) -> Stepped:
+            rows = len(known.tensors)
+            return Stepped(
+                where,
+                time,
+                used=None if used is None else used.gradient(rows),
+                left=None if used is None else used.left.on_host(rows),
+                factor=one.clip_of(window),
+                half_sums=tuple(HalfSum(*map(float, row)) for row in sums if row[2]),
+                **fields,
+            )
+
         self._journal.write(
-            Stepped,
+            stepped,
             optimizer=one.number,
-            used=lambda: None if used is None else used.gradient(len(known.tensors)),
-            left=lambda: None if used is None else used.left.on_host(len(known.tensors)),
-            present=frozenset() if used is None else frozenset(used.left.present),
-            factor=one.begin(),
-            skipped=lambda: used is None or used.skipped(),
+            present=frozenset(used.left.present if used else ()),
             through_scaler=self.through_scaler,
             closure_calls=one.closures,
-            half_sums=lambda: tuple(HalfSum(*map(float, row)) for row in sums if row[2]),
         )
         if one.wrapper is None:
+            one.used = None
             self._count(one)
 
 

@@ -113,7 +113,7 @@ def step(used: Tensor | None, **changes: Any) -> Stepped:
     present = frozenset() if used is None else BOTH
     one = Stepped(
         where=STEP, time=0.0, optimizer=0, used=used, left=used, present=present, factor=1.0,
-        skipped=used is None, through_scaler=False, closure_calls=0, half_sums=(),
+        through_scaler=False, closure_calls=0, half_sums=(),
     )  # fmt: skip
     return replace(one, **changes)
 
