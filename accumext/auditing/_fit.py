@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accumext.auditing._events import Clipped, Pass, Sketch, View, Window, is_call, only
 
-NOTHING = 1e-4  # relative size of a factor that is none
+_NOTHING = 1e-4  # relative size of a factor that is none
 _EXPLAINED = 1e-3  # of the gradient may be rounding
 _EXPLAINED_HALF = 0.1  # where gradients, or their sums, are of half precision
 _WELL_POSED = 1e-5  # smallest singular value of the sketches, relative to the greatest
@@ -45,7 +45,7 @@ class Fit:
     def there(self) -> list[Part]:
         """The passes that are in it: the factor of another is rounding."""
         top = max(abs(part.factor) for part in self.parts)
-        return [part for part in self.parts if abs(part.factor) >= NOTHING * top]
+        return [part for part in self.parts if abs(part.factor) >= _NOTHING * top]
 
 
 @lru_cache(maxsize=8)

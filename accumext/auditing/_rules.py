@@ -393,9 +393,9 @@ def growth(record: Record) -> Found:
 
 def truncation(record: Record) -> Found:
     """What detaching the state costs."""
-    measured = only(record.events, Truncated)
-    one = max(measured, key=lambda event: event.distance, default=None)
-    if one is not None and one.distance > _MEASURED:
+    measured = [one for one in only(record.events, Truncated) if one.distance > _MEASURED]
+    if measured:
+        one = max(measured, key=lambda one: one.distance)
         yield Said(
             "truncation.distance", one.distance, one.where,
             f"k1={one.k1}, k2={one.k2} of {one.steps} steps: {one.distance:.3g} from "

@@ -185,7 +185,8 @@ def sums_of(view: View) -> tuple[Sum, ...]:
     kinds, found = _kinds(view), []
     others = {one.where for fit in fits(view) for one in strangers(view, fit).values()}
     for fit in fits(view):
-        if fit.by_hand or fit.earlier or view.optimizer.sums:
+        known = all(part.of.where in kinds for part in fit.there)  # no line of another process
+        if not known or fit.by_hand or fit.earlier or view.optimizer.sums:
             continue
         there = [part for part in fit.there if part.of.where not in others]
         for kind in dict.fromkeys(kinds[part.of.where] for part in there):
@@ -223,11 +224,10 @@ def _kinds(view: View) -> dict[str, str]:
     lines = [[one.where for one in window.passes] for window in view.windows]
     order = [one.where for one in view.passes]
     alone = {places[0] for places in lines if len(set(places)) == 1}
-    kinds = {one.where: one.where for each in (view, *view.ranks) for one in each.passes}
+    kinds = {place: place for place in order}
     for places in lines:
         blocks = [place for place, _ in groupby(places)]
         for a, b in pairwise(blocks if len(set(blocks)) == len(blocks) else []):
-            last = len(order) - 1 - order[::-1].index(a)
-            if a in alone and (b in alone or last < order.index(b)):
+            if a in alone and (b in alone or a not in order[order.index(b) :]):
                 kinds[b] = kinds[a]
     return kinds
