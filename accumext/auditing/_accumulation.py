@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -264,7 +264,7 @@ def lost(view: View) -> Found:
         )  # fmt: skip
 
 
-def _gone(fit: Fit, parts: Iterable[Part]) -> Iterator[tuple[list[Part], list[Part]]]:
+def _gone(fit: Fit, parts: Sequence[Part]) -> Iterator[tuple[list[Part], list[Part]]]:
     """The parts that are not in the gradient though others of their line are; not those of a loss
     that another pass has as well, nor those after which the parameters moved, as SAM does."""
     there = {id(part) for part in fit.there}

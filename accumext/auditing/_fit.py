@@ -58,7 +58,7 @@ def _fit(view: View, window: Window) -> Fit | None:
     step, wrapped = window.step, view.optimizer.wrapped
     since_clip = dropwhile(lambda event: not isinstance(event, Clipped), window.events)
     if step.used is None or step.closure_calls > 1 or (wrapped and only(since_clip, Pass)):
-        return None  # the wrapper has its sum elsewhere: it is not known what was clipped
+        return None  # a wrapper has its sum elsewhere: it is not known what was clipped
     used = step.used / step.factor if step.factor else step.used
     own = torch.zeros(len(used), 1, dtype=torch.bool, device=used.device)
     own[list(view.optimizer.parameters)] = True

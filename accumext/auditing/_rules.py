@@ -79,7 +79,7 @@ def clips(view: View) -> Found:
             asks=all(fit.by_hand for fit in fits(view)),
         )  # fmt: skip
     every = [clip for window in view.windows for clip in only(window.events, Clipped)]
-    for clip in [clip for clip in every if clip.others][:1]:
+    for clip in [one for one in every if one.others][:1]:
         yield Said(
             "clip.other_parameters", clip.others, clip.where,
             f"{clip.others} of the clipped parameters belong to no optimizer that steps",
@@ -257,9 +257,10 @@ def processes(view: View) -> Found:
             apart = (a - b).norm(dim=1) > _SAME_BITS * (a.norm(dim=1) + b.norm(dim=1))
             differing |= set(apart.nonzero()[:, 0].tolist())
     if differing:
-        evidence = f"the ranks stepped on different gradients of {named(view.record, differing)}"
-        where = view.windows[0].step.where
-        yield Said("processes.not_reduced", len(differing), where, evidence)
+        yield Said(
+            "processes.not_reduced", len(differing), view.windows[0].step.where,
+            f"the ranks stepped on different gradients of {named(view.record, differing)}",
+        )  # fmt: skip
 
 
 def shared(view: View) -> Found:
@@ -317,8 +318,7 @@ def untrained(record: Record) -> Found:
 
 def decay(view: View) -> Found:
     """Weight decay of vectors, in a group with matrices."""
-    numbers = view.optimizer.decayed
-    if numbers:
+    if numbers := view.optimizer.decayed:
         names = named(view.record, numbers)
         evidence = f"weights of {several(len(numbers), 'vector')} decay as matrices do: {names}"
         yield Said("optimizer.decay", len(numbers), view.windows[0].step.where, evidence)
@@ -454,7 +454,7 @@ def determinism(record: Record) -> Found:
             return
 
 
-OF_A_VIEW = (  # with windows
+OF_A_VIEW = (  # that has windows
     nonfinite, scalers, clips, processes, schedules, averages, shared, without_gradient, half_sums,
     decay,
 )  # fmt: skip

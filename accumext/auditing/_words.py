@@ -185,7 +185,7 @@ class Said:
     value: float
     where: str
     evidence: str
-    asks: bool = True  # unless the table has no "right if"
+    asks: bool = True  # it may be meant, if the table says when it is right
     cure: str = ""  # in place of the table's
 
     @property
