@@ -7,8 +7,9 @@ from the device when the audit closes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard, TypeVar
 
 from torch import Tensor
 
@@ -213,7 +214,7 @@ class Window:
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        return tuple(event for event in self.events if isinstance(event, Pass))
+        return tuple(only(self.events, Pass))
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,9 +228,12 @@ class View:
     ranks: tuple[View, ...] = ()
 
     @property
+    def events(self) -> list[Event]:
+        return [*(event for window in self.windows for event in window.events), *self.rest]
+
+    @property
     def passes(self) -> list[Pass]:
-        every = [*(e for window in self.windows for e in window.events), *self.rest]
-        return [event for event in every if isinstance(event, Pass)]
+        return only(self.events, Pass)
 
 
 def views_of(record: Record) -> list[View]:
@@ -267,5 +271,17 @@ def _is_about(event: Pass | Clipped | Call, parameters: frozenset[int]) -> bool:
     return of_all or in_vain or bool(touched & parameters)
 
 
-def is_call(event: Event, name: str) -> bool:
+def is_call(event: Event, name: str) -> TypeGuard[Call]:
     return isinstance(event, Call) and event.name == name
+
+
+T = TypeVar("T", bound=Event)
+
+
+def only(events: Iterable[Event], kind: type[T]) -> list[T]:
+    """The events of a kind."""
+    return [event for event in events if isinstance(event, kind)]
+
+
+def calls(events: Iterable[Event], name: str) -> list[Call]:
+    return [event for event in events if is_call(event, name)]

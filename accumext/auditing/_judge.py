@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accumext.auditing import _accumulation, _rules
-from accumext.auditing._events import Clipped, Finding, Pass, Record, View, is_call, views_of
+from accumext.auditing._events import Clipped, Finding, Pass, Record, View, calls, only, views_of
 from accumext.auditing._fit import fits
 from accumext.auditing._sums import sums_of
 from accumext.auditing._words import KINDS, Said, several
@@ -32,54 +32,50 @@ def judge(record: Record) -> Judgement:
     said += [one for rule in _rules.OF_A_RECORD for one in rule(record)]
     order, best = list(KINDS), dict[tuple[str, str, bool], Said]()
     for one in sorted(said, key=lambda one: one.value):
-        best[one.id, one.where, one.asks] = one
+        best[one.id, one.where, one.is_question] = one
     listed = sorted(best.values(), key=lambda one: order.index(one.id))
     return Judgement(
         seen=bool(views) and record.passes > 0,
-        findings=tuple(one.finding() for one in listed if not one.asks),
-        questions=tuple(one.finding() for one in listed if one.asks),
+        findings=tuple(one.finding() for one in listed if not one.is_question),
+        questions=tuple(one.finding() for one in listed if one.is_question),
         checked=tuple(_checked(record, views)),
         unjudged=tuple(text for view in views for text in _unjudged(view)),
     )
 
 
 def _checked(record: Record, views: list[View]) -> Iterator[str]:
-    events = record.events
     factors = sum(len({one.window.index for one in sums_of(view)}) for view in views)
     yield f"factors of {several(factors, 'window')}"
-    yield several(sum(isinstance(event, Pass) for event in events), "graph")
-    for name, noun in (("schedule", "schedule step"), ("average", "average update")):
-        if number := sum(is_call(event, name) for event in events):
-            yield several(number, noun)
-    if number := sum(isinstance(event, Clipped) for event in events):
-        yield several(number, "clip")
+    yield several(len(only(record.events, Pass)), "graph")
+    for found, noun in (
+        (calls(record.events, "schedule"), "schedule step"),
+        (calls(record.events, "average"), "average update"),
+        (only(record.events, Clipped), "clip"),
+    ):
+        if found:
+            yield several(len(found), noun)
 
 
 def _unjudged(view: View) -> Iterator[str]:
     """What was seen, and could not be told."""
-    own = view.optimizer.parameters
-    if not any(one.reached & own for one in view.passes):
+    if not any(one.reached & view.optimizer.parameters for one in view.passes):
         yield (
             f"{view.optimizer.name} steps on tensors that no backward pass reaches, as ZeRO's "
             "parts are: nothing of its windows"
         )
         return
-    sizes = {one.size for one in sums_of(view)}
+    sums, known = sums_of(view), {fit.window.index: fit for fit in fits(view)}
+    sizes = {one.size for one in sums}
     if len(sizes) == 1 and max(sizes) > 1 and not view.record.ended:
         yield f"the end of an epoch, which {several(len(view.windows), 'window')} may not reach"
-    known = {fit.window.index: fit for fit in fits(view)}
-    used = [w for w in view.windows if not w.step.skipped and w.passes and w.step.present]
-    lost = [window for window in used if window.index not in known]
-    if lost:
-        yield (
-            f"factors of {several(len(lost), 'window')}: the gradient is no sum of the passes, as "
-            "after a change of its elements, or after several calls of a closure"
-        )
-    if by_hand := [fit for fit in known.values() if fit.by_hand]:
-        yield f"factors of {several(len(by_hand), 'window')}: the loop keeps gradients by itself"
-    sums = {one.window.index for one in sums_of(view) if not one.judged}
-    if sums:
-        yield (
-            f"divisors of {several(len(sums), 'window')}: losses that end in sum(), of an unknown "
-            "number of targets"
-        )
+    used = {w.index for w in view.windows if not w.step.skipped and w.passes and w.step.present}
+    for what, indices, why in (
+        ("factors", used - known.keys(), "the gradient is no sum of the passes, as after a change "
+         "of its elements, or after several calls of a closure"),
+        ("factors", {i for i, fit in known.items() if fit.by_hand},
+         "the loop keeps gradients by itself"),
+        ("divisors", {one.window.index for one in sums if not one.judged},
+         "losses that end in sum(), of an unknown number of targets"),
+    ):  # fmt: skip
+        if indices:
+            yield f"{what} of {several(len(indices), 'window')}: {why}"

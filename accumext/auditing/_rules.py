@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 
 from accumext.auditing._events import (
-    Call,
     Clipped,
     Event,
     Pass,
@@ -16,12 +15,14 @@ from accumext.auditing._events import (
     Truncated,
     View,
     Window,
+    calls,
     is_call,
+    only,
 )
 from accumext.auditing._fit import Fit, finite, fits
 from accumext.auditing._passes import UNNAMED
-from accumext.auditing._sums import same
-from accumext.auditing._words import Found, Said, mib, numbered, several, some
+from accumext.auditing._sums import keeps_scale, same
+from accumext.auditing._words import Found, Said, mib, named, numbered, several, some
 
 _MANY_CALLS = 16  # of one parameter in a graph with one loss; layers that share one call it less
 _SAME_BITS = 1e-13  # of sketches, whose own rounding is smaller
@@ -30,10 +31,17 @@ _SCALED = 0.1  # logarithm of a factor that is no rounding
 _MEASURED = 1e-2  # distance of a truncated gradient that is no rounding
 
 
-def parts_of(window: Window) -> list[list[Event]]:
-    """The events of a window between calls of `zero_grad`: gradients of one part add up."""
-    groups = groupby(window.events, lambda event: is_call(event, "zero_grad"))
-    return [list(events) for clears, events in groups if not clears]
+def _parts_of(view: View) -> list[list[Event]]:
+    """The events of its windows between calls of `zero_grad`: gradients of one part add up."""
+    return [
+        list(events) for window in view.windows
+        for clears, events in groupby(window.events, lambda event: is_call(event, "zero_grad"))
+        if not clears
+    ]  # fmt: skip
+
+
+def _passes_at(events: Sequence[Event]) -> list[int]:
+    return [i for i, event in enumerate(events) if isinstance(event, Pass)]
 
 
 # --- clips, scalers, steps ------------------------------------------------------------------------
@@ -58,17 +66,20 @@ def clips(view: View) -> Found:
             f"times the loss scale {scale:g}; the gradient's own is {clip.norm / scale:.4g}",
             asks=clip.max_norm >= scale,
         )  # fmt: skip
-    often = max(map(_clipped_inside, view.windows), key=len, default=[])
-    judged = {fit.window.index for fit in fits(view) if not fit.by_hand}
+    often: list[Clipped] = []
+    for events in _parts_of(view):
+        before_last = events[: max(_passes_at(events), default=0)]
+        if any(clip.factor < 1 for clip in only(before_last, Clipped)):
+            often = max(often, only(events, Clipped), key=len)
     if often:
         yield Said(
             "clip.per_micro_batch", len(often), often[0].where,
             f"clipped {len(often)} times in a window, to {often[0].max_norm:g}: each pass adds to "
             "what was clipped before",
-            asks=not judged,
+            asks=all(fit.by_hand for fit in fits(view)),
         )  # fmt: skip
-    every = [e for w in view.windows for e in w.events if isinstance(e, Clipped)]
-    for clip in [event for event in every if event.others][:1]:
+    every = [clip for window in view.windows for clip in only(window.events, Clipped)]
+    for clip in [one for one in every if one.others][:1]:
         yield Said(
             "clip.other_parameters", clip.others, clip.where,
             f"{clip.others} of the clipped parameters belong to no optimizer that steps",
@@ -77,30 +88,21 @@ def clips(view: View) -> Found:
     yield from _clipped_in_part(view)
 
 
-def _clipped_inside(window: Window) -> list[Clipped]:
-    """The clips of gradients to which passes were added later."""
-    for events in parts_of(window):
-        last = max((i for i, event in enumerate(events) if isinstance(event, Pass)), default=0)
-        if any(isinstance(event, Clipped) and event.factor < 1 for event in events[:last]):
-            return [event for event in events if isinstance(event, Clipped)]
-    return []
-
-
 def _clipped_in_part(view: View) -> Found:
-    left: list[tuple[Window, frozenset[int], Clipped]] = []
-    for window in view.windows:
-        own = [e for e in window.events if isinstance(e, Clipped) and e.max_norm < math.inf]
-        clipped = frozenset[int]().union(*(event.parameters for event in own))
-        if clipped & window.step.present and window.step.present - clipped:
-            left.append((window, window.step.present - clipped, own[-1]))
-    if left and len(left) == len([w for w in view.windows if w.step.present]):
-        _, missing, clip = left[0]
-        names = some(view.record.names[n] for n in sorted(missing))
+    left: list[tuple[frozenset[int], int, Clipped]] = []
+    windows = [window for window in view.windows if window.step.present]
+    for window in windows:
+        present = window.step.present
+        own = [clip for clip in only(window.events, Clipped) if clip.max_norm < math.inf]
+        clipped = frozenset[int]().union(*(clip.parameters for clip in own))
+        if clipped & present and present - clipped:
+            left.append((present - clipped, len(present), own[-1]))
+    if left and len(left) == len(windows):
+        missing, number, clip = left[0]
         yield Said(
             "clip.part", len(missing), clip.where,
-            f"{len(missing)} of the {len(left[0][0].step.present)} parameters of the step were "
-            f"not clipped: {names}",
-            asks=True,
+            f"{len(missing)} of the {number} parameters of the step were "
+            f"not clipped: {named(view.record, missing)}",
         )  # fmt: skip
 
 
@@ -108,12 +110,12 @@ def scalers(view: View) -> Found:
     """A GradScaler used out of order."""
     if view.optimizer.wrapped:
         return
-    for events in [events for window in view.windows for events in parts_of(window)]:
-        at = [i for i, event in enumerate(events) if isinstance(event, Pass)]
-        updates = [e for e in events[at[0] : at[-1]] if is_call(e, "update")] if at else []
-        scales = [event.scale for event in events if isinstance(event, Pass)]
-        again = at and any(is_call(event, "unscale_") for event in events[at[0] : at[-1]])
-        if updates and (again or len({*scales}) > 1):
+    for events in _parts_of(view):
+        at = _passes_at(events) or [0]
+        inside, last = events[at[0] : at[-1]], events[at[-1]]
+        updates = calls(inside, "update")
+        scales = {one.scale for one in only(events, Pass)}
+        if updates and (calls(inside, "unscale_") or len(scales) > 1):
             yield Said(
                 "scaler.updated_inside", len(updates), updates[0].where,
                 f"{len(updates)} times between micro-batches whose gradients add up",
@@ -121,20 +123,17 @@ def scalers(view: View) -> Found:
         if scales and not same(min(scales), max(scales)):
             ratio = max(scales) / min(scales)
             yield Said(
-                "scaler.mixed", ratio, events[at[-1]].where,
+                "scaler.mixed", ratio, last.where,
                 f"losses of one window were scaled with factors of ratio {ratio:.4g}, and their "
                 "sum was divided by the last",
             )  # fmt: skip
-        if updates or len({*scales}) > 1:
+        if updates or len(scales) > 1:
             break
     for fit in fits(view):
         scale, step = fit.parts[0].of.scale, fit.window.step
-        unscaled = any(is_call(event, "unscale_") for event in fit.window.events)
-        shares = (1.0, 1 / len(fit.parts))
-        as_scaled = (
-            fit.equal and scale != 1.0 and any(same(fit.parts[-1].factor, s) for s in shares)
-        )
-        if as_scaled and not (unscaled or step.through_scaler):
+        unscaled = step.through_scaler or calls(fit.window.events, "unscale_")
+        as_scaled = fit.equal and keeps_scale(scale, fit.parts[-1].factor, len(fit.parts))
+        if as_scaled and not unscaled:
             evidence = f"the step used gradients times the loss scale, {scale:g}"
             yield Said("scaler.unscale_missing", scale, step.where, evidence)
             break
@@ -154,18 +153,17 @@ def nonfinite(view: View) -> Found:
         if cases:
             passes, of_step = cases[0].passes, cases[0].step.used
             grads = [one.gradient for one in passes] if of_step is None else [of_step]
-            own = sorted(view.optimizer.parameters)
-            bad = [n for n in own if any(not finite(g[n]) for g in grads)]
+            bad = [n for n in view.optimizer.parameters if any(not finite(g[n]) for g in grads)]
             first = [n for one in passes for n in one.order if not finite(one.gradient[n])][:1]
-            at = [i for i, one in enumerate(passes, 1) if not math.isfinite(one.value)]
             names = view.record.names
+            at = [i for i, one in enumerate(passes, 1) if not math.isfinite(one.value)]
             yield Said(
                 id, len(cases), cases[0].step.where,
                 f"{numbered(cases)} of {len(windows)}: inf or NaN"
-                + (f" in the gradient of {some(names[n] for n in bad)}" if bad else "")
+                + (f" in the gradient of {named(view.record, bad)}" if bad else "")
                 + (f", in the backward pass first in that of {names[first[0]]}" if first else "")
                 + (f"; the loss of micro-batch {at[0]} is not finite" if at else ""),
-                asks=id == "step.skipped" and not of_data,
+                asks=not of_data,
             )  # fmt: skip
 
 
@@ -181,9 +179,8 @@ def _moved(window: Window, later: Sequence[Window]) -> bool:
 def schedules(view: View) -> Found:
     """A schedule that counts micro-batches, moves without a step, or steps too early."""
     most = _between_passes(view, "schedule")
-    first = view.windows[0].events if view.windows else ()
-    early = [event for event in first if is_call(event, "schedule")]
-    passes = [i for i, event in enumerate(first) if isinstance(event, Pass)]
+    first = view.windows[0].events
+    early, passes = calls(first, "schedule"), _passes_at(first)
     if most:
         yield Said(
             "schedule.per_micro_batch", len(most), most[0].where,
@@ -194,16 +191,14 @@ def schedules(view: View) -> Found:
             "schedule.before_first_step", len(early), early[0].where,
             f"the schedule went {several(len(early), 'step')} on before the optimizer's first: its "
             "first learning rate is never used",
-            asks=not any(is_call(event, "schedule") for event in first[max(passes, default=0) :])
-            or not passes,
+            asks=not (passes and calls(first[passes[-1] :], "schedule")),
         )  # fmt: skip
     yield from _on_skipped(view, "schedule", "the schedule went on")
 
 
 def averages(view: View) -> Found:
     """An average of the model, or a teacher, that moves though the model has not."""
-    most = _between_passes(view, "average")
-    if most:
+    if most := _between_passes(view, "average"):
         yield Said(
             "average.per_micro_batch", len(most), most[0].where,
             f"a copy of the model was written {len(most)} times between two steps: the same "
@@ -212,32 +207,30 @@ def averages(view: View) -> Found:
     yield from _on_skipped(view, "average", "a copy of the model was written")
 
 
-def _between_passes(view: View, name: str) -> list[Event]:
+def _between_passes(view: View, name: str) -> Sequence[Event]:
     """The calls of the window with most, if they come after several of its passes."""
-    most: list[Event] = []
+    most: Sequence[Event] = ()
     for window in view.windows:
-        events = [e for e in window.events if isinstance(e, Pass) or is_call(e, name)]
-        at = [i for i, event in enumerate(events) if isinstance(event, Pass)]
-        each = all(any(is_call(e, name) for e in events[a:b]) for a, b in pairwise(at))
-        found = [event for event in events if is_call(event, name)]
-        still = len({one.weights for one in window.passes}) == 1
-        if len(at) > 1 and each and len(found) > 1 and (still or name == "schedule"):
+        found, passes = calls(window.events, name), window.passes
+        kinds = [type(e) for e in window.events if isinstance(e, Pass) or is_call(e, name)]
+        each = (Pass, Pass) not in pairwise(kinds)
+        still = len({one.weights for one in passes}) == 1
+        if len(passes) > 1 and each and len(found) > 1 and (still or name == "schedule"):
             most = max(most, found, key=len)
     return most
 
 
 def _on_skipped(view: View, name: str, words: str) -> Found:
-    calls = []
+    found = []
     following = [*(window.events for window in view.windows[1:]), view.rest]
-    for window, events in zip(view.windows, following, strict=False):
-        begun = next((i for i, e in enumerate(events) if isinstance(e, Pass)), len(events))
+    for window, events in zip(view.windows, following, strict=True):
         if window.step.skipped:
-            calls += [event for event in events[:begun] if is_call(event, name)][:1]
-    if calls:
+            before_passes = takewhile(lambda event: not isinstance(event, Pass), events)
+            found += calls(before_passes, name)[:1]
+    if found:
         yield Said(
-            f"{name}.on_skipped", len(calls), calls[0].where,
-            f"{words} after {several(len(calls), 'step')} that the scaler had skipped",
-            asks=True,
+            f"{name}.on_skipped", len(found), found[0].where,
+            f"{words} after {several(len(found), 'step')} that the scaler had skipped",
         )  # fmt: skip
 
 
@@ -246,12 +239,7 @@ def _on_skipped(view: View, name: str, words: str) -> Found:
 
 def processes(view: View) -> Found:
     """DistributedDataParallel that reduces too often, or too little."""
-    record, windows = view.record, view.windows
-    sums = [
-        [event for event in events if isinstance(event, Pass)]
-        for window in windows
-        for events in parts_of(window)
-    ]
+    sums = [only(events, Pass) for events in _parts_of(view)]
     vain = max(sums, key=lambda passes: sum(one.sent for one in passes[:-1]), default=[])
     if wasted := sum(one.sent for one in vain[:-1]):
         alone = any(one.without_sync for one in vain)
@@ -270,89 +258,81 @@ def processes(view: View) -> Found:
             differing |= set(apart.nonzero()[:, 0].tolist())
     if differing:
         yield Said(
-            "processes.not_reduced", len(differing), windows[0].step.where,
-            "the ranks stepped on different gradients of "
-            + some(record.names[n] for n in sorted(differing)),
+            "processes.not_reduced", len(differing), view.windows[0].step.where,
+            f"the ranks stepped on different gradients of {named(view.record, differing)}",
         )  # fmt: skip
 
 
 def shared(view: View) -> Found:
     """Parameters that another optimizer has as well: a question, unless both used one gradient."""
     own, used, both = view.optimizer.parameters, set[str](), frozenset[int]()
-    every: list[Event] = [*(e for w in view.windows for e in w.events), *view.rest]
     at_once = False
-    for event in every:
+    for event in view.events:
         if isinstance(event, Pass) or is_call(event, "zero_grad"):
             used = set()
         elif isinstance(event, Stepped):
-            at_once |= "other" in used
             used.add("own")
-        elif isinstance(event, Call) and event.name == "step" and event.parameters & own:
+        elif is_call(event, "step") and event.parameters & own:
             both |= event.parameters & own
-            at_once |= "own" in used
             used.add("other")
-    if both and view.windows:
-        names = some(view.record.names[n] for n in sorted(both))
+        at_once |= len(used) == 2
+    if both:
         how = ", and both step on one gradient" if at_once else ""
         yield Said(
             "parameters.twice", len(both), view.windows[0].step.where,
-            f"two optimizers, or two groups of one, have {names}{how}",
+            f"two optimizers, or two groups of one, have {named(view.record, both)}{how}",
             asks=not at_once,
         )  # fmt: skip
 
 
 def without_gradient(view: View) -> Found:
     """Parameters of the optimizer that no pass reaches."""
-    windows = [window for window in view.windows if window.step.present]
+    steps = [window.step for window in view.windows if window.step.present]
     reached = frozenset[int]().union(*(one.reached for one in view.passes))
-    used = frozenset[int]().union(*(window.step.present for window in windows))
+    used = frozenset[int]().union(*(step.present for step in steps))
     own = view.optimizer.parameters
-    numbers = own - used - reached
-    if view.windows and view.record.passes and not (used or reached & own):
+    left = own - used - reached
+    if view.record.passes and not (used or reached & own):
         yield Said(
             "parameters.no_gradient", len(own), view.windows[0].step.where,
             f"no gradient reaches any of the {len(own)} parameters of {view.optimizer.name}: its "
             "steps change nothing",
+            asks=False,
         )  # fmt: skip
-    elif numbers and windows and reached & own:
-        names = some(view.record.names[n] for n in sorted(numbers))
-        evidence = f"no gradient reaches {names}"
-        where = windows[0].step.where
-        yield Said("parameters.no_gradient", len(numbers), where, evidence, asks=True)
+    elif left and used and reached & own:
+        evidence = f"no gradient reaches {named(view.record, left)}"
+        yield Said("parameters.no_gradient", len(left), steps[0].where, evidence)
 
 
 def untrained(record: Record) -> Found:
     """Parameters that passes reach, and no optimizer has."""
-    passes = _passes(record)
-    reached = frozenset[int]().union(*(one.reached for one in passes))
-    steps = [event for event in record.events if isinstance(event, Stepped) and event.present]
-    left = reached - record.trained  # those of modules: not what takes their place for a pass
-    numbers = sorted(n for n in left if not record.names[n].startswith(f"{UNNAMED} "))
-    if steps and reached & record.trained and numbers:
-        evidence = f"gradients reach, no step uses {some(record.names[n] for n in numbers)}"
-        where = steps[0].where
-        yield Said("parameters.no_optimizer", len(numbers), where, evidence, asks=True)
+    reached = frozenset[int]().union(*(one.reached for one in only(record.events, Pass)))
+    steps = [step for step in only(record.events, Stepped) if step.present]
+    # Those of modules: not what takes their place for a pass.
+    own = {n for n in reached if not record.names[n].startswith(f"{UNNAMED} ")}
+    left = own - record.trained
+    if steps and reached & record.trained and left:
+        evidence = f"gradients reach, no step uses {named(record, left)}"
+        yield Said("parameters.no_optimizer", len(left), steps[0].where, evidence)
 
 
 def decay(view: View) -> Found:
     """Weight decay of vectors, in a group with matrices."""
-    numbers = view.optimizer.decayed
-    if numbers and view.windows:
-        names = some(view.record.names[n] for n in numbers)
+    if numbers := view.optimizer.decayed:
+        names = named(view.record, numbers)
         evidence = f"weights of {several(len(numbers), 'vector')} decay as matrices do: {names}"
-        where = view.windows[0].step.where
-        yield Said("optimizer.decay", len(numbers), where, evidence, asks=True)
+        yield Said("optimizer.decay", len(numbers), view.windows[0].step.where, evidence)
 
 
 def batch_norms(record: Record) -> Found:
     """Batch norms in eval that are trained."""
-    passes = [one for one in _passes(record) if one.eval_norms]
+    every = only(record.events, Pass)
+    passes = [one for one in every if one.eval_norms]
     for one in passes[:1]:
         yield Said(
             "modules.batchnorm_eval", len(one.eval_norms), one.where,
             f"{some(one.eval_norms)} got gradients in eval, from {several(len(passes), 'pass')} of "
-            f"{len(_passes(record))}",
-            asks=True,
+            f"{len(every)}",
         )  # fmt: skip
 
 
@@ -362,92 +342,91 @@ def batch_norms(record: Record) -> Found:
 def graphs(record: Record) -> Found:
     """One graph over many steps, or over a whole window's losses."""
     passes = [
-        one for one in _passes(record)
+        one for one in only(record.events, Pass)
         if one.graph.calls >= _MANY_CALLS or 1 < one.graph.losses <= one.graph.calls
     ]  # fmt: skip
-    for worst in [max(passes, key=lambda one: one.graph.bytes)] if passes else []:
-        graph = worst.graph
-        step = graph.bytes / graph.calls
-        if graph.bytes - step <= record.bytes:
-            continue
-        evidence = (
-            f"a pass keeps {mib(graph.bytes)} for {graph.calls} steps, {mib(graph.bytes_per_call)} "
-            f"more for each; {mib(graph.class_bytes)} of it has an element per class. "
-        )
-        if graph.separate:
-            evidence = (
-                f"the {graph.losses} losses of a pass have graphs of their own, of {mib(step)}"
-            )
-            yield Said("memory.losses_summed", graph.losses, worst.where, evidence, asks=True)
-            continue
-        if 2 * graph.class_bytes > graph.bytes:
-            flat = graph.bytes - graph.class_bytes * (1 - 1 / graph.calls)
-            evidence += f"Without logits it is {mib(flat)}, with one step {mib(step)}"
-            cure = "accumext.decode_loss keeps no logits, with the same gradient; accumext.tbptt("
-            cure += "k1=1, k2=1) keeps one step, and truncates the gradient"
-        else:
-            evidence += f"With one step it is {mib(step)}"
-            cure = "torch.utils.checkpoint around a step, with the same gradient; accumext.tbptt "
-            cure += "keeps k2 steps, and truncates it"
-        yield Said("memory.graph", graph.bytes, worst.where, evidence, True, cure)
+    worst = max(passes, key=lambda one: one.graph.bytes, default=None)
+    if worst is None:
+        return
+    graph = worst.graph
+    step = graph.bytes / graph.calls
+    if graph.bytes - step <= record.bytes:
+        return
+    if graph.separate:
+        evidence = f"the {graph.losses} losses of a pass have graphs of their own, of {mib(step)}"
+        yield Said("memory.losses_summed", graph.losses, worst.where, evidence)
+        return
+    evidence = (
+        f"a pass keeps {mib(graph.bytes)} for {graph.calls} steps, {mib(graph.bytes_per_call)} "
+        f"more for each; {mib(graph.class_bytes)} of it has an element per class. "
+    )
+    if 2 * graph.class_bytes > graph.bytes:
+        flat = graph.bytes - graph.class_bytes * (1 - 1 / graph.calls)
+        evidence += f"Without logits it is {mib(flat)}, with one step {mib(step)}"
+        cure = "accumext.decode_loss keeps no logits, with the same gradient; accumext.tbptt("
+        cure += "k1=1, k2=1) keeps one step, and truncates the gradient"
+    else:
+        evidence += f"With one step it is {mib(step)}"
+        cure = "torch.utils.checkpoint around a step, with the same gradient; accumext.tbptt "
+        cure += "keeps k2 steps, and truncates it"
+    yield Said("memory.graph", graph.bytes, worst.where, evidence, cure=cure)
 
 
 def growth(record: Record) -> Found:
     """Graphs that hold those of the passes before."""
     run: list[Pass] = []
     longest: list[Pass] = []
-    nodes = [loss.node for one in _passes(record) for loss in one.losses]
-    for one in _passes(record):
+    passes = only(record.events, Pass)
+    nodes = [loss.node for one in passes for loss in one.losses]
+    for one in passes:
         more = bool(run) and one.graph.bytes > run[-1].graph.bytes
         run = [*run, one] if more and one.graph.held == len(run) else [one]
         longest = max(longest, run, key=len)
     if len(longest) > 2 and len(nodes) == len(set(nodes)):
-        one = longest[-1]
+        first, last = longest[0], longest[-1]
         yield Said(
-            "memory.growing", len(longest), one.where,
-            f"a pass holds the graphs of {len(longest)} passes, {mib(one.graph.bytes)} where the "
-            f"first had {mib(longest[0].graph.bytes)}",
-            asks=True,
+            "memory.growing", len(longest), last.where,
+            f"a pass holds the graphs of {len(longest)} passes, {mib(last.graph.bytes)} where the "
+            f"first had {mib(first.graph.bytes)}",
         )  # fmt: skip
 
 
 def truncation(record: Record) -> Found:
     """What detaching the state costs."""
-    measured = [event for event in record.events if isinstance(event, Truncated)]
-    for event in [max(measured, key=lambda event: event.distance)] if measured else []:
-        if event.distance > _MEASURED:
-            yield Said(
-                "truncation.distance", event.distance, event.where,
-                f"k1={event.k1}, k2={event.k2} of {event.steps} steps: {event.distance:.3g} from "
-                "the exact gradient, relative to it",
-                asks=True,
-            )  # fmt: skip
+    measured = [one for one in only(record.events, Truncated) if one.distance > _MEASURED]
+    if measured:
+        one = max(measured, key=lambda one: one.distance)
+        yield Said(
+            "truncation.distance", one.distance, one.where,
+            f"k1={one.k1}, k2={one.k2} of {one.steps} steps: {one.distance:.3g} from "
+            "the exact gradient, relative to it",
+        )  # fmt: skip
 
 
 def half_sums(view: View) -> Found:
     """Sums of half-precision gradients that have lost bits."""
     whole = [fit for fit in fits(view) if fit.equal and not fit.earlier and not fit.by_hand]
-    for fit in [max(whole, key=_half_error)] if whole else []:
-        error, once = _half_error(fit)
-        bits = math.log2(error / once) if error and once else 0.0
-        if bits >= _LOST_BITS:
-            yield Said(
-                "precision.sum", error, fit.window.step.where,
-                f"the sum of {len(fit.parts)} gradients in {len(view.record.half)} parameters is "
-                f"{error:.3g} from their sum in float32, relative to it: {bits:.1f} bits lost "
-                "beyond one rounding",
-                asks=True,
-            )  # fmt: skip
+    if not whole:
+        return
+    fit = max(whole, key=_half_error)
+    error, once = _half_error(fit)
+    if error and once and (bits := math.log2(error / once)) >= _LOST_BITS:
+        yield Said(
+            "precision.sum", error, fit.window.step.where,
+            f"the sum of {len(fit.parts)} gradients in {len(view.record.half)} parameters is "
+            f"{error:.3g} from their sum in float32, relative to it: {bits:.1f} bits lost "
+            "beyond one rounding",
+        )  # fmt: skip
 
 
 def _half_error(fit: Fit) -> tuple[float, float]:
     """Of a window's sum, relative to the sum in float32; and what rounding that once would cost."""
     sums = fit.window.step.half_sums
-    whole = sum(one.square for one in sums)
-    if not whole or sum(one.factor * one.square for one in sums) <= 0:
+    whole, along = sum(one.square for one in sums), sum(one.factor * one.square for one in sums)
+    if along <= 0:
         return 0.0, 0.0
-    clip = math.prod(e.factor for e in fit.window.events if isinstance(e, Clipped))
-    near = sum(one.factor * one.square for one in sums) / whole
+    clip = math.prod(clip.factor for clip in only(fit.window.events, Clipped))
+    near = along / whole
     # What clip and scaler multiplied with: the sums may be scaled yet, for a fused optimizer.
     factor = min((clip, clip / fit.parts[0].of.scale), key=lambda f: abs(math.log(near / f)))
     if abs(math.log(near / factor)) > _SCALED:  # by the loop, which no error in rounding does
@@ -461,8 +440,9 @@ def _half_error(fit: Fit) -> tuple[float, float]:
 
 def determinism(record: Record) -> Found:
     """Two runs of the same windows that differ."""
-    runs = [] if record.before is None else zip(_passes(record.before), _passes(record))
-    for number, (a, b) in enumerate(runs, 1):
+    before = record.before.events if record.before else ()
+    pairs = zip(only(before, Pass), only(record.events, Pass), strict=False)
+    for number, (a, b) in enumerate(pairs, 1):
         size = float(a.gradient.nan_to_num(0.0, 0.0, 0.0).norm())
         apart = float((a.gradient - b.gradient).norm()) / (size or 1.0)
         if not a.gradient.allclose(b.gradient, 0.0, _SAME_BITS * size, equal_nan=True):
@@ -474,11 +454,7 @@ def determinism(record: Record) -> Found:
             return
 
 
-def _passes(record: Record) -> Sequence[Pass]:
-    return [event for event in record.events if isinstance(event, Pass)]
-
-
-OF_A_VIEW = (
+OF_A_VIEW = (  # that has windows
     nonfinite, scalers, clips, processes, schedules, averages, shared, without_gradient, half_sums,
     decay,
 )  # fmt: skip

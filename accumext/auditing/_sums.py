@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
 
-from accumext.auditing._events import Call, Loss, Pass, View, Window
+from accumext.auditing._events import Loss, Pass, View, Window, calls
 from accumext.auditing._fit import Fit, Part, fits
 
 _SAME = 1e-2  # relative difference of what counts as equal
 
 
-def same(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_SAME)
+def same(a: float, b: float, within: float = 0.0) -> bool:
+    return math.isclose(a, b, rel_tol=_SAME, abs_tol=within)
 
 
 def alike(values: Iterable[float]) -> bool:
@@ -37,27 +37,40 @@ def main_losses(one: Pass) -> tuple[Loss, ...]:
     return known or means or one.losses
 
 
-def loss_weight(part: Part) -> float | None:
-    """The weight of a pass's losses in the gradient, as means; None where it is not known. Signs
-    are the losses' own."""
-    losses = main_losses(part.of)
-    unknown = any(loss.reduction == "sum" and loss.count is None for loss in losses)
-    if unknown or not part.of.scalar or not losses:
-        return None
-    # A sum that counts nothing would still be divided by 1.
-    of_sums = [max(loss.count or 0.0, 1.0) if loss.reduction == "sum" else 1.0 for loss in losses]
-    weights = [abs(loss.coefficient) * n for loss, n in zip(losses, of_sums, strict=True)]
-    return abs(part.factor) * sum(weights)
-
-
 def count(one: Pass) -> float | None:
     """The targets that a pass counts; None where a loss does not say."""
     counts = [loss.count for loss in main_losses(one)]
     return None if None in counts else sum(n for n in counts if n is not None)
 
 
+def _weight(part: Part) -> float | None:
+    """The weight of a pass's losses in the gradient, as means; None where it is not known. Signs
+    are the losses' own."""
+    losses, weight = main_losses(part.of), 0.0
+    for loss in losses:
+        if loss.reduction == "sum" and loss.count is None:
+            return None
+        # A sum that counts nothing would still be divided by 1.
+        n = max(loss.count or 0.0, 1.0) if loss.reduction == "sum" else 1.0
+        weight += abs(loss.coefficient) * n
+    return abs(part.factor) * weight if part.of.scalar and losses else None
+
+
+def _all_known(values: Iterable[float | None]) -> list[float]:
+    """None of them where one is not known."""
+    listed = list(values)
+    return [] if None in listed else [value for value in listed if value is not None]
+
+
 def nodes_of(part: Part) -> set[tuple[int, int]]:
     return {(part.rank, loss.node) for loss in main_losses(part.of)}
+
+
+def constants_by_place(parts: Iterable[Part]) -> list[tuple[float, ...]]:
+    """The first constant of all passes, their second one, and so on; nothing where they have
+    different numbers of them."""
+    chains = [[constant.value for constant in part.of.constants] for part in parts]
+    return list(zip(*chains, strict=True)) if len(set(map(len, chains))) == 1 else []
 
 
 @dataclass(frozen=True)
@@ -85,14 +98,12 @@ class Sum:
         return [abs(part.of.coefficient * part.factor) for part in self.parts]
 
     def weights(self) -> list[float]:
-        """Those of the losses, where they are known."""
-        known = [loss_weight(part) for part in self.parts]
-        return [weight for weight in known if weight is not None]
+        """Those of the losses, if all are known."""
+        return _all_known(map(_weight, self.parts))
 
     def counts(self) -> list[float]:
-        """Targets of each micro-batch, where they are known."""
-        known = [count(part.of) for part in self.parts]
-        return [n for n in known if n is not None]
+        """Targets of each micro-batch, if all are known."""
+        return _all_known(count(part.of) for part in self.parts)
 
     def _losses(self) -> list[Loss]:
         return [loss for part in self.parts for loss in main_losses(part.of)]
@@ -105,7 +116,7 @@ class Sum:
     @property
     def judged(self) -> bool:
         """Whether it is known what the losses are, or that each is one number."""
-        return len(self.weights()) == len(self.parts)
+        return bool(self.weights())
 
     @property
     def certain(self) -> bool:
@@ -115,45 +126,53 @@ class Sum:
     def is_uniform(self) -> bool:
         """Whether all micro-batches, or all targets, have one weight."""
         weights, counts = self.weights(), self.counts()
-        if alike(self.given) or not self.judged:
-            return alike(self.given)
-        per_target = len(counts) == len(weights) and all(counts) and all(weights)
-        return alike(weights) or (
-            per_target and alike(w / n for w, n in zip(weights, counts, strict=True))
-        )
+        known = all(weights) and all(counts)
+        per_target = [w / n for w, n in zip(weights, counts, strict=False)] if known else []
+        return any(alike(each) for each in (self.given, weights, per_target) if each)
 
-    def readings(self, own_clip: float = 1.0) -> dict[str, float]:
+    def is_mean(self) -> bool:
+        """Whether one of its readings is the mean."""
+        return any(same(c, 1.0) for c in self.readings().values())
+
+    def readings(self) -> dict[str, float]:
         """The factor over the mean of the losses, the likeliest reading first: 1 for a right loop
-        in one of them at least. `own_clip`: what the loop has scaled the sum with."""
-        found, number = dict[str, float](), len(self.parts)
-        if self.judged:
-            total, losses = sum(self.weights()), len(self._losses())
-            found = {"losses": total, "a loss of many": total * number / losses}
-            if self.sums and len(self.counts()) == number and any(self.counts()):
-                found["targets"] = total / sum(self.counts())
-            steps = losses / number  # whose mean the loss of a pass is, or their sum
-            constants = [c.value for part in self.parts for c in part.of.constants]
-            if not self.sums and not (steps > 1 and any(same(c, 1 / steps) for c in constants)):
-                found = {"given": sum(self.given), **found}
-            found["given"] = sum(self.given)
-            pairs = zip(self.weights(), self.parts, strict=True)
-            found["losses that count"] = sum(w for w, part in pairs if count(part.of) != 0)
-        chains = [part.of.constants for part in self.parts]
-        if len(set(map(len, chains))) == 1 and all(part.of.scalar for part in self.parts):
-            # A constant of the loss's own may stand beside the division.
-            for place, column in enumerate(zip(*chains, strict=True)):
-                factors = [part.factor * part.of.scale for part in self.parts]
-                value = sum(c.value * f for c, f in zip(column, factors, strict=True))
-                ones = all(same(c.value, 1.0) for c in column)
-                if not ones and (len(chains[0]) > 1 or not self.judged):
-                    found[f"constant {place}"] = abs(value)
-        return {name: value / own_clip for name, value in found.items()}
+        in one of them at least."""
+        found = self._of_known_losses() if self.judged else {}
+        columns = constants_by_place(self.parts) if all(p.of.scalar for p in self.parts) else []
+        # A constant of the loss's own may stand beside the division.
+        for place, column in enumerate(columns if len(columns) > 1 or not self.judged else ()):
+            if not all(same(constant, 1.0) for constant in column):
+                pairs = zip(column, self.parts, strict=True)
+                found[f"constant {place}"] = abs(sum(c * part.after for c, part in pairs))
+        return found
+
+    def _of_known_losses(self) -> dict[str, float]:
+        weights, counts, given = self.weights(), self.counts(), {"given": sum(self.given)}
+        number, losses = len(self.parts), len(self._losses())
+        steps = losses / number  # whose mean the loss of a pass is, or their sum
+        constants = [c.value for part in self.parts for c in part.of.constants]
+        of_steps = steps > 1 and any(same(c, 1 / steps) for c in constants)
+        targets = {"targets": sum(weights) / sum(counts)} if self.sums and any(counts) else {}
+        pairs = zip(weights, self.parts, strict=True)
+        return {
+            **({} if self.sums or of_steps else given),
+            "losses": sum(weights),
+            "a loss of many": sum(weights) / steps,
+            **targets,
+            **given,
+            "losses that count": sum(weight for weight, part in pairs if count(part.of) != 0),
+        }
+
+
+def usual_size(sums: Iterable[Sum]) -> int:
+    """Micro-batches of most windows."""
+    return Counter(one.size for one in sums).most_common(1)[0][0]
 
 
 def own_clips(sums: Sequence[Sum]) -> list[float]:
     """What windows were scaled with as a whole, where that differs between them, as by a clip of
     the loop's own; else 1."""
-    each = [[abs(part.factor * part.of.scale) for part in one.parts] for one in sums]
+    each = [[abs(part.after) for part in one.parts] for one in sums]
     world = max(len({part.rank for part in one.parts}) for one in sums)
     if all(map(alike, each)) and not alike(factors[0] for factors in each):
         return [factors[0] * world for factors in each]
@@ -164,38 +183,38 @@ def own_clips(sums: Sequence[Sum]) -> list[float]:
 def sums_of(view: View) -> tuple[Sum, ...]:
     """Those of all windows that can be compared."""
     kinds, found = _kinds(view), []
-    others = {
-        part.of.where for fit in fits(view) for ids in [strangers(view, fit)] for part in fit.there
-        if id(part.of) in ids
-    }  # fmt: skip
+    others = {one.where for fit in fits(view) for one in strangers(view, fit).values()}
     for fit in fits(view):
-        if fit.by_hand or fit.earlier or view.optimizer.sums:
+        known = all(part.of.where in kinds for part in fit.there)  # no line of another process
+        if not known or fit.by_hand or fit.earlier or view.optimizer.sums:
             continue
         there = [part for part in fit.there if part.of.where not in others]
         for kind in dict.fromkeys(kinds[part.of.where] for part in there):
             parts = tuple(part for part in there if kinds[part.of.where] == kind)
             nodes = Counter(node for part in parts for node in nodes_of(part))
-            wraps = view.optimizer.wrapped  # and unscales every pass with a scale of its own
-            one_scale = len({wraps or part.of.scale for part in parts}) == 1
-            as_scaled = any(same(parts[0].factor, share) for share in (1.0, 1 / len(parts)))
-            scaled = not wraps and parts[0].of.scale != 1.0 and as_scaled
-            if one_scale and not scaled and max(nodes.values(), default=1) == 1:
+            scale, *more = {part.of.scale for part in parts}
+            unscaled = not more and not keeps_scale(scale, parts[0].factor, len(parts))
+            # The wrapper unscales every pass with a scale of its own.
+            if (view.optimizer.wrapped or unscaled) and max(nodes.values(), default=1) == 1:
                 found.append(Sum(fit, kind, parts))
     return tuple(found)
 
 
-def strangers(view: View, fit: Fit) -> frozenset[int]:
-    """The ids of passes in a gradient that reach parameters of another optimizer, where others in
+def keeps_scale(scale: float, factor: float, passes: int) -> bool:
+    """Whether a step used scaled gradients, or their mean, as they were."""
+    return scale != 1.0 and any(same(factor, share) for share in (1.0, 1 / passes))
+
+
+def strangers(view: View, fit: Fit) -> dict[int, Pass]:
+    """The passes in a gradient, by id, that reach parameters of another optimizer, where others in
     it do not: of that one's loss, as a generator's in the discriminator."""
-    every = [*(e for window in view.windows for e in window.events), *view.rest]
-    passes = [part.of for part in fit.there]
-    found = set()
-    for event in every:
-        if isinstance(event, Call) and event.name == "step":
-            theirs = event.parameters - view.optimizer.parameters
-            reaching = {id(one) for one in passes if one.reached & theirs}
-            found |= reaching if len(reaching) < len({id(one) for one in passes}) else set()
-    return frozenset(found)
+    passes = {id(part.of): part.of for part in fit.there}
+    found = dict[int, Pass]()
+    for step in calls(view.events, "step"):
+        theirs = step.parameters - view.optimizer.parameters
+        reaching = {id: one for id, one in passes.items() if one.reached & theirs}
+        found |= reaching if len(reaching) < len(passes) else {}
+    return found
 
 
 def _kinds(view: View) -> dict[str, str]:
@@ -209,7 +228,6 @@ def _kinds(view: View) -> dict[str, str]:
     for places in lines:
         blocks = [place for place, _ in groupby(places)]
         for a, b in pairwise(blocks if len(set(blocks)) == len(blocks) else []):
-            last = len(order) - 1 - order[::-1].index(a)
-            if a in alone and (b in alone or last < order.index(b)):
+            if a in alone and (b in alone or a not in order[order.index(b) :]):
                 kinds[b] = kinds[a]
     return kinds

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from accumext.auditing._events import Finding, Window
+from accumext.auditing._events import Finding, Record, Window
 
 
 class Kind(NamedTuple):
@@ -185,13 +185,17 @@ class Said:
     value: float
     where: str
     evidence: str
-    asks: bool = False  # it may be meant
+    asks: bool = True  # it may be meant, if the table says when it is right
     cure: str = ""  # in place of the table's
+
+    @property
+    def is_question(self) -> bool:
+        return self.asks and KINDS[self.id].right_if != ""
 
     def finding(self) -> Finding:
         name, cure, right_if = KINDS[self.id]
         cure = self.cure or cure
-        words = f"right if {right_if}; else {cure}" if self.asks else cure
+        words = f"right if {right_if}; else {cure}" if self.is_question else cure
         return Finding(name, self.evidence, words, self.value, self.where, self.id)
 
 
@@ -203,6 +207,11 @@ def some(names: Iterable[str], most: int = 3) -> str:
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
+
+
+def named(record: Record, numbers: Iterable[int]) -> str:
+    """The names of a few parameters."""
+    return some(record.names[n] for n in sorted(numbers))
 
 
 def numbered(windows: Iterable[Window]) -> str:

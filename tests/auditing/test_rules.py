@@ -530,6 +530,7 @@ NEIGHBOURS: dict[str, dict[str, Build]] = {
     "processes.unequal_counts": {
         "equal": lambda: ranked(8.0, 8.0),
         "not known": lambda: ranked(8.0, NAN),
+        "of another line": lambda: ranked(12.0, 3.0, lines=(LOOP, OTHERS)),
     },
     "schedule.per_micro_batch": {
         "once per window": lambda: record(
