@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from accumext.auditing import _accumulation, _rules
 from accumext.auditing._events import Clipped, Finding, Pass, Record, View, calls, only, views_of
 from accumext.auditing._fit import fits
-from accumext.auditing._sums import sums_of
+from accumext.auditing._sums import runs_elsewhere, sums_of
 from accumext.auditing._words import KINDS, Said, several
 
 
@@ -39,7 +39,7 @@ def judge(record: Record) -> Judgement:
         findings=tuple(one.finding() for one in listed if not one.is_question),
         questions=tuple(one.finding() for one in listed if one.is_question),
         checked=tuple(_checked(record, views)),
-        unjudged=tuple(text for view in views for text in _unjudged(view)),
+        unjudged=tuple(dict.fromkeys(text for view in views for text in _unjudged(view))),
     )
 
 
@@ -54,6 +54,9 @@ def _checked(record: Record, views: list[View]) -> Iterator[str]:
     ):
         if found:
             yield several(len(found), noun)
+    if record.before is not None:
+        passes = min(len(only(run.events, Pass)) for run in (record, record.before))
+        yield f"the gradients of {several(passes, 'pass')} in two runs"
 
 
 def _unjudged(view: View) -> Iterator[str]:
@@ -74,6 +77,8 @@ def _unjudged(view: View) -> Iterator[str]:
          "of its elements, or after several calls of a closure"),
         ("factors", {i for i, fit in known.items() if fit.by_hand},
          "the loop keeps gradients by itself"),
+        ("factors", {i for i, fit in known.items() if runs_elsewhere(view, fit)},
+         "another process runs other lines"),
         ("divisors", {one.window.index for one in sums if not one.judged},
          "losses that end in sum(), of an unknown number of targets"),
     ):  # fmt: skip

@@ -185,8 +185,7 @@ def sums_of(view: View) -> tuple[Sum, ...]:
     kinds, found = _kinds(view), []
     others = {one.where for fit in fits(view) for one in strangers(view, fit).values()}
     for fit in fits(view):
-        known = all(part.of.where in kinds for part in fit.there)  # no line of another process
-        if not known or fit.by_hand or fit.earlier or view.optimizer.sums:
+        if runs_elsewhere(view, fit) or fit.by_hand or fit.earlier or view.optimizer.sums:
             continue
         there = [part for part in fit.there if part.of.where not in others]
         for kind in dict.fromkeys(kinds[part.of.where] for part in there):
@@ -203,6 +202,11 @@ def sums_of(view: View) -> tuple[Sum, ...]:
 def keeps_scale(scale: float, factor: float, passes: int) -> bool:
     """Whether a step used scaled gradients, or their mean, as they were."""
     return scale != 1.0 and any(same(factor, share) for share in (1.0, 1 / passes))
+
+
+def runs_elsewhere(view: View, fit: Fit) -> bool:
+    """Whether a pass of another process ran at a line that none of this one did."""
+    return not {part.of.where for part in fit.there} <= {one.where for one in view.passes}
 
 
 def strangers(view: View, fit: Fit) -> dict[int, Pass]:

@@ -228,6 +228,30 @@ def test_what_was_not_judged_is_said():
     assert lines[at + 3] == ""
 
 
+def of_other_lines() -> Record:
+    return records.ranked(8.0, 8.0, lines=(records.LOOP, records.STEP))
+
+
+def of_two_optimizers_of_parts() -> Record:
+    """What steps has no gradient, as ZeRO's parts have none."""
+    parts = [replace(SGD, parameters=frozenset({n})) for n in BOTH]
+    lasts = [step(random_sketch(), present=frozenset(), optimizer=n) for n in range(2)]
+    return record(other(), *lasts, optimizers=tuple(parts))
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (of_other_lines, ("factors of 1 window: another process runs other lines",)),
+        (of_two_optimizers_of_parts,
+         ("SGD steps on tensors that no backward pass reaches, as ZeRO's parts are: nothing of its "
+          "windows",)),
+    ],
+)  # fmt: skip
+def test_what_was_not_judged_is_said_once(build, said):
+    assert judge(build()).unjudged == said
+
+
 def windows_of(number: int) -> tuple[Window, ...]:
     return view_of(right_windows(number), 0).windows
 
