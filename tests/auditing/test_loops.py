@@ -99,7 +99,7 @@ def test_a_right_loop(loop):
     assert len(audit.to_json()["windows"]) == min(steps, plain.windows)
 
 
-@pytest.mark.slow  # each window looks for modules among all objects
+@pytest.mark.slow  # every loop once more
 @every_right_loop
 def test_a_right_loop_all_of_whose_optimizers_are_followed(loop):
     audit, _ = end_of(loop, lambda model, optimizer, **options: accumext.audit(**options))
