@@ -1,21 +1,17 @@
 """The trainings of a program inside of `accumext.audit`: what it says of them.
 
-python _audit.py PROGRAM [--json FILE]
+python _audit.py PROGRAM [--json FILE] [--only TEXT]
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import runpy
 import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
-import torch
-from _factors import Run, Seen
+import _factors
+from _factors import Rows, Run, Seen
 
 import accumext
 
@@ -24,16 +20,13 @@ NOT_AUDITED = ("resumed", "cure")  # by how their names begin
 
 
 def said(run: Run) -> dict[str, Any]:
-    torch.manual_seed(0)
     audit = accumext.audit(windows=WINDOWS)
-    seen, found = Seen(), dict[str, Any]()
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            with audit, seen:
-                run(seen)
-        except Exception as error:
-            traceback.print_exc()
-            found["error"] = f"{type(error).__name__}: {error}"[:300]
+
+    def watched(seen: Seen) -> None:
+        with audit:
+            run(seen)
+
+    found: dict[str, Any] = {**_factors.attempt(watched, Seen())}
     for kind in ("findings", "questions"):
         try:
             entries = getattr(audit, kind, ())
@@ -47,29 +40,16 @@ def said(run: Run) -> dict[str, Any]:
     return found | {"report": text.splitlines()[0]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("program")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    caught: list[Any] = []
-    import _factors
-
-    _factors.main = lambda package, rows: caught.append(rows)  # what the program would run
-    runpy.run_path(args.program, run_name="__main__")
-    rows = {
-        row: {
-            name: said(run)
-            for name, run in runs.items()
-            if not name.startswith(NOT_AUDITED) and args.only in f"{row}: {name}"
-        }
-        for row, runs in caught[0].items()
+def main(package: str, rows: Rows) -> None:
+    """Instead of the program's own."""
+    audited = {
+        row: {name: run for name, run in runs.items() if not name.startswith(NOT_AUDITED)}
+        for row, runs in rows.items()
     }
-    text = json.dumps({"versions": {"accumext": accumext.__version__}, "rows": rows}, indent=1)
-    print(text) if args.json is None else args.json.write_text(text, encoding="utf-8")
+    _factors.write({"accumext": accumext.__version__}, audited, said)
 
 
 if __name__ == "__main__":
-    main()
+    _factors.main = main
+    del sys.argv[0]  # the program's own name comes first
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -15,11 +15,11 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 WINDOW, BATCHES, EPOCHS = 4, 10, 2
+ROWS = 2  # samples of a micro-batch
 MAX_NORM = 0.1  # four factors that are equal are 0.05 then
 INF = 5  # the micro-batch of the second window whose loss is infinite, where a scaler skips
 STOP = 6  # micro-batches after which a run is stopped or saved: inside of the second window
 LR = 1e-9  # moves nothing far; a schedule whose `step` was called n times makes it (n + 1) * LR
 TOKENS = (1, 2, 3, 4, 4, 3, 2, 1, 1, 4)  # of the micro-batches, where they are unequal
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Weights(nn.Module):
@@ -51,14 +54,28 @@ def loss_of(outputs: Tensor, targets: Tensor | None = None) -> Tensor:
     return nn.functional.cross_entropy(logits, torch.ones(len(logits), dtype=torch.long))
 
 
+def numbers(rows: int = ROWS) -> list[int]:
+    """The samples of an epoch, in order."""
+    return [k for k in range(BATCHES) for _ in range(rows)]
+
+
 def micro_batches(unequal: bool = False) -> list[Tensor]:
     """Those of an epoch: samples of each, or as many as it has tokens."""
-    return [torch.full((TOKENS[k] if unequal else 2,), k) for k in range(BATCHES)]
+    return [torch.full((TOKENS[k] if unequal else ROWS,), k) for k in range(BATCHES)]
 
 
-def loader(unequal: bool = False) -> DataLoader[Tensor]:
-    """Of the micro-batches as they are, in order."""
-    return DataLoader(micro_batches(unequal), batch_size=None)  # type: ignore[arg-type]
+def loader(unequal: bool = False, count: int | None = None) -> DataLoader[Tensor]:
+    """Of the micro-batches as they are, in order; of the first `count`."""
+    return DataLoader(micro_batches(unequal)[:count], batch_size=None)  # type: ignore[arg-type]
+
+
+def epochs(batches: Iterable[Any], stop: int | None = None) -> Iterator[tuple[int, Any]]:
+    """Of a loop by hand: each batch with its number in its epoch. Ends after `stop` batches."""
+    for _ in range(EPOCHS):
+        for i, batch in enumerate(batches):
+            yield i, batch
+            if i + 1 == stop:
+                return
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.SGD:
@@ -68,6 +85,15 @@ def optimizer_of(model: nn.Module) -> torch.optim.SGD:
 def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
     """The learning rate counts the calls of its `step`."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda calls: 1.0 + calls)
+
+
+def wrapped(optimizer: nn.Module | torch.optim.Optimizer, **options: Any) -> Any:
+    """accumext's wrapper of an optimizer, or of that of a model, in runs that show a cure."""
+    import accumext  # no other run needs it
+
+    if isinstance(optimizer, nn.Module):
+        optimizer = optimizer_of(optimizer)
+    return accumext.AccumulatingOptimizer(optimizer, window=WINDOW, **options)
 
 
 class Seen:
@@ -88,11 +114,12 @@ class Seen:
         self._own: list[tuple[float, dict[int, Tensor]]] = []  # of each pass that `learn` saw
         self._handles: list[Any] = []
 
-    def watch(self, model: nn.Module, gradients: Sequence[Tensor] | None = None) -> None:
+    def watch(self, model: Model, gradients: Sequence[Tensor] | None = None) -> Model:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         if gradients is not None:
             self._gradients = dict(enumerate(g.double() for g in gradients))
         self._handles.append(self._parameters[0].register_hook(self._passed))
+        return model
 
     def watch_losses(self, model: nn.Module) -> None:
         """The gradients are not known before: `learn` is given each micro-batch's mean loss."""
@@ -187,32 +214,53 @@ class Seen:
 
 Run = Callable[[Seen], None]
 Rows = dict[str, dict[str, Run]]  # a row of the table, and its runs by their names
+OPTIONS: dict[str, dict[str, Any]] = {  # of a program's `train`, for the runs that many have
+    "plain": {},
+    "clip": {"max_norm": MAX_NORM},
+    "skipped": {"infinite": True},
+    "unequal": {"unequal": True},
+    "stopped": {"stop": STOP},
+}
 
 
-def outcome(run: Run) -> dict[str, Any]:
-    """What a run did, or its error in words."""
+def runs(train: Callable[..., None], *names: str, **options: Any) -> dict[str, Run]:
+    """The plain run and those that are named, all with these options too."""
+    return {name: partial(train, **options, **OPTIONS[name]) for name in ("plain", *names)}
+
+
+def attempt(run: Run, seen: Seen) -> dict[str, str]:
+    """Runs it; its error in words, if it has one."""
     torch.manual_seed(0)
-    seen = Seen()
     with seen, contextlib.redirect_stdout(sys.stderr):
         try:
             run(seen)
         except Exception as error:
             traceback.print_exc()
             return {"error": f"{type(error).__name__}: {error}"[:300]}
-    return seen.result()
+    return {}
 
 
-def main(package: str, rows: Rows) -> None:
-    """The command line of a program: all its runs, as JSON. `package` is named with its version."""
+def outcome(run: Run) -> dict[str, Any]:
+    """What a run did, or its error."""
+    seen = Seen()
+    return attempt(run, seen) or seen.result()
+
+
+def write(versions: dict[str, str], rows: Rows, of: Callable[[Run], dict[str, Any]]) -> None:
+    """The command line of a program: what `of` finds of all its runs, as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="", help="a part of a row and a run, 'row: run'")
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = {
-        row: {name: outcome(run) for name, run in runs.items() if args.only in f"{row}: {name}"}
+        row: {name: of(run) for name, run in runs.items() if args.only in f"{row}: {name}"}
         for row, runs in rows.items()
     }
-    versions = {name: metadata.version(name) for name in (package, "torch")}
     text = json.dumps({"versions": versions, "rows": found}, indent=1)
     print(text) if args.json is None else args.json.write_text(text, encoding="utf-8")
+
+
+def main(package: str, rows: Rows) -> None:
+    """What a program calls; `package` is named with its version."""
+    write({name: metadata.version(name) for name in (package, "torch")}, rows, outcome)

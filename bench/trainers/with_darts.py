@@ -5,8 +5,8 @@ from functools import partial
 import darts
 import numpy
 import torch
-from _factors import BATCHES, EPOCHS, LR, MAX_NORM, WINDOW, Seen, main
-from _lightning_steps import watched
+from _factors import BATCHES, EPOCHS, LR, MAX_NORM, Seen, main, runs
+from _lightning import SETTINGS, watched
 from darts.models import RNNModel
 from darts.models.forecasting.pl_forecasting_module import PLForecastingModule
 
@@ -23,13 +23,7 @@ def train(seen: Seen, batches=BATCHES, **options):
         n_epochs=EPOCHS if batches == BATCHES else EPOCHS * BATCHES,
         optimizer_cls=torch.optim.SGD,
         optimizer_kwargs={"lr": LR},
-        pl_trainer_kwargs={
-            "accelerator": "cpu",
-            "accumulate_grad_batches": WINDOW,
-            "enable_progress_bar": False,
-            "logger": False,
-            **options,
-        },
+        pl_trainer_kwargs=SETTINGS | options,
     )
     seen.facts["epoch"] = batches
     with watched(seen, PLForecastingModule):
@@ -38,10 +32,7 @@ def train(seen: Seen, batches=BATCHES, **options):
 
 if __name__ == "__main__":
     rows = {
-        "darts RNNModel": {
-            "plain": train,
-            "clip": partial(train, gradient_clip_val=MAX_NORM),
-        },
-        "darts RNNModel, epochs of one batch": {"plain": partial(train, batches=1)},
+        "darts RNNModel": runs(train) | {"clip": partial(train, gradient_clip_val=MAX_NORM)},
+        "darts RNNModel, epochs of one batch": runs(train, batches=1),
     }
     main("darts", rows)

@@ -1,7 +1,6 @@
 """DeepSpeed on a CPU: `gradient_accumulation_steps` of 4, ZeRO stages 0, 1 and 2."""
 
 import os
-from functools import partial
 
 os.environ |= {
     "DS_ACCELERATOR": "cpu",
@@ -14,16 +13,15 @@ os.environ |= {
 
 import deepspeed
 from _factors import (
-    EPOCHS,
-    MAX_NORM,
-    STOP,
     WINDOW,
     Seen,
     Weights,
+    epochs,
     loader,
     loss_of,
     main,
     optimizer_of,
+    runs,
     schedule_of,
 )
 
@@ -45,23 +43,14 @@ def train(seen: Seen, stage, unequal=False, max_norm=0.0, stop=None):
     )
     seen.watch(model)
     seen.copies = optimizer
-    for _ in range(EPOCHS):
-        for i, batch in enumerate(loader(unequal)):
-            engine.backward(loss_of(engine(batch)))
-            engine.step()
-            if i + 1 == stop:
-                return
-
-
-def runs(stage):
-    once = partial(train, stage=stage)
-    return {
-        "plain": once,
-        "clip": partial(once, max_norm=MAX_NORM),
-        "unequal": partial(once, unequal=True),
-        "stopped": partial(once, stop=STOP),
-    }
+    for _, batch in epochs(loader(unequal), stop):
+        engine.backward(loss_of(engine(batch)))
+        engine.step()
 
 
 if __name__ == "__main__":
-    main("deepspeed", {f"DeepSpeed, ZeRO stage {stage}": runs(stage) for stage in (0, 1, 2)})
+    rows = {
+        f"DeepSpeed, ZeRO stage {stage}": runs(train, "clip", "unequal", "stopped", stage=stage)
+        for stage in (0, 1, 2)
+    }
+    main("deepspeed", rows)

@@ -4,8 +4,20 @@ from functools import partial
 
 import _cpu_build  # noqa: F401
 import torch
-from _factors import BATCHES, EPOCHS, LR, MAX_NORM, WINDOW, Seen, Weights, loss_of, main
-from _wrapped import wrapped
+from _factors import (
+    BATCHES,
+    EPOCHS,
+    LR,
+    MAX_NORM,
+    WINDOW,
+    Seen,
+    Weights,
+    loss_of,
+    main,
+    numbers,
+    runs,
+    wrapped,
+)
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.data.core import DataLoaders
@@ -21,25 +33,18 @@ def rate(part):
     return LR * (1.0 + part * EPOCHS * BATCHES)
 
 
-def loss(outputs, targets):
-    return loss_of(outputs)
-
-
 class Flush(Callback):
     def after_train(self):
         self.opt.opt.flush()
 
 
 def train(seen: Seen, samples=WINDOW * ROWS, fits=1, optimizer=torch.optim.SGD, callbacks=()):
-    model = Weights()
-    seen.watch(model)
-    numbers = [k for k in range(BATCHES) for _ in range(ROWS)]
     accumulation = [GradientAccumulation(samples)] if samples else []
-    batches = DataLoader([(k, k) for k in numbers], bs=ROWS, shuffle=False)
+    batches = DataLoader([(k, k) for k in numbers(ROWS)], bs=ROWS, shuffle=False)
     learner = Learner(
         DataLoaders(batches, batches),
-        model,
-        loss_func=loss,
+        seen.watch(Weights()),
+        loss_func=lambda outputs, targets: loss_of(outputs),
         opt_func=partial(OptimWrapper, opt=optimizer),
         lr=LR,
         cbs=[*accumulation, ParamScheduler({"lr": rate}), *callbacks],
@@ -59,17 +64,12 @@ def wrapper(seen: Seen):
 
 
 if __name__ == "__main__":
-    usual = {
-        "plain": train,
-        "clip": partial(train, callbacks=[GradientClip(MAX_NORM)]),
-    }
+    clip = {"clip": partial(train, callbacks=[GradientClip(MAX_NORM)])}
+    cure = "cure: `AccumulatingOptimizer` in OptimWrapper, `flush` after each epoch"
     rows = {
-        "fastai, n_acc of 4 batches": usual,
-        "fastai, the same, `fit` twice": {
-            "plain": partial(train, fits=2),
-            "cure: `AccumulatingOptimizer` in OptimWrapper, `flush` after each epoch": wrapper,
-        },
-        "fastai, n_acc=4 and batches of 3": {"plain": partial(train, samples=WINDOW)},
-        "fastai, n_acc=10 and batches of 3": {"plain": partial(train, samples=10)},
+        "fastai, n_acc of 4 batches": runs(train) | clip,
+        "fastai, the same, `fit` twice": runs(train, fits=2) | {cure: wrapper},
+        "fastai, n_acc=4 and batches of 3": runs(train, samples=WINDOW),
+        "fastai, n_acc=10 and batches of 3": runs(train, samples=10),
     }
     main("fastai", rows)

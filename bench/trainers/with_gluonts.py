@@ -3,8 +3,8 @@
 from functools import partial
 
 import numpy
-from _factors import BATCHES, EPOCHS, LR, MAX_NORM, WINDOW, Seen, main
-from _lightning_steps import watched
+from _factors import BATCHES, EPOCHS, LR, MAX_NORM, ROWS, Seen, main, runs
+from _lightning import SETTINGS, watched
 from gluonts.dataset.common import ListDataset
 from gluonts.torch.model.deepar import DeepAREstimator
 from gluonts.torch.model.deepar.lightning_module import DeepARLightningModule
@@ -20,22 +20,14 @@ def train(seen: Seen, **options):
         context_length=8,
         hidden_size=4,
         lr=LR,
-        batch_size=2,
+        batch_size=ROWS,
         num_batches_per_epoch=BATCHES,
-        trainer_kwargs={
-            "accelerator": "cpu",
-            "max_epochs": EPOCHS,
-            "accumulate_grad_batches": WINDOW,
-            "enable_progress_bar": False,
-            "logger": False,
-            **options,
-        },
+        trainer_kwargs=SETTINGS | {"max_epochs": EPOCHS, **options},
     )
     with watched(seen, DeepARLightningModule):
         estimator.train(ListDataset(series, freq="D"))
 
 
-RUNS = {"plain": train, "clip": partial(train, gradient_clip_val=MAX_NORM)}
-
 if __name__ == "__main__":
-    main("gluonts", {"gluonts DeepAR": RUNS})
+    found = runs(train) | {"clip": partial(train, gradient_clip_val=MAX_NORM)}
+    main("gluonts", {"gluonts DeepAR": found})

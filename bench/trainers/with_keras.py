@@ -4,13 +4,11 @@ import os
 
 os.environ["KERAS_BACKEND"] = "torch"
 
-from functools import partial
-
 import keras
 import torch
-from _factors import BATCHES, EPOCHS, LR, MAX_NORM, TOKENS, WINDOW, Seen, main
+from _factors import BATCHES, EPOCHS, LR, ROWS, TOKENS, WINDOW, Seen, main, numbers, runs
 
-ROWS, LONGEST = 2, 4
+LONGEST = max(TOKENS)
 
 
 class Model(keras.Model):
@@ -37,23 +35,20 @@ class Counting(keras.optimizers.schedules.LearningRateSchedule):
         return LR * (1.0 + float(step))
 
 
-def train(seen: Seen, unequal=False, **options):
+def train(seen: Seen, unequal=False, max_norm=None):
     """`unequal`: padded samples of several targets, whose `sample_weight` masks the padding."""
-    model = Model()
-    seen.watch(model)
-    optimizer = SGD(Counting(), gradient_accumulation_steps=WINDOW, **options)
+    model = seen.watch(Model())
+    optimizer = SGD(Counting(), gradient_accumulation_steps=WINDOW, global_clipnorm=max_norm)
     optimizer.seen = seen
     loss = keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight")
     model.compile(optimizer=optimizer, loss=loss)
-    numbers = torch.arange(BATCHES).repeat_interleave(ROWS)
-    targets, weights = torch.full(numbers.shape, -1e3), None
+    samples, weights = torch.tensor(numbers()), None
     if unequal:
-        numbers = torch.arange(BATCHES)[:, None].expand(-1, LONGEST)
-        targets = torch.full(numbers.shape, -1e3)
+        samples = torch.arange(BATCHES)[:, None].expand(-1, LONGEST)
         weights = (torch.arange(LONGEST) < torch.tensor(TOKENS)[:, None]).float()
     model.fit(
-        numbers,
-        targets,
+        samples,
+        torch.full(samples.shape, -1e3),
         sample_weight=weights,
         batch_size=1 if unequal else ROWS,
         epochs=EPOCHS,
@@ -62,11 +57,5 @@ def train(seen: Seen, unequal=False, **options):
     )
 
 
-RUNS = {
-    "plain": train,
-    "clip": partial(train, global_clipnorm=MAX_NORM),
-    "unequal": partial(train, unequal=True),
-}
-
 if __name__ == "__main__":
-    main("keras", {"Keras, a LearningRateSchedule": RUNS})
+    main("keras", {"Keras, a LearningRateSchedule": runs(train, "clip", "unequal")})

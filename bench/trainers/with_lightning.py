@@ -20,8 +20,9 @@ from _factors import (
     main,
     optimizer_of,
     schedule_of,
+    wrapped,
 )
-from _wrapped import wrapped
+from _lightning import SETTINGS
 
 warnings.simplefilter("ignore")
 
@@ -66,15 +67,11 @@ class Stop(lightning.Callback):
 
 
 def train(seen: Seen, unequal=False, module=None, checkpoint=None, **options):
-    module = module or Module()
-    seen.watch(module)
+    module = seen.watch(module or Module())
     defaults = {
+        **SETTINGS,
         "max_epochs": EPOCHS,
-        "accumulate_grad_batches": WINDOW,
-        "accelerator": "cpu",
-        "logger": False,
         "enable_checkpointing": False,
-        "enable_progress_bar": False,
         "enable_model_summary": False,
     }
     trainer = lightning.Trainer(**defaults | options)

@@ -5,8 +5,8 @@ from functools import partial
 import numpy
 import pandas
 import torch
-from _factors import BATCHES, LR, MAX_NORM, WINDOW, Seen, main
-from _lightning_steps import watched
+from _factors import BATCHES, LR, MAX_NORM, Seen, main, runs
+from _lightning import SETTINGS, watched
 from neuralforecast import NeuralForecast
 from neuralforecast.models import LSTM
 
@@ -31,10 +31,7 @@ def train(seen: Seen, series=BATCHES, **options):
         learning_rate=LR,
         num_lr_decays=-1,
         scaler_type="identity",
-        accelerator="cpu",
-        accumulate_grad_batches=WINDOW,
-        enable_progress_bar=False,
-        logger=False,
+        **SETTINGS,
         **options,
     )
     seen.facts["max_norm"] = options.get("gradient_clip_val")
@@ -44,11 +41,9 @@ def train(seen: Seen, series=BATCHES, **options):
 
 
 if __name__ == "__main__":
+    clip = {"clip": partial(train, gradient_clip_val=MAX_NORM / 10)}
     rows = {
-        "neuralforecast LSTM": {
-            "plain": train,
-            "clip": partial(train, gradient_clip_val=MAX_NORM / 10),
-        },
-        "neuralforecast LSTM, epochs of one batch": {"plain": partial(train, series=2)},
+        "neuralforecast LSTM": runs(train) | clip,
+        "neuralforecast LSTM, epochs of one batch": runs(train, series=2),
     }
     main("neuralforecast", rows)

@@ -1,21 +1,10 @@
 """sentence-transformers: SentenceTransformerTrainer, `gradient_accumulation_steps=4`."""
 
 from functools import partial
-from tempfile import TemporaryDirectory
 
 import torch
-from _factors import (
-    BATCHES,
-    EPOCHS,
-    MAX_NORM,
-    WINDOW,
-    Seen,
-    Weights,
-    loss_of,
-    main,
-    optimizer_of,
-    schedule_of,
-)
+from _factors import Seen, Weights, loss_of, main, numbers, runs
+from _hub import fit
 from datasets import Dataset
 from sentence_transformers import (
     SentenceTransformer,
@@ -23,8 +12,6 @@ from sentence_transformers import (
     SentenceTransformerTrainingArguments,
 )
 from sentence_transformers.base.modules import InputModule
-
-ROWS = 2  # of a micro-batch
 
 
 class Numbers(InputModule):
@@ -60,38 +47,13 @@ class InOrder(SentenceTransformerTrainer):
 
 
 def train(seen: Seen, max_norm=0.0, **options):
-    model = SentenceTransformer(modules=[Numbers()], device="cpu")
-    seen.watch(model)
-    optimizer = optimizer_of(model)
-    texts = [str(k) for k in range(BATCHES) for _ in range(ROWS)]
+    model = seen.watch(SentenceTransformer(modules=[Numbers()], device="cpu"))
+    texts = [str(k) for k in numbers()]
     data = Dataset.from_dict({"text": texts, "label": [0.0] * len(texts)})
-    with TemporaryDirectory() as folder:
-        arguments = SentenceTransformerTrainingArguments(
-            folder,
-            num_train_epochs=EPOCHS,
-            per_device_train_batch_size=ROWS,
-            gradient_accumulation_steps=WINDOW,
-            max_grad_norm=max_norm,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            **options,
-        )
-        InOrder(
-            model,
-            arguments,
-            train_dataset=data,
-            loss=Loss(model),
-            optimizers=(optimizer, schedule_of(optimizer)),
-        ).train()
+    arguments, given = SentenceTransformerTrainingArguments, {"loss": Loss(model)}
+    fit(InOrder, arguments, model, data, max_norm, given, **options)
 
-
-RUNS = {
-    "plain": train,
-    "clip": partial(train, max_norm=MAX_NORM),
-    "stopped": partial(train, max_steps=4),
-}
 
 if __name__ == "__main__":
-    main("sentence-transformers", {"sentence-transformers": RUNS})
+    found = runs(train, "clip") | {"stopped": partial(train, max_steps=4)}
+    main("sentence-transformers", {"sentence-transformers": found})

@@ -1,28 +1,25 @@
 """skorch: the FAQ's recipe for accumulation, and AccelerateMixin with a step every fourth batch."""
 
-from functools import partial
-
 import numpy
 import torch
 from _factors import (
-    BATCHES,
     EPOCHS,
     LR,
-    MAX_NORM,
+    ROWS,
     WINDOW,
     Seen,
     Weights,
     loss_of,
     main,
+    numbers,
+    runs,
+    wrapped,
 )
-from _wrapped import wrapped
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from skorch import NeuralNet
 from skorch.callbacks import Callback, GradientNormClipping, LRScheduler
 from skorch.hf import AccelerateMixin
-
-ROWS = 2  # of a micro-batch
 
 
 class Mean(torch.nn.Module):
@@ -81,8 +78,8 @@ def train(seen: Seen, kind=Recipe, max_norm=None, accelerated=False, optimizer=t
         verbose=0,
         **options,
     )
-    numbers = numpy.repeat(numpy.arange(BATCHES), ROWS)
-    net.fit(numbers, numbers)
+    samples = numpy.array(numbers())
+    net.fit(samples, samples)
 
 
 class Flush(Callback):
@@ -95,15 +92,10 @@ def wrapper(seen: Seen):
     train(seen, NeuralNet, optimizer=lambda params, lr: wrapped(torch.optim.SGD(params, lr=lr)))
 
 
-def runs(**options):
-    once = partial(train, **options)
-    return {"plain": once, "clip": partial(once, max_norm=MAX_NORM)}
-
-
 if __name__ == "__main__":
     rows = {
-        "skorch, the recipe of its FAQ": runs()
+        "skorch, the recipe of its FAQ": runs(train, "clip")
         | {"cure: `AccumulatingOptimizer`, stock `train_step`": wrapper},
-        "skorch, AccelerateMixin": runs(kind=Accelerated, accelerated=True),
+        "skorch, AccelerateMixin": runs(train, "clip", kind=Accelerated, accelerated=True),
     }
     main("skorch", rows)

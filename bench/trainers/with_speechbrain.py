@@ -7,17 +7,17 @@ import speechbrain
 import torch
 from _factors import (
     EPOCHS,
-    MAX_NORM,
+    LR,
     WINDOW,
     Seen,
     Weights,
     loader,
     loss_of,
     main,
-    micro_batches,
     optimizer_of,
+    runs,
+    wrapped,
 )
-from _wrapped import wrapped
 
 
 class Brain(speechbrain.Brain):
@@ -34,8 +34,8 @@ class Flushed(Brain):
         self.optimizer.flush()
 
 
-def train(seen: Seen, unequal=False, max_norm=5.0, batches=None, groups=False, wrap=False):
-    """`groups`: a model in two parameter groups, of which the second is watched."""
+def train(seen: Seen, unequal=False, max_norm=5.0, count=None, groups=False, wrap=False):
+    """`groups`: two parameter groups, of which the second is watched. `count`: of batches."""
     modules = {"model": Weights()} | ({"second": Weights()} if groups else {})
     model = torch.nn.ModuleDict(modules)
     seen.watch(modules["second" if groups else "model"])
@@ -45,7 +45,7 @@ def train(seen: Seen, unequal=False, max_norm=5.0, batches=None, groups=False, w
             return wrapped(model)
         if not groups:
             return optimizer_of(model)
-        return torch.optim.SGD([{"params": m.parameters()} for m in modules.values()], lr=1e-9)
+        return torch.optim.SGD([{"params": m.parameters()} for m in modules.values()], lr=LR)
 
     brain = (Flushed if wrap else Brain)(
         modules,
@@ -57,27 +57,14 @@ def train(seen: Seen, unequal=False, max_norm=5.0, batches=None, groups=False, w
             "noprogressbar": True,
         },
     )
-    data = torch.utils.data.DataLoader(batches, batch_size=None) if batches else loader(unequal)
-    brain.fit(range(EPOCHS), data)
+    brain.fit(range(EPOCHS), loader(unequal, count))
 
-
-RUNS = {
-    "plain": train,
-    "clip": partial(train, max_norm=MAX_NORM),
-    "unequal": partial(train, unequal=True),
-    "cure: `AccumulatingOptimizer` in `opt_class`, `grad_accumulation_factor=1`": partial(
-        train, wrap=True
-    ),
-}
-SHORT = partial(train, batches=micro_batches()[:3])
 
 if __name__ == "__main__":
+    cure = "cure: `AccumulatingOptimizer` in `opt_class`, `grad_accumulation_factor=1`"
     rows = {
-        "SpeechBrain": RUNS,
-        "SpeechBrain, epochs of 3 batches": {"plain": SHORT},
-        "SpeechBrain, the second parameter group": {
-            "plain": partial(train, groups=True),
-            "clip": partial(train, groups=True, max_norm=MAX_NORM),
-        },
+        "SpeechBrain": runs(train, "clip", "unequal") | {cure: partial(train, wrap=True)},
+        "SpeechBrain, epochs of 3 batches": runs(train, count=3),
+        "SpeechBrain, the second parameter group": runs(train, "clip", groups=True),
     }
     main("speechbrain", rows)

@@ -1,23 +1,10 @@
 """The Trainer of transformers, `gradient_accumulation_steps=4`, and models of several kinds."""
 
 from functools import partial
-from tempfile import TemporaryDirectory
 
 import torch
-from _factors import (
-    BATCHES,
-    EPOCHS,
-    INF,
-    MAX_NORM,
-    TOKENS,
-    WINDOW,
-    Seen,
-    Weights,
-    loss_of,
-    main,
-    optimizer_of,
-    schedule_of,
-)
+from _factors import BATCHES, INF, ROWS, TOKENS, Seen, Weights, loss_of, main, runs
+from _hub import InOrder, fit
 from torch.nn.functional import cross_entropy
 from transformers import (
     BertConfig,
@@ -31,7 +18,8 @@ from transformers import (
     TrainingArguments,
 )
 
-ROWS, LENGTH, CLASSES = 2, 8, 50  # of a micro-batch
+LENGTH, CLASSES = 8, 50  # of a row of tokens
+SIZE = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
 
 class NoKeywords(Weights):
@@ -81,44 +69,37 @@ def by_hand(model, data, causal):
     return gradients, counts
 
 
-class InOrder(Trainer):
-    def _get_train_sampler(self, *_):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
+class Ordered(InOrder, Trainer):
+    pass
 
 
-def train(seen: Seen, model, data, loss=None, scaler=False, kind=InOrder, **options):
-    options = {"num_train_epochs": EPOCHS, "max_grad_norm": 0.0, **options}
-    optimizer = optimizer_of(model)
-    with TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            per_device_train_batch_size=ROWS,
-            gradient_accumulation_steps=WINDOW,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            **options,
-        )
-        trainer = kind(
-            model,
-            arguments,
-            train_dataset=data,
-            compute_loss_func=loss,
-            optimizers=(optimizer, schedule_of(optimizer)),
-        )
-        if scaler:
-            trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
-        trainer.train()
+class Scaled(Ordered):
+    """With the scaler of mixed precision."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.accelerator.scaler = torch.amp.GradScaler("cpu")
 
 
-def of_weights(seen: Seen, model, infinite=False, loss=None, **options):
-    model, data = model(), samples(unequal=False)
+class OwnLoss(Ordered):
+    """The override that is in many tutorials."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return loss_of(model(**inputs)["logits"])
+
+
+def train(model, data, loss=None, trainer=Ordered, **options):
+    given = {"compute_loss_func": loss}
+    pinned = {"dataloader_pin_memory": False}
+    fit(trainer, TrainingArguments, model, data, given=given, **pinned, **options)
+
+
+def of_weights(seen: Seen, make, infinite=False, **options):
+    model, data = seen.watch(make()), samples(unequal=False)
     if infinite:
         data[ROWS * INF]["labels"][0] = -101
-    seen.watch(model)
-    train(seen, model, data, loss, scaler=infinite, **options)
+        options["trainer"] = Scaled
+    train(model, data, **options)
 
 
 def of_model(seen: Seen, make, causal, unequal=False, sentences=False, masked=False, **options):
@@ -128,12 +109,11 @@ def of_model(seen: Seen, make, causal, unequal=False, sentences=False, masked=Fa
     gradients, counts = by_hand(model, data, causal)
     seen.watch(model, gradients)
     seen.facts["tokens"] = counts
-    train(seen, model, data, **options)
+    train(model, data, **options)
 
 
 def llama():
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=CLASSES, num_hidden_layers=1, **size))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=CLASSES, num_hidden_layers=1, **SIZE))
 
 
 def gpt2():
@@ -141,26 +121,11 @@ def gpt2():
 
 
 def bert(kind):
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    return kind(BertConfig(vocab_size=CLASSES, num_hidden_layers=1, **size))
-
-
-class OwnLoss(InOrder):
-    """The override that is in many tutorials."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return loss_of(model(**inputs)["logits"])
+    return kind(BertConfig(vocab_size=CLASSES, num_hidden_layers=1, **SIZE))
 
 
 def mean(outputs, labels, num_items_in_batch=None):
     return loss_of(outputs["logits"])
-
-
-def divided(make):
-    """A model that says that its loss is a mean."""
-    model = make()
-    model.accepts_loss_kwargs = False
-    return model
 
 
 def of_tokens(outputs, labels, num_items_in_batch=None):
@@ -169,45 +134,38 @@ def of_tokens(outputs, labels, num_items_in_batch=None):
     return loss_of(k) * labels.numel() / num_items_in_batch
 
 
-def first_masked(make):
-    """Positions without a target are not labels, so that they are not counted."""
-    return partial(of_model, make=make, causal=True, masked=True)
+def divided(once):
+    """The run with a model that says that its loss is a mean."""
+
+    def make():
+        model = once.keywords["make"]()
+        model.accepts_loss_kwargs = False
+        return model
+
+    return {"cure: `model.accepts_loss_kwargs = False`": partial(once, make=make)}
 
 
-def runs(train, unequal=True):
-    found = {"plain": train, "clip": partial(train, max_grad_norm=MAX_NORM)}
-    return found | ({"unequal": partial(train, unequal=True)} if unequal else {})
-
-
-without = partial(of_weights, model=NoKeywords)
-with_function = partial(of_weights, model=Keywords, loss=mean)
-with_method = partial(of_weights, model=Keywords, kind=OwnLoss)
-tokens = partial(of_model, make=partial(bert, BertForMaskedLM), causal=False)
+causal = partial(of_model, causal=True)
+masked = partial(of_model, make=partial(bert, BertForMaskedLM), causal=False)
 sentences = partial(
-    of_model,
-    make=partial(bert, BertForSequenceClassification),
-    causal=False,
-    sentences=True,
+    of_model, make=partial(bert, BertForSequenceClassification), causal=False, sentences=True
 )
-FLAG = "cure: `model.accepts_loss_kwargs = False`"
+without = partial(of_weights, make=NoKeywords)
+with_function = partial(of_weights, make=Keywords, loss=mean)
+with_method = partial(of_weights, make=Keywords, trainer=OwnLoss)
 ALL = {
-    "Trainer, a model whose `forward` takes no `**kwargs`": runs(without, unequal=False)
-    | {"skipped": partial(without, infinite=True), "stopped": partial(without, max_steps=4)},
-    "Trainer, LlamaForCausalLM": runs(partial(of_model, make=llama, causal=True)),
-    "Trainer, GPT2LMHeadModel": runs(partial(of_model, make=gpt2, causal=True))
-    | {"cure: first label of each row -100": first_masked(gpt2)},
-    "Trainer, BertForMaskedLM": runs(tokens)
-    | {FLAG: partial(tokens, make=partial(divided, partial(bert, BertForMaskedLM)))},
-    "Trainer, BertForSequenceClassification": runs(sentences, unequal=False)
-    | {
-        FLAG: partial(
-            sentences, make=partial(divided, partial(bert, BertForSequenceClassification))
-        )
-    },
-    "Trainer, `compute_loss_func` that returns a mean": runs(with_function, unequal=False)
+    "Trainer, a model whose `forward` takes no `**kwargs`": runs(without, "clip", "skipped")
+    | {"stopped": partial(without, max_steps=4)},
+    "Trainer, LlamaForCausalLM": runs(causal, "clip", "unequal", make=llama),
+    "Trainer, GPT2LMHeadModel": runs(causal, "clip", "unequal", make=gpt2)
+    # Positions without a target are not labels, so that they are not counted.
+    | {"cure: first label of each row -100": partial(causal, make=gpt2, masked=True)},
+    "Trainer, BertForMaskedLM": runs(masked, "clip", "unequal") | divided(masked),
+    "Trainer, BertForSequenceClassification": runs(sentences, "clip") | divided(sentences),
+    "Trainer, `compute_loss_func` that returns a mean": runs(with_function, "clip")
     | {"cure: a sum over `num_items_in_batch`": partial(with_function, loss=of_tokens)},
-    "Trainer, own `compute_loss` that returns a mean": runs(with_method, unequal=False)
-    | {FLAG: partial(with_method, model=partial(divided, Keywords))},
+    "Trainer, own `compute_loss` that returns a mean": runs(with_method, "clip")
+    | divided(with_method),
 }
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
 """TRL: SFTTrainer, `gradient_accumulation_steps=4`, on a small Llama."""
 
-from functools import partial
-from tempfile import TemporaryDirectory
-
 import torch
-from _factors import EPOCHS, MAX_NORM, WINDOW, Seen, main, optimizer_of, schedule_of
+from _factors import Seen, main, runs
+from _hub import InOrder, fit
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
-from with_trainer import CLASSES, ROWS, by_hand, llama, samples
+from with_trainer import CLASSES, by_hand, llama, samples
 
 
-class InOrder(SFTTrainer):
-    def _get_train_sampler(self, *_):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
+class Ordered(InOrder, SFTTrainer):
+    pass
 
 
 def tokenizer():
@@ -30,36 +27,11 @@ def train(seen: Seen, unequal=False, max_norm=0.0):
     model, data = llama().double().eval(), samples(unequal)
     gradients, seen.facts["tokens"] = by_hand(model, data, causal=True)
     seen.watch(model, gradients)
-    optimizer = optimizer_of(model)
     columns = {name: [row[name].tolist() for row in data] for name in ("input_ids", "labels")}
-    with TemporaryDirectory() as folder:
-        arguments = SFTConfig(
-            folder,
-            num_train_epochs=EPOCHS,
-            per_device_train_batch_size=ROWS,
-            gradient_accumulation_steps=WINDOW,
-            max_grad_norm=max_norm,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        InOrder(
-            model,
-            arguments,
-            train_dataset=Dataset.from_dict(columns),
-            processing_class=tokenizer(),
-            optimizers=(optimizer, schedule_of(optimizer)),
-        ).train()
+    given = {"processing_class": tokenizer()}
+    options = {"gradient_checkpointing": False, "bf16": False}
+    fit(Ordered, SFTConfig, model, Dataset.from_dict(columns), max_norm, given, **options)
 
-
-RUNS = {
-    "plain": train,
-    "clip": partial(train, max_norm=MAX_NORM),
-    "unequal": partial(train, unequal=True),
-}
 
 if __name__ == "__main__":
-    main("trl", {"TRL SFTTrainer, LlamaForCausalLM": RUNS})
+    main("trl", {"TRL SFTTrainer, LlamaForCausalLM": runs(train, "clip", "unequal")})

@@ -3,16 +3,24 @@
 Model, data and validation are replaced; `_do_train` is ultralytics' own.
 """
 
-from functools import partial
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import _cpu_build  # noqa: F401
 import torch
-from _factors import BATCHES, LR, WINDOW, Seen, Weights, loss_of, main, micro_batches
+from _factors import (
+    BATCHES,
+    LR,
+    ROWS,
+    WINDOW,
+    Seen,
+    Weights,
+    loss_of,
+    main,
+    micro_batches,
+    runs,
+)
 from ultralytics.engine.trainer import BaseTrainer
-
-ROWS = 2  # of a micro-batch
 
 
 class Model(torch.nn.Module):
@@ -40,8 +48,7 @@ class Trainer(BaseTrainer):
         return {"train": None, "val": None, "names": {0: "thing"}}
 
     def setup_model(self):
-        self.model = Model()
-        self.seen.watch(self.model)
+        self.model = self.seen.watch(Model())
 
     def get_dataloader(self, *args, **kwargs):
         return Loader({"numbers": batch, "img": batch} for batch in micro_batches())
@@ -97,7 +104,7 @@ def train(seen: Seen, epochs=2, warmup=0.0):
 
 if __name__ == "__main__":
     rows = {
-        "ultralytics, no warm-up": {"plain": train},
-        "ultralytics, warm-up of 3 of 12 epochs": {"plain": partial(train, epochs=12, warmup=3.0)},
+        "ultralytics, no warm-up": runs(train),
+        "ultralytics, warm-up of 3 of 12 epochs": runs(train, epochs=12, warmup=3.0),
     }
     main("ultralytics", rows)

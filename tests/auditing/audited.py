@@ -4,6 +4,7 @@ Everywhere `watch` stands around a loop: the audit, or `Plain`, which looks on b
 and parameters are the same at every call.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
@@ -46,6 +47,34 @@ class Decoder(nn.Module):
     def forward(self, token: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.cell(self.embedding(token), hidden)
         return self.head(hidden), hidden
+
+
+class LanguageModel(nn.Module):
+    """`model(tokens, state)`, of which the embedding may be sparse or tied to the head."""
+
+    def __init__(self, *, sparse: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 16, sparse=sparse)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 11)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, state=None):
+        output, state = self.lstm(self.embedding(tokens), state)
+        return self.head(output), state
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A target or a teacher: a frozen copy."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+@torch.no_grad()
+def follow(target: nn.Module, model: nn.Module, rate: float) -> None:
+    """A moving average of parameters."""
+    for slow, fast in zip(target.parameters(), model.parameters()):
+        slow.lerp_(fast, rate)
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
@@ -91,12 +120,27 @@ def sentences(count: int, steps: int = 30, vocabulary: int = 11) -> list[Batch]:
     ]
 
 
+def pairs(count: int, classes: int = 11, length: int = 6) -> list[Batch]:
+    """Tokens [4, length], and those that follow each."""
+    tokens = torch.randint(classes, (count, 4, length + 1))
+    return [(row[:, :-1], row[:, 1:]) for row in tokens]
+
+
 def of_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model(x), y)
 
 
 def of_labels(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
     return cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction=reduction)
+
+
+def of_tokens(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
+def slopes(outputs: Tensor, inputs: Tensor) -> Tensor:
+    """Gradients for the inputs, of which a gradient can be taken again."""
+    return torch.autograd.grad(outputs.sum(), inputs, create_graph=True)[0]
 
 
 def windows_of(batches: Sequence[Batch]) -> list[Sequence[Batch]]:

@@ -1,5 +1,5 @@
 """Right loops whose windows look odd: scalers and passes that optimizers share, gradients that the
-loop keeps by itself, and counts of its own. Each means what it computes, as in odd_loops.py."""
+loop keeps by itself, and counts of its own. Each means what it computes, as in other odd_*.py."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ from cases import seeded_into
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ODD_WINDOWS: list[Looping] = []
-odd = seeded_into(ODD_WINDOWS)
+ODD: list[Looping] = []
+odd = seeded_into(ODD)
 
 
 # --- several optimizers, several passes -----------------------------------------------------------

@@ -7,7 +7,7 @@ test chooses.
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from accumext.auditing._events import (
     Clipped,
     Constant,
     Event,
+    Finding,
     Graph,
     HalfSum,
     Loss,
@@ -29,6 +30,9 @@ from accumext.auditing._events import (
     Truncated,
     view_of,
 )
+from accumext.auditing._judge import judge
+
+Build = Callable[[], Record]
 
 NAMES = ("weight", "bias", "other")
 BOTH, OTHER = frozenset({0, 1}), frozenset({2})
@@ -297,3 +301,44 @@ def reached(*numbers: int, **changes) -> Record:
 
 def truncated(distance: float) -> Truncated:
     return Truncated("train.py:5", 0.0, 5, 5, 50, distance)
+
+
+def two(*events, **changes) -> Record:
+    """With both optimizers followed."""
+    return record(*events, optimizers=(SGD, ADAM), **changes)
+
+
+def no_sync(*sent: int) -> Record:
+    """Passes of which some reduced so many bytes, all in no_sync."""
+    return record(window([backward(1 / len(sent), sent=n, without_sync=True) for n in sent]))
+
+
+def with_empty(coefficient: float, reduction: str, *counts: float) -> list:
+    """A window in which micro-batches without targets have a gradient of zeros."""
+    of = passes([coefficient] * len(counts), counts, reduction=reduction)
+    of = [one if n else replace(one, gradient=0 * one.gradient) for n, one in zip(counts, of)]
+    return window(of)
+
+
+def in_eval(*numbers: int) -> list:
+    """A window of four passes, of which some reach batch norms in eval."""
+    names = [("norm.1", "norm.2") if i in numbers else () for i in range(4)]
+    return window([backward(0.25, eval_norms=some) for some in names])
+
+
+def two_constants(own: float, divisor: float) -> Pass:
+    """Of a loss that has a constant of its own beside the division."""
+    constants = Constant(divisor, True), Constant(own, False)
+    return backward(own * divisor, constants=constants)
+
+
+def one_constant(value: float, divided: bool = True, **changes) -> Record:
+    """Windows of one micro-batch each, whose loss was multiplied with a constant."""
+    made = {"constants": (Constant(value, divided),), **changes}
+    return record(*(window([backward(value, **made)]) for _ in range(2)))
+
+
+def said(one: Record) -> tuple[Finding, ...]:
+    """What is found, then what is asked."""
+    judgement = judge(one)
+    return (*judgement.findings, *judgement.questions)

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import odd_loops
+import odd_losses
+import odd_players
+import odd_sequences
+import odd_steps
 import odd_windows
 import pytest
 import right_loops
 import torch
 from audited import Looping, N, Watch, network, of_rows, rows, run, sgd, train
 from by_definition import Plain
-from odd_loops import ODD
-from odd_windows import ODD_WINDOWS
-from right_loops import RIGHT
 from torch import Tensor, nn
 from wrong_loops import WRONG
 from wrong_windows import WRONG_WINDOWS
@@ -82,8 +82,9 @@ def test_the_audit_names_a_mistake(case):
     assert case.at in linecache.getline(str(Path(__file__).with_name(file)), int(line))
 
 
-LOOPS = [*RIGHT, *ODD, *ODD_WINDOWS]
-ASKED = {**right_loops.ASKED, **odd_loops.ASKED, **odd_windows.ASKED}
+ODD = (odd_players, odd_losses, odd_sequences, odd_steps, odd_windows)
+LOOPS = [*right_loops.RIGHT, *(loop for file in ODD for loop in file.ODD)]
+ASKED = {loop: asked for file in (right_loops, *ODD) for loop, asked in file.ASKED.items()}
 every_right_loop = pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 
 
@@ -98,7 +99,7 @@ def test_a_right_loop(loop):
     assert len(audit.to_json()["windows"]) == min(steps, plain.windows)
 
 
-@pytest.mark.slow  # each window looks for modules among all objects
+@pytest.mark.slow  # every loop once more
 @every_right_loop
 def test_a_right_loop_all_of_whose_optimizers_are_followed(loop):
     audit, _ = end_of(loop, lambda model, optimizer, **options: accumext.audit(**options))

@@ -9,7 +9,7 @@ from torch import nn
 import accumext
 from accumext.demo.memory import peak_memory
 
-ROWS, WIDTH = 400_000, 64  # of an embedding that is nearly all of the model
+ROWS, WIDTH = 200_000, 64  # of an embedding that is nearly all of the model
 
 
 def peak(dtype: torch.dtype, audited: bool) -> int:

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 import accumext
+import accumext.auditing  # or the first audit would add it to the attributes of accumext
 from accumext.observing import observers
 
 REGISTERING = [sys.modules["torch.optim.optimizer"], torch.nn.modules.module]

@@ -59,18 +59,6 @@ def divided_for_the_wrapper(watch, model, optimizer):
     return audit
 
 
-@wrong("accumulation.partial", 2 / 4)
-def last_window_of_the_epoch(watch, model, optimizer):
-    """The last window of an epoch holds two batches, and is divided by four."""
-    loader = rows(2 * N + 2)
-
-    def rest(i):
-        if i + 1 == len(loader):
-            optimizer.step()
-
-    return train(watch, model, optimizer, loader, end=rest)
-
-
 @wrong("accumulation.unequal_counts", 12 / 3, asks=True)
 def mean_of_each_micro_batch(watch, model, optimizer):
     """The mean over the tokens of each micro-batch instead of the mean over the window's tokens."""

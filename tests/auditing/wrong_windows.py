@@ -93,34 +93,15 @@ def of_own(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
 # The last epoch's rest is in no step.
 @wrong("accumulation.leftover", (N + REST) / N, also=("accumulation.unused",))
 def rest_of_an_epoch(watch, model, optimizer):
-    """`if (i + 1) % n == 0` over epochs of another length, as in most hand-written loops."""
+    """`if (i + 1) % n == 0` over epochs of another length, as in most loops by hand, in ESPnet and
+    in skorch's recipe; and over calls of fastai's `fit`."""
     return epochs(watch, model, optimizer, rows(2 * N + REST))
-
-
-@wrong("accumulation.leftover", (N + 3) / N, also=("accumulation.unused",))
-def longer_rest_of_an_epoch(watch, model, optimizer):
-    """The same with three left over: ESPnet and skorch's recipe carry them, too."""
-    return epochs(watch, model, optimizer, rows(2 * N + 3))
 
 
 @wrong("accumulation.leftover", (N + REST) / N, also=("accumulation.unused",))
 def rest_of_a_loss_of_ones_own(watch, model, optimizer):
     """The same with a loss whose number of targets cannot be known from its graph."""
     return epochs(watch, model, optimizer, rows(2 * N + REST), of_own)
-
-
-@wrong("accumulation.leftover", (N + REST) / N, also=("accumulation.unused",))
-def rest_of_a_call_of_fit(watch, model, optimizer):
-    """fastai: what one `fit` leaves in `.grad` joins the first window of the next."""
-
-    def fit(part):
-        epoch(model, optimizer, part)
-
-    batches = rows(4 * N + 2 * REST)
-    with watch(model, optimizer, windows=SEEN) as audit:
-        fit(batches[: 2 * N + REST])
-        fit(batches[2 * N + REST :])
-    return audit
 
 
 @wrong("accumulation.leftover", (N + REST) / N, also=("accumulation.unused",))
@@ -383,17 +364,11 @@ def average_after_a_skipped_step(watch, model, optimizer):
     return overflowing(watch, model, optimizer, lambda: average.update_parameters(model))
 
 
-@wrong("schedule.on_skipped", 1, at="schedule.step(", asks=True)
-def schedule_after_a_skipped_step(watch, model, optimizer):
-    """AMP: Lightning's schedule per step moves on where the scaler skipped the step."""
-    schedule = ExponentialLR(optimizer, gamma=0.9)
-    return overflowing(watch, model, optimizer, lambda: schedule.step())
-
-
 # The scale grows after two steps that were not skipped, and then overflows again.
 @wrong("schedule.on_skipped", 3, at="schedule.step(", asks=True)
 def schedule_after_every_skipped_step(watch, model, optimizer):
-    """AMP: the same where the scale grows again: windows 1, 4 and 7 of 8 overflow."""
+    """AMP: Lightning's schedule per step moves on where the scaler skipped the step: in windows 1,
+    4 and 7 of 8."""
     schedule = ExponentialLR(optimizer, gamma=0.9)
     return overflowing(
         watch, model, optimizer, lambda: schedule.step(), windows=8, growth_interval=2

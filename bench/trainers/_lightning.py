@@ -1,14 +1,24 @@
-"""For trainers that train a LightningModule of their own: what its `training_step` returns."""
+"""For packages that train a LightningModule of their own."""
 
 from contextlib import contextmanager
 from unittest import mock
 
-from _factors import Seen
+from _factors import WINDOW, Seen
+
+SETTINGS = {  # of Lightning's Trainer
+    "accelerator": "cpu",
+    "accumulate_grad_batches": WINDOW,
+    "enable_progress_bar": False,
+    "logger": False,
+}
 
 
 @contextmanager
 def watched(seen: Seen, module_class):
-    """Tells `seen` the model, and the loss of each micro-batch before anything divides it."""
+    """Tells `seen` the model, and the loss of each micro-batch before anything divides it.
+
+    The loss is what the `training_step` of the class returns.
+    """
     before, models = module_class.training_step, []
 
     def training_step(self, *args, **kwargs):

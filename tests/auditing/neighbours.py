@@ -1,0 +1,445 @@
+"""Records without a mistake, beside those of mistakes.py."""
+
+import math
+from dataclasses import replace
+
+import torch
+from records import (
+    ADAM,
+    BOTH,
+    COUNTS,
+    NAN,
+    OTHER,
+    QUARTERS,
+    SCALE,
+    SGD,
+    WRAPPED,
+    Build,
+    after_each,
+    average,
+    backward,
+    call,
+    clip,
+    generator_and_critic,
+    graph,
+    half,
+    half_step,
+    holding,
+    in_eval,
+    loss,
+    of_steps,
+    one_constant,
+    other,
+    own_sums,
+    passes,
+    random_sketch,
+    ranked,
+    reached,
+    record,
+    rerun,
+    scaled,
+    skipped,
+    step,
+    total,
+    truncated,
+    two,
+    two_constants,
+    updated_inside,
+    window,
+    windows,
+    with_earlier,
+    with_empty,
+    with_nan,
+)
+
+from accumext.auditing._events import Constant
+
+# What differs in one thing from a case of that id, and is right, or could not be told.
+NEIGHBOURS: dict[str, dict[str, Build]] = {
+    "step.nonfinite": {
+        "nan in a pass of others": lambda: record(
+            other(gradient=with_nan()), window([backward()])),
+        "an infinite loss whose gradient is none": lambda: record(
+            window([backward(value=math.inf)])),
+    },
+    "step.skipped": {
+        "a window skipped": lambda: record(window([backward()]), skipped([backward()])),
+        "the only window": lambda: record(skipped([backward()])),
+        "a skipped window with inf gradients": lambda: record(
+            window([backward()]), skipped([backward(gradient=with_nan())])),
+    },
+    "scaler.unscale_missing": {
+        "a scale of 1": lambda: scaled(clip(), factor=1.0, scale=1.0),
+        "by the scaler": lambda: scaled(through_scaler=True),
+        "by hand": scaled,
+        "by a call": lambda: scaled(call("unscale_"), clip()),
+        "by the wrapper": lambda: replace(scaled(factor=1.0), optimizers=WRAPPED),
+        "scaled gradients, and a call": lambda: scaled(call("unscale_"), factor=1.0),
+        "scaled gradients, and the scaler": lambda: scaled(factor=1.0, through_scaler=True),
+    },
+    "accumulation.lost": {
+        "a pass for another line": lambda: record(
+            window([backward(where="train.py:8"), backward()], [0.0, 1.0])),
+        "the first pass of SAM, whose parameters moved": lambda: record(
+            window([backward(weights=(0.0,)), backward(weights=(1.0,))], [0.0, 1.0])),
+        "a loss that flows back again": lambda: record(window(
+            [backward(losses=[one]) for one in [loss(node=-8)] * 2], [0.0, 1.0])),
+        "a window that was skipped": lambda: record(
+            window([backward()]), skipped(passes([1 / 4] * 4))),
+        "a step without a pass": lambda: record(
+            window([backward()]), step(torch.zeros(3, 8), present=frozenset())),
+    },
+    "accumulation.counted_again": {
+        "half of the step before": lambda: with_earlier(0.5),
+        "two losses of one pass": lambda: record(window(
+            [backward(losses=[loss(1 / 4), loss(1 / 4)]) for _ in range(2)])),
+        "cleared passes that the loop has kept": lambda: record(
+            a := backward(losses=[loss(node=-9)]), call("zero_grad"),
+            b := backward(losses=[loss(node=-9)]), step(total([a, b], [1.0, 0.5]))),
+    },
+    "accumulation.another_loss": {
+        "zero_grad between": lambda: generator_and_critic(call("zero_grad")),
+        "one loss for both": lambda: generator_and_critic(order=(0, 1, 2)),
+        "a step of others without its own pass": lambda: record(
+            a := backward(0.5), call("step", OTHER), b := backward(0.5), step(total([a, b]))),
+        "a step of others after all passes": lambda: record(
+            of := [backward(gradient=random_sketch(), order=(0, 1, 2))], call("step", OTHER),
+            step(total(of))),
+    },
+    "accumulation.leftover": {
+        "the divisor of what it holds": lambda: record(windows(1 / 4, 4, 4), windows(1 / 6, 6)),
+        "losses of another line": lambda: record(
+            windows(1 / 4, 4), window([*passes(QUARTERS), backward(where="train.py:12")]),
+            windows(1 / 4, 4)),
+        "sums of a loop's own without a constant": lambda: record(own_sums(1.0, 4, 4, 6)),
+        "no equal constants": lambda: record(own_sums(1 / 4, 4), own_sums(1 / 5, 6)),
+    },
+    "accumulation.partial": {
+        "the divisor of what it holds": lambda: record(windows(1 / 4, 4), windows(1 / 2, 2)),
+        "skipped": lambda: record(windows(1 / 4, 4), skipped(passes(QUARTERS[:2]))),
+        "sums over all targets": lambda: record(
+            windows(1.0, 4, 2, reduction="sum")),
+        "a second constant beside the divisor": lambda: record(*(
+            window([two_constants(1 / 8, 1 / size) for _ in range(size)]) for size in (4, 2))),
+    },
+    "accumulation.varying": {
+        "within the tolerance": lambda: record(windows(1 / 4, 4), windows(0.2504, 4)),
+        "no sum of its passes": lambda: record(
+            windows(1 / 4, 4), passes([1.0] * 4), step(random_sketch())),
+        "two closure calls": lambda: record(
+            windows(1 / 4, 4), window(passes([1.0] * 4), closure_calls=2)),
+        "a wrapper that sums": lambda: record(
+            windows(1.0, 4), windows(0.5, 4), optimizers=(replace(WRAPPED[0], sums=True),)),
+        "roots that are no numbers": lambda: record(
+            own_sums(1 / 4, 4, scalar=False), own_sums(1 / 2, 4, scalar=False)),
+    },
+    "accumulation.scaled_between": {
+        "weights that rise": lambda: record(window(passes([0.1, 0.2, 0.3, 0.4], [None] * 4))),
+        "factors that fall": lambda: record(
+            window(passes(QUARTERS[:3], [None] * 3), [1.0, 0.5, 0.25])),
+        "factors that rise and fall": lambda: record(
+            window(passes(QUARTERS[:3], [None] * 3), [0.25, 1.0, 0.5])),
+        "after unscale_": lambda: record(
+            of := passes(QUARTERS[:3]), call("unscale_"), step(total(of, [0.25, 0.5, 1.0]))),
+        "a clip that was seen": lambda: record(
+            a := backward(0.5), clip(max_norm=5.0), b := backward(0.5), step(total([a, b]))),
+        "once, before all": lambda: record(windows(1 / 2, 2), window(passes([1.0] * 2), 0.5)),
+    },
+    "accumulation.divisor_missing": {
+        "a mean": lambda: record(window(passes(QUARTERS))),
+        "a mean by the step": lambda: record(window(passes([1.0] * 4), 0.25)),
+        "no window": lambda: record(passes([1.0] * 4)),
+        "nothing": record,
+        "one micro-batch": lambda: record(window([backward()])),
+        "a sum by choice": lambda: record(window(passes([1.0] * 4, reduction="sum"))),
+        "a sum of single targets": lambda: record(
+            window(passes([1.0] * 4, [1] * 4, reduction="sum"))),
+        "sums of a loop's own": lambda: record(own_sums(1.0, 4)),
+        "means over five steps": lambda: of_steps(1 / 20),
+        "sums over five steps": lambda: of_steps(1 / 4),
+        "a wrapper that sums": lambda: record(
+            windows(1.0, 4), optimizers=(replace(WRAPPED[0], sums=True),)),
+    },
+    "accumulation.divided_by_more": {
+        "a mean within the tolerance": lambda: record(window(passes([0.2496] * 4))),
+        "an average over windows": lambda: with_earlier(0.5, 1 / 8),
+        "roots that are no numbers": lambda: record(own_sums(1 / 4, 3, 3, scalar=False)),
+        "a mean of sums": lambda: record(window(passes(QUARTERS, COUNTS, reduction="sum"))),
+        "the negative of a mean": lambda: record(window(passes([-0.25] * 4))),
+        "a clip to a quarter": lambda: record(
+            of := passes(QUARTERS), clip(), step(total(of, 0.25))),
+        "a wrapper's clip": lambda: record(
+            window(passes(QUARTERS), 0.25, factor=0.25), optimizers=WRAPPED),
+        "a clip before the pass of others": lambda: record(
+            of := passes(QUARTERS), clip(), other(), step(total(of, 0.25))),
+    },
+    "accumulation.divided_by_less": {
+        "a mean within the tolerance": lambda: record(window(passes([0.2504] * 4))),
+        "gradients that the loop has kept": lambda: record(
+            a := backward(), call("zero_grad"), b := backward(), step(total([a, b]))),
+        "a mean of two losses each": lambda: record(window(
+            [backward(losses=[loss(0.25), loss(0.25)]) for _ in range(4)])),
+    },
+    "accumulation.window_of_one": {
+        "multiplied, not divided": lambda: one_constant(1 / 4, divided=False),
+        "divided in one window alone": lambda: record(*(
+            window([backward(1 / 4, constants=(Constant(1 / 4, divided),))])
+            for divided in (True, False))),
+        "by no whole number": lambda: one_constant(1 / 2.5),
+        "by a fraction": lambda: one_constant(4.0),
+        "by others each time": lambda: record(window([backward(1 / 2)]), window([backward(1 / 4)])),
+        "a mean over losses of its own": lambda: record(
+            window([backward(1 / 2, losses=[loss(1 / 2), loss(1 / 2)])])),
+        "what was left of more": lambda: record(
+            backward(1 / 2), call("zero_grad"), window([backward(1 / 2, weights=(1.0,))])),
+        "undone after the pass": lambda: record(
+            window([backward(1 / 4)], 4.0), window([backward(1 / 4)], 2.0)),
+        "windows of more as well": lambda: record(windows(1 / 4, 4), window([backward(1.0)])),
+    },
+    "accumulation.unequal_counts": {
+        "not known": lambda: record(window(passes(QUARTERS, [None, 3.0, 7.0, 5.0]))),
+        "not known of a second loss": lambda: record(window(
+            [backward(0.5, losses=[loss(0.25, n), loss(0.25, None)]) for n in (2, 4)])),
+        "targets that weigh the same": lambda: record(
+            window(passes([n / sum(COUNTS) for n in COUNTS], COUNTS))),
+        "sums over all targets": lambda: record(
+            window(passes([1 / sum(COUNTS)] * 4, COUNTS, reduction="sum"))),
+        "weights of classes, which are no counts": lambda: record(
+            window(passes([0.5] * 2, [6.5, 3.25]))),
+        "a penalty that counts nothing": lambda: record(window(
+            [backward(0.5, losses=[loss(0.5, 8.0), loss(9.0, n, known=False)]) for n in (2, 4)])),
+        "equal within the tolerance": lambda: record(window(passes([0.5] * 2, [1000, 1001]))),
+    },
+    "accumulation.unequal_weights": {
+        "weights and counts that differ": lambda: record(
+            window(passes([0.4, 0.1, 0.2, 0.3], COUNTS))),
+        "counts that are not known": lambda: record(
+            window(passes([0.1, 0.2, 0.3, 0.4], [None] * 4))),
+        "of two lines": lambda: record(
+            window([*passes([0.5] * 2), backward(where="train.py:12")])),
+    },
+    "accumulation.dropped": {
+        "a pass for another line": lambda: record(
+            window([backward(where="train.py:8"), backward()], [0.0, 1.0])),
+        "a small weight": lambda: record(
+            window(passes([1 - 1e-3, 1e-3], [None] * 2))),
+    },
+    "accumulation.unused": {
+        "nothing after the last step": lambda: record(windows(1 / 4, 4, 4)),
+        "cleared": lambda: record(windows(1 / 4, 4), passes(QUARTERS), call("zero_grad")),
+        "of another line": lambda: record(
+            windows(1 / 4, 4), backward(where="train.py:40")),
+        "after the last window that was asked for": lambda: record(
+            windows(1 / 4, 4, 4), passes(QUARTERS[:2]), ended=False),
+        "of others": lambda: record(windows(1 / 4, 4), other()),
+    },
+    "accumulation.sum": {
+        "sums over all targets": lambda: record(
+            window(passes([1.0] * 4, COUNTS, reduction="sum")),
+            window(passes([1.0] * 2, [4.0, 9.0], reduction="sum"))),
+        "divided by the targets of each window": lambda: record(
+            window(passes([1 / 27] * 4, COUNTS, reduction="sum")),
+            window(passes([1 / 13] * 2, [4.0, 9.0], reduction="sum"))),
+        "a micro-batch without targets, of a sum": lambda: record(
+            *(with_empty(1 / 13, "sum", *counts) for counts in ([4.0, 0.0, 9.0], [6.0, 7.0]))),
+        "a micro-batch without targets, of means": lambda: record(
+            windows(1 / 3, 3),
+            window([backward(1 / (3 * max(n, 1)), n, reduction="sum") for n in (4.0, 0.0, 4.0)])),
+    },
+    "scaler.mixed": {
+        "for others": lambda: record(
+            other(scale=SCALE), backward(scale=2 * SCALE),
+            step(random_sketch(), through_scaler=True)),
+        "of two windows": lambda: record(
+            *([*window([backward(scale=s)], 1 / s, through_scaler=True), call("update")]
+              for s in (SCALE, 2 * SCALE))),
+        "before zero_grad": lambda: record(
+            backward(scale=SCALE, where="train.py:8"), call("zero_grad"),
+            window([backward(scale=2 * SCALE)], 0.5 / SCALE)),
+        "in the wrapper": lambda: record(
+            backward(scale=SCALE), call("update"), backward(scale=2 * SCALE),
+            step(random_sketch()), optimizers=WRAPPED),
+    },
+    "scaler.updated_inside": {
+        "an update that changes nothing": updated_inside,
+        "an update after the last pass alone": lambda: record(
+            backward(0.5, scale=SCALE), call("unscale_"), backward(0.5, scale=SCALE),
+            call("update"), step(random_sketch(), through_scaler=True)),
+        "after another's pass": lambda: record(other(), call("update"), windows(0.5, 2)),
+        "before zero_grad": lambda: record(
+            backward(where="train.py:8"), call("update"), call("zero_grad"), window([backward()])),
+        "after the last pass": lambda: record(
+            of := passes([0.5] * 2, scale=SCALE), call("unscale_"), call("update"),
+            step(total(of, 1 / SCALE))),
+        "in the wrapper": lambda: replace(
+            updated_inside(call("unscale_")), optimizers=WRAPPED),
+    },
+    "clip.before_unscale": {
+        "a clip that changes nothing": lambda: scaled(
+            clip(norm=0.5), call("unscale_"), through_scaler=True),
+        "in the wrapper": lambda: replace(scaled(clip()), optimizers=WRAPPED),
+        "of other optimizers": lambda: scaled(clip(parameters=OTHER), call("unscale_")),
+        "another's scale before the clip": lambda: record(
+            backward(scale=SCALE), call("unscale_"), other(scale=SCALE), clip(),
+            step(random_sketch(), through_scaler=True)),
+    },
+    "clip.per_micro_batch": {
+        "before zero_grad": lambda: record(
+            backward(where="train.py:8"), clip(), call("zero_grad"), window([backward()])),
+        "two clips after the last pass": lambda: record(
+            of := [backward()], clip(), clip(1.0), step(total(of, 0.25))),
+        "before another's pass": lambda: record(
+            backward(), clip(), other(), step(random_sketch())),
+        "that changes nothing": lambda: record(
+            a := backward(0.5), clip(0.5), b := backward(0.5), clip(), step(total([a, b], 0.25))),
+    },
+    "clip.other_parameters": {
+        "of the optimizer's": lambda: record(
+            of := [backward()], clip(), step(total(of, 0.25))),
+        "of an optimizer that steps": lambda: record(
+            backward(), clip(parameters=BOTH | OTHER), step(random_sketch())),
+    },
+    "clip.part": {
+        "each by itself": lambda: record(
+            backward(), *(clip(parameters=frozenset({n})) for n in BOTH), step(random_sketch())),
+        "a norm without a clip": lambda: record(
+            backward(), clip(max_norm=math.inf, parameters=frozenset({0})), step(random_sketch())),
+        "whole in one window": lambda: record(
+            backward(), clip(parameters=frozenset({0})), step(random_sketch()),
+            backward(), clip(), step(random_sketch())),
+        "the rest has no gradient": lambda: record(
+            backward(), clip(parameters=frozenset({0})),
+            step(random_sketch([0]), present=frozenset({0}))),
+    },
+    "processes.not_reduced": {
+        "rounding": lambda: ranked(8.0, 8.0, differ=1e-15),
+        "one process": lambda: record(window([backward()])),
+    },
+    "processes.reduced_each": {
+        "one reduction": lambda: record(window([backward(1 / 3, sent=n) for n in (0, 0, 150)])),
+        "before zero_grad": lambda: record(
+            backward(where="train.py:8", sent=150), call("zero_grad"),
+            window([backward(sent=150)])),
+        "in windows of their own": lambda: record(*(window([backward(sent=150)]) for _ in "ab")),
+    },
+    "processes.unequal_counts": {
+        "equal": lambda: ranked(8.0, 8.0),
+        "not known": lambda: ranked(8.0, NAN),
+        "of another line": lambda: ranked(12.0, 3.0, lines=(LOOP, OTHERS)),
+    },
+    "schedule.per_micro_batch": {
+        "once per window": lambda: record(
+            *([*window([backward()]), call("schedule")] for _ in range(3))),
+        "two schedules": lambda: record(
+            window([backward()]), call("schedule"), call("schedule"), window([backward()])),
+        "after one of two passes": lambda: record(
+            windows(0.5, 2), a := backward(0.5), call("schedule"), b := backward(0.5),
+            step(total([a, b]))),
+        "of another optimizer": lambda: record(
+            after_each(passes([0.5, 0.5]), call("schedule", OTHER))),
+    },
+    "schedule.before_first_step": {
+        "after it": lambda: record(window([backward()]), call("schedule"), window([backward()])),
+        "of another optimizer": lambda: record(call("schedule", OTHER), window([backward()])),
+        "before a later step": lambda: record(
+            window([backward()]), of := [backward()], call("schedule"), step(total(of))),
+    },
+    "schedule.on_skipped": {
+        "after the pass that follows": lambda: record(
+            window([backward()]), skipped([backward()]), of := [backward()], call("schedule"),
+            step(total(of))),
+        "after a step": lambda: record(
+            skipped([backward()]), window([backward()]), call("schedule")),
+    },
+    "average.per_micro_batch": {
+        "once per window": lambda: record(*([*window([backward()]), average()] for _ in range(3))),
+        "of parameters that moved between": lambda: record(
+            after_each([backward(0.5, weights=(n,)) for n in (0, 2)], average())),
+        "before the step": lambda: record(
+            of := passes([0.5] * 2), average(), average(), step(total(of))),
+    },
+    "average.on_skipped": {
+        "after a step": lambda: record(skipped([backward()]), window([backward()]), average()),
+        "after the pass that follows": lambda: record(
+            window([backward()]), skipped([backward()]), of := [backward()], average(),
+            step(total(of))),
+    },
+    "parameters.twice": {
+        "another optimizer's": lambda: record(
+            of := [backward()], call("step", OTHER), step(total(of))),
+        "others that are followed": lambda: two(
+            of := [backward()], [theirs := other()], step(total(of)),
+            step(total([theirs]), optimizer=1, present=OTHER)),
+    },
+    "parameters.no_optimizer": {
+        "of another optimizer": lambda: reached(0, 1, 2),
+        "before the first step": lambda: record(backward(order=(0, 1, 2)), trained=BOTH),
+        "a loop of others alone": lambda: record(
+            window([backward()]), trained=frozenset()),
+    },
+    "parameters.no_gradient": {
+        "in another window": lambda: record(
+            a := backward(gradient=random_sketch([0]), order=(0,)),
+            step(total([a]), present=frozenset({0})), window([backward()])),
+        "in a pass without a step": lambda: record(
+            a := backward(gradient=random_sketch([0]), order=(0,)),
+            step(total([a]), present=frozenset({0})),
+            backward(gradient=random_sketch([1]), order=(1,), where="train.py:40")),
+        "written by hand": lambda: record(
+            backward(gradient=random_sketch([0]), order=(0,)), step(random_sketch())),
+        "no pass for this optimizer": lambda: record(
+            other(), step(random_sketch([0]), present=frozenset({0}))),
+    },
+    "memory.growing": {
+        "two passes": lambda: holding(0, 1),
+        "one graph that all use": lambda: holding(0, 1, 1, 1),
+        "one loss that flows back again": lambda: record(
+            list(holding(0, 1, 2, losses=[loss(node=-5)]).events[:3]), step(random_sketch())),
+    },
+    "memory.losses_summed": {
+        "less than the parameters": lambda: graph(4, 1300, losses=4, separate=True),
+        "one loss": lambda: graph(4, 4000, separate=True),
+        "losses of one forward pass": lambda: graph(1, 4000, losses=4, separate=True),
+    },
+    "memory.graph": {
+        "fifteen calls": lambda: graph(15, 16_000),
+        "smaller than the parameters": lambda: graph(16, 1060),
+        "more losses than calls": lambda: graph(4, 4000, losses=5),
+    },
+    "precision.sum": {
+        "one bit": lambda: half(1.9e-3, 1e-3),
+        "no rounding": lambda: half(8e-3, 0.0),
+        "of a part": lambda: half(8e-3, 1e-3, factors=[1.0, 1.0, 1.0, 0.5]),
+        "and a clip": lambda: half(1e-3, 1e-3, clip(), factor=0.25),
+        "and a norm of others": lambda: half(1e-3, 1e-3, clip(math.inf, parameters=OTHER)),
+        "of the wrong sign": lambda: record(
+            of := passes([-1.0]), half_step(-total(of), 1e-3, 1e-3, -1.0), half=BOTH),
+        "unscaled by the scaler": lambda: record(
+            of := [backward(scale=SCALE, count=None)],
+            half_step(total(of, 1 / SCALE), 1e-3, 1e-3, 1 / SCALE), half=BOTH),
+        "scaled yet, for a fused optimizer": lambda: record(
+            of := [backward(scale=SCALE, count=None)],
+            replace(half_step(total(of), 1e-3, 1e-3), used=total(of, 1 / SCALE)), half=BOTH),
+    },
+    "truncation.distance": {
+        "below the threshold": lambda: record(truncated(9e-3), window([backward()])),
+        "not measured": lambda: record(window([backward()])),
+    },
+    "determinism.differs": {
+        "the same run": lambda: rerun(0.0),
+        "the same nan": lambda: replace(
+            one := record(backward(gradient=with_nan()), step(random_sketch())), before=one),
+        "rounding": lambda: rerun(1e-15),
+        "a longer run": lambda: replace(
+            one := record(window([backward()]), window([backward()])),
+            before=replace(one, events=one.events[:3])),
+    },
+    "modules.batchnorm_eval": {
+        "in training": lambda: record(in_eval()),
+    },
+    "optimizer.decay": {
+        "a group of their own": lambda: record(window([backward()])),
+        "of an optimizer that never stepped": lambda: record(
+            window([backward()]), optimizers=(SGD, replace(ADAM, decayed=(2,)))),
+    },
+}  # fmt: skip

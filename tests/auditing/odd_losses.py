@@ -1,0 +1,359 @@
+"""Right loops that look odd: losses without labels, several at once, and learning to learn.
+
+Each means what it computes.
+"""
+
+import copy
+import itertools
+import math
+
+import audited
+import torch
+from audited import Looping, N, adam, copy_of, follow, network, of_rows, rows, sgd, slopes
+from cases import seeded_into
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+ODD: list[Looping] = []
+odd = seeded_into(ODD)
+
+
+def two_views(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two augmentations of the same inputs."""
+    return x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x)
+
+
+def cosine_distance(a: Tensor, b: Tensor) -> Tensor:
+    return 2 - 2 * F.cosine_similarity(a, b).mean()
+
+
+# --- without labels -------------------------------------------------------------------------------
+
+
+@odd
+def moco(watch):
+    """Keys come from a momentum encoder that moves before every pass, negatives from a queue; the
+    label of each row is 0, where its own key stands."""
+    model, queue = network(), F.normalize(torch.randn(64, 8))
+    keys_of, optimizer = copy_of(model), torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    with watch(model, optimizer) as audit:
+        for x, _ in rows(8):
+            one, other = two_views(x)
+            follow(keys_of, model, 0.001)
+            queries, keys = F.normalize(model(one)), F.normalize(keys_of(other))
+            own = (queries * keys).sum(1, keepdim=True)
+            logits = torch.cat([own, queries @ queue.T], 1) / 0.07
+            loss = F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            queue = torch.cat([keys, queue])[:64]
+    return audit
+
+
+@odd
+def byol(watch):
+    """Each view predicts the target's projection of the other, in a pass of its own, so that one
+    graph is held at a time; the target moves by a schedule, once a step."""
+    model = nn.ModuleDict({"encoder": network(), "predictor": network(8, 8)})
+    target, optimizer, steps = copy_of(model["encoder"]), adam(model), 5
+    with watch(model, optimizer) as audit:
+        for step, window in enumerate(audited.windows_of(rows(steps * N))):
+            for x, _ in window:
+                views = two_views(x)
+                for seen, hidden in (views, views[::-1]):
+                    predicted = model["predictor"](model["encoder"](seen))
+                    (cosine_distance(predicted, target(hidden)) / (2 * N)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            follow(target, model["encoder"], 0.01 * (math.cos(math.pi * step / steps) + 1) / 2)
+    return audit
+
+
+@odd
+def dino(watch):
+    """A teacher with a centre, many crops, a weight decay that is set at each step, and gradients
+    of the last layer that are dropped in the first epoch, to begin calmly."""
+    student = network()
+    teacher, centre = copy_of(student), torch.zeros(8)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    with watch(student, optimizer, windows=6) as audit:
+        for step, (x, _) in enumerate(rows(6)):
+            optimizer.param_groups[0]["weight_decay"] = 0.04 + 0.06 * step
+            crops = [*two_views(x), *[F.dropout(x, 0.5) for _ in range(4)]]
+            told = [teacher(crop) for crop in crops[:2]]
+            wanted = [((out - centre) / 0.04).softmax(1) for out in told]
+            said = [(student(crop) / 0.1).log_softmax(1) for crop in crops]
+            terms = [
+                -(w * s).sum(1).mean()
+                for i, w in enumerate(wanted)
+                for j, s in enumerate(said)
+                if i != j
+            ]
+            optimizer.zero_grad()
+            (sum(terms) / len(terms)).backward()
+            nn.utils.clip_grad_norm_(student.parameters(), 3.0)
+            if step < 3:
+                for parameter in student[2].parameters():
+                    parameter.grad = None
+            optimizer.step()
+            follow(teacher, student, 0.004)
+            centre = torch.lerp(centre, torch.cat(told).mean(0), 0.1)
+    return audit
+
+
+@odd
+def diffusion_of_velocities(watch):
+    """v-prediction with a weight for every time (min-SNR), and an average of the parameters that
+    moves once a step and not once a micro-batch."""
+    model = network(17, 16)
+    average, optimizer = copy_of(model), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with watch(model, optimizer) as audit:
+        for i, (x, _) in enumerate(rows(5 * N)):
+            time = torch.rand(len(x), 1) * 0.98 + 0.01
+            signal, spread = (time * math.pi / 2).cos(), (time * math.pi / 2).sin()
+            noise = torch.randn_like(x)
+            predicted = model(torch.cat([signal * x + spread * noise, time], 1))
+            losses = (predicted - (signal * noise - spread * x)).square().mean(1, keepdim=True)
+            ratio = (signal / spread).square()
+            ((ratio.clamp(max=5) / (ratio + 1) * losses).mean() / N).backward()
+            if (i + 1) % N == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                follow(average, model, 0.001)
+    return audit
+
+
+@odd
+def annealed_divergence(watch):
+    """A VAE whose divergence weighs more from step to step, with free bits; the weight is the same
+    throughout a window."""
+    model, step = nn.ModuleDict({"encoder": network(16, 8), "decoder": network(4, 16)}), 0
+    optimizer = adam(model)
+    with watch(model, optimizer) as audit:
+        for i, (x, _) in enumerate(rows(5 * N)):
+            mean, log_variance = model["encoder"](x).chunk(2, 1)
+            code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+            rebuilt = F.mse_loss(model["decoder"](code), x, reduction="sum") / len(x)
+            divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).mean(0)
+            loss = rebuilt + min(1.0, step / 4) * divergence.clamp(min=0.05).sum()
+            (loss / N).backward()
+            if (i + 1) % N == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+    return audit
+
+
+@odd
+def mean_teacher(watch):
+    """Labelled rows and, with a weight that is ramped up, rows without labels, a pass each; the
+    teacher is the student's average, moves once a step, and is the same for a whole window."""
+    student = nn.Sequential(network(16, 32), nn.Dropout(0.2), nn.Linear(32, 8))
+    teacher, optimizer = copy_of(student), sgd(student)
+    with watch(student, optimizer) as audit:
+        for step, window in enumerate(audited.windows_of(rows(5 * N))):
+            weight = math.exp(-5 * (1 - min(1, step / 4)) ** 2)
+            for x, y in window:
+                (of_rows(student, x[:4], y[:4]) / N).backward()
+                one, other = two_views(x)
+                agreed = F.mse_loss(student(one).softmax(1), teacher(other).softmax(1))
+                (weight * agreed / N).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            follow(teacher, student, max(0.05, 1 / (step + 1)))
+    return audit
+
+
+# --- several losses -------------------------------------------------------------------------------
+
+
+@odd
+def weights_by_gradient_norms(watch):
+    """GradNorm: the weights of two tasks are learned from the norms of their gradients at the last
+    shared layer, by an optimizer of their own, and sum up to 2."""
+    model = nn.ModuleDict({"trunk": network(16, 16), "a": network(16, 8), "b": network(16, 16)})
+    weights, first = nn.Parameter(torch.ones(2)), None
+    optimizer, of_weights = adam(model), torch.optim.Adam([weights], lr=0.025)
+    shared = model["trunk"][2].weight
+    with watch(model, optimizer) as audit:
+        for x, y in rows(6):
+            features = model["trunk"](x)
+            losses = F.cross_entropy(model["a"](features), y), F.mse_loss(model["b"](features), x)
+            first = first or [loss.item() for loss in losses]
+            optimizer.zero_grad()
+            sum(w * loss for w, loss in zip(weights.detach(), losses)).backward(retain_graph=True)
+            norms = torch.stack(
+                [slopes(w * loss, shared).norm() for w, loss in zip(weights, losses)]
+            )
+            pace = torch.tensor([loss.item() / start for loss, start in zip(losses, first)])
+            wanted = norms.mean().detach() * (pace / pace.mean()) ** 1.5
+            (weights.grad,) = torch.autograd.grad((norms - wanted).abs().sum(), weights)
+            of_weights.step()
+            optimizer.step()
+            weights.data.mul_(2 / weights.data.sum())
+    return audit
+
+
+@odd
+def class_weights_of_a_window(watch, model, optimizer):
+    """Rare classes weigh more; the sum is divided by the weights of all rows of the window, so that
+    a row counts the same in whichever micro-batch it is."""
+    weight = torch.linspace(0.5, 4.0, 8)
+    with watch(model, optimizer) as audit:
+        for window in audited.windows_of(rows(5 * N)):
+            total = sum(weight[y].sum() for _, y in window)
+            for x, y in window:
+                loss = F.cross_entropy(model(x), y, weight=weight, reduction="sum")
+                (loss / total).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return audit
+
+
+@odd
+def data_sets_in_turn(watch):
+    """Three data sets in turn, heads and losses of their own, a weight for each; all losses go
+    through one helper, and a step comes after one batch of each."""
+    trunk = network(16, 32)
+    heads = nn.ModuleList([nn.Linear(32, 8), nn.Linear(32, 16), nn.Linear(32, 1)])
+    model = nn.ModuleList([trunk, heads])
+    optimizer = adam(model)
+    losses = [
+        lambda out, x, y: F.cross_entropy(out, y),
+        lambda out, x, y: F.mse_loss(out, x),
+        lambda out, x, y: F.binary_cross_entropy_with_logits(out[:, 0], (y > 3).float()),
+    ]
+    loaders = [itertools.cycle(rows(3 + k)) for k in range(3)]
+
+    def backward(loss):
+        loss.backward()
+
+    with watch(model, optimizer) as audit:
+        for i in range(5 * 3):
+            k = i % 3
+            x, y = next(loaders[k])
+            backward((1.0, 0.5, 0.25)[k] * losses[k](heads[k](trunk(x)), x, y))
+            if k == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    return audit
+
+
+@odd
+def elastic_weights(watch, model, optimizer):
+    """EWC: first passes that only measure how much each parameter matters, without a step; then
+    training, where the penalty has one pass per window, and is therefore not divided."""
+    fisher = [torch.zeros_like(p) for p in model.parameters()]
+    with watch(model, optimizer) as audit:
+        for x, y in rows(6):
+            model.zero_grad()
+            of_rows(model, x, y).backward()
+            for total, parameter in zip(fisher, model.parameters()):
+                total += parameter.grad.square() / 6
+        model.zero_grad()
+        old = [p.detach().clone() for p in model.parameters()]
+        for window in audited.windows_of(rows(5 * N)):
+            for x, y in window:
+                (of_rows(model, x.flip(1), y) / N).backward()
+            moved = zip(fisher, model.parameters(), old)
+            (50 * sum((f * (p - before).square()).sum() for f, p, before in moved)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return audit
+
+
+@odd
+def dark_replay(watch, model, optimizer):
+    """DER++: rows met before are replayed with the logits that they had then, and others with their
+    labels; a weight for each, a pass for each, and none as long as nothing is stored."""
+    buffer = []
+    with watch(model, optimizer) as audit:
+        for x, y in rows(8):
+            optimizer.zero_grad()
+            logits = model(x)
+            F.cross_entropy(logits, y).backward()
+            if buffer:
+                seen, _, then = buffer[torch.randint(len(buffer), ())]
+                (0.5 * F.mse_loss(model(seen), then)).backward()
+                seen, label, _ = buffer[torch.randint(len(buffer), ())]
+                (0.5 * of_rows(model, seen, label)).backward()
+            optimizer.step()
+            buffer.append((x, y, logits.detach()))
+    return audit
+
+
+@odd
+def physics_with_two_optimizers(watch):
+    """A network that solves u' = -u: derivatives for the input in the loss, Adam at first and
+    L-BFGS afterwards, on the same parameters."""
+    model = network(1, 1)
+    first = adam(model)
+    second = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+    times = torch.linspace(0, 2, 16)[:, None].requires_grad_()
+
+    def closure():
+        model.zero_grad()
+        solution = model(times)
+        residual = (slopes(solution, times) + solution).square().mean()
+        loss = residual + 10 * (model(torch.zeros(1, 1)) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    with watch(model, first, windows=10) as audit:
+        for _ in range(8):
+            closure()
+            first.step()
+        for _ in range(3):
+            second.step(closure)
+    return audit
+
+
+# --- learning to learn ----------------------------------------------------------------------------
+
+
+@odd
+def reptile(watch, model, optimizer):
+    """The step of the outer optimizer goes to where a copy went in five steps of its own; its
+    gradients are the ways there."""
+    with watch(model, optimizer) as audit:
+        for task in range(6):
+            learner = copy.deepcopy(model)
+            inner = torch.optim.SGD(learner.parameters(), lr=0.02)
+            for x, y in rows(5):
+                inner.zero_grad()
+                of_rows(learner, x + task, y).backward()
+                inner.step()
+            for parameter, learned in zip(model.parameters(), learner.parameters()):
+                parameter.grad = (parameter - learned).detach()
+            optimizer.step()
+    return audit
+
+
+@odd
+def maml(watch):
+    """Two inner steps by `autograd.grad` in the graph, for each of four tasks; the mean of their
+    losses afterwards is the loss of the outer step."""
+    model = network()
+    optimizer = adam(model)
+    with watch(model, optimizer) as audit:
+        for tasks in audited.windows_of(rows(5 * N)):
+            optimizer.zero_grad()
+            for x, y in tasks:
+                adapted = dict(model.named_parameters())
+                for _ in range(2):
+                    loss = F.cross_entropy(functional_call(model, adapted, x[:4]), y[:4])
+                    grads = torch.autograd.grad(loss, adapted.values(), create_graph=True)
+                    adapted = {n: p - 0.1 * g for (n, p), g in zip(adapted.items(), grads)}
+                query = F.cross_entropy(functional_call(model, adapted, x[4:]), y[4:])
+                (query / len(tasks)).backward()
+            optimizer.step()
+    return audit
+
+
+# What may be meant is asked: here it is.
+ASKED: dict[Looping, set[str]] = {
+    physics_with_two_optimizers: {"parameters.twice"},
+}
