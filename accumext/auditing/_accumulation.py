@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
-from accumext.auditing._events import Pass, View, calls, is_call
+from accumext.auditing._events import Pass, View, calls, is_call, only
 from accumext.auditing._fit import Fit, Part, fits
 from accumext.auditing._sums import (
     Sum,
     alike,
     constants_by_place,
+    dividing_places,
     main_losses,
     nodes_of,
     own_clips,
@@ -33,13 +34,15 @@ _ROUNDING_HALF = 0.05  # of a factor, where gradients are of half precision
 def factors(view: View) -> Found:
     """The gradient is c times the mean over the micro-batches."""
     every = _whole(view)
-    for kind in dict.fromkeys(one.kind for one in every):
+    said = {kind: list[Said]() for kind in dict.fromkeys(one.kind for one in every)}
+    for kind, found in said.items():
         sums = [one for one in every if one.kind == kind]
         judged, unknown = ([one for one in sums if one.judged is known] for known in (True, False))
-        if judged:
-            yield from _of_known(view, judged)
-        if unknown and _has_divisor(unknown):
-            yield from _unlike(unknown, _by_size(unknown))
+        found += _of_known(view, judged) if judged else ()
+        found += _unlike(unknown, _by_size(unknown)) if unknown and _has_divisor(unknown) else ()
+    for one in [one for found in said.values() for one in found]:
+        if all(said.values()) or not one.id.startswith("accumulation.divided_by"):
+            yield one  # beside a loss without one, a constant factor is a weight
 
 
 def _whole(view: View) -> list[Sum]:
@@ -65,7 +68,8 @@ def _of_known(view: View, sums: list[Sum]) -> Found:
     rounding = _ROUNDING_HALF if view.record.half else 0.0
     sizes = [one.size for one in sums]
     scaled = [1.0] * len(sums) if view.optimizer.wrapped else own_clips(sums)
-    as_used = [one.readings() for one in sums]
+    divisors = dividing_places(sums) if max(sizes) > 1 else []
+    as_used = [one.readings(divisors) for one in sums]
     readings = [
         {name: c / clip for name, c in each.items()}
         for each, clip in zip(as_used, scaled, strict=True)
@@ -83,7 +87,8 @@ def _of_known(view: View, sums: list[Sum]) -> Found:
         windows = [one for one in sums if one.size == full]
         several_heads = any(len({part.of.reached for part in one.parts}) > 1 for one in sums)
         asks = len({*sizes}) == 1 or several_heads or not all(one.certain for one in sums)
-        if not asks or alike(scaled):
+        signs = {part.of.coefficient * part.factor > 0 for s in sums for part in s.parts}
+        if not asks or (alike(scaled) and len(signs) == 1):  # a difference of means is none
             yield _said("divisor_missing", [float(full)], windows, asks)
     elif off and len(off) < len(sums):
         hits = Counter(name for each in readings for name, c in each.items() if same(c, 1.0))
@@ -284,6 +289,8 @@ def counted_again(view: View) -> Found:
     reached = Counter((n, p) for part in parts for n in nodes_of(part) for p in part.of.reached)
     times = max(reached.values(), default=1)
     kept = [fit.window for fit in known if same(fit.earlier, 1.0)]
+    runs = [list(run) for _, run in groupby(enumerate(kept), lambda pair: pair[1].index - pair[0])]
+    steps = max(map(len, runs), default=0) + 1
     if times > 1:
         yield Said(
             "accumulation.counted_again", times, parts[0].of.where,
@@ -291,34 +298,50 @@ def counted_again(view: View) -> Found:
         )  # fmt: skip
     elif kept:
         yield Said(
-            "accumulation.counted_again", len(kept) + 1, kept[0].step.where,
+            "accumulation.counted_again", steps, kept[0].step.where,
             f"{numbered(kept)} began with the gradients of the step before: micro-batches are in "
-            f"up to {len(kept) + 1} steps",
+            f"up to {steps} steps",
         )  # fmt: skip
 
 
 def another_loss(view: View) -> Found:
     """Gradients of another optimizer's loss, as a GAN's generator leaves them in the discriminator:
-    a question, unless that optimizer has stepped between them and others."""
+    a question, unless that optimizer has stepped between them and others that it has no part in."""
     cases = []
     for fit in fits(view):
-        others = {} if fit.by_hand else strangers(view, fit)
+        events, apart = fit.window.events, {} if fit.by_hand else strangers(view, fit)
+        others = apart or _stepped_on(view, fit)
         own = {id(part.of) for part in fit.there} - others.keys()
-        events = fit.window.events
         theirs = [i for i, event in enumerate(events) if id(event) in others]
         last = max((i for i, event in enumerate(events) if id(event) in own), default=0)
         if theirs:
             between = bool(calls(events[theirs[0] : last], "step"))
-            cases.append((between, len(others), events[theirs[0]], fit.window))
+            cases.append((bool(apart), between, len(others), events[theirs[0]], fit.window))
     if cases:
-        between, number, one, window = max(cases, key=lambda case: case[:2])
+        alone, between, number, one, window = max(cases, key=lambda case: case[:3])
         yield Said(
             "accumulation.another_loss", number, one.where,
             f"{several(number, 'backward pass')} in the gradient of {numbered([window])} also "
-            "reached parameters of another optimizer, and the others did not"
+            "reached parameters of another optimizer"
+            + (", and the others did not" if alone else "")
             + (", which had stepped before they came" if between else ""),
-            asks=not between,
+            asks=not (alone and between),
         )  # fmt: skip
+
+
+def _stepped_on(view: View, fit: Fit) -> dict[int, Pass]:
+    """The passes in a gradient, by id, on which another optimizer has stepped before those of
+    other lines came."""
+    there, events = {id(part.of): part.of for part in fit.there}, fit.window.events
+    for i, event in enumerate(events):
+        if is_call(event, "step"):
+            theirs = event.parameters - view.optimizer.parameters
+            before = {k: there[k] for k in map(id, events[:i]) if k in there}
+            before = {k: one for k, one in before.items() if one.reached & theirs}
+            later = {one.where for one in only(events[i:], Pass) if id(one) in there}
+            if before and later and later.isdisjoint(one.where for one in before.values()):
+                return before
+    return {}
 
 
 def unused(view: View) -> Found:

@@ -83,6 +83,7 @@ class Call:
     time: float
     name: str
     parameters: frozenset[int] = frozenset()  # that it is about
+    optimizer: int | None = None  # of a schedule, where it is followed
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,15 @@ class Optimized:
     """An optimizer whose steps were observed."""
 
     name: str  # of its class
-    parameters: frozenset[int]
+    parameters: frozenset[int]  # that have required a gradient
+    frozen: int = 0  # parameters that never have
     wrapped: bool = False  # in an AccumulatingOptimizer, which weights and unscales by itself
     sums: bool = False  # the wrapper's reduction is "sum"
     decayed: tuple[int, ...] = ()  # vectors that decay by the rate of matrices
+
+    @property
+    def size(self) -> int:
+        return len(self.parameters) + self.frozen
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +174,8 @@ class Record:
     optimizers: tuple[Optimized, ...]
     trained: frozenset[int]  # parameters that an optimizer which stepped has
     half: frozenset[int]  # parameters of half precision
+    waiting: tuple[str, ...] = ()  # optimizers that have not stepped before the last window closed
+    strays: tuple[str, ...] = ()  # parameters that are in no module, and in no optimizer
     passes: int = 0  # backward passes of all kinds
     steps: tuple[tuple[str, int], ...] = ()  # optimizers that stepped, and how often
     ended: bool = True  # the loop, before all windows were seen
@@ -253,7 +261,7 @@ def view_of(record: Record, number: int) -> View:
         if isinstance(event, Stepped) and event.optimizer != number:
             others = record.optimizers[event.optimizer].parameters
             seen = Call(event.where, event.time, "step", others & of_passes)
-        elif isinstance(event, Pass | Clipped | Call) and not _is_about(event, own.parameters):
+        elif isinstance(event, Pass | Clipped | Call) and not _is_about(event, own, number):
             continue
         since.append(seen)
         if seen is event and isinstance(event, Stepped):
@@ -264,11 +272,13 @@ def view_of(record: Record, number: int) -> View:
     return View(record, own, tuple(windows), tuple(since), ranks)
 
 
-def _is_about(event: Pass | Clipped | Call, parameters: frozenset[int]) -> bool:
+def _is_about(event: Pass | Clipped | Call, own: Optimized, number: int) -> bool:
+    if isinstance(event, Call) and event.optimizer is not None:
+        return event.optimizer == number
     touched = event.reached if isinstance(event, Pass) else event.parameters
     of_all = isinstance(event, Call) and event.name in ("step", "average", "update")
-    in_vain = isinstance(event, Clipped) and event.others > 0
-    return of_all or in_vain or bool(touched & parameters)
+    in_vain = isinstance(event, Clipped) and (event.others > 0 or not event.parameters)
+    return of_all or in_vain or bool(touched & own.parameters)
 
 
 def is_call(event: Event, name: str) -> TypeGuard[Call]:

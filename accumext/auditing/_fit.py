@@ -56,7 +56,7 @@ def fits(view: View) -> tuple[Fit, ...]:
 
 def _fit(view: View, window: Window) -> Fit | None:
     step, wrapped = window.step, view.optimizer.wrapped
-    since_clip = dropwhile(lambda event: not isinstance(event, Clipped), window.events)
+    since_clip = dropwhile(lambda e: not (isinstance(e, Clipped) and e.factor < 1), window.events)
     if step.used is None or step.closure_calls > 1 or (wrapped and only(since_clip, Pass)):
         return None  # a wrapper has its sum elsewhere: it is not known what was clipped
     used = step.used / step.factor if step.factor else step.used

@@ -90,9 +90,11 @@ class Followed:
         for group in self.optimizer.param_groups:
             if group.get("weight_decay") and any(t.dim() > 1 for t in group["params"]):
                 decayed += [known.number(t) for t in group["params"] if t.dim() < 2]
+        own = known.among(self.tensors())
         return Optimized(
             name=type(self.optimizer).__name__,
-            parameters=known.among(self.tensors()) & known.trainable,
+            parameters=own & known.trainable,
+            frozen=len(own - known.trainable),
             wrapped=self.wrapper is not None,
             sums=self.wrapper is not None and self.wrapper.reduction == "sum",
             decayed=tuple(n for n in decayed if n is not None),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from typing import Any
 
@@ -46,6 +47,8 @@ class Losses:
         found = [node for node in passed if not _leads_to_losses(node) and leaf_of(node) is None]
         kinds = {node: _kind(node) for node in found}
         self._kinds = {node_number(node): kind for node, kind in kinds.items()}
+        # Of what a loss of one's own sums up.
+        self._summed = next((saved_by(node, "self_sym_sizes") for node in found), None) or ()
         logits = [_saved(node, "self") for node in found if _is(node, _NLL)]
         # Of the cross-entropy with most classes; 0 without one.
         self.classes = max((t.shape[1] for t in logits if t is not None and t.dim() > 1), default=0)
@@ -69,7 +72,7 @@ class Losses:
         constants of which that is the product."""
         for handle in self._handles:
             handle.remove()
-        chain, seen, kinds = self._chain, self._seen, self._kinds
+        chain, seen, kinds, summed = self._chain, self._seen, self._kinds, self._summed
 
         def read() -> tuple[tuple[Loss, ...], float, tuple[Constant, ...]]:
             factors = {number: float(grad.double().sum()) for number, grad in seen.items()}
@@ -84,6 +87,14 @@ class Losses:
                 for (before, name), (after, _) in pairwise(along)
                 if before and name in ("Mul", "Div")
             )
+            own = len(losses) == 1 and losses[0].reduction == "sum" and losses[0].count is None
+            if own and summed and constants and constants[-1].divided:
+                # A sum is a mean if it is divided by its elements, or by its rows.
+                for n in (math.prod(summed), summed[0]):
+                    if math.isclose(constants[-1].value * n, 1.0, rel_tol=1e-6):
+                        slope = losses[0].coefficient * n
+                        mean = replace(losses[0], reduction="mean", count=n, coefficient=slope)
+                        return (mean,), slope, constants[:-1]
             return losses, along[-1][0], constants
 
         return read

@@ -39,7 +39,10 @@ def judge(record: Record) -> Judgement:
         findings=tuple(one.finding() for one in listed if not one.is_question),
         questions=tuple(one.finding() for one in listed if one.is_question),
         checked=tuple(_checked(record, views)),
-        unjudged=tuple(dict.fromkeys(text for view in views for text in _unjudged(view))),
+        unjudged=(
+            *dict.fromkeys(text for view in views for text in _unjudged(view)),
+            *(f"{name} has not stepped: more windows would show it" for name in record.waiting),
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from accumext.auditing._followed import parameters_of
 from accumext.auditing._passes import stands_for
 from accumext.auditing._sketch import sample
 
@@ -44,11 +43,9 @@ def modules_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
     return found
 
 
-def optimized() -> Iterator[Tensor]:
-    """The parameters of all optimizers that are alive."""
-    for one in gc.get_objects():
-        if issubclass(type(one), Optimizer):
-            yield from parameters_of(one)
+def optimizers() -> list[Optimizer]:
+    """All that are alive."""
+    return [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
 
 
 def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
@@ -79,8 +76,9 @@ class Averages:
             others = [m for m in gc.get_referrers(type(model)) if type(m) is type(model)]
             for copy in map(parameters_in, others):
                 if not _ids(copy) & own and _shapes(copy) == shapes:
-                    last = known[id(copy[0])] if id(copy[0]) in known else sample(copy)
-                    self._copies.append((copy, last))
+                    now = sample(copy)
+                    last = known.get(id(copy[0]), now)  # of another part of the model before
+                    self._copies.append((copy, last if last.shape == now.shape else now))
 
     def look(self) -> Callable[[frozenset[int]], bool] | None:
         """What tells whether a copy has moved towards the model since the last look; not of one

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,11 +21,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 import accumext
-from accumext.auditing._events import Call, Clipped, Record
+from accumext.auditing._events import Call, Clipped, Pass, Record, only
 from accumext.auditing._followed import parameters_of
 from accumext.auditing._graph import SCALED, leaves
-from accumext.auditing._modules import Averages, batch_norms, modules_of, optimized
-from accumext.auditing._passes import Parameters, Passes, stands_for
+from accumext.auditing._modules import Averages, batch_norms, modules_of
+from accumext.auditing._passes import UNNAMED, Parameters, Passes
 from accumext.auditing._steps import Journal, Steps
 from accumext.auditing._torch_private import (
     CLIPS,
@@ -82,6 +81,9 @@ class Observer:
         self.measured = False  # whether a truncated gradient was
         self.joined: DistributedDataParallel | None = None  # by which processes are
         self._given, self._found = model, list[nn.Module]()
+        self._leaves: dict[
+            int, tuple[Tensor, int, int]
+        ] = {}  # by id; steps at first and last sight
         self._state = (-1, -1)  # parameters and steps when modules were looked for
         self._averages = Averages()
         self._norms: dict[str, nn.Module] = {}
@@ -137,14 +139,21 @@ class Observer:
 
     def record(self, ended: bool) -> Record:
         """What was seen, read from the device."""
-        known, steps = self.parameters, self.steps
-        self._know()
+        known, steps, events = self.parameters, self.steps, self.journal.events()
+        if ended:
+            self._know()
+        reached = frozenset[int]().union(*(one.reached for one in only(events, Pass)))
+        trained = known.among(steps.trained.values())
+        idle = [one for one in steps.alive if id(one) not in steps.met and not ended]
+        waiting = [one for one in idle if known.among(parameters_of(one)) & reached - trained]
         return Record(
-            events=self.journal.events(),
+            events=events,
             names=known.names,
             bytes=known.bytes_of(range(len(known.tensors))),
             optimizers=tuple(one.facts(known) for one in steps.followed),
-            trained=known.among(steps.trained.values()),
+            trained=trained.union(*(known.among(parameters_of(one)) for one in waiting)),
+            waiting=tuple(type(one).__name__ for one in waiting),
+            strays=tuple(self._strays()),
             half=frozenset(n for n, t in enumerate(known.tensors) if is_half(t)),
             passes=self._backwards,
             steps=tuple((type(steps.met[id]).__name__, n) for id, n in steps.taken.items()),
@@ -171,24 +180,32 @@ class Observer:
             self.parameters.add(tensor)
         self._know()
 
-    @cached_property
-    def _optimized(self) -> frozenset[int]:
-        """The ids of what optimizers have, of those that have stepped or are alive at the end."""
-        return frozenset(id(stands_for(t)) for t in (*self.steps.trained.values(), *optimized()))
-
     def buffers(self) -> Iterable[Tensor]:
         """Those of the models that are known."""
         return [buffer for model in self._models() for buffer in model.buffers()]
 
+    def _strays(self) -> Iterator[str]:
+        """Parameters in no module and in no optimizer that passes before and after a step reach:
+        not what takes the place of others for a pass."""
+        for leaf, first, last in self._leaves.values():
+            number = self.parameters.number(leaf)
+            unnamed = number is None or self.parameters.names[number].startswith(UNNAMED)
+            if unnamed and last > first and id(leaf) not in self.steps.optimized:
+                yield f"a parameter of shape {list(leaf.shape)}"
+
     def _find_modules(self, root: Tensor) -> None:
         """The models, and the DistributedDataParallel around one where there are processes."""
-        if self.steps.chosen is None:
+        steps = self.steps.taken.total()
+        if self.steps.chosen is None or steps != self._state[1]:
             for leaf in leaves(root.grad_fn):
                 if isinstance(leaf, nn.Parameter):
-                    self.parameters.add(leaf)
+                    _, first, _ = self._leaves.get(id(leaf), (leaf, steps, steps))
+                    self._leaves[id(leaf)] = leaf, first, steps
+                    if self.steps.chosen is None:
+                        self.parameters.add(leaf)
         self._know()
         tensors = self.parameters.tensors
-        state = len(tensors), self.steps.taken.total()
+        state = len(tensors), steps
         if state == self._state:
             return
         given = set() if self._given is None else {id(p) for p in self._given.parameters()}
@@ -249,7 +266,7 @@ class Observer:
         ids, filled = {id(t) for t in tensors}, {id(t) for t in tensors if t.grad is not None}
 
         def clipped(where: str, time: float) -> Clipped:
-            left = ids - self._optimized
+            left = ids - self.steps.optimized
             return Clipped(
                 where,
                 time,
@@ -278,7 +295,9 @@ class Observer:
         moved = self._averages.look()
         if moved is not None:
             self.journal.write(
-                lambda where, time: Call(where, time, "average") if moved(self._optimized) else None
+                lambda where, time: (
+                    Call(where, time, "average") if moved(self.steps.optimized) else None
+                )
             )
 
     def _scaler_scale(self, original: Any, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
@@ -321,5 +340,14 @@ class Observer:
             self._scheduling = before
         if not inner:
             stepping = getattr(scheduler, "optimizer", None)
-            self.journal.write_call("schedule", parameters_of(stepping))
+            about = parameters_of(stepping)
+            self.journal.write(
+                lambda where, time: Call(
+                    where,
+                    time,
+                    "schedule",
+                    self.parameters.among(about),
+                    self.steps.number_of(stepping),
+                )
+            )  # fmt: skip
         return result

@@ -77,7 +77,8 @@ def _nothing(record: Record) -> Iterable[str]:
     steps = ", ".join(f"{name} ({times})" for name, times in record.steps)
     yield f"   seen  steps of optimizers of torch: {steps or 'none'}"
     if record.windows:
-        label, advice = "why", "no backward() ran: torch.autograd.grad and torch.func are not seen"
+        label, advice = "why", "no backward() went through a graph; torch.autograd.grad and "
+        advice += "torch.func are not seen"
     elif steps:
         label = "pass"
         advice = "the optimizer that steps, audit(model, optimizer), or none, which follows all; "

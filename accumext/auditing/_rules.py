@@ -79,6 +79,14 @@ def clips(view: View) -> Found:
             asks=all(fit.by_hand for fit in fits(view)),
         )  # fmt: skip
     every = [clip for window in view.windows for clip in only(window.events, Clipped)]
+    limits = [clip for clip in every if clip.max_norm < math.inf and not clip.others]
+    empty = [clip for clip in limits if not clip.filled]
+    if empty and (len(empty) == len(limits) or not all(clip.parameters for clip in empty)):
+        times = max(sum(clip in empty for clip in window.events) for window in view.windows)
+        yield Said(
+            "clip.empty", times, empty[0].where,
+            f"{several(times, 'time')} in a window a clip to {empty[0].max_norm:g} met no gradient",
+        )  # fmt: skip
     for clip in [one for one in every if one.others][:1]:
         yield Said(
             "clip.other_parameters", clip.others, clip.where,
@@ -127,7 +135,15 @@ def scalers(view: View) -> Found:
                 f"losses of one window were scaled with factors of ratio {ratio:.4g}, and their "
                 "sum was divided by the last",
             )  # fmt: skip
-        if updates or len(scales) > 1:
+        call = next(iter(calls(inside, "unscale_")), None)
+        late = [] if call is None else only(events[events.index(call) :], Pass)
+        if call is not None and not updates and len(scales) == 1 and late[0].scale != 1.0:
+            yield Said(
+                "scaler.mixed", late[0].scale, call.where,
+                f"{several(len(late), 'pass')} added gradients times the loss scale, "
+                f"{late[0].scale:g}, to a sum that had been unscaled",
+            )  # fmt: skip
+        if updates or call is not None or len(scales) > 1:
             break
     for fit in fits(view):
         scale, step = fit.parts[0].of.scale, fit.window.step
@@ -208,14 +224,14 @@ def averages(view: View) -> Found:
 
 
 def _between_passes(view: View, name: str) -> Sequence[Event]:
-    """The calls of the window with most, if they come after several of its passes."""
+    """The calls of the window with most, if passes of it are between them."""
     most: Sequence[Event] = ()
     for window in view.windows:
         found, passes = calls(window.events, name), window.passes
         kinds = [type(e) for e in window.events if isinstance(e, Pass) or is_call(e, name)]
-        each = (Pass, Pass) not in pairwise(kinds)
+        groups = [kind for kind, _ in groupby(kinds) if kind is not Pass]
         still = len({one.weights for one in passes}) == 1
-        if len(passes) > 1 and each and len(found) > 1 and (still or name == "schedule"):
+        if len(passes) > 1 and len(groups) > 1 and (still or name == "schedule"):
             most = max(most, found, key=len)
     return most
 
@@ -294,10 +310,10 @@ def without_gradient(view: View) -> Found:
     left = own - used - reached
     if view.record.passes and not (used or reached & own):
         yield Said(
-            "parameters.no_gradient", len(own), view.windows[0].step.where,
-            f"no gradient reaches any of the {len(own)} parameters of {view.optimizer.name}: its "
-            "steps change nothing",
-            asks=False,
+            "parameters.no_gradient", view.optimizer.size, view.windows[0].step.where,
+            f"no gradient reaches any of the {view.optimizer.size} parameters of "
+            f"{view.optimizer.name}: its steps change nothing",
+            asks=not own or len(view.record.optimizers) > 1,  # frozen, or it takes turns
         )  # fmt: skip
     elif left and used and reached & own:
         evidence = f"no gradient reaches {named(view.record, left)}"
@@ -310,9 +326,9 @@ def untrained(record: Record) -> Found:
     steps = [step for step in only(record.events, Stepped) if step.present]
     # Those of modules: not what takes their place for a pass.
     own = {n for n in reached if not record.names[n].startswith(f"{UNNAMED} ")}
-    left = own - record.trained
+    left = [*(record.names[n] for n in sorted(own - record.trained)), *record.strays]
     if steps and reached & record.trained and left:
-        evidence = f"gradients reach, no step uses {named(record, left)}"
+        evidence = f"gradients reach, no step uses {some(left)}"
         yield Said("parameters.no_optimizer", len(left), steps[0].where, evidence)
 
 

@@ -6,18 +6,20 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import cached_property
 from time import perf_counter
 from types import FrameType
 from typing import Any
 
 from torch import Tensor
-from torch.optim import optimizer
+from torch.optim import Optimizer, optimizer
 
 from accumext import AccumulatingOptimizer
 from accumext.auditing._events import Call, Event, HalfSum, Stepped
 from accumext.auditing._followed import Followed, Used, ours_in, parameters_of, unwrapped
 from accumext.auditing._lines import calls, line
-from accumext.auditing._passes import Parameters, Passes
+from accumext.auditing._modules import optimizers
+from accumext.auditing._passes import Parameters, Passes, stands_for
 from accumext.auditing._torch_private import runs_hooks
 
 _OF_WRAPPER = {AccumulatingOptimizer.step.__code__, AccumulatingOptimizer.flush.__code__}
@@ -64,6 +66,7 @@ class Steps:
         self.met: dict[int, Any] = {}  # optimizers by id, in the order in which they stepped
         self.taken = Counter[int]()  # their steps
         self.trained: dict[int, Tensor] = {}  # by id, the parameters of all that have stepped
+        self.alive: list[Optimizer] = []  # of all optimizers, when the last window closes
         self.through_scaler = False
         self._running: list[FrameType] = []  # calls of `step`
         self.chosen = None if wrapper is None else self._follow(wrapper)
@@ -74,9 +77,17 @@ class Steps:
         stack.callback(optimizer.register_optimizer_step_post_hook(self._after_step).remove)
 
     def close(self) -> None:
+        if self._journal.watching:
+            self.alive = optimizers()
         self._journal.watching = False
         self._passes.close()
         self._running.clear()
+
+    @cached_property
+    def optimized(self) -> frozenset[int]:
+        """The ids of the parameters of optimizers that have stepped, or were alive at the end."""
+        waiting = (tensor for one in self.alive for tensor in parameters_of(one))
+        return frozenset(id(stands_for(t)) for t in (*self.trained.values(), *waiting))
 
     def fill(self) -> None:
         """A pass has left gradients."""
@@ -111,6 +122,11 @@ class Steps:
             return None
         same = {id(t) for t in chosen.tensors()} == {id(t) for t in parameters_of(wrapper)}
         return chosen if same else None  # what steps for it
+
+    def number_of(self, wrapper: Any) -> int | None:
+        """That of an optimizer, in a wrapper or not, if it is followed."""
+        stepping = unwrapped(wrapper)
+        return next((one.number for one in self.followed if one.optimizer is stepping), None)
 
     def _follow(self, wrapper: Any) -> Followed:
         one = Followed(unwrapped(wrapper), len(self.followed))

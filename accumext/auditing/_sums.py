@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
 
@@ -73,6 +73,18 @@ def constants_by_place(parts: Iterable[Part]) -> list[tuple[float, ...]]:
     return list(zip(*chains, strict=True)) if len(set(map(len, chains))) == 1 else []
 
 
+def dividing_places(sums: Sequence[Sum]) -> list[int]:
+    """The places of constants that add up to 1 in each window, as 1 over its size does."""
+    columns = [constants_by_place(one.parts) for one in sums]
+    return [
+        place for place in range(min(map(len, columns)))
+        if all(
+            same(sum(its[place]) / len(its[place]) * max(one.size, one.most), 1.0)
+            for one, its in zip(sums, columns, strict=True)
+        )
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Sum:
     """The passes of one kind in a window's gradient."""
@@ -80,6 +92,7 @@ class Sum:
     fit: Fit
     kind: str  # the line of their backward passes
     parts: tuple[Part, ...]
+    most: int = 0  # size of the largest of the window
 
     @property
     def window(self) -> Window:
@@ -134,16 +147,23 @@ class Sum:
         """Whether one of its readings is the mean."""
         return any(same(c, 1.0) for c in self.readings().values())
 
-    def readings(self) -> dict[str, float]:
+    def readings(self, divisors: Sequence[int] = ()) -> dict[str, float]:
         """The factor over the mean of the losses, the likeliest reading first: 1 for a right loop
-        in one of them at least."""
+        in one of them at least. `divisors`: the places of constants that add up to 1 in each
+        window."""
         found = self._of_known_losses() if self.judged else {}
-        columns = constants_by_place(self.parts) if all(p.of.scalar for p in self.parts) else []
-        # A constant of the loss's own may stand beside the division.
+        scalar = all(part.of.scalar for part in self.parts)
+        # A constant of the loss's own may stand beside the division, but no second division.
+        columns = constants_by_place(self.parts) if scalar and len(divisors) < 2 else []
         for place, column in enumerate(columns if len(columns) > 1 or not self.judged else ()):
-            if not all(same(constant, 1.0) for constant in column):
-                pairs = zip(column, self.parts, strict=True)
-                found[f"constant {place}"] = abs(sum(c * part.after for c, part in pairs))
+            if place in divisors or not all(same(constant, 1.0) for constant in column):
+                each = [c * part.after for c, part in zip(column, self.parts, strict=True)]
+                found[f"constant {place}"] = abs(sum(each))
+                if self.sums and (counts := self.counts()):
+                    of_targets = sum(c * n for c, n in zip(each, counts, strict=True))
+                    found[f"constant {place} of targets"] = abs(of_targets)
+        if self.most > self.size:  # a loss that not every micro-batch has
+            found |= {f"{name}, of a part": c * self.most / self.size for name, c in found.items()}
         return found
 
     def _of_known_losses(self) -> dict[str, float]:
@@ -181,22 +201,36 @@ def own_clips(sums: Sequence[Sum]) -> list[float]:
 
 @lru_cache(maxsize=8)
 def sums_of(view: View) -> tuple[Sum, ...]:
-    """Those of all windows that can be compared."""
-    kinds, found = _kinds(view), []
+    """Those of all windows that can be compared: for each line with backward passes its own, or one
+    for all lines where that is a mean in more windows, as where the last pass has a line of its own
+    for `no_sync`."""
+    kinds, each, joined = _kinds(view), list[list[Sum]](), list[Sum]()
     others = {one.where for fit in fits(view) for one in strangers(view, fit).values()}
     for fit in fits(view):
         if runs_elsewhere(view, fit) or fit.by_hand or fit.earlier or view.optimizer.sums:
             continue
-        there = [part for part in fit.there if part.of.where not in others]
-        for kind in dict.fromkeys(kinds[part.of.where] for part in there):
-            parts = tuple(part for part in there if kinds[part.of.where] == kind)
-            nodes = Counter(node for part in parts for node in nodes_of(part))
-            scale, *more = {part.of.scale for part in parts}
-            unscaled = not more and not keeps_scale(scale, parts[0].factor, len(parts))
-            # The wrapper unscales every pass with a scale of its own.
-            if (view.optimizer.wrapped or unscaled) and max(nodes.values(), default=1) == 1:
-                found.append(Sum(fit, kind, parts))
-    return tuple(found)
+        there = tuple(part for part in fit.there if part.of.where not in others)
+        of_kinds = {
+            kind: tuple(part for part in there if kinds[part.of.where] == kind)
+            for kind in dict.fromkeys(kinds[part.of.where] for part in there)
+        }
+        sums = [Sum(fit, k, parts) for k, parts in of_kinds.items() if _adds_up(view, parts)]
+        each.append([replace(one, most=max(s.size for s in sums)) for one in sums])
+        if there and _adds_up(view, there):
+            joined.append(Sum(fit, next(iter(kinds.values())), there))
+    right = sum(all(one.is_mean() for one in sums) for sums in each)
+    if len(joined) == len(each) and sum(one.is_mean() for one in joined) > right:
+        return tuple(joined)
+    return tuple(one for sums in each for one in sums)
+
+
+def _adds_up(view: View, parts: Sequence[Part]) -> bool:
+    """Whether these are passes of different losses, and unscaled."""
+    nodes = Counter(node for part in parts for node in nodes_of(part))
+    scale, *more = {part.of.scale for part in parts}
+    unscaled = not more and not keeps_scale(scale, parts[0].factor, len(parts))
+    # The wrapper unscales every pass with a scale of its own.
+    return (view.optimizer.wrapped or unscaled) and max(nodes.values(), default=1) == 1
 
 
 def keeps_scale(scale: float, factor: float, passes: int) -> bool:

@@ -95,6 +95,9 @@ clip.before_unscale: clip before unscale
 clip.per_micro_batch: clip of each micro-batch
   clip once, after the window's last backward pass
   right if each micro-batch's gradient is kept by itself, as differential privacy does
+clip.empty: clip of no gradients
+  clip once, after the window's last backward pass, the parameters of a list, as a generator is
+  empty the second time; or max_norm= of AccumulatingOptimizer, which keeps the sum elsewhere
 clip.other_parameters: clip of other parameters
   clip_grad_norm_ of the parameters that the optimizer has
   right if their gradients are handed on to another model
@@ -114,6 +117,7 @@ processes.unequal_counts: ranks weighted equally
 schedule.per_micro_batch: scheduler steps per micro-batch
   scheduler.step() after optimizer.step() alone; with AccumulatingOptimizer: if opt.stepped:
   scheduler.step()
+  right if its length is counted in micro-batches
 schedule.before_first_step: scheduler before the first step
   scheduler.step() after optimizer.step()
   right if it takes up an earlier run, or counts epochs from one

@@ -97,8 +97,9 @@ def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
                 if end.code not in (None, 0):
                     raise
     except BaseException:
-        if seen.judgement.seen:
-            print(seen)
+        with suppress(RuntimeError):  # it could not be closed
+            if seen.judgement.seen:
+                print(seen)
         raise
     finally:
         sys.argv, sys.path[:] = argv, path

@@ -6,6 +6,7 @@ and parameters are the same at every call.
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
@@ -202,6 +203,30 @@ def train(
                 step()
                 clear()
             end(i)
+    return audit
+
+
+def at_two_lines(
+    watch: Watch,
+    model: nn.Module,
+    optimizer: Any,
+    lengths: Sequence[int],
+    divisor: int | None = None,
+) -> Any:
+    """The last micro-batch of each window has a line of its own, as with DDP, whose `no_sync` is
+    around the others. Divided by what the window holds, or by another divisor."""
+    batches = iter(rows(sum(lengths)))
+    with watch(model, optimizer, windows=len(lengths)) as audit:
+        for length in lengths:
+            for i in range(length):
+                loss = of_rows(model, *next(batches)) / (divisor or length)
+                if i + 1 < length:
+                    with nullcontext():  # model.no_sync()
+                        loss.backward()
+                else:
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return audit
 
 

@@ -110,10 +110,13 @@ FINDINGS: list[tuple[str, float, str, Build]] = [
     ("clip.other_parameters", 3, CLIP,  # and none of the optimizer's
      lambda: record(backward(), clip(parameters=frozenset(), max_norm=math.inf, others=3),
                     step(random_sketch()))),
+    ("clip.empty", 1, CLIP,  # of an iterator that was read before
+     lambda: record(
+         of := [backward()], clip(0.0, parameters=frozenset(), filled=False), step(total(of)))),
+    ("clip.empty", 2, CLIP, lambda: record(  # where gradients are elsewhere
+        after_each(passes([0.5, 0.5]), clip(0.0, filled=False)))),
     ("processes.not_reduced", 1, STEP, lambda: ranked(8.0, 8.0, differ=1e-9)),
     ("processes.reduced_each", 300, LOOP, lambda: no_sync(150, 150, 150)),
-    ("schedule.per_micro_batch", 2, CALL, lambda: record(
-        window([backward()]), after_each(passes([0.5, 0.5]), call("schedule")))),
     ("schedule.before_first_step", 1, CALL, lambda: record(
         of := [backward()], call("schedule"), step(total(of)), call("zero_grad"))),
     ("average.per_micro_batch", 2, CALL, lambda: record(
@@ -136,6 +139,8 @@ QUESTIONS: list[tuple[str, float, str, Build]] = [
     ("clip.before_unscale", SCALE, CLIP,
      lambda: scaled(clip(4 * SCALE, SCALE), call("unscale_"), through_scaler=True)),
     ("accumulation.another_loss", 1, "train.py:12", steps_at_the_end),
+    ("accumulation.another_loss", 1, "train.py:12",  # both reach both
+     lambda: generator_and_critic(order=(0, 1, 2))),
     ("memory.growing", 3, LOOP, lambda: holding(0, 1, 2)),
     ("memory.growing", 4, LOOP, lambda: holding(1, 0, 1, 2, 3)),
     ("clip.per_micro_batch", 2, CLIP, clipped_between),
@@ -177,6 +182,11 @@ QUESTIONS: list[tuple[str, float, str, Build]] = [
      lambda: record(window([backward(1 / 3, sent=n) for n in (0, 0, 900)]),
                     window(passes([1 / 3] * 3, sent=150)))),
     ("processes.unequal_counts", 4, LOOP, lambda: ranked(12.0, 3.0)),
+    ("schedule.per_micro_batch", 2, CALL, lambda: record(
+        window([backward()]), after_each(passes([0.5, 0.5]), call("schedule")))),
+    ("schedule.per_micro_batch", 2, CALL, lambda: record(  # after every second pass
+        windows(1 / 4, 4), call("schedule"), a := passes(QUARTERS[:2]), call("schedule"),
+        b := passes(QUARTERS[2:]), step(total([*a, *b])))),
     ("schedule.before_first_step", 2, CALL,
      lambda: record(call("schedule"), call("schedule"), window([backward()]))),
     ("schedule.on_skipped", 1, CALL, lambda: record(

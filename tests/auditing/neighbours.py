@@ -101,7 +101,6 @@ NEIGHBOURS: dict[str, dict[str, Build]] = {
     },
     "accumulation.another_loss": {
         "zero_grad between": lambda: generator_and_critic(call("zero_grad")),
-        "one loss for both": lambda: generator_and_critic(order=(0, 1, 2)),
         "a step of others without its own pass": lambda: record(
             a := backward(0.5), call("step", OTHER), b := backward(0.5), step(total([a, b]))),
         "a step of others after all passes": lambda: record(
@@ -265,8 +264,8 @@ NEIGHBOURS: dict[str, dict[str, Build]] = {
     "scaler.updated_inside": {
         "an update that changes nothing": updated_inside,
         "an update after the last pass alone": lambda: record(
-            backward(0.5, scale=SCALE), call("unscale_"), backward(0.5, scale=SCALE),
-            call("update"), step(random_sketch(), through_scaler=True)),
+            backward(0.5), call("unscale_"), backward(0.5), call("update"),
+            step(random_sketch(), through_scaler=True)),
         "after another's pass": lambda: record(other(), call("update"), windows(0.5, 2)),
         "before zero_grad": lambda: record(
             backward(where="train.py:8"), call("update"), call("zero_grad"), window([backward()])),
@@ -300,6 +299,11 @@ NEIGHBOURS: dict[str, dict[str, Build]] = {
             of := [backward()], clip(), step(total(of, 0.25))),
         "of an optimizer that steps": lambda: record(
             backward(), clip(parameters=BOTH | OTHER), step(random_sketch())),
+    },
+    "clip.empty": {
+        "of gradients": lambda: record(of := [backward()], clip(norm=0.5), step(total(of))),
+        "of gradients that are zeros": lambda: record(
+            of := [backward(gradient=0 * random_sketch())], clip(norm=0.0), step(total(of))),
     },
     "clip.part": {
         "each by itself": lambda: record(

@@ -102,7 +102,9 @@ def average() -> Call:
 
 
 def clip(norm: float = 4.0, max_norm: float = 1.0, **changes: Any) -> Clipped:
-    return replace(Clipped(CLIP, 0.0, norm, max_norm, BOTH, others=0), **changes)
+    """Of gradients; of other parameters, which have none."""
+    filled = "others" not in changes
+    return replace(Clipped(CLIP, 0.0, norm, max_norm, BOTH, others=0, filled=filled), **changes)
 
 
 def total(of: Sequence[Pass], factors: float | Sequence[float] = 1.0) -> Tensor:

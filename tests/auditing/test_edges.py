@@ -87,6 +87,8 @@ def test_a_schedule_of_schedules_steps_once():
     schedule = SequentialLR(optimizer, both, milestones=[2])
     audit = train(accumext.audit, model, optimizer, end=lambda _: schedule.step())
     assert told(audit) == [("schedule.per_micro_batch", N)]
+    (question,) = audit.questions
+    assert question.cure.startswith("right if its length is counted in micro-batches; else ")
 
 
 def test_backward_of_chosen_inputs():
@@ -288,6 +290,20 @@ def test_one_that_is_no_optimizer_of_torch(watch, words):
     assert "is no torch.optim.Optimizer" in str(raised.value)
     with pytest.raises(RuntimeError, match=words):
         audit.check(ignore=["accumulation"])
+
+
+def test_a_loss_without_a_graph():
+    """Made of a number: its pass ends there. Not that no backward() ran"""
+    model = network()
+    optimizer = sgd(model)
+    with accumext.audit(model, optimizer) as audit:
+        for x, y in rows(4):
+            optimizer.zero_grad()
+            torch.tensor(of_rows(model, x, y).item(), requires_grad=True).backward()
+            optimizer.step()
+    assert told(audit) == []
+    with pytest.raises(RuntimeError, match=r"no backward\(\) went through a graph"):
+        audit.check()
 
 
 def test_another_optimizer_steps_than_the_one_named():

@@ -124,6 +124,8 @@ TOLD: list[tuple[str, Build, tuple[str, ...]]] = [
     ("clip.per_micro_batch", clipped_between, ("clipped 2 times in a window, to 1",)),
     ("clip.other_parameters", lambda: record(backward(), clip(others=3), step(random_sketch())),
      ("3 of the clipped parameters",)),
+    ("clip.empty", lambda: record(after_each(passes([0.5, 0.5]), clip(0.0, filled=False))),
+     ("2 times in a window",)),
     ("clip.part",
      lambda: record(backward(), clip(parameters=frozenset({0})), step(random_sketch())),
      ("1 of the 2 parameters of the step were not clipped: bias",)),

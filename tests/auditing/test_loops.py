@@ -14,6 +14,7 @@ import odd_losses
 import odd_players
 import odd_sequences
 import odd_steps
+import odd_turns
 import odd_windows
 import pytest
 import right_loops
@@ -22,14 +23,16 @@ from audited import Looping, N, Watch, network, of_rows, rows, run, sgd, train
 from by_definition import Plain
 from torch import Tensor, nn
 from wrong_loops import WRONG
+from wrong_parts import WRONG_PARTS
 from wrong_windows import WRONG_WINDOWS
 
 import accumext
 from accumext.auditing._events import view_of
 
-pytestmark = [  # what is said of three of these loops without an audit
+pytestmark = [  # what is said of some of these loops without an audit
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning"),
     pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. the loss was divided:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.parameters. is an empty generator:UserWarning"),
 ]
 
 
@@ -67,7 +70,9 @@ def ids(found: Iterable[accumext.Finding]) -> set[str]:
     return {one.id for one in found} - {"optimizer.decay"}
 
 
-@pytest.mark.parametrize("case", [*WRONG, *WRONG_WINDOWS], ids=lambda case: case.loop.__name__)
+@pytest.mark.parametrize(
+    "case", [*WRONG, *WRONG_WINDOWS, *WRONG_PARTS], ids=lambda case: case.loop.__name__
+)
 def test_the_audit_names_a_mistake(case):
     """Its id, its size to 1 %, its line, and nothing else; a question where the table says so"""
     plain, audit = both(case.loop)
@@ -82,7 +87,7 @@ def test_the_audit_names_a_mistake(case):
     assert case.at in linecache.getline(str(Path(__file__).with_name(file)), int(line))
 
 
-ODD = (odd_players, odd_losses, odd_sequences, odd_steps, odd_windows)
+ODD = (odd_players, odd_losses, odd_sequences, odd_steps, odd_windows, odd_turns)
 LOOPS = [*right_loops.RIGHT, *(loop for file in ODD for loop in file.ODD)]
 ASKED = {loop: asked for file in (right_loops, *ODD) for loop, asked in file.ASKED.items()}
 every_right_loop = pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
@@ -104,6 +109,23 @@ def test_a_right_loop(loop):
 def test_a_right_loop_all_of_whose_optimizers_are_followed(loop):
     audit, _ = end_of(loop, lambda model, optimizer, **options: accumext.audit(**options))
     assert audit.findings == (), str(audit)
+
+
+@pytest.mark.parametrize("loop", odd_turns.UNNAMED, ids=lambda loop: loop.__name__)
+def test_a_right_loop_of_which_only_the_model_is_named(loop):
+    """Nothing more is asked: of optimizers that have not stepped yet, or of another's schedule"""
+    audit, _ = end_of(loop, lambda model, _, **options: accumext.audit(model, **options))
+    assert audit.findings == (), str(audit)
+    assert ids(audit.questions) == ASKED.get(loop, set()), str(audit)
+
+
+def test_an_optimizer_that_has_not_stepped_yet():
+    """Its parameters have gradients, and the audit ends before it: that is told, and not asked"""
+    audit = odd_turns.five_steps_of_the_critic(
+        lambda model, _: accumext.audit(model), detaches=False
+    )
+    assert ids([*audit.findings, *audit.questions]) == set(), str(audit)
+    assert re.search(r"not judged .*SGD has not stepped", " ".join(str(audit).split()))
 
 
 def test_a_step_of_a_right_loop_is_skipped():

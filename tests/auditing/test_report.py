@@ -467,7 +467,8 @@ NOTHING = {
         "0 steps of AdamW after 4 backward passes", r"SGD \(3\), Adam \(1\)",
         r"pass  the optimizer that steps, audit\(model, optimizer\), or none, which follows all"),
     "no pass": (lambda: record(step(random_sketch()), steps=(("SGD", 1),)),
-                "1 step after 0 backward passes", r"SGD \(1\)", r"why  no backward\(\) ran"),
+                "1 step after 0 backward passes", r"SGD \(1\)",
+                r"why  no backward\(\) went through a graph"),
 }  # fmt: skip
 
 

@@ -203,7 +203,7 @@ def broken_feature(watch, model, optimizer):
     return train(watch, model, optimizer, batches, scaler=scaler_of())
 
 
-@wrong("schedule.per_micro_batch", 4, at="schedule.step(")
+@wrong("schedule.per_micro_batch", 4, at="schedule.step(", asks=True)
 def schedule_with_every_micro_batch(watch, model, optimizer):
     """The schedule goes on with every batch, the optimizer with every fourth."""
     schedule = ExponentialLR(optimizer, gamma=0.99)

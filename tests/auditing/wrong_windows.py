@@ -14,6 +14,7 @@ from audited import (
     IGNORED,
     Batch,
     N,
+    at_two_lines,
     network,
     of_labels,
     of_rows,
@@ -164,6 +165,12 @@ def last_window_of_every_epoch(watch, model, optimizer):
 def last_window_of_a_loss_of_ones_own(watch, model, optimizer):
     """The same with a loss whose number of targets cannot be known from its graph."""
     return epochs(watch, model, optimizer, rows(2 * N + REST), of_own, steps_at_the_end=True)
+
+
+@wrong("accumulation.partial", REST / N)
+def last_window_at_two_lines(watch, model, optimizer):
+    """The same with DDP, whose loop has a line for the last micro-batch of a window."""
+    return at_two_lines(watch, model, optimizer, (N, N, REST) * 2, divisor=N)
 
 
 @wrong("accumulation.varying", 1 / 3)
