@@ -186,8 +186,9 @@ class Observer:
 
     def _strays(self) -> Iterator[str]:
         """Parameters in no module and in no optimizer that passes before and after a step reach:
-        not what takes the place of others for a pass."""
-        for leaf, first, last in self._leaves.values():
+        not what takes the place of others for a pass, nor what shards are gathered to."""
+        sharded = any(map(is_dtensor, self.parameters.tensors))
+        for leaf, first, last in () if sharded else self._leaves.values():
             number = self.parameters.number(leaf)
             unnamed = number is None or self.parameters.names[number].startswith(UNNAMED)
             if unnamed and last > first and id(leaf) not in self.steps.optimized:
