@@ -156,7 +156,7 @@ class Observer:
             strays=tuple(self._strays()),
             half=frozenset(n for n, t in enumerate(known.tensors) if is_half(t)),
             passes=self._backwards,
-            steps=tuple((type(steps.met[id]).__name__, n) for id, n in steps.taken.items()),
+            steps=tuple((name, times) for (_, name), times in steps.taken.items()),
             ended=ended,
             asked="" if steps.chosen is None else type(steps.chosen.optimizer).__name__,
         )

@@ -64,7 +64,7 @@ class Steps:
         self._windows, self._stops, self._number = windows, stops, number
         self.followed: list[Followed] = []
         self.met: dict[int, Any] = {}  # optimizers by id, in the order in which they stepped
-        self.taken = Counter[int]()  # their steps
+        self.taken = Counter[tuple[int, str]]()  # steps of all, by id and class
         self.trained: dict[int, Tensor] = {}  # by id, the parameters of all that have stepped
         self.alive: list[Optimizer] = []  # of all optimizers, when the last window closes
         self.through_scaler = False
@@ -165,7 +165,7 @@ class Steps:
         if len(self._running) > 1:  # an optimizer steps another, of the same parameters
             return None
         one = self.find(stepping)
-        self.taken[id(stepping)] += 1
+        self.taken[id(stepping), type(stepping).__name__] += 1
         for tensor in parameters_of(stepping):
             self.trained[id(tensor)] = tensor
             self._known.add(tensor)

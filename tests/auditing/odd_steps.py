@@ -87,7 +87,9 @@ def thawed_from_the_top(watch):
 class Lookahead(torch.optim.Optimizer):
     """After every k steps of the inner optimizer, half way back to where they began."""
 
-    def __init__(self, optimizer, k=2, alpha=0.5):
+    def __init__(self, optimizer, k=2, alpha=0.5, hooked=False):
+        if hooked:  # then `step` calls the hooks of torch
+            super().__init__(optimizer.param_groups, {})
         self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.defaults = optimizer.defaults
@@ -113,6 +115,14 @@ def lookahead(watch):
     """An optimizer written by hand around one of torch, which moves parameters after the steps."""
     model = network()
     optimizer = Lookahead(adam(model))
+    return audited.train(watch, model, optimizer, rows(5 * N))
+
+
+@odd
+def lookahead_of_torch(watch):
+    """The same as a complete optimizer of torch, which steps another of the same parameters."""
+    model = network()
+    optimizer = Lookahead(adam(model), hooked=True)
     return audited.train(watch, model, optimizer, rows(5 * N))
 
 
