@@ -25,6 +25,7 @@ class Loss:
     reduction: str | None  # "mean", "sum", or not known
     count: float | None  # of the targets that it counts
     coefficient: float  # derivative of the pass's root by it
+    over: float | None = None  # its elements, or its rows, if a sum is divided by just these
 
 
 @dataclass(frozen=True)

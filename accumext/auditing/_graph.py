@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumext.auditing._events import Constant, Graph, Loss
+from accumext.auditing._events import Constant, Event, Graph, Loss, Pass, only
 from accumext.auditing._torch_private import (
     leaf_of,
     local_part,
@@ -87,17 +87,35 @@ class Losses:
                 for (before, name), (after, _) in pairwise(along)
                 if before and name in ("Mul", "Div")
             )
-            own = len(losses) == 1 and losses[0].reduction == "sum" and losses[0].count is None
-            if own and summed and constants and constants[-1].divided:
-                # A sum is a mean if it is divided by its elements, or by its rows.
-                for n in (math.prod(summed), summed[0]):
-                    if math.isclose(constants[-1].value * n, 1.0, rel_tol=1e-6):
-                        slope = losses[0].coefficient * n
-                        mean = replace(losses[0], reduction="mean", count=n, coefficient=slope)
-                        return (mean,), slope, constants[:-1]
+            if len(losses) == 1 and summed and constants and constants[-1].divided:
+                sizes = (math.prod(summed), summed[0])  # all elements, or rows
+                found = [n for n in sizes if same_number(constants[-1].value * n, 1.0)]
+                losses = (replace(losses[0], over=next(iter(found), None)),)
             return losses, along[-1][0], constants
 
         return read
+
+
+def same_number(a: float, b: float) -> bool:
+    """Whether two numbers are equal but for their rounding in float32."""
+    return math.isclose(a, b, rel_tol=1e-6)
+
+
+def own_means(events: Sequence[Event]) -> Iterator[Event]:
+    """The same; sums at a line as means, if each is divided by its elements or by its rows."""
+    every, sums = only(events, Pass), Counter[str]()
+    for one in every:
+        sums[one.where] += len(one.losses) == 1 and one.losses[0].over is not None
+    lines = Counter(one.where for one in every)
+    for event in events:
+        if isinstance(event, Pass) and sums[event.where] == lines[event.where]:
+            (loss,) = event.losses
+            assert loss.over is not None
+            slope = loss.coefficient * loss.over
+            mean = replace(loss, reduction="mean", count=loss.over, coefficient=slope)
+            yield replace(event, losses=(mean,), coefficient=slope, constants=event.constants[:-1])
+        else:
+            yield event
 
 
 def _inner(node: Any) -> list[Any]:

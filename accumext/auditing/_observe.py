@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 import accumext
 from accumext.auditing._events import Call, Clipped, Pass, Record, only
 from accumext.auditing._followed import parameters_of
-from accumext.auditing._graph import SCALED, leaves
+from accumext.auditing._graph import SCALED, leaves, own_means
 from accumext.auditing._modules import Averages, batch_norms, modules_of
 from accumext.auditing._passes import UNNAMED, Parameters, Passes
 from accumext.auditing._steps import Journal, Steps
@@ -139,7 +139,7 @@ class Observer:
 
     def record(self, ended: bool) -> Record:
         """What was seen, read from the device."""
-        known, steps, events = self.parameters, self.steps, self.journal.events()
+        known, steps, events = self.parameters, self.steps, tuple(own_means(self.journal.events()))
         if ended:
             self._know()
         reached = frozenset[int]().union(*(one.reached for one in only(events, Pass)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from time import perf_counter
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from accumext.auditing._events import Constant, Pass
-from accumext.auditing._graph import Losses, SavedTensors
+from accumext.auditing._graph import Losses, SavedTensors, same_number
 from accumext.auditing._sketch import Sketches, dense, sample
 from accumext.auditing._torch_private import is_dtensor, is_half
 
@@ -179,7 +178,7 @@ class Passes:
 def _without_scale(constants: tuple[Constant, ...], scale: float) -> tuple[Constant, ...]:
     """The factors of a loss without that of the GradScaler, which came last."""
     first = constants[0].value if constants and scale != 1.0 else 0.0
-    return constants[1:] if math.isclose(first, scale, rel_tol=1e-6) else constants
+    return constants[1:] if same_number(first, scale) else constants
 
 
 def _half_sum(summed: Tensor, total: Tensor) -> tuple[Tensor, ...]:
