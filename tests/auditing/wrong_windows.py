@@ -5,6 +5,7 @@ that is at fault.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,6 +104,18 @@ def rest_of_an_epoch(watch, model, optimizer):
 def rest_of_a_loss_of_ones_own(watch, model, optimizer):
     """The same with a loss whose number of targets cannot be known from its graph."""
     return epochs(watch, model, optimizer, rows(2 * N + REST), of_own)
+
+
+@wrong("accumulation.leftover", (N + REST) / N, also=("accumulation.unused",))
+def rest_of_masked_means(watch, model, optimizer):
+    """The same with means over what a mask keeps: in some micro-batches all, which says nothing."""
+    kept = itertools.cycle(range(1, 9))
+
+    def loss_of(model, x, y):
+        mask = (torch.arange(len(y)) < next(kept)).float()
+        return (cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum()
+
+    return epochs(watch, model, optimizer, rows(2 * N + REST), loss_of)
 
 
 @wrong("accumulation.leftover", (N + REST) / N, also=("accumulation.unused",))
