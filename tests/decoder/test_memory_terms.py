@@ -93,6 +93,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_predicted_peak_is_the_measured_one(case):
     parts, shape, call = decoder(**case)

@@ -129,6 +129,7 @@ def compare(cell: Any, steps: int, state: Any = START, rows: int = VOCABULARY, *
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "places", "grad", "call"),
     [

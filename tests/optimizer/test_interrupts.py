@@ -226,7 +226,8 @@ def marks(variant: str, call: str, before: Callable[[Case], None], window: int) 
     """Few run by default, more in CI."""
     short = call not in ("flush", "micro_batch", "step with a closure")
     takes_in = call == "step" and before in TAKEN_IN
-    quick = variant == "plain" and window == 2 and short and not takes_in
+    first = before in BEFORE[call][:2]
+    quick = variant == "plain" and window == 2 and short and not takes_in and first
     return () if quick else pytest.mark.full
 
 

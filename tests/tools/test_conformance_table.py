@@ -9,6 +9,8 @@ from support import ROOT
 sys.path.insert(0, str(ROOT / "tests" / "conformance"))
 import table
 
+pytestmark = pytest.mark.slow
+
 
 def report(path, outcome_of):
     """A JUnit report of two cases of every test, as pytest writes it."""
