@@ -48,7 +48,8 @@ class Losses:
         kinds = {node: _kind(node) for node in found}
         self._kinds = {node_number(node): kind for node, kind in kinds.items()}
         # Of what a loss of one's own sums up.
-        self._summed = next((saved_by(node, "self_sym_sizes") for node in found), None) or ()
+        sums = [node for node, (known, kind, _) in kinds.items() if not known and kind == "sum"]
+        self._summed = next((saved_by(node, "self_sym_sizes") for node in sums), None) or ()
         logits = [_saved(node, "self") for node in found if _is(node, _NLL)]
         # Of the cross-entropy with most classes; 0 without one.
         self.classes = max((t.shape[1] for t in logits if t is not None and t.dim() > 1), default=0)

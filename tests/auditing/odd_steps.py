@@ -87,9 +87,7 @@ def thawed_from_the_top(watch):
 class Lookahead(torch.optim.Optimizer):
     """After every k steps of the inner optimizer, half way back to where they began."""
 
-    def __init__(self, optimizer, k=2, alpha=0.5, hooked=False):
-        if hooked:  # then `step` calls the hooks of torch
-            super().__init__(optimizer.param_groups, {})
+    def __init__(self, optimizer, k=2, alpha=0.5):
         self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.defaults = optimizer.defaults
@@ -118,12 +116,34 @@ def lookahead(watch):
     return audited.train(watch, model, optimizer, rows(5 * N))
 
 
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer; its constructor calls torch's, so that hooks run for both."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
 @odd
-def lookahead_of_torch(watch):
-    """The same as a complete optimizer of torch, which steps another of the same parameters."""
+def optimizer_around_another(watch):
+    """As packages of optimizers write them."""
     model = network()
-    optimizer = Lookahead(adam(model), hooked=True)
-    return audited.train(watch, model, optimizer, rows(5 * N))
+    return audited.train(watch, model, Around(adam(model)), rows(5 * N))
+
+
+@odd
+def as_many_rows_as_micro_batches(watch):
+    """A mean of one's own, of four rows, divided by four micro-batches."""
+    model = network()
+    batches = [(x[:N], y[:N]) for x, y in rows(5 * N)]
+
+    def loss_of(model, x, y):
+        return model(x).square().mean()
+
+    return audited.train(watch, model, adam(model), batches, loss_of=loss_of)
 
 
 @odd
