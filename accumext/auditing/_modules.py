@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -63,15 +64,19 @@ class Averages:
     def __init__(self) -> None:
         self._model: list[Tensor] = []
         self._copies: list[tuple[list[Tensor], Tensor]] = []  # and samples, of the last look
+        self._found = (0, 0)  # the id of the model, and the references to its class
 
     def find(self, models: Iterable[nn.Module], trained: Iterable[Tensor]) -> None:
         """Look for the smallest module with all that is trained, and for others like it."""
         own, known = set(map(id, trained)), {id(copy[0]): old for copy, old in self._copies}
         inside = [(m, ids) for model in models for m in model.modules() if (ids := _ids(m)) & own]
-        self._model, self._copies = [], []
         if inside:
             model, _ = max(inside[::-1], key=lambda case: (len(case[1] & own), -len(case[1])))
-            self._model = parameters_in(model)
+            # Each instance refers to its class: a look at all objects takes as long as a pass.
+            found = id(model), sys.getrefcount(type(model))
+            if found == self._found:
+                return
+            self._found, self._model, self._copies = found, parameters_in(model), []
             shapes = _shapes(self._model)
             others = [m for m in gc.get_referrers(type(model)) if type(m) is type(model)]
             for copy in map(parameters_in, others):

@@ -66,7 +66,7 @@ class Steps:
         self.met: dict[int, Any] = {}  # optimizers by id, in the order in which they stepped
         self.taken = Counter[tuple[int, str]]()  # steps of all, by id and class
         self.trained: dict[int, Tensor] = {}  # by id, the parameters of all that have stepped
-        self.alive: list[Optimizer] = []  # of all optimizers, when the last window closes
+        self.alive: list[Optimizer] = []  # when the last window closes; none where all have stepped
         self.through_scaler = False
         self._running: list[FrameType] = []  # calls of `step`
         self.chosen = None if wrapper is None else self._follow(wrapper)
@@ -77,7 +77,8 @@ class Steps:
         stack.callback(optimizer.register_optimizer_step_post_hook(self._after_step).remove)
 
     def close(self) -> None:
-        if self._journal.watching:
+        left = [t for t in self._known.tensors if t.requires_grad and id(t) not in self.trained]
+        if self._journal.watching and left:  # a look at all objects takes as long as a pass
             self.alive = optimizers()
         self._journal.watching = False
         self._passes.close()

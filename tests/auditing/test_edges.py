@@ -352,6 +352,23 @@ def test_a_deep_copy_that_follows(each):
     assert told(audit) == ([("average.per_micro_batch", N)] if each else [])
 
 
+def test_a_copy_that_is_made_later():
+    """After two windows, when the model has long been looked at"""
+    model = network()
+    made: list[nn.Module] = []
+
+    @torch.no_grad()
+    def follow(i):
+        if i + 1 == 2 * N:
+            made.append(copy.deepcopy(model).requires_grad_(False))
+        for average in made:
+            for slow, fast in zip(average.parameters(), model.parameters()):
+                slow.lerp_(fast, 0.01)
+
+    audit = train(lambda *_: accumext.audit(), model, sgd(model), end=follow)
+    assert told(audit) == [("average.per_micro_batch", N)]
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_batch_norms_left_in_eval(frozen):
     """Those whose parameters are trained; the model is not named"""
