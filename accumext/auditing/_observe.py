@@ -81,9 +81,6 @@ class Observer:
         self.measured = False  # whether a truncated gradient was
         self.joined: DistributedDataParallel | None = None  # by which processes are
         self._given, self._found = model, list[nn.Module]()
-        self._leaves: dict[
-            int, tuple[Tensor, int, int]
-        ] = {}  # by id; steps at first and last sight
         self._state = (-1, -1)  # parameters and steps when modules were looked for
         self._averages = Averages()
         self._norms: dict[str, nn.Module] = {}
@@ -188,7 +185,7 @@ class Observer:
         """Parameters in no module and in no optimizer that passes before and after a step reach:
         not what takes the place of others for a pass, nor what shards are gathered to."""
         sharded = any(map(is_dtensor, self.parameters.tensors))
-        for leaf, first, last in () if sharded else self._leaves.values():
+        for leaf, first, last in () if sharded else self.steps.leaves.values():
             number = self.parameters.number(leaf)
             unnamed = number is None or self.parameters.names[number].startswith(UNNAMED)
             if unnamed and last > first and id(leaf) not in self.steps.optimized:
@@ -200,8 +197,8 @@ class Observer:
         if self.steps.chosen is None or steps != self._state[1]:
             for leaf in leaves(root.grad_fn):
                 if isinstance(leaf, nn.Parameter):
-                    _, first, _ = self._leaves.get(id(leaf), (leaf, steps, steps))
-                    self._leaves[id(leaf)] = leaf, first, steps
+                    _, first, _ = self.steps.leaves.get(id(leaf), (leaf, steps, steps))
+                    self.steps.leaves[id(leaf)] = leaf, first, steps
                     if self.steps.chosen is None:
                         self.parameters.add(leaf)
         self._know()

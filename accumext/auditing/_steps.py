@@ -66,6 +66,8 @@ class Steps:
         self.met: dict[int, Any] = {}  # optimizers by id, in the order in which they stepped
         self.taken = Counter[tuple[int, str]]()  # steps of all, by id and class
         self.trained: dict[int, Tensor] = {}  # by id, the parameters of all that have stepped
+        # Parameters that graphs use, by id, and the steps before their first and their last use.
+        self.leaves: dict[int, tuple[Tensor, int, int]] = {}
         self.alive: list[Optimizer] = []  # when the last window closes; none where all have stepped
         self.through_scaler = False
         self._running: list[FrameType] = []  # calls of `step`
@@ -77,7 +79,8 @@ class Steps:
         stack.callback(optimizer.register_optimizer_step_post_hook(self._after_step).remove)
 
     def close(self) -> None:
-        left = [t for t in self._known.tensors if t.requires_grad and id(t) not in self.trained]
+        every = (*self._known.tensors, *(leaf for leaf, _, _ in self.leaves.values()))
+        left = [t for t in every if t.requires_grad and id(t) not in self.trained]
         if self._journal.watching and left:  # a look at all objects takes as long as a pass
             self.alive = optimizers()
         self._journal.watching = False

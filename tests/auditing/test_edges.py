@@ -352,6 +352,19 @@ def test_a_deep_copy_that_follows(each):
     assert told(audit) == ([("average.per_micro_batch", N)] if each else [])
 
 
+def test_an_optimizer_beside_the_chosen_one_that_has_not_stepped():
+    """Its parameters are in no model that was given, and are not said to be in no optimizer."""
+    generator, judge = nn.Linear(3, 16), network(16, 1)
+    of_generator, of_judge = sgd(generator), sgd(judge)
+    with accumext.audit(judge, of_judge) as audit:
+        for _ in range(6):
+            of_judge.zero_grad()
+            judge(generator(torch.randn(8, 3))).square().mean().backward()
+            of_judge.step()
+        of_generator.step()
+    assert told(audit) == []
+
+
 def test_a_copy_that_is_made_later():
     """After two windows, when the model has long been looked at"""
     model = network()
